@@ -1,0 +1,123 @@
+"""The only place that builds an ONNX Runtime session.
+
+ONNX Runtime comes with an extra (``[cpu]`` or ``[gpu]``), so it is imported on first use and its
+absence is reported with the extra to install.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import onnx_ir as ir
+
+from graph_passes.errors import InvalidArgument, InvalidModel, MissingExtra
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+__all__ = ["PROTOBUF_LIMIT_BYTES", "Provider", "open_session", "require_runtime"]
+
+Provider = Literal["cpu", "cuda"]
+
+PROTOBUF_LIMIT_BYTES = 2**31 - 2**20
+"""A protobuf message holds less than 2 GiB; larger models keep their weights beside it."""
+
+
+def require_runtime() -> Any:
+    """The onnxruntime module.
+
+    Raises:
+        MissingExtra: It is not installed.
+    """
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise MissingExtra(
+            "ONNX Runtime is not installed, and this command runs the model.",
+            "pip install 'attnserve[cpu]' (or 'attnserve[gpu]' on a machine with an NVIDIA GPU)",
+        ) from error
+    return onnxruntime
+
+
+def open_session(
+    source: Path | ir.Model,
+    *,
+    provider: Provider = "cpu",
+    threads: int = 0,
+    optimize: bool = True,
+) -> onnxruntime.InferenceSession:
+    """A session over a model on disk or in memory.
+
+    Args:
+        source: An .onnx file, or a model in memory (written to a temporary folder when it is
+            larger than a protobuf message can be).
+        provider: The execution provider; CPU is always the fallback of CUDA.
+        threads: Intra-op threads; 0 leaves the choice to ONNX Runtime.
+        optimize: False runs the graph as it is written, without ONNX Runtime's own fusions.
+
+    Raises:
+        InvalidModel: ONNX Runtime refuses the graph.
+        InvalidArgument: The provider is not available here.
+        MissingExtra: ONNX Runtime is not installed.
+    """
+    ort = require_runtime()
+    options = ort.SessionOptions()
+    options.log_severity_level = 4  # errors reach the user as exceptions, not twice
+    options.intra_op_num_threads = threads
+    if not optimize:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if isinstance(source, Path):
+        return _start(ort, str(source), source.name, options, provider)
+    name = source.graph.name or "the model in memory"
+    if _weight_bytes(source) < PROTOBUF_LIMIT_BYTES:
+        content = ir.to_proto(source).SerializeToString()
+        return _start(ort, content, name, options, provider)
+    with tempfile.TemporaryDirectory(prefix="attnserve-") as folder:
+        path = Path(folder) / "model.onnx"
+        ir.save(source, path, external_data="model.onnx.data")
+        return _start(ort, str(path), name, options, provider)
+
+
+def _start(
+    ort: Any, source: str | bytes, name: str, options: Any, provider: Provider
+) -> onnxruntime.InferenceSession:
+    try:
+        return ort.InferenceSession(source, options, providers=_providers(ort, provider))
+    except InvalidArgument:
+        raise
+    except Exception as error:  # onnxruntime raises a class of its own for each status
+        raise InvalidModel(
+            f"{name}: ONNX Runtime refuses the graph: {_first_sentence(error)}",
+            "check the file with onnx.checker.check_model, or export it again",
+        ) from error
+
+
+def _providers(ort: Any, provider: Provider) -> Sequence[Any]:
+    if provider == "cpu":
+        return ["CPUExecutionProvider"]
+    if hasattr(ort, "preload_dlls"):
+        ort.preload_dlls()
+    if "CUDAExecutionProvider" not in ort.get_available_providers():
+        raise InvalidArgument(
+            "--provider cuda: this ONNX Runtime has no CUDA execution provider.",
+            "pip install 'attnserve[gpu]' on a machine with an NVIDIA GPU, or use --provider cpu",
+        )
+    # TF32 would round every product to 10 bits of mantissa: off, so that parity means parity.
+    return [("CUDAExecutionProvider", {"use_tf32": 0}), "CPUExecutionProvider"]
+
+
+def _weight_bytes(model: ir.Model) -> int:
+    return sum(
+        value.const_value.nbytes
+        for graph in model.graphs()
+        for value in graph.initializers.values()
+        if value.const_value is not None
+    )
+
+
+def _first_sentence(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__
