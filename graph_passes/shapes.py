@@ -1,0 +1,293 @@
+"""What every value's shape is once the named axes have lengths.
+
+Exporters write shapes as programs (Shape, Gather, Concat, Where, ...) that static inference cannot
+follow. Here the axes are given lengths, the integer program is *run* on the ONNX reference
+evaluator, and everything else is inferred node by node by ONNX's own rules. Nothing large is read:
+weights stay on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx import shape_inference
+from onnx.reference import ReferenceEvaluator
+
+__all__ = ["Fact", "Facts", "bind_axes", "evaluate", "interpret", "named_axes"]
+
+SMALL = 1024
+"""Elements; shape programs and scales are smaller, weights and masks need not be known."""
+
+NOT_RUN = frozenset({"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike",
+                     "Multinomial", "Bernoulli", "If", "Loop", "Scan"})  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Fact:
+    """Element type, shape, and the elements themselves where they follow from shapes alone."""
+
+    dtype: ir.DataType
+    shape: tuple[int, ...]
+    constant: np.ndarray | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Facts:
+    """What is known of each value of a graph at one choice of axis lengths.
+
+    ``unknown`` names the nodes whose outputs could not be inferred, with the reason.
+    """
+
+    axes: Mapping[str, int]
+    known: Mapping[ir.Value, Fact] = field(repr=False)
+    unknown: Mapping[ir.Node, str] = field(repr=False)
+
+    def shape(self, value: ir.Value | None) -> tuple[int, ...] | None:
+        fact = self.known.get(value) if value is not None else None
+        return None if fact is None else fact.shape
+
+    def constant(self, value: ir.Value | None) -> np.ndarray | None:
+        """The elements of a small value that does not depend on the model's data."""
+        fact = self.known.get(value) if value is not None else None
+        return None if fact is None else fact.constant
+
+
+def named_axes(graph: ir.Graph) -> dict[str, int]:
+    """The free axes of the graph's inputs, each with the first position it appears at.
+
+    A dynamic axis without a name is called ``input[position]``.
+    """
+    axes: dict[str, int] = {}
+    for value in _real_inputs(graph):
+        for position, dim in enumerate(value.shape or ()):
+            for name in _symbols(value, position, dim):
+                axes.setdefault(name, position)
+    return axes
+
+
+def bind_axes(graph: ir.Graph, *, batch: int, sequence: int) -> dict[str, int]:
+    """Lengths for every axis: those that lead an input are batches, all others sequences."""
+    return {
+        name: batch if position == 0 else sequence for name, position in named_axes(graph).items()
+    }
+
+
+def input_shape(value: ir.Value, axes: Mapping[str, int]) -> tuple[int, ...] | None:
+    """The shape of a graph input when its axes have these lengths; None without a rank."""
+    if value.shape is None:
+        return None
+    return tuple(_length(value, i, dim, axes) for i, dim in enumerate(value.shape))
+
+
+def interpret(model: ir.Model, axes: Mapping[str, int]) -> Facts:
+    """Run the shape program of the main graph with the given axis lengths.
+
+    Nodes that cannot be followed (unknown operators, control flow, data-dependent shapes) leave
+    their outputs unknown; that is a fact, not an error.
+    """
+    known: dict[ir.Value, Fact] = {}
+    unknown: dict[ir.Node, str] = {}
+    for value in _real_inputs(model.graph):
+        shape = input_shape(value, axes)
+        if shape is not None and value.dtype is not None:
+            known[value] = Fact(value.dtype, shape)
+    for value in model.graph.initializers.values():
+        if value.const_value is not None:
+            known[value] = _of_tensor(value.const_value)
+    opsets = {domain: version for domain, version in model.opset_imports.items()}
+    opsets.setdefault("", 1)
+    for node in model.graph:
+        reason = _follow(node, known, opsets)
+        if reason:
+            unknown[node] = reason
+    return Facts(dict(axes), known, unknown)
+
+
+def evaluate(
+    node: ir.Node, inputs: Sequence[np.ndarray | None], opsets: Mapping[str, int]
+) -> list[np.ndarray]:
+    """Run one node on the ONNX reference evaluator."""
+    proto = ir.to_proto(node)
+    proto.input[:] = [f"i{i}" if x is not None else "" for i, x in enumerate(inputs)]
+    proto.output[:] = [f"o{i}" for i in range(len(node.outputs))]
+    feeds = {f"i{i}": x for i, x in enumerate(inputs) if x is not None}
+    results: Any = ReferenceEvaluator(proto, opsets=dict(opsets)).run(None, feeds)
+    return [np.asarray(result) for result in results]
+
+
+def _real_inputs(graph: ir.Graph) -> list[ir.Value]:
+    """Old graphs list their initializers among the inputs."""
+    return [value for value in graph.inputs if value.name not in graph.initializers]
+
+
+def _symbols(value: ir.Value, position: int, dim: int | ir.SymbolicDim) -> Sequence[str]:
+    if isinstance(dim, int):
+        return ()
+    if dim.value is None:
+        return (f"{value.name}[{position}]",)
+    try:
+        return sorted(dim.free_symbols())  # past_sequence + sequence
+    except Exception:  # a name that is no expression
+        return (str(dim.value),)
+
+
+def _length(value: ir.Value, position: int, dim: int | ir.SymbolicDim, axes: Mapping[str, int]) -> int:
+    if isinstance(dim, int):
+        return dim
+    names = _symbols(value, position, dim)
+    if len(names) == 1 and names[0] == (dim.value or f"{value.name}[{position}]"):
+        return axes[names[0]]
+    length = dim.evaluate({name: axes[name] for name in names})
+    assert length is not None, f"{value.name}: axis {dim.value} has no length"
+    return int(length)
+
+
+def _of_tensor(tensor: ir.TensorProtocol) -> Fact:
+    shape = tuple(int(n) for n in tensor.shape.numpy())
+    small = np.prod(shape, dtype=np.int64) <= SMALL and tensor.dtype != ir.DataType.STRING
+    return Fact(tensor.dtype, shape, tensor.numpy() if small else None)
+
+
+def _follow(node: ir.Node, known: dict[ir.Value, Fact], opsets: Mapping[str, int]) -> str:
+    """Add what the node's outputs are to ``known``; the reason where that cannot be told."""
+    if node.op_type == "Constant" and not node.domain:
+        known[node.outputs[0]] = _of_tensor(_constant_tensor(node))
+        return ""
+    facts = [known.get(value) if value is not None else None for value in node.inputs]
+    if any(fact is None and value is not None for fact, value in zip(facts, node.inputs, strict=True)):
+        return "its inputs have no known shape"
+    rule = RULES.get((node.domain, node.op_type))
+    if rule is not None:
+        shapes = rule([None if fact is None else fact.shape for fact in facts], node)
+        first = next((fact for fact in facts if fact is not None), None)
+        if first is None or not shapes:
+            return f"{node.op_type} has no known shape"
+        for value, shape in zip(node.outputs, shapes, strict=False):
+            known[value] = Fact(first.dtype, tuple(shape))
+        return ""
+    if node.domain not in ("", "ai.onnx"):
+        return f"{node.domain}.{node.op_type} is not an operator of ONNX"
+    if node.op_type == "Shape":
+        return _follow_shape(node, facts, known)
+    if _runs(node, facts):
+        try:
+            results = evaluate(node, [None if f is None else f.constant for f in facts], opsets)
+        except Exception:  # an operator the reference evaluator lacks: its shape may still follow
+            results = []
+        for value, result in zip(node.outputs, results, strict=False):
+            if result.dtype != object:
+                keep = result if result.size <= SMALL else None
+                known[value] = Fact(ir.DataType.from_numpy(result.dtype), result.shape, keep)
+        if results:
+            return ""
+    return _infer(node, facts, known, opsets)
+
+
+def _runs(node: ir.Node, facts: Sequence[Fact | None]) -> bool:
+    given = [fact for fact in facts if fact is not None]
+    return (
+        bool(given)
+        and node.op_type not in NOT_RUN
+        and all(fact.constant is not None for fact in given)
+    )
+
+
+def _follow_shape(
+    node: ir.Node, facts: Sequence[Fact | None], known: dict[ir.Value, Fact]
+) -> str:
+    assert facts[0] is not None
+    start = node.attributes.get_int("start", 0)
+    end = node.attributes.get_int("end", len(facts[0].shape))
+    constant = np.array(facts[0].shape[start:end], dtype=np.int64)
+    known[node.outputs[0]] = Fact(ir.DataType.INT64, constant.shape, constant)
+    return ""
+
+
+def _infer(
+    node: ir.Node,
+    facts: Sequence[Fact | None],
+    known: dict[ir.Value, Fact],
+    opsets: Mapping[str, int],
+) -> str:
+    try:
+        schema = onnx.defs.get_schema(node.op_type, opsets[""], "")
+    except onnx.defs.SchemaError:
+        return f"{node.op_type} is not an operator of opset {opsets['']}"
+    proto = ir.to_proto(node)
+    proto.input[:] = [f"i{i}" if fact is not None else "" for i, fact in enumerate(facts)]
+    proto.output[:] = [f"o{i}" for i in range(len(node.outputs))]
+    types: dict[str, onnx.TypeProto] = {}
+    data: dict[str, onnx.TensorProto] = {}
+    for i, fact in enumerate(facts):
+        if fact is not None:
+            types[f"i{i}"] = onnx.helper.make_tensor_type_proto(fact.dtype.value, fact.shape)
+            if fact.constant is not None:
+                data[f"i{i}"] = onnx.numpy_helper.from_array(fact.constant)
+    imports = [onnx.helper.make_opsetid(domain, version) for domain, version in opsets.items()]
+    try:
+        inferred = shape_inference.infer_node_outputs(
+            schema, proto, types, data, opset_imports=imports
+        )
+    except Exception as error:  # onnx raises bare InferenceError, KeyError, RuntimeError, ...
+        return f"{node.op_type}: {str(error).splitlines()[0] if str(error) else 'not inferred'}"
+    for i, value in enumerate(node.outputs):
+        tensor = inferred[f"o{i}"].tensor_type if f"o{i}" in inferred else None
+        if tensor is None or not tensor.HasField("shape"):
+            continue
+        dims = [dim.dim_value if dim.HasField("dim_value") else None for dim in tensor.shape.dim]
+        if None not in dims:
+            shape = tuple(int(dim) for dim in dims if dim is not None)
+            known[value] = Fact(ir.DataType(tensor.elem_type), shape)
+    if node.outputs and node.outputs[0] not in known:
+        return f"the shape of {node.op_type} depends on data"
+    return ""
+
+
+def _constant_tensor(node: ir.Node) -> ir.TensorProtocol:
+    name, attribute = next(iter(node.attributes.items()))
+    value = attribute.value
+    if name == "value":
+        assert isinstance(value, ir.TensorProtocol)
+        return value
+    dtype = np.int64 if "int" in name else np.float32 if "float" in name else np.object_
+    return ir.tensor(np.asarray(value, dtype=dtype))
+
+
+Shapes = Sequence[tuple[int, ...] | None]
+
+
+def _like_first(shapes: Shapes, node: ir.Node) -> Shapes:
+    return [shapes[0]]
+
+
+def _skip_normalization(shapes: Shapes, node: ir.Node) -> Shapes:
+    return [shapes[0], (), (), shapes[0]]
+
+
+def _fused_matmul(shapes: Shapes, node: ir.Node) -> Shapes:
+    a, b = shapes[0], shapes[1]
+    if a is None or b is None:
+        return []
+    if node.attributes.get_int("transA", 0):
+        a = (*a[:-2], a[-1], a[-2])
+    if node.attributes.get_int("transB", 0):
+        b = (*b[:-2], b[-1], b[-2])
+    return [(*np.broadcast_shapes(a[:-2], b[:-2]), a[-2], b[-1])]
+
+
+RULES: dict[tuple[str, str], Callable[[Shapes, ir.Node], Shapes]] = {
+    ("com.microsoft", "Gelu"): _like_first,
+    ("com.microsoft", "FastGelu"): _like_first,
+    ("com.microsoft", "BiasGelu"): _like_first,
+    ("com.microsoft", "QuickGelu"): _like_first,
+    ("", "SimplifiedLayerNormalization"): _like_first,
+    ("com.microsoft", "SkipLayerNormalization"): _skip_normalization,
+    ("com.microsoft", "SkipSimplifiedLayerNormalization"): _skip_normalization,
+    ("com.microsoft", "FusedMatMul"): _fused_matmul,
+}
+"""Shapes of the operators that ONNX Runtime's own optimizer writes and ONNX does not know."""
