@@ -1,0 +1,15 @@
+"""attnserve: find attention in any transformer ONNX graph, rewrite it, prove it, measure it, serve it.
+
+The functions here are the commands of the same names.
+"""
+
+from attnserve.evaluate import evaluate
+from attnserve.export import export
+from attnserve.inspection import inspect
+from attnserve.measure import bench
+from attnserve.rewrite import optimize
+from attnserve.verify import verify
+
+__all__ = ["__version__", "bench", "evaluate", "export", "inspect", "optimize", "verify"]
+
+__version__ = "0.1.0"

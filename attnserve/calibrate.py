@@ -1,0 +1,247 @@
+"""Calibration: the inputs a user names, and the statistics a rewrite needs, streamed batch by batch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from attnserve.artifact import Artifact
+from attnserve.session import open_session
+from attnserve.text import load_tokenizer, read_sentences
+from graph_passes.attention import AttentionBlock
+from graph_passes.cp import TokenMoments
+from graph_passes.edit import exposing
+from graph_passes.errors import InvalidData
+
+__all__ = ["Batch", "Dataset", "collect_moments", "load_inputs", "token_mask"]
+
+Batch = dict[str, np.ndarray]
+Progress = Callable[[int, int], None]
+
+BATCH_SIZE = 16
+HELD_OUT = 10
+"""One row in ten is kept from the fit, for the proof."""
+MOST_HELD_OUT = 100
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Model inputs in batches of similar length.
+
+    Attributes:
+        fit: What statistics are taken from.
+        held_out: What fidelity is measured on; the same batches where one row is all there is.
+        length: The median number of tokens (or of positions on axis 1); 128 where rows have none.
+        source: For the record: file, rows, tokens and checksum.
+    """
+
+    fit: Sequence[Batch]
+    held_out: Sequence[Batch]
+    length: int
+    source: Mapping[str, Any]
+
+
+def load_inputs(
+    path: Path,
+    model: ir.Model,
+    artifact: Artifact,
+    *,
+    tokenizer: Path | None = None,
+    split: bool = True,
+) -> Dataset:
+    """Read a text (a sentence a line), an .npz (named input arrays) or a folder of .npz.
+
+    Args:
+        path: The file or folder.
+        model: Tells which inputs to fill.
+        artifact: Where the tokenizer lies, and the longest text.
+        tokenizer: tokenizer.json, where it is not beside the model.
+        split: Keep every tenth row from ``fit``; False leaves all rows in both.
+
+    Raises:
+        InvalidData: Empty, unreadable, or not what the model takes; or no tokenizer for a text.
+    """
+    if not path.exists():
+        raise InvalidData(f"{path}: no such file", "check the path")
+    wanted = _wanted(model)
+    if path.is_dir() or path.suffix == ".npz":
+        rows = _read_arrays(path, wanted)
+        lengths = [next((a.shape[1] for a in row.values() if a.ndim > 1), 128) for row in rows]
+        batches = _array_batches
+    else:
+        encoder_path = tokenizer or artifact.tokenizer
+        if encoder_path is None:
+            raise InvalidData(
+                f"{artifact.folder}: no tokenizer.json beside the model, and {path.name} is text",
+                "give one with --tokenizer, or calibrate on an .npz of input arrays",
+            )
+        encoder = load_tokenizer(encoder_path, max_length=artifact.max_length)
+        encodings = encoder.encode(read_sentences(path))
+        rows, lengths = encodings, [len(encoding) for encoding in encodings]
+
+        def batches(chosen: Sequence[Any]) -> list[Batch]:
+            return [feed for _, feed in encoder.batches(chosen, BATCH_SIZE, wanted)]
+
+    held, kept = _held_out(len(rows)) if split else (range(len(rows)), range(len(rows)))
+    source = {
+        "file": path.name,
+        "rows": len(rows),
+        "tokens": int(sum(lengths)),
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None,
+    }
+    fit = batches([rows[i] for i in kept])
+    proof = batches([rows[i] for i in held])
+    return Dataset(fit, proof, int(np.median(lengths)), source)
+
+
+def token_mask(batch: Mapping[str, np.ndarray], tokens: Sequence[int]) -> np.ndarray:
+    """Which of (B, T) tokens are real: the first input called a mask that has their shape."""
+    for name, array in batch.items():
+        if "mask" in name and array.shape == tuple(tokens) and array.dtype.kind in "iub":
+            return array.astype(bool)
+    return np.ones(tokens, dtype=bool)
+
+
+def collect_moments(
+    model: ir.Model,
+    blocks: Sequence[AttentionBlock],
+    batches: Sequence[Batch],
+    *,
+    threads: int = 0,
+    progress: Progress | None = None,
+) -> dict[str, TokenMoments]:
+    """The second moments of what each block reads, by block name (MATH: x - mean, y - its sequence's mean).
+
+    Activations never accumulate: one batch at a time is run and reduced, padding excluded.
+
+    Raises:
+        InvalidData: The model refuses a batch, or its activations are not finite.
+    """
+    values = list(dict.fromkeys(v for block in blocks for v in (block.x, block.y)))
+    sums = {value: _Sums() for value in values}
+    with exposing(model, values):
+        session = open_session(model, threads=threads)
+    for done, batch in enumerate(batches, start=1):
+        for value, array in zip(values, run(session, batch), strict=True):
+            tokens = array.reshape(-1, *array.shape[-2:]).astype(np.float64)  # B T D
+            sums[value].add(tokens, token_mask(batch, tokens.shape[:2]))
+        if progress is not None:
+            progress(done, len(batches))
+    return {block.name: _moments(sums[block.x], sums[block.y], block.name) for block in blocks}
+
+
+def run(session: Any, batch: Batch) -> list[np.ndarray]:
+    """All outputs of a session; what ONNX Runtime says of a batch it refuses, in our words.
+
+    Raises:
+        InvalidData: The model refuses the batch.
+    """
+    try:
+        return [np.asarray(array) for array in session.run(None, batch)]
+    except Exception as error:  # onnxruntime raises a class of its own for each status
+        shapes = ", ".join(f"{name} {array.shape}" for name, array in batch.items())
+        raise InvalidData(
+            f"the model refuses the inputs {shapes}: {str(error).splitlines()[0][:200]}",
+            "check that the data fits the model (length, vocabulary, names)",
+        ) from error
+
+
+class _Sums:
+    """Running sums of tokens and of their products; sequence means are taken out of ``centered``."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.total: Any = 0.0
+        self.products: Any = 0.0
+        self.centered: Any = 0.0
+
+    def add(self, tokens: np.ndarray, mask: np.ndarray) -> None:
+        weight = mask[:, :, None].astype(np.float64)
+        sequence_mean = (tokens * weight).sum(1, keepdims=True) / np.maximum(weight.sum(1, keepdims=True), 1.0)
+        real, centered = tokens[mask], (tokens - sequence_mean)[mask]
+        self.count += len(real)
+        self.total = self.total + real.sum(0)
+        self.products = self.products + real.T @ real
+        self.centered = self.centered + centered.T @ centered
+
+
+def _moments(x: _Sums, y: _Sums, name: str) -> TokenMoments:
+    if not x.count or not y.count:
+        raise InvalidData(f"{name}: the calibration data has no real token", "check the mask input")
+    mean = x.total / x.count
+    covariance = x.products / x.count - np.outer(mean, mean)
+    moments = TokenMoments(mean, (covariance + covariance.T) / 2, y.centered / y.count)
+    if not all(np.isfinite(a).all() for a in (mean, covariance, moments.key_covariance)):
+        raise InvalidData(
+            f"{name}: the activations on the calibration data are not finite", "check the model and the data"
+        )
+    return moments
+
+
+def _held_out(rows: int) -> tuple[list[int], list[int]]:
+    """Every tenth row is held out, at least one; with one row it must serve both ends."""
+    if rows < 2:
+        return [0], [0]
+    held = list(range(min(HELD_OUT, rows) - 1, rows, HELD_OUT))[:MOST_HELD_OUT]
+    taken = set(held)
+    return held, [i for i in range(rows) if i not in taken]
+
+
+def _wanted(model: ir.Model) -> dict[str, np.dtype[Any]]:
+    return {
+        value.name: np.dtype(value.dtype.numpy())
+        for value in model.graph.inputs
+        if value.name and value.name not in model.graph.initializers and value.dtype is not None
+    }
+
+
+def _read_arrays(path: Path, wanted: Mapping[str, np.dtype[Any]]) -> list[Batch]:
+    """One entry a row, each input with a leading axis of one."""
+    files = sorted(path.glob("*.npz")) if path.is_dir() else [path]
+    if not files:
+        raise InvalidData(f"{path}: no .npz file in this folder", "name a text or an .npz")
+    rows: list[Batch] = []
+    for file in files:
+        try:
+            with np.load(file, allow_pickle=False) as archive:
+                arrays = {name: archive[name] for name in archive.files}
+        except Exception as error:  # numpy and zipfile raise many kinds
+            raise InvalidData(f"{file}: not an .npz of arrays: {error}", "write it with numpy.savez") from error
+        missing, extra = sorted(wanted.keys() - arrays.keys()), sorted(arrays.keys() - wanted.keys())
+        if missing or extra:
+            raise InvalidData(
+                f"{file}: expected the arrays {', '.join(wanted)}; "
+                f"missing {missing or 'none'}, not an input {extra or 'none'}",
+                "name the arrays as the model names its inputs",
+            )
+        counts = {name: array.shape[0] if array.ndim else 0 for name, array in arrays.items()}
+        if len(set(counts.values())) != 1 or not min(counts.values()):
+            raise InvalidData(f"{file}: arrays have {counts} rows", "give every input the same number of rows")
+        for name, dtype in wanted.items():
+            if arrays[name].dtype.kind != dtype.kind:
+                raise InvalidData(
+                    f"{file}: {name!r} is {arrays[name].dtype}, the model takes {dtype}", "convert the array"
+                )
+        for row in range(next(iter(counts.values()))):
+            rows.append({name: arrays[name][row : row + 1].astype(dtype) for name, dtype in wanted.items()})
+    return rows
+
+
+def _array_batches(rows: Sequence[Batch]) -> list[Batch]:
+    """Rows of the same shapes run together."""
+    groups: dict[tuple[tuple[int, ...], ...], list[Batch]] = {}
+    for row in rows:
+        groups.setdefault(tuple(array.shape for array in row.values()), []).append(row)
+    return [
+        {name: np.concatenate([row[name] for row in group[i : i + BATCH_SIZE]]) for name in group[0]}
+        for group in groups.values()
+        for i in range(0, len(group), BATCH_SIZE)
+    ]
+
+

@@ -1,0 +1,116 @@
+"""inspect: what attention a model holds, what proved it, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from attnserve.artifact import load_model, open_artifact
+from attnserve.certify import Reading, read_attention
+from graph_passes import collaborate, decompose
+from graph_passes.attention import AttentionBlock
+from graph_passes.cost import macs_at, model_cost
+from graph_passes.shapes import Facts, bind_axes, interpret
+
+__all__ = ["Inspection", "collaborate_reason", "inspect"]
+
+
+@dataclass(frozen=True, eq=False)
+class Inspection:
+    """A model as it was read, at one batch size and sequence length."""
+
+    reading: Reading
+    block_macs: Mapping[str, int]
+    parameters: int
+    total_macs: int | None
+    batch: int
+    sequence: int
+    uncounted: tuple[str, ...]
+
+    @property
+    def attention_macs(self) -> int:
+        return sum(self.block_macs.values())
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "attention": [
+                {
+                    "name": block.name,
+                    "kind": block.kind,
+                    "num_heads": block.num_heads,
+                    "num_kv_heads": block.num_kv_heads,
+                    "head_size": block.head_size,
+                    "v_head_size": block.v_head_size,
+                    "input_size": block.input_size,
+                    "scale": block.scale,
+                    "position": block.position,
+                    "form": block.form,
+                    "idiom": block.idiom,
+                    "certified": True,
+                    "max_abs_error": certified.max_abs_error,
+                    "macs": self.block_macs[block.name],
+                    "rewrites": {"collaborate": collaborate_reason(block) or True},
+                }
+                for certified in self.reading.certified
+                for block in (certified.block,)
+            ],
+            "missed": [
+                {"node": miss.node.name or miss.node.op_type, "reason": miss.reason}
+                for miss in self.reading.misses
+            ],
+            "parameters": self.parameters,
+            "macs": {
+                "batch": self.batch,
+                "sequence": self.sequence,
+                "total": self.total_macs,
+                "attention": self.attention_macs,
+            },
+            "uncounted": list(self.uncounted),
+        }
+
+
+def inspect(model: Path, *, batch: int = 1, sequence: int = 128, seed: int = 0) -> Inspection:
+    """Read, certify and count a model.
+
+    Args:
+        model: An .onnx file or an artifact folder.
+        batch, sequence: The lengths to count MACs at; fixed axes keep their own.
+
+    Raises:
+        InvalidModel: The file cannot be read.
+        MissingExtra: ONNX Runtime is not installed (the certificate runs the graph).
+    """
+    graph = load_model(open_artifact(model))
+    return inspect_graph(graph, batch=batch, sequence=sequence, seed=seed)
+
+
+def inspect_graph(model: ir.Model, *, batch: int, sequence: int, seed: int = 0) -> Inspection:
+    """``inspect`` for a model in memory."""
+    reading = read_attention(model, seed=seed)
+    facts = interpret(model, bind_axes(model.graph, batch=batch, sequence=sequence))
+    total, uncounted = macs_at(facts, model.graph)
+    return Inspection(
+        reading=reading,
+        block_macs={block.name: _block_macs(block, facts) for block in reading.blocks},
+        parameters=model_cost(model).parameters,
+        total_macs=total if not uncounted else None,
+        batch=batch,
+        sequence=sequence,
+        uncounted=uncounted,
+    )
+
+
+def collaborate_reason(block: AttentionBlock) -> str:
+    """Why ``--collab-dk`` does not apply to a block; empty where it does (decomposing it first)."""
+    reason = collaborate.why_not(block)
+    if reason and block.logits is None and not decompose.why_not(block):
+        return ""
+    return reason
+
+
+def _block_macs(block: AttentionBlock, facts: Facts) -> int:
+    return macs_at(facts, block.nodes)[0]

@@ -1,0 +1,389 @@
+"""optimize: read, certify, calibrate, factor, rewrite, prove, and write; or refuse, and write nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from attnserve.artifact import (
+    Artifact,
+    check_output,
+    copy_companions,
+    load_model,
+    open_artifact,
+    save_model,
+    staged,
+    write_record,
+)
+from attnserve.calibrate import Dataset, collect_moments, load_inputs
+from attnserve.certify import Reading, read_attention
+from attnserve.inspection import collaborate_reason
+from attnserve.verify import Fidelity, compare, random_batches
+from graph_passes.attention import AttentionBlock
+from graph_passes.collaborate import Collaborate, factor
+from graph_passes.cost import break_even, macs_at, model_cost
+from graph_passes.cp import CollaborativeFactors
+from graph_passes.decompose import DecomposeAttention
+from graph_passes.errors import CannotRewrite, CheckFailed, InvalidArgument, InvalidModel
+from graph_passes.shapes import bind_axes, interpret
+
+__all__ = ["ModelCost", "OptimizeReport", "Step", "optimize"]
+
+Ranks = int | Sequence[int] | Mapping[str, int]
+Stage = Callable[[str, int, int], None]
+"""Progress: (what is being done, done, total)."""
+
+DEFAULT_SEQUENCE = 128
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """Counts at the report's batch and sequence; MACs are None where they cannot be counted."""
+
+    parameters: int
+    macs: int | None
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """One rewrite of one block. The error is relative, in the metric that was minimized."""
+
+    rewrite: str
+    block: str
+    relative_error: float
+    macs_after: int | None
+    rank: int
+
+
+@dataclass(frozen=True)
+class OptimizeReport:
+    """What was done to a model, what it cost and what it saved."""
+
+    output: Path
+    before: ModelCost
+    after: ModelCost
+    steps: tuple[Step, ...]
+    fidelity: Fidelity
+    break_even_sequence: int | None
+    batch: int
+    sequence: int
+    warnings: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "before": asdict(self.before),
+            "after": asdict(self.after),
+            "steps": [asdict(step) for step in self.steps],
+            "fidelity": {
+                "mean_cosine": self.fidelity.mean_cosine,
+                "min_cosine": self.fidelity.min_cosine,
+                "data": self.fidelity.data,
+            },
+            "break_even_sequence": self.break_even_sequence,
+            "batch": self.batch,
+            "sequence": self.sequence,
+            "warnings": list(self.warnings),
+        }
+
+
+def optimize(
+    model: Path,
+    output: Path,
+    *,
+    collab_dk: Ranks,
+    calib: Path | None = None,
+    tokenizer: Path | None = None,
+    layers: Sequence[str] | None = None,
+    batch: int = 1,
+    sequence: int | None = None,
+    min_cosine: float | None = None,
+    external_data: bool = False,
+    threads: int = 0,
+    seed: int = 0,
+    force: bool = False,
+    dry_run: bool = False,
+    progress: Stage | None = None,
+) -> OptimizeReport:
+    """Give a model's attention collaborative heads and write it with attnserve.json beside it.
+
+    Args:
+        model: An .onnx file or an artifact folder; never changed.
+        output: An .onnx file, or a folder that receives model.onnx.
+        collab_dk: R for every layer, one R a layer in order, or R by layer name.
+        calib: Text (a sentence a line), .npz or a folder of .npz; without it the weights alone are
+            approximated, at three to six times the error.
+        layers: Names or indices of the layers to rewrite; all that can be by default.
+        batch, sequence: Where costs are reported; the sequence defaults to the calibration data's
+            median, else 128.
+        min_cosine: Fail below this mean cosine, writing nothing.
+        external_data: Keep the weights in a file beside the model, as models over 2 GB always do.
+        dry_run: Do everything but write.
+
+    Raises:
+        InvalidModel, InvalidArgument, InvalidData, InvalidOutput, CannotRewrite: See their texts.
+        CheckFailed: The fidelity is below ``min_cosine``.
+    """
+    artifact = open_artifact(model)
+    target = output if output.suffix == ".onnx" else output / "model.onnx"
+    if not dry_run:
+        check_output(target, source=artifact.model, force=force)
+        if artifact.record or (target.parent / "attnserve.json").exists():
+            check_output(target.parent / "attnserve.json", force=force)
+    report_stage = progress or (lambda what, done, total: None)
+
+    graph = load_model(artifact)
+    require_finite_weights(graph)
+    reading = read_attention(graph, seed=seed)
+    ranks, warnings = _choose(reading, collab_dk, layers)
+    data = None
+    if calib is not None:
+        data = load_inputs(calib, graph, artifact, tokenizer=tokenizer)
+    length = sequence or (data.length if data is not None else DEFAULT_SEQUENCE)
+    before = model_cost(graph)
+    before_cost = _cost(graph, batch, length)
+
+    fused = frozenset(b.name for b in reading.blocks if b.name in ranks and b.logits is None)
+    if fused:
+        DecomposeAttention(fused)(graph)
+        reading = read_attention(graph, seed=seed)
+        _require(reading, ranks)
+    blocks = [block for block in reading.blocks if block.name in ranks]
+    factors = _factor(graph, blocks, ranks, data, threads, report_stage)
+    steps: list[Step] = []
+    for block in blocks:
+        found = factors[block.name]
+        Collaborate({block.name: found})(graph)
+        steps.append(
+            Step("collaborate", block.name, found.relative_error, _macs(graph, batch, length), found.rank)
+        )
+    _require(read_attention(graph, seed=seed), ranks)
+
+    original = load_model(artifact)
+    batches = data.held_out if data is not None else random_batches(original, seed)
+    source = f"held out of {calib.name}" if calib is not None else "random inputs"
+    fidelity = compare(
+        original, graph, batches, source, threads=threads,
+        progress=lambda done, total: report_stage("verify", done, total),
+    )  # fmt: skip
+    after = model_cost(graph)
+    even = break_even(before.macs, after.macs) if before.macs and after.macs else None
+    report = OptimizeReport(
+        output=target,
+        before=before_cost,
+        after=_cost(graph, batch, length),
+        steps=tuple(steps),
+        fidelity=fidelity,
+        break_even_sequence=even,
+        batch=batch,
+        sequence=length,
+        warnings=(*warnings, *_warn(even, length, data)),
+    )
+    if min_cosine is not None and fidelity.mean_cosine < min_cosine:
+        raise CheckFailed(
+            f"mean cosine {fidelity.mean_cosine:.4f} on {source}, expected at least {min_cosine}: "
+            "nothing was written",
+            "raise --collab-dk" + ("" if calib else ", or calibrate with --calib"),
+        )
+    if not dry_run:
+        _write(artifact, graph, report, data, external_data, seed)
+    return report
+
+
+def require_finite_weights(model: ir.Model) -> None:
+    """Refuse NaN and infinite weights, one tensor at a time.
+
+    Scalars and masks may hold -inf (that is how exporters write "forbidden"); weights may not.
+
+    Raises:
+        InvalidModel: Naming the first such weight.
+    """
+    for graph in model.graphs():
+        for name, value in graph.initializers.items():
+            tensor = value.const_value
+            if tensor is None or not tensor.dtype.is_floating_point():
+                continue
+            array = tensor.numpy()
+            sums = float(np.sum(array, dtype=np.float64))  # finite unless an element is not
+            if np.isfinite(sums) or (array.size == 1 or _is_mask(array)):
+                continue
+            raise InvalidModel(
+                f"the weight {name!r} {tuple(array.shape)} holds a value that is NaN or infinite",
+                "export the model again from a sound checkpoint",
+            )
+
+
+def _is_mask(array: np.ndarray) -> bool:
+    """Only zeros and minus infinity, as a causal mask holds them."""
+    return bool(np.all((array == 0) | np.isneginf(array)))
+
+
+def _choose(
+    reading: Reading, collab_dk: Ranks, layers: Sequence[str] | None
+) -> tuple[dict[str, int], list[str]]:
+    """R by block name, for the blocks that were asked for and can be rewritten."""
+    blocks = reading.blocks
+    if not blocks:
+        misses = "; ".join(f"{m.node.name or m.node.op_type}: {m.reason}" for m in reading.misses[:2])
+        raise InvalidModel(
+            "no attention was found" + (f" ({misses[:400]})" if misses else ": the graph has no softmax"),
+            "`attnserve inspect MODEL` lists everything that was read and why the rest was not",
+        )
+    names = [block.name for block in blocks]
+    chosen = names if layers is None else [_layer(layer, names) for layer in layers]
+    if isinstance(collab_dk, int):
+        ranks = dict.fromkeys(chosen, collab_dk)
+    elif isinstance(collab_dk, Mapping):
+        ranks = {_layer(name, names): rank for name, rank in collab_dk.items()}
+    else:
+        if len(collab_dk) != len(chosen):
+            raise InvalidArgument(
+                f"--collab-dk names {len(collab_dk)} sizes for {len(chosen)} layers",
+                "give one R, or one for each layer",
+            )
+        ranks = dict(zip(chosen, collab_dk, strict=True))
+    warnings: list[str] = []
+    for block in blocks:
+        rank = ranks.get(block.name)
+        if rank is None:
+            continue
+        exact = block.num_heads * block.head_size
+        reason = collaborate_reason(block)
+        if not reason and not 1 <= rank <= exact:
+            raise InvalidArgument(
+                f"--collab-dk {rank}: {block.name} has {block.num_heads} heads x {block.head_size}: "
+                f"expected 1 to {exact}",
+                f"choose R from 1 to {exact}; {exact} is exact",
+            )
+        if reason:
+            if layers is not None:
+                raise CannotRewrite(f"{block.name}: {reason}", "leave this layer out of --layers")
+            warnings.append(f"{block.name} is left as it is: {reason}")
+            del ranks[block.name]
+    if not ranks:
+        raise CannotRewrite(
+            f"none of the {len(blocks)} attention blocks can be factored ({warnings[0]})",
+            "`attnserve inspect MODEL` says why, block by block",
+        )
+    return ranks, warnings
+
+
+def _layer(layer: str, names: Sequence[str]) -> str:
+    if layer in names:
+        return layer
+    if layer.isdigit() and int(layer) < len(names):
+        return names[int(layer)]
+    raise InvalidArgument(
+        f"--layers: no attention is called {layer!r}: the model has {len(names)}, from {names[0]!r}",
+        "use names or indices (from 0) as `attnserve inspect` lists them",
+    )
+
+
+def _require(reading: Reading, ranks: Mapping[str, int]) -> None:
+    """Every rewritten block must be read back and certified, under its own name."""
+    lost = sorted(set(ranks) - {block.name for block in reading.blocks})
+    if lost:
+        reason = reading.misses[0].reason if reading.misses else "it is not found any more"
+        raise InvalidModel(
+            f"{lost[0]} is not certified after its rewrite: {reason}",
+            "this is a defect of attnserve: please report it with the model; nothing was written",
+        )
+
+
+def _factor(
+    graph: ir.Model,
+    blocks: Sequence[AttentionBlock],
+    ranks: Mapping[str, int],
+    data: Dataset | None,
+    threads: int,
+    report: Stage,
+) -> dict[str, CollaborativeFactors]:
+    moments = {}
+    if data is not None:
+        lossy = [b for b in blocks if ranks[b.name] < b.num_heads * b.head_size]
+        if lossy:
+            moments = collect_moments(
+                graph, lossy, data.fit, threads=threads,
+                progress=lambda done, total: report("calibrate", done, total),
+            )  # fmt: skip
+    factors: dict[str, CollaborativeFactors] = {}
+    for index, block in enumerate(blocks):
+        factors[block.name] = factor(block, ranks[block.name], moments=moments.get(block.name))
+        report("factor", index + 1, len(blocks))
+    return factors
+
+
+def _macs(graph: ir.Model, batch: int, sequence: int) -> int | None:
+    facts = interpret(graph, bind_axes(graph.graph, batch=batch, sequence=sequence))
+    total, uncounted = macs_at(facts, graph.graph)
+    return None if uncounted else total
+
+
+def _cost(graph: ir.Model, batch: int, sequence: int) -> ModelCost:
+    cost = model_cost(graph)
+    return ModelCost(cost.parameters, _macs(graph, batch, sequence), cost.bytes)
+
+
+def _warn(even: int | None, sequence: int, data: Dataset | None) -> list[str]:
+    warnings: list[str] = []
+    if even is not None:
+        verdict = "more" if sequence >= even else "less"
+        warnings.append(
+            f"dense mixing costs {verdict} than the original at {sequence} tokens: "
+            f"from {even} tokens on it costs more MACs"
+        )
+    if data is None:
+        warnings.append("not calibrated: --calib FILE cuts the error three to six times")
+    return warnings
+
+
+def _write(
+    artifact: Artifact,
+    graph: ir.Model,
+    report: OptimizeReport,
+    data: Dataset | None,
+    external_data: bool,
+    seed: int,
+) -> None:
+    target = report.output
+    with staged(target.parent) as stage:
+        save_model(graph, stage / target.name, external=external_data)
+        copy_companions(artifact, stage)
+        entry = {
+            "rewrite": "collaborate",
+            "source": {"file": artifact.model.name, "sha256": _sha256(artifact.model)},
+            "calibration": None if data is None else dict(data.source),
+            "seed": seed,
+            **report.to_json(),
+            "versions": _versions(),
+        }
+        record = {
+            **artifact.record,
+            "format": 1,
+            "files": {p.name: _sha256(p) for p in sorted(stage.iterdir()) if p.suffix != ".json"},
+            "lineage": [*artifact.record.get("lineage", []), entry],
+        }
+        write_record(stage, record)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for name in ("attnserve", "numpy", "onnx", "onnx-ir", "tensorly", "onnxruntime", "onnxruntime-gpu"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions

@@ -1,0 +1,193 @@
+"""verify: the new model against the original, output by output, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from attnserve.artifact import load_model, open_artifact
+from attnserve.calibrate import Batch, load_inputs, run, token_mask
+from attnserve.inputs import example_inputs
+from attnserve.session import Provider, open_session
+from graph_passes.errors import InvalidArgument, InvalidModel
+
+__all__ = ["Fidelity", "OutputFidelity", "compare", "random_batches", "verify"]
+
+RANDOM_SHAPES = ((1, 8), (2, 16), (4, 32))
+"""(batch, sequence) of the random inputs where no data is given; short models take the first."""
+
+
+@dataclass(frozen=True)
+class OutputFidelity:
+    """One output. Cosines are taken over the last axis, token by token, padding excluded."""
+
+    name: str
+    max_abs_error: float
+    mean_abs_error: float
+    relative_error: float
+    mean_cosine: float
+    min_cosine: float
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """All outputs, and the mean and least cosine over them; ``data`` says what it was measured on."""
+
+    outputs: tuple[OutputFidelity, ...]
+    mean_cosine: float
+    min_cosine: float
+    data: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def verify(
+    original: Path,
+    new: Path,
+    *,
+    data: Path | None = None,
+    tokenizer: Path | None = None,
+    provider: Provider = "cpu",
+    threads: int = 0,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Fidelity:
+    """Run both models on the same inputs: real ones where given, else random ones.
+
+    Raises:
+        InvalidModel: The two do not have the same inputs and outputs.
+        InvalidData: The data does not fit.
+    """
+    artifact = open_artifact(original)
+    before, after = load_model(artifact), load_model(open_artifact(new))
+    if data is not None:
+        batches = load_inputs(data, before, artifact, tokenizer=tokenizer, split=False).fit
+        source = data.name
+    else:
+        batches, source = random_batches(before, seed), "random inputs"
+    return compare(
+        before, after, batches, source, provider=provider, threads=threads, progress=progress
+    )
+
+
+def random_batches(model: ir.Model, seed: int) -> list[Batch]:
+    """Valid random inputs at a few shapes, some of them padded."""
+    shapes = RANDOM_SHAPES
+    axes = [dim for v in model.graph.inputs for dim in (v.shape or ()) if not isinstance(dim, int)]
+    if not axes:
+        first = next((v.shape for v in model.graph.inputs if v.shape), None)
+        sizes = [int(dim) for dim in first or () if isinstance(dim, int)]
+        shapes = ((sizes[0] if sizes else 1, sizes[1] if len(sizes) > 1 else 1),) * 2
+    batches: list[Batch] = []
+    for index, (batch, sequence) in enumerate(shapes):
+        try:
+            batches.append(example_inputs(model, batch, sequence, seed + index, padded=True))
+        except InvalidArgument:  # fewer positions than this shape has
+            if not batches:
+                raise
+    return batches
+
+
+def compare(
+    before: ir.Model,
+    after: ir.Model,
+    batches: Sequence[Batch],
+    source: str,
+    *,
+    provider: Provider = "cpu",
+    threads: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Fidelity:
+    """Stream the batches through two models in memory.
+
+    Raises:
+        InvalidModel: The two do not have the same inputs and outputs.
+        InvalidData: A model refuses a batch.
+    """
+    names = [value.name or "" for value in before.graph.outputs]
+    for what, ours, theirs in (
+        ("inputs", before.graph.inputs, after.graph.inputs),
+        ("outputs", before.graph.outputs, after.graph.outputs),
+    ):
+        left, right = ([v.name for v in values] for values in (ours, theirs))
+        if left != right:
+            raise InvalidModel(
+                f"the models have different {what}: {', '.join(map(str, left))} against "
+                f"{', '.join(map(str, right))}",
+                "verify a model against the one it was made from",
+            )
+    sessions = [open_session(m, provider=provider, threads=threads) for m in (before, after)]
+    tallies = [_Tally() for _ in names]
+    for done, batch in enumerate(batches, start=1):
+        for tally, a, b in zip(tallies, *(run(session, batch) for session in sessions), strict=True):
+            if a.shape != b.shape:
+                raise InvalidModel(f"an output became {b.shape}, it was {a.shape}", "this model is broken")
+            tally.add(a, b, batch)
+        if progress is not None:
+            progress(done, len(batches))
+    outputs = tuple(tally.result(name) for tally, name in zip(tallies, names, strict=True))
+    return Fidelity(
+        outputs,
+        float(np.mean([o.mean_cosine for o in outputs])),
+        min(o.min_cosine for o in outputs),
+        source,
+    )
+
+
+class _Tally:
+    """Running sums over batches of one output."""
+
+    def __init__(self) -> None:
+        self.count = self.tokens = 0
+        self.max = self.sum = self.squares = self.reference = self.cosines = 0.0
+        self.least = 1.0
+
+    def add(self, original: np.ndarray, new: np.ndarray, batch: Batch) -> None:
+        a = np.atleast_2d(original.astype(np.float64))
+        b = np.atleast_2d(new.astype(np.float64))
+        a, b = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])  # tokens D
+        if original.ndim >= 3:
+            mask = token_mask(batch, original.shape[:2])
+            real = np.broadcast_to(
+                mask.reshape(*mask.shape, *(1,) * (original.ndim - 3)), original.shape[:-1]
+            ).reshape(-1)
+            a, b = a[real], b[real]
+        if not a.size:
+            return
+        # The same infinity on both sides (a masked logit) is agreement, not an error.
+        difference = np.abs(np.where(a == b, 0.0, a - b))
+        difference = np.where(np.isnan(difference), np.inf, difference)
+        with np.errstate(invalid="ignore"):
+            lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+            cosines = np.where(lengths > 0, (a * b).sum(1) / np.where(lengths > 0, lengths, 1.0), 1.0)
+        equal = (a == b).all(axis=1)
+        cosines = np.where(equal, 1.0, np.where(np.isfinite(cosines), np.clip(cosines, -1, 1), 0.0))
+        zero = (lengths == 0) & ~equal
+        cosines = np.where(zero, 0.0, cosines)
+        self.count += a.size
+        self.tokens += len(a)
+        self.max = max(self.max, float(difference.max()))
+        self.sum += float(difference.sum())
+        self.squares += float((difference**2).sum())
+        self.reference += float((np.where(np.isfinite(a), a, 0.0) ** 2).sum())
+        self.cosines += float(cosines.sum())
+        self.least = min(self.least, float(cosines.min()))
+
+    def result(self, name: str) -> OutputFidelity:
+        count, tokens = max(self.count, 1), max(self.tokens, 1)
+        relative = (self.squares / self.reference) ** 0.5 if self.reference else float(self.squares > 0)
+        big = np.finfo(np.float64).max  # JSON has no infinity
+        return OutputFidelity(
+            name,
+            min(self.max, big),
+            min(self.sum / count, big),
+            min(relative, big),
+            self.cosines / tokens if self.tokens else 1.0,
+            self.least,
+        )

@@ -1,0 +1,82 @@
+"""Put new nodes into a graph, and take out what nothing reads any more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnx_ir.passes.common as common
+
+__all__ = ["Inserter", "exposing", "remove_unused", "replace_uses"]
+
+
+class Inserter:
+    """Makes nodes and constants with names of their own and places them before one node.
+
+    Args:
+        graph: Receives the nodes.
+        before: The node in front of which they go.
+        prefix: Starts every name, so that a reader of the graph sees where they come from.
+    """
+
+    def __init__(self, graph: ir.Graph, before: ir.Node, prefix: str) -> None:
+        self.graph = graph
+        self.before = before
+        self.prefix = prefix
+        self._taken = {
+            value.name for node in graph for value in node.outputs
+        } | set(graph.initializers)  # fmt: skip
+
+    def op(
+        self, op_type: str, inputs: Sequence[ir.Value | None], name: str, **attributes: Any
+    ) -> ir.Value:
+        """A standard operator with one output, called ``prefix/name``."""
+        unique = self._unique(name)
+        node = ir.node(op_type, inputs, attributes=attributes, name=unique)
+        node.outputs[0].name = unique
+        self.graph.insert_before(self.before, node)
+        return node.outputs[0]
+
+    def constant(self, array: np.ndarray, name: str) -> ir.Value:
+        """An initializer called ``prefix/name``."""
+        unique = self._unique(name)
+        tensor = ir.tensor(np.ascontiguousarray(array), name=unique)
+        value = ir.Value(
+            name=unique, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor
+        )
+        self.graph.register_initializer(value)
+        return value
+
+    def _unique(self, name: str) -> str:
+        candidate, count = f"{self.prefix}/{name}", 1
+        while candidate in self._taken:
+            count += 1
+            candidate = f"{self.prefix}/{name}_{count}"
+        self._taken.add(candidate)
+        return candidate
+
+
+def replace_uses(old: ir.Value, new: ir.Value) -> None:
+    """Every reader of ``old`` reads ``new``; what is known of its type and shape moves along."""
+    new.type = new.type or old.type
+    new.shape = new.shape or old.shape
+    ir.convenience.replace_all_uses_with(old, new)
+
+
+def remove_unused(model: ir.Model) -> None:
+    """Drop nodes and initializers that no output of the model depends on."""
+    common.RemoveUnusedNodesPass()(model)
+
+
+@contextmanager
+def exposing(model: ir.Model, values: Sequence[ir.Value]) -> Iterator[ir.Model]:
+    """The model with these values as its only outputs, for as long as the context lasts."""
+    outputs = list(model.graph.outputs)
+    model.graph.outputs[:] = list(values)
+    try:
+        yield model
+    finally:
+        model.graph.outputs[:] = outputs

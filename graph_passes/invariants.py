@@ -1,0 +1,117 @@
+"""The laws that every rewritten graph obeys.
+
+Each law is a small function from (the interface before, the model after) to a list of violations;
+``check`` runs them all after every pass. A violation is a defect of ours, never of the user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from graph_passes.errors import InvariantBroken
+
+__all__ = ["LAWS", "Interface", "check", "interface"]
+
+
+@dataclass(frozen=True)
+class Interface:
+    """What a model promises to its callers: inputs, outputs (name, type, shape) and opsets."""
+
+    inputs: tuple[tuple[str, str, str], ...]
+    outputs: tuple[tuple[str, str, str], ...]
+    opsets: tuple[tuple[str, int], ...]
+    initializers: frozenset[str]
+
+
+def interface(model: ir.Model) -> Interface:
+    """Note what must not change."""
+
+    def describe(value: ir.Value) -> tuple[str, str, str]:
+        return (value.name or "", str(value.type), str(value.shape))
+
+    return Interface(
+        tuple(describe(value) for value in model.graph.inputs),
+        tuple(describe(value) for value in model.graph.outputs),
+        tuple(sorted(model.opset_imports.items())),
+        frozenset(model.graph.initializers),
+    )
+
+
+def keeps_inputs_and_outputs(before: Interface, model: ir.Model) -> list[str]:
+    """Names, types and axes of inputs and outputs are as they were."""
+    now = interface(model)
+    pairs = (*zip(before.inputs, now.inputs, strict=False), *zip(before.outputs, now.outputs, strict=False))
+    changed = [f"{old[0]!r} became {new}" for old, new in pairs if old != new]
+    if (len(before.inputs), len(before.outputs)) != (len(now.inputs), len(now.outputs)):
+        changed.append("inputs or outputs were added or removed")
+    return changed
+
+
+def keeps_opsets(before: Interface, model: ir.Model) -> list[str]:
+    """No operator set is raised in silence."""
+    now = interface(model).opsets
+    return [] if now == before.opsets else [f"opsets {before.opsets} became {now}"]
+
+
+def every_value_is_made_before_it_is_read(before: Interface, model: ir.Model) -> list[str]:
+    """The nodes are in order of execution and read nothing that nobody makes."""
+    made = {*model.graph.inputs, *model.graph.initializers.values()}
+    broken: list[str] = []
+    for node in model.graph:
+        broken += [
+            f"{node.name!r} reads {value.name!r}, which is not made before it"
+            for value in node.inputs
+            if value is not None and value not in made
+        ]
+        made.update(node.outputs)
+    broken += [f"output {v.name!r} is made by no node" for v in model.graph.outputs if v not in made]
+    return broken
+
+
+def names_are_unique(before: Interface, model: ir.Model) -> list[str]:
+    """No two values share a name."""
+    names = [v.name for v in model.graph.inputs if v.name not in model.graph.initializers]
+    names += list(model.graph.initializers)
+    names += [value.name for node in model.graph for value in node.outputs if value.name]
+    twice = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
+    return [f"{name!r} names two values" for name in sorted(filter(None, twice))]
+
+
+def new_weights_are_finite(before: Interface, model: ir.Model) -> list[str]:
+    """A factorisation that diverged must never reach a file."""
+    return [
+        f"{name!r} holds a value that is not finite"
+        for name, value in model.graph.initializers.items()
+        if name not in before.initializers
+        and value.const_value is not None
+        and value.const_value.dtype.is_floating_point()
+        and np.isnan(value.const_value.numpy().astype(np.float32)).any()
+    ]
+
+
+LAWS: tuple[Callable[[Interface, ir.Model], list[str]], ...] = (
+    keeps_inputs_and_outputs,
+    keeps_opsets,
+    every_value_is_made_before_it_is_read,
+    names_are_unique,
+    new_weights_are_finite,
+)
+
+
+def check(before: Interface, model: ir.Model, *, after: str) -> None:
+    """Hold the model to every law.
+
+    Raises:
+        InvariantBroken: Naming the law, the pass (``after``) and the first violation.
+    """
+    for law in LAWS:
+        violations = law(before, model)
+        if violations:
+            raise InvariantBroken(
+                f"{after} broke the law {law.__name__!r}: {violations[0]}",
+                "this is a defect of attnserve: please report it with the model",
+            )

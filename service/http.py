@@ -1,0 +1,231 @@
+"""What all routes share: bodies within their bounds, answers with their cost, a line in the log."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import uuid
+from collections.abc import Callable, Coroutine
+from importlib.metadata import PackageNotFoundError, version
+from time import perf_counter
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel, ValidationError
+from pydantic.json_schema import models_json_schema
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from graph_passes.errors import InvalidData
+from service.engine import Answer, Engine
+from service.errors import (
+    ClientGone,
+    MalformedRequest,
+    NotFound,
+    NotReady,
+    TooLarge,
+    error_response,
+)
+from service.metrics import Metrics, as_headers, cost_of
+
+__all__ = [
+    "ObserveRequests",
+    "accepts",
+    "describe_bodies",
+    "json_response",
+    "parse_body",
+    "release",
+    "respond",
+    "served",
+    "unless_gone",
+]
+
+T = TypeVar("T")
+B = TypeVar("B", bound=BaseModel)
+
+log = logging.getLogger("attnserve")
+access = logging.getLogger("attnserve.access")
+
+SANE_ID = re.compile(rb"[\w.:/+=@-]{1,128}", re.ASCII)
+JSON = orjson.OPT_SERIALIZE_NUMPY
+
+
+def json_response(
+    content: Any, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    """``content`` as JSON; arrays as (nested) lists, NaN and infinities as null."""
+    return Response(
+        orjson.dumps(content, option=JSON), status, headers, media_type="application/json"
+    )
+
+
+def release() -> str:
+    """The version of attnserve that is running."""
+    try:
+        return version("attnserve")
+    except PackageNotFoundError:  # run from a source tree that was not installed
+        return "unknown"
+
+
+def served(request: Request, name: str | None = None) -> Engine:
+    """The engine that serves model ``name`` (None: the only one).
+
+    Raises:
+        NotReady: It is not loaded yet, or unloaded already.
+        NotFound: There is no such model.
+    """
+    engine: Engine | None = request.app.state.engine
+    if engine is None:
+        raise NotReady("the model is not loaded", "wait until /v2/health/ready answers 200")
+    if name not in (None, engine.name):
+        raise NotFound(f"unknown model {name!r}: this server has {engine.name!r}")
+    return engine
+
+
+async def parse_body(request: Request, schema: type[B]) -> B:
+    """Read, parse and validate the body of ``request``, whatever its Content-Type says.
+
+    The clock of x-total-ms starts here, at the last byte: how fast a client sends is its own
+    affair.
+
+    Raises:
+        TooLarge: More bytes than ``max_body_bytes``, whatever Content-Length says.
+        MalformedRequest: Not JSON, or not UTF-8.
+        InvalidData: JSON that does not fit ``schema``.
+    """
+    limit = served(request).settings.max_body_bytes
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limit:
+            raise TooLarge(f"the body is larger than {limit} bytes", "split the request")
+    request.state.started = perf_counter()
+    try:
+        content = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise MalformedRequest(f"the body is not JSON: {error}") from error
+    try:
+        return schema.model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the body"
+        raise InvalidData(f"{where}: {first['msg']}") from error
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Await ``work``, and cancel it when the client hangs up: what still waits is never computed.
+
+    Raises:
+        ClientGone: Nobody waits for the answer.
+    """
+    working = asyncio.ensure_future(work)
+    # The body is read: what the server says next is that the client is gone.
+    leaving = asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone("the client hung up before its answer")
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+def respond(
+    request: Request,
+    engine: Engine,
+    answer: Answer,
+    outputs: Any,
+    envelope: Callable[[orjson.Fragment, dict[str, int | float]], dict[str, Any]],
+) -> Response:
+    """The response of an inference route, with what it cost in its headers and in the metrics.
+
+    Args:
+        outputs: What was computed. It is written before the clock stops: for large outputs that is
+            much of the time.
+        envelope: The body, made of the written outputs and the cost.
+    """
+    written = orjson.Fragment(orjson.dumps(outputs, option=JSON))
+    total_ms = (perf_counter() - request.state.started) * 1e3
+    cost = cost_of(engine, answer, total_ms)
+    metrics: Metrics = request.app.state.metrics
+    metrics.inference(engine.name, cost)
+    # Headers are ASCII; a model may be called anything.
+    headers = as_headers(cost) | {"x-model": quote(engine.name)}
+    return json_response(envelope(written, cost), headers=headers)
+
+
+def accepts(schema: type[BaseModel]) -> dict[str, Any]:
+    """What a route that calls ``parse_body`` tells the OpenAPI document."""
+    reference = {"$ref": f"#/components/schemas/{schema.__name__}"}
+    content = {"application/json": {"schema": reference}}
+    return {"openapi_extra": {"requestBody": {"required": True, "content": content}}}
+
+
+def describe_bodies(app: FastAPI, *schemas: type[BaseModel]) -> None:
+    """Add the ``schemas`` that routes accept to the OpenAPI document of ``app``."""
+    generate = app.openapi
+    _, definitions = models_json_schema(
+        [(schema, "validation") for schema in schemas],
+        ref_template="#/components/schemas/{model}",
+    )
+
+    def openapi() -> dict[str, Any]:
+        document = generate()
+        document["components"]["schemas"] |= definitions["$defs"]
+        return document
+
+    app.openapi = openapi
+
+
+class ObserveRequests:
+    """ASGI middleware: x-request-id on every answer, a log line and a count for each.
+
+    A client's own id is kept where it is short and harmless, so that it can be found in its logs
+    and in ours. A defect of ours ends here: the log has the trace, the client a 500 and the id.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = next((value for key, value in scope["headers"] if key == b"x-request-id"), b"")
+        request_id = given if SANE_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        started, status = perf_counter(), 0
+
+        async def observed(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, observed)
+        except Exception:
+            log.exception("request %s failed", request_id.decode())
+            if status:  # half an answer is out: the connection can only be dropped
+                raise
+            await error_response(500, "internal error")(scope, receive, observed)
+        finally:
+            # The route's pattern, not the path: a client must not make up series without end.
+            route = getattr(scope.get("route"), "path", "unknown")
+            self._metrics.request(route, status)
+            if access.isEnabledFor(logging.INFO):
+                access.info(
+                    orjson.dumps(
+                        {
+                            "method": scope["method"],
+                            "path": scope["path"],
+                            "status": status,
+                            "ms": round((perf_counter() - started) * 1e3, 3),
+                            "request_id": request_id.decode(),
+                        }
+                    ).decode()
+                )

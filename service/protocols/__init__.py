@@ -1,0 +1,1 @@
+"""One module a protocol: what it calls things, and its routes."""

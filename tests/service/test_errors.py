@@ -1,0 +1,205 @@
+"""Whatever a client sends, it gets a 4xx that says what is wrong with it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from starlette.testclient import TestClient
+
+from service.app import create_app
+from service.settings import Settings
+from tests.service.tiny import ids_request
+
+INFER = "/v2/models/tiny/infer"
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    """A good request whose first input has ``changes``."""
+    request = copy.deepcopy(ids_request([2, 4, 3]))
+    request["inputs"][0] |= changes
+    return request
+
+
+def without(key: str) -> dict[str, Any]:
+    request = changed()
+    del request["inputs"][0][key]
+    return request
+
+
+def nested(depth: int) -> Any:
+    data: Any = [2]
+    for _ in range(depth):
+        data = [data]
+    return data
+
+
+GOOD = ids_request([2, 4, 3])
+IDS, MASK = GOOD["inputs"]
+
+BODIES: dict[str, tuple[bytes, int, str]] = {
+    "no body": (b"", 400, "the body is not JSON"),
+    "no JSON": (b'{"inputs": [', 400, "the body is not JSON"),
+    "not UTF-8": (b'{"inputs": "\xff\xfe"}', 400, "not valid UTF-8"),
+    "NaN": (orjson.dumps(GOOD).replace(b"[2,4,3]", b"[NaN,4,3]"), 400, "not JSON"),
+    "infinity": (orjson.dumps(GOOD).replace(b"[2,4,3]", b"[1e999,4,3]"), 400, "not JSON"),
+    "lone surrogate": (b'{"inputs": "\\ud800"}', 400, "the body is not JSON"),
+    "deep JSON": (b"[" * 100_000 + b"]" * 100_000, 400, "depth limit"),
+    "a list": (b"[]", 422, "the body: Input should be a valid dictionary"),
+    "null": (b"null", 422, "the body"),
+}
+
+REQUESTS: dict[str, tuple[Any, int, str]] = {
+    "no inputs": ({}, 422, "inputs: Field required"),
+    "empty inputs": ({"inputs": []}, 422, "inputs: List should have at least 1 item"),
+    "inputs no list": ({"inputs": {"a": 1}}, 422, "inputs: Input should be a valid list"),
+    "input no object": ({"inputs": [1]}, 422, "inputs.0"),
+    "no name": (without("name"), 422, "inputs.0.name: Field required"),
+    "no shape": (without("shape"), 422, "inputs.0.shape: Field required"),
+    "no datatype": (without("datatype"), 422, "inputs.0.datatype: Field required"),
+    "no data": (without("data"), 422, "inputs.0.data: Field required"),
+    "name no text": (changed(name=3), 422, "inputs.0.name: Input should be a valid string"),
+    "negative shape": (changed(shape=[1, -3]), 422, "greater than or equal to 0"),
+    "shape of floats": (changed(shape=[1.0, 3.0]), 422, "inputs.0.shape.0"),
+    "shape of booleans": (changed(shape=[True, 3]), 422, "inputs.0.shape.0"),
+    "shape of text": (changed(shape="13"), 422, "inputs.0.shape"),
+    "shape of rank 100": (changed(shape=[1] * 99 + [3]), 422, "at most 32 items"),
+    "huge shape": (changed(shape=[2**62, 2**62]), 422, "3 values for shape"),
+    "empty huge shape": (changed(shape=[0, 2**62], data=[]), 422, "is too long"),
+    "empty huge rank": (changed(shape=[0, *[2**31] * 9], data=[]), 422, "is too long"),
+    "empty past int64": (changed(shape=[0, 2**63], data=[]), 422, "is too long"),
+    "data too short": (changed(data=[2, 3]), 422, "2 values for shape [1, 3]"),
+    "data too long": (changed(data=[2, 3, 3, 3]), 422, "4 values for shape [1, 3]"),
+    "data no list": (changed(data=2), 422, "inputs.0.data: Input should be a valid list"),
+    "data of text": (changed(data=["2", "4", "3"]), 422, "not all of INT64"),
+    "data of nulls": (changed(data=[None] * 3), 422, "not all of INT64"),
+    "data of objects": (changed(data=[{}] * 3), 422, "not all of INT64"),
+    "data of floats": (changed(data=[2.5, 4, 3]), 422, "not all of INT64"),
+    "data past int64": (changed(data=[2**63, 4, 3]), 422, "out of the range of INT64"),
+    "data ragged": (changed(data=[[2, 4], [3]]), 422, "its data is ragged"),
+    "data ragged below": (changed(data=[[2, [4]], [3, 3]]), 422, "4"),
+    "data of lists after a number": (changed(data=[2, [4], 3]), 422, "not all of INT64"),
+    "data nested otherwise": (changed(data=[[2], [4], [3]]), 422, "data nested as [3, 1]"),
+    "data nested deep": (changed(shape=[1, 1], data=nested(200)), 422, "data nested as [1, 1, 1"),
+    "unknown datatype": (changed(datatype="INT65"), 422, "inputs.0.datatype"),
+    "bytes": (changed(datatype="BYTES"), 422, "inputs.0.datatype"),
+    "wrong datatype": (changed(datatype="INT32"), 422, "'input_ids' is int32: expected int64"),
+    "floats for ids": (changed(datatype="FP32"), 422, "'input_ids' is float32: expected int64"),
+    "wrong rank": (changed(shape=[3]), 422, "has shape [3]: expected [-1, -1]"),
+    "empty": (changed(shape=[1, 0], data=[]), 422, "has shape [1, 0]: it is empty"),
+    "axes disagree": (changed(shape=[3, 1]), 422, "its axis 'batch' is 1, but 3 in input"),
+    "id past the vocabulary": (changed(data=[2, 8, 3]), 422, "holds 8: expected ids from 0 to 7"),
+    "negative id": (changed(data=[2, -1, 3]), 422, "holds -1: expected ids from 0 to 7"),
+    "least id": (changed(data=[2, -(2**63), 3]), 422, "expected ids from 0 to 7"),
+    "past the positions": (ids_request([2] * 9), 422, "cannot run input_ids [1, 9]"),
+    "too many tokens": (ids_request([2] * 20_000), 413, "20000 tokens in one request"),
+    "unknown input": (changed(name="ids"), 422, "unknown input 'ids': tiny takes input_ids, "),
+    "missing input": ({"inputs": [IDS]}, 422, "missing input 'attention_mask'"),
+    "input twice": ({"inputs": [IDS, MASK, IDS]}, 422, "input 'input_ids' is given 2 times"),
+    "unknown output": (GOOD | {"outputs": [{"name": "x"}]}, 422, "unknown output 'x'"),
+    "output twice": (GOOD | {"outputs": [{"name": "kept"}] * 2}, 422, "'kept' is given 2 times"),
+    "outputs no list": (GOOD | {"outputs": 1}, 422, "outputs: Input should be a valid list"),
+    "id no text": (GOOD | {"id": 7}, 422, "id: Input should be a valid string"),
+    "parameters no object": (GOOD | {"parameters": []}, 422, "parameters"),
+}
+
+EMBEDDINGS: dict[str, tuple[Any, int, str]] = {
+    "no inputs": ({}, 422, "inputs: Field required"),
+    "null": ({"inputs": None}, 422, "inputs: Input should be a valid list"),
+    "number": ({"inputs": 3}, 422, "inputs: Input should be a valid list"),
+    "empty": ({"inputs": []}, 422, "inputs: List should have at least 1 item"),
+    "numbers": ({"inputs": ["a", 3]}, 422, "inputs.1: Input should be a valid string"),
+    "nested": ({"inputs": [["a"]]}, 422, "inputs.0: Input should be a valid string"),
+    "many numbers": ({"inputs": [1] * 400_000}, 422, "inputs.0"),
+    "many texts": ({"inputs": ["a"] * 33}, 413, "33 texts in one request: at most 32"),
+    "truncate no boolean": ({"inputs": "a", "truncate": 1}, 422, "truncate"),
+    "unknown field": ({"inputs": "a", "truncat": False}, 422, "truncat: Extra inputs"),
+    "too long": ({"inputs": "a " * 9, "truncate": False}, 422, "text 0 has 11 tokens"),
+}
+
+
+def check(answer: Any, status: int, text: str) -> None:
+    assert answer.status_code == status, answer.text
+    body = answer.json()
+    assert list(body) == ["error"]
+    assert text in body["error"]
+    assert "\n" not in body["error"]
+    assert answer.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("route", [INFER, "/embed"])
+@pytest.mark.parametrize(("content", "status", "text"), BODIES.values(), ids=BODIES)
+def test_bodies(client: TestClient, route: str, content: bytes, status: int, text: str) -> None:
+    check(client.post(route, content=content), status, text)
+
+
+@pytest.mark.parametrize(("request_", "status", "text"), REQUESTS.values(), ids=REQUESTS)
+def test_infer(client: TestClient, request_: Any, status: int, text: str) -> None:
+    check(client.post(INFER, content=orjson.dumps(request_)), status, text)
+
+
+@pytest.mark.parametrize(("request_", "status", "text"), EMBEDDINGS.values(), ids=EMBEDDINGS)
+def test_embed(client: TestClient, request_: Any, status: int, text: str) -> None:
+    check(client.post("/embed", content=orjson.dumps(request_)), status, text)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "text"),
+    [
+        ("GET", "/nothing", 404, "GET /nothing: Not Found"),
+        ("GET", "/v2/", 404, "Not Found"),
+        ("GET", INFER, 405, "Method Not Allowed"),
+        ("PUT", "/embed", 405, "Method Not Allowed"),
+        ("POST", "/v2/health/live", 405, "Method Not Allowed"),
+        ("GET", "/v2/models/other", 404, "unknown model 'other': this server has 'tiny'"),
+        ("GET", "/v2/models/%ff%00", 404, "unknown model"),
+        ("POST", "/v2/models/other/infer", 404, "unknown model 'other'"),
+        ("GET", "/v2/models/tiny/versions/2", 404, "unknown version '2'"),
+        ("POST", "/v2/models/tiny/versions/x/infer", 404, "unknown version 'x'"),
+    ],
+)
+def test_routes(client: TestClient, method: str, path: str, status: int, text: str) -> None:
+    check(client.request(method, path), status, text)
+
+
+def test_binary_tensors_are_refused_in_words(client: TestClient) -> None:
+    body = orjson.dumps(GOOD)
+    headers = {"inference-header-content-length": str(len(body))}
+    answer = client.post(INFER, content=body + b"\0\0\0\0", headers=headers)
+    check(answer, 400, "binary tensors are not served")
+
+
+def test_a_large_body_is_refused(start: Callable[..., TestClient], encoder: Path) -> None:
+    client = start(encoder, max_body_bytes=1000)
+
+    def chunks() -> Iterator[bytes]:  # sent without a Content-Length
+        for _ in range(100):
+            yield b" " * 100
+
+    assert client.post("/embed", content=b'{"inputs":"a"}'.ljust(1000)).status_code == 200
+    check(client.post("/embed", content=b'{"inputs":"a"}'.ljust(1001)), 413, "1000 bytes")
+    check(client.post(INFER, content=chunks()), 413, "the body is larger than 1000 bytes")
+
+
+def test_nothing_is_served_before_it_is_loaded(encoder: Path) -> None:
+    client = TestClient(create_app(Settings(model=encoder)))  # not entered: never started
+    assert client.get("/v2/health/live").json() == {"live": True}
+    ready = client.get("/v2/health/ready")
+    assert (ready.status_code, ready.json()) == (503, {"ready": False})
+    answer = client.post("/embed", json={"inputs": "a"})
+    check(answer, 503, "the model is not loaded")
+    assert answer.headers["retry-after"] == "5"
+
+
+def test_a_defect_is_told_to_the_log_and_not_to_the_client(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("service.protocols.embed.respond", lambda *_: 1 / 0)
+    answer = client.post("/embed", json={"inputs": "a"}, headers={"x-request-id": "seven"})
+    check(answer, 500, "internal error")
+    assert "request seven failed" in caplog.text
+    assert "ZeroDivisionError" in caplog.text
