@@ -38,12 +38,7 @@ from attnserve.artifact import (
 )
 from attnserve.session import open_session
 from attnserve.text import UNBOUNDED
-from graph_passes.errors import (
-    CheckFailed,
-    InvalidArgument,
-    InvalidModel,
-    MissingExtra,
-)
+from graph_passes.errors import CheckFailed, InvalidArgument, InvalidModel, MissingExtra
 
 __all__ = ["TASKS", "ExportReport", "Exporter", "Task", "export"]
 
@@ -288,7 +283,7 @@ def _load(transformers: Any, source: Path, task: Task, attention: Attention) -> 
     try:
         config = transformers.AutoConfig.from_pretrained(source, **options)
         config.use_cache = False  # past keys and values are not outputs here
-        if config.is_encoder_decoder:
+        if getattr(config, "is_encoder_decoder", False):
             raise InvalidArgument(
                 f"{source}: {config.model_type} is an encoder-decoder, which is not exported yet",
                 "give an encoder or a decoder-only model",
@@ -301,10 +296,10 @@ def _load(transformers: Any, source: Path, task: Task, attention: Attention) -> 
         raise
     except Exception as error:
         raise _load_error(source, attention, error) from error
-    if network.main_input_name != "input_ids":
+    if network.main_input_name != "input_ids" or not hasattr(config, "vocab_size"):
         raise InvalidArgument(
-            f"{source}: {config.model_type} reads {network.main_input_name}, not tokens:"
-            " only text models are exported yet",
+            f"{source}: {config.model_type} does not read tokens alone: only text models are"
+            " exported yet",
             "give a text encoder",
         )
     # A pooler is not part of any exported output; anything else missing would be random numbers.
@@ -355,12 +350,9 @@ def _position_limit(network: Any) -> int | None:
     if not isinstance(positions, int) or positions < 1:
         return None
     for name, module in network.named_modules():
-        # RoBERTa and its kin count positions from padding_idx + 1.
-        if (
-            name.endswith("position_embeddings")
-            and getattr(module, "padding_idx", None) is not None
-        ):
-            return positions - module.padding_idx - 1
+        padding_idx = getattr(module, "padding_idx", None)
+        if name.endswith("position_embeddings") and padding_idx is not None:
+            return positions - padding_idx - 1  # RoBERTa and its kin count from padding_idx + 1
     return positions
 
 

@@ -14,10 +14,11 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from attnserve import __version__
 from graph_passes.errors import InvalidArgument
 from service.engine import Engine
 from service.errors import install_handlers
-from service.http import ObserveRequests, describe_bodies, release
+from service.http import ObserveRequests, describe_bodies
 from service.metrics import Metrics
 from service.protocols import embed, open_inference
 from service.schemas import EmbedRequest, Error, InferRequest
@@ -52,7 +53,7 @@ def create_app(settings: Settings | None = None, engine: Engine | None = None) -
 
     app = FastAPI(
         title="attnserve",
-        version=release(),
+        version=__version__,
         description="ONNX attention models: inference, embeddings, and what every answer cost.",
         lifespan=lifespan,
         redirect_slashes=False,
@@ -105,7 +106,8 @@ def serve(settings: Settings) -> None:
 
 def _bound_socket(settings: Settings) -> socket.socket:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio turns Nagle's algorithm off only for sockets that say TCP: else 40 ms an answer.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         if os.name == "posix":  # a restart need not wait for old connections to time out
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -7,7 +7,6 @@ import logging
 import re
 import uuid
 from collections.abc import Callable, Coroutine
-from importlib.metadata import PackageNotFoundError, version
 from time import perf_counter
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -36,7 +35,6 @@ __all__ = [
     "describe_bodies",
     "json_response",
     "parse_body",
-    "release",
     "respond",
     "served",
     "unless_gone",
@@ -59,14 +57,6 @@ def json_response(
     return Response(
         orjson.dumps(content, option=JSON), status, headers, media_type="application/json"
     )
-
-
-def release() -> str:
-    """The version of attnserve that is running."""
-    try:
-        return version("attnserve")
-    except PackageNotFoundError:  # run from a source tree that was not installed
-        return "unknown"
 
 
 def served(request: Request, name: str | None = None) -> Engine:

@@ -18,6 +18,7 @@ import numpy as np
 import orjson
 from fastapi import APIRouter, Request, Response
 
+from attnserve import __version__
 from graph_passes.errors import InvalidData
 from service.engine import Tensor
 from service.errors import MalformedRequest, NotFound, NotReady
@@ -25,7 +26,6 @@ from service.http import (
     accepts,
     json_response,
     parse_body,
-    release,
     respond,
     served,
     unless_gone,
@@ -143,7 +143,7 @@ def _check_version(request: Request) -> None:
 
 @router.get("", response_model=ServerMetadata)
 async def server_metadata() -> Response:
-    return json_response({"name": "attnserve", "version": release(), "extensions": []})
+    return json_response({"name": "attnserve", "version": __version__, "extensions": []})
 
 
 @router.get("/health/live", response_model=Live)

