@@ -116,24 +116,27 @@ def collect_moments(
     threads: int = 0,
     progress: Progress | None = None,
 ) -> dict[str, TokenMoments]:
-    """The second moments of what each block reads, by block name (MATH: x - mean, y - its sequence's mean).
+    """The moments of what each block reads and attends to, by block name.
 
     Activations never accumulate: one batch at a time is run and reduced, padding excluded.
+
+    Args:
+        blocks: Their probabilities must be values of the graph (decompose fused operators first).
 
     Raises:
         InvalidData: The model refuses a batch, or its activations are not finite.
     """
-    values = list(dict.fromkeys(v for block in blocks for v in (block.x, block.y)))
-    sums = {value: _Sums() for value in values}
+    sums = {block.name: _BlockSums(block) for block in blocks}
+    values = list(dict.fromkeys(v for block in blocks for v in _observed(block)))
     with exposing(model, values):
         session = open_session(model, threads=threads)
     for done, batch in enumerate(batches, start=1):
-        for value, array in zip(values, run(session, batch), strict=True):
-            tokens = array.reshape(-1, *array.shape[-2:]).astype(np.float64)  # B T D
-            sums[value].add(tokens, token_mask(batch, tokens.shape[:2]))
+        seen = dict(zip(values, run(session, batch), strict=True))
+        for block in blocks:
+            sums[block.name].add(*(seen[value] for value in _observed(block)), batch)
         if progress is not None:
             progress(done, len(batches))
-    return {block.name: _moments(sums[block.x], sums[block.y], block.name) for block in blocks}
+    return {name: block_sums.moments() for name, block_sums in sums.items()}
 
 
 def run(session: Any, batch: Batch) -> list[np.ndarray]:
@@ -152,36 +155,81 @@ def run(session: Any, batch: Batch) -> list[np.ndarray]:
         ) from error
 
 
-class _Sums:
-    """Running sums of tokens and of their products; sequence means are taken out of ``centered``."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.total: Any = 0.0
-        self.products: Any = 0.0
-        self.centered: Any = 0.0
-
-    def add(self, tokens: np.ndarray, mask: np.ndarray) -> None:
-        weight = mask[:, :, None].astype(np.float64)
-        sequence_mean = (tokens * weight).sum(1, keepdims=True) / np.maximum(weight.sum(1, keepdims=True), 1.0)
-        real, centered = tokens[mask], (tokens - sequence_mean)[mask]
-        self.count += len(real)
-        self.total = self.total + real.sum(0)
-        self.products = self.products + real.T @ real
-        self.centered = self.centered + centered.T @ centered
+def _observed(block: AttentionBlock) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
+    assert block.probabilities is not None, f"{block.name}: its probabilities are not in the graph"
+    return block.x, block.y, block.probabilities, block.v.output
 
 
-def _moments(x: _Sums, y: _Sums, name: str) -> TokenMoments:
-    if not x.count or not y.count:
-        raise InvalidData(f"{name}: the calibration data has no real token", "check the mask input")
-    mean = x.total / x.count
-    covariance = x.products / x.count - np.outer(mean, mean)
-    moments = TokenMoments(mean, (covariance + covariance.T) / 2, y.centered / y.count)
-    if not all(np.isfinite(a).all() for a in (mean, covariance, moments.key_covariance)):
-        raise InvalidData(
-            f"{name}: the activations on the calibration data are not finite", "check the model and the data"
-        )
-    return moments
+class _BlockSums:
+    """Running sums over batches for one block (see ``graph_passes.cp`` for what they are for)."""
+
+    def __init__(self, block: AttentionBlock) -> None:
+        self.block = block
+        self.queries = 0
+        self.x_sum: Any = 0.0
+        self.x_products: Any = 0.0
+        self.y_spread: Any = 0.0
+        self.head_spread: Any = 0.0
+        self.writes = _write_root(block)  # H V V
+
+    def add(
+        self,
+        x: np.ndarray,
+        y: np.ndarray,
+        probabilities: np.ndarray,
+        v: np.ndarray,
+        batch: Mapping[str, np.ndarray],
+    ) -> None:
+        """One batch: x (B, S, D), y (B, T, E), probabilities and v as the graph lays them out."""
+        real = token_mask(batch, x.shape[:2])
+        B, S, H = *x.shape[:2], self.block.num_heads
+        p = probabilities.reshape(B, H, S, -1) * real[:, None, :, None]  # padded queries see nothing
+        written = v.reshape(B, -1, *v.shape[-2:]) @ self.writes.astype(v.dtype)  # B H T V
+        x = x.astype(np.float64)
+        self.queries += int(real.sum())
+        self.x_sum = self.x_sum + x[real].sum(0)
+        self.x_products = self.x_products + x[real].T @ x[real]
+        for row in range(B):  # one sequence at a time: (H, S, E) must fit in memory
+            self._add_sequence(p[row].astype(np.float64), y[row].astype(np.float64), written[row])
+
+    def _add_sequence(self, p: np.ndarray, y: np.ndarray, written: np.ndarray) -> None:
+        """Variances about the mean under p: sum_t p y y^T - ybar ybar^T, for keys and for writes."""
+        y = y - y.mean(0)  # the same spread, with fewer digits lost to the mean
+        attended = p @ y  # H S E
+        flat = attended.reshape(-1, y.shape[-1])
+        mass = p.sum(axis=(0, 1))  # T
+        self.y_spread = self.y_spread + (y * mass[:, None]).T @ y - flat.T @ flat
+        context = p @ written  # H S V
+        squares = (p @ (written**2)).sum(-1) - (context**2).sum(-1)  # H S
+        self.head_spread = self.head_spread + squares.sum(1)
+
+    def moments(self) -> TokenMoments:
+        name = self.block.name
+        if not self.queries:
+            raise InvalidData(f"{name}: the calibration data has no real token", "check the mask input")
+        mean = self.x_sum / self.queries
+        covariance = self.x_products / self.queries - np.outer(mean, mean)
+        keys = self.y_spread / (self.queries * self.block.num_heads)
+        weight = np.sqrt(np.maximum(self.head_spread / self.queries, 0.0))
+        if not all(np.isfinite(array).all() for array in (mean, covariance, keys, weight)):
+            raise InvalidData(
+                f"{name}: the activations on the calibration data are not finite",
+                "check the model and the data",
+            )
+        return TokenMoments(mean, _symmetric(covariance), _symmetric(keys), weight)
+
+
+def _write_root(block: AttentionBlock) -> np.ndarray:
+    """L_h of L_h L_h^T = W_O^h W_O^hT, so that |v L_h| is the length of what a head writes."""
+    if block.output is None:
+        return np.broadcast_to(np.eye(block.v_head_size), (block.num_heads,) + (block.v_head_size,) * 2)
+    rows = block.output.matrix()[block.output.rows].astype(np.float64)  # H V D
+    values, vectors = np.linalg.eigh(rows @ rows.swapaxes(1, 2))
+    return vectors * np.sqrt(np.maximum(values, 0.0))[:, None, :]
+
+
+def _symmetric(matrix: np.ndarray) -> np.ndarray:
+    return (matrix + matrix.T) / 2
 
 
 def _held_out(rows: int) -> tuple[list[int], list[int]]:

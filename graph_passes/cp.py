@@ -21,9 +21,11 @@ Alternating least squares (Kolda & Bader 2009, section 3.4), four ways apart fro
   a thousand times the stack's energy and cancel, which costs low precision its digits.
 
 Calibrated, the error that counts is the score's, E (x^T DeltaW_h y)^2 with DeltaW = original -
-approximation. Softmax ignores what is constant over y, so y is taken about its sequence's mean;
-with x = mu + x', mu^T DeltaW_h y is a content term. So C_x^(1/2) W_Q^h W_K^hT C_y^(1/2) is
-decomposed, and v_h += DeltaW_h^T mu.
+approximation. With x = mu + x', mu^T DeltaW_h y is a content term. Softmax ignores what is constant
+over y, and to first order a score error d moves the head's output by Cov_p(d, v W_O), where p is
+what the query attends to: so y counts about its mean under p and as much as it is attended to, and
+a head counts as much as what it writes varies under p. So the slices
+w_h C_x^(1/2) W_Q^h W_K^hT C_y^(1/2) are decomposed, and v_h += DeltaW_h^T mu.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ __all__ = ["CollaborativeFactors", "TokenMoments", "collaborative_factors", "rel
 RIDGE = 1e-5  # weight of the components' energies against the residual's
 HEAT = 20  # sweeps after which the worse of two starts is dropped
 EIGENVALUE_FLOOR = 1e-6  # of the largest: where tokens hardly vary, weights still count a little
+LEAST_WEIGHT = 0.05  # of the mean head
 WINDOW = 10  # sweeps over which progress is measured: extrapolation is not smooth sweep by sweep
 MOMENTS_FIX = "Accumulate the moments in float64, over tokens that are not padding."
 
@@ -56,7 +59,10 @@ class TokenMoments:
     Attributes:
         query_mean: mu, the mean of the query-side tokens x.
         query_covariance: Of x - mu.
-        key_covariance: Of y minus the mean of its own sequence.
+        key_covariance: Of y about the mean that softmax takes out: that of its sequence, or, better,
+            that of what each query attends to, weighted by the attention.
+        head_weight: w, how strongly a score error of each head moves the layer's output; None
+            counts all heads alike.
 
     Raises:
         InvalidData: Not finite, not symmetric, or shapes that disagree.
@@ -65,6 +71,7 @@ class TokenMoments:
     query_mean: Float[np.ndarray, " D"]
     query_covariance: Float[np.ndarray, "D D"]
     key_covariance: Float[np.ndarray, "E E"]
+    head_weight: Float[np.ndarray, " H"] | None = None
 
     def __post_init__(self) -> None:
         D, E = self.query_mean.size, len(self.key_covariance)
@@ -80,14 +87,18 @@ class TokenMoments:
                 wrong = "is not symmetric"
             if wrong:
                 raise InvalidData(f"{name} {wrong}.", MOMENTS_FIX)
+        weight = self.head_weight
+        if weight is not None and not (np.isfinite(weight).all() and (weight >= 0).all()):
+            raise InvalidData("head_weight holds negative or infinite values.", MOMENTS_FIX)
 
 
 @dataclass(frozen=True, eq=False)
 class CollaborativeFactors:
     """Collaborative heads (equations 7 and 13 of arXiv 2006.16362), in float64.
 
-    Short of the exact form, columns of ``mixing`` have norm 1, and those of ``query`` and ``key``
-    equal norms: whitened ones when calibrated, so that activations are equally strong.
+    Short of the exact form, columns of ``mixing`` (times the heads' weights) have norm 1, and those
+    of ``query`` and ``key`` equal norms: whitened ones when calibrated, so that activations are
+    equally strong.
 
     Attributes:
         query: P = W~Q, shared by all heads.
@@ -161,9 +172,11 @@ def collaborative_factors(
         shared = _side_by_side(queries), _side_by_side(keys)
         return CollaborativeFactors(*shared, ones, content, 0.0, 0)
     (x_root, x_inverse), (y_root, y_inverse) = _roots(moments)
-    stack = _HeadStack(x_root @ queries, y_root @ keys)
+    weight = _head_weight(moments, H)
+    stack = _HeadStack(x_root @ (weight[:, None, None] * queries), y_root @ keys)
     sweep, iterations = _decompose(stack, rank, max_iterations, tolerance, progress)
-    P, Q, M, mu = x_inverse @ sweep.query, y_inverse @ sweep.key, sweep.mixing, moments.query_mean
+    P, Q, M = x_inverse @ sweep.query, y_inverse @ sweep.key, sweep.mixing / weight[:, None]
+    mu = moments.query_mean
     content += np.einsum("hek,hk->he", keys, mu @ queries) - (M * (mu @ P)) @ Q.T
     return CollaborativeFactors(P, Q, M, content, sweep.error, iterations)
 
@@ -184,8 +197,9 @@ def relative_error(
     """
     queries, keys, _, moments = _checked(queries, keys, None, moments)
     (x_root, _), (y_root, _) = _roots(moments)
-    stack = _HeadStack(x_root @ queries, y_root @ keys)
-    P, Q, M = x_root @ factors.query, y_root @ factors.key, factors.mixing
+    weight = _head_weight(moments, len(queries))
+    stack = _HeadStack(x_root @ (weight[:, None, None] * queries), y_root @ keys)
+    P, Q, M = x_root @ factors.query, y_root @ factors.key, weight[:, None] * factors.mixing
     overlap = float(np.vdot(M, stack.over_heads(stack.query.T @ P, stack.key.T @ Q)))
     return stack.error(overlap, float((_gram(M) * _gram(P) * _gram(Q)).sum()))
 
@@ -313,6 +327,14 @@ def _roots(moments: TokenMoments) -> list[tuple[np.ndarray, np.ndarray]]:
     return roots
 
 
+def _head_weight(moments: TokenMoments, heads: int) -> np.ndarray:
+    """Weights of mean 1; a head that hardly matters still counts ``LEAST_WEIGHT``."""
+    weight = moments.head_weight
+    if weight is None or not weight.any():
+        return np.ones(heads)
+    return np.maximum(weight / weight.mean(), LEAST_WEIGHT)
+
+
 def _checked(
     queries: np.ndarray, keys: np.ndarray, bias: np.ndarray | None, moments: TokenMoments | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, TokenMoments]:
@@ -331,6 +353,11 @@ def _checked(
     if sizes != (D, E):
         raise InvalidData(
             f"The moments are of {sizes} features; the layer reads {(D, E)}.",
+            "Calibrate on the inputs of this layer.",
+        )
+    if moments.head_weight is not None and moments.head_weight.shape != (H,):
+        raise InvalidData(
+            f"The moments are of {moments.head_weight.size} heads; the layer has {H}.",
             "Calibrate on the inputs of this layer.",
         )
     for name, weights in {"queries": queries, "keys": keys, "query_bias": bias}.items():
