@@ -18,7 +18,7 @@ help: ## List the targets
 venv: $(INSTALLED) ## Make .venv with everything in it (again only when its requirements change)
 
 demo: $(INSTALLED) ## Export, optimize, verify, measure and serve a real encoder
-	$(BIN)/python benchmarks/demo.py
+	$(BIN)/python -m benchmarks.demo
 
 test: $(INSTALLED) ## Run all tests; ARGS="-m 'not slow' tests/attnserve" runs some
 	$(BIN)/python -m pytest $(ARGS)

@@ -1,0 +1,169 @@
+"""Table 1 of "Multi-Head Attention: Collaborate Instead of Concatenate" (arXiv 2006.16362).
+
+    python benchmarks/table1.py [--rounds 40]
+
+One attention layer at 128 tokens, concatenated and collaborative: real ONNX graphs, bias-free as in
+the paper, rewritten by ``Collaborate`` and counted by ``graph_passes.cost``. The paper counts the
+mixing product twice and one multiply-accumulate as one FLOP; we count mixing once. Beside its
+milliseconds (on a GPU of 2020) stand ours, measured here in interleaved rounds on one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from rich.console import Console
+from rich.table import Table
+
+from attnserve.artifact import save_model
+from attnserve.measure import BenchReport, bench
+from graph_passes.collaborate import Collaborate
+from graph_passes.cost import Cost, break_even, model_cost
+from graph_passes.cp import CollaborativeFactors
+from graph_passes.find import find_attention
+
+RESULT = Path(__file__).parent / "results" / "table1.json"
+TOKENS = 128
+COLUMNS = (
+    {"name": "FairSeq, section 4.1", "size": 512, "heads": 8, "rank": 128,
+     "paper": {"params_1e6": (1.05, 0.66), "flops_1e8": (1.51, 1.09), "ms": (0.99, 0.81)}},
+    {"name": "HuggingFace, section 4.2", "size": 768, "heads": 12, "rank": 256,
+     "paper": {"params_1e6": (2.36, 1.58), "flops_1e8": (3.27, 2.65), "ms": (1.71, 1.65)}},
+)  # fmt: skip
+
+
+def attention_layer(size: int, heads: int, seed: int = 0) -> ir.Model:
+    """One bias-free layer of ``heads`` concatenated heads over x (batch, sequence, size)."""
+    model = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["" : 17]>
+    layer (float[batch, sequence, {size}] x) => (float[batch, sequence, {size}] y)
+    <int64[4] split = {{0, 0, {heads}, {size // heads}}}, int64[3] merge = {{0, 0, {size}}},
+     float root = {{{(size / heads) ** 0.5}}}>
+    {{
+      q = MatMul(x, w_q)  q_split = Reshape(q, split)  q_heads = Transpose<perm = [0, 2, 1, 3]>(q_split)
+      k = MatMul(x, w_k)  k_split = Reshape(k, split)  k_heads = Transpose<perm = [0, 2, 3, 1]>(k_split)
+      v = MatMul(x, w_v)  v_split = Reshape(v, split)  v_heads = Transpose<perm = [0, 2, 1, 3]>(v_split)
+      product = MatMul(q_heads, k_heads)
+      scores = Div(product, root)
+      probabilities = Softmax<axis = -1>(scores)
+      context = MatMul(probabilities, v_heads)
+      tokens = Transpose<perm = [0, 2, 1, 3]>(context)
+      merged = Reshape(tokens, merge)
+      y = MatMul(merged, w_o)
+    }}""")
+    random = np.random.default_rng(seed)
+    for name in ("w_q", "w_k", "w_v", "w_o"):
+        weight = (random.standard_normal((size, size)) / size**0.5).astype(np.float32)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(weight, name))
+    return ir.from_proto(model)
+
+
+def collaborative_layer(size: int, heads: int, rank: int) -> ir.Model:
+    """The same layer as ``Collaborate`` writes it; counts and speed do not depend on the values."""
+    layer = attention_layer(size, heads)
+    random = np.random.default_rng(1)
+    factors = CollaborativeFactors(
+        query=random.standard_normal((size, rank)) / size**0.5,
+        key=random.standard_normal((size, rank)) / size**0.5,
+        mixing=random.standard_normal((heads, rank)) / rank**0.5,
+        content=np.zeros((heads, size)),
+        relative_error=0.0,
+        iterations=0,
+    )
+    Collaborate({find_attention(layer)[0][0].name: factors})(layer)
+    return layer
+
+
+def at_table_length(cost: Cost) -> int:
+    """MACs of one sequence of ``TOKENS``."""
+    macs = cost.macs_of({"x": (1, TOKENS, 1)})
+    assert macs is not None, cost.uncounted
+    return macs
+
+
+def column(name: str, size: int, heads: int, rank: int, paper: dict[str, Any]) -> dict[str, Any]:
+    """One column of the table: ours counted, the paper's beside it."""
+    before = model_cost(attention_layer(size, heads))
+    after = model_cost(collaborative_layer(size, heads, rank))
+    assert before.macs is not None and after.macs is not None
+    macs = at_table_length(before), at_table_length(after)
+    mixing = TOKENS * heads * rank
+    return {
+        "name": name,
+        "size": size,
+        "heads": heads,
+        "rank": rank,
+        "parameters": [before.parameters, after.parameters],
+        "macs": list(macs),
+        "macs_as_the_paper_counts": [macs[0], macs[1] + mixing],
+        "break_even_tokens": break_even(before.macs, after.macs),
+        "break_even_tokens_without_mixing": 2 * size * (size - rank) / (heads * rank - size),
+        "paper": paper,
+    }
+
+
+def measure(rounds: int | None) -> tuple[list[list[float]], list[list[float]], BenchReport]:
+    """p50 milliseconds and speed-ups of each column's two layers."""
+    milliseconds, ratios, report = [], [], None
+    for entry in COLUMNS:
+        size, heads, rank = (int(entry[key]) for key in ("size", "heads", "rank"))  # type: ignore[call-overload]
+        with tempfile.TemporaryDirectory() as folder:
+            paths = [Path(folder) / f"{kind}.onnx" for kind in ("concatenated", "collaborative")]
+            save_model(attention_layer(size, heads), paths[0])
+            save_model(collaborative_layer(size, heads, rank), paths[1])
+            report = bench(paths, batches=[1], sequences=[TOKENS], threads=1, rounds=rounds)
+        milliseconds.append([r.p50_ms for r in report.results])
+        ratios.append([report.results[1].speedup_vs_first, *report.results[1].speedup_ci95])
+    assert report is not None
+    return milliseconds, ratios, report
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rounds", type=int, help="interleaved rounds; by time if not given")
+    options = parser.parse_args(arguments)
+    columns = [column(**entry) for entry in COLUMNS]  # type: ignore[arg-type]
+    milliseconds, ratios, report = measure(options.rounds)
+    table = Table(title=f"Table 1, one layer, {TOKENS} tokens: ours (paper)")
+    for heading in ("", *(f"{c['name']}: {c['size']} -> {c['rank']}" for c in columns)):
+        table.add_column(heading)
+
+    def row(label: str, ours: str, scale: float, key: str) -> None:
+        cells = []
+        for c in columns:
+            a, b = (value / scale for value in c[ours])
+            x, y = c["paper"][key]
+            cells.append(f"{a:.2f} -> {b:.2f} ({x} -> {y})")
+        table.add_row(label, *cells)
+
+    row("parameters, 1e6", "parameters", 1e6, "params_1e6")
+    row("FLOPs as the paper counts, 1e8", "macs_as_the_paper_counts", 1e8, "flops_1e8")
+    row("MACs, mixing once, 1e8", "macs", 1e8, "flops_1e8")
+    cells = []
+    for c, ms, (ratio, low, high) in zip(columns, milliseconds, ratios, strict=True):
+        x, y = c["paper"]["ms"]
+        cells.append(f"{ms[0]:.2f} -> {ms[1]:.2f} ({x} -> {y})")
+        c |= {"p50_ms": ms, "speedup": ratio, "speedup_ci95": [low, high]}
+    table.add_row("milliseconds", *cells)
+    table.add_row("speed-up", *(f"{r[0]:.2f}x [{r[1]:.2f}, {r[2]:.2f}]" for r in ratios))
+    table.add_row(
+        "costs more MACs from",
+        *(f"{c['break_even_tokens']} tokens ({c['break_even_tokens_without_mixing']:.0f} without mixing)"
+          for c in columns),
+    )  # fmt: skip
+    Console().print(table)
+    result = {"command": "python benchmarks/table1.py", "columns": columns, "machine": asdict(report.machine)}
+    RESULT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
