@@ -4,8 +4,8 @@
 
 Exports all-MiniLM-L6-v2 (from the [demo] extra), rewrites it at each R twice, by its weights alone
 and calibrated on the first sentences of TEXT (a sentence a line, or a .tsv with a column sentence1),
-and scores each on the STS pairs. The mean cosine is that of the token outputs on sentences the fit
-did not see.
+and scores each on the STS pairs. The mean cosine is that of the token outputs on the sentences of
+STS.tsv, which the fit did not see.
 """
 
 from __future__ import annotations
@@ -65,6 +65,8 @@ def main(arguments: list[str] | None = None) -> int:
         folder = Path(name)
         calibration = folder / "calibration.txt"
         calibration.write_text("\n".join(sentences(options.calib, options.rows)), encoding="utf-8")
+        unseen = folder / "unseen.txt"
+        unseen.write_text("\n".join(sentences(options.data, 500)), encoding="utf-8")
         original = folder / "original"
         attnserve.export(minilm(), original)
         baseline = score(original, options.data)
@@ -74,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
                 output = folder / f"{kind}-{rank}"
                 attnserve.optimize(original, output, collab_dk=rank, calib=calib)
                 spearman = score(output, options.data)
-                fidelity = attnserve.verify(original, output, data=calibration)
+                fidelity = attnserve.verify(original, output, data=unseen)
                 kept = spearman / baseline
                 cells += [f"{spearman:.4f}", f"{kept:.2%}", f"{fidelity.mean_cosine:.4f}"]
                 results.append(

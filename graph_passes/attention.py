@@ -12,9 +12,8 @@ A block is a reading of one graph at one moment: after a rewrite, find again, ne
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeGuard
 
 import numpy as np
 import onnx_ir as ir
@@ -34,6 +33,7 @@ __all__ = [
     "Projection",
 ]
 
+Layout = Literal["B H T K", "B*H T K", "B T H*K"]
 Form = Literal["standard", "collaborative", "sparse", "reuse", "skip"]
 
 
@@ -49,10 +49,12 @@ class Projection:
     whatever scalars were multiplied in on the way.
 
     Attributes:
-        input: The tokens, (B, S, D) or (B*S, D).
+        input: The tokens, (B, S, D) where ``by_sequence``, else flattened or cut in windows.
         weight: The constant (D, N), or (N, D) where ``transposed``.
         output: The value with the heads laid out, as the scores read it.
         nodes: From the product to ``output``, in order.
+        by_sequence: The batch and the length of ``input`` are those of ``output``.
+        layout: Of ``output``: heads apart, in one axis with the batch, or side by side.
     """
 
     input: ir.Value
@@ -64,6 +66,8 @@ class Projection:
     scale: float
     output: ir.Value
     nodes: tuple[ir.Node, ...]
+    by_sequence: bool
+    layout: Layout
 
     @property
     def num_heads(self) -> int:
@@ -211,15 +215,15 @@ class AttentionBlock:
 
     @property
     def input_size(self) -> int:
-        shape = self.q.weight.shape
-        assert shape is not None
-        return int(shape[1 if self.q.transposed else 0])  # type: ignore[arg-type]
+        tensor = constant_tensor(self.q.weight)
+        assert tensor is not None
+        return tensor.shape.numpy()[1 if self.q.transposed else 0]
 
     @property
     def form(self) -> Form:
         """Collaborative when all heads read the same columns and tell them apart by mixing."""
         shared = self.num_heads > 1 and all(
-            bool((projection.columns == projection.columns[0]).all()) for projection in (self.q, self.k)
+            bool((read.columns == read.columns[0]).all()) for read in (self.q, self.k)
         )
         return "collaborative" if shared else "standard"
 
@@ -232,18 +236,23 @@ class Miss:
     reason: str
 
 
-def is_constant(value: ir.Value | None) -> bool:
+def constant_tensor(value: ir.Value) -> ir.TensorProtocol | None:
+    """The tensor of an initializer or of a Constant node, if it is a dense one."""
+    try:
+        return ir.convenience.get_const_tensor(value)
+    except ValueError:  # a sparse constant
+        return None
+
+
+def is_constant(value: ir.Value | None) -> TypeGuard[ir.Value]:
     """A value with elements of its own: an initializer or the output of a Constant node."""
-    return value is not None and ir.convenience.get_const_tensor(value) is not None
+    return value is not None and constant_tensor(value) is not None
 
 
 def constant_array(value: ir.Value) -> np.ndarray:
-    """The elements of a constant value, read from disk only now."""
-    tensor = ir.convenience.get_const_tensor(value)
+    """The elements of a constant value, read from disk only now; half precision becomes single."""
+    tensor = constant_tensor(value)
     assert tensor is not None, f"{value.name} is not a constant"
     array = tensor.numpy()
-    return array.astype(np.float32) if array.dtype != np.float64 and array.dtype.kind not in "iu" else array
-
-
-def distinct(nodes: Sequence[ir.Node]) -> tuple[ir.Node, ...]:
-    return tuple(dict.fromkeys(nodes))
+    keep = array.dtype == np.float64 or array.dtype.kind in "iu"
+    return array if keep else array.astype(np.float32)

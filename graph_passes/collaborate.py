@@ -1,4 +1,4 @@
-"""Collaborate: the query and key projections of all heads become shared ones and a mixing matrix."""
+"""Collaborate: query and key projections of all heads become shared ones and a mixing matrix."""
 
 from __future__ import annotations
 
@@ -8,14 +8,21 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from graph_passes.attention import AttentionBlock, Projection
+from graph_passes.attention import AttentionBlock, Mask, Projection
 from graph_passes.cp import CollaborativeFactors, TokenMoments, collaborative_factors
 from graph_passes.edit import Inserter, remove_unused, replace_uses
 from graph_passes.errors import CannotRewrite, InvalidArgument
 from graph_passes.find import find_attention
 from graph_passes.invariants import check, interface
+from graph_passes.trace import only_consumer
 
-__all__ = ["Collaborate", "factor", "why_not"]
+__all__ = ["INSIDE_OPERATOR", "Collaborate", "factor", "why_not"]
+
+INSIDE_OPERATOR = "its scores are inside a fused operator: decompose it first"
+"""The one reason of ``why_not`` that ``DecomposeAttention`` can take away; told last."""
+
+WEAK_FILL = -1e3
+"""What masked scores are set to must be below this, whatever is subtracted from the others."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,13 +67,24 @@ def why_not(block: AttentionBlock) -> str:
         return "rotary positions stand between the projections and the scores"
     if block.k.num_distinct_heads != block.num_heads:
         return "its key heads are grouped: they share their projections already"
-    if block.logits is None:
-        return "its scores are inside a fused operator: decompose it first"
-    if block.logits.is_graph_output():
-        return "its scores are an output of the graph"
-    if any(value.shape is not None and len(value.shape) != 3 for value in (block.x, block.y)):
+    if any(isinstance(step, Mask) and step.fill > WEAK_FILL for step in block.steps):
+        return "its mask fills in scores that softmax does not ignore, so the key bias counts"
+    if not (block.q.by_sequence and block.k.by_sequence):
         return "its tokens are not laid out as (batch, sequence, size)"
+    if block.logits is None:
+        return INSIDE_OPERATOR
+    if block.q.layout != "B H T K":
+        return "its scores keep batch and heads in one axis"
+    if not _only_softmax_reads(block.logits):
+        return "its scores are read by more than the softmax, which alone ignores the key bias"
     return ""
+
+
+def _only_softmax_reads(logits: ir.Value) -> bool:
+    node = only_consumer(logits)
+    while node is not None and node.op_type != "Softmax":
+        node = only_consumer(node.outputs[0])
+    return node is not None
 
 
 def factor(
@@ -125,8 +143,12 @@ def _rewrite(block: AttentionBlock, factors: CollaborativeFactors) -> None:
     k = make.op("Transpose", [shaped(k, rank, "key_tokens")], "shared_key", perm=[0, 1, 3, 2])
     logits = make.op("MatMul", [q, k], "scores")  # B H S T
     if np.any(factors.content):
-        content = make.op("MatMul", [block.y, weight(factors.content.T, "content_weight")], "content")
-        content = shaped(make.op("Mul", [content, scale], "scaled_content"), heads, "content_tokens")
+        content = make.op(
+            "MatMul", [block.y, weight(factors.content.T, "content_weight")], "content"
+        )
+        content = shaped(
+            make.op("Mul", [content, scale], "scaled_content"), heads, "content_tokens"
+        )
         content = make.op("Transpose", [content], "content_logits", perm=[0, 3, 1, 2])  # B H 1 T
         logits = make.op("Add", [logits, content], "logits")
     _unpack_values(block)
@@ -137,7 +159,7 @@ def _rewrite(block: AttentionBlock, factors: CollaborativeFactors) -> None:
 def _unpack_values(block: AttentionBlock) -> None:
     """Where one product makes queries, keys and values, the values get a product of their own."""
     v = block.v
-    if v.nodes[0] not in (block.q.nodes[0], block.k.nodes[0]):
+    if v.nodes[0] not in (block.q.nodes[0], block.k.nodes[0]) or not v.by_sequence:
         return
     make = Inserter(block.graph, block.product, f"{block.name}/value")
     dtype = (v.weight.dtype or ir.DataType.FLOAT).numpy()

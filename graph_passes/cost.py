@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-import numpy as np
 import onnx_ir as ir
 
 from graph_passes.attention import is_constant
@@ -31,8 +30,9 @@ CONTROL_FLOW = frozenset({"If", "Loop", "Scan", "SequenceMap"})
 RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
 STANDARD_DOMAINS = ("", "ai.onnx", "ai.onnx.ml")
 MATMUL_CONTRIB = frozenset({"FusedMatMul"})
-ELEMENTWISE_CONTRIB = frozenset({"Gelu", "FastGelu", "BiasGelu", "QuickGelu", "SkipLayerNormalization",
-                                 "SkipSimplifiedLayerNormalization", "EmbedLayerNormalization"})  # fmt: skip
+ELEMENTWISE_CONTRIB = frozenset({"Gelu", "FastGelu", "BiasGelu", "QuickGelu",
+                                 "SkipLayerNormalization", "SkipSimplifiedLayerNormalization",
+                                 "EmbedLayerNormalization"})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class Polynomial:
 
     def __str__(self) -> str:
         def term(powers: tuple[int, ...], coefficient: Fraction) -> str:
-            factors = [a if e == 1 else f"{a}^{e}" for a, e in zip(self.axes, powers, strict=True) if e]
+            raised = [(axis, e) for axis, e in zip(self.axes, powers, strict=True) if e]
+            factors = [axis if e == 1 else f"{axis}^{e}" for axis, e in raised]
             return " ".join([str(coefficient), *factors])
 
         ordered = sorted(self.terms.items(), key=lambda item: item[0], reverse=True)
@@ -96,8 +97,8 @@ def model_cost(model: ir.Model) -> Cost:
     """Count a model once, for any lengths of its axes."""
     axes = tuple(named_axes(model.graph))
     parameters = bytes_ = 0
-    tensors = {id(v.const_value): v.const_value for g in model.graphs() for v in g.initializers.values()}
-    for tensor in tensors.values():
+    initializers = [v.const_value for g in model.graphs() for v in g.initializers.values()]
+    for tensor in {id(tensor): tensor for tensor in initializers}.values():
         if tensor is not None:
             bytes_ += tensor.nbytes
             parameters += tensor.size if tensor.dtype.is_floating_point() else 0
@@ -149,16 +150,18 @@ def node_macs(node: ir.Node, facts: Facts) -> int | None:
 
 
 def break_even(before: Polynomial, after: Polynomial, limit: int = 1 << 20) -> int | None:
-    """The first length (of every axis but a leading batch of 1) at which ``after`` costs more.
+    """The first length of every axis at which ``after`` costs more.
 
-    None where it never does up to ``limit``, or the two have different axes.
+    An axis that every product has once is a batch: it changes nothing, and stays 1. None where
+    ``after`` never costs more up to ``limit``, or the two have different axes.
     """
     if before.axes != after.axes or not before.axes:
         return None
-    batch = before.axes[0]
+    powers = [*before.terms, *after.terms]
+    batches = {a for i, a in enumerate(before.axes) if all(power[i] == 1 for power in powers)}
 
     def dearer(length: int) -> bool:
-        lengths = {axis: 1 if axis == batch else length for axis in before.axes}
+        lengths = {axis: 1 if axis in batches else length for axis in before.axes}
         return after(lengths) > before(lengths)
 
     if dearer(1) or not dearer(limit):
@@ -223,7 +226,9 @@ def _attention(node: ir.Node, facts: Facts) -> int:
 
 
 def _mixing(node: ir.Node, facts: Facts) -> int:
-    """The elements of x * M, where a constant M spreads x over a new axis."""
+    """The elements of x * M, where a constant M spreads x over a new axis before a product."""
+    if not any(reader.op_type == "MatMul" for reader, _ in node.outputs[0].uses()):
+        return 0
     out = _shape(node.outputs[0], facts)
     for activation, mixing in (node.inputs, tuple(reversed(node.inputs))):
         if is_constant(mixing) and not is_constant(activation):
@@ -237,6 +242,7 @@ COUNTS: dict[str, Callable[[ir.Node, Facts], int]] = {
     "Conv": _conv,
     "ConvInteger": _conv,
     "ConvTranspose": _conv_transpose,
+    "DeformConv": _conv,
     "Einsum": _einsum,
     "FusedMatMul": _matmul,
     "Gemm": _matmul,
@@ -252,20 +258,20 @@ def _interpolate(
     counts: Mapping[tuple[int, ...], int], axes: int
 ) -> dict[tuple[int, ...], Fraction]:
     """Coefficients by powers, from the counts on the grid of ``POINTS``: exact, axis by axis."""
-    grid = np.empty((len(POINTS),) * axes, dtype=object)
-    for index in np.ndindex(grid.shape):
-        grid[index] = Fraction(counts[tuple(POINTS[i] for i in index)])
-    inverse = _vandermonde_inverse()
-    for axis in range(axes):
-        grid = np.moveaxis(np.tensordot(inverse, grid, axes=(1, axis)), 0, axis)
-    return {powers: grid[powers] for powers in np.ndindex(grid.shape) if grid[powers]}
+    terms = {powers: Fraction() for powers in itertools.product(range(len(POINTS)), repeat=axes)}
+    for powers in terms:
+        for lengths, count in counts.items():
+            if all(length in POINTS for length in lengths):
+                weights = [LAGRANGE[a][e] for a, e in zip(lengths, powers, strict=True)]
+                terms[powers] += count * math.prod(weights, start=Fraction(1))
+    return {powers: coefficient for powers, coefficient in terms.items() if coefficient}
 
 
-def _vandermonde_inverse() -> np.ndarray:
-    """Rows: powers; columns: points. Lagrange's basis polynomials, written out."""
-    rows = np.empty((3, 3), dtype=object)
-    for j, point in enumerate(POINTS):
-        a, b = (p for p in POINTS if p != point)
-        scale = Fraction(1, (point - a) * (point - b))
-        rows[:, j] = [a * b * scale, -(a + b) * scale, scale]
-    return rows
+def _lagrange(point: int) -> tuple[Fraction, Fraction, Fraction]:
+    """Coefficients, constant first, of the parabola that is 1 at one of ``POINTS``, else 0."""
+    a, b = (other for other in POINTS if other != point)
+    scale = Fraction(1, (point - a) * (point - b))
+    return a * b * scale, -(a + b) * scale, scale
+
+
+LAGRANGE = {point: _lagrange(point) for point in POINTS}

@@ -50,8 +50,7 @@ def why_not(block: AttentionBlock) -> str:
     """Why a fused block cannot be decomposed; empty where it can."""
     if block.logits is not None:
         return "its scores are in the graph already"
-    ranks = {len(p.output.shape) for p in (block.q, block.k, block.v) if p.output.shape is not None}
-    if ranks != {4}:
+    if block.q.layout != "B H T K":
         return "the fused operator splits its heads inside"
     if block.num_kv_heads != block.num_heads:
         return "its key/value heads are grouped"
@@ -88,12 +87,16 @@ def _causal(make: Inserter, logits: ir.Value) -> ir.Value:
     """allowed[s, t] = t <= s."""
     ends = [make.constant(np.array(n, np.int64), name) for n, name in ((0, "first"), (1, "step"))]
     shape = make.op("Shape", [logits], "shape")
-    ranges = [
-        make.op("Range", [ends[0], make.op("Gather", [shape, make.constant(np.array(axis, np.int64), "axis")], "length"), ends[1]], name)
-        for axis, name in ((2, "query_positions"), (3, "key_positions"))
-    ]
-    column = make.op("Reshape", [ranges[0], make.constant(np.array([-1, 1], np.int64), "column")], "rows")
-    return make.op("GreaterOrEqual", [column, ranges[1]], "causal")
+
+    def positions(axis: int, name: str) -> ir.Value:
+        length = make.op(
+            "Gather", [shape, make.constant(np.array(axis, np.int64), "axis")], "length"
+        )
+        return make.op("Range", [ends[0], length, ends[1]], name)
+
+    column = make.constant(np.array([-1, 1], np.int64), "column")
+    queries = make.op("Reshape", [positions(2, "query_positions"), column], "rows")  # S 1
+    return make.op("GreaterOrEqual", [queries, positions(3, "key_positions")], "causal")
 
 
 def _can_mask_rows(block: AttentionBlock) -> bool:

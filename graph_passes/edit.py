@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,9 +26,8 @@ class Inserter:
         self.graph = graph
         self.before = before
         self.prefix = prefix
-        self._taken = {
-            value.name for node in graph for value in node.outputs
-        } | set(graph.initializers)  # fmt: skip
+        self._taken = {value.name for node in graph for value in node.outputs}
+        self._taken |= {value.name for value in graph.inputs} | set(graph.initializers)
 
     def op(
         self, op_type: str, inputs: Sequence[ir.Value | None], name: str, **attributes: Any
@@ -43,9 +42,12 @@ class Inserter:
     def constant(self, array: np.ndarray, name: str) -> ir.Value:
         """An initializer called ``prefix/name``."""
         unique = self._unique(name)
-        tensor = ir.tensor(np.ascontiguousarray(array), name=unique)
+        tensor = ir.tensor(array.copy(order="C"), name=unique)
         value = ir.Value(
-            name=unique, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor
+            name=unique,
+            shape=ir.Shape(array.shape),
+            type=ir.TensorType(tensor.dtype),
+            const_value=tensor,
         )
         self.graph.register_initializer(value)
         return value
@@ -60,10 +62,15 @@ class Inserter:
 
 
 def replace_uses(old: ir.Value, new: ir.Value) -> None:
-    """Every reader of ``old`` reads ``new``; what is known of its type and shape moves along."""
+    """Every reader of ``old`` reads ``new``; what is known of its type and shape moves along.
+
+    Where ``old`` is an output of the graph, its name moves along too.
+    """
     new.type = new.type or old.type
     new.shape = new.shape or old.shape
-    ir.convenience.replace_all_uses_with(old, new)
+    if old.is_graph_output():
+        old.name, new.name = f"{new.name}/before", old.name
+    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
 
 
 def remove_unused(model: ir.Model) -> None:
@@ -72,7 +79,7 @@ def remove_unused(model: ir.Model) -> None:
 
 
 @contextmanager
-def exposing(model: ir.Model, values: Sequence[ir.Value]) -> Iterator[ir.Model]:
+def exposing(model: ir.Model, values: Sequence[ir.Value]) -> Generator[ir.Model]:
     """The model with these values as its only outputs, for as long as the context lasts."""
     outputs = list(model.graph.outputs)
     model.graph.outputs[:] = list(values)

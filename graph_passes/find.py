@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
@@ -15,17 +14,19 @@ from graph_passes.attention import (
     Miss,
     PositionBias,
     Projection,
-    distinct,
     is_constant,
 )
-from graph_passes.idioms import LOGIT_IDIOMS, OPERATORS, PROBABILITY_IDIOMS
-from graph_passes.shapes import Facts, bind_axes, interpret
+from graph_passes.idioms import FUSED, LOGIT_IDIOMS, OPERATORS, PROBABILITY_IDIOMS
+from graph_passes.shapes import bind_axes, interpret
 from graph_passes.trace import Reader, Unread, say
 
-__all__ = ["find_attention", "probe"]
+__all__ = ["find_attention"]
 
 BATCH, SEQUENCE = 2, 5
 """Lengths to read at: small, and apart from each other, so that no axis is mistaken for another."""
+
+REACH = 12
+"""Nodes between scores and softmax; each may have two operands to search, so few."""
 
 
 def find_attention(model: ir.Model) -> tuple[list[AttentionBlock], list[Miss]]:
@@ -33,35 +34,37 @@ def find_attention(model: ir.Model) -> tuple[list[AttentionBlock], list[Miss]]:
 
     A reading is a claim: ``attnserve.certify`` proves it by running the graph.
     """
-    facts = probe(model)
+    facts = interpret(model, bind_axes(model.graph, batch=BATCH, sequence=SEQUENCE))
     reader = Reader(facts, dict(model.opset_imports))
     blocks: list[AttentionBlock] = []
     misses: list[Miss] = []
-    for node in model.graph:
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        read = _reading_of(node)
+        if read is None:
+            continue
         try:
-            if node.op_type == "Softmax" and not node.domain:
-                blocks.append(_from_softmax(node, reader))
-            elif (node.domain, node.op_type) in OPERATORS:
-                blocks.append(_from_operator(node, reader))
+            if node.graph is not model.graph:
+                raise Unread("it is in the body of another node, which is not read")
+            blocks.append(read(node, model.graph, reader))
         except Unread as unread:
             misses.append(Miss(node, unread.reason))
     return _named(blocks), misses
 
 
-def probe(model: ir.Model) -> Facts:
-    """Shapes at small lengths; when unequal axes contradict the graph, with all of them equal."""
-    facts = interpret(model, bind_axes(model.graph, batch=BATCH, sequence=SEQUENCE))
-    return facts
+def _reading_of(node: ir.Node) -> Callable[[ir.Node, ir.Graph, Reader], AttentionBlock] | None:
+    if node.op_type == "Softmax" and not node.domain:
+        return _from_softmax
+    return _from_operator if node.op_type in FUSED else None
 
 
-def _from_softmax(node: ir.Node, reader: Reader) -> AttentionBlock:
+def _from_softmax(node: ir.Node, graph: ir.Graph, reader: Reader) -> AttentionBlock:
     """probabilities = softmax(steps(scale * q k^T)); context = probabilities v."""
     softmax = node.outputs[0]
     if node.inputs[0] is None:
         raise Unread("the softmax has no input")
     shape = reader.shape(softmax)
     default = -1 if reader.opsets.get("", 1) >= 13 else 1
-    if node.attributes.get_int("axis", default) % len(shape) != len(shape) - 1 or len(shape) < 3:
+    if len(shape) < 3 or node.attributes.get_int("axis", default) % len(shape) != len(shape) - 1:
         raise Unread(f"{say(node)} is not over the keys of (B, H, S, T) logits")
     logits = _read_logits(node.inputs[0], reader)
     if logits is None:
@@ -70,18 +73,18 @@ def _from_softmax(node: ir.Node, reader: Reader) -> AttentionBlock:
     assert q_value is not None and k_value is not None
     q = reader.projection(q_value, "query")
     k = reader.projection(k_value, "key", tokens_last=True)
-    forwards, probabilities = _follow_probabilities(softmax)
-    product = _context_product(probabilities)
+    forwards, probabilities, product = _follow_probabilities(softmax)
     assert product.inputs[1] is not None
     v = reader.projection(product.inputs[1], "value")
     steps, content = _split_content(logits.steps, k, reader)
-    return _block(
-        reader,
-        idiom="softmax",
+    block = AttentionBlock(
+        name="",
+        graph=graph,
         q=q,
         k=k,
         v=v,
         content=content,
+        output=None,
         scale=logits.scale * q.scale * k.scale,
         steps=steps,
         product=logits.product,
@@ -89,23 +92,28 @@ def _from_softmax(node: ir.Node, reader: Reader) -> AttentionBlock:
         probabilities=probabilities,
         context=product.outputs[0],
         nodes=(logits.product, node, *forwards, product),
+        idiom="softmax",
     )
+    return _completed(block, reader, keys_last=True)
 
 
-def _from_operator(node: ir.Node, reader: Reader) -> AttentionBlock:
+def _from_operator(node: ir.Node, graph: ir.Graph, reader: Reader) -> AttentionBlock:
     """An operator that holds the whole attention, from heads to context."""
-    read = OPERATORS[node.domain, node.op_type]
+    read = OPERATORS.get((node.domain, node.op_type))
+    if read is None:
+        raise Unread(f"the operator {'.'.join(filter(None, node.op_identifier()))} is not read")
     fused = read(node, reader.facts)
     q = reader.projection(fused.q, "query", heads=fused.num_heads)
     k = reader.projection(fused.k, "key", heads=fused.num_kv_heads)
     v = reader.projection(fused.v, "value", heads=fused.num_kv_heads)
-    return _block(
-        reader,
-        idiom=read.__name__,
+    block = AttentionBlock(
+        name="",
+        graph=graph,
         q=q,
         k=k,
         v=v,
         content=None,
+        output=None,
         scale=fused.scale * q.scale * k.scale,
         steps=fused.steps,
         product=node,
@@ -113,29 +121,24 @@ def _from_operator(node: ir.Node, reader: Reader) -> AttentionBlock:
         probabilities=None,
         context=fused.context,
         nodes=(node,),
+        idiom=read.__name__,
     )
+    return _completed(block, reader, keys_last=False)
 
 
-def _block(reader: Reader, *, q: Projection, k: Projection, v: Projection, **parts: object) -> AttentionBlock:
-    heads = q.num_heads
-    if k.head_size != q.head_size:
-        raise Unread(f"queries have head size {q.head_size}, keys {k.head_size}")
-    k, v = _share(k, heads, "key"), _share(v, heads, "value")
-    context = parts["context"]
-    assert isinstance(context, ir.Value)
-    output = reader.output_projection(context, heads, v.head_size, reader.batch(q))
-    nodes = parts.pop("nodes")
-    content = parts["content"]
-    every: list[ir.Node] = [*q.nodes, *k.nodes, *v.nodes, *nodes]  # type: ignore[misc]
-    if isinstance(content, Projection):
-        every += content.nodes
-    if output is not None:
-        every += output.nodes
-    graph = context.graph
-    assert isinstance(graph, ir.Graph)
-    return AttentionBlock(
-        name="", graph=graph, q=q, k=k, v=v, output=output, nodes=distinct(every), **parts  # type: ignore[arg-type]
-    )
+def _completed(block: AttentionBlock, reader: Reader, *, keys_last: bool) -> AttentionBlock:
+    """The block with its heads matched, its output projection and all its nodes."""
+    q, heads = block.q, block.num_heads
+    if block.k.head_size != q.head_size:
+        raise Unread(f"queries have head size {q.head_size}, keys {block.k.head_size}")
+    batches = [reader.batch(q), reader.batch(block.k, tokens_last=keys_last), reader.batch(block.v)]
+    if len(set(batches)) > 1:
+        raise Unread("queries, keys and values do not come from the same number of sequences")
+    k, v = _share(block.k, heads, "key"), _share(block.v, heads, "value")
+    output = reader.output_projection(block.context, heads, v.head_size, batches[0])
+    parts = (q, k, v, block, block.content, output)
+    nodes = [node for part in parts if part is not None for node in part.nodes]
+    return replace(block, k=k, v=v, output=output, nodes=tuple(dict.fromkeys(nodes)))
 
 
 def _share(projection: Projection, heads: int, role: str) -> Projection:
@@ -162,10 +165,10 @@ class _Logits:
     steps: tuple[LogitStep, ...]
 
 
-def _read_logits(value: ir.Value, reader: Reader) -> _Logits | None:
+def _read_logits(value: ir.Value, reader: Reader, reach: int = REACH) -> _Logits | None:
     """Walk from the softmax's input up to the one product of two activations that feeds it."""
     node = value.producer()
-    if node is None:
+    if node is None or reach == 0:
         return None
     if node.op_type == "MatMul" and not any(map(is_constant, node.inputs)):
         return _Logits(node, 1.0, value, ())
@@ -176,7 +179,7 @@ def _read_logits(value: ir.Value, reader: Reader) -> _Logits | None:
         found = [
             (candidate, inner)
             for candidate in reading.candidates
-            if (inner := _read_logits(candidate, reader)) is not None
+            if (inner := _read_logits(candidate, reader, reach - 1)) is not None
         ]
         if len(found) > 1:
             raise Unread(f"{say(node)} adds two products: this attention has more than one score")
@@ -216,24 +219,27 @@ def _content_sum(content: Projection, scaled: ir.Value) -> ir.Value:
     raise Unread("the content term is not added to the scores")
 
 
-def _follow_probabilities(softmax: ir.Value) -> tuple[list[ir.Node], ir.Value]:
+def _follow_probabilities(softmax: ir.Value) -> tuple[list[ir.Node], ir.Value, ir.Node]:
+    """Down to the product with the values: the nodes in between, its operand, and itself."""
     nodes: list[ir.Node] = []
     value = softmax
-    while step := next((found for idiom in PROBABILITY_IDIOMS if (found := idiom(value))), ()):
+    while not (products := _context_products(value)):
+        step = next((found for idiom in PROBABILITY_IDIOMS if (found := idiom(value))), ())
+        if not step:
+            raise Unread(f"no product with values reads the probabilities {value.name!r}")
         nodes += step
         value = step[-1].outputs[0]
-    return nodes, value
+    if len(products) > 1:
+        raise Unread(f"{len(products)} products read the probabilities {value.name!r}, expected 1")
+    return nodes, value, products[0]
 
 
-def _context_product(probabilities: ir.Value) -> ir.Node:
-    products = [
+def _context_products(probabilities: ir.Value) -> list[ir.Node]:
+    return [
         node
         for node, index in probabilities.uses()
         if node.op_type == "MatMul" and index == 0 and not is_constant(node.inputs[1])
     ]
-    if len(products) != 1:
-        raise Unread(f"{len(products)} products read the probabilities {probabilities.name!r}, expected 1")
-    return products[0]
 
 
 def _named(blocks: Sequence[AttentionBlock]) -> list[AttentionBlock]:
@@ -249,16 +255,27 @@ def _common_name(block: AttentionBlock) -> str:
     """The dotted path that the names of the projections' nodes and constants share."""
     groups: list[list[str]] = []
     for projection in (block.q, block.k, block.v):
-        names = [projection.nodes[0].name or "", projection.weight.name or ""]
-        names += [value.name or "" for node in projection.nodes[:2] for value in node.inputs if value and is_constant(value)]
+        constants = [
+            value
+            for node in projection.nodes[:2]
+            for value in (projection.weight, *node.inputs)
+            if is_constant(value)
+        ]
+        names = [named.name or "" for named in (projection.nodes[0], *constants)]
         groups.append([name for name in names if len(_parts(name)) > 1])
     for q in groups[0]:
         for k in groups[1]:
             for v in groups[2]:
-                common = os.path.commonprefix([_parts(q), _parts(k), _parts(v)])
-                if any(any(c.isdigit() for c in part) for part in common):
+                paths = [_parts(name) for name in (q, k, v)]
+                common = _common_start(*paths, paths[0][:-1])
+                if len(common) > 1 and any(c.isdigit() for part in common for c in part):
                     return ".".join(common)
     return ""
+
+
+def _common_start(*paths: list[str]) -> list[str]:
+    same = [len(set(parts)) == 1 for parts in zip(*paths, strict=False)]
+    return paths[0][: same.index(False) if False in same else len(same)]
 
 
 def _parts(name: str) -> list[str]:

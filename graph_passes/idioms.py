@@ -17,11 +17,22 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from graph_passes.attention import Causal, LogitStep, Mask, PositionBias, is_constant
+from graph_passes.attention import (
+    Causal,
+    LogitStep,
+    Mask,
+    PositionBias,
+    constant_array,
+    is_constant,
+)
 from graph_passes.shapes import Facts
 from graph_passes.trace import Unread, say
 
-__all__ = ["LOGIT_IDIOMS", "OPERATORS", "PROBABILITY_IDIOMS", "Fused", "LogitReading"]
+__all__ = ["FUSED", "LOGIT_IDIOMS", "OPERATORS", "PROBABILITY_IDIOMS", "Fused", "LogitReading"]
+
+
+Step = LogitStep | float | None
+"""A mask or bias, a factor of the scale, or nothing."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +40,19 @@ class LogitReading:
     """One node between scores and softmax: where the logits come from, and what it did to them."""
 
     candidates: tuple[ir.Value, ...]
-    step: Callable[[ir.Value], LogitStep | float | None]
+    step: Callable[[ir.Value], Step]
+
+
+def _always(step: Step) -> Callable[[ir.Value], Step]:
+    return lambda _: step
+
+
+def _number(value: ir.Value | None, facts: Facts) -> float | None:
+    """What a constant holds, if that is one number (however often)."""
+    constant = facts.constant(value)
+    if constant is None or constant.size == 0 or (constant != constant.flat[0]).any():
+        return None
+    return float(constant.flat[0])
 
 
 def scaled_logits(node: ir.Node, facts: Facts) -> LogitReading | None:
@@ -38,14 +61,13 @@ def scaled_logits(node: ir.Node, facts: Facts) -> LogitReading | None:
         return None
     a, b = node.inputs
     for logits, factor in ((a, b), (b, a)):
-        constant = facts.constant(factor)
-        if logits is None or constant is None or constant.size != 1:
+        number = _number(factor, facts)
+        if logits is None or number is None or (node.op_type == "Div" and logits is b):
             continue
-        if node.op_type == "Div" and logits is b:
-            continue
-        number = float(constant.reshape(()))
+        if number == 0.0 or not np.isfinite(number):
+            return None
         scale = number if node.op_type == "Mul" else 1.0 / number
-        return LogitReading((logits,), lambda _: scale)
+        return LogitReading((logits,), _always(scale))
     return None
 
 
@@ -64,11 +86,11 @@ def selected_logits(node: ir.Node, facts: Facts) -> LogitReading | None:
         return None
     condition, when_true, when_false = node.inputs
     for logits, other, keep in ((when_true, when_false, True), (when_false, when_true, False)):
-        fill = facts.constant(other)
-        if logits is None or condition is None or fill is None or fill.size != 1:
+        fill = _number(other, facts)
+        if logits is None or condition is None or fill is None:
             continue
-        mask = Mask(condition, float(fill.reshape(())), keep)
-        return LogitReading((logits,), lambda _: mask)
+        mask = Mask(condition, fill, keep)
+        return LogitReading((logits,), _always(mask))
     return None
 
 
@@ -76,7 +98,7 @@ def cast_logits(node: ir.Node, facts: Facts) -> LogitReading | None:
     """Cast and Identity change nothing that the certificate would not see."""
     if node.op_type not in ("Cast", "Identity") or node.inputs[0] is None:
         return None
-    return LogitReading((node.inputs[0],), lambda _: None)
+    return LogitReading((node.inputs[0],), _always(None))
 
 
 LOGIT_IDIOMS = (scaled_logits, biased_logits, selected_logits, cast_logits)
@@ -84,14 +106,15 @@ LOGIT_IDIOMS = (scaled_logits, biased_logits, selected_logits, cast_logits)
 
 def safe_softmax(probabilities: ir.Value) -> tuple[ir.Node, ...]:
     """Where(IsNaN(p), 0, p): rows that are masked throughout become zeros (PyTorch's sdpa)."""
-    nodes = {node for node, _ in probabilities.uses()}
-    is_nan = next((node for node in nodes if node.op_type == "IsNaN"), None)
-    where = next((node for node in nodes if node.op_type == "Where"), None)
-    if is_nan is None or where is None or where.inputs[0] is not is_nan.outputs[0]:
-        return ()
-    if where.inputs[2] is not probabilities or not is_constant(where.inputs[1]):
-        return ()
-    return (is_nan, where)
+    for where, index in probabilities.uses():
+        if where.op_type != "Where" or index != 2 or where.inputs[0] is None:
+            continue
+        is_nan = where.inputs[0].producer()
+        if is_nan is None or is_nan.op_type != "IsNaN" or is_nan.inputs[0] is not probabilities:
+            continue
+        if is_constant(where.inputs[1]) and not constant_array(where.inputs[1]).any():
+            return (is_nan, where)
+    return ()
 
 
 def forwarded(probabilities: ir.Value) -> tuple[ir.Node, ...]:
@@ -107,7 +130,7 @@ PROBABILITY_IDIOMS = (safe_softmax, forwarded)
 
 @dataclass(frozen=True, eq=False)
 class Fused:
-    """A fused operator's operands, (B, H, T, K) or (B, T, H*K) with the number of heads given."""
+    """A fused operator's operands: (B, T, H*K), or (B, H, T, K) where ``num_heads`` is 0."""
 
     q: ir.Value
     k: ir.Value
@@ -138,22 +161,39 @@ def attention_operator(node: ir.Node, facts: Facts) -> Fused:
     q_shape, k_shape = facts.shape(q), facts.shape(k)
     if q_shape is None or k_shape is None:
         raise Unread(f"the shapes of the operands of {say(node)} could not be inferred")
+    if len(q_shape) not in (3, 4):
+        raise Unread(f"{say(node)} has operands of shape {q_shape}")
     heads = node.attributes.get_int("q_num_heads", 0) or q_shape[1]
     kv_heads = node.attributes.get_int("kv_num_heads", 0) or k_shape[1]
     width = q_shape[-1] if len(q_shape) == 4 else q_shape[-1] // heads
     steps: list[LogitStep] = []
     if node.attributes.get_int("is_causal", 0):
         steps.append(Causal())
-    if mask is not None and mask.dtype == ir.DataType.BOOL:
-        steps.append(Mask(mask, -np.inf, keep=True))
-    elif mask is not None:
-        steps.append(PositionBias(mask))
+    if mask is not None:
+        fact = facts.known.get(mask)
+        if fact is None:
+            raise Unread(f"the mask of {say(node)} has no known type")
+        is_bool = fact.dtype == ir.DataType.BOOL
+        steps.append(Mask(mask, -np.inf, keep=True) if is_bool else PositionBias(mask))
     scale = node.attributes.get_float("scale", 0.0) or float(width) ** -0.5
     split = len(q_shape) == 3
     return Fused(
-        q, k, v, heads if split else 0, kv_heads if split else 0, scale, tuple(steps), node.outputs[0]
+        q,
+        k,
+        v,
+        num_heads=heads if split else 0,
+        num_kv_heads=kv_heads if split else 0,
+        scale=scale,
+        steps=tuple(steps),
+        context=node.outputs[0],
     )
 
+
+FUSED = frozenset({"Attention", "MultiHeadAttention", "GroupQueryAttention", "PackedAttention",
+                   "PackedMultiHeadAttention", "DecoderMaskedMultiHeadAttention",
+                   "DecoderMaskedSelfAttention", "PagedAttention", "SparseAttention",
+                   "LongformerAttention", "QAttention", "QOrderedAttention"})  # fmt: skip
+"""Operators that hold a whole attention, in any domain: those not in OPERATORS are misses."""
 
 OPERATORS: Mapping[tuple[str, str], Callable[[ir.Node, Facts], Fused]] = {
     ("", "Attention"): attention_operator,

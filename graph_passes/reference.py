@@ -73,13 +73,17 @@ def softmax(logits: Float[np.ndarray, "*batch T"]) -> Float[np.ndarray, "*batch 
     return exp / np.where(total == 0.0, 1.0, total)
 
 
-def _project(projection: Projection, tokens: np.ndarray, batch: int) -> Float[np.ndarray, "B H T K"]:
+def _project(
+    projection: Projection, tokens: np.ndarray, batch: int
+) -> Float[np.ndarray, "B H T K"]:
     tokens = tokens.reshape(batch, -1, tokens.shape[-1]).astype(np.float64)
     heads = np.einsum("btd,hdk->bhtk", tokens, projection.heads(), optimize=True)
     return heads + projection.offset[:, None, :]
 
 
-def _apply(step: LogitStep, logits: np.ndarray, values: Mapping[ir.Value, np.ndarray]) -> np.ndarray:
+def _apply(
+    step: LogitStep, logits: np.ndarray, values: Mapping[ir.Value, np.ndarray]
+) -> np.ndarray:
     if isinstance(step, Causal):
         allowed = np.tri(*logits.shape[-2:], dtype=bool)
         return np.where(allowed, logits, -np.inf)

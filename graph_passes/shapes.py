@@ -8,6 +8,7 @@ weights stay on disk.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,8 @@ import onnx_ir as ir
 from onnx import shape_inference
 from onnx.reference import ReferenceEvaluator
 
+from graph_passes.attention import constant_tensor
+
 __all__ = ["Fact", "Facts", "bind_axes", "evaluate", "interpret", "named_axes"]
 
 SMALL = 1024
@@ -25,6 +28,10 @@ SMALL = 1024
 
 NOT_RUN = frozenset({"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike",
                      "Multinomial", "Bernoulli", "If", "Loop", "Scan"})  # fmt: skip
+
+GROWING = frozenset({"ConstantOfShape", "Expand", "Tile", "Range", "Pad", "OneHot", "EyeLike",
+                     "Resize"})  # fmt: skip
+"""From a few numbers these make as many as they are told to: run only where that is few."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,17 +78,21 @@ def named_axes(graph: ir.Graph) -> dict[str, int]:
 
 
 def bind_axes(graph: ir.Graph, *, batch: int, sequence: int) -> dict[str, int]:
-    """Lengths for every axis: those that lead an input are batches, all others sequences."""
+    """Lengths for every axis: those that lead an input are batches, all others sequences.
+
+    Axes with different names that a graph wants equal (two batches, two lengths) therefore are.
+    """
     return {
         name: batch if position == 0 else sequence for name, position in named_axes(graph).items()
     }
 
 
 def input_shape(value: ir.Value, axes: Mapping[str, int]) -> tuple[int, ...] | None:
-    """The shape of a graph input when its axes have these lengths; None without a rank."""
+    """The shape of a graph input when its axes have these lengths; None where it has none."""
     if value.shape is None:
         return None
-    return tuple(_length(value, i, dim, axes) for i, dim in enumerate(value.shape))
+    lengths = [_length(value, i, dim, axes) for i, dim in enumerate(value.shape)]
+    return None if any(length < 0 for length in lengths) else tuple(lengths)
 
 
 def interpret(model: ir.Model, axes: Mapping[str, int]) -> Facts:
@@ -99,8 +110,7 @@ def interpret(model: ir.Model, axes: Mapping[str, int]) -> Facts:
     for value in model.graph.initializers.values():
         if value.const_value is not None:
             known[value] = _of_tensor(value.const_value)
-    opsets = {domain: version for domain, version in model.opset_imports.items()}
-    opsets.setdefault("", 1)
+    opsets = {"": 1, **model.opset_imports}
     for node in model.graph:
         reason = _follow(node, known, opsets)
         if reason:
@@ -131,35 +141,39 @@ def _symbols(value: ir.Value, position: int, dim: int | ir.SymbolicDim) -> Seque
     if dim.value is None:
         return (f"{value.name}[{position}]",)
     try:
-        return sorted(dim.free_symbols())  # past_sequence + sequence
-    except Exception:  # a name that is no expression
-        return (str(dim.value),)
+        return sorted(dim.free_symbols()) or (dim.value,)  # past_sequence + sequence
+    except ValueError:  # a name that is no expression
+        return (dim.value,)
 
 
-def _length(value: ir.Value, position: int, dim: int | ir.SymbolicDim, axes: Mapping[str, int]) -> int:
+def _length(
+    value: ir.Value, position: int, dim: int | ir.SymbolicDim, axes: Mapping[str, int]
+) -> int:
     if isinstance(dim, int):
         return dim
     names = _symbols(value, position, dim)
     if len(names) == 1 and names[0] == (dim.value or f"{value.name}[{position}]"):
         return axes[names[0]]
     length = dim.evaluate({name: axes[name] for name in names})
-    assert length is not None, f"{value.name}: axis {dim.value} has no length"
-    return int(length)
+    return length if isinstance(length, int) else -1  # n / 2 of an odd n
 
 
 def _of_tensor(tensor: ir.TensorProtocol) -> Fact:
-    shape = tuple(int(n) for n in tensor.shape.numpy())
-    small = np.prod(shape, dtype=np.int64) <= SMALL and tensor.dtype != ir.DataType.STRING
+    shape = tuple(tensor.shape.numpy())
+    small = math.prod(shape) <= SMALL and tensor.dtype != ir.DataType.STRING
     return Fact(tensor.dtype, shape, tensor.numpy() if small else None)
 
 
 def _follow(node: ir.Node, known: dict[ir.Value, Fact], opsets: Mapping[str, int]) -> str:
     """Add what the node's outputs are to ``known``; the reason where that cannot be told."""
     if node.op_type == "Constant" and not node.domain:
-        known[node.outputs[0]] = _of_tensor(_constant_tensor(node))
+        tensor = constant_tensor(node.outputs[0])
+        if tensor is None:
+            return "its value is not a dense tensor"
+        known[node.outputs[0]] = _of_tensor(tensor)
         return ""
-    facts = [known.get(value) if value is not None else None for value in node.inputs]
-    if any(fact is None and value is not None for fact, value in zip(facts, node.inputs, strict=True)):
+    facts = [None if value is None else known.get(value) for value in node.inputs]
+    if facts.count(None) > node.inputs.count(None):
         return "its inputs have no known shape"
     rule = RULES.get((node.domain, node.op_type))
     if rule is not None:
@@ -168,22 +182,19 @@ def _follow(node: ir.Node, known: dict[ir.Value, Fact], opsets: Mapping[str, int
         if first is None or not shapes:
             return f"{node.op_type} has no known shape"
         for value, shape in zip(node.outputs, shapes, strict=False):
-            known[value] = Fact(first.dtype, tuple(shape))
+            if shape is not None:
+                known[value] = Fact(first.dtype, shape)
         return ""
-    if node.domain not in ("", "ai.onnx"):
+    if node.domain:
         return f"{node.domain}.{node.op_type} is not an operator of ONNX"
     if node.op_type == "Shape":
         return _follow_shape(node, facts, known)
     if _runs(node, facts):
-        try:
-            results = evaluate(node, [None if f is None else f.constant for f in facts], opsets)
-        except Exception:  # an operator the reference evaluator lacks: its shape may still follow
-            results = []
-        for value, result in zip(node.outputs, results, strict=False):
-            if result.dtype != object:
-                keep = result if result.size <= SMALL else None
-                known[value] = Fact(ir.DataType.from_numpy(result.dtype), result.shape, keep)
-        if results:
+        if node.op_type in GROWING:
+            reason = _infer(node, facts, known, opsets)
+            if not reason and math.prod(known[node.outputs[0]].shape) > SMALL:
+                return ""
+        if _run(node, facts, known, opsets):
             return ""
     return _infer(node, facts, known, opsets)
 
@@ -197,10 +208,28 @@ def _runs(node: ir.Node, facts: Sequence[Fact | None]) -> bool:
     )
 
 
-def _follow_shape(
-    node: ir.Node, facts: Sequence[Fact | None], known: dict[ir.Value, Fact]
-) -> str:
-    assert facts[0] is not None
+def _run(
+    node: ir.Node,
+    facts: Sequence[Fact | None],
+    known: dict[ir.Value, Fact],
+    opsets: Mapping[str, int],
+) -> bool:
+    """Whether the reference evaluator could compute the outputs; shapes may follow even so."""
+    try:
+        with np.errstate(all="ignore"):
+            results = evaluate(node, [None if f is None else f.constant for f in facts], opsets)
+        made = [(ir.DataType.from_numpy(result.dtype), result) for result in results]
+    except Exception:  # it lacks the operator, or the operator makes no tensor of numbers
+        return False
+    for value, (dtype, result) in zip(node.outputs, made, strict=False):
+        keep = result if result.size <= SMALL and dtype != ir.DataType.STRING else None
+        known[value] = Fact(dtype, result.shape, keep)
+    return bool(made)
+
+
+def _follow_shape(node: ir.Node, facts: Sequence[Fact | None], known: dict[ir.Value, Fact]) -> str:
+    if not facts or facts[0] is None:
+        return "Shape reads nothing"
     start = node.attributes.get_int("start", 0)
     end = node.attributes.get_int("end", len(facts[0].shape))
     constant = np.array(facts[0].shape[start:end], dtype=np.int64)
@@ -223,13 +252,13 @@ def _infer(
     proto.output[:] = [f"o{i}" for i in range(len(node.outputs))]
     types: dict[str, onnx.TypeProto] = {}
     data: dict[str, onnx.TensorProto] = {}
-    for i, fact in enumerate(facts):
-        if fact is not None:
-            types[f"i{i}"] = onnx.helper.make_tensor_type_proto(fact.dtype.value, fact.shape)
-            if fact.constant is not None:
-                data[f"i{i}"] = onnx.numpy_helper.from_array(fact.constant)
     imports = [onnx.helper.make_opsetid(domain, version) for domain, version in opsets.items()]
     try:
+        for i, fact in enumerate(facts):
+            if fact is not None:
+                types[f"i{i}"] = onnx.helper.make_tensor_type_proto(fact.dtype.value, fact.shape)
+                if fact.constant is not None:
+                    data[f"i{i}"] = onnx.numpy_helper.from_array(fact.constant)
         inferred = shape_inference.infer_node_outputs(
             schema, proto, types, data, opset_imports=imports
         )
@@ -248,16 +277,6 @@ def _infer(
     return ""
 
 
-def _constant_tensor(node: ir.Node) -> ir.TensorProtocol:
-    name, attribute = next(iter(node.attributes.items()))
-    value = attribute.value
-    if name == "value":
-        assert isinstance(value, ir.TensorProtocol)
-        return value
-    dtype = np.int64 if "int" in name else np.float32 if "float" in name else np.object_
-    return ir.tensor(np.asarray(value, dtype=dtype))
-
-
 Shapes = Sequence[tuple[int, ...] | None]
 
 
@@ -266,7 +285,7 @@ def _like_first(shapes: Shapes, node: ir.Node) -> Shapes:
 
 
 def _skip_normalization(shapes: Shapes, node: ir.Node) -> Shapes:
-    return [shapes[0], (), (), shapes[0]]
+    return [shapes[0], None, None, shapes[0]]
 
 
 def _fused_matmul(shapes: Shapes, node: ir.Node) -> Shapes:

@@ -1,0 +1,184 @@
+"""Attention in ONNX text, part by part, so that a test shows only what it changes.
+
+Sizes: D = 12, H = 3, K = 4, V = 2, so that no two are mistaken for one another. The scale, 0.37, is
+no function of any of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from attnserve.certify import read_attention
+from attnserve.session import open_session
+from graph_passes.attention import AttentionBlock
+
+D, H, K, V = 12, 3, 4, 2
+SCALE = 0.37
+ROOT = float(np.float32(np.sqrt(np.float32(SCALE))))
+
+PARTS = {
+    "q": """
+        q0 = MatMul(x, Wq)
+        q1 = Add(bq, q0)
+        q2 = Reshape(q1, heads)
+        q = Transpose <perm = [0, 2, 1, 3]> (q2)""",
+    "k": """
+        k0 = MatMul(x, Wk)
+        k1 = Add(k0, bk)
+        k2 = Reshape(k1, heads)
+        kT = Transpose <perm = [0, 2, 3, 1]> (k2)""",
+    "v": """
+        v0 = MatMul(x, Wv)
+        v1 = Add(v0, bv)
+        v2 = Reshape(v1, v_heads)
+        v = Transpose <perm = [0, 2, 1, 3]> (v2)""",
+    "scores": """
+        s0 = MatMul(q, kT)
+        s = Mul(s0, scale)""",
+    "mask": """
+        m = Add(s, mask)""",
+    "softmax": """
+        p = Softmax <axis = -1> (m)""",
+    "context": """
+        c0 = MatMul(p, v)
+        c1 = Transpose <perm = [0, 2, 1, 3]> (c0)
+        c = Reshape(c1, merge)""",
+    "output": """
+        o = MatMul(c, Wo)
+        out = Add(o, bo)""",
+}
+"""One self-attention as TorchScript writes it; a test replaces the parts it is about."""
+
+PACKED = """
+        packed = MatMul(x, Wqkv)
+        biased = Add(packed, bqkv)"""
+
+FUSED = {"scores": "", "mask": "", "softmax": ""}
+"""Parts that the operator ``Attention`` holds."""
+
+FLOAT_MASK = "float[batch, 1, 1, sequence] mask"
+BOOL_MASK = "bool[batch, 1, 1, sequence] mask"
+
+
+def weights(seed: int = 0) -> dict[str, np.ndarray]:
+    """Every constant that a text may name."""
+    rng = np.random.default_rng(seed)
+    shapes: dict[str, tuple[int, ...]] = {
+        "Wq": (D, H * K), "Wk": (D, H * K), "Wv": (D, H * V), "Wo": (H * V, D),
+        "bq": (H * K,), "bk": (H * K,), "bv": (H * V,), "bo": (D,),
+        "Wqkv": (D, 3 * H * K), "bqkv": (3 * H * K,), "Wo12": (H * K, D),
+        "Wk1": (D, K), "Wv1": (D, V), "bk1": (K,), "bv1": (V,), "Wo1": (V, D),
+        "Wfc": (D, 5), "per_head": (H, 1, 1),
+    }  # fmt: skip
+    arrays = {
+        name: (rng.standard_normal(shape) / 2).astype(np.float32) for name, shape in shapes.items()
+    }
+    arrays |= {f"{name}T": np.ascontiguousarray(arrays[name].T) for name in ("Wq", "Wk", "Wo")}
+    arrays |= {
+        "scale": np.float32(SCALE),
+        "root": np.float32(ROOT),
+        "inverse": np.float32(1 / SCALE),
+        "zero": np.float32(0),
+        "one": np.float32(1),
+        "low": np.float32(-1e9),
+        "weak": np.float32(-2),
+        "infinity": np.float32(-np.inf),
+    }
+    integers = {
+        "heads": [0, 0, H, K], "v_heads": [0, 0, H, V], "merge": [0, 0, -1],
+        "one_head": [0, 0, 1, K], "one_v_head": [0, 0, 1, V],
+        "thirds": [H * K] * 3, "packed_heads": [0, 0, 3, H, K], "head_packed": [0, 0, H, 3, K],
+        "flat": [-1, D], "unflat": [-1, 5, H, K],
+        "i0": 0, "i1": 1, "i2": 2, "i3": 3, "a0": [0], "a1": [1], "a2": [2], "a3": [3],
+        "n0": [0], "n12": [12], "n24": [24], "n36": [36], "n1": [1], "last": [-1],
+    }  # fmt: skip
+    return arrays | {name: np.array(value, np.int64) for name, value in integers.items()}
+
+
+def graph(
+    body: str,
+    *,
+    inputs: str = f"float[batch, sequence, {D}] x, {FLOAT_MASK}",
+    output: str = f"float[batch, sequence, {D}] out",
+    opset: int = 17,
+    constants: Mapping[str, np.ndarray] | None = None,
+) -> ir.Model:
+    """A model from the text of its nodes; names nobody makes are constants of ``weights()``."""
+    text = f"""<ir_version: 9, opset_import: ["": {opset}, "com.microsoft": 1]>
+    layer ({inputs}) => ({output}) {{{body}
+    }}"""
+    proto = onnx.parser.parse_model(text)
+    made = {name for node in proto.graph.node for name in node.output}
+    made |= {value.name for value in proto.graph.input}
+    arrays = weights() | dict(constants or {})
+    for name in dict.fromkeys(name for node in proto.graph.node for name in node.input):
+        if name in arrays and name not in made:
+            proto.graph.initializer.append(onnx.numpy_helper.from_array(arrays[name], name))
+    return ir.from_proto(proto)
+
+
+def attention(
+    *,
+    inputs: str = f"float[batch, sequence, {D}] x, {FLOAT_MASK}",
+    output_type: str = f"float[batch, sequence, {D}] out",
+    opset: int = 17,
+    constants: Mapping[str, np.ndarray] | None = None,
+    **parts: str,
+) -> ir.Model:
+    """``PARTS`` with some replaced, in one graph."""
+    assert parts.keys() <= PARTS.keys()
+    body = "".join((PARTS | parts).values())
+    return graph(body, inputs=inputs, output=output_type, opset=opset, constants=constants)
+
+
+def text_of(model: ir.Model) -> str:
+    """The nodes of a model as text, without the weights."""
+    return re.sub(r"\n\s*\n", "\n", str(model.graph))
+
+
+def only(model: ir.Model) -> AttentionBlock:
+    """The one block of a model, certified by running it."""
+    reading = read_attention(model)
+    assert [miss.reason for miss in reading.misses] == []
+    assert len(reading.blocks) == 1
+    return reading.blocks[0]
+
+
+def reasons(model: ir.Model) -> list[str]:
+    """Why nothing was read."""
+    reading = read_attention(model)
+    assert reading.blocks == ()
+    return [miss.reason for miss in reading.misses]
+
+
+def feeds(
+    model: ir.Model, *, batch: int = 2, sequence: int = 7, seed: int = 1
+) -> dict[str, np.ndarray]:
+    """Normal tokens; masks that hide some keys and never all."""
+    rng = np.random.default_rng(seed)
+    arrays: dict[str, np.ndarray] = {}
+    for value in model.graph.inputs:
+        assert value.name is not None and value.shape is not None and value.dtype is not None
+        named = {"batch": batch, "sequence": sequence}
+        shape = tuple(
+            dim if isinstance(dim, int) else named.get(str(dim.value), sequence)
+            for dim in value.shape
+        )
+        if "mask" not in value.name:
+            arrays[value.name] = rng.standard_normal(shape).astype(value.dtype.numpy())
+            continue
+        seen = rng.random(shape) < 0.7
+        seen[..., 0] = True
+        is_bool = value.dtype == ir.DataType.BOOL
+        arrays[value.name] = seen if is_bool else np.where(seen, 0, -1e9).astype(np.float32)
+    return arrays
+
+
+def run(model: ir.Model, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    """The first output, by ONNX Runtime without its own rewrites."""
+    return np.asarray(open_session(model, threads=1, optimize=False).run(None, dict(arrays))[0])

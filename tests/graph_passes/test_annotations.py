@@ -1,0 +1,99 @@
+"""The shapes that annotations promise, checked at run time: here only, never in production.
+
+jaxtyping is imported for type checkers alone, so annotations are resolved here and a copy of each
+function is checked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import types
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from graph_passes.attention import AttentionBlock
+from graph_passes.collaborate import factor
+from graph_passes.cp import TokenMoments, collaborative_factors, relative_error
+from graph_passes.reference import softmax
+from tests.graph_passes.graphs import D, H, K, attention, only
+
+jaxtyping = pytest.importorskip("jaxtyping", reason="pip install 'attnserve[dev]'")
+beartype = pytest.importorskip("beartype", reason="pip install 'attnserve[dev]'")
+
+R = 5
+
+
+def hints_of(annotated: Any, module: str) -> dict[str, Any]:
+    names = {**vars(importlib.import_module(module)), **vars(jaxtyping), "CPTensor": Any}
+    return typing.get_type_hints(annotated, globalns=names)
+
+
+def checked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of a function that holds its arguments and result to their annotated shapes."""
+    assert isinstance(function, types.FunctionType)
+    copy = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__annotations__ = hints_of(function, function.__module__)
+    return jaxtyping.jaxtyped(typechecker=beartype.beartype)(copy)
+
+
+def assert_fields_fit(instance: Any) -> None:
+    """Every array of a dataclass has its shape, and a letter means one length throughout."""
+    hints = hints_of(type(instance), type(instance).__module__)
+    with jaxtyping.jaxtyped("context"):
+        for field in dataclasses.fields(instance):
+            hint, value = hints[field.name], getattr(instance, field.name)
+            if isinstance(value, np.ndarray):
+                assert isinstance(value, hint), f"{field.name}: {value.shape}"
+
+
+@pytest.fixture(scope="module")
+def block() -> AttentionBlock:
+    return only(attention())
+
+
+def moments() -> TokenMoments:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((40, D))
+    return TokenMoments(x.mean(0), x.T @ x / 40, x.T @ x / 40, np.ones(H))
+
+
+def test_softmax() -> None:
+    assert checked(softmax)(np.zeros((2, 3, 5))).shape == (2, 3, 5)
+    with pytest.raises(jaxtyping.TypeCheckError):
+        checked(softmax)(np.zeros((2, 3), dtype=np.int64))
+
+
+def test_decomposition(block: AttentionBlock) -> None:
+    queries, keys = block.q.heads(), block.k.heads()
+    made = checked(collaborative_factors)(
+        queries, keys, R, query_bias=block.q.offset, moments=moments()
+    )
+    assert_fields_fit(made)
+    assert checked(relative_error)(queries, keys, made) >= 0
+    with pytest.raises(jaxtyping.TypeCheckError):
+        checked(collaborative_factors)(queries, keys[:-1], R)
+
+
+def test_fields(block: AttentionBlock) -> None:
+    assert block.output is not None
+    for instance in (block.q, block.k, block.v, block.output, moments(), factor(block, R)):
+        assert_fields_fit(instance)
+
+
+def test_a_wrong_field_is_noticed(block: AttentionBlock) -> None:
+    with pytest.raises(AssertionError, match=rf"gain: \({H}, {K + 1}\)"):
+        assert_fields_fit(dataclasses.replace(block.q, gain=np.ones((H, K + 1))))
+
+
+@pytest.mark.parametrize("name", ["matrix", "heads"])
+def test_methods_of_projections(block: AttentionBlock, name: str) -> None:
+    for projection in (block.q, block.k, block.v):
+        checked(getattr(type(projection), name))(projection)
