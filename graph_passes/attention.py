@@ -31,10 +31,44 @@ __all__ = [
     "OutputProjection",
     "PositionBias",
     "Projection",
+    "Turn",
+    "TurnAxis",
 ]
 
 Layout = Literal["B H T K", "B*H T K", "B T H*K"]
 Form = Literal["standard", "collaborative", "sparse", "reuse", "skip"]
+
+
+TurnAxis = Literal["one", "batch", "token", "element"]
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """One term of a projection that positions turn (rotary embeddings): factor * (x W g + o).
+
+    Attributes:
+        factor: Cosines or sines, a value that does not depend on the tokens; None is one.
+        columns, gain, offset: As of a ``Projection``, for this term.
+        axes: What each axis of the factor runs over.
+        element: Where an axis runs over the elements of the head: which of it each one takes.
+    """
+
+    factor: ir.Value | None
+    columns: Int[np.ndarray, "H K"]
+    gain: Float[np.ndarray, "H K"]
+    offset: Float[np.ndarray, "H K"]
+    axes: tuple[TurnAxis, ...]
+    element: Int[np.ndarray, "H K"]
+
+    def angles(self, factor: np.ndarray, batch: int, length: int) -> np.ndarray:
+        """The factor as (B or 1, H or 1, T or 1, K or 1), for each element of the heads."""
+        where = {
+            "one": np.zeros((1, 1, 1, 1), np.int64),
+            "batch": np.arange(batch)[:, None, None, None],
+            "token": np.arange(length)[None, None, :, None],
+            "element": self.element[None, :, None, :],
+        }
+        return factor[tuple(where[axis] for axis in self.axes)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +89,7 @@ class Projection:
         nodes: From the product to ``output``, in order.
         by_sequence: The batch and the length of ``input`` are those of ``output``.
         layout: Of ``output``: heads apart, in one axis with the batch, or side by side.
+        turns: Where positions turn the heads, every term of the sum (the first is ``columns``).
     """
 
     input: ir.Value
@@ -68,6 +103,7 @@ class Projection:
     nodes: tuple[ir.Node, ...]
     by_sequence: bool
     layout: Layout
+    turns: tuple[Turn, ...] = ()
 
     @property
     def num_heads(self) -> int:
@@ -236,10 +272,17 @@ class Miss:
     reason: str
 
 
+def origin(value: ir.Value) -> ir.Value:
+    """The value behind any Identity: exporters share the weights of repeated layers that way."""
+    while (node := value.producer()) is not None and node.op_type == "Identity" and node.inputs[0]:
+        value = node.inputs[0]
+    return value
+
+
 def constant_tensor(value: ir.Value) -> ir.TensorProtocol | None:
     """The tensor of an initializer or of a Constant node, if it is a dense one."""
     try:
-        return ir.convenience.get_const_tensor(value)
+        return ir.convenience.get_const_tensor(origin(value))
     except ValueError:  # a sparse constant
         return None
 

@@ -59,7 +59,7 @@ class TokenMoments:
     Attributes:
         query_mean: mu, the mean of the query-side tokens x.
         query_covariance: Of x - mu.
-        key_covariance: Of y about the mean that softmax takes out: that of its sequence, or, better,
+        key_covariance: Of y about the mean that softmax takes out: its sequence's, or, better,
             that of what each query attends to, weighted by the attention.
         head_weight: w, how strongly a score error of each head moves the layer's output; None
             counts all heads alike.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
 
 import onnx_ir as ir
 
@@ -14,6 +15,7 @@ from graph_passes.attention import (
     Miss,
     PositionBias,
     Projection,
+    Turn,
     is_constant,
 )
 from graph_passes.idioms import FUSED, LOGIT_IDIOMS, OPERATORS, PROBABILITY_IDIOMS
@@ -138,7 +140,21 @@ def _completed(block: AttentionBlock, reader: Reader, *, keys_last: bool) -> Att
     output = reader.output_projection(block.context, heads, v.head_size, batches[0])
     parts = (q, k, v, block, block.content, output)
     nodes = [node for part in parts if part is not None for node in part.nodes]
-    return replace(block, k=k, v=v, output=output, nodes=tuple(dict.fromkeys(nodes)))
+    if v.turns:
+        raise Unread("positions turn the values, which no reading of attention covers")
+    nodes = tuple(dict.fromkeys(nodes))
+    position = _position(block, reader)
+    return replace(block, k=k, v=v, output=output, nodes=nodes, position=position)
+
+
+def _position(block: AttentionBlock, reader: Reader) -> Literal["none", "bias", "rope"]:
+    """Rotated heads, or an additive bias that differs from head to head (masks do not)."""
+    if block.q.turns or block.k.turns:
+        return "rope"
+    biases = (step.value for step in block.steps if isinstance(step, PositionBias))
+    shapes = (reader.facts.shape(value) for value in biases)
+    by_head = any(shape is not None and len(shape) > 2 and shape[-3] > 1 for shape in shapes)
+    return "bias" if by_head else "none"
 
 
 def _share(projection: Projection, heads: int, role: str) -> Projection:
@@ -148,11 +164,18 @@ def _share(projection: Projection, heads: int, role: str) -> Projection:
         return projection
     if own == 0 or heads % own:
         raise Unread(f"{heads} query heads cannot share {own} {role} heads")
-    columns, gain, offset = (
-        array.repeat(heads // own, axis=0)
-        for array in (projection.columns, projection.gain, projection.offset)
-    )
-    return replace(projection, columns=columns, gain=gain, offset=offset)
+    turns = tuple(_repeated(turn, heads // own) for turn in projection.turns)
+    return replace(_repeated(projection, heads // own), turns=turns)
+
+
+P = TypeVar("P", Projection, Turn)
+
+
+def _repeated(part: P, times: int) -> P:
+    arrays = {name: getattr(part, name) for name in ("columns", "gain", "offset")}
+    if isinstance(part, Turn):
+        arrays["element"] = part.element
+    return replace(part, **{name: array.repeat(times, axis=0) for name, array in arrays.items()})
 
 
 @dataclass(frozen=True, eq=False)

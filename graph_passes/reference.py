@@ -30,8 +30,10 @@ class ReferenceOutput:
 
 
 def inputs_of(block: AttentionBlock) -> tuple[ir.Value, ...]:
-    """The values a block reads and does not make: x, y, and what masks or biases its logits."""
+    """The values a block reads and does not make: x, y, angles, and what masks its logits."""
     values = [block.q.input, block.k.input, block.v.input]
+    turns = (turn for part in (block.q, block.k, block.v) for turn in part.turns)
+    values += [turn.factor for turn in turns if turn.factor is not None]
     values += [step.value for step in block.steps if not isinstance(step, Causal)]
     return tuple(dict.fromkeys(values))
 
@@ -46,12 +48,12 @@ def attention_reference(
         values: An array for each of ``inputs_of(block)``.
         batch: B, which flattened tokens (B*S, D) do not tell.
     """
-    q = _project(block.q, values[block.q.input], batch)  # B H S K
-    k = _project(block.k, values[block.k.input], batch)  # B H T K
-    v = _project(block.v, values[block.v.input], batch)  # B H T V
+    q = _project(block.q, values, batch)  # B H S K
+    k = _project(block.k, values, batch)  # B H T K
+    v = _project(block.v, values, batch)  # B H T V
     logits = block.scale * (q @ np.swapaxes(k, -1, -2))  # B H S T
     if block.content is not None:
-        content = _project(block.content, values[block.content.input], batch)  # B H T 1
+        content = _project(block.content, values, batch)  # B H T 1
         logits = logits + block.content.scale * np.swapaxes(content, -1, -2)
     for step in block.steps:
         logits = _apply(step, logits, values)
@@ -74,11 +76,22 @@ def softmax(logits: Float[np.ndarray, "*batch T"]) -> Float[np.ndarray, "*batch 
 
 
 def _project(
-    projection: Projection, tokens: np.ndarray, batch: int
+    projection: Projection, values: Mapping[ir.Value, np.ndarray], batch: int
 ) -> Float[np.ndarray, "B H T K"]:
-    tokens = tokens.reshape(batch, -1, tokens.shape[-1]).astype(np.float64)
-    heads = np.einsum("btd,hdk->bhtk", tokens, projection.heads(), optimize=True)
-    return heads + projection.offset[:, None, :]
+    tokens = values[projection.input].astype(np.float64)
+    tokens = tokens.reshape(batch, -1, tokens.shape[-1])  # B T D
+    if not projection.turns:
+        heads = np.einsum("btd,hdk->bhtk", tokens, projection.heads(), optimize=True)
+        return heads + projection.offset[:, None, :]
+    total = np.zeros(())
+    product = tokens @ projection.matrix()  # B T N
+    for turn in projection.turns:
+        picked = np.moveaxis(product[:, :, turn.columns], 2, 1)  # B H T K
+        term = picked * turn.gain[:, None, :] + turn.offset[:, None, :]
+        if turn.factor is not None:
+            term = term * turn.angles(values[turn.factor], batch, tokens.shape[1])
+        total = total + term
+    return total
 
 
 def _apply(

@@ -9,20 +9,31 @@ is the reading. What arrives out of place is a miss, so a reading is never a gue
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
-from graph_passes.attention import OutputProjection, Projection, constant_array, is_constant
+from graph_passes.attention import (
+    OutputProjection,
+    Projection,
+    Turn,
+    TurnAxis,
+    constant_array,
+    is_constant,
+    origin,
+)
 from graph_passes.shapes import Facts, evaluate
 
 __all__ = ["Reader", "Unread", "only_consumer", "say"]
 
 LAYOUT = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Split",
-                    "Gather", "Expand", "Identity", "Cast", "Dropout"})  # fmt: skip
-ARITHMETIC = frozenset({"Mul", "Div", "Add", "Sub"})
+                    "Gather", "Expand", "Tile", "Identity", "Cast", "Dropout"})  # fmt: skip
 LINEAR = frozenset({"MatMul", "Gemm"})
+REACH = 40
+"""Nodes between a projection and its product; rotary positions take about a dozen."""
 
 
 class Unread(Exception):
@@ -35,19 +46,56 @@ class Unread(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Labels:
-    """Which column and which token each element is, times and plus what: arrays of one shape."""
+    """Which column and which token each element is, times and plus what: arrays of one shape.
+
+    ``turn`` is the element of the factor that multiplies it, where there is one (see ``Trace``).
+    """
 
     columns: np.ndarray
     tokens: np.ndarray
     gain: np.ndarray
     offset: np.ndarray
+    turn: np.ndarray
 
     def arrays(self) -> tuple[np.ndarray, ...]:
-        return self.columns, self.tokens, self.gain, self.offset
+        return self.columns, self.tokens, self.gain, self.offset, self.turn
 
     def at(self, index: np.ndarray) -> Labels:
         """The elements at these flat positions, laid out like them."""
         return Labels(*(array.reshape(-1)[index] for array in self.arrays()))
+
+    def times(self, factor: np.ndarray | float) -> Labels:
+        return replace(self, gain=self.gain * factor, offset=self.offset * factor)
+
+    def spread(self, shape: tuple[int, ...]) -> Labels:
+        return Labels(*(np.broadcast_to(array, shape) for array in self.arrays()))
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """A value as scale * the sum over factors f of f[turn] * (gain * product[column] + offset).
+
+    The one factor is None (1), but for rotary positions, whose factors are cosines and sines.
+    """
+
+    source: ir.Node
+    scale: float
+    terms: dict[ir.Value | None, Labels]
+    nodes: tuple[ir.Node, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return next(iter(self.terms.values())).columns.shape
+
+    def through(self, node: ir.Node, scale: float = 1.0) -> Trace:
+        return replace(self, scale=self.scale * scale, nodes=(*self.nodes, node))
+
+    def each(self, change: Callable[[Labels], Labels]) -> Trace:
+        return replace(self, terms={f: change(labels) for f, labels in self.terms.items()})
+
+    def unscaled(self) -> Trace:
+        """The same with the scale in the gains, so that sums may have scales of their own."""
+        return replace(self.each(lambda labels: labels.times(self.scale)), scale=1.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,38 +130,30 @@ class Reader:
         Raises:
             Unread: Something other than layout stands in between.
         """
-        source, path = self._walk_back(operand, role)
+        trace = self._trace(operand, role)
+        source = trace.source
         weight, transposed = _weight_of(source)
-        labels = self._start(source)
-        scale = 1.0
-        if source.op_type == "Gemm":
-            scale, labels = self._gemm(source, labels)
-        value = source.outputs[0]
-        for node, index in path:
-            if node.op_type in LAYOUT:
-                order = np.arange(labels.columns.size).reshape(labels.columns.shape)
-                labels = labels.at(self._moved(node, order, index))
-            else:
-                scale, labels = self._arithmetic(node, value, labels, scale, role)
-            value = node.outputs[index]
-        tokens = math.prod(self.shape(source.outputs[0])[:-1])
-        columns, gain, offset = _by_head(
-            labels, tokens, tokens_last=tokens_last, heads=heads, role=role
-        )
-        length = labels.columns.shape[-1 if tokens_last else -2]
+        total = math.prod(self.shape(source.outputs[0])[:-1])
+        length = trace.shape[-1 if tokens_last else -2]
+        read = {
+            factor: _by_head(labels, total, tokens_last=tokens_last, heads=heads, role=role)
+            for factor, labels in trace.terms.items()
+        }
+        first = next(iter(read.values()))
         source_input = self._unflattened(source)
         return Projection(
             input=source_input,
             weight=weight,
             transposed=transposed,
-            columns=columns,
-            gain=gain,
-            offset=offset,
-            scale=scale,
+            columns=first.columns,
+            gain=first.gain,
+            offset=first.offset,
+            scale=trace.scale,
             output=operand,
-            nodes=(source, *(node for node, _ in path)),
-            by_sequence=self.shape(source_input)[:-1] == (tokens // length, length),
-            layout="B T H*K" if heads else "B*H T K" if labels.columns.ndim == 3 else "B H T K",
+            nodes=trace.nodes,
+            by_sequence=self.shape(source_input)[:-1] == (total // length, length),
+            layout="B T H*K" if heads else "B*H T K" if len(trace.shape) == 3 else "B H T K",
+            turns=() if set(read) == {None} else self._turns(read, role),
         )
 
     def output_projection(
@@ -178,24 +218,167 @@ class Reader:
         tokens = math.prod(self.shape(projection.nodes[0].outputs[0])[:-1])
         return tokens // self.shape(projection.output)[-1 if tokens_last else -2]
 
-    def _walk_back(self, operand: ir.Value, role: str) -> tuple[ir.Node, list[tuple[ir.Node, int]]]:
-        """The linear product that makes ``operand``, and the (node, output) pairs in between."""
-        path: list[tuple[ir.Node, int]] = []
-        value = operand
-        while True:
-            node = value.producer()
-            if node is None or is_constant(value):
-                what = "a constant" if is_constant(value) else "an input of the graph"
-                raise Unread(f"the {role} is {value.name!r}, {what}: no projection makes it")
-            if node.op_type in LINEAR and len(node.inputs) > 1 and is_constant(node.inputs[1]):
-                if not self._is_matrix(node.inputs[1]) or is_constant(node.inputs[0]):
-                    raise Unread(f"the {role} is made by {say(node)}, not by tokens and a matrix")
-                return node, path[::-1]
-            data = self._data_input(node)
-            if data is None:
-                raise Unread(f"{say(node)} stands between the {role} projection and the product")
-            path.append((node, value.index() or 0))
-            value = data
+    def _trace(self, value: ir.Value, role: str, reach: int = REACH) -> Trace:
+        """What ``value`` is of the one product behind it."""
+        node = value.producer()
+        if node is None or is_constant(value):
+            what = "a constant" if is_constant(value) else "an input of the graph"
+            raise Unread(f"the {role} is {value.name!r}, {what}: no projection makes it")
+        if node.op_type in LINEAR and len(node.inputs) > 1 and is_constant(node.inputs[1]):
+            return self._source(node, role)
+        if reach == 0:
+            raise Unread(f"{say(node)} is too far from any projection of the {role}")
+        if node.op_type in LAYOUT and node.inputs[0] is not None:
+            inner = self._trace(node.inputs[0], role, reach - 1)
+            order = np.arange(math.prod(inner.shape)).reshape(inner.shape)
+            moved = self._moved(node, order, value.index() or 0)
+            return inner.each(lambda labels: labels.at(moved)).through(node)
+        combine = COMBINED.get((node.domain, node.op_type))
+        if combine is not None and None not in node.inputs[:2]:
+            return combine(self, node, role, reach - 1)
+        raise Unread(f"{say(node)} stands between the {role} projection and the product")
+
+    def _source(self, node: ir.Node, role: str) -> Trace:
+        """Number the columns and the tokens of the product."""
+        if not self._is_matrix(node.inputs[1]) or is_constant(node.inputs[0]):
+            raise Unread(f"the {role} is made by {say(node)}, not by tokens and a matrix")
+        shape = self.shape(node.outputs[0])
+        columns = np.broadcast_to(np.arange(shape[-1]), shape)
+        tokens = np.arange(math.prod(shape[:-1])).reshape(*shape[:-1], 1)
+        none = np.zeros(shape, np.int64)
+        labels = Labels(
+            columns, np.broadcast_to(tokens, shape), np.ones(shape), np.zeros(shape), none
+        )
+        scale = 1.0
+        if node.op_type == "Gemm":
+            scale, labels = self._gemm(node, labels)
+        return Trace(node, scale, {None: labels}, (node,))
+
+    def _arithmetic(self, node: ir.Node, role: str, reach: int) -> Trace:
+        """A constant multiplied or added, a factor multiplied, or two readings added."""
+        a, b = node.inputs
+        assert a is not None and b is not None
+        for value, other, left in ((a, b, True), (b, a, False)):
+            constant = self._constant_operand(other)
+            if constant is not None and (left or node.op_type != "Div"):
+                inner = self._trace(value, role, reach)
+                return self._with_constant(node, inner, constant.astype(np.float64), left, role)
+        if node.op_type == "Div":
+            raise Unread(f"{say(node)} stands between the {role} projection and the product")
+        readings = [self._attempt(value, role, reach) for value in (a, b)]
+        if node.op_type == "Mul":
+            for inner, factor in zip(readings, (b, a), strict=True):
+                if inner is not None and None in readings and set(inner.terms) == {None}:
+                    return self._turned(node, inner, factor, role)
+        elif None not in readings:
+            return _added(node, [r for r in readings if r is not None], role)
+        raise Unread(f"{say(node)} stands between the {role} projection and the product")
+
+    def _attempt(self, value: ir.Value, role: str, reach: int) -> Trace | None:
+        try:
+            return self._trace(value, role, reach)
+        except Unread:
+            return None
+
+    def _negated(self, node: ir.Node, role: str, reach: int) -> Trace:
+        assert node.inputs[0] is not None
+        inner = self._trace(node.inputs[0], role, reach)
+        return inner.each(lambda labels: labels.times(-1.0)).through(node)
+
+    def _joined(self, node: ir.Node, role: str, reach: int) -> Trace:
+        """Concat of pieces of one product; a piece without a factor counts as zero of it."""
+        pieces = [self._trace(value, role, reach).unscaled() for value in node.inputs if value]
+        if len({piece.source for piece in pieces}) > 1:
+            raise Unread(f"{say(node)} joins the {role} of several projections")
+        axis = node.attributes.get_int("axis", -1)
+        factors = dict.fromkeys(factor for piece in pieces for factor in piece.terms)
+        terms: dict[ir.Value | None, Labels] = {}
+        for factor in factors:
+            parts = [piece.terms.get(factor) or _nothing_of(piece) for piece in pieces]
+            arrays = zip(*(part.arrays() for part in parts), strict=True)
+            terms[factor] = Labels(*(np.concatenate(array, axis) for array in arrays))
+        nodes = dict.fromkeys(n for piece in pieces for n in piece.nodes)
+        return Trace(pieces[0].source, 1.0, terms, (*nodes, node))
+
+    def _rotated(self, node: ir.Node, role: str, reach: int) -> Trace:
+        """ai.onnx RotaryEmbedding (opset 23) over (B, H, T, K): the same two terms."""
+        x, cos, sin = node.inputs[:3]
+        assert x is not None
+        inner = self._trace(x, role, reach)
+        if len(inner.shape) != 4 or set(inner.terms) != {None} or cos is None or sin is None:
+            raise Unread(f"{say(node)} rotates a {role} that is not laid out as (B, H, T, K)")
+        if len(node.inputs) > 3 and node.inputs[3] is not None:
+            raise Unread(f"{say(node)} looks its angles up by position")
+        size = inner.shape[-1]
+        turned = node.attributes.get_int("rotary_embedding_dim", 0) or size
+        each = np.arange(turned)
+        half = turned // 2
+        if node.attributes.get_int("interleaved", 0):
+            angle, partner, sign = each // 2, each ^ 1, np.where(each % 2, 1.0, -1.0)
+        else:
+            angle, partner, sign = (
+                each % half,
+                (each + half) % turned,
+                np.where(each < half, -1.0, 1.0),
+            )
+        labels = inner.terms[None]
+        rest = np.arange(size) >= turned
+        pad = (0, size - turned)
+        angle, partner, sign = np.pad(angle, pad), np.pad(partner, pad), np.pad(sign, pad)
+        terms: dict[ir.Value | None, Labels] = {}
+        for factor, source, gain in (
+            (cos, np.arange(size), np.where(rest, 0.0, 1.0)),
+            (sin, partner, sign),
+        ):
+            B, S, _ = np.broadcast_shapes(self.shape(factor), (1, 1, 1))
+            rows = np.arange(inner.shape[0])[:, None, None, None] % B * S
+            rows = rows + np.arange(inner.shape[2])[None, None, :, None] % S
+            turn = np.broadcast_to(rows * self.shape(factor)[-1] + angle, inner.shape)
+            picked = Labels(*(array[..., source] for array in labels.arrays()))
+            terms[factor] = replace(picked.times(gain), turn=turn)
+        if rest.any():
+            terms[None] = labels.times(np.where(rest, 1.0, 0.0))
+        return replace(inner, terms=terms).through(node)
+
+    def _turned(self, node: ir.Node, inner: Trace, factor: ir.Value, role: str) -> Trace:
+        """A value that depends on positions, not on the tokens, multiplied element by element."""
+        shape = self.shape(factor)
+        try:
+            spread = np.broadcast_shapes(inner.shape, shape)
+        except ValueError as error:
+            raise Unread(f"{say(node)} does not fit the {role}: {error}") from error
+        turn = np.broadcast_to(np.arange(math.prod(shape)).reshape(shape), spread)
+        labels = inner.terms[None].spread(spread)
+        return replace(inner, terms={factor: replace(labels, turn=turn)}).through(node)
+
+    def _turns(self, read: dict[ir.Value | None, Heads], role: str) -> tuple[Turn, ...]:
+        """Each term, and where it finds its factor: by batch, token or element of the head."""
+        turns: list[Turn] = []
+        for factor, heads in read.items():
+            if factor is None:
+                turns.append(Turn(None, heads.columns, heads.gain, heads.offset, (), heads.columns))
+                continue
+            shape = self.shape(factor)
+            used = np.broadcast_to(heads.gain[None, :, None, :] != 0, heads.turn.shape)
+            batches, _, tokens, _ = np.ogrid[tuple(map(slice, heads.turn.shape))]
+            axes: list[TurnAxis] = []
+            element = np.zeros_like(heads.columns)
+            for size, where in zip(shape, np.unravel_index(heads.turn, shape), strict=True):
+                if size == 1:
+                    axes.append("one")
+                elif ((where == where[:1, :, :1]) | ~used).all():
+                    axes.append("element")
+                    element = where[0, :, 0]
+                elif ((where == tokens) | ~used).all():
+                    axes.append("token")
+                elif ((where == batches) | ~used).all():
+                    axes.append("batch")
+                else:
+                    raise Unread(f"{factor.name!r} multiplies the {role} out of order")
+            turns.append(
+                Turn(factor, heads.columns, heads.gain, heads.offset, tuple(axes), element)
+            )
+        return tuple(turns)
 
     def _is_matrix(self, value: ir.Value | None) -> bool:
         return is_constant(value) and len(self.shape(value)) == 2
@@ -213,18 +396,6 @@ class Reader:
             return tokens
         return whole if self.shape(tokens) == (shape[0] * shape[1], shape[2]) else tokens
 
-    def _data_input(self, node: ir.Node) -> ir.Value | None:
-        """The one input of a layout or scaling node that carries the tokens."""
-        if node.op_type in LAYOUT:
-            return node.inputs[0]
-        if node.op_type in ARITHMETIC:
-            a, b = node.inputs
-            if self._elements(b) is not None:
-                return a
-            if self._elements(a) is not None and node.op_type != "Div":
-                return b
-        return None
-
     def _elements(self, value: ir.Value | None) -> np.ndarray | None:
         if value is None:
             return None
@@ -233,12 +404,12 @@ class Reader:
             return constant
         return constant_array(value) if is_constant(value) else None
 
-    def _start(self, source: ir.Node) -> Labels:
-        """Number the columns and the tokens of a product."""
-        shape = self.shape(source.outputs[0])
-        columns = np.broadcast_to(np.arange(shape[-1]), shape)
-        tokens = np.arange(int(np.prod(shape[:-1]))).reshape(*shape[:-1], 1)
-        return Labels(columns, np.broadcast_to(tokens, shape), np.ones(shape), np.zeros(shape))
+    def _constant_operand(self, value: ir.Value) -> np.ndarray | None:
+        """A weight, or a number of the shape program, whose arrays (angles) are factors."""
+        if is_constant(value):
+            return constant_array(value)
+        constant = self.facts.constant(value)
+        return constant if constant is not None and constant.size == 1 else None
 
     def _gemm(self, source: ir.Node, labels: Labels) -> tuple[float, Labels]:
         alpha, beta = _gemm_factors(source)
@@ -248,34 +419,32 @@ class Reader:
         bias = np.zeros(1) if given is None else self._elements(given)
         if bias is None:
             raise Unread(f"the bias of {say(source)} is not constant")
-        offset = labels.offset + bias * beta / alpha
-        return alpha, Labels(labels.columns, labels.tokens, labels.gain, offset)
+        return alpha, replace(labels, offset=labels.offset + bias * beta / alpha)
 
-    def _arithmetic(
-        self, node: ir.Node, value: ir.Value, labels: Labels, scale: float, role: str
-    ) -> tuple[float, Labels]:
-        """The scale and the labels after a constant is multiplied or added."""
-        left = node.inputs[0] is value
-        other = self._elements(node.inputs[1] if left else node.inputs[0])
-        assert other is not None
-        constant = other.astype(np.float64)
+    def _with_constant(
+        self, node: ir.Node, inner: Trace, constant: np.ndarray, left: bool, role: str
+    ) -> Trace:
         try:
-            shape = np.broadcast_shapes(labels.columns.shape, constant.shape)
+            shape = np.broadcast_shapes(inner.shape, constant.shape)
         except ValueError as error:
             raise Unread(f"{say(node)} does not fit the {role}: {error}") from error
-        columns, tokens, gain, offset = (np.broadcast_to(array, shape) for array in labels.arrays())
+        inner = inner.each(lambda labels: labels.spread(shape))
         if node.op_type in ("Mul", "Div"):
             with np.errstate(divide="ignore"):
                 factor = constant if node.op_type == "Mul" else 1.0 / constant
             if not np.isfinite(factor).all() or not factor.any():
                 raise Unread(f"{say(node)} multiplies the {role} by zero or infinity")
             if constant.size == 1:
-                return scale * factor.item(), Labels(columns, tokens, gain, offset)
-            return scale, Labels(columns, tokens, gain * factor, offset * factor)
+                return inner.through(node, factor.item())
+            return inner.each(lambda labels: labels.times(factor)).through(node)
         if node.op_type == "Sub" and not left:
             raise Unread(f"{say(node)} subtracts the {role} from a constant")
-        sign = 1.0 if node.op_type == "Add" else -1.0
-        return scale, Labels(columns, tokens, gain, offset + sign * constant / scale)
+        if set(inner.terms) != {None}:
+            raise Unread(f"{say(node)} adds to a {role} that is rotated already")
+        added = (constant if node.op_type == "Add" else -constant) / inner.scale
+        return inner.each(lambda labels: replace(labels, offset=labels.offset + added)).through(
+            node
+        )
 
     def _moved(self, node: ir.Node, array: np.ndarray, index: int) -> np.ndarray:
         """An output of one layout node when its tokens are this array of labels."""
@@ -295,6 +464,35 @@ class Reader:
             raise Unread(f"{say(node)} could not be followed: {error}") from error
 
 
+def _nothing_of(piece: Trace) -> Labels:
+    """Zero times a piece: what it holds of a factor that it does not have."""
+    labels = next(iter(piece.terms.values()))
+    return replace(labels.times(0.0), turn=np.zeros_like(labels.turn))
+
+
+def _added(node: ir.Node, readings: list[Trace], role: str) -> Trace:
+    """The sum or difference of two readings of one product, each with factors of its own."""
+    a, b = (reading.unscaled() for reading in readings)
+    if a.source is not b.source or a.shape != b.shape or set(a.terms) & set(b.terms):
+        raise Unread(f"{say(node)} stands between the {role} projection and the product")
+    if node.op_type == "Sub":
+        b = b.each(lambda labels: labels.times(-1.0))
+    nodes = dict.fromkeys((*a.nodes, *b.nodes, node))
+    return Trace(a.source, 1.0, {**a.terms, **b.terms}, tuple(nodes))
+
+
+COMBINED: dict[tuple[str, str], Callable[[Reader, ir.Node, str, int], Trace]] = {
+    ("", "Add"): Reader._arithmetic,  # pyright: ignore[reportPrivateUsage]
+    ("", "Sub"): Reader._arithmetic,  # pyright: ignore[reportPrivateUsage]
+    ("", "Mul"): Reader._arithmetic,  # pyright: ignore[reportPrivateUsage]
+    ("", "Div"): Reader._arithmetic,  # pyright: ignore[reportPrivateUsage]
+    ("", "Neg"): Reader._negated,  # pyright: ignore[reportPrivateUsage]
+    ("", "Concat"): Reader._joined,  # pyright: ignore[reportPrivateUsage]
+    ("", "RotaryEmbedding"): Reader._rotated,  # pyright: ignore[reportPrivateUsage]
+}
+"""What may stand between a projection and its product beside layout."""
+
+
 def only_consumer(value: ir.Value) -> ir.Node | None:
     """The one node that reads the elements of a value nobody else sees."""
     if value.is_graph_output():
@@ -311,11 +509,20 @@ def say(node: ir.Node) -> str:
 def _weight_of(node: ir.Node) -> tuple[ir.Value, bool]:
     weight = node.inputs[1]
     assert weight is not None
-    return weight, node.op_type == "Gemm" and bool(node.attributes.get_int("transB", 0))
+    return origin(weight), node.op_type == "Gemm" and bool(node.attributes.get_int("transB", 0))
 
 
 def _gemm_factors(node: ir.Node) -> tuple[float, float]:
     return node.attributes.get_float("alpha", 1.0), node.attributes.get_float("beta", 1.0)
+
+
+class Heads(NamedTuple):
+    """One term of a reading by head: (H, K) arrays, and the factor's elements (B, H, T, K)."""
+
+    columns: np.ndarray
+    gain: np.ndarray
+    offset: np.ndarray
+    turn: np.ndarray
 
 
 def _by_head(
@@ -325,7 +532,7 @@ def _by_head(
     tokens_last: bool,
     heads: int,
     role: str,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+) -> Heads:
     """Columns, gain and offset as (H, K) arrays, once every token is where it should be."""
     arrays = list(labels.arrays())
     if arrays[0].ndim < 2:
@@ -342,15 +549,16 @@ def _by_head(
         arrays = [np.moveaxis(array.reshape(batch, length, heads, -1), 2, 1) for array in arrays]
     size = arrays[0].shape[-1]
     try:
-        columns, tokens, gain, offset = (
+        columns, tokens, gain, offset, turn = (
             array.reshape(batch, -1, length, size) for array in arrays
         )  # B H T K
     except ValueError as error:
         raise Unread(f"the {role} is laid out as {arrays[0].shape}, not (B, H, T, K)") from error
     expected = np.arange(total).reshape(batch, 1, length, 1)
-    if not (tokens == expected).all():
+    used = (gain != 0) | (offset != 0)
+    if not ((tokens == expected) | ~used).all():
         raise Unread(f"the layout of the {role} moves tokens out of place")
     for array in (columns, gain, offset):
         if not (array == array[:1, :, :1]).all():
             raise Unread(f"the {role} differs from token to token by more than its input")
-    return columns[0, :, 0], gain[0, :, 0], offset[0, :, 0]
+    return Heads(columns[0, :, 0], gain[0, :, 0], offset[0, :, 0], turn)

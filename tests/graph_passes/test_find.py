@@ -439,9 +439,9 @@ MISSED: dict[str, tuple[dict[str, str], str]] = {
         {"q": "\n q2 = Reshape(Wq, square)\n q = Transpose <perm = [0, 2, 1, 3]> (q2)"},
         "the query is 'Wq', a constant: no projection makes it",
     ),
-    "rotated queries": (
-        {"scores": "\n q8 = Neg(q)\n s0 = MatMul(q8, kT)\n s = Mul(s0, scale)"},
-        "Neg stands between the query projection and the product",
+    "squashed queries": (
+        {"scores": "\n q8 = Tanh(q)\n s0 = MatMul(q8, kT)\n s = Mul(s0, scale)"},
+        "Tanh stands between the query projection and the product",
     ),
     "positions added to the queries": (
         {"scores": "\n q8 = Add(q, per_token)\n s0 = MatMul(q8, kT)\n s = Mul(s0, scale)"},
