@@ -1,4 +1,4 @@
-"""attnserve: find attention in any transformer ONNX graph, rewrite it, prove it, measure it, serve it.
+"""attnserve: find attention in any transformer ONNX graph, rewrite, prove, measure and serve it.
 
 The functions here are the commands of the same names.
 """

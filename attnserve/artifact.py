@@ -7,25 +7,27 @@ itself; what lies beside it belongs to it: ``tokenizer.json`` and ``attnserve.js
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import onnx
 import onnx_ir as ir
 
-from attnserve.session import PROTOBUF_LIMIT_BYTES
+from attnserve.session import PROTOBUF_LIMIT_BYTES, external_files, weight_bytes
 from graph_passes.errors import InvalidModel, InvalidOutput
 
 __all__ = [
     "Artifact",
     "Pooling",
     "check_output",
+    "check_target",
     "copy_companions",
     "load_model",
     "open_artifact",
@@ -56,7 +58,7 @@ class Artifact:
     """
 
     model: Path
-    record: dict[str, Any] = field(default_factory=lambda: {})
+    record: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def folder(self) -> Path:
@@ -89,6 +91,11 @@ class Artifact:
         value = self.record.get("max_length")
         return value if isinstance(value, int) and value > 0 else None
 
+    @property
+    def lineage(self) -> list[Any]:
+        """What was done to the model so far, one entry a rewrite, oldest first."""
+        return list(self.record.get("lineage", ()))
+
 
 def open_artifact(path: Path) -> Artifact:
     """The artifact at ``path``: an .onnx file, or a folder with one.
@@ -110,7 +117,7 @@ def open_artifact(path: Path) -> Artifact:
         model = path
     else:
         raise InvalidModel(f"{path}: no such file or folder", "check the path")
-    return Artifact(model, _read_record(model.parent / RECORD, model.name))
+    return Artifact(model, _read_record(model))
 
 
 def load_model(source: Artifact | Path) -> ir.Model:
@@ -122,8 +129,8 @@ def load_model(source: Artifact | Path) -> ir.Model:
     """
     path = source.model if isinstance(source, Artifact) else source
     try:
-        proto = onnx.load(path, load_external_data=False)
-    except (OSError, PermissionError) as error:
+        proto = onnx.load(path, format="protobuf", load_external_data=False)
+    except OSError as error:
         raise InvalidModel(f"{path}: cannot be read: {error.strerror}", "check the path") from error
     except Exception as error:  # protobuf's DecodeError, UnicodeDecodeError, ...
         raise InvalidModel(
@@ -132,12 +139,16 @@ def load_model(source: Artifact | Path) -> ir.Model:
         ) from error
     if not proto.HasField("graph") or not (proto.graph.node or proto.graph.output):
         raise InvalidModel(f"{path}: not an ONNX file: it holds no graph", "export it again")
-    _check_external_data(path, proto)
+    if not proto.opset_import:
+        raise InvalidModel(f"{path}: names no opset, or is truncated", "export it again")
+    for tensor in _tensors(proto):
+        _check_tensor(path, tensor)
     try:
         model = ir.from_proto(proto)
     except Exception as error:
         raise InvalidModel(
-            f"{path}: the graph is not well formed: {error}", "check it with onnx.checker"
+            f"{path}: the graph is not well formed: {str(error)[:300]}",
+            "check it with onnx.checker.check_model, or export it again",
         ) from error
     ir.external_data.set_base_dir(model.graph, path.parent)
     return model
@@ -145,16 +156,41 @@ def load_model(source: Artifact | Path) -> ir.Model:
 
 def save_model(model: ir.Model, path: Path, *, external: bool = False) -> None:
     """Write ``model`` at ``path``; weights go to ``path`` + ``.data`` when asked or over 2 GB."""
-    size = sum(
-        value.const_value.nbytes
-        for graph in model.graphs()
-        for value in graph.initializers.values()
-        if value.const_value is not None
-    )
-    if external or size >= PROTOBUF_LIMIT_BYTES:
-        ir.save(model, path, external_data=f"{path.name}.data")
+    if external or weight_bytes(model) >= PROTOBUF_LIMIT_BYTES:
+        ir.save(model, path, external_data=_data_file(path).name)
     else:
-        ir.save(model, path)
+        ir.save(ir.external_data.load_to_model(model), path)
+
+
+def check_target(output: Path, artifact: Artifact, model: ir.Model, *, force: bool = False) -> Path:
+    """The .onnx file that ``output`` means, after refusing what would overwrite something.
+
+    Args:
+        output: An .onnx file, or a folder that receives model.onnx.
+        artifact, model: The input, of which no file is ever written.
+        force: Everything else that is there already may be replaced.
+
+    Raises:
+        InvalidOutput: It is the input or a part of it, it exists, or it cannot be written.
+    """
+    is_file = output.suffix.lower() == ".onnx" and not output.is_dir()
+    if not is_file and _same(output, artifact.folder):
+        raise _is_the_input(output)
+    target = output if is_file else output / "model.onnx"
+    for path in (artifact.model, *external_files(model)):
+        for file in (target, _data_file(target)):
+            if _same(file, path):
+                raise _is_the_input(file)
+    check_output(target, force=force)
+    if not _same(target.parent, artifact.folder):
+        for name in COMPANIONS:
+            ours, theirs = artifact.folder / name, target.parent / name
+            if ours.is_file() and theirs.is_file() and ours.read_bytes() == theirs.read_bytes():
+                continue
+            if ours.is_file():
+                check_output(theirs, force=force)
+    check_output(target.parent / RECORD, force=force)
+    return target
 
 
 def check_output(path: Path, *, source: Path | None = None, force: bool = False) -> None:
@@ -163,40 +199,57 @@ def check_output(path: Path, *, source: Path | None = None, force: bool = False)
     Raises:
         InvalidOutput: It is the input, it exists (and not ``force``), or it cannot be written.
     """
-    if source is not None and path.resolve() == source.resolve():
-        raise InvalidOutput(
-            f"{path}: the output is the input", "give another path with -o: inputs are never changed"
-        )
+    if source is not None and _same(path, source):
+        raise _is_the_input(path)
     if path.exists() and not force and not (path.is_dir() and not any(path.iterdir())):
         raise InvalidOutput(f"{path}: exists already", "choose another -o, or add --force")
     parent = path.parent
     while not parent.exists():
         parent = parent.parent
     if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise InvalidOutput(f"{path}: {parent} is not a folder that can be written", "choose another -o")
+        raise InvalidOutput(
+            f"{path}: {parent} is not a folder that can be written", "choose another -o"
+        )
 
 
 @contextmanager
-def staged(folder: Path) -> Iterator[Path]:
+def staged(folder: Path) -> Generator[Path]:
     """A temporary folder whose files move into ``folder`` together, at the end, or not at all.
+
+    Folders that it made on the way are removed again when the work inside fails.
 
     Raises:
         InvalidOutput: The folder cannot be made or written.
     """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]  # innermost first
+    stage: Path | None = None
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        stage = Path(tempfile.mkdtemp(prefix=".attnserve-", dir=folder))
-    except OSError as error:
-        raise InvalidOutput(f"{folder}: cannot be written: {error.strerror}", "choose another -o") from error
-    try:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            stage = Path(tempfile.mkdtemp(prefix=".attnserve-", dir=folder))
+        except OSError as error:
+            raise InvalidOutput(
+                f"{folder}: cannot be written: {error.strerror}", "choose another -o"
+            ) from error
         yield stage
-        # The model comes last: a reader that sees it sees everything it needs beside it.
-        for path in sorted(stage.iterdir(), key=lambda path: path.suffix == ".onnx"):
-            path.replace(folder / path.name)
-    except OSError as error:
-        raise InvalidOutput(f"{folder}: writing failed: {error.strerror}", "free some space") from error
+        try:
+            # The model comes last: a reader that sees it sees everything it needs beside it.
+            for path in sorted(stage.iterdir(), key=lambda path: path.suffix == ".onnx"):
+                path.replace(folder / path.name)
+        except OSError as error:
+            raise InvalidOutput(
+                f"{folder}: writing failed: {error.strerror}", "choose another -o"
+            ) from error
+    except OSError as error:  # of the work inside: most often a full disk
+        raise InvalidOutput(
+            f"{folder}: writing failed: {error.strerror or error}", "free some space"
+        ) from error
     finally:
-        shutil.rmtree(stage, ignore_errors=True)
+        if stage is not None:
+            shutil.rmtree(stage, ignore_errors=True)
+        with suppress(OSError):  # a folder that holds something stays, and so do those above it
+            for path in made:
+                path.rmdir()
 
 
 def copy_companions(artifact: Artifact, folder: Path) -> None:
@@ -213,66 +266,135 @@ def write_record(folder: Path, record: dict[str, Any]) -> None:
     (folder / RECORD).write_text(text + "\n", encoding="utf-8")
 
 
-def _read_record(path: Path, model: str) -> dict[str, Any]:
-    """attnserve.json speaks for one model: beside several .onnx files, for the one it names."""
+def _read_record(model: Path) -> dict[str, Any]:
+    """attnserve.json speaks for one model: where there are several, for the one it names."""
+    path = model.with_name(RECORD)
     if not path.is_file():
         return {}
+    fix = "restore or remove the file"
     try:
-        record: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidModel(f"{path}: not valid JSON: {error}", "restore or remove the file") from error
-    if not isinstance(record, dict):
-        raise InvalidModel(f"{path}: expected a JSON object", "restore or remove the file")
-    return record
+        parsed: Any = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidModel(f"{path}: not valid JSON: {error}", fix) from error
+    if not isinstance(parsed, dict):
+        raise InvalidModel(f"{path}: expected a JSON object", fix)
+    record = cast(dict[str, Any], parsed)
+    for key, kind, name in (("lineage", list, "list"), ("files", dict, "object")):
+        if not isinstance(record.get(key, kind()), kind):
+            raise InvalidModel(f"{path}: {key!r}: expected a JSON {name}", fix)
+    files = record.get("files", {})
+    others = [path for path in model.parent.glob("*.onnx") if path.name in files]
+    return {} if others and model.name not in files else record
 
 
-def _check_external_data(path: Path, proto: onnx.ModelProto) -> None:
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _data_file(model: Path) -> Path:
+    return model.with_name(f"{model.name}.data")
+
+
+def _same(path: Path, other: Path) -> bool:
+    """By whatever name: through links, and on file systems that ignore case."""
+    if path.exists() and other.exists():
+        return path.samefile(other)
+    return path.resolve() == other.resolve()
+
+
+def _is_the_input(path: Path) -> InvalidOutput:
+    return InvalidOutput(
+        f"{path}: the output is the input", "give another path with -o: inputs are never changed"
+    )
+
+
+def _check_tensor(path: Path, tensor: onnx.TensorProto) -> None:
+    """Refuse weights that do not hold what their shape says, inside the file or beside it."""
+    where = f"{path}: the weight {tensor.name!r}"
+    try:
+        bits = ir.DataType(tensor.data_type).bitwidth
+    except (TypeError, ValueError):  # strings have no width, other numbers are no type
+        if tensor.data_type == onnx.TensorProto.STRING:
+            return
+        raise InvalidModel(f"{where} has no known data type", "export it again") from None
+    if min(tensor.dims, default=0) < 0:
+        raise InvalidModel(f"{where} has a negative size {list(tensor.dims)}", "export it again")
+    expected = math.ceil(math.prod(tensor.dims) * bits / 8)
+    if tensor.data_location == onnx.TensorProto.EXTERNAL:
+        _check_external(path, tensor, expected)
+        return
+    found = len(tensor.raw_data) if tensor.HasField("raw_data") else None
+    typed = (tensor.float_data, tensor.int32_data, tensor.int64_data, tensor.double_data)
+    if found is None and (any(typed) or tensor.uint64_data):
+        return  # the elements' count is checked when they are read
+    if (found or 0) != expected:
+        raise InvalidModel(
+            f"{where} of shape {list(tensor.dims)} has {found or 0} bytes, expected {expected}",
+            "the file is damaged: download or export it again",
+        )
+
+
+def _check_external(path: Path, tensor: onnx.TensorProto, expected: int) -> None:
     """External data may name any path (and ONNX Runtime would open it): only the folder is safe."""
     folder = path.parent.resolve()
-    for tensor in _tensors(proto):
-        if tensor.data_location != onnx.TensorProto.EXTERNAL:
-            continue
-        facts = {entry.key: entry.value for entry in tensor.external_data}
-        location = facts.get("location", "")
-        where = f"{path}: external data of {tensor.name!r}"
-        relative = Path(location)
-        outside = (
-            not location
-            or relative.is_absolute()
-            or "\\" in location
-            or ":" in location
-            or ".." in relative.parts
-            or not (folder / relative).resolve().is_relative_to(folder)
+    facts = {entry.key: entry.value for entry in tensor.external_data}
+    location = facts.get("location", "")
+    where = f"{path}: external data of {tensor.name!r}"
+    relative = Path(location)
+    outside = (
+        not location
+        or relative.is_absolute()
+        or any(character in location for character in "\\:\0")
+        or ".." in relative.parts
+        or not (folder / relative).resolve().is_relative_to(folder)
+    )
+    if outside:
+        raise InvalidModel(
+            f"{where} is at {location!r}: expected a file inside the model's folder",
+            "do not use this file: a model must not read outside its own folder",
         )
-        if outside:
-            raise InvalidModel(
-                f"{where} is at {location!r}: expected a file inside the model's folder",
-                "do not use this file: a model must not read outside its own folder",
-            )
-        data = folder / relative
-        if not data.is_file():
-            raise InvalidModel(f"{where} is missing: {location}", f"put {location} beside the model")
-        try:
-            end = int(facts.get("offset", "0")) + int(facts.get("length", "0"))
-        except ValueError as error:
-            raise InvalidModel(f"{where} has a broken offset or length", "export it again") from error
-        if end > data.stat().st_size:
-            raise InvalidModel(
-                f"{where} ends at byte {end}, but {location} has {data.stat().st_size}",
-                "the data file is truncated: copy it again",
-            )
+    data = folder / relative
+    if not data.is_file():
+        raise InvalidModel(f"{where} is missing: {location}", f"put {location} beside the model")
+    try:
+        offset = int(facts.get("offset", "0"))
+        length = int(facts.get("length", expected))
+    except ValueError as error:
+        raise InvalidModel(f"{where} has a broken offset or length", "export it again") from error
+    if offset < 0 or length != expected:
+        raise InvalidModel(
+            f"{where} has offset {offset} and {length} bytes, its shape needs {expected}",
+            "the model and its data do not belong together: copy both again",
+        )
+    if offset + length > data.stat().st_size:
+        raise InvalidModel(
+            f"{where} ends at byte {offset + length}, but {location} has {data.stat().st_size}",
+            "the data file is truncated: copy it again",
+        )
 
 
 def _tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    graphs = [proto.graph]
-    while graphs:
-        graph = graphs.pop()
-        yield from graph.initializer
-        for node in graph.node:
-            for attribute in node.attribute:
-                if attribute.HasField("t"):
-                    yield attribute.t
-                if attribute.HasField("g"):
-                    graphs.append(attribute.g)
-                graphs.extend(attribute.graphs)
-                yield from attribute.tensors
+    """Every tensor that a file holds, wherever it may be."""
+    graphs = [proto.graph, *(t.algorithm for t in proto.training_info)]
+    graphs += [t.initialization for t in proto.training_info]
+    nodes = [node for function in proto.functions for node in function.node]
+    while graphs or nodes:
+        if graphs:
+            graph = graphs.pop()
+            yield from graph.initializer
+            for sparse in graph.sparse_initializer:
+                yield from (sparse.values, sparse.indices)
+            nodes += graph.node
+            continue
+        for attribute in nodes.pop().attribute:
+            if attribute.HasField("t"):
+                yield attribute.t
+            if attribute.HasField("g"):
+                graphs.append(attribute.g)
+            graphs += attribute.graphs
+            yield from attribute.tensors
+            sparse_tensors = [*attribute.sparse_tensors]
+            if attribute.HasField("sparse_tensor"):
+                sparse_tensors.append(attribute.sparse_tensor)
+            for sparse in sparse_tensors:
+                yield from (sparse.values, sparse.indices)

@@ -1,19 +1,20 @@
-"""Calibration: the inputs a user names, and the statistics a rewrite needs, streamed batch by batch."""
+"""Calibration: the inputs a user names, and the statistics a rewrite needs, batch by batch."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import onnx_ir as ir
 
 from attnserve.artifact import Artifact
-from attnserve.session import open_session
-from attnserve.text import load_tokenizer, read_sentences
+from attnserve.session import Provider, open_session
+from attnserve.text import Encoding, TextEncoder, load_tokenizer, read_sentences
 from graph_passes.attention import AttentionBlock
 from graph_passes.cp import TokenMoments
 from graph_passes.edit import exposing
@@ -70,10 +71,11 @@ def load_inputs(
     if not path.exists():
         raise InvalidData(f"{path}: no such file", "check the path")
     wanted = _wanted(model)
-    if path.is_dir() or path.suffix == ".npz":
+    size = _batch_size(model)
+    if path.is_dir() or path.suffix.lower() == ".npz":
         rows = _read_arrays(path, wanted)
         lengths = [next((a.shape[1] for a in row.values() if a.ndim > 1), 128) for row in rows]
-        batches = _array_batches
+        make = partial(_array_batches, size=size)
     else:
         encoder_path = tokenizer or artifact.tokenizer
         if encoder_path is None:
@@ -83,18 +85,21 @@ def load_inputs(
             )
         encoder = load_tokenizer(encoder_path, max_length=artifact.max_length)
         encodings = encoder.encode(read_sentences(path))
-        rows, lengths = encodings, [len(encoding) for encoding in encodings]
-
-        def batches(chosen: Sequence[Any]) -> list[Batch]:
-            return [feed for _, feed in encoder.batches(chosen, BATCH_SIZE, wanted)]
+        rows = encodings
+        lengths = [len(encoding) for encoding in encodings]
+        if "attention_mask" not in wanted:
+            size = 1  # nothing could tell padding from text
+        make = partial(_text_batches, encoder, inputs=wanted, size=size)
 
     held, kept = _held_out(len(rows)) if split else (range(len(rows)), range(len(rows)))
     source = {
         "file": path.name,
         "rows": len(rows),
         "tokens": int(sum(lengths)),
+        "fit_tokens": int(sum(lengths[i] for i in kept)),
         "sha256": hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None,
     }
+    batches = cast(Callable[[Sequence[Any]], list[Batch]], make)
     fit = batches([rows[i] for i in kept])
     proof = batches([rows[i] for i in held])
     return Dataset(fit, proof, int(np.median(lengths)), source)
@@ -113,6 +118,7 @@ def collect_moments(
     blocks: Sequence[AttentionBlock],
     batches: Sequence[Batch],
     *,
+    provider: Provider = "cpu",
     threads: int = 0,
     progress: Progress | None = None,
 ) -> dict[str, TokenMoments]:
@@ -129,11 +135,12 @@ def collect_moments(
     sums = {block.name: _BlockSums(block) for block in blocks}
     values = list(dict.fromkeys(v for block in blocks for v in _observed(block)))
     with exposing(model, values):
-        session = open_session(model, threads=threads)
+        session = open_session(model, provider=provider, threads=threads)
     for done, batch in enumerate(batches, start=1):
         seen = dict(zip(values, run(session, batch), strict=True))
         for block in blocks:
-            sums[block.name].add(*(seen[value] for value in _observed(block)), batch)
+            x, y, probabilities, v = (seen[value] for value in _observed(block))
+            sums[block.name].add(x, y, probabilities, v, batch)
         if progress is not None:
             progress(done, len(batches))
     return {name: block_sums.moments() for name, block_sums in sums.items()}
@@ -183,17 +190,19 @@ class _BlockSums:
         """One batch: x (B, S, D), y (B, T, E), probabilities and v as the graph lays them out."""
         real = token_mask(batch, x.shape[:2])
         B, S, H = *x.shape[:2], self.block.num_heads
-        p = probabilities.reshape(B, H, S, -1) * real[:, None, :, None]  # padded queries see nothing
-        written = v.reshape(B, -1, *v.shape[-2:]) @ self.writes.astype(v.dtype)  # B H T V
+        p = probabilities.reshape(B, H, S, -1)
+        p = np.where(real[:, None, :, None], p, 0)  # padded queries see nothing
+        exact = np.promote_types(v.dtype, np.float32)  # squares of half precision overflow
+        written = v.reshape(B, -1, *v.shape[-2:]) @ self.writes.astype(exact)  # B H T V
         x = x.astype(np.float64)
         self.queries += int(real.sum())
         self.x_sum = self.x_sum + x[real].sum(0)
         self.x_products = self.x_products + x[real].T @ x[real]
         for row in range(B):  # one sequence at a time: (H, S, E) must fit in memory
-            self._add_sequence(p[row].astype(np.float64), y[row].astype(np.float64), written[row])
+            self._add_sequence(p[row].astype(np.float64), y[row].astype(float), written[row])
 
     def _add_sequence(self, p: np.ndarray, y: np.ndarray, written: np.ndarray) -> None:
-        """Variances about the mean under p: sum_t p y y^T - ybar ybar^T, for keys and for writes."""
+        """Variances about the mean under p, sum_t p y y^T - ybar ybar^T, of keys and writes."""
         y = y - y.mean(0)  # the same spread, with fewer digits lost to the mean
         attended = p @ y  # H S E
         flat = attended.reshape(-1, y.shape[-1])
@@ -206,7 +215,9 @@ class _BlockSums:
     def moments(self) -> TokenMoments:
         name = self.block.name
         if not self.queries:
-            raise InvalidData(f"{name}: the calibration data has no real token", "check the mask input")
+            raise InvalidData(
+                f"{name}: the calibration data has no real token", "check the mask input"
+            )
         mean = self.x_sum / self.queries
         covariance = self.x_products / self.queries - np.outer(mean, mean)
         keys = self.y_spread / (self.queries * self.block.num_heads)
@@ -222,7 +233,8 @@ class _BlockSums:
 def _write_root(block: AttentionBlock) -> np.ndarray:
     """L_h of L_h L_h^T = W_O^h W_O^hT, so that |v L_h| is the length of what a head writes."""
     if block.output is None:
-        return np.broadcast_to(np.eye(block.v_head_size), (block.num_heads,) + (block.v_head_size,) * 2)
+        identity = np.eye(block.v_head_size)
+        return np.broadcast_to(identity, (block.num_heads, *identity.shape))
     rows = block.output.matrix()[block.output.rows].astype(np.float64)  # H V D
     values, vectors = np.linalg.eigh(rows @ rows.swapaxes(1, 2))
     return vectors * np.sqrt(np.maximum(values, 0.0))[:, None, :]
@@ -257,11 +269,16 @@ def _read_arrays(path: Path, wanted: Mapping[str, np.dtype[Any]]) -> list[Batch]
     rows: list[Batch] = []
     for file in files:
         try:
-            with np.load(file, allow_pickle=False) as archive:
+            with file.open("rb") as content, np.load(content, allow_pickle=False) as archive:
                 arrays = {name: archive[name] for name in archive.files}
         except Exception as error:  # numpy and zipfile raise many kinds
-            raise InvalidData(f"{file}: not an .npz of arrays: {error}", "write it with numpy.savez") from error
-        missing, extra = sorted(wanted.keys() - arrays.keys()), sorted(arrays.keys() - wanted.keys())
+            raise InvalidData(
+                f"{file}: not an .npz of arrays: {error}", "write it with numpy.savez"
+            ) from error
+        missing, extra = (
+            sorted(wanted.keys() - arrays.keys()),
+            sorted(arrays.keys() - wanted.keys()),
+        )
         if missing or extra:
             raise InvalidData(
                 f"{file}: expected the arrays {', '.join(wanted)}; "
@@ -270,26 +287,46 @@ def _read_arrays(path: Path, wanted: Mapping[str, np.dtype[Any]]) -> list[Batch]
             )
         counts = {name: array.shape[0] if array.ndim else 0 for name, array in arrays.items()}
         if len(set(counts.values())) != 1 or not min(counts.values()):
-            raise InvalidData(f"{file}: arrays have {counts} rows", "give every input the same number of rows")
+            raise InvalidData(
+                f"{file}: arrays have {counts} rows", "give every input the same number of rows"
+            )
         for name, dtype in wanted.items():
             if arrays[name].dtype.kind != dtype.kind:
                 raise InvalidData(
-                    f"{file}: {name!r} is {arrays[name].dtype}, the model takes {dtype}", "convert the array"
+                    f"{file}: {name!r} is {arrays[name].dtype}, the model takes {dtype}",
+                    "convert the array",
                 )
         for row in range(next(iter(counts.values()))):
-            rows.append({name: arrays[name][row : row + 1].astype(dtype) for name, dtype in wanted.items()})
+            rows.append(
+                {name: arrays[name][row : row + 1].astype(dtype) for name, dtype in wanted.items()}
+            )
     return rows
 
 
-def _array_batches(rows: Sequence[Batch]) -> list[Batch]:
+def _batch_size(model: ir.Model) -> int:
+    """What a fixed leading axis of the inputs says, else ``BATCH_SIZE``."""
+    leading = [value.shape[0] for value in model.graph.inputs if value.shape]
+    return next((size for size in leading if isinstance(size, int) and size > 0), BATCH_SIZE)
+
+
+def _text_batches(
+    encoder: TextEncoder,
+    rows: Sequence[Encoding],
+    *,
+    inputs: Mapping[str, np.dtype[Any]],
+    size: int,
+) -> list[Batch]:
+    return [feed for _, feed in encoder.batches(rows, size, inputs)]
+
+
+def _array_batches(rows: Sequence[Batch], *, size: int) -> list[Batch]:
     """Rows of the same shapes run together."""
     groups: dict[tuple[tuple[int, ...], ...], list[Batch]] = {}
     for row in rows:
         groups.setdefault(tuple(array.shape for array in row.values()), []).append(row)
-    return [
-        {name: np.concatenate([row[name] for row in group[i : i + BATCH_SIZE]]) for name in group[0]}
-        for group in groups.values()
-        for i in range(0, len(group), BATCH_SIZE)
-    ]
-
-
+    batches: list[Batch] = []
+    for group in groups.values():
+        for start in range(0, len(group), size):
+            chosen = group[start : start + size]
+            batches.append({n: np.concatenate([row[n] for row in chosen]) for n in chosen[0]})
+    return batches

@@ -7,41 +7,63 @@ stderr. Exit codes: 0 done and true, 1 a check failed, 2 bad input or usage.
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
 import orjson
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 import attnserve
+from attnserve.artifact import Pooling, open_artifact
+from attnserve.evaluate import TaskName
+from attnserve.export import Attention, Exporter
+from attnserve.measure import Measurement
 from attnserve.session import Provider
+from attnserve.verify import check_cosine_bound
 from graph_passes.errors import AttnserveError, CheckFailed, InvalidArgument
 
 __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="attnserve",
-    help="Find attention in any transformer ONNX graph, rewrite it, prove it, measure it, serve it.",
+    help="Find attention in any transformer ONNX graph; rewrite, prove, measure and serve it.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
+INTERRUPTED = 130
+"""The exit code of a program that Ctrl-C ended."""
+
 out = Console(highlight=False)
 err = Console(stderr=True, soft_wrap=True, highlight=False)
 
-Model = Annotated[Path, typer.Argument(help="An .onnx file or an artifact folder.", show_default=False)]
+Model = Annotated[
+    Path, typer.Argument(help="An .onnx file or an artifact folder.", show_default=False)
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no warnings.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Details, and tracebacks of errors.")]
-Seed = Annotated[int, typer.Option(help="Makes every random choice repeatable.")]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Details, and tracebacks of errors.")
+]
+Seed = Annotated[int, typer.Option(min=0, help="Makes every random choice repeatable.")]
 Threads = Annotated[int, typer.Option(min=0, help="Threads of a run; 0 leaves it to ONNX Runtime.")]
 ProviderName = Annotated[Provider, typer.Option(help="Execution provider.")]
 Tokenizer = Annotated[
@@ -52,12 +74,20 @@ Force = Annotated[bool, typer.Option("--force", help="Overwrite an existing outp
 
 @app.command()
 def export(
-    model: Annotated[str, typer.Argument(help="Hugging Face id or local folder.", show_default=False)],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write.", show_default=False)],
-    task: Annotated[str | None, typer.Option(help="Task head; last_hidden_state by default.")] = None,
-    exporter: Annotated[str, typer.Option(help="dynamo or torchscript.")] = "dynamo",
-    opset: Annotated[int | None, typer.Option(help="ONNX opset; 18 (dynamo), 17 (torchscript).")] = None,
-    attention: Annotated[str, typer.Option(help="sdpa or eager.")] = "sdpa",
+    model: Annotated[
+        str, typer.Argument(help="Hugging Face id or local folder.", show_default=False)
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder to write.", show_default=False)
+    ],
+    task: Annotated[
+        str | None, typer.Option(help="Task head; last_hidden_state by default.")
+    ] = None,
+    exporter: Annotated[Exporter, typer.Option(help="The tracer of PyTorch.")] = "dynamo",
+    opset: Annotated[
+        int | None, typer.Option(help="ONNX opset; 18 (dynamo), 17 (torchscript).")
+    ] = None,
+    attention: Annotated[Attention, typer.Option(help="The implementation to trace.")] = "sdpa",
     force: Force = False,
     json: Json = False,
     quiet: Quiet = False,
@@ -67,12 +97,18 @@ def export(
     """Export a Hugging Face model to ONNX, checked against PyTorch."""
     _setup(quiet, verbose)
     report = attnserve.export(
-        model, output, task=task, exporter=exporter, opset=opset, attention=attention, force=force  # type: ignore[arg-type]
+        model,
+        output,
+        task=task,
+        exporter=exporter,
+        opset=opset,
+        attention=attention,
+        force=force,
     )
     if json:
         _print_json(report.to_json())
         return
-    out.print(
+    _line(
         f"{report.path}: {report.exporter}, opset {report.opset}, {report.attention} attention, "
         f"within {report.relative_error:.0e} of PyTorch, {report.seconds:.0f} s"
     )
@@ -95,30 +131,46 @@ def inspect(
         _print_json(report.to_json())
         return
     shown = report.to_json()
-    table = Table(title=f"{model}: attention at batch {batch}, {seq} tokens")
-    for column in ("", "name", "form", "heads", "scale", "MMACs", "error", "collaborate"):
-        table.add_column(column, overflow="fold", justify="right" if column == "MMACs" else "left")
-    for index, block in enumerate(shown["attention"]):
+    blocks = shown["attention"]
+    names, legend = _short([block["name"] for block in blocks], room=out.width - 66)
+    table = _table(
+        f"{model}: attention at batch {batch}, {seq} tokens",
+        ("", "name", "form", "heads", ">scale", ">MMACs", ">error", "collaborate"),
+    )
+    refused: dict[str, list[str]] = {}
+    for index, (block, name) in enumerate(zip(blocks, names, strict=True)):
         applies = block["rewrites"]["collaborate"]
+        if applies is not True:
+            refused.setdefault(applies, []).append(str(index))
         grouped = block["num_kv_heads"] != block["num_heads"]
         heads = f"{block['num_heads']}" + (f"/{block['num_kv_heads']}" if grouped else "")
         table.add_row(
-            str(index), block["name"], f"{block['form']}, {block['kind']}",
-            f"{heads} x {block['head_size']}", f"{block['scale']:.4g}", f"{block['macs'] / 1e6:.1f}",
-            f"{block['max_abs_error']:.0e}", "applies" if applies is True else applies,
-        )  # fmt: skip
-    out.print(table)
+            str(index),
+            name,
+            block["form"] + (" cross" if block["kind"] == "cross" else ""),
+            f"{heads} x {block['head_size']}",
+            f"{block['scale']:.4g}",
+            f"{block['macs'] / 1e6:.1f}",
+            f"{block['max_abs_error']:.0e}",
+            "yes" if applies is True else "no",
+        )
+    if blocks:
+        out.print(table)
+    if legend:
+        _line(legend)
+    for reason, layers in refused.items():
+        _line(f"no collaborative heads for {', '.join(layers)}: {reason}")
     for miss in shown["missed"]:
-        out.print(f"missed {miss['node']}: {miss['reason']}", markup=False)
+        _line(f"missed {miss['node']}: {miss['reason']}")
     total = shown["macs"]["total"]
-    out.print(
-        f"{len(shown['attention'])} certified, {len(shown['missed'])} missed; "
+    _line(
+        f"{len(blocks)} certified, {len(shown['missed'])} missed; "
         f"{report.parameters / 1e6:.2f} M parameters; "
         + (f"{total / 1e9:.3f} GMACs, " if total is not None else "MACs not counted, ")
         + f"{report.attention_macs / 1e9:.3f} of them in attention"
     )
     for node in report.uncounted[:5]:
-        out.print(f"not counted: {node}", markup=False)
+        _line(f"not counted: {node}")
 
 
 @app.command()
@@ -128,7 +180,10 @@ def optimize(
         Path, typer.Option("--output", "-o", help="OUT.onnx, or a folder.", show_default=False)
     ],
     collab_dk: Annotated[
-        str, typer.Option(help="Shared dimension R: one for all layers, or R1,R2,...", show_default=False)
+        str,
+        typer.Option(
+            help="Shared dimension R: one for all layers, or R1,R2,...", show_default=False
+        ),
     ],
     layers: Annotated[
         str | None, typer.Option(help="Layers to rewrite: names or indices, comma separated.")
@@ -139,7 +194,8 @@ def optimize(
     tokenizer: Tokenizer = None,
     batch: Annotated[int, typer.Option(min=1, help="Batch size to report costs at.")] = 1,
     seq: Annotated[
-        int | None, typer.Option(min=1, help="Length to report costs at; the calibration's median, else 128.")
+        int | None,
+        typer.Option(min=1, help="Length to report costs at; the calibration's median, else 128."),
     ] = None,
     min_cosine: Annotated[
         float | None, typer.Option(help="Fail, and write nothing, below this mean cosine.")
@@ -148,6 +204,7 @@ def optimize(
         bool, typer.Option("--external-data", help="Keep the weights in a file beside the model.")
     ] = False,
     threads: Threads = 0,
+    provider: ProviderName = "cpu",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Do everything but write.")] = False,
     force: Force = False,
     json: Json = False,
@@ -170,6 +227,7 @@ def optimize(
             sequence=seq,
             min_cosine=min_cosine,
             external_data=external_data,
+            provider=provider,
             threads=threads,
             seed=seed,
             force=force,
@@ -182,23 +240,24 @@ def optimize(
     if json:
         _print_json(report.to_json())
         return
-    table = Table(title=f"{report.output}" + (" (dry run: nothing was written)" if dry_run else ""))
-    for column in ("block", "rewrite", "R", "relative error"):
-        table.add_column(column, overflow="fold")
-    for step in report.steps:
-        table.add_row(step.block, step.rewrite, str(step.rank), f"{step.relative_error:.4f}")
-    out.print(table)
-    before, after = report.before, report.after
-    out.print(
-        f"parameters {before.parameters / 1e6:.2f} M -> {after.parameters / 1e6:.2f} M"
-        + (
-            f", MACs at {report.batch} x {report.sequence} tokens "
-            f"{before.macs / 1e9:.3f} G -> {after.macs / 1e9:.3f} G"
-            if before.macs and after.macs
-            else ""
-        )
+    names, legend = _short([step.block for step in report.steps], room=out.width - 40)
+    table = _table(
+        f"{report.output}" + (" (dry run: nothing was written)" if dry_run else ""),
+        ("block", "rewrite", ">R", ">relative error"),
     )
-    out.print(
+    for step, name in zip(report.steps, names, strict=True):
+        table.add_row(name, step.rewrite, str(step.rank), f"{step.relative_error:.4f}")
+    out.print(table)
+    if legend:
+        _line(legend)
+    before, after = report.before, report.after
+    _line(f"parameters {before.parameters / 1e6:.2f} M -> {after.parameters / 1e6:.2f} M")
+    if before.macs and after.macs:
+        _line(
+            f"MACs at {report.batch} x {report.sequence} tokens: "
+            f"{before.macs / 1e9:.3f} G -> {after.macs / 1e9:.3f} G"
+        )
+    _line(
         f"cosine to the original: mean {report.fidelity.mean_cosine:.4f}, "
         f"least {report.fidelity.min_cosine:.4f} ({report.fidelity.data})"
     )
@@ -212,9 +271,7 @@ def verify(
         Path | None, typer.Option(help="Text, .npz or a folder of .npz; random inputs without it.")
     ] = None,
     tokenizer: Tokenizer = None,
-    min_cosine: Annotated[
-        float | None, typer.Option(help="Exit 1 below this mean cosine.")
-    ] = None,
+    min_cosine: Annotated[float | None, typer.Option(help="Exit 1 below this mean cosine.")] = None,
     threads: Threads = 0,
     provider: ProviderName = "cpu",
     json: Json = False,
@@ -224,6 +281,7 @@ def verify(
 ) -> None:
     """Measure how far a rewritten model is from its original."""
     _setup(quiet, verbose)
+    check_cosine_bound(min_cosine)
     with _progress(quiet) as stage:
         report = attnserve.verify(
             original, new, data=data, tokenizer=tokenizer, provider=provider, threads=threads,
@@ -233,18 +291,24 @@ def verify(
         shown = report.to_json()
         _print_json(shown)
     else:
-        table = Table(title=f"{new} against {original}, on {report.data}")
-        for column in ("output", "max abs", "mean abs", "relative", "mean cosine", "least cosine"):
-            table.add_column(column)
-        for o in report.outputs:
+        table = _table(
+            f"{new} against {original}, on {report.data}",
+            ("output", ">max abs", ">mean abs", ">relative", ">mean cosine", ">least cosine"),
+        )
+        for output in report.outputs:
             table.add_row(
-                o.name, f"{o.max_abs_error:.2e}", f"{o.mean_abs_error:.2e}",
-                f"{o.relative_error:.4f}", f"{o.mean_cosine:.5f}", f"{o.min_cosine:.5f}",
-            )  # fmt: skip
+                output.name,
+                f"{output.max_abs_error:.2e}",
+                f"{output.mean_abs_error:.2e}",
+                f"{output.relative_error:.4f}",
+                f"{output.mean_cosine:.5f}",
+                f"{output.min_cosine:.5f}",
+            )
         out.print(table)
     if min_cosine is not None and report.mean_cosine < min_cosine:
         raise CheckFailed(
-            f"mean cosine {report.mean_cosine:.5f} on {report.data}, expected at least {min_cosine}",
+            f"mean cosine {report.mean_cosine:.5f} on {report.data}, "
+            f"expected at least {min_cosine}",
             "raise the shared dimension, or calibrate",
         )
 
@@ -252,10 +316,14 @@ def verify(
 @app.command()
 def evaluate(
     model: Model,
-    task: Annotated[str, typer.Option(help="sts or classification.", show_default=False)],
+    task: Annotated[TaskName, typer.Option(help="What to score.", show_default=False)],
     data: Annotated[Path, typer.Option(help="A .tsv with a header line.", show_default=False)],
-    pooling: Annotated[str | None, typer.Option(help="mean, cls or none; as the artifact says.")] = None,
-    max_length: Annotated[int | None, typer.Option(min=1, help="Truncate texts to so many tokens.")] = None,
+    pooling: Annotated[
+        Pooling | None, typer.Option(help="How tokens become a vector; as the artifact says.")
+    ] = None,
+    max_length: Annotated[
+        int | None, typer.Option(min=1, help="Truncate texts to so many tokens.")
+    ] = None,
     tokenizer: Tokenizer = None,
     threads: Threads = 0,
     provider: ProviderName = "cpu",
@@ -268,21 +336,29 @@ def evaluate(
     _setup(quiet, verbose)
     with _progress(quiet) as stage:
         score = attnserve.evaluate(
-            model, task=task, data=data, pooling=pooling, max_length=max_length,  # type: ignore[arg-type]
-            tokenizer=tokenizer, provider=provider, threads=threads, seed=seed,
+            model,
+            task=task,
+            data=data,
+            pooling=pooling,
+            max_length=max_length,
+            tokenizer=tokenizer,
+            provider=provider,
+            threads=threads,
+            seed=seed,
             progress=_counted(stage, "evaluate"),
-        )  # fmt: skip
+        )
     shown = score.to_json()
     if json:
         _print_json(shown)
         return
-    out.print(", ".join(f"{key} {_number(value)}" for key, value in shown.items()))
+    _line(", ".join(f"{key} {_number(value)}" for key, value in shown.items()))
 
 
 @app.command()
 def bench(
     models: Annotated[
-        list[Path], typer.Argument(help="Models; speed-ups are against the first.", show_default=False)
+        list[Path],
+        typer.Argument(help="Models; speed-ups are against the first.", show_default=False),
     ],
     batch: Annotated[str, typer.Option(help="Batch sizes, comma separated.")] = "1",
     seq: Annotated[str, typer.Option(help="Sequence lengths, comma separated.")] = "128",
@@ -307,21 +383,32 @@ def bench(
     if json:
         _print_json(report.to_json())
         return
-    table = Table(title=f"latency, {threads or 'all'} thread(s), {provider}")
-    columns = ("model", "batch", "tokens", "p50 ms", "p90", "p99", "speed-up", "95 %", "GMACs", "GMAC/s", "peak MiB")  # fmt: skip
-    for column in columns:
-        table.add_column(column, justify="left" if column == "model" else "right", overflow="fold")
-    for result in report.results:
-        r = result.to_json()
-        low, high = r["speedup_ci95"]
-        gmacs = "-" if r["macs"] is None else f"{r['macs'] / 1e9:.3f}"
-        rate = "-" if r["macs"] is None else f"{r['macs'] / 1e6 / r['p50_ms']:.1f}"
-        table.add_row(
-            r["model"], str(r["batch"]), str(r["sequence"]), f"{r['p50_ms']:.2f}", f"{r['p90_ms']:.2f}",
-            f"{r['p99_ms']:.2f}", f"{r['speedup_vs_first']:.2f}x", f"{low:.2f}-{high:.2f}", gmacs, rate,
-            f"{r['peak_rss_bytes'] / 2**20:.0f}",
-        )  # fmt: skip
+    names, legend = _model_names(models)
+    for line in legend:
+        _line(line)
+    table = _table(
+        f"latency in ms, batch x tokens, {threads or 'all'} thread(s), {provider}",
+        ("model", ">p50", ">p90", ">p99", ">speed-up", ">95 %", ">GMACs", ">GMAC/s", ">MiB"),
+    )
+    for index, result in enumerate(report.results):
+        if index % len(models) == 0:
+            table.add_section()
+            table.add_row(f"{result.batch} x {result.sequence}", style="bold")
+        table.add_row(names[index % len(models)], *_latency_cells(result))
     out.print(table)
+
+
+def _latency_cells(result: Measurement) -> Sequence[str]:
+    low, high = result.speedup_ci95
+    rate = result.gmacs_per_second
+    return (
+        *(f"{time:.2f}" for time in (result.p50_ms, result.p90_ms, result.p99_ms)),
+        f"{result.speedup_vs_first:.2f}x",
+        f"{low:.2f}-{high:.2f}",
+        "-" if result.macs is None else f"{result.macs / 1e9:.3f}",
+        "-" if rate is None else f"{rate:.1f}",
+        f"{result.peak_rss_bytes / 2**20:.0f}",
+    )
 
 
 @app.command()
@@ -338,9 +425,12 @@ def serve(
     from service.app import serve as run
     from service.settings import Settings
 
-    _setup(quiet, verbose)
     level = "error" if quiet else "debug" if verbose else "info"
-    run(Settings(model=model, host=host, port=port, threads=threads, provider=provider, log_level=level))
+    run(
+        Settings(
+            model=model, host=host, port=port, threads=threads, provider=provider, log_level=level
+        )
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -352,9 +442,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _show(error)
         _trace(given)
         return error.exit_code
+    except OSError as error:  # a path that no check could foresee
+        where = f"{error.filename}: " if error.filename else ""
+        _show(AttnserveError(f"{where}{error.strerror or error}", "check the path"))
+        _trace(given)
+        return 2
     except KeyboardInterrupt:
-        _say("interrupted: nothing half-written is left behind")
-        return 130
+        return _interrupted()
     except Exception as error:
         if (usage := getattr(error, "format_message", None)) is not None:  # click's own errors
             context = getattr(error, "ctx", None)
@@ -362,8 +456,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if message := usage():
                 _show(AttnserveError(message, f"see `{command} --help`"))
             return 2
-        if type(error).__name__ in ("Abort", "Exit"):
-            return getattr(error, "exit_code", 130)
+        if type(error).__name__ == "Abort":
+            return _interrupted()
         _show(
             AttnserveError(
                 f"unexpected {type(error).__name__}: {str(error)[:300]}",
@@ -372,6 +466,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         _trace(given)
         return 2
+    if result == INTERRUPTED:  # what typer makes of Ctrl-C
+        return _interrupted()
     return result if isinstance(result, int) else 0
 
 
@@ -380,8 +476,67 @@ def _setup(quiet: bool, verbose: bool) -> None:
     logging.getLogger("attnserve").setLevel(level)
 
 
+def _interrupted() -> int:
+    _say("interrupted: nothing half-written is left behind")
+    return INTERRUPTED
+
+
 def _say(text: str) -> None:
     err.print(text, markup=False)
+
+
+def _line(text: str) -> None:
+    """A sentence on stdout, on one line for whoever reads it by program."""
+    out.print(text, markup=False, soft_wrap=True)
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    """Columns by name; ``>`` before it aligns to the right. It fits 80 characters without lines."""
+    table = Table(
+        title=escape(title),
+        title_justify="left",
+        title_style="bold",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    for column in columns:
+        right = column.startswith(">")
+        table.add_column(
+            column.removeprefix(">"), justify="right" if right else "left", overflow="fold"
+        )
+    return table
+
+
+def _short(names: Sequence[str], room: int) -> tuple[list[str], str]:
+    """Names that fit, by what tells them apart, and a line that says so; all as they are if short.
+
+    ``model.layer.0.attention`` and ``model.layer.1.attention`` become ``..layer.0``, ``..layer.1``.
+    """
+    if len(names) < 2 or max(map(len, names)) <= room:
+        return [escape(name) for name in names], ""
+    parts = [re.split(r"(?<=[./])", name) for name in names]  # a separator ends each part
+    shared = _alike(parts)
+    tail = _alike([part[shared:][::-1] for part in parts])
+    start = max(shared - 1, 0)  # the last shared part tells what the rest counts
+    short = ["".join(part[start : len(part) - tail or None]).rstrip("./") for part in parts]
+    short = [f"..{name}" if start else name for name in short]
+    return [escape(name) for name in short], f"{short[0]} is {names[0]}, and so on"
+
+
+def _alike(rows: Sequence[Sequence[str]]) -> int:
+    """How many entries all rows begin with."""
+    columns = zip(*rows, strict=False)
+    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
+
+
+def _model_names(models: Sequence[Path]) -> tuple[list[str], list[str]]:
+    """The artifacts' names where short and distinct; else numbers, and what they stand for."""
+    names = [open_artifact(model).name for model in models]
+    if len(set(names)) == len(names) and max(map(len, names)) <= 10:
+        return [escape(name) for name in names], []
+    numbers = [str(number) for number in range(1, len(models) + 1)]
+    return numbers, [f"{n}: {model}" for n, model in zip(numbers, models, strict=True)]
 
 
 def _show(error: AttnserveError) -> None:
@@ -408,7 +563,8 @@ def _integers(option: str, text: str, *, least: int | None = 1) -> list[int]:
         numbers = [int(part) for part in text.split(",")]
     except ValueError as error:
         raise InvalidArgument(
-            f"{option} {text!r}: expected whole numbers, comma separated", f"for example {option} 1,8"
+            f"{option} {text!r}: expected whole numbers, comma separated",
+            f"for example {option} 1,8",
         ) from error
     if least is not None and min(numbers) < least:
         raise InvalidArgument(f"{option} {text!r}: expected numbers from {least} up", "raise it")
@@ -416,10 +572,17 @@ def _integers(option: str, text: str, *, least: int | None = 1) -> list[int]:
 
 
 @contextmanager
-def _progress(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
+def _progress(quiet: bool) -> Generator[Callable[[str, int, int], None]]:
     """One bar a stage on stderr, with the time left; nothing where stderr is no terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err, transient=True, disable=quiet or not err.is_terminal) as bars:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        *columns, console=err, transient=True, disable=quiet or not err.is_terminal
+    ) as bars:
         tasks: dict[str, Any] = {}
 
         def stage(what: str, done: int, total: int) -> None:

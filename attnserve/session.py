@@ -7,7 +7,7 @@ absence is reported with the extra to install.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,7 +18,14 @@ from graph_passes.errors import InvalidArgument, InvalidModel, MissingExtra
 if TYPE_CHECKING:
     import onnxruntime
 
-__all__ = ["PROTOBUF_LIMIT_BYTES", "Provider", "open_session", "require_runtime"]
+__all__ = [
+    "PROTOBUF_LIMIT_BYTES",
+    "Provider",
+    "external_files",
+    "open_session",
+    "require_runtime",
+    "weight_bytes",
+]
 
 Provider = Literal["cpu", "cuda"]
 
@@ -54,15 +61,18 @@ def open_session(
     Args:
         source: An .onnx file, or a model in memory (written to a temporary folder when it is
             larger than a protobuf message can be).
-        provider: The execution provider; CPU is always the fallback of CUDA.
+        provider: The execution provider. On CUDA the CPU still runs what CUDA cannot, but not all:
+            without a usable device this is an error, never a silent run on the CPU.
         threads: Intra-op threads; 0 leaves the choice to ONNX Runtime.
         optimize: False runs the graph as it is written, without ONNX Runtime's own fusions.
 
     Raises:
         InvalidModel: ONNX Runtime refuses the graph.
-        InvalidArgument: The provider is not available here.
+        InvalidArgument: The provider is not available here, or ``threads`` is negative.
         MissingExtra: ONNX Runtime is not installed.
     """
+    if threads < 0:
+        raise InvalidArgument(f"threads is {threads}: expected 0 or more", "raise threads")
     ort = require_runtime()
     options = ort.SessionOptions()
     options.log_severity_level = 4  # errors reach the user as exceptions, not twice
@@ -72,27 +82,50 @@ def open_session(
     if isinstance(source, Path):
         return _start(ort, str(source), source.name, options, provider)
     name = source.graph.name or "the model in memory"
-    if _weight_bytes(source) < PROTOBUF_LIMIT_BYTES:
+    # Bytes have no folder for external data to lie in.
+    if weight_bytes(source) < PROTOBUF_LIMIT_BYTES and not external_files(source):
         content = ir.to_proto(source).SerializeToString()
         return _start(ort, content, name, options, provider)
-    with tempfile.TemporaryDirectory(prefix="attnserve-") as folder:
+    with tempfile.TemporaryDirectory(prefix="attnserve-", ignore_cleanup_errors=True) as folder:
         path = Path(folder) / "model.onnx"
         ir.save(source, path, external_data="model.onnx.data")
         return _start(ort, str(path), name, options, provider)
 
 
+def weight_bytes(model: ir.Model) -> int:
+    """Bytes of all initializers, on disk or in memory."""
+    return sum(tensor.nbytes for tensor in _weights(model))
+
+
+def external_files(model: ir.Model) -> tuple[Path, ...]:
+    """The files beside a model that hold weights of it."""
+    found = (tensor.path for tensor in _weights(model) if isinstance(tensor, ir.ExternalTensor))
+    return tuple(dict.fromkeys(map(Path, found)))
+
+
+def _weights(model: ir.Model) -> Iterator[ir.TensorProtocol]:
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            if value.const_value is not None:
+                yield value.const_value
+
+
 def _start(
     ort: Any, source: str | bytes, name: str, options: Any, provider: Provider
 ) -> onnxruntime.InferenceSession:
+    providers = _providers(ort, provider)
     try:
-        return ort.InferenceSession(source, options, providers=_providers(ort, provider))
-    except InvalidArgument:
-        raise
+        session = ort.InferenceSession(source, options, providers=providers)
     except Exception as error:  # onnxruntime raises a class of its own for each status
         raise InvalidModel(
             f"{name}: ONNX Runtime refuses the graph: {_first_sentence(error)}",
             "check the file with onnx.checker.check_model, or export it again",
         ) from error
+    if provider == "cuda" and "CUDAExecutionProvider" not in session.get_providers():
+        raise InvalidArgument(
+            "--provider cuda: no CUDA device can be used here.", "use --provider cpu"
+        )
+    return session
 
 
 def _providers(ort: Any, provider: Provider) -> Sequence[Any]:
@@ -107,15 +140,6 @@ def _providers(ort: Any, provider: Provider) -> Sequence[Any]:
         )
     # TF32 would round every product to 10 bits of mantissa: off, so that parity means parity.
     return [("CUDAExecutionProvider", {"use_tf32": 0}), "CPUExecutionProvider"]
-
-
-def _weight_bytes(model: ir.Model) -> int:
-    return sum(
-        value.const_value.nbytes
-        for graph in model.graphs()
-        for value in graph.initializers.values()
-        if value.const_value is not None
-    )
 
 
 def _first_sentence(error: Exception) -> str:

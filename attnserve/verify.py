@@ -14,11 +14,18 @@ from attnserve.artifact import load_model, open_artifact
 from attnserve.calibrate import Batch, load_inputs, run, token_mask
 from attnserve.inputs import example_inputs
 from attnserve.session import Provider, open_session
-from graph_passes.errors import InvalidArgument, InvalidModel
+from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 
-__all__ = ["Fidelity", "OutputFidelity", "compare", "random_batches", "verify"]
+__all__ = [
+    "Fidelity",
+    "OutputFidelity",
+    "check_cosine_bound",
+    "compare",
+    "random_batches",
+    "verify",
+]
 
-RANDOM_SHAPES = ((1, 8), (2, 16), (4, 32))
+RANDOM_SHAPES = ((1, 4), (1, 8), (2, 16), (4, 32))
 """(batch, sequence) of the random inputs where no data is given; short models take the first."""
 
 
@@ -36,7 +43,7 @@ class OutputFidelity:
 
 @dataclass(frozen=True)
 class Fidelity:
-    """All outputs, and the mean and least cosine over them; ``data`` says what it was measured on."""
+    """All outputs, the mean and least cosine over them, and what it was measured on."""
 
     outputs: tuple[OutputFidelity, ...]
     mean_cosine: float
@@ -62,7 +69,7 @@ def verify(
 
     Raises:
         InvalidModel: The two do not have the same inputs and outputs.
-        InvalidData: The data does not fit.
+        InvalidData: The data does not fit, or no random input does.
     """
     artifact = open_artifact(original)
     before, after = load_model(artifact), load_model(open_artifact(new))
@@ -76,22 +83,50 @@ def verify(
     )
 
 
-def random_batches(model: ir.Model, seed: int) -> list[Batch]:
-    """Valid random inputs at a few shapes, some of them padded."""
-    shapes = RANDOM_SHAPES
-    axes = [dim for v in model.graph.inputs for dim in (v.shape or ()) if not isinstance(dim, int)]
-    if not axes:
-        first = next((v.shape for v in model.graph.inputs if v.shape), None)
-        sizes = [int(dim) for dim in first or () if isinstance(dim, int)]
-        shapes = ((sizes[0] if sizes else 1, sizes[1] if len(sizes) > 1 else 1),) * 2
+def check_cosine_bound(bound: float | None) -> None:
+    """A bound that nothing can break, or nothing can keep, is a mistake.
+
+    Raises:
+        InvalidArgument: It is not a cosine.
+    """
+    if bound is not None and not -1 <= bound <= 1:
+        raise InvalidArgument(
+            f"--min-cosine {bound}: expected a cosine, -1 to 1", "for example --min-cosine 0.98"
+        )
+
+
+def random_batches(model: ir.Model, seed: int = 0) -> list[Batch]:
+    """Valid random inputs at a few shapes, some of them padded: those that the model runs.
+
+    How many positions a model has is often not to be seen in its graph, so it is asked. Axes of
+    fixed size keep their size.
+
+    Raises:
+        InvalidArgument, InvalidData: It runs at none of the shapes.
+    """
+    session = open_session(model)
+    fixed_batch, fixed_sequence = _fixed_axes(model)
+    shapes = [(fixed_batch or batch, fixed_sequence or tokens) for batch, tokens in RANDOM_SHAPES]
     batches: list[Batch] = []
     for index, (batch, sequence) in enumerate(shapes):
         try:
-            batches.append(example_inputs(model, batch, sequence, seed + index, padded=True))
-        except InvalidArgument:  # fewer positions than this shape has
+            inputs = example_inputs(model, batch, sequence, seed + index, padded=True)
+            run(session, inputs)
+        except (InvalidArgument, InvalidData):  # fewer positions than this shape has
             if not batches:
                 raise
+            break
+        batches.append(inputs)
     return batches
+
+
+def _fixed_axes(model: ir.Model) -> tuple[int | None, int | None]:
+    """(batch, sequence) where the inputs have a fixed one; tokens lie on axis 1 of a matrix."""
+    shapes = [value.shape for value in model.graph.inputs if value.shape]
+    leading = (shape[0] for shape in shapes if len(shape) > 1)
+    second = (shape[1] for shape in shapes if len(shape) == 2)
+    batch = next((size for size in leading if isinstance(size, int)), None)
+    return batch, next((size for size in second if isinstance(size, int)), None)
 
 
 def compare(
@@ -125,9 +160,14 @@ def compare(
     sessions = [open_session(m, provider=provider, threads=threads) for m in (before, after)]
     tallies = [_Tally() for _ in names]
     for done, batch in enumerate(batches, start=1):
-        for tally, a, b in zip(tallies, *(run(session, batch) for session in sessions), strict=True):
+        for tally, a, b in zip(
+            tallies, *(run(session, batch) for session in sessions), strict=True
+        ):
             if a.shape != b.shape:
-                raise InvalidModel(f"an output became {b.shape}, it was {a.shape}", "this model is broken")
+                raise InvalidModel(
+                    f"an output of the first model has shape {a.shape}, of the second {b.shape}",
+                    "verify a model against the one it was made from",
+                )
             tally.add(a, b, batch)
         if progress is not None:
             progress(done, len(batches))
@@ -151,37 +191,37 @@ class _Tally:
     def add(self, original: np.ndarray, new: np.ndarray, batch: Batch) -> None:
         a = np.atleast_2d(original.astype(np.float64))
         b = np.atleast_2d(new.astype(np.float64))
-        a, b = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])  # tokens D
-        if original.ndim >= 3:
-            mask = token_mask(batch, original.shape[:2])
-            real = np.broadcast_to(
-                mask.reshape(*mask.shape, *(1,) * (original.ndim - 3)), original.shape[:-1]
-            ).reshape(-1)
-            a, b = a[real], b[real]
+        mask = token_mask(batch, a.shape[:2])  # one number a token, or a vector a token
+        mask = mask.reshape(*mask.shape, *(1,) * (a.ndim - 2))
+        a, b, real = (
+            array.reshape(-1, a.shape[-1]) for array in (a, b, np.broadcast_to(mask, a.shape))
+        )  # tokens D
+        a, b, real = (array[real.any(axis=1)] for array in (a, b, real))
         if not a.size:
             return
-        # The same infinity on both sides (a masked logit) is agreement, not an error.
-        difference = np.abs(np.where(a == b, 0.0, a - b))
-        difference = np.where(np.isnan(difference), np.inf, difference)
-        with np.errstate(invalid="ignore"):
+        with np.errstate(invalid="ignore", over="ignore"):
+            a, b = np.where(real, a, 0.0), np.where(real, b, 0.0)
+            # The same infinity on both sides (a masked logit) is agreement, not an error.
+            difference = np.abs(np.where(a == b, 0.0, a - b))
+            difference = np.where(np.isnan(difference), np.inf, difference)
             lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
-            cosines = np.where(lengths > 0, (a * b).sum(1) / np.where(lengths > 0, lengths, 1.0), 1.0)
-        equal = (a == b).all(axis=1)
-        cosines = np.where(equal, 1.0, np.where(np.isfinite(cosines), np.clip(cosines, -1, 1), 0.0))
-        zero = (lengths == 0) & ~equal
-        cosines = np.where(zero, 0.0, cosines)
-        self.count += a.size
+            cosines = (a * b).sum(1) / np.where(lengths > 0, lengths, 1.0)  # 0 where one is zero
+            self.squares += float((difference**2).sum())
+        cosines = np.where(np.isfinite(cosines), np.clip(cosines, -1, 1), 0.0)
+        cosines = np.where((a == b).all(axis=1), 1.0, cosines)
+        self.count += int(real.sum())
         self.tokens += len(a)
         self.max = max(self.max, float(difference.max()))
         self.sum += float(difference.sum())
-        self.squares += float((difference**2).sum())
         self.reference += float((np.where(np.isfinite(a), a, 0.0) ** 2).sum())
         self.cosines += float(cosines.sum())
         self.least = min(self.least, float(cosines.min()))
 
     def result(self, name: str) -> OutputFidelity:
         count, tokens = max(self.count, 1), max(self.tokens, 1)
-        relative = (self.squares / self.reference) ** 0.5 if self.reference else float(self.squares > 0)
+        relative = (
+            (self.squares / self.reference) ** 0.5 if self.reference else float(self.squares > 0)
+        )
         big = np.finfo(np.float64).max  # JSON has no infinity
         return OutputFidelity(
             name,

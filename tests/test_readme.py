@@ -40,8 +40,15 @@ def test_its_two_commands_are_targets_of_the_makefile():
 
 def test_every_command_it_names_exists_with_its_options():
     commands = get_command(app).commands  # type: ignore[attr-defined]
-    named = re.findall(r"attnserve (\w+) ([^`|\n]*)", README)
-    assert {name for name, _ in named} >= {"export", "inspect", "optimize", "verify", "bench", "serve"}
+    named = re.findall(r"(?:`|\$ )attnserve (\w+) ([^`\n]*)", README)
+    assert {name for name, _ in named} >= {
+        "export",
+        "inspect",
+        "optimize",
+        "verify",
+        "bench",
+        "serve",
+    }
     for name, rest in named:
         options = {o for parameter in commands[name].params for o in parameter.opts}
         assert set(re.findall(r"(?<!\S)(--?[a-z][a-z-]*)", rest)) <= options, name

@@ -1,0 +1,60 @@
+"""A tiny BERT in each of its exports, and what is needed to calibrate it."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Build = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def tiny_export(tiny_bert: Build, tmp_path_factory: pytest.TempPathFactory) -> Build:
+    """(attention, exporter, opset) -> the artifact folder: 2 layers, 4 heads x 8, 64 positions.
+
+    Shared by all tests: copy it before changing it.
+    """
+    from attnserve.export import export
+
+    @cache
+    def build(attention: Any = "eager", exporter: Any = "torchscript", opset: int = 17) -> Path:
+        folder = tmp_path_factory.mktemp("exports") / f"{attention}-{exporter}-{opset}"
+        export(
+            str(tiny_bert(initializer_range=0.3)),
+            folder,
+            attention=attention,
+            exporter=exporter,
+            opset=opset,
+        )
+        return folder
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_export: Build) -> Path:
+    """One export of the tiny BERT; shared: copy it before changing it."""
+    return tiny_export()
+
+
+@pytest.fixture
+def model(tiny: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny artifact that a test may spoil."""
+    return Path(shutil.copytree(tiny, tmp_path / "model"))
+
+
+@pytest.fixture(scope="session")
+def sentences(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 sentences of 3 to 20 words."""
+    words = ["a", "the", "man", "woman", "dog", "cat", "is", "playing", "with", "guitar", "ball"]
+    chosen = random.Random(0)
+    path = tmp_path_factory.mktemp("text") / "sentences.txt"
+    lines = [" ".join(chosen.choices(words, k=chosen.randint(3, 20))) for _ in range(60)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path

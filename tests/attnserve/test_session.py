@@ -1,0 +1,143 @@
+"""Sessions: in memory and on disk, with weights beside the model, and without the runtime."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from attnserve import session as sessions
+from attnserve.artifact import load_model, save_model
+from attnserve.session import external_files, open_session, require_runtime, weight_bytes
+from graph_passes.errors import InvalidArgument, InvalidModel, MissingExtra
+
+ROOT = Path(__file__).parents[2]
+
+EXP = '<ir_version: 8, opset_import: ["" : 17]> g (float[n] x) => (float[n] y) { y = Exp(x) }'
+X = np.array([0.0, 1.0], np.float32)
+
+
+def scaled(size: int = 256) -> ir.Model:
+    model = ir.from_onnx_text(
+        f'<ir_version: 8, opset_import: ["" : 17]> g (float[{size}] x) => (float[{size}] y) '
+        "{ y = Mul(x, w) }"
+    )
+    weight = ir.tensor(np.arange(size, dtype=np.float32), name="w")
+    value = next(v for v in model.graph.node(0).inputs if v is not None and v.name == "w")
+    value.const_value, value.shape, value.type = weight, weight.shape, ir.TensorType(weight.dtype)
+    model.graph.register_initializer(value)
+    return model
+
+
+def test_a_model_runs_from_memory_as_from_disk(tmp_path: Path):
+    model = ir.from_onnx_text(EXP)
+    save_model(model, tmp_path / "m.onnx")
+    for source in (model, tmp_path / "m.onnx"):
+        (got,) = open_session(source).run(None, {"x": X})
+        np.testing.assert_allclose(got, np.exp(X), atol=1e-6)
+
+
+def test_a_model_in_memory_with_weights_on_disk_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    save_model(scaled(), tmp_path / "m.onnx", external=True)
+    model = load_model(tmp_path / "m.onnx")
+    assert external_files(model) == (tmp_path / "m.onnx.data",)
+    monkeypatch.chdir("/")  # not found by accident
+    (got,) = open_session(model).run(None, {"x": np.ones(256, np.float32)})
+    np.testing.assert_array_equal(got, np.arange(256, dtype=np.float32))
+    assert external_files(model) == (tmp_path / "m.onnx.data",), "the model stays as it was"
+
+
+def test_a_model_too_large_for_a_message_goes_through_a_folder(monkeypatch: pytest.MonkeyPatch):
+    model = scaled()
+    assert weight_bytes(model) == 1024
+    monkeypatch.setattr(sessions, "PROTOBUF_LIMIT_BYTES", 1024)
+    (got,) = open_session(model).run(None, {"x": np.ones(256, np.float32)})
+    np.testing.assert_array_equal(got, np.arange(256, dtype=np.float32))
+
+
+def test_a_graph_that_the_runtime_refuses_is_an_invalid_model():
+    bad = ir.from_onnx_text(EXP.replace("Exp", "Explode"))
+    with pytest.raises(InvalidModel, match=r"ONNX Runtime refuses the graph: .*Explode"):
+        open_session(bad)
+
+
+def test_a_file_that_is_no_model_is_refused(tmp_path: Path):
+    (tmp_path / "m.onnx").write_bytes(b"no model")
+    with pytest.raises(InvalidModel, match=r"m\.onnx: ONNX Runtime refuses the graph"):
+        open_session(tmp_path / "m.onnx")
+
+
+def test_negative_threads_are_refused():
+    with pytest.raises(InvalidArgument, match="threads is -1: expected 0 or more"):
+        open_session(ir.from_onnx_text(EXP), threads=-1)
+
+
+def test_cuda_without_the_provider_is_refused():
+    if "CUDAExecutionProvider" in require_runtime().get_available_providers():
+        pytest.skip("this ONNX Runtime has the CUDA provider")
+    with pytest.raises(InvalidArgument, match="has no CUDA execution provider"):
+        open_session(ir.from_onnx_text(EXP), provider="cuda")
+
+
+@pytest.mark.parametrize("device", [True, False])
+def test_cuda_without_a_device_never_runs_on_the_cpu_in_silence(
+    monkeypatch: pytest.MonkeyPatch, device: bool
+):
+    providers = ["CUDAExecutionProvider"] * device + ["CPUExecutionProvider"]
+    made: list[object] = []
+
+    def start(source: bytes, options: object, providers: object) -> SimpleNamespace:
+        made.append(providers)
+        return SimpleNamespace(get_providers=lambda: there)
+
+    there = providers
+    runtime = SimpleNamespace(
+        SessionOptions=SimpleNamespace,
+        InferenceSession=start,
+        get_available_providers=lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"],
+    )
+    monkeypatch.setattr(sessions, "require_runtime", lambda: runtime)
+    model = ir.from_onnx_text(EXP)
+    if device:
+        open_session(model, provider="cuda")
+    else:
+        with pytest.raises(InvalidArgument, match="no CUDA device can be used here"):
+            open_session(model, provider="cuda")
+    # TensorFloat-32 would make parity meaningless.
+    assert made == [[("CUDAExecutionProvider", {"use_tf32": 0}), "CPUExecutionProvider"]]
+
+
+def test_without_the_runtime_the_extra_to_install_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(MissingExtra, match=r"pip install 'attnserve\[cpu\]'"):
+        require_runtime()
+
+
+def test_without_the_runtime_a_command_says_which_extra_to_install(tiny: Path, tmp_path: Path):
+    code = (
+        "import sys; sys.modules['onnxruntime'] = None\n"
+        "from attnserve.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    for arguments in (
+        ["inspect", str(tiny)],
+        ["optimize", str(tiny), "-o", str(tmp_path / "new"), "--collab-dk", "16"],
+        ["verify", str(tiny), str(tiny)],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode == 2, arguments
+        assert done.stdout == ""
+        assert done.stderr.splitlines() == [
+            "error: ONNX Runtime is not installed, and this command runs the model.",
+            "  pip install 'attnserve[cpu]' (or 'attnserve[gpu]' on a machine with an NVIDIA GPU)",
+        ]
+    assert not any(tmp_path.iterdir())
