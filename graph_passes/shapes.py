@@ -122,7 +122,7 @@ def evaluate(
     node: ir.Node, inputs: Sequence[np.ndarray | None], opsets: Mapping[str, int]
 ) -> list[np.ndarray]:
     """Run one node on the ONNX reference evaluator."""
-    proto = ir.to_proto(node)
+    proto = ir.serde.serialize_node(node)
     proto.input[:] = [f"i{i}" if x is not None else "" for i, x in enumerate(inputs)]
     proto.output[:] = [f"o{i}" for i in range(len(node.outputs))]
     feeds = {f"i{i}": x for i, x in enumerate(inputs) if x is not None}
@@ -247,7 +247,7 @@ def _infer(
         schema = onnx.defs.get_schema(node.op_type, opsets[""], "")
     except onnx.defs.SchemaError:
         return f"{node.op_type} is not an operator of opset {opsets['']}"
-    proto = ir.to_proto(node)
+    proto = ir.serde.serialize_node(node)
     proto.input[:] = [f"i{i}" if fact is not None else "" for i, fact in enumerate(facts)]
     proto.output[:] = [f"o{i}" for i in range(len(node.outputs))]
     types: dict[str, onnx.TypeProto] = {}

@@ -77,3 +77,14 @@ def test_near_misses_are_missed(change, reason):
     found = reasons(rotary(ROTATE_HALF.replace(*change)))
     assert len(found) == 1
     assert reason in found[0]
+
+
+@pytest.mark.parametrize("interleaved", [0, 1])
+def test_the_operator_is_read_though_it_runs_one_sequence_at_a_time(interleaved):
+    """ONNX Runtime wants one row of angles a sequence; PyTorch's exporter writes a single one."""
+    turned = f"RotaryEmbedding <interleaved = {interleaved}> (q, cos, sin)"
+    scores = f"\n q_turned = {turned}\n s0 = MatMul(q_turned, kT)\n s = Mul(s0, scale)"
+    angles = f"float[1, sequence, {HALF}] cos, float[1, sequence, {HALF}] sin"
+    inputs = f"float[batch, sequence, {D}] x, {FLOAT_MASK}, {angles}"
+    block = only(attention(scores=scores, inputs=inputs, opset=23))
+    assert block.position == "rope"
