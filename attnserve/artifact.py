@@ -30,6 +30,7 @@ __all__ = [
     "check_target",
     "copy_companions",
     "load_model",
+    "merged_record",
     "open_artifact",
     "save_model",
     "staged",
@@ -189,7 +190,13 @@ def check_target(output: Path, artifact: Artifact, model: ir.Model, *, force: bo
                 continue
             if ours.is_file():
                 check_output(theirs, force=force)
-    check_output(target.parent / RECORD, force=force)
+    record = target.with_name(RECORD)
+    # A folder with model.onnx and its record is one artifact: another model does not belong in it.
+    is_artifact = artifact.model.name == "model.onnx" and _same(target.parent, artifact.folder)
+    if record.exists() and (
+        is_artifact or _spoken_for(_parse_record(record), target.parent) is None
+    ):
+        check_output(record, force=force)
     return target
 
 
@@ -266,11 +273,41 @@ def write_record(folder: Path, record: dict[str, Any]) -> None:
     (folder / RECORD).write_text(text + "\n", encoding="utf-8")
 
 
+def merged_record(target: Path, record: dict[str, Any]) -> dict[str, Any]:
+    """``record`` of the model ``target``, with those of its neighbours under "others", by file."""
+    path = target.with_name(RECORD)
+    if not path.is_file():
+        return record
+    earlier = _parse_record(path)
+    others: dict[str, Any] = earlier.pop("others", {})
+    name = _spoken_for(earlier, path.parent)
+    if name is not None:
+        others[name] = earlier
+    others.pop(target.name, None)
+    return {**record, "others": others} if others else record
+
+
 def _read_record(model: Path) -> dict[str, Any]:
-    """attnserve.json speaks for one model: where there are several, for the one it names."""
+    """What attnserve.json says of one model; nothing where it speaks only for its neighbours."""
     path = model.with_name(RECORD)
     if not path.is_file():
         return {}
+    record = _parse_record(path)
+    others: dict[str, Any] = record.pop("others", {})
+    if model.name in others:
+        return others[model.name]
+    return record if _spoken_for(record, path.parent) in (model.name, None) else {}
+
+
+def _spoken_for(record: dict[str, Any], folder: Path) -> str | None:
+    """The model beside attnserve.json that it describes at its top level, if it is there."""
+    files = record.get("files", {"model.onnx": ""})  # an export names none
+    return next(
+        (name for name in files if name.endswith(".onnx") and (folder / name).is_file()), None
+    )
+
+
+def _parse_record(path: Path) -> dict[str, Any]:
     fix = "restore or remove the file"
     try:
         parsed: Any = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
@@ -279,12 +316,14 @@ def _read_record(model: Path) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise InvalidModel(f"{path}: expected a JSON object", fix)
     record = cast(dict[str, Any], parsed)
-    for key, kind, name in (("lineage", list, "list"), ("files", dict, "object")):
-        if not isinstance(record.get(key, kind()), kind):
-            raise InvalidModel(f"{path}: {key!r}: expected a JSON {name}", fix)
-    files = record.get("files", {})
-    others = [path for path in model.parent.glob("*.onnx") if path.name in files]
-    return {} if others and model.name not in files else record
+    others: Any = record.get("others", {})
+    if not isinstance(others, dict):
+        raise InvalidModel(f"{path}: 'others': expected a JSON object", fix)
+    for each in (record, *cast(dict[str, Any], others).values()):
+        for key, kind, name in (("lineage", list, "list"), ("files", dict, "object")):
+            if not isinstance(each, dict) or not isinstance(each.get(key, kind()), kind):
+                raise InvalidModel(f"{path}: {key!r}: expected a JSON {name}", fix)
+    return record
 
 
 def _no_constant(name: str) -> None:

@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from attnserve.session import open_session
 from graph_passes.attention import AttentionBlock, Mask, Miss, PositionBias
-from graph_passes.errors import InvalidModel
+from graph_passes.errors import InvalidModel, MissingExtra
 from graph_passes.find import find_attention
 from graph_passes.reference import attention_reference, inputs_of
 from graph_passes.shapes import Facts, bind_axes, interpret
@@ -226,6 +226,8 @@ def _run(
         session = open_session(model, threads=1, optimize=False)
         feeds = {value.name: array for value, array in cut.items()}
         return [np.asarray(array) for array in session.run(None, feeds)]
+    except MissingExtra:
+        raise
     except (ValueError, InvalidModel) as error:
         raise _UndecidedError(str(error).splitlines()[0]) from error
     except Exception as error:  # onnxruntime raises a class of its own for each status

@@ -491,15 +491,12 @@ def _line(text: str) -> None:
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:
-    """Columns by name; ``>`` before it aligns to the right. It fits 80 characters without lines."""
-    table = Table(
-        title=escape(title),
-        title_justify="left",
-        title_style="bold",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
+    """Columns by name; ``>`` before it aligns to the right. It fits 80 characters without lines.
+
+    The title is printed at once, on one line: a table would wrap it at its own width.
+    """
+    out.print(f"[bold]{escape(title)}[/bold]", soft_wrap=True)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for column in columns:
         right = column.startswith(">")
         table.add_column(

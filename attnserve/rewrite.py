@@ -18,6 +18,7 @@ from attnserve.artifact import (
     check_target,
     copy_companions,
     load_model,
+    merged_record,
     open_artifact,
     save_model,
     staged,
@@ -161,20 +162,16 @@ def optimize(
         graph, blocks, ranks, data, provider=provider, threads=threads, report=report_stage
     )
     exact = all(found.relative_error == 0 for found in factors.values())
+    spent = _macs_by_block(graph, reading, batch, length)
+    Collaborate(factors)(graph)
+    reading = read_attention(graph, seed=seed)
+    _require(reading, ranks)
+    now = _macs_by_block(graph, reading, batch, length)
+    total = before_cost.macs
     steps: list[Step] = []
-    for block in blocks:
-        found = factors[block.name]
-        Collaborate({block.name: found})(graph)
-        steps.append(
-            Step(
-                "collaborate",
-                block.name,
-                found.relative_error,
-                _macs(graph, batch, length),
-                found.rank,
-            )
-        )
-    _require(read_attention(graph, seed=seed), ranks)
+    for name, found in factors.items():
+        total = None if total is None else total + now[name] - spent[name]
+        steps.append(Step("collaborate", name, found.relative_error, total, found.rank))
 
     original = load_model(artifact)
     batches = data.held_out if data is not None else random_batches(original, seed)
@@ -339,6 +336,11 @@ def _factor(
     return factors
 
 
+def _macs_by_block(graph: ir.Model, reading: Reading, batch: int, sequence: int) -> dict[str, int]:
+    facts = interpret(graph, bind_axes(graph.graph, batch=batch, sequence=sequence))
+    return {block.name: macs_at(facts, block.nodes)[0] for block in reading.blocks}
+
+
 def _macs(graph: ir.Model, batch: int, sequence: int) -> int | None:
     facts = interpret(graph, bind_axes(graph.graph, batch=batch, sequence=sequence))
     total, uncounted = macs_at(facts, graph.graph)
@@ -415,7 +417,7 @@ def _write(
             "files": {p.name: _sha256(p) for p in sorted(stage.iterdir()) if p.suffix != ".json"},
             "lineage": [*artifact.lineage, entry],
         }
-        write_record(stage, record)
+        write_record(stage, merged_record(target, record))
 
 
 def _sha256(path: Path) -> str:

@@ -38,7 +38,7 @@ RESULT = Path(__file__).parent / "results" / "cp_speed.json"
 H, D, K, R = 12, 768, 64, 256
 
 
-class Reached(Exception):  # noqa: N818 - nothing is wrong
+class Reached(Exception):
     """Ours is at the error that it was raced to."""
 
 

@@ -35,7 +35,11 @@ RANKS = (192, 128)
 LENGTHS = (32, 128, 512)
 LEAST_COSINE = {192: 0.97, 128: 0.95}
 """Of the token outputs on sentences the fit did not see; below it the demo fails."""
-PAIR = ("A man is playing a guitar.", "Someone plays an instrument.", "The stock market fell today.")
+PAIR = (
+    "A man is playing a guitar.",
+    "Someone plays an instrument.",
+    "The stock market fell today.",
+)
 
 
 def main() -> int:
@@ -103,17 +107,35 @@ def summary(
     for rank in RANKS:
         table.add_column(f"collaborative R = {rank}", justify="right")
     certified = len(inspection.reading.certified)
-    table.add_row("attention layers", f"{certified} certified", *(f"{len(r.steps)} rewritten" for r in reports.values()))
-    table.add_row("parameters", f"{first.parameters / 1e6:.2f} M", *(f"{r.after.parameters / 1e6:.2f} M" for r in reports.values()))
-    table.add_row("MACs at 128 tokens", _giga(first.macs), *(_giga(r.after.macs) for r in reports.values()))
+    table.add_row(
+        "attention layers",
+        f"{certified} certified",
+        *(f"{len(r.steps)} rewritten" for r in reports.values()),
+    )
+    table.add_row(
+        "parameters",
+        f"{first.parameters / 1e6:.2f} M",
+        *(f"{r.after.parameters / 1e6:.2f} M" for r in reports.values()),
+    )
+    table.add_row(
+        "MACs at 128 tokens", _giga(first.macs), *(_giga(r.after.macs) for r in reports.values())
+    )
     for length in LENGTHS:
         at = [r for r in results if r.sequence == length]
         table.add_row(
             f"latency at {length} tokens", f"{at[0].p50_ms:.1f} ms",
             *(f"{r.p50_ms:.1f} ms, {r.speedup_vs_first:.2f}x" for r in at[1:]),
         )  # fmt: skip
-    table.add_row("fewer MACs up to", "", *(f"{(r.break_even_sequence or 0) - 1} tokens" for r in reports.values()))
-    table.add_row("mean cosine, held-out text", "1", *(f"{r.fidelity.mean_cosine:.4f}" for r in reports.values()))
+    table.add_row(
+        "fewer MACs up to",
+        "",
+        *(f"{(r.break_even_sequence or 0) - 1} tokens" for r in reports.values()),
+    )
+    table.add_row(
+        "mean cosine, held-out text",
+        "1",
+        *(f"{r.fidelity.mean_cosine:.4f}" for r in reports.values()),
+    )
     return table
 
 

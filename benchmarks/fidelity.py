@@ -3,8 +3,8 @@
     python benchmarks/fidelity.py --calib TEXT --data STS.tsv [--rows 800] [--ranks 192,128,96,64]
 
 Exports all-MiniLM-L6-v2 (from the [demo] extra), rewrites it at each R twice, by its weights alone
-and calibrated on the first sentences of TEXT (a sentence a line, or a .tsv with a column sentence1),
-and scores each on the STS pairs. The mean cosine is that of the token outputs on the sentences of
+and calibrated on the first sentences of TEXT (a sentence a line, or a .tsv with sentence1), and
+scores each on the STS pairs. The mean cosine is that of the token outputs on the sentences of
 STS.tsv, which the fit did not see.
 """
 
@@ -58,8 +58,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks", default="192,128,96,64")
     options = parser.parse_args(arguments)
     results: list[dict[str, Any]] = []
-    table = Table(title=f"{options.data.name}, calibrated on {options.rows} rows of {options.calib.name}")
-    for heading in ("R", "plain: Spearman", "kept", "cosine", "calibrated: Spearman", "kept", "cosine"):
+    table = Table(
+        title=f"{options.data.name}, calibrated on {options.rows} rows of {options.calib.name}"
+    )
+    for heading in (
+        "R",
+        "plain: Spearman",
+        "kept",
+        "cosine",
+        "calibrated: Spearman",
+        "kept",
+        "cosine",
+    ):
         table.add_column(heading, justify="right")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

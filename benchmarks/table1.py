@@ -48,9 +48,12 @@ def attention_layer(size: int, heads: int, seed: int = 0) -> ir.Model:
     <int64[4] split = {{0, 0, {heads}, {size // heads}}}, int64[3] merge = {{0, 0, {size}}},
      float root = {{{(size / heads) ** 0.5}}}>
     {{
-      q = MatMul(x, w_q)  q_split = Reshape(q, split)  q_heads = Transpose<perm = [0, 2, 1, 3]>(q_split)
-      k = MatMul(x, w_k)  k_split = Reshape(k, split)  k_heads = Transpose<perm = [0, 2, 3, 1]>(k_split)
-      v = MatMul(x, w_v)  v_split = Reshape(v, split)  v_heads = Transpose<perm = [0, 2, 1, 3]>(v_split)
+      q = MatMul(x, w_q)  q_split = Reshape(q, split)
+      q_heads = Transpose<perm = [0, 2, 1, 3]>(q_split)
+      k = MatMul(x, w_k)  k_split = Reshape(k, split)
+      k_heads = Transpose<perm = [0, 2, 3, 1]>(k_split)
+      v = MatMul(x, w_v)  v_split = Reshape(v, split)
+      v_heads = Transpose<perm = [0, 2, 1, 3]>(v_split)
       product = MatMul(q_heads, k_heads)
       scores = Div(product, root)
       probabilities = Softmax<axis = -1>(scores)
@@ -156,11 +159,18 @@ def main(arguments: list[str] | None = None) -> int:
     table.add_row("speed-up", *(f"{r[0]:.2f}x [{r[1]:.2f}, {r[2]:.2f}]" for r in ratios))
     table.add_row(
         "costs more MACs from",
-        *(f"{c['break_even_tokens']} tokens ({c['break_even_tokens_without_mixing']:.0f} without mixing)"
-          for c in columns),
-    )  # fmt: skip
+        *(
+            f"{c['break_even_tokens']} tokens "
+            f"({c['break_even_tokens_without_mixing']:.0f} without mixing)"
+            for c in columns
+        ),
+    )
     Console().print(table)
-    result = {"command": "python benchmarks/table1.py", "columns": columns, "machine": asdict(report.machine)}
+    result = {
+        "command": "python benchmarks/table1.py",
+        "columns": columns,
+        "machine": asdict(report.machine),
+    }
     RESULT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return 0
 

@@ -12,7 +12,7 @@ from graph_passes.attention import AttentionBlock, Mask, Projection
 from graph_passes.cp import CollaborativeFactors, TokenMoments, collaborative_factors
 from graph_passes.edit import Inserter, remove_unused, replace_uses
 from graph_passes.errors import CannotRewrite, InvalidArgument
-from graph_passes.find import find_attention
+from graph_passes.find import REWRITTEN, find_attention
 from graph_passes.invariants import check, interface
 from graph_passes.trace import only_consumer
 
@@ -123,7 +123,7 @@ def factor(
 
 
 def _rewrite(block: AttentionBlock, factors: CollaborativeFactors) -> None:
-    make = Inserter(block.graph, block.product, f"{block.name}/collaborative")
+    make = Inserter(block.graph, block.product, f"{block.name}{REWRITTEN}".rstrip("/"))
     dtype = (block.q.weight.dtype or ir.DataType.FLOAT).numpy()
     rank, heads = factors.rank, block.num_heads
 

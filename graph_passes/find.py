@@ -22,10 +22,13 @@ from graph_passes.idioms import FUSED, LOGIT_IDIOMS, OPERATORS, PROBABILITY_IDIO
 from graph_passes.shapes import bind_axes, interpret
 from graph_passes.trace import Reader, Unread, say
 
-__all__ = ["find_attention"]
+__all__ = ["REWRITTEN", "find_attention"]
 
 BATCH, SEQUENCE = 2, 5
 """Lengths to read at: small, and apart from each other, so that no axis is mistaken for another."""
+
+REWRITTEN = "/collaborative/"
+"""Stands in the names of what ``Collaborate`` puts into a graph, after the block's name."""
 
 REACH = 12
 """Nodes between scores and softmax; each may have two operands to search, so few."""
@@ -275,7 +278,13 @@ def _named(blocks: Sequence[AttentionBlock]) -> list[AttentionBlock]:
 
 
 def _common_name(block: AttentionBlock) -> str:
-    """The dotted path that the names of the projections' nodes and constants share."""
+    """The dotted path that the names of the projections' nodes and constants share.
+
+    A rewritten block has its name in the names of its weights.
+    """
+    rewritten, mark, _ = (block.q.weight.name or "").partition(REWRITTEN)
+    if mark:
+        return rewritten
     groups: list[list[str]] = []
     for projection in (block.q, block.k, block.v):
         constants = [

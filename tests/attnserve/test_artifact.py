@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from attnserve.artifact import (
     check_target,
     copy_companions,
     load_model,
+    merged_record,
     open_artifact,
     save_model,
     staged,
@@ -356,10 +358,26 @@ def test_what_exists_is_replaced_by_force_only(plain: Path, tmp_path: Path, name
     assert target(tmp_path / "new", plain, force=True) == tmp_path / "new" / "model.onnx"
 
 
-def test_the_originals_record_is_replaced_by_force_only(plain: Path):
-    write_record(plain.parent, {"pooling": "cls"})
+def test_a_record_that_speaks_for_no_model_is_replaced_by_force_only(plain: Path, tmp_path: Path):
+    (tmp_path / "new").mkdir()
+    write_record(tmp_path / "new", {"pooling": "cls"})
     with pytest.raises(InvalidOutput, match=r"attnserve\.json: exists already"):
-        target(plain.with_name("new.onnx"), plain)
+        target(tmp_path / "new" / "other.onnx", plain)
+
+
+def test_models_in_one_folder_keep_a_record_each(plain: Path):
+    """The newest stands at the top level, its neighbours under "others"; none is lost."""
+    folder = plain.parent
+    write_record(folder, {"pooling": "cls"})
+    for name in ("a.onnx", "b.onnx", "a.onnx"):
+        file = target(folder / name, plain, force=True)
+        shutil.copyfile(plain, file)
+        write_record(folder, merged_record(file, {"pooling": name, "files": {name: "sha"}}))
+    record = json.loads((folder / "attnserve.json").read_text())
+    assert record["files"] == {"a.onnx": "sha"}
+    assert set(record["others"]) == {"model.onnx", "b.onnx"}
+    for name, pooling in (("model.onnx", "cls"), ("a.onnx", "a.onnx"), ("b.onnx", "b.onnx")):
+        assert open_artifact(folder / name).record["pooling"] == pooling
 
 
 def test_another_models_tokenizer_is_replaced_by_force_only(plain: Path, tmp_path: Path):

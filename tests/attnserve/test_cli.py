@@ -495,7 +495,11 @@ def test_a_program_that_is_interrupted_leaves_nothing(tiny: Path, tmp_path: Path
     before = tree(tmp_path)
     command = [sys.executable, "-m", "attnserve.cli", "optimize", str(tiny), "-o"]
     command += [str(tmp_path / "new"), "--collab-dk", "16", "--calib", str(calib)]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as program:
+    with subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, text=True,
+        # A job in the background of a shell ignores Ctrl-C, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as program:  # fmt: skip
         time.sleep(4)
         program.send_signal(signal.SIGINT)
         assert program.wait(60) == 130
