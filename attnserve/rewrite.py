@@ -45,6 +45,9 @@ Stage = Callable[[str, int, int], None]
 
 DEFAULT_SEQUENCE = 128
 
+LOW_COSINE = 0.9
+"""Below it a sentence encoder's scores suffer visibly (benchmarks/results/fidelity.json)."""
+
 
 @dataclass(frozen=True)
 class ModelCost:
@@ -123,7 +126,7 @@ def optimize(
         output: An .onnx file, or a folder that receives model.onnx.
         collab_dk: R for every layer, one R a layer in order, or R by layer name.
         calib: Text (a sentence a line), .npz or a folder of .npz; without it the weights alone are
-            approximated, at three to six times the error.
+            approximated, at several times the error.
         layers: Names or indices of the layers to rewrite; all that can be by default.
         batch, sequence: Where costs are reported; the sequence defaults to the calibration data's
             median, else 128.
@@ -191,7 +194,11 @@ def optimize(
         break_even_sequence=even,
         batch=batch,
         sequence=length,
-        warnings=(*warnings, *_warn(even, length, artifact.max_length, data, blocks, exact)),
+        warnings=(
+            *warnings,
+            *_warn(even, length, artifact.max_length, data, blocks, exact),
+            *_warn_of_fidelity(fidelity),
+        ),
     )
     if min_cosine is not None and fidelity.mean_cosine < min_cosine:
         raise CheckFailed(
@@ -376,7 +383,7 @@ def _warn(
     if exact:
         return warnings
     if data is None:
-        warnings.append("not calibrated: --calib FILE cuts the error three to six times")
+        warnings.append("not calibrated: --calib FILE cuts the error several times")
         return warnings
     width = max(block.input_size for block in blocks)
     if data.source["fit_tokens"] < width:
@@ -385,6 +392,15 @@ def _warn(
             f"{width}: more text gives a better fit"
         )
     return warnings
+
+
+def _warn_of_fidelity(fidelity: Fidelity) -> list[str]:
+    if fidelity.mean_cosine >= LOW_COSINE:
+        return []
+    return [
+        f"the outputs are far from the original's: mean cosine {fidelity.mean_cosine:.3f} "
+        f"({fidelity.data}); raise --collab-dk, or fail below a bound with --min-cosine"
+    ]
 
 
 def _silent(what: str, done: int, total: int) -> None:

@@ -16,9 +16,14 @@ from onnx import numpy_helper
 
 from attnserve.artifact import load_model, open_artifact
 from attnserve.inspection import inspect
-from attnserve.rewrite import OptimizeReport, optimize, require_finite_weights
+from attnserve.rewrite import (
+    OptimizeReport,
+    _warn_of_fidelity,
+    optimize,
+    require_finite_weights,
+)
 from attnserve.session import open_session
-from attnserve.verify import verify
+from attnserve.verify import Fidelity, verify
 from graph_passes.errors import (
     CannotRewrite,
     CheckFailed,
@@ -488,3 +493,10 @@ def test_masks_may_hold_minus_infinity_and_weights_may_not(array: np.ndarray, so
     else:
         with pytest.raises(InvalidModel, match="'w'"):
             require_finite_weights(model)
+
+
+def test_outputs_far_from_the_originals_are_warned_of():
+    """At the bound nothing is said; below it the cosine, what it was measured on, and a way out."""
+    assert _warn_of_fidelity(Fidelity((), 0.9, 0.5, "held out of text.txt")) == []
+    (warning,) = _warn_of_fidelity(Fidelity((), 0.8994, 0.5, "held out of text.txt"))
+    assert "0.899 (held out of text.txt); raise --collab-dk" in warning
