@@ -80,7 +80,9 @@ def process(*arguments: object, **options: Any) -> subprocess.CompletedProcess[s
 def test_inspect_prints_a_table_that_fits_and_the_sums(cli: Cli, tiny: Path):
     done = cli("inspect", tiny)
     assert done.code == 0 and done.err == ""
-    assert max(map(len, done.out.splitlines()[:8])) <= 80
+    title, *table = done.out.splitlines()[:8]
+    assert title.startswith(f"{tiny}: ")  # one line, however long the path
+    assert max(map(len, table)) <= 80
     assert "4 x 8" in done.out and "standard" in done.out
     assert "2 certified, 0 missed" in done.out
 
