@@ -233,9 +233,18 @@ class Reader:
             order = np.arange(math.prod(inner.shape)).reshape(inner.shape)
             moved = self._moved(node, order, value.index() or 0)
             return inner.each(lambda labels: labels.at(moved)).through(node)
-        combine = COMBINED.get((node.domain, node.op_type))
-        if combine is not None and None not in node.inputs[:2]:
-            return combine(self, node, role, reach - 1)
+        if not node.domain and None not in node.inputs[:2]:
+            match node.op_type:
+                case "Add" | "Sub" | "Mul" | "Div":
+                    return self._arithmetic(node, role, reach - 1)
+                case "Neg":
+                    return self._negated(node, role, reach - 1)
+                case "Concat":
+                    return self._joined(node, role, reach - 1)
+                case "RotaryEmbedding":
+                    return self._rotated(node, role, reach - 1)
+                case _:
+                    pass
         raise Unread(f"{say(node)} stands between the {role} projection and the product")
 
     def _source(self, node: ir.Node, role: str) -> Trace:
@@ -479,18 +488,6 @@ def _added(node: ir.Node, readings: list[Trace], role: str) -> Trace:
         b = b.each(lambda labels: labels.times(-1.0))
     nodes = dict.fromkeys((*a.nodes, *b.nodes, node))
     return Trace(a.source, 1.0, {**a.terms, **b.terms}, tuple(nodes))
-
-
-COMBINED: dict[tuple[str, str], Callable[[Reader, ir.Node, str, int], Trace]] = {
-    ("", "Add"): Reader._arithmetic,  # pyright: ignore[reportPrivateUsage]
-    ("", "Sub"): Reader._arithmetic,  # pyright: ignore[reportPrivateUsage]
-    ("", "Mul"): Reader._arithmetic,  # pyright: ignore[reportPrivateUsage]
-    ("", "Div"): Reader._arithmetic,  # pyright: ignore[reportPrivateUsage]
-    ("", "Neg"): Reader._negated,  # pyright: ignore[reportPrivateUsage]
-    ("", "Concat"): Reader._joined,  # pyright: ignore[reportPrivateUsage]
-    ("", "RotaryEmbedding"): Reader._rotated,  # pyright: ignore[reportPrivateUsage]
-}
-"""What may stand between a projection and its product beside layout."""
 
 
 def only_consumer(value: ir.Value) -> ir.Node | None:
