@@ -56,8 +56,15 @@ def test_every_command_it_names_exists_with_its_options():
 
 def test_its_fidelity_table_is_the_result_file():
     result = json.loads((ROOT / "benchmarks/results/fidelity.json").read_text(encoding="utf-8"))
-    for row in result["results"]:
-        assert f"{row['kept']:.1%}" in README, row
+    for plain, calibrated in zip(result["results"][::2], result["results"][1::2], strict=True):
+        cells = [f"{row['kept']:.1%} | {row['mean_cosine']:.3f}" for row in (plain, calibrated)]
+        assert f"| {plain['rank']} | {cells[0]} | {cells[1]} |" in README
+
+
+def test_its_speed_is_the_result_file():
+    result = json.loads((ROOT / "benchmarks/results/minilm.json").read_text(encoding="utf-8"))
+    ratios = [f"{r['speedup_vs_first']:.2f}x" for r in result["results"] if r["model"] == "r128"]
+    assert "{}, {} and {}".format(*ratios) in README
 
 
 @pytest.mark.slow
