@@ -249,7 +249,8 @@ def staged(folder: Path) -> Generator[Path]:
             ) from error
     except OSError as error:  # of the work inside: most often a full disk
         raise InvalidOutput(
-            f"{folder}: writing failed: {error.strerror or error}", "free some space"
+            f"{folder}: writing failed: {error.strerror or error}",
+            "choose another -o, or free some space",
         ) from error
     finally:
         if stage is not None:
