@@ -250,7 +250,7 @@ def staged(folder: Path) -> Generator[Path]:
     except OSError as error:  # of the work inside: most often a full disk
         raise InvalidOutput(
             f"{folder}: writing failed: {error.strerror or error}",
-            "choose another -o, or free some space",
+            "free some space, or choose another -o",
         ) from error
     finally:
         if stage is not None:
