@@ -164,6 +164,7 @@ def run(session: Any, batch: Batch) -> list[np.ndarray]:
 
 def _observed(block: AttentionBlock) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
     assert block.probabilities is not None, f"{block.name}: its probabilities are not in the graph"
+    assert block.v.output is not None
     return block.x, block.y, block.probabilities, block.v.output
 
 

@@ -7,19 +7,31 @@ disagrees beyond ``TOLERANCE`` becomes a miss, and no pass touches it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from onnx.reference import ReferenceEvaluator
 
 from attnserve.session import open_session
-from graph_passes.attention import AttentionBlock, Mask, Miss, PositionBias
+from graph_passes.attention import (
+    AttentionBlock,
+    FullLengths,
+    KeyLengths,
+    KeyMask,
+    LogitStep,
+    Mask,
+    Miss,
+    PositionBias,
+)
 from graph_passes.errors import InvalidModel, MissingExtra
 from graph_passes.find import find_attention
 from graph_passes.reference import attention_reference, inputs_of
-from graph_passes.shapes import Facts, bind_axes, interpret
+from graph_passes.shapes import Fact, Facts, bind_axes, interpret
 
 __all__ = ["TOLERANCE", "Certified", "Reading", "certify", "read_attention"]
 
@@ -31,6 +43,14 @@ SHAPES = ((2, 7), (3, 4))
 
 SINGLE = ((1, 7), (1, 4))
 """Tried where ONNX Runtime refuses the first: some exporters' graphs run one sequence at a time."""
+
+
+MASKED = 1e9
+"""What hides a key when it is taken from its logit."""
+
+
+Evaluate = Callable[[ir.Model, Mapping[str, np.ndarray]], list[np.ndarray]]
+"""Runs a small model; ONNX's own evaluator takes graphs that ONNX Runtime has no kernel for."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +89,11 @@ def read_attention(model: ir.Model, *, seed: int = 0) -> Reading:
             for batch, sequence in shapes
         ]
 
-    runs = [partial(facts_at, SHAPES), partial(facts_at, SINGLE)]
+    runs = [
+        (partial(facts_at, SHAPES), onnx_runtime),
+        (partial(facts_at, SINGLE), onnx_runtime),
+        (partial(facts_at, SHAPES), onnx_reference),
+    ]
     for block in blocks:
         result = certify(block, runs, dict(model.opset_imports), model.ir_version, seed=seed)
         if isinstance(result, Miss):
@@ -81,7 +105,7 @@ def read_attention(model: ir.Model, *, seed: int = 0) -> Reading:
 
 def certify(
     block: AttentionBlock,
-    runs: Sequence[Callable[[], Sequence[Facts]]],
+    runs: Sequence[tuple[Callable[[], Sequence[Facts]], Evaluate]],
     opsets: dict[str, int],
     ir_version: int,
     *,
@@ -90,13 +114,15 @@ def certify(
     """Run one block and compare; a disagreement is a ``Miss``.
 
     Args:
-        runs: Each gives the shapes to run at; the first that ONNX Runtime runs at all decides.
+        runs: Shapes to run at, and by what; the first that can run the block at all decides.
     """
     reasons: list[str] = []
-    for group in runs:
+    for group, evaluate in runs:
         try:
             worst = max(
-                _compare(block, facts, opsets, ir_version, np.random.default_rng(seed + index))
+                _compare(
+                    block, facts, evaluate, opsets, ir_version, np.random.default_rng(seed + index)
+                )
                 for index, facts in enumerate(group())
             )
         except _UndecidedError as undecided:
@@ -119,13 +145,14 @@ class _UndecidedError(Exception):
 def _compare(
     block: AttentionBlock,
     facts: Facts,
+    evaluate: Evaluate,
     opsets: dict[str, int],
     ir_version: int,
     rng: np.random.Generator,
 ) -> float:
     values = {value: _random(block, value, facts, rng) for value in inputs_of(block)}
     targets = [value for value in (block.probabilities, _result(block)) if value is not None]
-    got = _run(block.graph, values, targets, facts, opsets, ir_version)
+    got = _run(block, values, targets, facts, evaluate, opsets, ir_version)
     batch = _batch(block, facts)
     try:
         expected = attention_reference(block, values, batch)
@@ -138,6 +165,7 @@ def _compare(
         elif block.output is not None:
             assert expected.output is not None
             want = expected.output
+            want = want.swapaxes(0, 1) if block.output.sequence_first else want
         else:
             want = _laid_out_like(expected.context, array, block)
         if array.size != want.size:
@@ -155,80 +183,195 @@ def _result(block: AttentionBlock) -> ir.Value:
 
 
 def _batch(block: AttentionBlock, facts: Facts) -> int:
-    made = facts.shape(block.q.nodes[0].outputs[0])
-    laid_out = facts.shape(block.q.output)
-    assert made is not None and laid_out is not None
-    return int(np.prod(made[:-1])) // laid_out[-2]
+    def shape_of(value: ir.Value) -> tuple[int, ...]:
+        shape = facts.shape(value)
+        if shape is None:
+            raise _UndecidedError(f"the shape of {value.name!r} could not be inferred")
+        return shape
+
+    return block.q.sequences(shape_of)
 
 
 def _laid_out_like(context: np.ndarray, array: np.ndarray, block: AttentionBlock) -> np.ndarray:
-    """(B, S, H*V) as the graph keeps its context: heads merged, or (B, H, S, V)."""
-    if array.ndim == 3 and array.shape == context.shape:
-        return context
-    return np.moveaxis(context.reshape(*context.shape[:2], block.num_heads, -1), 2, 1)
+    """(B, S, H*V) as the graph keeps its context."""
+    if block.context_axes is None and array.ndim == 3:
+        return context  # heads merged, as a fused operator leaves them
+    split = np.moveaxis(context.reshape(*context.shape[:2], block.num_heads, -1), 2, 1)
+    if block.context_axes is None:
+        return split
+    ordered = split.reshape([array.shape[axis] for axis in block.context_axes])
+    return ordered.transpose(np.argsort(block.context_axes))
 
 
 def _random(
     block: AttentionBlock, value: ir.Value, facts: Facts, rng: np.random.Generator
 ) -> np.ndarray:
-    """Tokens are normal; masks are valid: at least one key is seen by every query."""
+    """Tokens are normal; masks, lengths and positions are valid."""
     fact = facts.known.get(value)
     if fact is None:
         raise _UndecidedError(f"the shape of {value.name!r} could not be inferred")
-    kinds = [step for step in block.steps if getattr(step, "value", None) is value]
-    dtype = fact.dtype.numpy()
-    if not kinds:
-        return rng.standard_normal(fact.shape).astype(dtype)
+    dtype = _single(fact.dtype).numpy()
+    for step in block.steps:
+        if value in (getattr(step, "value", None), getattr(step, "total", None)):
+            return _random_mask(step, value, fact, _keys(block, facts), rng).astype(dtype)
+    for spread in (*(t.factor for p in (block.q, block.k) for t in p.turns), block.k.past):
+        table = None if spread is None or spread.positions is not value else spread.value
+        if table is not None:
+            rows = facts.shape(table)
+            return rng.integers(0, max(1, rows[0] // 2) if rows else 1, fact.shape).astype(dtype)
+    return rng.standard_normal(fact.shape).astype(dtype)
+
+
+def _random_mask(
+    step: LogitStep, value: ir.Value, fact: Fact, keys: int, rng: np.random.Generator
+) -> np.ndarray:
+    """At least one key, the first, is seen by every query."""
+    match step:
+        case FullLengths():
+            return np.full(fact.shape, keys if value is step.total else keys - 1)
+        case KeyLengths():
+            return rng.integers(1, keys, fact.shape, endpoint=True) - step.extra
+        case _:
+            pass
     seen = rng.random(fact.shape) < 0.7
     if seen.ndim:
         seen[..., 0] = True
-    if isinstance(kinds[0], Mask):
-        return (seen == kinds[0].keep).astype(dtype)
-    assert isinstance(kinds[0], PositionBias)
-    low = -1e4 if dtype.itemsize < 4 else -1e9
-    return np.where(seen, rng.standard_normal(fact.shape), low).astype(dtype)
+    if isinstance(step, Mask):
+        return seen == step.keep
+    if isinstance(step, KeyMask):
+        return seen
+    low = 0.0 if not isinstance(step, PositionBias) else -step.sign * MASKED
+    return np.where(seen, rng.standard_normal(fact.shape), low)
+
+
+def _keys(block: AttentionBlock, facts: Facts) -> int:
+    """T: the keys of the cache and those of the tokens."""
+    total = 0
+    if block.k.weight is not None:
+        tokens = facts.shape(block.k.input) or (0,)
+        total += math.prod(tokens[:-1]) // _batch(block, facts)
+    if block.k.past is not None:
+        past = facts.shape(block.k.past.value) or (0,)
+        total += past[block.k.past.token_axis]
+    return total
 
 
 def _run(
-    graph: ir.Graph,
+    block: AttentionBlock,
     values: Mapping[ir.Value, np.ndarray],
     targets: Sequence[ir.Value],
     facts: Facts,
+    evaluate: Evaluate,
     opsets: dict[str, int],
     ir_version: int,
 ) -> list[np.ndarray]:
-    """The targets, from the cut values and the shape program's results, without optimization."""
+    """The targets, from the cut values and the shape program's results, without optimization.
+
+    The nodes may lie in the body of an If and read what the graphs around it make; here they lie
+    in one graph.
+    """
     cut = dict(values)
-    pending, seen = list(targets), set[ir.Value]()
-    while pending:
-        value = pending.pop()
-        if value in seen or value in cut:
-            continue
-        seen.add(value)
-        node = value.producer()
-        if node is None:
-            if not value.is_initializer():
-                raise _UndecidedError(f"it also depends on the graph input {value.name!r}")
-            continue
-        constant = facts.constant(value)
-        if constant is not None and node.op_type != "Constant":
-            cut[value] = constant
-            continue
-        pending += [parent for parent in node.inputs if parent is not None]
+    nodes, constants = _between(cut, targets, facts)
+    graph = ir.GraphView(
+        list(cut),
+        list(targets),
+        nodes=nodes,
+        initializers=constants,
+        opset_imports=opsets,
+        name=block.name,
+    ).clone()
+    for inner, value in zip(graph.inputs, cut, strict=True):
+        fact = facts.known[value]
+        inner.const_value = None
+        inner.type, inner.shape = ir.TensorType(fact.dtype), ir.Shape(fact.shape)
+    _in_single_precision(graph)
     try:
-        part = ir.convenience.extract(graph, list(cut), list(targets))
-        for inner in part.inputs:
-            fact = facts.known.get(next(v for v in cut if v.name == inner.name))
-            if fact is not None:
-                inner.type, inner.shape = ir.TensorType(fact.dtype), ir.Shape(fact.shape)
-        model = ir.Model(part, ir_version=ir_version)
-        model.opset_imports.update(opsets)
-        session = open_session(model, threads=1, optimize=False)
-        feeds = {value.name: array for value, array in cut.items()}
-        return [np.asarray(array) for array in session.run(None, feeds)]
+        feeds = {value.name or "": array for value, array in cut.items()}
+        return evaluate(ir.Model(graph, ir_version=ir_version), feeds)
     except MissingExtra:
         raise
     except (ValueError, InvalidModel) as error:
-        raise _UndecidedError(str(error).splitlines()[0]) from error
+        raise _UndecidedError(str(error).splitlines()[0][:300]) from error
     except Exception as error:  # onnxruntime raises a class of its own for each status
-        raise _UndecidedError(f"ONNX Runtime: {str(error).splitlines()[0]}") from error
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise _UndecidedError(f"{evaluate.__name__}: {first[:300]}") from error
+
+
+def onnx_runtime(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    """Run a model as it is written, without optimization."""
+    session = open_session(model, threads=1, optimize=False)
+    return [np.asarray(array) for array in session.run(None, dict(feeds))]
+
+
+def onnx_reference(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    """Run a model on ONNX's own evaluator."""
+    results: Any = ReferenceEvaluator(ir.to_proto(model)).run(None, dict(feeds))
+    return [np.asarray(array) for array in results]
+
+
+def _between(
+    cut: dict[ir.Value, np.ndarray], targets: Sequence[ir.Value], facts: Facts
+) -> tuple[list[ir.Node], list[ir.Value]]:
+    """The nodes from the cut values to the targets, in order, and the constants they read.
+
+    Results of the shape program are added to the cut.
+    """
+    nodes: dict[ir.Node, None] = {}
+    constants: dict[ir.Value, None] = {}
+    pending: list[ir.Value | ir.Node] = list(reversed(targets))
+    entered: set[ir.Value] = set()
+    while pending:
+        item = pending.pop()
+        if isinstance(item, ir.Node):  # everything it reads is there
+            nodes[item] = None
+            continue
+        if item in cut or item in entered:
+            continue
+        entered.add(item)
+        node = item.producer()
+        if node is None:
+            if not item.is_initializer():
+                raise _UndecidedError(f"it also depends on the graph input {item.name!r}")
+            constants[item] = None
+            continue
+        constant = facts.constant(item)
+        if constant is not None and node.op_type != "Constant":
+            cut[item] = constant.astype(_single(facts.known[item].dtype).numpy())
+            continue
+        if node in nodes:
+            continue
+        if any(a.type == ir.AttributeType.GRAPH for a in node.attributes.values()):
+            raise _UndecidedError(f"{node.op_type} {node.name!r} stands in between")
+        pending.append(node)
+        pending += [parent for parent in node.inputs if parent is not None]
+    return list(nodes), list(constants)
+
+
+def _single(dtype: ir.DataType) -> ir.DataType:
+    """Half precision is certified in single precision: the same graph, without its rounding."""
+    half = dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+    return ir.DataType.FLOAT if half else dtype
+
+
+def _in_single_precision(graph: ir.Graph) -> None:
+    """Give every half-precision constant, input and Cast of a graph single precision."""
+    for value in graph.inputs:
+        value.type = ir.TensorType(_single(value.dtype or ir.DataType.FLOAT))
+    for value in graph.initializers.values():
+        value.const_value = _single_tensor(value.const_value)
+        value.type = None if value.const_value is None else ir.TensorType(value.const_value.dtype)
+    for node in graph:
+        for value in node.outputs:
+            value.type = value.shape = None  # ONNX Runtime infers them again
+        for name, attribute in list(node.attributes.items()):
+            if attribute.type == ir.AttributeType.TENSOR:
+                node.attributes[name] = ir.AttrTensor(name, _single_tensor(attribute.as_tensor()))
+            elif name == "to" and node.op_type == "Cast":
+                to = _single(ir.DataType(attribute.as_int()))
+                node.attributes[name] = ir.AttrInt64(name, to.value)
+
+
+def _single_tensor(tensor: ir.TensorProtocol | None) -> Any:
+    if tensor is None or _single(tensor.dtype) is tensor.dtype:
+        return tensor
+    return ir.tensor(tensor.numpy().astype(np.float32), name=tensor.name)

@@ -12,34 +12,92 @@ A block is a reading of one graph at one moment: after a rewrite, find again, ne
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeGuard
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import onnx_ir as ir
+
+from graph_passes.constants import constant_array, constant_shape, constant_type
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 __all__ = [
     "AttentionBlock",
+    "Capped",
     "Causal",
+    "Floor",
     "Form",
+    "FullLengths",
+    "KeyLengths",
+    "KeyMask",
     "LogitStep",
     "Mask",
     "Miss",
+    "Norm",
     "OutputProjection",
     "PositionBias",
     "Projection",
+    "Scaled",
+    "Spread",
     "Turn",
-    "TurnAxis",
+    "as_matrix",
 ]
 
-Layout = Literal["B H T K", "B*H T K", "B T H*K"]
+Layout = Literal["B H T K", "B*H T K", "B T H*K", "inside"]
 Form = Literal["standard", "collaborative", "sparse", "reuse", "skip"]
 
 
-TurnAxis = Literal["one", "batch", "token", "element"]
+@dataclass(frozen=True, eq=False)
+class Spread:
+    """How a value that the tokens do not make is laid over heads (B, H, T, K).
+
+    Attributes:
+        value: Angles of rotary positions, or the keys or values of earlier tokens.
+        axes: What each axis of the value runs over: the batch, the tokens, or the elements that an
+            (H, K) array of indices names (all zeros where the axis has length 1).
+        positions: Where given, it is ``value[positions]`` that is laid out, (B or 1, T, ...).
+        to_last: The positions are those of the last token of each sequence, not of the first.
+    """
+
+    value: ir.Value
+    axes: tuple[Literal["batch", "token"] | Int[np.ndarray, "H K"], ...]
+    positions: ir.Value | None = None
+    to_last: bool = False
+
+    @property
+    def token_axis(self) -> int:
+        """The axis of the value that runs over the tokens."""
+        return next(
+            i for i, axis in enumerate(self.axes) if isinstance(axis, str) and axis == "token"
+        )
+
+    def over(
+        self, array: np.ndarray, batch: int, length: int, positions: np.ndarray | None = None
+    ) -> np.ndarray:
+        """The value's elements, ``array``, as (B or 1, H or 1, T or 1, K or 1).
+
+        Args:
+            positions: Of ``self.positions``: one for each token, or one for the first (or the
+                last) of each sequence, from where they count.
+        """
+        if positions is not None:
+            if self.to_last or positions.ndim == 1:
+                first = positions.reshape(-1, 1) - (length - 1 if self.to_last else 0)
+                positions = first + np.arange(length)
+            array = array[positions]
+        batches = np.arange(batch)[:, None, None, None]
+        tokens = np.arange(length)[None, None, :, None]
+        index = [
+            (batches if axis == "batch" else tokens)
+            if isinstance(axis, str)
+            else axis[None, :, None, :]
+            for axis in self.axes
+        ]
+        return array[tuple(index)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,28 +105,44 @@ class Turn:
     """One term of a projection that positions turn (rotary embeddings): factor * (x W g + o).
 
     Attributes:
-        factor: Cosines or sines, a value that does not depend on the tokens; None is one.
+        factor: Cosines or sines, which do not depend on the tokens; None is one.
         columns, gain, offset: As of a ``Projection``, for this term.
-        axes: What each axis of the factor runs over.
-        element: Where an axis runs over the elements of the head: which of it each one takes.
     """
 
-    factor: ir.Value | None
+    factor: Spread | None
     columns: Int[np.ndarray, "H K"]
     gain: Float[np.ndarray, "H K"]
     offset: Float[np.ndarray, "H K"]
-    axes: tuple[TurnAxis, ...]
-    element: Int[np.ndarray, "H K"]
 
-    def angles(self, factor: np.ndarray, batch: int, length: int) -> np.ndarray:
-        """The factor as (B or 1, H or 1, T or 1, K or 1), for each element of the heads."""
-        where = {
-            "one": np.zeros((1, 1, 1, 1), np.int64),
-            "batch": np.arange(batch)[:, None, None, None],
-            "token": np.arange(length)[None, None, :, None],
-            "element": self.element[None, :, None, :],
-        }
-        return factor[tuple(where[axis] for axis in self.axes)]
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """q/k norm: parts of a projection normalised before positions turn them.
+
+        u = scale * ((x W)[columns] * gain + offset);  n = u / sqrt(mean(u^2) + epsilon)
+
+    with the mean of u taken away first where ``centred``. Its own weight and bias are gain and
+    offset of the projection, whose columns count the elements of n, flattened.
+
+    Attributes:
+        node: The last node of the norm without its weight.
+        columns: Which columns are normalised together: a row for each group of length L.
+    """
+
+    node: ir.Node
+    columns: Int[np.ndarray, "G L"]
+    gain: Float[np.ndarray, "G L"]
+    offset: Float[np.ndarray, "G L"]
+    scale: float
+    epsilon: float
+    centred: bool
+
+    def __call__(self, product: Float[np.ndarray, "B T N"]) -> Float[np.ndarray, "B T G*L"]:
+        u = self.scale * (product[..., self.columns] * self.gain + self.offset)  # B T G L
+        if self.centred:
+            u = u - u.mean(axis=-1, keepdims=True)
+        normed = u / np.sqrt(np.square(u).mean(axis=-1, keepdims=True) + self.epsilon)
+        return normed.reshape(*product.shape[:-1], -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,27 +157,48 @@ class Projection:
     whatever scalars were multiplied in on the way.
 
     Attributes:
-        input: The tokens, (B, S, D) where ``by_sequence``, else flattened or cut in windows.
-        weight: The constant (D, N), or (N, D) where ``transposed``.
-        output: The value with the heads laid out, as the scores read it.
+        input: The tokens, (B, S, D) where ``by_sequence``, else flattened or cut in windows. The
+            cached heads where there is no weight.
+        weight: A constant; None where the heads are handed in whole (``past``), as a decoder's
+            cached cross-attention is.
+        contracted: The axes of ``weight`` that meet the tokens' last: (0,) for (D, N), (1,) for
+            (N, D). All others, flattened, are the columns.
+        output: The value with the heads laid out, as the scores read it; None inside a fused
+            operator.
         nodes: From the product to ``output``, in order.
-        by_sequence: The batch and the length of ``input`` are those of ``output``.
-        layout: Of ``output``: heads apart, in one axis with the batch, or side by side.
+        by_sequence: ``input`` is (B, S, D), with the batch and the length of ``output``.
+        sequence_first: The tokens of ``input`` count (S, B), not (B, S).
+        layout: Of ``output``: heads apart, in one axis with the batch, side by side, or (inside)
+            nowhere in the graph.
         turns: Where positions turn the heads, every term of the sum (the first is ``columns``).
+        norm: Where heads are normalised before that.
+        past: The heads of earlier tokens, which come before those of ``input``.
+        token_axis: The axis of ``output`` that counts tokens.
     """
 
     input: ir.Value
-    weight: ir.Value
-    transposed: bool
+    weight: ir.Value | None
+    contracted: tuple[int, ...]
     columns: Int[np.ndarray, "H K"]
     gain: Float[np.ndarray, "H K"]
     offset: Float[np.ndarray, "H K"]
     scale: float
-    output: ir.Value
+    output: ir.Value | None
     nodes: tuple[ir.Node, ...]
     by_sequence: bool
     layout: Layout
     turns: tuple[Turn, ...] = ()
+    norm: Norm | None = None
+    past: Spread | None = None
+    token_axis: int = -2
+    sequence_first: bool = False
+
+    def sequences(self, shape_of: Callable[[ir.Value], tuple[int, ...]]) -> int:
+        """B: how many sequences there are where values have these shapes."""
+        tokens = shape_of(self.input)
+        if self.output is None or self.weight is None or self.by_sequence:
+            return tokens[0]
+        return math.prod(tokens[:-1]) // shape_of(self.output)[self.token_axis]
 
     @property
     def num_heads(self) -> int:
@@ -118,10 +213,15 @@ class Projection:
         """Heads that read columns of their own: fewer than H where key/value heads are grouped."""
         return len(np.unique(self.columns, axis=0))
 
+    @property
+    def dtype(self) -> ir.DataType:
+        """The element type of the weight."""
+        return ir.DataType.FLOAT if self.weight is None else constant_type(self.weight)
+
     def matrix(self) -> Float[np.ndarray, "D N"]:
         """The whole weight, input size first."""
-        weight = constant_array(self.weight)
-        return weight.T if self.transposed else weight
+        assert self.weight is not None, "these heads are cached: no weight makes them"
+        return as_matrix(constant_array(self.weight), self.contracted)
 
     def heads(self) -> Float[np.ndarray, "H D K"]:
         """W^h, without ``scale``."""
@@ -134,35 +234,44 @@ class OutputProjection:
     """The map from the heads' context back to the tokens: concat(heads)[rows] @ W_O + bias.
 
     Attributes:
-        input: The context as the product reads it, (B, S, H*V).
-        weight: The constant (H*V, D), or (D, H*V) where ``transposed``.
-        rows: Which row of W_O the element v of head h meets.
-        output: The value after the bias, (B, S, D).
+        input: The context as the product reads it, (B, S, H*V) or (B, S, H, V).
+        weight: A constant.
+        contracted: The axes of ``weight`` that meet the heads; the others make the output.
+        rows: Which row of W_O, as a matrix, the element v of head h meets.
+        output: The value after the bias, (B, S, D), flattened or not.
+        sequence_first: Its tokens count (S, B), not (B, S).
     """
 
     input: ir.Value
     weight: ir.Value
-    transposed: bool
+    contracted: tuple[int, ...]
     rows: Int[np.ndarray, "H V"]
     bias: ir.Value | None
     output: ir.Value
     nodes: tuple[ir.Node, ...]
+    sequence_first: bool = False
 
     def matrix(self) -> Float[np.ndarray, "N D"]:
-        weight = constant_array(self.weight)
-        return weight.T if self.transposed else weight
+        return as_matrix(constant_array(self.weight), self.contracted)
 
     def offset(self) -> Float[np.ndarray, " D"]:
         if self.bias is None:
             return np.zeros(1, dtype=np.float32)
-        return constant_array(self.bias)
+        return constant_array(self.bias).reshape(-1)
+
+
+def as_matrix(weight: np.ndarray, contracted: tuple[int, ...]) -> Float[np.ndarray, "D N"]:
+    """A weight of any rank with its contracted axes as rows and all others as columns."""
+    rows = math.prod(weight.shape[axis] for axis in contracted)
+    return np.moveaxis(weight, contracted, range(len(contracted))).reshape(rows, -1)
 
 
 @dataclass(frozen=True, eq=False)
 class PositionBias:
-    """The logits become logits + value (an additive mask, a position bias)."""
+    """The logits become logits + sign * value (an additive mask, a position bias)."""
 
     value: ir.Value
+    sign: Literal[1, -1] = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,12 +283,65 @@ class Mask:
     keep: bool
 
 
+@dataclass(frozen=True, eq=False)
+class KeyMask:
+    """``fill`` is added to the logits of each key whose (B, T) ``value`` is not positive."""
+
+    value: ir.Value
+    fill: float
+
+
+@dataclass(frozen=True, eq=False)
+class KeyLengths:
+    """Each of B sequences has ``value + extra`` keys; the logits of others become ``fill``."""
+
+    value: ir.Value
+    extra: int
+    fill: float
+
+
+@dataclass(frozen=True, eq=False)
+class FullLengths:
+    """The graph says that all keys are there: ``value`` is T - 1 a sequence, ``total`` is T.
+
+    Where an operator takes sequences of different lengths from one cache, a reading holds for full
+    ones.
+    """
+
+    value: ir.Value
+    total: ir.Value
+
+
 @dataclass(frozen=True)
 class Causal:
-    """Query s sees keys t <= s only (the attribute of a fused operator)."""
+    """Query s sees keys t <= s (the attribute of a fused operator), or t <= s + T - S."""
+
+    ends_together: bool = False
 
 
-LogitStep = PositionBias | Mask | Causal
+@dataclass(frozen=True)
+class Scaled:
+    """The logits are multiplied by ``factor`` after an earlier step."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class Capped:
+    """The logits become tanh(logits): with a ``Scaled`` on either side, a soft cap."""
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The logits become max(logits, ``low``)."""
+
+    low: float
+
+
+LogitStep = (
+    PositionBias | Mask | KeyMask | KeyLengths | FullLengths | Causal | Scaled | Capped | Floor
+)
+"""What happens to the scaled logits before the softmax."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,6 +360,8 @@ class AttentionBlock:
         logits: The scaled scores, before ``steps``; None inside a fused operator.
         probabilities: None inside a fused operator.
         context: probabilities @ v, (B, H, S, V) or as the operator lays it out.
+        context_axes: The order of its axes that brings it to (B, H, S, V) or (B*H, S, V); None
+            for a fused operator's (B, S, H*V) or (B, H, S, V).
         nodes: Every node of the block that costs MACs, and the softmax.
         idiom: The name of the function in ``idioms`` that read it.
     """
@@ -215,6 +379,7 @@ class AttentionBlock:
     logits: ir.Value | None
     probabilities: ir.Value | None
     context: ir.Value
+    context_axes: tuple[int, ...] | None
     nodes: tuple[ir.Node, ...]
     idiom: str
     position: Literal["none", "bias", "rope"] = "none"
@@ -251,9 +416,10 @@ class AttentionBlock:
 
     @property
     def input_size(self) -> int:
-        tensor = constant_tensor(self.q.weight)
-        assert tensor is not None
-        return tensor.shape.numpy()[1 if self.q.transposed else 0]
+        """D, the width of x."""
+        assert self.q.weight is not None
+        shape = constant_shape(self.q.weight)
+        return math.prod(shape[axis] for axis in self.q.contracted)
 
     @property
     def form(self) -> Form:
@@ -270,32 +436,3 @@ class Miss:
 
     node: ir.Node
     reason: str
-
-
-def origin(value: ir.Value) -> ir.Value:
-    """The value behind any Identity: exporters share the weights of repeated layers that way."""
-    while (node := value.producer()) is not None and node.op_type == "Identity" and node.inputs[0]:
-        value = node.inputs[0]
-    return value
-
-
-def constant_tensor(value: ir.Value) -> ir.TensorProtocol | None:
-    """The tensor of an initializer or of a Constant node, if it is a dense one."""
-    try:
-        return ir.convenience.get_const_tensor(origin(value))
-    except ValueError:  # a sparse constant
-        return None
-
-
-def is_constant(value: ir.Value | None) -> TypeGuard[ir.Value]:
-    """A value with elements of its own: an initializer or the output of a Constant node."""
-    return value is not None and constant_tensor(value) is not None
-
-
-def constant_array(value: ir.Value) -> np.ndarray:
-    """The elements of a constant value, read from disk only now; half precision becomes single."""
-    tensor = constant_tensor(value)
-    assert tensor is not None, f"{value.name} is not a constant"
-    array = tensor.numpy()
-    keep = array.dtype == np.float64 or array.dtype.kind in "iu"
-    return array if keep else array.astype(np.float32)

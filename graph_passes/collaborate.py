@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from graph_passes.attention import AttentionBlock, Mask, Projection
+from graph_passes.attention import AttentionBlock, Capped, Floor, LogitStep, Mask
 from graph_passes.cp import CollaborativeFactors, TokenMoments, collaborative_factors
-from graph_passes.edit import Inserter, remove_unused, replace_uses
+from graph_passes.edit import Inserter, emit_heads, remove_unused, replace_uses
 from graph_passes.errors import CannotRewrite, InvalidArgument
 from graph_passes.find import REWRITTEN, find_attention
 from graph_passes.invariants import check, interface
@@ -65,19 +65,36 @@ def why_not(block: AttentionBlock) -> str:
         return f"its heads are {block.form} already"
     if block.position == "rope":
         return "rotary positions stand between the projections and the scores"
+    if block.q.norm is not None or block.k.norm is not None:
+        return "q/k norm stands between the projections and the scores"
+    if block.k.weight is None:
+        return "its keys are handed in by the caller: no projection in this graph makes them"
+    if block.k.past is not None:
+        return "its cached keys are an input of the graph, made by the original projection"
+    if any(isinstance(step, Capped) for step in block.steps):
+        return "its logits are capped before the softmax, so the key bias counts"
     if block.k.num_distinct_heads != block.num_heads:
         return "its key heads are grouped: they share their projections already"
-    if any(isinstance(step, Mask) and step.fill > WEAK_FILL for step in block.steps):
+    if any(_fill(step) > WEAK_FILL for step in block.steps):
         return "its mask fills in scores that softmax does not ignore, so the key bias counts"
     if not (block.q.by_sequence and block.k.by_sequence):
         return "its tokens are not laid out as (batch, sequence, size)"
     if block.logits is None:
         return INSIDE_OPERATOR
-    if block.q.layout != "B H T K":
-        return "its scores keep batch and heads in one axis"
     if not _only_softmax_reads(block.logits):
         return "its scores are read by more than the softmax, which alone ignores the key bias"
     return ""
+
+
+def _fill(step: LogitStep) -> float:
+    """What a step sets masked scores to, which must not matter beside the others."""
+    match step:
+        case Mask():
+            return step.fill
+        case Floor():
+            return step.low
+        case _:
+            return -np.inf
 
 
 def _only_softmax_reads(logits: ir.Value) -> bool:
@@ -124,7 +141,7 @@ def factor(
 
 def _rewrite(block: AttentionBlock, factors: CollaborativeFactors) -> None:
     make = Inserter(block.graph, block.product, f"{block.name}{REWRITTEN}".rstrip("/"))
-    dtype = (block.q.weight.dtype or ir.DataType.FLOAT).numpy()
+    dtype = block.q.dtype.numpy()
     rank, heads = factors.rank, block.num_heads
 
     def weight(array: np.ndarray, name: str) -> ir.Value:
@@ -153,27 +170,26 @@ def _rewrite(block: AttentionBlock, factors: CollaborativeFactors) -> None:
         logits = make.op("Add", [logits, content], "logits")
     _unpack_values(block)
     assert block.logits is not None
-    replace_uses(block.logits, logits)
+    replace_uses(block.logits, _laid_out(make, logits, block))
+
+
+def _laid_out(make: Inserter, logits: ir.Value, block: AttentionBlock) -> ir.Value:
+    """Logits (B, H, S, T) as the graph lays them out, which may be (B*H, S, T)."""
+    if block.q.layout == "B H T K":
+        return logits
+    ends = [make.constant(np.array([n], np.int64), name) for n, name in ((2, "from"), (4, "to"))]
+    lengths = make.op("Slice", [make.op("Shape", [logits], "shape"), *ends], "lengths")  # S T
+    rows = make.constant(np.array([-1], np.int64), "rows")
+    return make.op(
+        "Reshape", [logits, make.op("Concat", [rows, lengths], "rows_of", axis=0)], "folded"
+    )
 
 
 def _unpack_values(block: AttentionBlock) -> None:
     """Where one product makes queries, keys and values, the values get a product of their own."""
     v = block.v
-    if v.nodes[0] not in (block.q.nodes[0], block.k.nodes[0]) or not v.by_sequence:
+    packed = v.nodes and v.nodes[0] in (block.q.nodes[0], block.k.nodes[0])
+    if not packed or not v.by_sequence or v.output is None or v.layout != "B H T K":
         return
     make = Inserter(block.graph, block.product, f"{block.name}/value")
-    dtype = (v.weight.dtype or ir.DataType.FLOAT).numpy()
-    heads, size = v.num_heads, v.head_size
-    columns, bias = v.scale * _merged(v), v.scale * v.offset.reshape(-1)
-    value = make.op("MatMul", [v.input, make.constant(columns.astype(dtype), "weight")], "product")
-    if np.any(bias):
-        value = make.op("Add", [value, make.constant(bias.astype(dtype), "bias")], "biased")
-    shape = make.constant(np.array([0, 0, heads, size], np.int64), "shape")
-    laid_out = make.op("Reshape", [value, shape], "heads")
-    replace_uses(v.output, make.op("Transpose", [laid_out], "values", perm=[0, 2, 1, 3]))
-
-
-def _merged(projection: Projection) -> np.ndarray:
-    """The weight as one (D, H*V) matrix, heads in order."""
-    heads = projection.heads()  # H D V
-    return np.moveaxis(heads, 0, 1).reshape(heads.shape[1], -1)
+    replace_uses(v.output, emit_heads(make, v, v.scale))

@@ -16,7 +16,7 @@ from fractions import Fraction
 
 import onnx_ir as ir
 
-from graph_passes.attention import is_constant
+from graph_passes.constants import is_constant
 from graph_passes.shapes import Facts, interpret, named_axes
 
 __all__ = ["Cost", "Polynomial", "break_even", "macs_at", "model_cost", "node_macs"]

@@ -7,8 +7,21 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from graph_passes.attention import AttentionBlock, Causal, LogitStep, Mask, PositionBias
-from graph_passes.edit import Inserter, remove_unused, replace_uses
+from graph_passes.attention import (
+    AttentionBlock,
+    Capped,
+    Causal,
+    Floor,
+    FullLengths,
+    KeyLengths,
+    KeyMask,
+    LogitStep,
+    Mask,
+    PositionBias,
+    Projection,
+    Scaled,
+)
+from graph_passes.edit import Inserter, emit_heads, remove_unused, replace_uses
 from graph_passes.errors import CannotRewrite
 from graph_passes.find import find_attention
 from graph_passes.invariants import check, interface
@@ -22,8 +35,9 @@ class DecomposeAttention(ir.passes.InPlacePass):
 
     Before: context = Attention(q, k, v, mask).
     After:  context = safe_softmax(masked(scale q k^T)) v, in MatMul, Where, Add and Softmax.
-    Exact; rows that are masked throughout stay zero. Refused for operators that were not read, for
-    operands that are not (B, H, T, K), and for grouped key/value heads.
+    Exact; rows that are masked throughout stay zero. Heads that the operator itself projects or
+    splits are projected by nodes of their own. Refused (``why_not``) for operators that were not
+    read, for caches, and for grouped key/value heads.
 
     Attributes:
         names: The blocks to decompose.
@@ -50,19 +64,28 @@ def why_not(block: AttentionBlock) -> str:
     """Why a fused block cannot be decomposed; empty where it can."""
     if block.logits is not None:
         return "its scores are in the graph already"
-    if block.q.layout != "B H T K":
-        return "the fused operator splits its heads inside"
     if block.num_kv_heads != block.num_heads:
         return "its key/value heads are grouped"
+    parts = (block.q, block.k, block.v)
+    if any(part.past is not None for part in parts):
+        return "its fused operator reads cached keys, which are inputs of the graph"
+    apart = all(part.layout == "B H T K" for part in parts)
+    if not apart and any(part.turns or part.norm or not part.by_sequence for part in parts):
+        return "the fused operator splits and rotates its heads inside"
+    if any(value.uses() or value.is_graph_output() for value in block.product.outputs[1:]):
+        return "its fused operator also returns its keys and values, for a cache"
     return ""
 
 
 def _decompose(block: AttentionBlock) -> None:
     operator = block.product
     make = Inserter(block.graph, operator, block.name)
-    dtype = block.q.weight.dtype or ir.DataType.FLOAT
+    dtype = block.q.dtype
     scale = block.scale / (block.q.scale * block.k.scale)
-    q, k, v = operator.inputs[:3]
+    q, k, v = (
+        _heads(block, part, name)
+        for part, name in ((block.q, "query"), (block.k, "key"), (block.v, "value"))
+    )
     factor = make.constant(np.array(scale, dtype=dtype.numpy()), "scale")
     keys = make.op("Transpose", [k], "keys", perm=[0, 1, 3, 2])  # B H K T
     logits = make.op("MatMul", [make.op("Mul", [q, factor], "queries"), keys], "scores")
@@ -71,32 +94,78 @@ def _decompose(block: AttentionBlock) -> None:
     softmax = make.op("Softmax", [logits], "softmax", axis=-1)
     probabilities = _safe(make, softmax, dtype) if _can_mask_rows(block) else softmax
     context = make.op("MatMul", [probabilities, v], "context")
+    if block.q.layout != "B H T K":  # the operator leaves its heads side by side
+        context = make.op("Transpose", [context], "context_by_token", perm=[0, 2, 1, 3])
+        merged = make.constant(np.array([0, 0, -1], np.int64), "merged")
+        context = make.op("Reshape", [context, merged], "merged_context")
     replace_uses(block.context, context)
 
 
+def _heads(block: AttentionBlock, part: Projection, name: str) -> ir.Value:
+    """An operand as (B, H, T, K): as it is, or projected again where the operator splits heads."""
+    if part.layout == "B H T K":
+        assert part.output is not None
+        return part.output
+    make = Inserter(block.graph, block.product, f"{block.name}/{name}")
+    return emit_heads(make, part, part.scale)
+
+
 def _masked(make: Inserter, step: LogitStep, logits: ir.Value, dtype: ir.DataType) -> ir.Value:
-    if isinstance(step, PositionBias):
-        return make.op("Add", [logits, step.value], "biased")
-    allowed = step.value if isinstance(step, Mask) else _causal(make, logits)
+    """The logits after one step of an operator."""
+    match step:
+        case PositionBias():
+            return make.op("Add", [logits, step.value], "biased")
+        case Mask():
+            allowed, fill = step.value, step.fill
+        case KeyMask():
+            spread = make.constant(np.array([0, 1, 1, -1], np.int64), "mask_shape")
+            keys = make.op("Reshape", [step.value, spread], "key_mask")  # B 1 1 T
+            allowed = make.op("Cast", [keys], "allowed", to=ir.DataType.BOOL.value)
+            fill = step.fill
+        case KeyLengths():
+            allowed, fill = _before_end(make, step, logits), step.fill
+        case Causal():
+            allowed, fill = _causal(make, logits, ends_together=step.ends_together), -np.inf
+        case FullLengths():
+            return logits
+        case Scaled() | Capped() | Floor():
+            raise AssertionError("no operator that is read has such a step")
     zero = make.constant(np.zeros((), dtype.numpy()), "zero")
-    low = make.constant(np.array(-np.inf, dtype.numpy()), "minus_infinity")
+    low = make.constant(np.array(fill, dtype.numpy()), "masked_logit")
     return make.op("Add", [logits, make.op("Where", [allowed, zero, low], "mask")], "masked")
 
 
-def _causal(make: Inserter, logits: ir.Value) -> ir.Value:
-    """allowed[s, t] = t <= s."""
-    ends = [make.constant(np.array(n, np.int64), name) for n, name in ((0, "first"), (1, "step"))]
-    shape = make.op("Shape", [logits], "shape")
+def _positions(make: Inserter, logits: ir.Value, axis: int, name: str) -> ir.Value:
+    """0, 1, ... along an axis of the logits."""
+    ends = [make.constant(np.array(n, np.int64), label) for n, label in ((0, "first"), (1, "step"))]
+    return make.op("Range", [ends[0], _length(make, logits, axis), ends[1]], name)
 
-    def positions(axis: int, name: str) -> ir.Value:
-        length = make.op(
-            "Gather", [shape, make.constant(np.array(axis, np.int64), "axis")], "length"
-        )
-        return make.op("Range", [ends[0], length, ends[1]], name)
 
+def _length(make: Inserter, logits: ir.Value, axis: int) -> ir.Value:
+    index = make.constant(np.array(axis, np.int64), "axis")
+    return make.op("Gather", [make.op("Shape", [logits], "shape"), index], "length")
+
+
+def _before_end(make: Inserter, step: KeyLengths, logits: ir.Value) -> ir.Value:
+    """allowed[b, t] = t < lengths[b] + extra."""
+    keys = _positions(make, logits, 3, "key_positions")
+    lengths = make.op("Cast", [step.value], "lengths", to=ir.DataType.INT64.value)
+    extra = make.constant(np.array(step.extra, np.int64), "extra")
+    rows = make.constant(np.array([-1, 1, 1, 1], np.int64), "rows")
+    ends = make.op("Reshape", [make.op("Add", [lengths, extra], "ends"), rows], "end_of_row")
+    return make.op("Less", [keys, ends], "before_end")
+
+
+def _causal(make: Inserter, logits: ir.Value, *, ends_together: bool) -> ir.Value:
+    """allowed[s, t] = t <= s, or t <= s + T - S."""
+    queries = _positions(make, logits, 2, "query_positions")
+    if ends_together:
+        more = make.op("Sub", [_length(make, logits, 3), _length(make, logits, 2)], "more_keys")
+        queries = make.op("Add", [queries, more], "query_ends")
+    ends = make.op("Add", [queries, make.constant(np.array(1, np.int64), "one")], "ends")
     column = make.constant(np.array([-1, 1], np.int64), "column")
-    queries = make.op("Reshape", [positions(2, "query_positions"), column], "rows")  # S 1
-    return make.op("GreaterOrEqual", [queries, positions(3, "key_positions")], "causal")
+    ends = make.op("Reshape", [ends, column], "end_of_query")  # S 1
+    return make.op("Less", [_positions(make, logits, 3, "key_positions"), ends], "causal")
 
 
 def _can_mask_rows(block: AttentionBlock) -> bool:

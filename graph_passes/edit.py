@@ -10,7 +10,9 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-__all__ = ["Inserter", "exposing", "remove_unused", "replace_uses"]
+from graph_passes.attention import Projection
+
+__all__ = ["Inserter", "emit_heads", "exposing", "remove_unused", "replace_uses"]
 
 
 class Inserter:
@@ -26,8 +28,7 @@ class Inserter:
         self.graph = graph
         self.before = before
         self.prefix = prefix
-        self._taken = {value.name for node in graph for value in node.outputs}
-        self._taken |= {value.name for value in graph.inputs} | set(graph.initializers)
+        self._taken = _names(graph)
 
     def op(
         self, op_type: str, inputs: Sequence[ir.Value | None], name: str, **attributes: Any
@@ -59,6 +60,35 @@ class Inserter:
             candidate = f"{self.prefix}/{name}_{count}"
         self._taken.add(candidate)
         return candidate
+
+
+def emit_heads(make: Inserter, projection: Projection, scale: float) -> ir.Value:
+    """``scale`` times the projection of its input, (B, H, T, K), in nodes of its own.
+
+    The projection must read whole sequences, without positions, norm or cache.
+    """
+    dtype = projection.dtype.numpy()
+    matrix = np.moveaxis(projection.heads(), 0, 1)  # D H K
+    heads, size = projection.num_heads, projection.head_size
+    weight = scale * matrix.reshape(len(matrix), heads * size)
+    bias = scale * projection.offset.reshape(-1)
+    value = make.op(
+        "MatMul", [projection.input, make.constant(weight.astype(dtype), "weight")], "product"
+    )
+    if np.any(bias):
+        value = make.op("Add", [value, make.constant(bias.astype(dtype), "bias")], "biased")
+    shape = make.constant(np.array([0, 0, heads, size], np.int64), "shape")
+    value = make.op("Reshape", [value, shape], "heads")
+    return make.op("Transpose", [value], "heads_apart", perm=[0, 2, 1, 3])
+
+
+def _names(graph: ir.Graph) -> set[str | None]:
+    """Every name in a graph, in the bodies inside it and in the graphs around it."""
+    taken: set[str | None] = set()
+    for inner in (graph, *graph.subgraphs()):
+        taken |= {value.name for node in inner for value in node.outputs}
+        taken |= {value.name for value in inner.inputs} | set(inner.initializers)
+    return taken
 
 
 def replace_uses(old: ir.Value, new: ir.Value) -> None:

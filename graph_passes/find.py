@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import Literal
 
+import numpy as np
 import onnx_ir as ir
 
 from graph_passes.attention import (
@@ -15,12 +17,17 @@ from graph_passes.attention import (
     Miss,
     PositionBias,
     Projection,
+    Scaled,
+    Spread,
     Turn,
-    is_constant,
 )
-from graph_passes.idioms import FUSED, LOGIT_IDIOMS, OPERATORS, PROBABILITY_IDIOMS
+from graph_passes.constants import is_constant
+from graph_passes.idioms import LOGIT_IDIOMS, PROBABILITY_IDIOMS
+from graph_passes.labels import Unread, say
+from graph_passes.operators import FUSED, OPERATORS, Fused
+from graph_passes.products import ContextProduct, ScoreProduct, context_product, score_product
 from graph_passes.shapes import bind_axes, interpret
-from graph_passes.trace import Reader, Unread, say
+from graph_passes.trace import Reader
 
 __all__ = ["REWRITTEN", "find_attention"]
 
@@ -35,9 +42,10 @@ REACH = 12
 
 
 def find_attention(model: ir.Model) -> tuple[list[AttentionBlock], list[Miss]]:
-    """Every attention of the main graph, in order of execution, and what was not read.
+    """Every attention of a model, in order of execution, and what was not read.
 
-    A reading is a claim: ``attnserve.certify`` proves it by running the graph.
+    Bodies of If, Loop and Scan are read like the main graph; functions must have been inlined. A
+    reading is a claim: ``attnserve.certify`` proves it by running the graph.
     """
     facts = interpret(model, bind_axes(model.graph, batch=BATCH, sequence=SEQUENCE))
     reader = Reader(facts, dict(model.opset_imports))
@@ -47,10 +55,9 @@ def find_attention(model: ir.Model) -> tuple[list[AttentionBlock], list[Miss]]:
         read = _reading_of(node)
         if read is None:
             continue
+        assert isinstance(node.graph, ir.Graph)
         try:
-            if node.graph is not model.graph:
-                raise Unread("it is in the body of another node, which is not read")
-            blocks.append(read(node, model.graph, reader))
+            blocks.append(read(node, node.graph, reader))
         except Unread as unread:
             misses.append(Miss(node, unread.reason))
     return _named(blocks), misses
@@ -69,37 +76,30 @@ def _from_softmax(node: ir.Node, graph: ir.Graph, reader: Reader) -> AttentionBl
         raise Unread("the softmax has no input")
     shape = reader.shape(softmax)
     default = -1 if reader.opsets.get("", 1) >= 13 else 1
-    if len(shape) < 3 or node.attributes.get_int("axis", default) % len(shape) != len(shape) - 1:
+    if len(shape) < 2 or node.attributes.get_int("axis", default) % len(shape) != len(shape) - 1:
         raise Unread(f"{say(node)} is not over the keys of (B, H, S, T) logits")
     logits = _read_logits(node.inputs[0], reader)
     if logits is None:
         raise Unread(f"{say(node)} is not fed by a product of queries and keys")
-    q_value, k_value = logits.product.inputs
-    assert q_value is not None and k_value is not None
-    q = reader.projection(q_value, "query")
-    k = reader.projection(k_value, "key", tokens_last=True)
-    forwards, probabilities, product = _follow_probabilities(softmax)
-    assert product.inputs[1] is not None
-    v = reader.projection(product.inputs[1], "value")
-    steps, content = _split_content(logits.steps, k, reader)
-    block = AttentionBlock(
-        name="",
-        graph=graph,
-        q=q,
-        k=k,
-        v=v,
+    product = logits.product
+    q = reader.projection(product.query, "query", axes=product.query_axes)
+    k = reader.projection(product.key, "key", axes=product.key_axes)
+    forwards, probabilities, mixing = _follow_probabilities(softmax, reader)
+    v = reader.projection(mixing.value, "value", axes=mixing.value_axes)
+    v = replace(v, scale=v.scale * mixing.scale)
+    steps, content = _split_content(logits.steps, product, k, reader)
+    return _block(
+        graph,
+        Fused(q, k, v, logits.scale, steps, mixing.node.outputs[0]),
+        reader,
+        product=product.node,
         content=content,
-        output=None,
-        scale=logits.scale * q.scale * k.scale,
-        steps=steps,
-        product=logits.product,
         logits=logits.scaled if content is None else _content_sum(content, logits.scaled),
         probabilities=probabilities,
-        context=product.outputs[0],
-        nodes=(logits.product, node, *forwards, product),
+        context_axes=mixing.context_axes,
+        nodes=(product.node, node, *forwards, mixing.node),
         idiom="softmax",
     )
-    return _completed(block, reader, keys_last=True)
 
 
 def _from_operator(node: ir.Node, graph: ir.Graph, reader: Reader) -> AttentionBlock:
@@ -107,54 +107,102 @@ def _from_operator(node: ir.Node, graph: ir.Graph, reader: Reader) -> AttentionB
     read = OPERATORS.get((node.domain, node.op_type))
     if read is None:
         raise Unread(f"the operator {'.'.join(filter(None, node.op_identifier()))} is not read")
-    fused = read(node, reader.facts)
-    q = reader.projection(fused.q, "query", heads=fused.num_heads)
-    k = reader.projection(fused.k, "key", heads=fused.num_kv_heads)
-    v = reader.projection(fused.v, "value", heads=fused.num_kv_heads)
-    block = AttentionBlock(
+    fused = read(node, reader)
+    return _block(
+        graph,
+        fused,
+        reader,
+        product=node,
+        content=None,
+        logits=None,
+        probabilities=None,
+        context_axes=None,
+        nodes=(node,),
+        idiom=read.__name__,
+    )
+
+
+def _block(
+    graph: ir.Graph,
+    read: Fused,
+    reader: Reader,
+    *,
+    product: ir.Node,
+    content: Projection | None,
+    logits: ir.Value | None,
+    probabilities: ir.Value | None,
+    context_axes: Sequence[int] | None,
+    nodes: tuple[ir.Node, ...],
+    idiom: str,
+) -> AttentionBlock:
+    """The block with its heads matched, its output projection and all its nodes."""
+    q, heads = read.q, read.q.num_heads
+    if read.k.head_size != q.head_size:
+        raise Unread(f"queries have head size {q.head_size}, keys {read.k.head_size}")
+    if read.v.turns or read.v.norm is not None:
+        raise Unread("positions turn the values, or a norm changes them: no reading covers that")
+    counts = {part.sequences(reader.shape) for part in (q, read.k, read.v)}
+    if len(counts) > 1:
+        raise Unread("queries, keys and values do not come from the same number of sequences")
+    k, v = _share(read.k, heads, "key"), _share(read.v, heads, "value")
+    labels, order = _context_labels(
+        reader.shape(read.context), (counts.pop(), heads, v.head_size), context_axes
+    )
+    output = reader.output_projection(read.context, labels, order)
+    parts = (q, k, v, content, output)
+    made = [node for part in parts if part is not None for node in part.nodes]
+    return AttentionBlock(
         name="",
         graph=graph,
         q=q,
         k=k,
         v=v,
-        content=None,
-        output=None,
-        scale=fused.scale * q.scale * k.scale,
-        steps=fused.steps,
-        product=node,
-        logits=None,
-        probabilities=None,
-        context=fused.context,
-        nodes=(node,),
-        idiom=read.__name__,
+        content=content,
+        output=output,
+        scale=read.scale * q.scale * k.scale,
+        steps=read.steps,
+        product=product,
+        logits=logits,
+        probabilities=probabilities,
+        context=read.context,
+        context_axes=None if context_axes is None else tuple(context_axes),
+        nodes=tuple(dict.fromkeys((*nodes, *made))),
+        idiom=idiom,
+        position=_position(q, k, read.steps, reader),
     )
-    return _completed(block, reader, keys_last=False)
 
 
-def _completed(block: AttentionBlock, reader: Reader, *, keys_last: bool) -> AttentionBlock:
-    """The block with its heads matched, its output projection and all its nodes."""
-    q, heads = block.q, block.num_heads
-    if block.k.head_size != q.head_size:
-        raise Unread(f"queries have head size {q.head_size}, keys {block.k.head_size}")
-    batches = [reader.batch(q), reader.batch(block.k, tokens_last=keys_last), reader.batch(block.v)]
-    if len(set(batches)) > 1:
-        raise Unread("queries, keys and values do not come from the same number of sequences")
-    k, v = _share(block.k, heads, "key"), _share(block.v, heads, "value")
-    output = reader.output_projection(block.context, heads, v.head_size, batches[0])
-    parts = (q, k, v, block, block.content, output)
-    nodes = [node for part in parts if part is not None for node in part.nodes]
-    if v.turns:
-        raise Unread("positions turn the values, which no reading of attention covers")
-    nodes = tuple(dict.fromkeys(nodes))
-    position = _position(block, reader)
-    return replace(block, k=k, v=v, output=output, nodes=nodes, position=position)
+def _context_labels(
+    shape: tuple[int, ...], known: tuple[int, int, int], axes: Sequence[int] | None
+) -> tuple[np.ndarray, tuple[int, int, int, int]]:
+    """A number for each element of the context, counting (B, H, S, V), laid out like it.
+
+    Args:
+        known: B, H and V.
+        axes: The order that brings the context to (B, H, S, V) or (B*H, S, V); None where the
+            heads are side by side already, as a fused operator leaves them.
+    """
+    batch, heads, size = known
+    count = math.prod(shape)
+    length = count // (batch * heads * size)
+    if count != batch * heads * length * size:
+        raise Unread(f"the context has shape {shape}, which does not hold {heads} heads")
+    order = (batch, heads, length, size)
+    labels = np.arange(count).reshape(order)
+    if axes is None:
+        merged = len(shape) == 3
+        return (labels.transpose(0, 2, 1, 3).reshape(shape) if merged else labels), order
+    laid_out = labels.reshape([shape[axis] for axis in axes])
+    return laid_out.transpose(np.argsort(axes)), order
 
 
-def _position(block: AttentionBlock, reader: Reader) -> Literal["none", "bias", "rope"]:
+def _position(
+    q: Projection, k: Projection, steps: Sequence[LogitStep], reader: Reader
+) -> Literal["none", "bias", "rope"]:
     """Rotated heads, or an additive bias that differs from head to head (masks do not)."""
-    if block.q.turns or block.k.turns:
+    if q.turns or k.turns:
         return "rope"
-    biases = (step.value for step in block.steps if isinstance(step, PositionBias))
+    biases = (step.value for step in steps if isinstance(step, PositionBias))
     shapes = (reader.facts.shape(value) for value in biases)
     by_head = any(shape is not None and len(shape) > 2 and shape[-3] > 1 for shape in shapes)
     return "bias" if by_head else "none"
@@ -167,25 +215,41 @@ def _share(projection: Projection, heads: int, role: str) -> Projection:
         return projection
     if own == 0 or heads % own:
         raise Unread(f"{heads} query heads cannot share {own} {role} heads")
-    turns = tuple(_repeated(turn, heads // own) for turn in projection.turns)
-    return replace(_repeated(projection, heads // own), turns=turns)
+    times = heads // own
+    columns, gain, offset = (
+        array.repeat(times, axis=0)
+        for array in (projection.columns, projection.gain, projection.offset)
+    )
+    return replace(
+        projection,
+        columns=columns,
+        gain=gain,
+        offset=offset,
+        turns=tuple(_shared_turn(turn, times) for turn in projection.turns),
+        past=None if projection.past is None else _shared_spread(projection.past, times),
+    )
 
 
-P = TypeVar("P", Projection, Turn)
+def _shared_turn(turn: Turn, times: int) -> Turn:
+    columns, gain, offset = (
+        array.repeat(times, axis=0) for array in (turn.columns, turn.gain, turn.offset)
+    )
+    factor = None if turn.factor is None else _shared_spread(turn.factor, times)
+    return Turn(factor, columns, gain, offset)
 
 
-def _repeated(part: P, times: int) -> P:
-    arrays = {name: getattr(part, name) for name in ("columns", "gain", "offset")}
-    if isinstance(part, Turn):
-        arrays["element"] = part.element
-    return replace(part, **{name: array.repeat(times, axis=0) for name, array in arrays.items()})
+def _shared_spread(spread: Spread, times: int) -> Spread:
+    axes = tuple(
+        axis if isinstance(axis, str) else axis.repeat(times, axis=0) for axis in spread.axes
+    )
+    return replace(spread, axes=axes)
 
 
 @dataclass(frozen=True, eq=False)
 class _Logits:
     """The chain from the product of queries and keys up to the softmax."""
 
-    product: ir.Node
+    product: ScoreProduct
     scale: float
     scaled: ir.Value
     steps: tuple[LogitStep, ...]
@@ -196,8 +260,8 @@ def _read_logits(value: ir.Value, reader: Reader, reach: int = REACH) -> _Logits
     node = value.producer()
     if node is None or reach == 0:
         return None
-    if node.op_type == "MatMul" and not any(map(is_constant, node.inputs)):
-        return _Logits(node, 1.0, value, ())
+    if (product := score_product(node, reader.facts)) is not None:
+        return _Logits(product, product.scale, value, ())
     for idiom in LOGIT_IDIOMS:
         reading = idiom(node, reader.facts)
         if reading is None:
@@ -215,7 +279,7 @@ def _read_logits(value: ir.Value, reader: Reader, reach: int = REACH) -> _Logits
         step = reading.step(candidate)
         if isinstance(step, float):
             if inner.steps:
-                raise Unread(f"{say(node)} scales logits that are already masked")
+                return replace(inner, steps=(*inner.steps, Scaled(step)))
             return replace(inner, scale=inner.scale * step, scaled=value)
         if step is None:
             return inner if inner.steps else replace(inner, scaled=value)
@@ -224,13 +288,13 @@ def _read_logits(value: ir.Value, reader: Reader, reach: int = REACH) -> _Logits
 
 
 def _split_content(
-    steps: Sequence[LogitStep], k: Projection, reader: Reader
+    steps: Sequence[LogitStep], product: ScoreProduct, k: Projection, reader: Reader
 ) -> tuple[tuple[LogitStep, ...], Projection | None]:
     """The first added value may be the content term: a projection of the keys' own tokens."""
     if steps and isinstance(steps[0], PositionBias):
         try:
-            content = reader.projection(steps[0].value, "content", tokens_last=True)
-        except Unread:
+            content = reader.projection(steps[0].value, "content", axes=product.key_axes)
+        except (Unread, ValueError):  # ValueError: it has fewer axes than the keys
             return tuple(steps), None
         if content.input is k.input and content.head_size == 1:
             return tuple(steps[1:]), content
@@ -245,11 +309,13 @@ def _content_sum(content: Projection, scaled: ir.Value) -> ir.Value:
     raise Unread("the content term is not added to the scores")
 
 
-def _follow_probabilities(softmax: ir.Value) -> tuple[list[ir.Node], ir.Value, ir.Node]:
-    """Down to the product with the values: the nodes in between, its operand, and itself."""
+def _follow_probabilities(
+    softmax: ir.Value, reader: Reader
+) -> tuple[list[ir.Node], ir.Value, ContextProduct]:
+    """Down to the product with the values: the nodes in between, the probabilities, and it."""
     nodes: list[ir.Node] = []
     value = softmax
-    while not (products := _context_products(value)):
+    while not (products := _context_products(value, reader)):
         step = next((found for idiom in PROBABILITY_IDIOMS if (found := idiom(value))), ())
         if not step:
             raise Unread(f"no product with values reads the probabilities {value.name!r}")
@@ -260,12 +326,9 @@ def _follow_probabilities(softmax: ir.Value) -> tuple[list[ir.Node], ir.Value, i
     return nodes, value, products[0]
 
 
-def _context_products(probabilities: ir.Value) -> list[ir.Node]:
-    return [
-        node
-        for node, index in probabilities.uses()
-        if node.op_type == "MatMul" and index == 0 and not is_constant(node.inputs[1])
-    ]
+def _context_products(probabilities: ir.Value, reader: Reader) -> list[ContextProduct]:
+    read = (context_product(node, probabilities, reader.facts) for node, _ in probabilities.uses())
+    return [product for product in read if product is not None]
 
 
 def _named(blocks: Sequence[AttentionBlock]) -> list[AttentionBlock]:
@@ -282,7 +345,8 @@ def _common_name(block: AttentionBlock) -> str:
 
     A rewritten block has its name in the names of its weights.
     """
-    rewritten, mark, _ = (block.q.weight.name or "").partition(REWRITTEN)
+    weight = block.q.weight
+    rewritten, mark, _ = ((weight and weight.name) or "").partition(REWRITTEN)
     if mark:
         return rewritten
     groups: list[list[str]] = []
@@ -293,7 +357,7 @@ def _common_name(block: AttentionBlock) -> str:
             for value in (projection.weight, *node.inputs)
             if is_constant(value)
         ]
-        names = [named.name or "" for named in (projection.nodes[0], *constants)]
+        names = [named.name or "" for named in (*projection.nodes[:1], *constants)]
         groups.append([name for name in names if len(_parts(name)) > 1])
     for q in groups[0]:
         for k in groups[1]:

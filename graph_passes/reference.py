@@ -12,7 +12,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from graph_passes.attention import AttentionBlock, Causal, LogitStep, Mask, Projection
+from graph_passes.attention import (
+    AttentionBlock,
+    Capped,
+    Causal,
+    Floor,
+    FullLengths,
+    KeyLengths,
+    KeyMask,
+    LogitStep,
+    Mask,
+    PositionBias,
+    Projection,
+    Scaled,
+    Turn,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -31,10 +45,14 @@ class ReferenceOutput:
 
 def inputs_of(block: AttentionBlock) -> tuple[ir.Value, ...]:
     """The values a block reads and does not make: x, y, angles, and what masks its logits."""
-    values = [block.q.input, block.k.input, block.v.input]
-    turns = (turn for part in (block.q, block.k, block.v) for turn in part.turns)
-    values += [turn.factor for turn in turns if turn.factor is not None]
-    values += [step.value for step in block.steps if not isinstance(step, Causal)]
+    parts = [part for part in (block.q, block.k, block.v, block.content) if part is not None]
+    values = [part.input for part in parts]
+    factors = [turn.factor for part in parts for turn in part.turns] + [p.past for p in parts]
+    for spread in factors:
+        if spread is not None:
+            values += [spread.value] + ([spread.positions] if spread.positions else [])
+    for step in block.steps:
+        values += [v for name in ("value", "total") if (v := getattr(step, name, None)) is not None]
     return tuple(dict.fromkeys(values))
 
 
@@ -78,18 +96,39 @@ def softmax(logits: Float[np.ndarray, "*batch T"]) -> Float[np.ndarray, "*batch 
 def _project(
     projection: Projection, values: Mapping[ir.Value, np.ndarray], batch: int
 ) -> Float[np.ndarray, "B H T K"]:
+    present = None if projection.weight is None else _present(projection, values, batch)
+    if projection.past is None:
+        assert present is not None
+        return present
+    held = values[projection.past.value].astype(np.float64)
+    past = projection.past.over(held, batch, held.shape[projection.past.token_axis])
+    return past if present is None else np.concatenate([past, present], axis=2)
+
+
+def _present(
+    projection: Projection, values: Mapping[ir.Value, np.ndarray], batch: int
+) -> Float[np.ndarray, "B H T K"]:
     tokens = values[projection.input].astype(np.float64)
-    tokens = tokens.reshape(batch, -1, tokens.shape[-1])  # B T D
-    if not projection.turns:
+    matrix = projection.matrix()
+    if projection.sequence_first:
+        tokens = tokens.reshape(-1, batch, len(matrix)).swapaxes(0, 1)  # B T D
+    tokens = tokens.reshape(batch, -1, len(matrix))
+    if not projection.turns and projection.norm is None:
         heads = np.einsum("btd,hdk->bhtk", tokens, projection.heads(), optimize=True)
         return heads + projection.offset[:, None, :]
+    product = tokens @ matrix  # B T N
+    if projection.norm is not None:
+        product = projection.norm(product)
+    whole = Turn(None, projection.columns, projection.gain, projection.offset)
     total = np.zeros(())
-    product = tokens @ projection.matrix()  # B T N
-    for turn in projection.turns:
+    for turn in projection.turns or (whole,):
         picked = np.moveaxis(product[:, :, turn.columns], 2, 1)  # B H T K
         term = picked * turn.gain[:, None, :] + turn.offset[:, None, :]
         if turn.factor is not None:
-            term = term * turn.angles(values[turn.factor], batch, tokens.shape[1])
+            factor, where = turn.factor, turn.factor.positions
+            positions = None if where is None else values[where]
+            angles = factor.over(values[factor.value], batch, tokens.shape[1], positions)
+            term = term * angles
         total = total + term
     return total
 
@@ -97,13 +136,31 @@ def _project(
 def _apply(
     step: LogitStep, logits: np.ndarray, values: Mapping[ir.Value, np.ndarray]
 ) -> np.ndarray:
-    if isinstance(step, Causal):
-        allowed = np.tri(*logits.shape[-2:], dtype=bool)
-        return np.where(allowed, logits, -np.inf)
-    value = _as_logits(values[step.value], logits.shape)
-    if isinstance(step, Mask):
-        return np.where(value == step.keep, logits, step.fill)
-    return logits + value
+    """The logits (B, H, S, T) after one step."""
+    match step:
+        case PositionBias():
+            return logits + step.sign * _as_logits(values[step.value], logits.shape)
+        case Mask():
+            value = _as_logits(values[step.value], logits.shape)
+            return np.where(value == step.keep, logits, step.fill)
+        case KeyMask():
+            return logits + np.where(values[step.value] > 0, 0.0, step.fill)[:, None, None, :]
+        case KeyLengths():
+            keys = np.arange(logits.shape[-1])
+            seen = keys < values[step.value].reshape(-1, 1, 1, 1) + step.extra
+            return np.where(seen, logits, step.fill)
+        case FullLengths():
+            return logits
+        case Causal():
+            queries, keys = logits.shape[-2:]
+            allowed = np.tri(queries, keys, keys - queries if step.ends_together else 0, dtype=bool)
+            return np.where(allowed, logits, -np.inf)
+        case Scaled():
+            return logits * step.factor
+        case Capped():
+            return np.tanh(logits)
+        case Floor():
+            return np.maximum(logits, step.low)
 
 
 def _as_logits(value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

@@ -11,17 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 from onnx import shape_inference
-from onnx.reference import ReferenceEvaluator
 
-from graph_passes.attention import constant_tensor
+from graph_passes.constants import constant_tensor, evaluate
 
-__all__ = ["Fact", "Facts", "bind_axes", "evaluate", "interpret", "named_axes"]
+__all__ = ["Fact", "Facts", "bind_axes", "interpret", "named_axes"]
 
 SMALL = 1024
 """Elements; shape programs and scales are smaller, weights and masks need not be known."""
@@ -96,10 +94,10 @@ def input_shape(value: ir.Value, axes: Mapping[str, int]) -> tuple[int, ...] | N
 
 
 def interpret(model: ir.Model, axes: Mapping[str, int]) -> Facts:
-    """Run the shape program of the main graph with the given axis lengths.
+    """Run the shape program of a model with the given axis lengths, bodies of nodes included.
 
-    Nodes that cannot be followed (unknown operators, control flow, data-dependent shapes) leave
-    their outputs unknown; that is a fact, not an error.
+    Nodes that cannot be followed (unknown operators, data-dependent shapes, state that grows from
+    one turn of a loop to the next) leave their outputs unknown; that is a fact, not an error.
     """
     known: dict[ir.Value, Fact] = {}
     unknown: dict[ir.Node, str] = {}
@@ -110,24 +108,8 @@ def interpret(model: ir.Model, axes: Mapping[str, int]) -> Facts:
     for value in model.graph.initializers.values():
         if value.const_value is not None:
             known[value] = _of_tensor(value.const_value)
-    opsets = {"": 1, **model.opset_imports}
-    for node in model.graph:
-        reason = _follow(node, known, opsets)
-        if reason:
-            unknown[node] = reason
+    _follow_all(model.graph, known, unknown, {"": 1, **model.opset_imports})
     return Facts(dict(axes), known, unknown)
-
-
-def evaluate(
-    node: ir.Node, inputs: Sequence[np.ndarray | None], opsets: Mapping[str, int]
-) -> list[np.ndarray]:
-    """Run one node on the ONNX reference evaluator."""
-    proto = ir.serde.serialize_node(node)
-    proto.input[:] = [f"i{i}" if x is not None else "" for i, x in enumerate(inputs)]
-    proto.output[:] = [f"o{i}" for i in range(len(node.outputs))]
-    feeds = {f"i{i}": x for i, x in enumerate(inputs) if x is not None}
-    results: Any = ReferenceEvaluator(proto, opsets=dict(opsets)).run(None, feeds)
-    return [np.asarray(result) for result in results]
 
 
 def _real_inputs(graph: ir.Graph) -> list[ir.Value]:
@@ -158,6 +140,115 @@ def _length(
     return length if isinstance(length, int) else -1  # n / 2 of an odd n
 
 
+def _follow_all(
+    graph: ir.Graph,
+    known: dict[ir.Value, Fact],
+    unknown: dict[ir.Node, str],
+    opsets: Mapping[str, int],
+) -> None:
+    """Follow the nodes of a graph or a body in order."""
+    for node in graph:
+        body = BODIES.get(node.op_type) if not node.domain else None
+        if body is not None:
+            reason = body(node, known, unknown, opsets)
+        else:
+            reason = _follow(node, known, opsets)
+        if reason:
+            unknown[node] = reason
+
+
+def _enter(
+    body: ir.Graph,
+    given: Sequence[Fact | None],
+    known: dict[ir.Value, Fact],
+    unknown: dict[ir.Node, str],
+    opsets: Mapping[str, int],
+) -> list[Fact | None]:
+    """Follow a body whose inputs are these; what is known of its outputs."""
+    for value, fact in zip(body.inputs, given, strict=False):
+        if fact is not None:
+            known[value] = Fact(fact.dtype, fact.shape)  # another at each turn: shape only
+    for value in body.initializers.values():
+        if value.const_value is not None:
+            known[value] = _of_tensor(value.const_value)
+    _follow_all(body, known, unknown, opsets)
+    return [known.get(value) for value in body.outputs]
+
+
+def _same(a: Fact | None, b: Fact | None) -> bool:
+    return a is not None and b is not None and (a.dtype, a.shape) == (b.dtype, b.shape)
+
+
+def _keep(
+    outputs: Sequence[ir.Value], facts: Sequence[Fact | None], known: dict[ir.Value, Fact]
+) -> None:
+    for value, fact in zip(outputs, facts, strict=False):
+        if fact is not None:
+            known[value] = Fact(fact.dtype, fact.shape)
+
+
+def _follow_if(
+    node: ir.Node,
+    known: dict[ir.Value, Fact],
+    unknown: dict[ir.Node, str],
+    opsets: Mapping[str, int],
+) -> str:
+    """Both branches; an output is known where they agree on it."""
+    ends = [
+        _enter(node.attributes[name].as_graph(), (), known, unknown, opsets)
+        for name in ("then_branch", "else_branch")
+    ]
+    agreed = [a if _same(a, b) else None for a, b in zip(*ends, strict=False)]
+    _keep(node.outputs, agreed, known)
+    return "" if all(agreed) else "its branches make outputs of different shapes"
+
+
+def _follow_loop(
+    node: ir.Node,
+    known: dict[ir.Value, Fact],
+    unknown: dict[ir.Node, str],
+    opsets: Mapping[str, int],
+) -> str:
+    """One turn of the body, from the initial state, which must keep its shape."""
+    state = [known.get(value) if value is not None else None for value in node.inputs[2:]]
+    turn, condition = Fact(ir.DataType.INT64, ()), Fact(ir.DataType.BOOL, ())
+    body = node.attributes["body"].as_graph()
+    ends = _enter(body, [turn, condition, *state], known, unknown, opsets)[1:]
+    kept = [a if _same(a, b) else None for a, b in zip(state, ends, strict=False)]
+    _keep(node.outputs, kept, known)
+    return "" if len(kept) == len(node.outputs) and all(kept) else "its state is not of one shape"
+
+
+def _follow_scan(
+    node: ir.Node,
+    known: dict[ir.Value, Fact],
+    unknown: dict[ir.Node, str],
+    opsets: Mapping[str, int],
+) -> str:
+    """One turn of the body, on the first slice of what is scanned."""
+    facts = [known.get(value) if value is not None else None for value in node.inputs]
+    count = len(facts) - node.attributes.get_int("num_scan_inputs", 0)
+    axes = node.attributes.get_ints("scan_input_axes", None) or [0] * (len(facts) - count)
+    state, turns = facts[:count], None
+    slices: list[Fact | None] = []
+    for fact, axis in zip(facts[count:], axes, strict=False):
+        if fact is None or not -len(fact.shape) <= axis < len(fact.shape):
+            return "what it scans has no known shape"
+        lengths = list(fact.shape)
+        turns = lengths.pop(axis)
+        slices.append(Fact(fact.dtype, tuple(lengths)))
+    ends = _enter(node.attributes["body"].as_graph(), [*state, *slices], known, unknown, opsets)
+    kept = [a if _same(a, b) else None for a, b in zip(state, ends, strict=False)]
+    stacked: list[Fact | None] = []
+    if turns is not None and not node.attributes.get_ints("scan_output_axes", None):
+        stacked = [end and Fact(end.dtype, (turns, *end.shape)) for end in ends[count:]]
+    _keep(node.outputs, [*kept, *stacked], known)
+    return "" if all(kept) and all(stacked) else "its state is not of one shape"
+
+
+BODIES = {"If": _follow_if, "Loop": _follow_loop, "Scan": _follow_scan}
+
+
 def _of_tensor(tensor: ir.TensorProtocol) -> Fact:
     shape = tuple(tensor.shape.numpy())
     small = math.prod(shape) <= SMALL and tensor.dtype != ir.DataType.STRING
@@ -178,12 +269,14 @@ def _follow(node: ir.Node, known: dict[ir.Value, Fact], opsets: Mapping[str, int
     rule = RULES.get((node.domain, node.op_type))
     if rule is not None:
         shapes = rule([None if fact is None else fact.shape for fact in facts], node)
-        first = next((fact for fact in facts if fact is not None), None)
-        if first is None or not shapes:
+        types = [fact.dtype for fact in facts if fact is not None]
+        if not types or not shapes:
             return f"{node.op_type} has no known shape"
-        for value, shape in zip(node.outputs, shapes, strict=False):
+        dtype = next((each for each in types if each.is_floating_point()), types[0])
+        for index, (value, shape) in enumerate(zip(node.outputs, shapes, strict=False)):
             if shape is not None:
-                known[value] = Fact(first.dtype, shape)
+                counts = (node.op_type, index) in COUNTS
+                known[value] = Fact(ir.DataType.INT32 if counts else dtype, shape)
         return ""
     if node.domain:
         return f"{node.domain}.{node.op_type} is not an operator of ONNX"
@@ -299,10 +392,65 @@ def _fused_matmul(shapes: Shapes, node: ir.Node) -> Shapes:
     return [(*np.broadcast_shapes(a[:-2], b[:-2]), a[-2], b[-1])]
 
 
+def _embedding(shapes: Shapes, node: ir.Node) -> Shapes:
+    ids, table = shapes[0], shapes[2]
+    if ids is None or table is None:
+        return []
+    return [(*ids, table[-1]), (ids[0],), (*ids, table[-1])]
+
+
+def _attention(shapes: Shapes, node: ir.Node) -> Shapes:
+    """com.microsoft Attention: x (B, S, D), weight (D, H*K + H*K + H*V)."""
+    x, weight = shapes[:2]
+    heads = node.attributes.get_int("num_heads", 0)
+    if x is None or weight is None or len(x) != 3 or not heads:
+        return []
+    sizes = node.attributes.get_ints("qkv_hidden_sizes", None) or [weight[-1] // 3] * 3
+    past = shapes[4] if len(shapes) > 4 else None
+    length = x[1] + (past[3] if past is not None and len(past) == 5 else 0)
+    return [(*x[:2], sizes[2]), (2, x[0], heads, length, sizes[0] // heads)]
+
+
+def _multi_head_attention(shapes: Shapes, node: ir.Node) -> Shapes:
+    q, k, v, _, _, _, past = [*shapes, *[None] * 7][:7]
+    heads = node.attributes.get_int("num_heads", 0)
+    if q is None or len(q) < 3 or not heads:
+        return []
+    if len(q) == 5:
+        size, total, width = q[4], q[1], heads * q[4]
+    else:
+        size = q[-1] // heads
+        total = q[1] if k is None else k[2] if len(k) == 4 else k[1]
+        width = q[-1] if v is None else v[1] * v[3] if len(v) == 4 else v[2]
+    total += past[2] if past is not None else 0
+    present = (q[0], heads, total, size), (q[0], heads, total, width // heads)
+    return [(*q[:2], width), *present]
+
+
+def _group_query_attention(shapes: Shapes, node: ir.Node) -> Shapes:
+    q, k, _, past = [*shapes, *[None] * 4][:4]
+    heads, groups = (node.attributes.get_int(n, 0) for n in ("num_heads", "kv_num_heads"))
+    if q is None or len(q) != 3 or not heads or not groups:
+        return []
+    size = q[-1] // (heads if k is not None else heads + 2 * groups)
+    present = (q[0], groups, q[1] + (past[2] if past is not None else 0), size)
+    return [(*q[:2], heads * size), present, present]
+
+
+COUNTS = {("EmbedLayerNormalization", 1)}
+"""Outputs of RULES that are 32-bit integers; all others have the type of the first float input."""
+
 RULES: dict[tuple[str, str], Callable[[Shapes, ir.Node], Shapes]] = {
     ("com.microsoft", "Gelu"): _like_first,
     ("com.microsoft", "FastGelu"): _like_first,
+    ("com.microsoft", "Attention"): _attention,
     ("com.microsoft", "BiasGelu"): _like_first,
+    ("com.microsoft", "BiasSoftmax"): _like_first,
+    ("com.microsoft", "EmbedLayerNormalization"): _embedding,
+    ("com.microsoft", "GroupQueryAttention"): _group_query_attention,
+    ("com.microsoft", "MultiHeadAttention"): _multi_head_attention,
+    ("com.microsoft", "RotaryEmbedding"): _like_first,
+    ("com.microsoft", "SimplifiedLayerNormalization"): _like_first,
     ("com.microsoft", "QuickGelu"): _like_first,
     ("", "SimplifiedLayerNormalization"): _like_first,
     ("com.microsoft", "SkipLayerNormalization"): _skip_normalization,

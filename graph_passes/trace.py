@@ -9,93 +9,39 @@ is the reading. What arrives out of place is a miss, so a reading is never a gue
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
-from graph_passes.attention import (
-    OutputProjection,
-    Projection,
-    Turn,
-    TurnAxis,
-    constant_array,
-    is_constant,
-    origin,
+from graph_passes.attention import OutputProjection, Projection, Spread
+from graph_passes.constants import constant_array, evaluate, is_constant, origin
+from graph_passes.labels import (
+    Factor,
+    Heads,
+    Labels,
+    Source,
+    Trace,
+    Unread,
+    added,
+    by_head,
+    joined,
+    say,
 )
-from graph_passes.shapes import Facts, evaluate
+from graph_passes.positions import NORMS, normalised, rotated, spread_of, turned, turns_of
+from graph_passes.products import Linear, linear
+from graph_passes.shapes import Facts
 
-__all__ = ["Reader", "Unread", "only_consumer", "say"]
+__all__ = ["Reader", "only_consumer"]
 
 LAYOUT = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Split",
-                    "Gather", "Expand", "Tile", "Identity", "Cast", "Dropout"})  # fmt: skip
-LINEAR = frozenset({"MatMul", "Gemm"})
+                    "Gather", "Expand", "Tile", "Identity", "Cast", "CastLike",
+                    "Dropout"})  # fmt: skip
+HANDED_ON = frozenset({"Identity", "Cast", "CastLike", "Dropout"})
+LINEAR = frozenset({"MatMul", "Gemm", "FusedMatMul", "Einsum"})
 REACH = 40
 """Nodes between a projection and its product; rotary positions take about a dozen."""
-
-
-class Unread(Exception):
-    """Why a value could not be read: becomes the reason of a ``Miss``."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
-
-@dataclass(frozen=True, eq=False)
-class Labels:
-    """Which column and which token each element is, times and plus what: arrays of one shape.
-
-    ``turn`` is the element of the factor that multiplies it, where there is one (see ``Trace``).
-    """
-
-    columns: np.ndarray
-    tokens: np.ndarray
-    gain: np.ndarray
-    offset: np.ndarray
-    turn: np.ndarray
-
-    def arrays(self) -> tuple[np.ndarray, ...]:
-        return self.columns, self.tokens, self.gain, self.offset, self.turn
-
-    def at(self, index: np.ndarray) -> Labels:
-        """The elements at these flat positions, laid out like them."""
-        return Labels(*(array.reshape(-1)[index] for array in self.arrays()))
-
-    def times(self, factor: np.ndarray | float) -> Labels:
-        return replace(self, gain=self.gain * factor, offset=self.offset * factor)
-
-    def spread(self, shape: tuple[int, ...]) -> Labels:
-        return Labels(*(np.broadcast_to(array, shape) for array in self.arrays()))
-
-
-@dataclass(frozen=True, eq=False)
-class Trace:
-    """A value as scale * the sum over factors f of f[turn] * (gain * product[column] + offset).
-
-    The one factor is None (1), but for rotary positions, whose factors are cosines and sines.
-    """
-
-    source: ir.Node
-    scale: float
-    terms: dict[ir.Value | None, Labels]
-    nodes: tuple[ir.Node, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return next(iter(self.terms.values())).columns.shape
-
-    def through(self, node: ir.Node, scale: float = 1.0) -> Trace:
-        return replace(self, scale=self.scale * scale, nodes=(*self.nodes, node))
-
-    def each(self, change: Callable[[Labels], Labels]) -> Trace:
-        return replace(self, terms={f: change(labels) for f, labels in self.terms.items()})
-
-    def unscaled(self) -> Trace:
-        """The same with the scale in the gains, so that sums may have scales of their own."""
-        return replace(self.each(lambda labels: labels.times(self.scale)), scale=1.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,58 +63,74 @@ class Reader:
         return shape
 
     def projection(
-        self, operand: ir.Value, role: str, *, tokens_last: bool = False, heads: int = 0
+        self, operand: ir.Value, role: str, *, axes: Sequence[int] | None = None, heads: int = 0
     ) -> Projection:
         """Read ``operand``, (B, H, T, K) or (B*H, T, K), back to the product with its weight.
 
         Args:
             operand: What the scores or the context read.
             role: "query", "key", "value" or "content", for the reason of a miss.
-            tokens_last: The operand ends in (K, T), as keys do before a plain MatMul.
+            axes: The order of its axes that brings the operand to (..., T, K), where it is another.
             heads: Split the last axis of a three-dimensional (B, T, H*K) operand (fused operators).
 
         Raises:
             Unread: Something other than layout stands in between.
         """
-        trace = self._trace(operand, role)
-        source = trace.source
-        weight, transposed = _weight_of(source)
-        total = math.prod(self.shape(source.outputs[0])[:-1])
-        length = trace.shape[-1 if tokens_last else -2]
-        read = {
-            factor: _by_head(labels, total, tokens_last=tokens_last, heads=heads, role=role)
-            for factor, labels in trace.terms.items()
-        }
+        return self.finished(self.trace(operand, role), operand, role, axes=axes, heads=heads)
+
+    def finished(
+        self,
+        trace: Trace,
+        operand: ir.Value,
+        role: str,
+        *,
+        axes: Sequence[int] | None = None,
+        heads: int = 0,
+    ) -> Projection:
+        """The projection whose trace this is."""
+        if axes is None:
+            axes = range(len(trace.shape))
+        read, held = by_head(trace, axes, heads, role)
+        past = None if held is None else spread_of(held[0], held[1], self.facts, role)
+        layout = "B T H*K" if heads else "B*H T K" if len(trace.shape) == 3 else "B H T K"
+        if trace.source is None:
+            assert held is not None and past is not None
+            return _cached(operand, trace, past, held[1])
+        kept = 1.0 if held is None else float(held[1].offset.flat[0])
         first = next(iter(read.values()))
-        source_input = self._unflattened(source)
+        count, length = trace.source.count, first.turn.shape[2]
+        source_input, sequence_first = self._whole(trace.source.tokens, first.sequence_first)
+        lengths = (length, count // length) if sequence_first else (count // length, length)
         return Projection(
             input=source_input,
-            weight=weight,
-            transposed=transposed,
+            weight=trace.source.weight,
+            contracted=trace.source.contracted,
             columns=first.columns,
-            gain=first.gain,
-            offset=first.offset,
-            scale=trace.scale,
+            gain=first.gain / kept,
+            offset=first.offset / kept,
+            scale=trace.scale * kept,
             output=operand,
             nodes=trace.nodes,
-            by_sequence=self.shape(source_input)[:-1] == (total // length, length),
-            layout="B T H*K" if heads else "B*H T K" if len(trace.shape) == 3 else "B H T K",
-            turns=() if set(read) == {None} else self._turns(read, role),
+            by_sequence=self.shape(source_input)[:-1] == lengths and not sequence_first,
+            sequence_first=sequence_first,
+            layout=layout,
+            turns=() if set(read) == {None} else turns_of(read, self.facts, role),
+            norm=trace.norm,
+            past=past,
+            token_axis=1 if heads else axes[-2],
         )
 
     def output_projection(
-        self, context: ir.Value, num_heads: int, v_head_size: int, batch: int
+        self, context: ir.Value, labels: np.ndarray, order: tuple[int, int, int, int]
     ) -> OutputProjection | None:
-        """Follow the context forward to the product with W_O; None when it goes elsewhere."""
-        shape = self.shape(context)
-        size = math.prod(shape)
-        length = size // (batch * num_heads * v_head_size)
-        if size != batch * num_heads * length * v_head_size:
-            raise Unread(f"the context has shape {shape}, which does not hold {num_heads} heads")
-        grid = np.arange(size).reshape(batch, num_heads, length, v_head_size)
-        if shape == (batch, length, num_heads * v_head_size):
-            grid = grid.transpose(0, 2, 1, 3)  # a fused operator has merged the heads already
-        labels = grid.reshape(shape)
+        """Follow the context forward to the product with W_O; None when it goes elsewhere.
+
+        Args:
+            labels: A number for each element of the context, laid out like it, counting
+                (B, H, S, V).
+            order: B, H, S and V.
+        """
+        size, (batch, heads, length, width) = labels.size, order
         value, path = context, list[ir.Node]()
         while (node := only_consumer(value)) is not None and node.op_type in LAYOUT:
             if node.inputs[0] is not value or (len(node.outputs) > 1 and node.op_type != "Dropout"):
@@ -179,89 +141,152 @@ class Reader:
                 return None
             value = node.outputs[0]
             path.append(node)
-        if node is None or node.op_type not in LINEAR or node.inputs[0] is not value:
+        product = None if node is None else linear(node, self.shape)
+        if node is None or product is None or product.tokens is not value or labels.size != size:
             return None
-        if not self._is_matrix(node.inputs[1]) or labels.size != size:
-            return None
-        weight, transposed = _weight_of(node)
-        wanted = labels.reshape(-1, labels.shape[-1])
-        if wanted.shape[0] != batch * length:
+        wanted = labels.reshape(-1, product.width)
+        if product.scale != 1.0 or wanted.shape[0] != batch * length or not self._in_order(product):
             return None
         # Label l is element (b, h, s, v): every token must see its own elements in the same order.
-        b, h, s, v = np.unravel_index(wanted, (batch, num_heads, length, v_head_size))
+        b, h, s, v = np.unravel_index(wanted, order)
         tokens = np.arange(batch * length)[:, None]
-        order = (h * v_head_size + v)[0]
-        if not ((b * length + s == tokens).all() and (h * v_head_size + v == order).all()):
+        found = (h * width + v)[0]
+        by_batch, by_length = (b * length + s == tokens).all(), (s * batch + b == tokens).all()
+        if not ((by_batch or by_length) and (h * width + v == found).all()):
             return None
-        if np.unique(order).size != num_heads * v_head_size:
+        if np.unique(found).size != heads * width:
             return None
-        rows = np.argsort(order).reshape(num_heads, v_head_size)
-        product = node
-        output, bias = product.outputs[0], None
-        if product.op_type == "Gemm":
-            if _gemm_factors(product) != (1.0, 1.0) or product.attributes.get_int("transA", 0):
-                return None
-            bias = product.inputs[2] if len(product.inputs) > 2 else None
-            if bias is not None and not (
-                is_constant(bias) and math.prod(self.shape(bias)[:-1]) == 1
-            ):
-                return None
-        elif (add := only_consumer(output)) is not None and add.op_type == "Add":
+        rows = np.argsort(found).reshape(heads, width)
+        bias, output, add = self._bias(node)
+        return OutputProjection(
+            value,
+            origin(product.weight),
+            product.contracted,
+            rows,
+            bias,
+            output,
+            (*path, *add, node),
+            sequence_first=not by_batch,
+        )
+
+    def _in_order(self, product: Linear) -> bool:
+        """Whether the product's output is (tokens, columns), in this order."""
+        shape = np.broadcast_shapes(product.rows.shape, product.columns.shape)
+        rows = np.broadcast_to(product.rows, shape).reshape(product.rows.size, -1)
+        return bool((rows == np.arange(product.rows.size)[:, None]).all())
+
+    def _bias(self, product: ir.Node) -> tuple[ir.Value | None, ir.Value, tuple[ir.Node, ...]]:
+        """The bias of a product, the value it makes, and the node that adds it."""
+        output = product.outputs[0]
+        if product.op_type == "Gemm" and len(product.inputs) > 2 and product.inputs[2] is not None:
+            bias = product.inputs[2]
+            one = product.attributes.get_float("beta", 1.0) == 1.0
+            if not (one and is_constant(bias) and math.prod(self.shape(bias)[:-1]) == 1):
+                raise Unread(f"{say(product)} adds something else than a bias")
+            return bias, output, ()
+        add = only_consumer(output)
+        if add is not None and add.op_type == "Add" and None not in add.inputs:
             other = add.inputs[1] if add.inputs[0] is output else add.inputs[0]
-            if is_constant(other) and len(self.shape(other)) <= 1:
-                bias, output = other, add.outputs[0]
-                path.append(add)
-        return OutputProjection(value, weight, transposed, rows, bias, output, (*path, product))
+            if is_constant(other) and math.prod(self.shape(other)[:-1]) == 1:
+                return other, add.outputs[0], (add,)
+        return None, output, ()
 
-    def batch(self, projection: Projection, *, tokens_last: bool = False) -> int:
-        """How many sequences the projection lays out."""
-        tokens = math.prod(self.shape(projection.nodes[0].outputs[0])[:-1])
-        return tokens // self.shape(projection.output)[-1 if tokens_last else -2]
-
-    def _trace(self, value: ir.Value, role: str, reach: int = REACH) -> Trace:
+    def trace(self, value: ir.Value, role: str, reach: int = REACH) -> Trace:
         """What ``value`` is of the one product behind it."""
         node = value.producer()
+        if node is None and not is_constant(value) and role in ("key", "value"):
+            return self.past(value, role)
         if node is None or is_constant(value):
             what = "a constant" if is_constant(value) else "an input of the graph"
             raise Unread(f"the {role} is {value.name!r}, {what}: no projection makes it")
-        if node.op_type in LINEAR and len(node.inputs) > 1 and is_constant(node.inputs[1]):
+        if node.op_type in LINEAR and any(map(is_constant, node.inputs[:2])):
             return self._source(node, role)
         if reach == 0:
             raise Unread(f"{say(node)} is too far from any projection of the {role}")
         if node.op_type in LAYOUT and node.inputs[0] is not None:
-            inner = self._trace(node.inputs[0], role, reach - 1)
+            inner = self.trace(node.inputs[0], role, reach - 1)
             order = np.arange(math.prod(inner.shape)).reshape(inner.shape)
             moved = self._moved(node, order, value.index() or 0)
             return inner.each(lambda labels: labels.at(moved)).through(node)
+        for norm in NORMS:
+            if (reading := norm(node)) is not None:
+                inner = self.trace(reading.value, role, reach - 1)
+                return normalised(node, inner, reading, role)
+        if node.op_type == "RotaryEmbedding" and node.inputs[0] is not None:
+            return rotated(node, self.trace(node.inputs[0], role, reach - 1), self.facts, role)
         if not node.domain and None not in node.inputs[:2]:
             match node.op_type:
                 case "Add" | "Sub" | "Mul" | "Div":
                     return self._arithmetic(node, role, reach - 1)
                 case "Neg":
-                    return self._negated(node, role, reach - 1)
+                    inner = self.trace(_first(node), role, reach - 1)
+                    return inner.each(lambda labels: labels.times(-1.0)).through(node)
                 case "Concat":
-                    return self._joined(node, role, reach - 1)
-                case "RotaryEmbedding":
-                    return self._rotated(node, role, reach - 1)
+                    pieces = [self.trace(value, role, reach - 1) for value in node.inputs if value]
+                    return joined(node, pieces, node.attributes.get_int("axis", -1), role)
                 case _:
                     pass
         raise Unread(f"{say(node)} stands between the {role} projection and the product")
 
+    def past(self, value: ir.Value, role: str, part: int | None = None) -> Trace:
+        """Heads that the caller hands in, (B, H, P, K), or that part of (2, B, H, P, K)."""
+        shape = self.shape(value)
+        turn = np.arange(math.prod(shape)).reshape(shape)
+        if part is not None and len(shape) == 5:
+            turn, shape = turn[part], shape[1:]
+        if len(shape) != 4:
+            raise Unread(
+                f"the {role} is {value.name!r}, an input of the graph with shape {shape}: "
+                "no projection makes it, and a cache has four axes"
+            )
+        zeros = np.zeros(shape, np.int64)
+        labels = Labels(zeros, zeros, np.zeros(shape), np.ones(shape), turn)
+        return Trace(None, 1.0, {Factor(value, past=True): labels}, ())
+
     def _source(self, node: ir.Node, role: str) -> Trace:
         """Number the columns and the tokens of the product."""
-        if not self._is_matrix(node.inputs[1]) or is_constant(node.inputs[0]):
+        product = linear(node, self.shape)
+        if product is None:
             raise Unread(f"the {role} is made by {say(node)}, not by tokens and a matrix")
-        shape = self.shape(node.outputs[0])
-        columns = np.broadcast_to(np.arange(shape[-1]), shape)
-        tokens = np.arange(math.prod(shape[:-1])).reshape(*shape[:-1], 1)
-        none = np.zeros(shape, np.int64)
-        labels = Labels(
-            columns, np.broadcast_to(tokens, shape), np.ones(shape), np.zeros(shape), none
+        trace = self._numbered(node, product, self.shape(node.outputs[0]))
+        if node.op_type != "Gemm" or len(node.inputs) < 3 or node.inputs[2] is None:
+            return trace
+        bias = self._elements(node.inputs[2])
+        if bias is None:
+            raise Unread(f"the bias of {say(node)} is not constant")
+        added = bias * node.attributes.get_float("beta", 1.0) / trace.scale
+        return trace.each(lambda labels: replace(labels, offset=labels.offset + added))
+
+    def projected(self, node: ir.Node, tokens: ir.Value, weight: ir.Value) -> Trace:
+        """Tokens (B, S, D) times a weight (D, N) inside an operator, (B, S, N)."""
+        sizes, columns = self.shape(tokens), self.shape(weight)
+        if len(sizes) != 3 or len(columns) != 2 or sizes[-1] != columns[0]:
+            raise Unread(f"{say(node)} projects {sizes} by {columns}")
+        product = Linear(
+            tokens,
+            weight,
+            (0,),
+            sizes[-1],
+            np.arange(columns[1]),
+            np.arange(sizes[0] * sizes[1]).reshape(*sizes[:2], 1),
+            1.0,
         )
-        scale = 1.0
-        if node.op_type == "Gemm":
-            scale, labels = self._gemm(node, labels)
-        return Trace(node, scale, {None: labels}, (node,))
+        return self._numbered(node, product, (*sizes[:2], columns[1]))
+
+    def _numbered(self, node: ir.Node, product: Linear, shape: tuple[int, ...]) -> Trace:
+        source = Source(
+            node, product.tokens, origin(product.weight), product.contracted, product.rows.size
+        )
+        labels = Labels(
+            np.broadcast_to(product.columns, shape),
+            np.broadcast_to(product.rows, shape),
+            np.ones(shape),
+            np.zeros(shape),
+            np.zeros(shape, np.int64),
+        )
+        if product.scale == 0.0:
+            raise Unread(f"{say(node)} multiplies by zero")
+        return Trace(source, product.scale, {None: labels}, (node,))
 
     def _arithmetic(self, node: ir.Node, role: str, reach: int) -> Trace:
         """A constant multiplied or added, a factor multiplied, or two readings added."""
@@ -270,140 +295,41 @@ class Reader:
         for value, other, left in ((a, b, True), (b, a, False)):
             constant = self._constant_operand(other)
             if constant is not None and (left or node.op_type != "Div"):
-                inner = self._trace(value, role, reach)
+                inner = self.trace(value, role, reach)
+                if node.op_type == "Mul" and inner.plain and _by_token(inner, constant):
+                    return turned(node, inner, other, self.facts, role)
                 return self._with_constant(node, inner, constant.astype(np.float64), left, role)
         if node.op_type == "Div":
             raise Unread(f"{say(node)} stands between the {role} projection and the product")
         readings = [self._attempt(value, role, reach) for value in (a, b)]
         if node.op_type == "Mul":
             for inner, factor in zip(readings, (b, a), strict=True):
-                if inner is not None and None in readings and set(inner.terms) == {None}:
-                    return self._turned(node, inner, factor, role)
+                if inner is not None and None in readings and inner.plain:
+                    return turned(node, inner, factor, self.facts, role)
         elif None not in readings:
-            return _added(node, [r for r in readings if r is not None], role)
+            return added(node, [r for r in readings if r is not None], role)
         raise Unread(f"{say(node)} stands between the {role} projection and the product")
 
     def _attempt(self, value: ir.Value, role: str, reach: int) -> Trace | None:
         try:
-            return self._trace(value, role, reach)
+            trace = self.trace(value, role, reach)
         except Unread:
             return None
+        return None if trace.source is None else trace
 
-    def _negated(self, node: ir.Node, role: str, reach: int) -> Trace:
-        assert node.inputs[0] is not None
-        inner = self._trace(node.inputs[0], role, reach)
-        return inner.each(lambda labels: labels.times(-1.0)).through(node)
-
-    def _joined(self, node: ir.Node, role: str, reach: int) -> Trace:
-        """Concat of pieces of one product; a piece without a factor counts as zero of it."""
-        pieces = [self._trace(value, role, reach).unscaled() for value in node.inputs if value]
-        if len({piece.source for piece in pieces}) > 1:
-            raise Unread(f"{say(node)} joins the {role} of several projections")
-        axis = node.attributes.get_int("axis", -1)
-        factors = dict.fromkeys(factor for piece in pieces for factor in piece.terms)
-        terms: dict[ir.Value | None, Labels] = {}
-        for factor in factors:
-            parts = [piece.terms.get(factor) or _nothing_of(piece) for piece in pieces]
-            arrays = zip(*(part.arrays() for part in parts), strict=True)
-            terms[factor] = Labels(*(np.concatenate(array, axis) for array in arrays))
-        nodes = dict.fromkeys(n for piece in pieces for n in piece.nodes)
-        return Trace(pieces[0].source, 1.0, terms, (*nodes, node))
-
-    def _rotated(self, node: ir.Node, role: str, reach: int) -> Trace:
-        """ai.onnx RotaryEmbedding (opset 23) over (B, H, T, K): the same two terms."""
-        x, cos, sin = node.inputs[:3]
-        assert x is not None
-        inner = self._trace(x, role, reach)
-        if len(inner.shape) != 4 or set(inner.terms) != {None} or cos is None or sin is None:
-            raise Unread(f"{say(node)} rotates a {role} that is not laid out as (B, H, T, K)")
-        if len(node.inputs) > 3 and node.inputs[3] is not None:
-            raise Unread(f"{say(node)} looks its angles up by position")
-        size = inner.shape[-1]
-        turned = node.attributes.get_int("rotary_embedding_dim", 0) or size
-        each = np.arange(turned)
-        half = turned // 2
-        if node.attributes.get_int("interleaved", 0):
-            angle, partner, sign = each // 2, each ^ 1, np.where(each % 2, 1.0, -1.0)
-        else:
-            angle, partner, sign = (
-                each % half,
-                (each + half) % turned,
-                np.where(each < half, -1.0, 1.0),
-            )
-        labels = inner.terms[None]
-        rest = np.arange(size) >= turned
-        pad = (0, size - turned)
-        angle, partner, sign = np.pad(angle, pad), np.pad(partner, pad), np.pad(sign, pad)
-        terms: dict[ir.Value | None, Labels] = {}
-        for factor, source, gain in (
-            (cos, np.arange(size), np.where(rest, 0.0, 1.0)),
-            (sin, partner, sign),
-        ):
-            B, S, _ = np.broadcast_shapes(self.shape(factor), (1, 1, 1))
-            rows = np.arange(inner.shape[0])[:, None, None, None] % B * S
-            rows = rows + np.arange(inner.shape[2])[None, None, :, None] % S
-            turn = np.broadcast_to(rows * self.shape(factor)[-1] + angle, inner.shape)
-            picked = Labels(*(array[..., source] for array in labels.arrays()))
-            terms[factor] = replace(picked.times(gain), turn=turn)
-        if rest.any():
-            terms[None] = labels.times(np.where(rest, 1.0, 0.0))
-        return replace(inner, terms=terms).through(node)
-
-    def _turned(self, node: ir.Node, inner: Trace, factor: ir.Value, role: str) -> Trace:
-        """A value that depends on positions, not on the tokens, multiplied element by element."""
-        shape = self.shape(factor)
-        try:
-            spread = np.broadcast_shapes(inner.shape, shape)
-        except ValueError as error:
-            raise Unread(f"{say(node)} does not fit the {role}: {error}") from error
-        turn = np.broadcast_to(np.arange(math.prod(shape)).reshape(shape), spread)
-        labels = inner.terms[None].spread(spread)
-        return replace(inner, terms={factor: replace(labels, turn=turn)}).through(node)
-
-    def _turns(self, read: dict[ir.Value | None, Heads], role: str) -> tuple[Turn, ...]:
-        """Each term, and where it finds its factor: by batch, token or element of the head."""
-        turns: list[Turn] = []
-        for factor, heads in read.items():
-            if factor is None:
-                turns.append(Turn(None, heads.columns, heads.gain, heads.offset, (), heads.columns))
-                continue
-            shape = self.shape(factor)
-            used = np.broadcast_to(heads.gain[None, :, None, :] != 0, heads.turn.shape)
-            batches, _, tokens, _ = np.ogrid[tuple(map(slice, heads.turn.shape))]
-            axes: list[TurnAxis] = []
-            element = np.zeros_like(heads.columns)
-            for size, where in zip(shape, np.unravel_index(heads.turn, shape), strict=True):
-                if size == 1:
-                    axes.append("one")
-                elif ((where == where[:1, :, :1]) | ~used).all():
-                    axes.append("element")
-                    element = where[0, :, 0]
-                elif ((where == tokens) | ~used).all():
-                    axes.append("token")
-                elif ((where == batches) | ~used).all():
-                    axes.append("batch")
-                else:
-                    raise Unread(f"{factor.name!r} multiplies the {role} out of order")
-            turns.append(
-                Turn(factor, heads.columns, heads.gain, heads.offset, tuple(axes), element)
-            )
-        return tuple(turns)
-
-    def _is_matrix(self, value: ir.Value | None) -> bool:
-        return is_constant(value) and len(self.shape(value)) == 2
-
-    def _unflattened(self, source: ir.Node) -> ir.Value:
-        """The tokens as (B, S, D), where a product reads them as (B*S, D) through a Reshape."""
-        tokens = source.inputs[0]
-        assert tokens is not None
+    def _whole(self, tokens: ir.Value, sequence_first: bool) -> tuple[ir.Value, bool]:
+        """The tokens as (B, S, D) where a product reads them flattened, or as (S, B, D)."""
         node = tokens.producer()
-        if node is None or node.op_type not in ("Reshape", "Flatten"):
-            return tokens
-        whole = node.inputs[0]
-        shape = self.facts.shape(whole)
-        if whole is None or shape is None or len(shape) != 3:
-            return tokens
-        return whole if self.shape(tokens) == (shape[0] * shape[1], shape[2]) else tokens
+        if node is not None and node.op_type in ("Reshape", "Flatten") and node.inputs[0]:
+            shape = self.facts.shape(node.inputs[0])
+            flat = shape is not None and len(shape) == 3
+            if flat and self.shape(tokens) == (shape[0] * shape[1], shape[2]):
+                tokens = node.inputs[0]
+                node = tokens.producer()
+        if sequence_first and node is not None and node.op_type == "Transpose" and node.inputs[0]:
+            if list(node.attributes.get_ints("perm", None) or ()) == [1, 0, 2]:
+                return node.inputs[0], False
+        return tokens, sequence_first
 
     def _elements(self, value: ir.Value | None) -> np.ndarray | None:
         if value is None:
@@ -419,16 +345,6 @@ class Reader:
             return constant_array(value)
         constant = self.facts.constant(value)
         return constant if constant is not None and constant.size == 1 else None
-
-    def _gemm(self, source: ir.Node, labels: Labels) -> tuple[float, Labels]:
-        alpha, beta = _gemm_factors(source)
-        if source.attributes.get_int("transA", 0) or alpha == 0.0:
-            raise Unread(f"{say(source)} transposes its tokens")
-        given = source.inputs[2] if len(source.inputs) > 2 else None
-        bias = np.zeros(1) if given is None else self._elements(given)
-        if bias is None:
-            raise Unread(f"the bias of {say(source)} is not constant")
-        return alpha, replace(labels, offset=labels.offset + bias * beta / alpha)
 
     def _with_constant(
         self, node: ir.Node, inner: Trace, constant: np.ndarray, left: bool, role: str
@@ -448,7 +364,7 @@ class Reader:
             return inner.each(lambda labels: labels.times(factor)).through(node)
         if node.op_type == "Sub" and not left:
             raise Unread(f"{say(node)} subtracts the {role} from a constant")
-        if set(inner.terms) != {None}:
+        if not inner.plain:
             raise Unread(f"{say(node)} adds to a {role} that is rotated already")
         added = (constant if node.op_type == "Add" else -constant) / inner.scale
         return inner.each(lambda labels: replace(labels, offset=labels.offset + added)).through(
@@ -459,7 +375,7 @@ class Reader:
         """An output of one layout node when its tokens are this array of labels."""
         if index and node.op_type != "Split":
             raise Unread(f"{say(node)} hands on its output {index}, not its tokens")
-        if node.op_type in ("Identity", "Cast", "Dropout"):
+        if node.op_type in HANDED_ON:
             return array
         inputs: list[np.ndarray | None] = [array]
         for other in node.inputs[1:]:
@@ -473,21 +389,47 @@ class Reader:
             raise Unread(f"{say(node)} could not be followed: {error}") from error
 
 
-def _nothing_of(piece: Trace) -> Labels:
-    """Zero times a piece: what it holds of a factor that it does not have."""
-    labels = next(iter(piece.terms.values()))
-    return replace(labels.times(0.0), turn=np.zeros_like(labels.turn))
+def _by_token(inner: Trace, constant: np.ndarray) -> bool:
+    """Whether a constant factor differs between tokens of one column, as folded angles do."""
+    if constant.size == 1 or inner.source is None:
+        return False
+    try:
+        shape = np.broadcast_shapes(inner.shape, constant.shape)
+    except ValueError:
+        return False
+    columns = np.broadcast_to(inner.terms[None].columns, shape).reshape(-1)
+    factor = np.broadcast_to(constant, shape).reshape(-1)
+    first = np.zeros(int(columns.max()) + 1, factor.dtype)
+    first[columns] = factor
+    return bool((first[columns] != factor).any())
 
 
-def _added(node: ir.Node, readings: list[Trace], role: str) -> Trace:
-    """The sum or difference of two readings of one product, each with factors of its own."""
-    a, b = (reading.unscaled() for reading in readings)
-    if a.source is not b.source or a.shape != b.shape or set(a.terms) & set(b.terms):
-        raise Unread(f"{say(node)} stands between the {role} projection and the product")
-    if node.op_type == "Sub":
-        b = b.each(lambda labels: labels.times(-1.0))
-    nodes = dict.fromkeys((*a.nodes, *b.nodes, node))
-    return Trace(a.source, 1.0, {**a.terms, **b.terms}, tuple(nodes))
+def _first(node: ir.Node) -> ir.Value:
+    assert node.inputs[0] is not None
+    return node.inputs[0]
+
+
+def _cached(operand: ir.Value, trace: Trace, past: Spread, heads: Heads) -> Projection:
+    """Heads that are handed in whole: every (h, k) is a column of its own, by where it lies."""
+    indices = [axis for axis in past.axes if not isinstance(axis, str)]
+    sizes = [int(index.max()) + 1 for index in indices]
+    columns = np.ravel_multi_index(indices, sizes) if indices else np.zeros_like(heads.columns)
+    ones = np.ones(heads.columns.shape)
+    return Projection(
+        input=past.value,
+        weight=None,
+        contracted=(),
+        columns=columns,
+        gain=ones,
+        offset=0.0 * ones,
+        scale=trace.scale * float(heads.offset.flat[0]),
+        output=operand,
+        nodes=trace.nodes,
+        by_sequence=True,
+        layout="B H T K",
+        past=past,
+        token_axis=2,
+    )
 
 
 def only_consumer(value: ir.Value) -> ir.Node | None:
@@ -496,66 +438,3 @@ def only_consumer(value: ir.Value) -> ir.Node | None:
         return None
     consumers = {node for node, _ in value.uses() if node.op_type != "Shape"}
     return consumers.pop() if len(consumers) == 1 else None
-
-
-def say(node: ir.Node) -> str:
-    """A node as a reason names it."""
-    return f"{node.op_type} {node.name!r}" if node.name else node.op_type
-
-
-def _weight_of(node: ir.Node) -> tuple[ir.Value, bool]:
-    weight = node.inputs[1]
-    assert weight is not None
-    return origin(weight), node.op_type == "Gemm" and bool(node.attributes.get_int("transB", 0))
-
-
-def _gemm_factors(node: ir.Node) -> tuple[float, float]:
-    return node.attributes.get_float("alpha", 1.0), node.attributes.get_float("beta", 1.0)
-
-
-class Heads(NamedTuple):
-    """One term of a reading by head: (H, K) arrays, and the factor's elements (B, H, T, K)."""
-
-    columns: np.ndarray
-    gain: np.ndarray
-    offset: np.ndarray
-    turn: np.ndarray
-
-
-def _by_head(
-    labels: Labels,
-    total: int,
-    *,
-    tokens_last: bool,
-    heads: int,
-    role: str,
-) -> Heads:
-    """Columns, gain and offset as (H, K) arrays, once every token is where it should be."""
-    arrays = list(labels.arrays())
-    if arrays[0].ndim < 2:
-        raise Unread(f"the {role} is a single row")
-    if tokens_last:
-        arrays = [np.swapaxes(array, -1, -2) for array in arrays]
-    length = arrays[0].shape[-2]
-    if length == 0 or total % length:
-        raise Unread(f"the {role} holds {total} tokens, which are no whole sequences of {length}")
-    batch = total // length
-    if heads:
-        if arrays[0].size % (total * heads):
-            raise Unread(f"the {role} has {arrays[0].shape[-1]} columns, not {heads} heads")
-        arrays = [np.moveaxis(array.reshape(batch, length, heads, -1), 2, 1) for array in arrays]
-    size = arrays[0].shape[-1]
-    try:
-        columns, tokens, gain, offset, turn = (
-            array.reshape(batch, -1, length, size) for array in arrays
-        )  # B H T K
-    except ValueError as error:
-        raise Unread(f"the {role} is laid out as {arrays[0].shape}, not (B, H, T, K)") from error
-    expected = np.arange(total).reshape(batch, 1, length, 1)
-    used = (gain != 0) | (offset != 0)
-    if not ((tokens == expected) | ~used).all():
-        raise Unread(f"the layout of the {role} moves tokens out of place")
-    for array in (columns, gain, offset):
-        if not (array == array[:1, :, :1]).all():
-            raise Unread(f"the {role} differs from token to token by more than its input")
-    return Heads(columns[0, :, 0], gain[0, :, 0], offset[0, :, 0], turn)

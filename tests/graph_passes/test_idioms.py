@@ -6,11 +6,9 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from graph_passes import idioms
-from graph_passes.attention import Causal, LogitStep, Mask, PositionBias
-from graph_passes.idioms import LOGIT_IDIOMS, OPERATORS, PROBABILITY_IDIOMS, LogitReading
+from graph_passes.attention import Capped, Floor, LogitStep, Mask, PositionBias
+from graph_passes.idioms import LOGIT_IDIOMS, PROBABILITY_IDIOMS, LogitReading
 from graph_passes.shapes import Facts, bind_axes, interpret
-from graph_passes.trace import Unread
 from tests.graph_passes.graphs import graph
 
 LOGITS = "float[b, 3, s, t] l, float[b, 3, s, t] other, bool[b, 1, s, t] seen"
@@ -34,6 +32,10 @@ def read(text: str) -> tuple[LogitReading | None, ir.Model]:
         constants={
             "lows": np.full((1, 1, 5, 5), -np.inf, np.float32),
             "mixed": np.array([1, 2, 3, 4, 5], np.float32),
+            "fold": np.array([6, 5, 5]),
+            "unfold": np.array([2, 3, 5, 5]),
+            "turned": np.array([2, 5, 3, 5]),
+            "flattened": np.array([2, 3, 25]),
         },
     )
     answers = [idiom(last(model), facts_of(model)) for idiom in LOGIT_IDIOMS]
@@ -83,8 +85,44 @@ def test_biased_logits(text: str) -> None:
     assert isinstance(step, PositionBias) and step.value.name == "other"
 
 
-def test_difference_is_no_bias() -> None:
-    assert read("\n out = Sub(l, other)")[0] is None
+def test_subtracted_bias() -> None:
+    step = step_of("\n out = Sub(l, other)")
+    assert isinstance(step, PositionBias) and (step.value.name, step.sign) == ("other", -1)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "out = Reshape(l, fold)",
+        "folded = Reshape(l, fold)\n out = Reshape(folded, unfold)",
+        "out = Unsqueeze(l, a0)",
+    ],
+)
+def test_reshaped_logits(text: str) -> None:
+    reading, _ = read(f"\n {text}")
+    assert reading is not None and reading.step(reading.candidates[0]) is None
+
+
+@pytest.mark.parametrize("text", ["out = Reshape(l, turned)", "out = Reshape(l, flattened)"])
+def test_no_reshaped_logits(text: str) -> None:
+    assert read(f"\n {text}")[0] is None
+
+
+def test_capped_logits() -> None:
+    assert step_of("\n out = Tanh(l)") == Capped()
+
+
+@pytest.mark.parametrize("text", ["out = Max(l, low)", "out = Max(low, l)", "out = Clip(l, low)"])
+def test_floored_logits(text: str) -> None:
+    step = step_of(f"\n {text}")
+    assert isinstance(step, Floor) and step.low == -1e9
+
+
+@pytest.mark.parametrize(
+    "text", ["out = Max(l, other)", "out = Max(l, low, other)", "out = Clip(l, low, one)"]
+)
+def test_no_floored_logits(text: str) -> None:
+    assert read(f"\n {text}")[0] is None
 
 
 @pytest.mark.parametrize(
@@ -112,7 +150,7 @@ def test_cast_logits(text: str) -> None:
 
 
 def test_other_operators_are_no_idiom() -> None:
-    assert read("\n out = Tanh(l)")[0] is None
+    assert read("\n out = Sigmoid(l)")[0] is None
 
 
 def after(text: str) -> tuple[str, list[str]]:
@@ -152,56 +190,6 @@ def test_not_forwarded() -> None:
     assert after("out = Relu(l)") == ("", [])
 
 
-HEADS = "float[b, 3, s, 4] q, float[b, 3, t, 4] k, float[b, 3, t, 2] v"
-
-
-def fused(text: str, inputs: str = HEADS) -> idioms.Fused:
-    model = graph(f"\n out = {text}", inputs=inputs, output="float[b, 3, s, 2] out", opset=23)
-    node = last(model)
-    return OPERATORS[node.domain, node.op_type](node, facts_of(model))
-
-
-def test_attention_operator() -> None:
-    read = fused("Attention <scale = 0.37, is_causal = 1> (q, k, v)")
-    assert [value.name for value in (read.q, read.k, read.v, read.context)] == [
-        "q",
-        "k",
-        "v",
-        "out",
-    ]
-    assert read.scale == pytest.approx(0.37, rel=1e-6)
-    assert (read.num_heads, read.num_kv_heads) == (0, 0)  # the operands have their heads apart
-    assert read.steps == (Causal(),)
-
-
-def test_attention_operator_with_merged_heads() -> None:
-    read = fused(
-        "Attention <q_num_heads = 3, kv_num_heads = 1> (q, k, v)",
-        "float[b, s, 12] q, float[b, t, 4] k, float[b, t, 2] v",
-    )
-    assert (read.num_heads, read.num_kv_heads, read.scale) == (3, 1, 4**-0.5)
-
-
-@pytest.mark.parametrize(("dtype", "kind"), [("bool", Mask), ("float", PositionBias)])
-def test_attention_operator_with_a_mask(dtype: str, kind: type) -> None:
-    read = fused("Attention (q, k, v, m)", f"{HEADS}, {dtype}[b, 1, s, t] m")
-    assert [type(step) for step in read.steps] == [kind]
-
-
-@pytest.mark.parametrize(
-    ("text", "inputs", "reason"),
-    [
-        ("Attention <softcap = 1.0> (q, k, v)", HEADS, "caps its logits"),
-        ("Attention (q, k, v, , k, v)", HEADS, "reads cached keys"),
-        ("Attention (q, k)", HEADS, "lacks queries, keys or values"),
-        ("Attention (q, k, v)", "float[b, s] q, float k, float v", "has operands of shape"),
-    ],
-)
-def test_attention_operator_is_missed(text: str, inputs: str, reason: str) -> None:
-    with pytest.raises(Unread, match=reason):
-        fused(text, inputs)
-
-
 def test_every_idiom_is_tested_here() -> None:
-    names = {idiom.__name__ for idiom in (*LOGIT_IDIOMS, *PROBABILITY_IDIOMS, *OPERATORS.values())}
+    names = {idiom.__name__ for idiom in (*LOGIT_IDIOMS, *PROBABILITY_IDIOMS)}
     assert {f"test_{name}" for name in names} <= set(globals())

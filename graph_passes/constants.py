@@ -1,0 +1,124 @@
+"""Values that no input changes: weights, however an exporter wraps them.
+
+An initializer may stand behind a Transpose, a Cast or a DequantizeLinear; such a value is a
+constant all the same, and its elements are computed where they are asked for, never before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx.reference import ReferenceEvaluator
+
+__all__ = [
+    "constant_array",
+    "constant_shape",
+    "constant_tensor",
+    "constant_type",
+    "evaluate",
+    "is_constant",
+    "origin",
+]
+
+WRAPPERS = frozenset({"Identity", "Cast", "CastLike", "Transpose", "Reshape", "Squeeze",
+                      "Unsqueeze", "Flatten", "Slice", "Split", "Concat",
+                      "DequantizeLinear"})  # fmt: skip
+"""Operators that make a constant of constants, and nothing larger than what they read."""
+
+DEPTH = 8
+"""Wrappers that may stand around one weight."""
+
+
+def origin(value: ir.Value) -> ir.Value:
+    """The value behind any Identity: exporters share the weights of repeated layers that way."""
+    while (node := value.producer()) is not None and node.op_type == "Identity" and node.inputs[0]:
+        value = node.inputs[0]
+    return value
+
+
+def constant_tensor(value: ir.Value) -> ir.TensorProtocol | None:
+    """The tensor of an initializer or of a Constant node, if it is a dense one."""
+    try:
+        return ir.convenience.get_const_tensor(origin(value))
+    except ValueError:  # a sparse constant
+        return None
+
+
+def is_constant(value: ir.Value | None, depth: int = DEPTH) -> TypeGuard[ir.Value]:
+    """Whether no input changes the value: a constant tensor, or wrappers around such."""
+    if value is None:
+        return False
+    if constant_tensor(value) is not None:
+        return True
+    node = value.producer()
+    if node is None or node.domain or node.op_type not in WRAPPERS or depth == 0:
+        return False
+    given = [operand for operand in node.inputs if operand is not None]
+    return bool(given) and all(is_constant(operand, depth - 1) for operand in given)
+
+
+def constant_array(value: ir.Value) -> np.ndarray:
+    """The elements of a constant value, read from disk only now; half precision becomes single."""
+    array = _elements(value)
+    keep = array.dtype == np.float64 or array.dtype.kind in "iub"
+    return array if keep else array.astype(np.float32)
+
+
+def constant_type(value: ir.Value) -> ir.DataType:
+    """The element type of a constant value."""
+    tensor = constant_tensor(value)
+    node = value.producer()
+    if tensor is not None or node is None:
+        return ir.DataType.UNDEFINED if tensor is None else tensor.dtype
+    if node.op_type == "Cast":
+        return ir.DataType(node.attributes.get_int("to", 0))
+    typed = node.inputs[1 if node.op_type in ("DequantizeLinear", "CastLike") else 0]
+    return ir.DataType.UNDEFINED if typed is None else constant_type(typed)
+
+
+def constant_shape(value: ir.Value) -> tuple[int, ...]:
+    """The shape of a constant value; its elements are read only where wrappers change it."""
+    tensor = constant_tensor(value)
+    return tuple(_elements(value).shape if tensor is None else tensor.shape.numpy())
+
+
+def evaluate(
+    node: ir.Node, inputs: Sequence[np.ndarray | None], opsets: Mapping[str, int]
+) -> list[np.ndarray]:
+    """Run one node on the ONNX reference evaluator."""
+    proto = ir.serde.serialize_node(node)
+    proto.input[:] = [f"i{i}" if x is not None else "" for i, x in enumerate(inputs)]
+    proto.output[:] = [f"o{i}" for i in range(len(node.outputs))]
+    feeds = {f"i{i}": x for i, x in enumerate(inputs) if x is not None}
+    graph = onnx.GraphProto(node=[proto], name="node")
+    graph.input.extend(onnx.ValueInfoProto(name=name) for name in feeds)
+    graph.output.extend(onnx.ValueInfoProto(name=name) for name in proto.output)
+    # As a model, for the evaluator takes a bare node to be of the newest opset.
+    imports = [onnx.helper.make_opsetid(domain, version) for domain, version in opsets.items()]
+    model = onnx.ModelProto(graph=graph, opset_import=imports, ir_version=10)
+    results: Any = ReferenceEvaluator(model).run(None, feeds)
+    return [np.asarray(result) for result in results]
+
+
+def _elements(value: ir.Value) -> np.ndarray:
+    tensor = constant_tensor(value)
+    if tensor is not None:
+        return tensor.numpy()
+    node = value.producer()
+    assert node is not None and is_constant(value), f"{value.name} is not a constant"
+    inputs = [None if operand is None else _elements(operand) for operand in node.inputs]
+    return evaluate(node, inputs, _opsets(node))[value.index() or 0]
+
+
+def _opsets(node: ir.Node) -> Mapping[str, int]:
+    """The opset imports of the graph that holds the node.
+
+    The body of an If or a Loop names none; there the node itself tells the old form from the new.
+    """
+    if node.graph is not None and node.graph.opset_imports:
+        return {"": 1, **node.graph.opset_imports}
+    return {"": 12 if "axes" in node.attributes else 21}
