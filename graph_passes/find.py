@@ -316,6 +316,8 @@ def _follow_probabilities(
     nodes: list[ir.Node] = []
     value = softmax
     while not (products := _context_products(value, reader)):
+        if (node := _drops_at_random(value, reader)) is not None:
+            raise Unread(f"{say(node)} drops probabilities at random: export in evaluation mode")
         step = next((found for idiom in PROBABILITY_IDIOMS if (found := idiom(value))), ())
         if not step:
             raise Unread(f"no product with values reads the probabilities {value.name!r}")
@@ -324,6 +326,16 @@ def _follow_probabilities(
     if len(products) > 1:
         raise Unread(f"{len(products)} products read the probabilities {value.name!r}, expected 1")
     return nodes, value, products[0]
+
+
+def _drops_at_random(value: ir.Value, reader: Reader) -> ir.Node | None:
+    """The Dropout in training mode that reads a value, where there is one."""
+    for node, index in value.uses():
+        training = node.inputs[2] if node.op_type == "Dropout" and len(node.inputs) > 2 else None
+        constant = None if training is None else reader.elements(training)
+        if index == 0 and constant is not None and constant.any():
+            return node
+    return None
 
 
 def _context_products(probabilities: ir.Value, reader: Reader) -> list[ContextProduct]:

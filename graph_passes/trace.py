@@ -251,7 +251,7 @@ class Reader:
         trace = self._numbered(node, product, self.shape(node.outputs[0]))
         if node.op_type != "Gemm" or len(node.inputs) < 3 or node.inputs[2] is None:
             return trace
-        bias = self._elements(node.inputs[2])
+        bias = self.elements(node.inputs[2])
         if bias is None:
             raise Unread(f"the bias of {say(node)} is not constant")
         added = bias * node.attributes.get_float("beta", 1.0) / trace.scale
@@ -331,7 +331,8 @@ class Reader:
                 return node.inputs[0], False
         return tokens, sequence_first
 
-    def _elements(self, value: ir.Value | None) -> np.ndarray | None:
+    def elements(self, value: ir.Value | None) -> np.ndarray | None:
+        """What a value holds, where that does not depend on data."""
         if value is None:
             return None
         constant = self.facts.constant(value)
@@ -379,7 +380,7 @@ class Reader:
             return array
         inputs: list[np.ndarray | None] = [array]
         for other in node.inputs[1:]:
-            constant = None if other is None else self._elements(other)
+            constant = None if other is None else self.elements(other)
             if other is not None and constant is None:
                 raise Unread(f"{say(node)} lays tokens out by a value that depends on data")
             inputs.append(constant)

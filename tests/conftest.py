@@ -30,6 +30,12 @@ WORDS = [
 # fmt: on
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--write-support", action="store_true", help="write docs/support.md as it is found"
+    )
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """The folder of evaluation data that lies beside the project where it is developed."""
