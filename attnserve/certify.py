@@ -240,7 +240,7 @@ def _random_mask(
         return seen == step.keep
     if isinstance(step, KeyMask):
         return seen
-    low = 0.0 if not isinstance(step, PositionBias) else -step.sign * MASKED
+    low = -step.sign * MASKED if isinstance(step, PositionBias) else 0.0
     return np.where(seen, rng.standard_normal(fact.shape), low)
 
 

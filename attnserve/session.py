@@ -6,11 +6,13 @@ absence is reported with the extra to install.
 
 from __future__ import annotations
 
+import mmap
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import onnx_ir as ir
 
 from graph_passes.errors import InvalidArgument, InvalidModel, MissingExtra
@@ -80,8 +82,12 @@ def open_session(
     if not optimize:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     if isinstance(source, Path):
-        return _start(ort, str(source), source.name, options, provider)
+        mended = _mended(source)
+        if mended is None:
+            return _start(ort, str(source), source.name, options, provider)
+        source = mended
     name = source.graph.name or "the model in memory"
+    _give_biases(source)
     # Bytes have no folder for external data to lie in.
     if weight_bytes(source) < PROTOBUF_LIMIT_BYTES and not external_files(source):
         content = ir.to_proto(source).SerializeToString()
@@ -90,6 +96,45 @@ def open_session(
         path = Path(folder) / "model.onnx"
         ir.save(source, path, external_data="model.onnx.data")
         return _start(ort, str(path), name, options, provider)
+
+
+def _mended(path: Path) -> ir.Model | None:
+    """The model with what would crash ONNX Runtime mended; None where nothing would."""
+    with path.open("rb") as file:
+        if not file.read(1):
+            return None
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            if content.find(b"com.microsoft") < 0:
+                return None
+    try:
+        model = ir.load(path)
+    except Exception:  # whatever is wrong with it, ONNX Runtime says it better
+        return None
+    return model if _give_biases(model) else None
+
+
+def _give_biases(model: ir.Model) -> bool:
+    """Give com.microsoft Attention the bias of zeros without which its CPU kernel crashes."""
+    lacking = [
+        node
+        for node in ir.traversal.RecursiveGraphIterator(model.graph)
+        if (node.domain, node.op_type) == ("com.microsoft", "Attention")
+        and (len(node.inputs) < 3 or node.inputs[2] is None)
+    ]
+    for index, node in enumerate(lacking):
+        weight = node.inputs[1].const_value if len(node.inputs) > 1 and node.inputs[1] else None
+        if weight is None:
+            raise InvalidModel(
+                f"{node.name or node.op_type}: com.microsoft Attention without a bias crashes "
+                "ONNX Runtime, and its weight is not constant",
+                "give the operator a bias of zeros",
+            )
+        zeros = np.zeros(weight.shape.numpy()[-1], weight.dtype.numpy())
+        bias = ir.val(f"attnserve/bias_{index}", const_value=ir.tensor(zeros))
+        model.graph.register_initializer(bias)
+        node.resize_inputs(max(3, len(node.inputs)))
+        node.replace_input_with(2, bias)
+    return bool(lacking)
 
 
 def weight_bytes(model: ir.Model) -> int:

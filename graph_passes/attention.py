@@ -44,6 +44,7 @@ __all__ = [
     "Scaled",
     "Spread",
     "Turn",
+    "Weighted",
     "as_matrix",
 ]
 
@@ -268,10 +269,15 @@ def as_matrix(weight: np.ndarray, contracted: tuple[int, ...]) -> Float[np.ndarr
 
 @dataclass(frozen=True, eq=False)
 class PositionBias:
-    """The logits become logits + sign * value (an additive mask, a position bias)."""
+    """The logits become logits + sign * value (an additive mask, a position bias).
+
+    ``axes``, here and in ``Mask``, is the order that brings the axes of the logits at this step to
+    (B, H, S, T), where it is another.
+    """
 
     value: ir.Value
     sign: Literal[1, -1] = 1
+    axes: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -281,14 +287,19 @@ class Mask:
     value: ir.Value
     fill: float
     keep: bool
+    axes: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class KeyMask:
-    """``fill`` is added to the logits of each key whose (B, T) ``value`` is not positive."""
+    """``fill`` is added to the logits of each key whose (B, T) ``value`` is not positive.
+
+    The value may also be (B, S, T), one row of keys a query, where ``queries`` is 0.
+    """
 
     value: ir.Value
     fill: float
+    queries: Literal[0, 1] = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -319,6 +330,14 @@ class Causal:
     ends_together: bool = False
 
 
+@dataclass(frozen=True, eq=False)
+class Weighted:
+    """The logits become logits * value (the mask of older decoders, before they add another)."""
+
+    value: ir.Value
+    axes: tuple[int, ...] | None = None
+
+
 @dataclass(frozen=True)
 class Scaled:
     """The logits are multiplied by ``factor`` after an earlier step."""
@@ -339,7 +358,16 @@ class Floor:
 
 
 LogitStep = (
-    PositionBias | Mask | KeyMask | KeyLengths | FullLengths | Causal | Scaled | Capped | Floor
+    PositionBias
+    | Mask
+    | Weighted
+    | KeyMask
+    | KeyLengths
+    | FullLengths
+    | Causal
+    | Scaled
+    | Capped
+    | Floor
 )
 """What happens to the scaled logits before the softmax."""
 
@@ -358,7 +386,9 @@ class AttentionBlock:
         steps: What happens to the scaled logits before the softmax, in order.
         product: The node that multiplies queries and keys, or the fused operator itself.
         logits: The scaled scores, before ``steps``; None inside a fused operator.
-        probabilities: None inside a fused operator.
+        logits_axes: The order of their axes that brings them to (B, H, S, T) or (B*H, S, T).
+        probabilities: (B, H, S, T) or (B*H, S, T); None inside a fused operator, or where the graph
+            never lays them out so.
         context: probabilities @ v, (B, H, S, V) or as the operator lays it out.
         context_axes: The order of its axes that brings it to (B, H, S, V) or (B*H, S, V); None
             for a fused operator's (B, S, H*V) or (B, H, S, V).
@@ -377,6 +407,7 @@ class AttentionBlock:
     steps: tuple[LogitStep, ...]
     product: ir.Node
     logits: ir.Value | None
+    logits_axes: tuple[int, ...] | None
     probabilities: ir.Value | None
     context: ir.Value
     context_axes: tuple[int, ...] | None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from graph_passes.attention import AttentionBlock, Capped, Floor, LogitStep, Mask
+from graph_passes.attention import AttentionBlock, Capped, Floor, LogitStep, Mask, Weighted
 from graph_passes.cp import CollaborativeFactors, TokenMoments, collaborative_factors
 from graph_passes.edit import Inserter, emit_heads, remove_unused, replace_uses
 from graph_passes.errors import CannotRewrite, InvalidArgument
@@ -71,8 +71,8 @@ def why_not(block: AttentionBlock) -> str:
         return "its keys are handed in by the caller: no projection in this graph makes them"
     if block.k.past is not None:
         return "its cached keys are an input of the graph, made by the original projection"
-    if any(isinstance(step, Capped) for step in block.steps):
-        return "its logits are capped before the softmax, so the key bias counts"
+    if any(isinstance(step, Capped | Weighted) for step in block.steps):
+        return "its logits are capped or weighted before the softmax, so the key bias counts"
     if block.k.num_distinct_heads != block.num_heads:
         return "its key heads are grouped: they share their projections already"
     if any(_fill(step) > WEAK_FILL for step in block.steps):
@@ -81,6 +81,8 @@ def why_not(block: AttentionBlock) -> str:
         return "its tokens are not laid out as (batch, sequence, size)"
     if block.logits is None:
         return INSIDE_OPERATOR
+    if block.logits_axes != (0, 1, 2) and len(block.logits_axes or ()) != 4:
+        return "its scores are laid out in an order that is not followed"
     if not _only_softmax_reads(block.logits):
         return "its scores are read by more than the softmax, which alone ignores the key bias"
     return ""
@@ -174,9 +176,13 @@ def _rewrite(block: AttentionBlock, factors: CollaborativeFactors) -> None:
 
 
 def _laid_out(make: Inserter, logits: ir.Value, block: AttentionBlock) -> ir.Value:
-    """Logits (B, H, S, T) as the graph lays them out, which may be (B*H, S, T)."""
-    if block.q.layout == "B H T K":
-        return logits
+    """Logits (B, H, S, T) as the graph lays them out."""
+    axes = block.logits_axes
+    assert axes is not None
+    if len(axes) == 4:
+        back = [int(axis) for axis in np.argsort(axes)]
+        in_order = axes == (0, 1, 2, 3)
+        return logits if in_order else make.op("Transpose", [logits], "laid_out", perm=back)
     ends = [make.constant(np.array([n], np.int64), name) for n, name in ((2, "from"), (4, "to"))]
     lengths = make.op("Slice", [make.op("Shape", [logits], "shape"), *ends], "lengths")  # S T
     rows = make.constant(np.array([-1], np.int64), "rows")

@@ -57,7 +57,7 @@ def is_constant(value: ir.Value | None, depth: int = DEPTH) -> TypeGuard[ir.Valu
     node = value.producer()
     if node is None or node.domain or node.op_type not in WRAPPERS or depth == 0:
         return False
-    given = [operand for operand in node.inputs if operand is not None]
+    given = [operand for operand in _read(node) if operand is not None]
     return bool(given) and all(is_constant(operand, depth - 1) for operand in given)
 
 
@@ -76,7 +76,9 @@ def constant_type(value: ir.Value) -> ir.DataType:
         return ir.DataType.UNDEFINED if tensor is None else tensor.dtype
     if node.op_type == "Cast":
         return ir.DataType(node.attributes.get_int("to", 0))
-    typed = node.inputs[1 if node.op_type in ("DequantizeLinear", "CastLike") else 0]
+    if node.op_type == "CastLike" and (like := node.inputs[1]) is not None and like.dtype:
+        return like.dtype
+    typed = node.inputs[1 if node.op_type == "DequantizeLinear" else 0]
     return ir.DataType.UNDEFINED if typed is None else constant_type(typed)
 
 
@@ -110,8 +112,15 @@ def _elements(value: ir.Value) -> np.ndarray:
         return tensor.numpy()
     node = value.producer()
     assert node is not None and is_constant(value), f"{value.name} is not a constant"
-    inputs = [None if operand is None else _elements(operand) for operand in node.inputs]
+    inputs = [None if operand is None else _elements(operand) for operand in _read(node)]
+    if node.op_type == "CastLike" and inputs[0] is not None:
+        return inputs[0]
     return evaluate(node, inputs, _opsets(node))[value.index() or 0]
+
+
+def _read(node: ir.Node) -> Sequence[ir.Value | None]:
+    """What a wrapper's elements come from: of CastLike, only what it casts."""
+    return node.inputs[:1] if node.op_type == "CastLike" else node.inputs
 
 
 def _opsets(node: ir.Node) -> Mapping[str, int]:

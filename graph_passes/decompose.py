@@ -20,6 +20,7 @@ from graph_passes.attention import (
     PositionBias,
     Projection,
     Scaled,
+    Weighted,
 )
 from graph_passes.edit import Inserter, emit_heads, remove_unused, replace_uses
 from graph_passes.errors import CannotRewrite
@@ -118,9 +119,14 @@ def _masked(make: Inserter, step: LogitStep, logits: ir.Value, dtype: ir.DataTyp
         case Mask():
             allowed, fill = step.value, step.fill
         case KeyMask():
-            spread = make.constant(np.array([0, 1, 1, -1], np.int64), "mask_shape")
-            keys = make.op("Reshape", [step.value, spread], "key_mask")  # B 1 1 T
-            allowed = make.op("Cast", [keys], "allowed", to=ir.DataType.BOOL.value)
+            allowed = make.op("Cast", [step.value], "allowed", to=ir.DataType.BOOL.value)
+            shape = make.op("Shape", [step.value], "mask_shape")
+            ends = [make.constant(np.array([n], np.int64), name) for n, name in ENDS]
+            batch = make.op("Slice", [shape, *ends[:2]], "rows_of_mask")
+            keys = make.op("Slice", [shape, *ends[1:]], "keys_of_mask")
+            one = make.constant(np.array([1] * (1 + step.queries), np.int64), "ones")
+            spread = make.op("Concat", [batch, one, keys], "spread", axis=0)
+            allowed = make.op("Reshape", [allowed, spread], "key_mask")  # B 1 (1 or S) T
             fill = step.fill
         case KeyLengths():
             allowed, fill = _before_end(make, step, logits), step.fill
@@ -128,11 +134,20 @@ def _masked(make: Inserter, step: LogitStep, logits: ir.Value, dtype: ir.DataTyp
             allowed, fill = _causal(make, logits, ends_together=step.ends_together), -np.inf
         case FullLengths():
             return logits
-        case Scaled() | Capped() | Floor():
-            raise AssertionError("no operator that is read has such a step")
+        case Scaled() | Floor():
+            op, number = ("Mul", step.factor) if isinstance(step, Scaled) else ("Max", step.low)
+            constant = make.constant(np.array(number, dtype.numpy()), "number")
+            return make.op(op, [logits, constant], "scaled")
+        case Capped():
+            return make.op("Tanh", [logits], "capped")
+        case Weighted():
+            return make.op("Mul", [logits, step.value], "weighted")
     zero = make.constant(np.zeros((), dtype.numpy()), "zero")
     low = make.constant(np.array(fill, dtype.numpy()), "masked_logit")
     return make.op("Add", [logits, make.op("Where", [allowed, zero, low], "mask")], "masked")
+
+
+ENDS = ((0, "from"), (1, "to"), (4, "end"))
 
 
 def _positions(make: Inserter, logits: ir.Value, axis: int, name: str) -> ir.Value:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -17,15 +17,14 @@ from graph_passes.attention import (
     Miss,
     PositionBias,
     Projection,
-    Scaled,
     Spread,
     Turn,
 )
 from graph_passes.constants import is_constant
-from graph_passes.idioms import LOGIT_IDIOMS, PROBABILITY_IDIOMS
 from graph_passes.labels import Unread, say
+from graph_passes.logits import read_context, read_logits
 from graph_passes.operators import FUSED, OPERATORS, Fused
-from graph_passes.products import ContextProduct, ScoreProduct, context_product, score_product
+from graph_passes.products import ScoreProduct
 from graph_passes.shapes import bind_axes, interpret
 from graph_passes.trace import Reader
 
@@ -36,9 +35,6 @@ BATCH, SEQUENCE = 2, 5
 
 REWRITTEN = "/collaborative/"
 """Stands in the names of what ``Collaborate`` puts into a graph, after the block's name."""
-
-REACH = 12
-"""Nodes between scores and softmax; each may have two operands to search, so few."""
 
 
 def find_attention(model: ir.Model) -> tuple[list[AttentionBlock], list[Miss]]:
@@ -72,19 +68,19 @@ def _reading_of(node: ir.Node) -> Callable[[ir.Node, ir.Graph, Reader], Attentio
 def _from_softmax(node: ir.Node, graph: ir.Graph, reader: Reader) -> AttentionBlock:
     """probabilities = softmax(steps(scale * q k^T)); context = probabilities v."""
     softmax = node.outputs[0]
-    if node.inputs[0] is None:
-        raise Unread("the softmax has no input")
     shape = reader.shape(softmax)
     default = -1 if reader.opsets.get("", 1) >= 13 else 1
-    if len(shape) < 2 or node.attributes.get_int("axis", default) % len(shape) != len(shape) - 1:
+    axis = node.attributes.get_int("axis", default) % max(1, len(shape))
+    if len(shape) < 2 or (reader.opsets.get("", 1) < 13 and math.prod(shape[axis + 1 :]) > 1):
         raise Unread(f"{say(node)} is not over the keys of (B, H, S, T) logits")
-    logits = _read_logits(node.inputs[0], reader)
+    logits = read_logits(node, axis, reader)
     if logits is None:
         raise Unread(f"{say(node)} is not fed by a product of queries and keys")
     product = logits.product
     q = reader.projection(product.query, "query", axes=product.query_axes)
     k = reader.projection(product.key, "key", axes=product.key_axes)
-    forwards, probabilities, mixing = _follow_probabilities(softmax, reader)
+    context = read_context(softmax, logits, reader)
+    mixing = context.product
     v = reader.projection(mixing.value, "value", axes=mixing.value_axes)
     v = replace(v, scale=v.scale * mixing.scale)
     steps, content = _split_content(logits.steps, product, k, reader)
@@ -95,9 +91,10 @@ def _from_softmax(node: ir.Node, graph: ir.Graph, reader: Reader) -> AttentionBl
         product=product.node,
         content=content,
         logits=logits.scaled if content is None else _content_sum(content, logits.scaled),
-        probabilities=probabilities,
+        logits_axes=logits.order,
+        probabilities=context.probabilities,
         context_axes=mixing.context_axes,
-        nodes=(product.node, node, *forwards, mixing.node),
+        nodes=(product.node, node, *context.nodes, mixing.node),
         idiom="softmax",
     )
 
@@ -115,6 +112,7 @@ def _from_operator(node: ir.Node, graph: ir.Graph, reader: Reader) -> AttentionB
         product=node,
         content=None,
         logits=None,
+        logits_axes=None,
         probabilities=None,
         context_axes=None,
         nodes=(node,),
@@ -130,6 +128,7 @@ def _block(
     product: ir.Node,
     content: Projection | None,
     logits: ir.Value | None,
+    logits_axes: tuple[int, ...] | None,
     probabilities: ir.Value | None,
     context_axes: Sequence[int] | None,
     nodes: tuple[ir.Node, ...],
@@ -163,6 +162,7 @@ def _block(
         steps=read.steps,
         product=product,
         logits=logits,
+        logits_axes=logits_axes,
         probabilities=probabilities,
         context=read.context,
         context_axes=None if context_axes is None else tuple(context_axes),
@@ -245,48 +245,6 @@ def _shared_spread(spread: Spread, times: int) -> Spread:
     return replace(spread, axes=axes)
 
 
-@dataclass(frozen=True, eq=False)
-class _Logits:
-    """The chain from the product of queries and keys up to the softmax."""
-
-    product: ScoreProduct
-    scale: float
-    scaled: ir.Value
-    steps: tuple[LogitStep, ...]
-
-
-def _read_logits(value: ir.Value, reader: Reader, reach: int = REACH) -> _Logits | None:
-    """Walk from the softmax's input up to the one product of two activations that feeds it."""
-    node = value.producer()
-    if node is None or reach == 0:
-        return None
-    if (product := score_product(node, reader.facts)) is not None:
-        return _Logits(product, product.scale, value, ())
-    for idiom in LOGIT_IDIOMS:
-        reading = idiom(node, reader.facts)
-        if reading is None:
-            continue
-        found = [
-            (candidate, inner)
-            for candidate in reading.candidates
-            if (inner := _read_logits(candidate, reader, reach - 1)) is not None
-        ]
-        if len(found) > 1:
-            raise Unread(f"{say(node)} adds two products: this attention has more than one score")
-        if not found:
-            return None
-        candidate, inner = found[0]
-        step = reading.step(candidate)
-        if isinstance(step, float):
-            if inner.steps:
-                return replace(inner, steps=(*inner.steps, Scaled(step)))
-            return replace(inner, scale=inner.scale * step, scaled=value)
-        if step is None:
-            return inner if inner.steps else replace(inner, scaled=value)
-        return replace(inner, steps=(*inner.steps, step))
-    return None
-
-
 def _split_content(
     steps: Sequence[LogitStep], product: ScoreProduct, k: Projection, reader: Reader
 ) -> tuple[tuple[LogitStep, ...], Projection | None]:
@@ -307,40 +265,6 @@ def _content_sum(content: Projection, scaled: ir.Value) -> ir.Value:
         if node.op_type == "Add" and content.output in node.inputs:
             return node.outputs[0]
     raise Unread("the content term is not added to the scores")
-
-
-def _follow_probabilities(
-    softmax: ir.Value, reader: Reader
-) -> tuple[list[ir.Node], ir.Value, ContextProduct]:
-    """Down to the product with the values: the nodes in between, the probabilities, and it."""
-    nodes: list[ir.Node] = []
-    value = softmax
-    while not (products := _context_products(value, reader)):
-        if (node := _drops_at_random(value, reader)) is not None:
-            raise Unread(f"{say(node)} drops probabilities at random: export in evaluation mode")
-        step = next((found for idiom in PROBABILITY_IDIOMS if (found := idiom(value))), ())
-        if not step:
-            raise Unread(f"no product with values reads the probabilities {value.name!r}")
-        nodes += step
-        value = step[-1].outputs[0]
-    if len(products) > 1:
-        raise Unread(f"{len(products)} products read the probabilities {value.name!r}, expected 1")
-    return nodes, value, products[0]
-
-
-def _drops_at_random(value: ir.Value, reader: Reader) -> ir.Node | None:
-    """The Dropout in training mode that reads a value, where there is one."""
-    for node, index in value.uses():
-        training = node.inputs[2] if node.op_type == "Dropout" and len(node.inputs) > 2 else None
-        constant = None if training is None else reader.elements(training)
-        if index == 0 and constant is not None and constant.any():
-            return node
-    return None
-
-
-def _context_products(probabilities: ir.Value, reader: Reader) -> list[ContextProduct]:
-    read = (context_product(node, probabilities, reader.facts) for node, _ in probabilities.uses())
-    return [product for product in read if product is not None]
 
 
 def _named(blocks: Sequence[AttentionBlock]) -> list[AttentionBlock]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from graph_passes.attention import Capped, Floor, LogitStep, Mask, PositionBias
+from graph_passes.attention import Capped, Floor, LogitStep, Mask, PositionBias, Weighted
 from graph_passes.constants import constant_array, is_constant
 from graph_passes.shapes import Facts
 
@@ -77,6 +77,17 @@ def biased_logits(node: ir.Node, facts: Facts) -> LogitReading | None:
     return LogitReading((a, b), lambda logits: PositionBias(b if logits is a else a))
 
 
+def weighted_logits(node: ir.Node, facts: Facts) -> LogitReading | None:
+    """logits * mask, in either order."""
+    if node.op_type != "Mul" or None in node.inputs:
+        return None
+    a, b = node.inputs
+    assert a is not None and b is not None
+    if _number(a, facts) is not None or _number(b, facts) is not None:
+        return None
+    return LogitReading((a, b), lambda logits: Weighted(b if logits is a else a))
+
+
 def selected_logits(node: ir.Node, facts: Facts) -> LogitReading | None:
     """Where(allowed, logits, -inf) or Where(forbidden, -inf, logits)."""
     if node.op_type != "Where":
@@ -98,12 +109,10 @@ def cast_logits(node: ir.Node, facts: Facts) -> LogitReading | None:
     return LogitReading((node.inputs[0],), _always(None))
 
 
-def reshaped_logits(node: ir.Node, facts: Facts) -> LogitReading | None:
-    """(B*H, S, T) as (B, H, S, T), and back."""
-    if node.op_type not in ("Reshape", "Squeeze", "Unsqueeze") or node.inputs[0] is None:
-        return None
-    before, after = facts.shape(node.inputs[0]), facts.shape(node.outputs[0])
-    if before is None or after is None or before[-2:] != after[-2:]:
+def moved_logits(node: ir.Node, facts: Facts) -> LogitReading | None:
+    """Scores laid out anew, as (B*H, S, T) or with the heads last."""
+    moves = ("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Transpose")
+    if node.op_type not in moves or node.inputs[0] is None:
         return None
     return LogitReading((node.inputs[0],), _always(None))
 
@@ -132,9 +141,10 @@ def floored_logits(node: ir.Node, facts: Facts) -> LogitReading | None:
 LOGIT_IDIOMS = (
     scaled_logits,
     biased_logits,
+    weighted_logits,
     selected_logits,
     cast_logits,
-    reshaped_logits,
+    moved_logits,
     capped_logits,
     floored_logits,
 )
@@ -154,11 +164,19 @@ def safe_softmax(probabilities: ir.Value) -> tuple[ir.Node, ...]:
 
 
 def forwarded(probabilities: ir.Value) -> tuple[ir.Node, ...]:
-    """Dropout at inference, Cast and Identity hand the probabilities on; Reshape lays them out."""
+    """Dropout at inference, Cast and Identity hand the probabilities on."""
     for node, index in probabilities.uses():
-        if index == 0 and node.op_type in ("Dropout", "Cast", "Identity", "Reshape"):
+        if index == 0 and node.op_type in ("Dropout", "Cast", "Identity"):
             return (node,)
     return ()
 
 
-PROBABILITY_IDIOMS = (safe_softmax, forwarded)
+def moved_probabilities(probabilities: ir.Value) -> tuple[ir.Node, ...]:
+    """Probabilities laid out anew for their product."""
+    for node, index in probabilities.uses():
+        if index == 0 and node.op_type in ("Reshape", "Squeeze", "Unsqueeze", "Transpose"):
+            return (node,)
+    return ()
+
+
+PROBABILITY_IDIOMS = (safe_softmax, forwarded, moved_probabilities)

@@ -79,7 +79,7 @@ class Labels:
 
     def at(self, index: np.ndarray) -> Labels:
         """The elements at these flat positions, laid out like them."""
-        return Labels(*(array.reshape(-1)[index] for array in self.arrays()))
+        return Labels(*(_picked(array, index) for array in self.arrays()))
 
     def times(self, factor: np.ndarray | float) -> Labels:
         return replace(self, gain=self.gain * factor, offset=self.offset * factor)
@@ -91,6 +91,13 @@ class Labels:
     def used(self) -> np.ndarray:
         """Where the term is not zero."""
         return (self.gain != 0) | (self.offset != 0)
+
+
+def _picked(array: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """Most arrays of labels are one number throughout, and stay so."""
+    if not any(array.strides) and array.size:
+        return np.broadcast_to(array.flat[0], index.shape)
+    return array.reshape(-1)[index]
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graph_passes.attention import (
+    Capped,
     Causal,
     FullLengths,
     KeyLengths,
@@ -21,6 +22,7 @@ from graph_passes.attention import (
     Mask,
     PositionBias,
     Projection,
+    Scaled,
 )
 from graph_passes.constants import constant_array, is_constant
 from graph_passes.labels import Factor, Labels, Trace, Unread, joined, say
@@ -117,15 +119,11 @@ def attention_operator(node: ir.Node, reader: Reader) -> Fused:
     """ai.onnx Attention, opset 23 and later.
 
     Raises:
-        Unread: It caps its logits, or returns its scores.
+        Unread: It is causal over caches of different lengths.
     """
     q, k, v, mask, past_key, past_value, lengths = _inputs(node, 7)
     if q is None or k is None or v is None:
         raise Unread(f"{say(node)} lacks queries, keys or values")
-    if node.attributes.get_float("softcap", 0.0) != 0.0:
-        raise Unread(f"{say(node)} caps its logits (softcap), so the key bias cannot be dropped")
-    if _used(node, 3):
-        raise Unread(f"{say(node)} returns its scores")
     heads = node.attributes.get_int("q_num_heads", 0)
     kv_heads = node.attributes.get_int("kv_num_heads", 0)
     query = _Operand.read(node, reader, q, "query", heads)
@@ -144,6 +142,9 @@ def attention_operator(node: ir.Node, reader: Reader) -> Fused:
             raise Unread(f"the mask of {say(node)} has no known type")
         is_bool = fact.dtype == ir.DataType.BOOL
         steps.append(Mask(mask, -np.inf, keep=True) if is_bool else PositionBias(mask))
+    cap = node.attributes.get_float("softcap", 0.0)
+    if cap != 0.0:
+        steps = [Scaled(1 / cap), Capped(), Scaled(cap), *steps]
     return _fused(node, query, key, value, steps)
 
 
@@ -185,8 +186,6 @@ def multi_head_attention(node: ir.Node, reader: Reader) -> Fused:
     q, k, v, bias, mask, added, past_key, past_value, length = _inputs(node, 9)
     if q is None or length is not None:
         raise Unread(f"{say(node)} lacks queries, or shares the buffer of its cache")
-    if _used(node, 3):
-        raise Unread(f"{say(node)} returns its scores")
     heads = node.attributes.get_int("num_heads", 0)
     if k is None:  # (B, S, H, 3, K)
         query, key, value = (_packed(node, reader, q, r, i) for i, r in enumerate(ROLES))
@@ -202,8 +201,9 @@ def multi_head_attention(node: ir.Node, reader: Reader) -> Fused:
             raise Unread(f"{say(node)} adds a bias that is not constant")
         array = constant_array(bias)
         width = query.trace.shape[1] * query.trace.shape[3]
-        query, key = query.biased(array[:width]), key.biased(array[width : 2 * width])
-        value = value.biased(array[2 * width :])
+        query = query.biased(array[:width])
+        if k is None or len(reader.shape(k)) != 4:  # heads that are apart have theirs already
+            key, value = key.biased(array[width : 2 * width]), value.biased(array[2 * width :])
     key, value = key.after(past_key), value.after(past_value)
     return _fused(node, query, key, value, _microsoft_steps(node, reader, mask, added))
 
@@ -265,11 +265,6 @@ def _inputs(node: ir.Node, count: int) -> list[ir.Value | None]:
     return [*node.inputs, *[None] * count][:count]
 
 
-def _used(node: ir.Node, index: int) -> bool:
-    outputs = node.outputs[index : index + 1]
-    return any(value.uses() or value.is_graph_output() for value in outputs)
-
-
 def _packed(node: ir.Node, reader: Reader, value: ir.Value, role: str, part: int) -> _Operand:
     """One of several parts side by side in (B, T, H, parts, K)."""
     trace = reader.trace(value, role)
@@ -297,8 +292,8 @@ def _microsoft_steps(
         steps.append(Causal(ends_together=True))
     if mask is not None:
         shape = reader.shape(mask)
-        if len(shape) == 2:
-            steps.append(KeyMask(mask, fill))
+        if len(shape) in (2, 3):
+            steps.append(KeyMask(mask, fill, 1 if len(shape) == 2 else 0))
         elif len(shape) == 1 and not is_constant(mask):
             steps.append(KeyLengths(mask, 0, fill))
         else:

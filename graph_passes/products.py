@@ -126,15 +126,7 @@ def score_product(node: ir.Node, facts: Facts) -> ScoreProduct | None:
     if operands is None:
         return None
     (a, a_rank), (b, b_rank) = operands
-    if node.op_type in MATRIX:
-        if a_rank != b_rank or a_rank < 2:
-            return None
-        # q as it is or transposed; k is transposed for the product, so its tokens come last.
-        query = _swapped(a_rank) if _transposes_left(node) else tuple(range(a_rank))
-        last = node.attributes.get_int("transB", 0)
-        key = tuple(range(b_rank)) if last else _swapped(b_rank)
-        return ScoreProduct(node, a, b, query, key, node.attributes.get_float("alpha", 1.0))
-    letters = _letters(node)
+    letters = _letters(node) if node.op_type == "Einsum" else _matrix_letters(node, a_rank, b_rank)
     if letters is None:
         return None
     (left, right), out = letters
@@ -144,58 +136,75 @@ def score_product(node: ir.Node, facts: Facts) -> ScoreProduct | None:
     summed = [letter for letter in left if letter in right and letter not in out]
     if len(summed) != 1 or (s in left) == (s in right) or (t in left) == (t in right):
         return None
-    if s in right:  # the keys come first
+    if s in right:  # the second operand counts the rows
         (a, left), (b, right) = (b, right), (a, left)
     if t not in right:
         return None
     query_axes, key_axes = _order(left, [*lead, s, *summed]), _order(right, [*lead, t, *summed])
     if query_axes is None or key_axes is None:
         return None
-    return ScoreProduct(node, a, b, query_axes, key_axes, 1.0)
+    scale = node.attributes.get_float("alpha", 1.0)
+    return ScoreProduct(node, a, b, query_axes, key_axes, scale)
 
 
 @dataclass(frozen=True, eq=False)
 class ContextProduct:
     """context[..., s, v] = scale * sum_t probabilities[..., s, t] values[..., t, v].
 
-    ``value_axes`` and ``context_axes`` bring values and context to these orders.
+    ``value_axes`` and ``context_axes`` bring values and context to these orders; ``contracted`` is
+    the axis t of the probabilities.
     """
 
     node: ir.Node
     value: ir.Value
     value_axes: tuple[int, ...]
     context_axes: tuple[int, ...]
+    contracted: int
     scale: float
 
 
-def context_product(node: ir.Node, probabilities: ir.Value, facts: Facts) -> ContextProduct | None:
-    """Read a node that takes probabilities as their product with values; None where it is none."""
+def context_product(
+    node: ir.Node, probabilities: ir.Value, order: tuple[int, ...], facts: Facts
+) -> ContextProduct | None:
+    """Read a node that takes probabilities as their product with values; None where it is none.
+
+    Args:
+        order: Of the axes of the probabilities, that brings them to (..., s, t).
+    """
     operands = _activations(node, facts)
     if operands is None:
         return None
     (a, a_rank), (b, b_rank) = operands
-    if node.op_type in MATRIX:
-        if a is not probabilities or a_rank != b_rank or _transposes_left(node):
-            return None
-        plain = tuple(range(a_rank))
-        value = _swapped(b_rank) if node.attributes.get_int("transB", 0) else plain
-        return ContextProduct(node, b, value, plain, node.attributes.get_float("alpha", 1.0))
-    letters = _letters(node)
-    if letters is None:
+    if (a is probabilities) == (b is probabilities):
+        return None
+    rank = a_rank if a is probabilities else b_rank
+    letters = _letters(node) if node.op_type == "Einsum" else _matrix_letters(node, a_rank, b_rank)
+    if letters is None or rank != len(order):
         return None
     (left, right), out = letters
-    if b is probabilities:
-        (a, left), (b, right) = (b, right), (a, left)
-    if a is not probabilities or len(left) < 2:
+    read, held, value = (left, right, b) if a is probabilities else (right, left, a)
+    summed = [letter for letter in read if letter in held and letter not in out]
+    extra = [letter for letter in held if letter not in read]
+    if len(summed) != 1 or len(extra) != 1 or summed[0] not in (read[i] for i in order[-2:]):
         return None
-    *lead, s, t = left
-    extra = [letter for letter in right if letter not in left]
-    if len(extra) != 1 or t in out:
-        return None
-    value_axes, context_axes = _order(right, [*lead, t, *extra]), _order(out, [*lead, s, *extra])
+    counted = [read[axis] for axis in order if read[axis] != summed[0]]  # ..., s
+    value_axes = _order(held, [*counted[:-1], *summed, *extra])
+    context_axes = _order(out, [*counted, *extra])
     if value_axes is None or context_axes is None:
         return None
-    return ContextProduct(node, b, value_axes, context_axes, 1.0)
+    scale = node.attributes.get_float("alpha", 1.0)
+    return ContextProduct(node, value, value_axes, context_axes, read.index(summed[0]), scale)
+
+
+def _matrix_letters(node: ir.Node, left: int, right: int) -> tuple[tuple[str, str], str] | None:
+    """A product of two matrices, or of two stacks of them, in letters."""
+    if left != right or left < 2:
+        return None
+    lead = "abcdefgh"[: left - 2]
+    transposed = [bool(node.attributes.get_int(name, 0)) for name in ("transA", "transB")]
+    a = "ts" if transposed[0] else "st"
+    b = "vt" if transposed[1] else "tv"
+    return (lead + a, lead + b), f"{lead}sv"
 
 
 def _activations(
@@ -233,7 +242,3 @@ def _order(letters: str, wanted: list[str]) -> tuple[int, ...] | None:
     if sorted(letters) != sorted(wanted):
         return None
     return tuple(letters.index(letter) for letter in wanted)
-
-
-def _swapped(rank: int) -> tuple[int, ...]:
-    return (*range(rank - 2), rank - 1, rank - 2)

@@ -26,6 +26,7 @@ from graph_passes.attention import (
     Projection,
     Scaled,
     Turn,
+    Weighted,
 )
 
 if TYPE_CHECKING:
@@ -139,12 +140,16 @@ def _apply(
     """The logits (B, H, S, T) after one step."""
     match step:
         case PositionBias():
-            return logits + step.sign * _as_logits(values[step.value], logits.shape)
+            return logits + step.sign * _as_logits(step, values[step.value], logits.shape)
         case Mask():
-            value = _as_logits(values[step.value], logits.shape)
+            value = _as_logits(step, values[step.value], logits.shape)
             return np.where(value == step.keep, logits, step.fill)
+        case Weighted():
+            return logits * _as_logits(step, values[step.value], logits.shape)
         case KeyMask():
-            return logits + np.where(values[step.value] > 0, 0.0, step.fill)[:, None, None, :]
+            seen = values[step.value] > 0
+            seen = seen[:, None, None, :] if step.queries else seen[:, None]
+            return logits + np.where(seen, 0.0, step.fill)
         case KeyLengths():
             keys = np.arange(logits.shape[-1])
             seen = keys < values[step.value].reshape(-1, 1, 1, 1) + step.extra
@@ -163,8 +168,13 @@ def _apply(
             return np.maximum(logits, step.low)
 
 
-def _as_logits(value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Masks of (B*H, S, T) scores are laid out like them."""
+def _as_logits(
+    step: Mask | PositionBias | Weighted, value: np.ndarray, shape: tuple[int, ...]
+) -> np.ndarray:
+    """A mask as it broadcasts to (B, H, S, T), whichever way the graph lays its scores out."""
+    if step.axes is not None:
+        value = value.reshape((1,) * (len(step.axes) - value.ndim) + value.shape)
+        value = value.transpose(step.axes)
     if value.ndim == 3 and value.shape[0] == shape[0] * shape[1]:
         return value.reshape(shape)
     return value

@@ -136,7 +136,7 @@ class Reader:
             if node.inputs[0] is not value or (len(node.outputs) > 1 and node.op_type != "Dropout"):
                 return None
             try:
-                labels = self._moved(node, labels, 0)
+                labels = self.moved(node, labels, 0)
             except Unread:  # laid out for something else than a product
                 return None
             value = node.outputs[0]
@@ -206,7 +206,7 @@ class Reader:
         if node.op_type in LAYOUT and node.inputs[0] is not None:
             inner = self.trace(node.inputs[0], role, reach - 1)
             order = np.arange(math.prod(inner.shape)).reshape(inner.shape)
-            moved = self._moved(node, order, value.index() or 0)
+            moved = self.moved(node, order, value.index() or 0)
             return inner.each(lambda labels: labels.at(moved)).through(node)
         for norm in NORMS:
             if (reading := norm(node)) is not None:
@@ -280,9 +280,9 @@ class Reader:
         labels = Labels(
             np.broadcast_to(product.columns, shape),
             np.broadcast_to(product.rows, shape),
-            np.ones(shape),
-            np.zeros(shape),
-            np.zeros(shape, np.int64),
+            np.broadcast_to(1.0, shape),
+            np.broadcast_to(0.0, shape),
+            np.broadcast_to(0, shape),
         )
         if product.scale == 0.0:
             raise Unread(f"{say(node)} multiplies by zero")
@@ -322,14 +322,14 @@ class Reader:
         node = tokens.producer()
         if node is not None and node.op_type in ("Reshape", "Flatten") and node.inputs[0]:
             shape = self.facts.shape(node.inputs[0])
-            flat = shape is not None and len(shape) == 3
-            if flat and self.shape(tokens) == (shape[0] * shape[1], shape[2]):
+            count, *size = self.shape(tokens)
+            if shape is not None and [*shape[2:]] == size and count == math.prod(shape[:2]):
                 tokens = node.inputs[0]
                 node = tokens.producer()
-        if sequence_first and node is not None and node.op_type == "Transpose" and node.inputs[0]:
-            if list(node.attributes.get_ints("perm", None) or ()) == [1, 0, 2]:
-                return node.inputs[0], False
-        return tokens, sequence_first
+        if not sequence_first or node is None or node.op_type != "Transpose" or not node.inputs[0]:
+            return tokens, sequence_first
+        swapped = list(node.attributes.get_ints("perm", None) or ()) == [1, 0, 2]
+        return (node.inputs[0], False) if swapped else (tokens, True)
 
     def elements(self, value: ir.Value | None) -> np.ndarray | None:
         """What a value holds, where that does not depend on data."""
@@ -372,7 +372,7 @@ class Reader:
             node
         )
 
-    def _moved(self, node: ir.Node, array: np.ndarray, index: int) -> np.ndarray:
+    def moved(self, node: ir.Node, array: np.ndarray, index: int) -> np.ndarray:
         """An output of one layout node when its tokens are this array of labels."""
         if index and node.op_type != "Split":
             raise Unread(f"{say(node)} hands on its output {index}, not its tokens")

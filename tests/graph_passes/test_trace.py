@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graph_passes.attention import Projection
-from graph_passes.shapes import bind_axes, interpret
 from graph_passes.labels import Unread, say
+from graph_passes.shapes import bind_axes, interpret
 from graph_passes.trace import Reader, only_consumer
 from tests.graph_passes.graphs import D, H, K, graph, run, weights
 
