@@ -19,6 +19,7 @@ from typing import Any, Literal, cast
 
 import onnx
 import onnx_ir as ir
+import onnx_ir.passes.common as common
 
 from attnserve.session import PROTOBUF_LIMIT_BYTES, external_files, weight_bytes
 from graph_passes.errors import InvalidModel, InvalidOutput
@@ -152,7 +153,21 @@ def load_model(source: Artifact | Path) -> ir.Model:
             "check it with onnx.checker.check_model, or export it again",
         ) from error
     ir.external_data.set_base_dir(model.graph, path.parent)
+    try:
+        _flatten(model)
+    except Exception as error:  # onnx_ir raises ValueError of cycles, and others of functions
+        raise InvalidModel(
+            f"{path}: the graph is not well formed: {str(error)[:300]}",
+            "check it with onnx.checker.check_model, or export it again",
+        ) from error
     return model
+
+
+def _flatten(model: ir.Model) -> None:
+    """Functions inlined and nodes in order: some converters leave them out of it."""
+    if model.functions:
+        common.InlinePass()(model)
+    model.graph.sort()
 
 
 def save_model(model: ir.Model, path: Path, *, external: bool = False) -> None:

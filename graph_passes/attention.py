@@ -271,13 +271,16 @@ def as_matrix(weight: np.ndarray, contracted: tuple[int, ...]) -> Float[np.ndarr
 class PositionBias:
     """The logits become logits + sign * value (an additive mask, a position bias).
 
-    ``axes``, here and in ``Mask``, is the order that brings the axes of the logits at this step to
-    (B, H, S, T), where it is another.
+    Attributes:
+        axes: Here and in other steps, the order that brings the axes of the logits at this step to
+            (B, H, S, T), where it is another.
+        entangled: It is computed from the queries or keys of the same block.
     """
 
     value: ir.Value
     sign: Literal[1, -1] = 1
     axes: tuple[int, ...] | None = None
+    entangled: bool = False
 
 
 @dataclass(frozen=True, eq=False)

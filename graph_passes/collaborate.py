@@ -8,7 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from graph_passes.attention import AttentionBlock, Capped, Floor, LogitStep, Mask, Weighted
+from graph_passes.attention import (
+    AttentionBlock,
+    Capped,
+    Floor,
+    LogitStep,
+    Mask,
+    PositionBias,
+    Weighted,
+)
 from graph_passes.cp import CollaborativeFactors, TokenMoments, collaborative_factors
 from graph_passes.edit import Inserter, emit_heads, remove_unused, replace_uses
 from graph_passes.errors import CannotRewrite, InvalidArgument
@@ -71,6 +79,8 @@ def why_not(block: AttentionBlock) -> str:
         return "its keys are handed in by the caller: no projection in this graph makes them"
     if block.k.past is not None:
         return "its cached keys are an input of the graph, made by the original projection"
+    if any(isinstance(step, PositionBias) and step.entangled for step in block.steps):
+        return "its position bias is computed from its own queries or keys"
     if any(isinstance(step, Capped | Weighted) for step in block.steps):
         return "its logits are capped or weighted before the softmax, so the key bias counts"
     if block.k.num_distinct_heads != block.num_heads:

@@ -25,9 +25,10 @@ __all__ = [
 ]
 
 WRAPPERS = frozenset({"Identity", "Cast", "CastLike", "Transpose", "Reshape", "Squeeze",
-                      "Unsqueeze", "Flatten", "Slice", "Split", "Concat",
-                      "DequantizeLinear"})  # fmt: skip
-"""Operators that make a constant of constants, and nothing larger than what they read."""
+                      "Unsqueeze", "Flatten", "Slice", "Split", "Concat", "Gather", "Where",
+                      "QuantizeLinear", "DequantizeLinear", "Neg", "Add", "Sub", "Mul", "Div",
+                      "Sqrt", "Reciprocal", "MatMul"})  # fmt: skip
+"""Operators that make a constant of constants, and nothing much larger than what they read."""
 
 DEPTH = 8
 """Wrappers that may stand around one weight."""
@@ -115,7 +116,28 @@ def _elements(value: ir.Value) -> np.ndarray:
     inputs = [None if operand is None else _elements(operand) for operand in _read(node)]
     if node.op_type == "CastLike" and inputs[0] is not None:
         return inputs[0]
+    if node.op_type == "DequantizeLinear" and None not in inputs[:2]:
+        return _dequantized(node, [array for array in inputs if array is not None])
     return evaluate(node, inputs, _opsets(node))[value.index() or 0]
+
+
+def _dequantized(node: ir.Node, inputs: Sequence[np.ndarray]) -> np.ndarray:
+    """(x - zero point) * scale, for all elements, along an axis, or in blocks of one.
+
+    Not by the evaluator, which knows the operator only as of opset 19.
+    """
+    quantized, scale = inputs[:2]
+    zero = inputs[2] if len(inputs) > 2 else np.zeros_like(scale)
+    axis = node.attributes.get_int("axis", 1)
+    if scale.ndim == 1 and scale.size > 1:
+        spread = [1] * quantized.ndim
+        spread[axis] = -1
+        scale, zero = scale.reshape(spread), zero.reshape(spread)
+    elif scale.ndim == quantized.ndim and (size := node.attributes.get_int("block_size", 0)):
+        count = quantized.shape[axis]
+        scale = scale.repeat(size, axis).take(range(count), axis)
+        zero = zero.repeat(size, axis).take(range(count), axis)
+    return (quantized.astype(np.float32) - zero.astype(np.float32)) * scale.astype(np.float32)
 
 
 def _read(node: ir.Node) -> Sequence[ir.Value | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -21,9 +21,11 @@ from graph_passes.attention import (
     Turn,
 )
 from graph_passes.constants import is_constant
+from graph_passes.idioms import SOFTMAXES, SoftmaxReading
 from graph_passes.labels import Unread, say
 from graph_passes.logits import read_context, read_logits
 from graph_passes.operators import FUSED, OPERATORS, Fused
+from graph_passes.positions import depends
 from graph_passes.products import ScoreProduct
 from graph_passes.shapes import bind_axes, interpret
 from graph_passes.trace import Reader
@@ -48,32 +50,39 @@ def find_attention(model: ir.Model) -> tuple[list[AttentionBlock], list[Miss]]:
     blocks: list[AttentionBlock] = []
     misses: list[Miss] = []
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
-        read = _reading_of(node)
-        if read is None:
-            continue
-        assert isinstance(node.graph, ir.Graph)
         try:
-            blocks.append(read(node, node.graph, reader))
+            block = _read(node, reader)
         except Unread as unread:
             misses.append(Miss(node, unread.reason))
+        except (IndexError, ValueError, MemoryError, RuntimeError) as error:
+            # What graphs that are not well formed lead to; never a reason to stop reading the rest.
+            misses.append(Miss(node, f"{say(node)} could not be followed: {error}"))
+        else:
+            blocks += [] if block is None else [block]
     return _named(blocks), misses
 
 
-def _reading_of(node: ir.Node) -> Callable[[ir.Node, ir.Graph, Reader], AttentionBlock] | None:
-    if node.op_type == "Softmax" and not node.domain:
-        return _from_softmax
-    return _from_operator if node.op_type in FUSED else None
+def _read(node: ir.Node, reader: Reader) -> AttentionBlock | None:
+    """The attention around a softmax, or in an operator; None where the node is neither.
+
+    Raises:
+        Unread: It could be, but was not read.
+    """
+    assert isinstance(node.graph, ir.Graph)
+    if node.op_type in FUSED:
+        return _from_operator(node, node.graph, reader)
+    for idiom in SOFTMAXES:
+        if (softmax := idiom(node, reader.facts, reader.opsets.get("", 1))) is not None:
+            return _from_softmax(node, softmax, node.graph, reader)
+    return None
 
 
-def _from_softmax(node: ir.Node, graph: ir.Graph, reader: Reader) -> AttentionBlock:
+def _from_softmax(
+    node: ir.Node, softmax: SoftmaxReading, graph: ir.Graph, reader: Reader
+) -> AttentionBlock:
     """probabilities = softmax(steps(scale * q k^T)); context = probabilities v."""
-    softmax = node.outputs[0]
-    shape = reader.shape(softmax)
-    default = -1 if reader.opsets.get("", 1) >= 13 else 1
-    axis = node.attributes.get_int("axis", default) % max(1, len(shape))
-    if len(shape) < 2 or (reader.opsets.get("", 1) < 13 and math.prod(shape[axis + 1 :]) > 1):
-        raise Unread(f"{say(node)} is not over the keys of (B, H, S, T) logits")
-    logits = read_logits(node, axis, reader)
+    reader.shape(softmax.logits)
+    logits = read_logits(softmax, reader)
     if logits is None:
         raise Unread(f"{say(node)} is not fed by a product of queries and keys")
     product = logits.product
@@ -84,6 +93,7 @@ def _from_softmax(node: ir.Node, graph: ir.Graph, reader: Reader) -> AttentionBl
     v = reader.projection(mixing.value, "value", axes=mixing.value_axes)
     v = replace(v, scale=v.scale * mixing.scale)
     steps, content = _split_content(logits.steps, product, k, reader)
+    steps = tuple(_entangled(step, q, k) for step in steps)
     return _block(
         graph,
         Fused(q, k, v, logits.scale, steps, mixing.node.outputs[0]),
@@ -257,6 +267,14 @@ def _split_content(
         if content.input is k.input and content.head_size == 1:
             return tuple(steps[1:]), content
     return tuple(steps), None
+
+
+def _entangled(step: LogitStep, q: Projection, k: Projection) -> LogitStep:
+    """Mark a bias that is made of the block's own queries or keys (DeBERTa, Transformer-XL)."""
+    if not isinstance(step, PositionBias):
+        return step
+    made = [node.outputs[0] for part in (q, k) for node in part.nodes[:1]]
+    return replace(step, entangled=any(depends(step.value, value) for value in made))
 
 
 def _content_sum(content: Projection, scaled: ir.Value) -> ir.Value:

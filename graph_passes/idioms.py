@@ -1,7 +1,8 @@
 """How exporters write attention: one small named function an idiom.
 
-Two lists are tried in order, and the first function that answers has read the node:
+Three lists are tried in order, and the first function that answers has read the node:
 
+    SOFTMAXES            what turns scores into probabilities
     LOGIT_IDIOMS         what stands between the scores and the softmax (from the softmax upwards)
     PROBABILITY_IDIOMS   what stands between the softmax and the context (downwards)
 
@@ -11,17 +12,108 @@ A new idiom is one function here and one line in its list (see CONTRIBUTING.md).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
 
 from graph_passes.attention import Capped, Floor, LogitStep, Mask, PositionBias, Weighted
 from graph_passes.constants import constant_array, is_constant
+from graph_passes.labels import Unread, say
 from graph_passes.shapes import Facts
 
-__all__ = ["LOGIT_IDIOMS", "PROBABILITY_IDIOMS", "LogitReading"]
+__all__ = ["LOGIT_IDIOMS", "PROBABILITY_IDIOMS", "SOFTMAXES", "LogitReading", "SoftmaxReading"]
+
+
+@dataclass(frozen=True, eq=False)
+class SoftmaxReading:
+    """A softmax: what it normalises, over which axis, and what it makes.
+
+    ``bias`` is added to its input first, where there is one.
+    """
+
+    logits: ir.Value
+    axis: int
+    probabilities: ir.Value
+    bias: ir.Value | None = None
+
+
+def softmax(node: ir.Node, facts: Facts, opset: int) -> SoftmaxReading | None:
+    """Softmax; before opset 13 it is one over all axes from ``axis`` on."""
+    if node.op_type != "Softmax" or node.domain:
+        return None
+    return _softmax(node, facts, one_axis=opset >= 13)
+
+
+def exponential_of_log_softmax(node: ir.Node, facts: Facts, opset: int) -> SoftmaxReading | None:
+    """Exp(LogSoftmax(logits))."""
+    value = node.inputs[0] if node.op_type == "Exp" and node.inputs else None
+    inner = None if value is None else value.producer()
+    if inner is None or inner.op_type != "LogSoftmax" or inner.domain:
+        return None
+    reading = _softmax(inner, facts, one_axis=opset >= 13)
+    return replace(reading, probabilities=node.outputs[0])
+
+
+def softmax_with_bias(node: ir.Node, facts: Facts, opset: int) -> SoftmaxReading | None:
+    """com.microsoft BiasSoftmax: Softmax(logits + bias)."""
+    if node.op_type != "BiasSoftmax" or len(node.inputs) < 2:
+        return None
+    return replace(_softmax(node, facts, one_axis=False), bias=node.inputs[1])
+
+
+def softmax_in_parts(node: ir.Node, facts: Facts, opset: int) -> SoftmaxReading | None:
+    """e / ReduceSum(e), where e is Exp(logits) or Exp(logits - ReduceMax(logits))."""
+    if node.op_type != "Div" or len(node.inputs) != 2:
+        return None
+    top, total = (None if value is None else value.producer() for value in node.inputs)
+    if top is None or total is None or top.op_type != "Exp" or total.op_type != "ReduceSum":
+        return None
+    if total.inputs[0] is not top.outputs[0] or not total.attributes.get_int("keepdims", 1):
+        return None
+    logits, axes = _less_largest(top.inputs[0]), _axes(total)
+    shape = facts.shape(logits)
+    if logits is None or shape is None or axes is None or len(axes) != 1:
+        return None
+    return SoftmaxReading(logits, axes[0] % len(shape), node.outputs[0])
+
+
+SOFTMAXES = (softmax, exponential_of_log_softmax, softmax_with_bias, softmax_in_parts)
+
+
+def _softmax(node: ir.Node, facts: Facts, *, one_axis: bool) -> SoftmaxReading:
+    """A softmax over the attribute ``axis``, or over all axes from there on where they are one."""
+    logits = node.inputs[0] if node.inputs else None
+    if logits is None or not node.outputs:
+        raise Unread(f"{say(node)} lacks its input or its output")
+    shape = facts.shape(logits)
+    if shape is None:  # whoever reads the logits says why
+        return SoftmaxReading(logits, -1, node.outputs[0])
+    axis = node.attributes.get_int("axis", -1 if one_axis else 1) % max(1, len(shape))
+    if len(shape) < 2 or (not one_axis and math.prod(shape[axis + 1 :]) > 1):
+        raise Unread(f"{say(node)} is not over the keys of (B, H, S, T) logits")
+    return SoftmaxReading(logits, axis, node.outputs[0])
+
+
+def _less_largest(value: ir.Value | None) -> ir.Value | None:
+    """The logits, where their largest was subtracted, which changes no softmax."""
+    node = None if value is None else value.producer()
+    if node is None or node.op_type != "Sub" or None in node.inputs:
+        return value
+    logits, shift = node.inputs
+    largest = None if shift is None else shift.producer()
+    is_so = largest is not None and largest.op_type == "ReduceMax" and largest.inputs[0] is logits
+    return logits if is_so else value
+
+
+def _axes(node: ir.Node) -> tuple[int, ...] | None:
+    """The axes that a reduction names, as an attribute or as a constant."""
+    axes = node.attributes.get_ints("axes", None)
+    if axes is None and len(node.inputs) > 1 and is_constant(node.inputs[1]):
+        axes = constant_array(node.inputs[1]).reshape(-1).tolist()
+    return None if axes is None else tuple(axes)
 
 
 Step = LogitStep | float | None
@@ -68,7 +160,7 @@ def scaled_logits(node: ir.Node, facts: Facts) -> LogitReading | None:
 
 def biased_logits(node: ir.Node, facts: Facts) -> LogitReading | None:
     """logits + mask, in either order, and logits - mask."""
-    if node.op_type not in ("Add", "Sub") or None in node.inputs:
+    if node.op_type not in ("Add", "Sub", "Sum") or None in node.inputs or len(node.inputs) != 2:
         return None
     a, b = node.inputs
     assert a is not None and b is not None
@@ -104,7 +196,7 @@ def selected_logits(node: ir.Node, facts: Facts) -> LogitReading | None:
 
 def cast_logits(node: ir.Node, facts: Facts) -> LogitReading | None:
     """Cast and Identity change nothing that the certificate would not see."""
-    if node.op_type not in ("Cast", "Identity") or node.inputs[0] is None:
+    if node.op_type not in ("Cast", "CastLike", "Identity") or node.inputs[0] is None:
         return None
     return LogitReading((node.inputs[0],), _always(None))
 
@@ -166,7 +258,7 @@ def safe_softmax(probabilities: ir.Value) -> tuple[ir.Node, ...]:
 def forwarded(probabilities: ir.Value) -> tuple[ir.Node, ...]:
     """Dropout at inference, Cast and Identity hand the probabilities on."""
     for node, index in probabilities.uses():
-        if index == 0 and node.op_type in ("Dropout", "Cast", "Identity"):
+        if index == 0 and node.op_type in ("Dropout", "Cast", "CastLike", "Identity"):
             return (node,)
     return ()
 

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graph_passes.attention import LogitStep, Mask, PositionBias, Scaled, Weighted
-from graph_passes.idioms import LOGIT_IDIOMS, PROBABILITY_IDIOMS
+from graph_passes.idioms import LOGIT_IDIOMS, PROBABILITY_IDIOMS, SoftmaxReading
 from graph_passes.labels import Unread, say
 from graph_passes.products import ContextProduct, ScoreProduct, context_product, score_product
 from graph_passes.trace import HANDED_ON, Reader
@@ -24,8 +24,7 @@ __all__ = ["Context", "Logits", "read_context", "read_logits"]
 REACH = 16
 """Nodes between scores and softmax; each may have two operands to search, so few."""
 
-LAYOUT = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Cast",
-                    "Dropout"})  # fmt: skip
+LAYOUT = HANDED_ON | {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +39,6 @@ class Logits:
         steps: What follows.
         labels: The numbers of the elements of the softmax's input.
         shape: (B*H, S, T).
-        axis: The softmax's.
     """
 
     product: ScoreProduct
@@ -50,7 +48,6 @@ class Logits:
     steps: tuple[LogitStep, ...]
     labels: np.ndarray
     shape: tuple[int, int, int]
-    axis: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,15 +59,13 @@ class _Link:
     step: LogitStep | float | None
 
 
-def read_logits(softmax: ir.Node, axis: int, reader: Reader) -> Logits | None:
-    """Read what a softmax over ``axis`` normalises; None where no product of activations feeds it.
+def read_logits(softmax: SoftmaxReading, reader: Reader) -> Logits | None:
+    """Read what a softmax normalises; None where no product of activations feeds it.
 
     Raises:
         Unread: Two products feed it, or the axis is not that of the keys.
     """
-    if softmax.inputs[0] is None:
-        raise Unread("the softmax has no input")
-    found = _climb(softmax.inputs[0], reader, REACH, {})
+    found = _climb(softmax.logits, reader, REACH, {})
     if found is None:
         return None
     product, chain = found
@@ -84,6 +79,7 @@ def read_logits(softmax: ir.Node, axis: int, reader: Reader) -> Logits | None:
         elif reader.shape(link.node.outputs[0]) != labels.shape:
             raise Unread(f"{say(link.node)} spreads the scores over another axis")
         stages.append(labels)
+    axis = softmax.axis
     if _runs_over(stages[-1], axis, shape, 1):  # softmax over what comes first: keys by queries
         product = replace(
             product,
@@ -96,7 +92,8 @@ def read_logits(softmax: ir.Node, axis: int, reader: Reader) -> Logits | None:
         stages = [(each // t % s) + s * (each % t + t * (each // (s * t))) for each in stages]
         shape = (heads, t, s)
     elif not _runs_over(stages[-1], axis, shape, 2):
-        raise Unread(f"{say(softmax)} is not over the keys of (B, H, S, T) logits")
+        name = softmax.probabilities.name
+        raise Unread(f"the softmax {name!r} is not over the keys of (B, H, S, T) logits")
     scale, scaled, order = product.scale, product.node.outputs[0], order_of(stages[0])
     steps: list[LogitStep] = []
     for link, labels in zip(chain, stages[1:], strict=True):
@@ -109,7 +106,9 @@ def read_logits(softmax: ir.Node, axis: int, reader: Reader) -> Logits | None:
             steps.append(_in_order(link.step, labels))
         if not steps:
             scaled, order = link.node.outputs[0], order_of(labels)
-    return Logits(product, scale, scaled, order, tuple(steps), stages[-1], shape, axis)
+    if softmax.bias is not None:
+        steps.append(_in_order(PositionBias(softmax.bias), stages[-1]))
+    return Logits(product, scale, scaled, order, tuple(steps), stages[-1], shape)
 
 
 _Way = tuple[ScoreProduct, tuple[_Link, ...]]
@@ -203,15 +202,15 @@ class Context:
     product: ContextProduct
 
 
-def read_context(softmax: ir.Value, logits: Logits, reader: Reader) -> Context:
+def read_context(softmax: SoftmaxReading, logits: Logits, reader: Reader) -> Context:
     """Down to the product with the values.
 
     Raises:
         Unread: No product reads the probabilities, or several, or over another axis than the keys.
     """
     nodes: list[ir.Node] = []
-    value, labels = softmax, logits.labels
-    probabilities = softmax if _plain(labels, logits.shape) else None
+    value, labels = softmax.probabilities, logits.labels
+    probabilities = value if _plain(labels, logits.shape) else None
     while not (products := _products(value, labels, logits.shape, reader)):
         if (node := _drops_at_random(value, reader)) is not None:
             raise Unread(f"{say(node)} drops probabilities at random: export in evaluation mode")

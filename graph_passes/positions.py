@@ -21,20 +21,21 @@ from graph_passes.shapes import Facts
 __all__ = [
     "NORMS",
     "NormReading",
+    "depends",
     "normalised",
     "rotated",
     "rotation",
     "spread_of",
     "turned",
     "turns_of",
-]  # fmt: skip
+]
 
 
 def turned(node: ir.Node, inner: Trace, factor: ir.Value, facts: Facts, role: str) -> Trace:
     """A value that depends on positions, not on the tokens, multiplied element by element."""
     shape = _shape(factor, facts)
     assert inner.source is not None
-    if _depends(factor, inner.source.tokens):
+    if depends(factor, inner.source.tokens):
         raise Unread(f"{say(node)} multiplies the {role} by a value made of its own tokens")
     try:
         spread = np.broadcast_shapes(inner.shape, shape)
@@ -45,12 +46,12 @@ def turned(node: ir.Node, inner: Trace, factor: ir.Value, facts: Facts, role: st
     return replace(inner, terms={Factor(factor): replace(labels, turn=turn)}).through(node)
 
 
-def _depends(value: ir.Value, tokens: ir.Value) -> bool:
+def depends(value: ir.Value, source: ir.Value) -> bool:
     """Whether the elements of one value are computed from those of the other."""
     pending, seen = [value], {value}
     while pending:
         reached = pending.pop()
-        if reached is tokens:
+        if reached is source:
             return True
         node = reached.producer()
         if node is None or node.op_type == "Shape":

@@ -16,7 +16,8 @@ from graph_passes.shapes import Facts
 
 __all__ = ["ContextProduct", "Linear", "ScoreProduct", "context_product", "linear", "score_product"]
 
-MATRIX = frozenset({"MatMul", "FusedMatMul", "Gemm"})
+MATRIX = frozenset({"MatMul", "FusedMatMul", "TransposeMatMul", "Gemm"})
+ELLIPSIS = "ABCDEFGH"
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,13 +70,13 @@ def linear(node: ir.Node, shape_of: Callable[[ir.Value], tuple[int, ...]]) -> Li
 
 def _linear_einsum(node: ir.Node, shape_of: Callable[[ir.Value], tuple[int, ...]]) -> Linear | None:
     """ "abc,cde->abde", with the tokens on either side and several axes contracted at once."""
-    letters = _letters(node)
-    if letters is None:
-        return None
-    (left, right), out = letters
     a, b = node.inputs
     if a is None or b is None or is_constant(a) == is_constant(b):
         return None
+    letters = _letters(node, len(shape_of(a)), len(shape_of(b)))
+    if letters is None:
+        return None
+    (left, right), out = letters
     tokens, weight, read, held = (b, a, right, left) if is_constant(a) else (a, b, left, right)
     common = [letter for letter in read if letter in held]
     free = [letter for letter in held if letter not in read]
@@ -126,7 +127,8 @@ def score_product(node: ir.Node, facts: Facts) -> ScoreProduct | None:
     if operands is None:
         return None
     (a, a_rank), (b, b_rank) = operands
-    letters = _letters(node) if node.op_type == "Einsum" else _matrix_letters(node, a_rank, b_rank)
+    read = _letters if node.op_type == "Einsum" else _matrix_letters
+    letters = read(node, a_rank, b_rank)
     if letters is None:
         return None
     (left, right), out = letters
@@ -178,7 +180,8 @@ def context_product(
     if (a is probabilities) == (b is probabilities):
         return None
     rank = a_rank if a is probabilities else b_rank
-    letters = _letters(node) if node.op_type == "Einsum" else _matrix_letters(node, a_rank, b_rank)
+    read = _letters if node.op_type == "Einsum" else _matrix_letters
+    letters = read(node, a_rank, b_rank)
     if letters is None or rank != len(order):
         return None
     (left, right), out = letters
@@ -226,14 +229,26 @@ def _transposes_left(node: ir.Node) -> bool:
     return any(node.attributes.get_int(name, 0) for name in ("transA", "transBatchA"))
 
 
-def _letters(node: ir.Node) -> tuple[tuple[str, str], str] | None:
-    """The operands' and the output's letters of an Einsum of two, each letter once in each."""
+def _letters(node: ir.Node, left: int, right: int) -> tuple[tuple[str, str], str] | None:
+    """The operands' and the output's letters of an Einsum of two, each letter once in each.
+
+    Args:
+        left, right: The ranks of the operands; an ellipsis in both stands for the axes left over.
+    """
     equation = node.attributes.get_string("equation", "").replace(" ", "")
     terms, arrow, out = equation.partition("->")
     parts = terms.split(",")
-    if not arrow or len(parts) != 2 or "." in equation:
+    if not arrow or len(parts) != 2:
         return None
+    if "..." in equation:
+        counts = {rank - len(p) + 3 for p, rank in zip(parts, (left, right), strict=True)}
+        if len(counts) != 1 or not all("..." in part for part in (*parts, out)):
+            return None
+        spread = ELLIPSIS[: counts.pop()]
+        *parts, out = (part.replace("...", spread) for part in (*parts, out))
     if any(len(set(part)) != len(part) for part in (*parts, out)):
+        return None
+    if (len(parts[0]), len(parts[1])) != (left, right):
         return None
     return (parts[0], parts[1]), out
 

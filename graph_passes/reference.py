@@ -32,7 +32,7 @@ from graph_passes.attention import (
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-__all__ = ["ReferenceOutput", "attention_reference", "inputs_of", "softmax"]
+__all__ = ["ReferenceOutput", "attention_reference", "inputs_of", "logits_reference", "softmax"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,13 +67,8 @@ def attention_reference(
         values: An array for each of ``inputs_of(block)``.
         batch: B, which flattened tokens (B*S, D) do not tell.
     """
-    q = _project(block.q, values, batch)  # B H S K
-    k = _project(block.k, values, batch)  # B H T K
+    logits = logits_reference(block, values, batch)
     v = _project(block.v, values, batch)  # B H T V
-    logits = block.scale * (q @ np.swapaxes(k, -1, -2))  # B H S T
-    if block.content is not None:
-        content = _project(block.content, values, batch)  # B H T 1
-        logits = logits + block.content.scale * np.swapaxes(content, -1, -2)
     for step in block.steps:
         logits = _apply(step, logits, values)
     probabilities = softmax(logits)
@@ -84,6 +79,19 @@ def attention_reference(
         rows = block.output.matrix()[block.output.rows]  # H V D
         output = np.einsum("bshv,hvd->bsd", context, rows, optimize=True) + block.output.offset()
     return ReferenceOutput(probabilities, context.reshape(*context.shape[:2], heads), output)
+
+
+def logits_reference(
+    block: AttentionBlock, values: Mapping[ir.Value, np.ndarray], batch: int
+) -> Float[np.ndarray, "B H S T"]:
+    """The scaled scores with their content term, before ``block.steps``."""
+    q = _project(block.q, values, batch)  # B H S K
+    k = _project(block.k, values, batch)  # B H T K
+    logits = block.scale * (q @ np.swapaxes(k, -1, -2))  # B H S T
+    if block.content is not None:
+        content = _project(block.content, values, batch)  # B H T 1
+        logits = logits + block.content.scale * np.swapaxes(content, -1, -2)
+    return logits
 
 
 def softmax(logits: Float[np.ndarray, "*batch T"]) -> Float[np.ndarray, "*batch T"]:
@@ -175,6 +183,10 @@ def _as_logits(
     if step.axes is not None:
         value = value.reshape((1,) * (len(step.axes) - value.ndim) + value.shape)
         value = value.transpose(step.axes)
-    if value.ndim == 3 and value.shape[0] == shape[0] * shape[1]:
-        return value.reshape(shape)
+    batch, heads = shape[:2]
+    if value.ndim == 3 and value.shape[0] == batch * heads:
+        return value.reshape(batch, heads, *value.shape[1:])
+    if value.ndim == 5:  # (B, windows, H, S, T), where each window is a sequence
+        windows = value.shape[1]
+        return np.broadcast_to(value, (batch // windows, windows, *shape[1:])).reshape(shape)
     return value

@@ -405,6 +405,23 @@ def _fused_matmul(shapes: Shapes, node: ir.Node) -> Shapes:
     return [(*np.broadcast_shapes(a[:-2], b[:-2]), a[-2], b[-1])]
 
 
+def _matmul(shapes: Shapes, node: ir.Node) -> Shapes:
+    a, b = shapes[:2]
+    return [] if a is None or b is None or len(b) != 2 else [(*a[:-1], b[-1])]
+
+
+def _fused_gemm(shapes: Shapes, node: ir.Node) -> Shapes:
+    a, b = shapes[:2]
+    if a is None or b is None or len(a) != 2 or len(b) != 2:
+        return []
+    transposed = [node.attributes.get_int(name, 0) for name in ("transA", "transB")]
+    return [(a[1 if transposed[0] else 0], b[0 if transposed[1] else 1])]
+
+
+def _matmul_n_bits(shapes: Shapes, node: ir.Node) -> Shapes:
+    return [] if shapes[0] is None else [(*shapes[0][:-1], node.attributes.get_int("N", 0))]
+
+
 def _embedding(shapes: Shapes, node: ir.Node) -> Shapes:
     ids, table = shapes[0], shapes[2]
     if ids is None or table is None:
@@ -465,7 +482,13 @@ RULES: dict[tuple[str, str], Callable[[Shapes, ir.Node], Shapes]] = {
     ("com.microsoft", "RotaryEmbedding"): _like_first,
     ("com.microsoft", "SimplifiedLayerNormalization"): _like_first,
     ("com.microsoft", "QuickGelu"): _like_first,
+    ("", "LayerNormalization"): _like_first,
     ("", "SimplifiedLayerNormalization"): _like_first,
+    ("com.microsoft", "DynamicQuantizeMatMul"): _matmul,
+    ("com.microsoft", "FusedGemm"): _fused_gemm,
+    ("com.microsoft", "MatMulIntegerToFloat"): _matmul,
+    ("com.microsoft", "MatMulNBits"): _matmul_n_bits,
+    ("com.microsoft", "TransposeMatMul"): _fused_matmul,
     ("com.microsoft", "SkipLayerNormalization"): _skip_normalization,
     ("com.microsoft", "SkipSimplifiedLayerNormalization"): _skip_normalization,
     ("com.microsoft", "FusedMatMul"): _fused_matmul,

@@ -39,7 +39,9 @@ LAYOUT = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "
                     "Gather", "Expand", "Tile", "Identity", "Cast", "CastLike",
                     "Dropout"})  # fmt: skip
 HANDED_ON = frozenset({"Identity", "Cast", "CastLike", "Dropout"})
-LINEAR = frozenset({"MatMul", "Gemm", "FusedMatMul", "Einsum"})
+LINEAR = frozenset({"MatMul", "Gemm", "FusedMatMul", "TransposeMatMul", "Einsum"})
+MOST = 1 << 27
+"""Elements that are numbered at most; a graph may name any length."""
 REACH = 40
 """Nodes between a projection and its product; rotary positions take about a dozen."""
 
@@ -57,10 +59,30 @@ class Reader:
     opsets: dict[str, int]
 
     def shape(self, value: ir.Value) -> tuple[int, ...]:
+        """The shape of a value whose elements may be numbered.
+
+        Raises:
+            Unread: It could not be inferred, or the value holds too many elements.
+        """
         shape = self.facts.shape(value)
         if shape is None:
-            raise Unread(f"the shape of {value.name!r} could not be inferred")
+            raise Unread(f"the shape of {value.name!r} could not be inferred{self._why(value)}")
+        if math.prod(shape) > MOST:
+            raise Unread(f"{value.name!r} has shape {shape}: more than {MOST} elements")
         return shape
+
+    def _why(self, value: ir.Value) -> str:
+        """The first node above a value that could not be followed, as the end of a sentence."""
+        pending, seen = [value], {value}
+        while pending:
+            node = pending.pop(0).producer()
+            parents = [v for v in node.inputs if v is not None] if node is not None else []
+            unknown = [v for v in parents if self.facts.shape(v) is None and v not in seen]
+            if node is not None and not unknown:
+                return f": {self.facts.unknown.get(node, 'it has none in the graph')}"
+            pending += unknown
+            seen.update(unknown)
+        return ""
 
     def projection(
         self, operand: ir.Value, role: str, *, axes: Sequence[int] | None = None, heads: int = 0
@@ -234,7 +256,7 @@ class Reader:
         turn = np.arange(math.prod(shape)).reshape(shape)
         if part is not None and len(shape) == 5:
             turn, shape = turn[part], shape[1:]
-        if len(shape) != 4:
+        if len(shape) < 4:
             raise Unread(
                 f"the {role} is {value.name!r}, an input of the graph with shape {shape}: "
                 "no projection makes it, and a cache has four axes"
