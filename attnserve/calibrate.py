@@ -140,7 +140,7 @@ def collect_moments(
         seen = dict(zip(values, run(session, batch), strict=True))
         for block in blocks:
             x, y, probabilities, v = (seen[value] for value in _observed(block))
-            sums[block.name].add(x, y, probabilities, v, batch)
+            sums[block.name].add(x, y, probabilities, v.transpose(block.v.axes), batch)
         if progress is not None:
             progress(done, len(batches))
     return {name: block_sums.moments() for name, block_sums in sums.items()}
@@ -188,7 +188,7 @@ class _BlockSums:
         v: np.ndarray,
         batch: Mapping[str, np.ndarray],
     ) -> None:
-        """One batch: x (B, S, D), y (B, T, E), probabilities and v as the graph lays them out."""
+        """One batch: x (B, S, D), y (B, T, E), probabilities and v, heads apart or in the batch."""
         real = token_mask(batch, x.shape[:2])
         B, S, H = *x.shape[:2], self.block.num_heads
         p = probabilities.reshape(B, H, S, -1)

@@ -257,7 +257,8 @@ def _random_mask(
             return rng.integers(1, keys, fact.shape, endpoint=True) - step.extra
         case _:
             pass
-    seen = rng.random(fact.shape) < 0.7
+    by_key = isinstance(step, KeyMask) and step.queries  # (B, T), however the graph names T
+    seen = rng.random((fact.shape[0], keys) if by_key else fact.shape) < 0.7
     if seen.ndim:
         seen[..., 0] = True
     if isinstance(step, Mask):
@@ -304,10 +305,9 @@ def _run(
         opset_imports=opsets,
         name=block.name,
     ).clone()
-    for inner, value in zip(graph.inputs, cut, strict=True):
-        fact = facts.known[value]
+    for inner, (value, array) in zip(graph.inputs, cut.items(), strict=True):
         inner.const_value = None
-        inner.type, inner.shape = ir.TensorType(fact.dtype), ir.Shape(fact.shape)
+        inner.type, inner.shape = ir.TensorType(facts.known[value].dtype), ir.Shape(array.shape)
     _in_single_precision(graph)
     try:
         feeds = {value.name or "": array for value, array in cut.items()}

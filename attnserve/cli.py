@@ -135,13 +135,15 @@ def inspect(
     names, legend = _short([block["name"] for block in blocks], room=out.width - 66)
     table = _table(
         f"{model}: attention at batch {batch}, {seq} tokens",
-        ("", "name", "form", "heads", ">scale", ">MMACs", ">error", "collaborate"),
+        ("", "name", "form", "heads", ">scale", ">MMACs", ">error", "rewrites"),
     )
-    refused: dict[str, list[str]] = {}
+    refused: dict[str, dict[str, list[int]]] = {}
     for index, (block, name) in enumerate(zip(blocks, names, strict=True)):
-        applies = block["rewrites"]["collaborate"]
-        if applies is not True:
-            refused.setdefault(applies, []).append(str(index))
+        rewrites = block["rewrites"]
+        for rewrite, reason in rewrites.items():
+            if reason is not True:
+                refused.setdefault(reason, {}).setdefault(rewrite, []).append(index)
+        applies = [rewrite for rewrite, reason in rewrites.items() if reason is True]
         grouped = block["num_kv_heads"] != block["num_heads"]
         heads = f"{block['num_heads']}" + (f"/{block['num_kv_heads']}" if grouped else "")
         table.add_row(
@@ -152,14 +154,16 @@ def inspect(
             f"{block['scale']:.4g}",
             f"{block['macs'] / 1e6:.1f}",
             f"{block['max_abs_error']:.0e}",
-            "yes" if applies is True else "no",
+            "all" if len(applies) == len(rewrites) else ", ".join(applies) or "none",
         )
     if blocks:
         out.print(table)
     if legend:
         _line(legend)
-    for reason, layers in refused.items():
-        _line(f"no collaborative heads for {', '.join(layers)}: {reason}")
+    for reason, without in refused.items():
+        for layers in dict.fromkeys(tuple(layers) for layers in without.values()):
+            names = [rewrite for rewrite, where in without.items() if tuple(where) == layers]
+            _line(f"no {' or '.join(names)} for {_ranges(layers)}: {reason}")
     for miss in shown["missed"]:
         _line(f"missed {miss['node']}: {miss['reason']}")
     total = shown["macs"]["total"]
@@ -503,6 +507,17 @@ def _table(title: str, columns: Sequence[str]) -> Table:
             column.removeprefix(">"), justify="right" if right else "left", overflow="fold"
         )
     return table
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """0-3, 5: runs of numbers that go up, each as its ends."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _short(names: Sequence[str], room: int) -> tuple[list[str], str]:

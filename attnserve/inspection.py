@@ -11,12 +11,12 @@ import onnx_ir as ir
 
 from attnserve.artifact import load_model, open_artifact
 from attnserve.certify import Reading, read_attention
-from graph_passes import collaborate, decompose
 from graph_passes.attention import AttentionBlock
 from graph_passes.cost import macs_at, model_cost
+from graph_passes.rewrites import reasons
 from graph_passes.shapes import Facts, bind_axes, interpret
 
-__all__ = ["Inspection", "collaborate_reason", "inspect"]
+__all__ = ["Inspection", "inspect"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,9 +53,11 @@ class Inspection:
                     "certified": True,
                     "max_abs_error": certified.max_abs_error,
                     "macs": self.block_macs[block.name],
-                    "rewrites": {"collaborate": collaborate_reason(block) or True},
+                    "rewrites": {name: reason or True for name, reason in why_not.items()},
                 }
-                for certified in self.reading.certified
+                for certified, why_not in zip(
+                    self.reading.certified, reasons(self.reading.blocks), strict=True
+                )
                 for block in (certified.block,)
             ],
             "missed": [
@@ -102,14 +104,6 @@ def inspect_graph(model: ir.Model, *, batch: int, sequence: int, seed: int = 0) 
         sequence=sequence,
         uncounted=uncounted,
     )
-
-
-def collaborate_reason(block: AttentionBlock) -> str:
-    """Why ``--collab-dk`` does not apply to a block; empty where it does (decomposing it first)."""
-    reason = collaborate.why_not(block)
-    if reason and block.logits is None and not decompose.why_not(block):
-        return ""
-    return reason
 
 
 def _block_macs(block: AttentionBlock, facts: Facts) -> int:

@@ -26,13 +26,13 @@ from attnserve.artifact import (
 )
 from attnserve.calibrate import Dataset, collect_moments, load_inputs
 from attnserve.certify import Reading, read_attention
-from attnserve.inspection import collaborate_reason
 from attnserve.session import Provider
 from attnserve.verify import Fidelity, check_cosine_bound, compare, random_batches
+from graph_passes import rewrites
 from graph_passes.attention import AttentionBlock
 from graph_passes.collaborate import Collaborate, factor
 from graph_passes.cost import Cost, break_even, macs_at, model_cost
-from graph_passes.cp import CollaborativeFactors
+from graph_passes.cp import CollaborativeFactors, TokenMoments, pooled, with_mean
 from graph_passes.decompose import DecomposeAttention
 from graph_passes.errors import CannotRewrite, CheckFailed, InvalidArgument, InvalidModel
 from graph_passes.shapes import bind_axes, interpret
@@ -147,7 +147,7 @@ def optimize(
     report_stage = progress or _silent
     require_finite_weights(graph)
     reading = read_attention(graph, seed=seed)
-    ranks, warnings = _choose(reading, collab_dk, layers)
+    ranks, warnings = _choose(reading, collab_dk, layers, graph.graph, calibrated=calib is not None)
     data = None
     if calib is not None:
         data = load_inputs(calib, graph, artifact, tokenizer=tokenizer)
@@ -241,7 +241,12 @@ def _is_mask(array: np.ndarray) -> bool:
 
 
 def _choose(
-    reading: Reading, collab_dk: Ranks, layers: Sequence[str] | None
+    reading: Reading,
+    collab_dk: Ranks,
+    layers: Sequence[str] | None,
+    main: ir.Graph,
+    *,
+    calibrated: bool,
 ) -> tuple[dict[str, int], list[str]]:
     """R by block name, for the blocks that were asked for and can be rewritten."""
     blocks = reading.blocks
@@ -275,7 +280,7 @@ def _choose(
         if rank is None:
             continue
         exact = block.num_heads * block.head_size
-        reason = collaborate_reason(block)
+        reason = rewrites.collaborate(block)
         if not reason and not 1 <= rank <= exact:
             raise InvalidArgument(
                 f"--collab-dk {rank}: expected 1 to {exact} for {block.name}, which has "
@@ -287,6 +292,11 @@ def _choose(
                 raise CannotRewrite(f"{block.name}: {reason}", "leave this layer out of --layers")
             warnings.append(f"{block.name} is left as it is: {reason}")
             del ranks[block.name]
+        elif calibrated and rank < exact and block.graph is not main:
+            warnings.append(
+                f"{block.name} lies in the body of another node, where calibration cannot see it: "
+                "it is factored by its weights alone"
+            )
     if not ranks:
         raise CannotRewrite(
             f"none of the {len(blocks)} attention blocks can be factored ({warnings[0]})",
@@ -328,19 +338,46 @@ def _factor(
     threads: int,
     report: Stage,
 ) -> dict[str, CollaborativeFactors]:
-    moments = {}
+    """The factors of every block; blocks that share their weights share P, Q and M."""
+    moments: dict[str, TokenMoments] = {}
     if data is not None:
-        lossy = [b for b in blocks if ranks[b.name] < b.num_heads * b.head_size]
+        # What the body of an If computes is no output that a session could give.
+        lossy = [
+            block
+            for block in blocks
+            if ranks[block.name] < block.num_heads * block.head_size and block.graph is graph.graph
+        ]
         if lossy:
             moments = collect_moments(
                 graph, lossy, data.fit, threads=threads,
                 progress=lambda done, total: report("calibrate", done, total),
             )  # fmt: skip
     factors: dict[str, CollaborativeFactors] = {}
-    for index, block in enumerate(blocks):
-        factors[block.name] = factor(block, ranks[block.name], moments=moments.get(block.name))
-        report("factor", index + 1, len(blocks))
-    return factors
+    for uses in _sharing(blocks, ranks):
+        first = uses[0]
+        seen = [moments[block.name] for block in uses if block.name in moments]
+        pool = pooled(seen) if len(uses) > 1 and len(seen) == len(uses) else None
+        whole = factor(first, ranks[first.name], moments=pool or (seen[0] if seen else None))
+        for block in uses:
+            factors[block.name] = whole
+            if pool is not None and whole.relative_error > 0:
+                mean = moments[block.name].query_mean
+                factors[block.name] = with_mean(whole, block.q.heads(), block.k.heads(), mean)
+            report("factor", len(factors), len(blocks))
+    return {block.name: factors[block.name] for block in blocks}
+
+
+def _sharing(
+    blocks: Sequence[AttentionBlock], ranks: Mapping[str, int]
+) -> list[list[AttentionBlock]]:
+    """Blocks grouped by what their scores are made of: the same weights and the same R."""
+    groups: dict[tuple[Any, ...], list[AttentionBlock]] = {}
+    for block in blocks:
+        arrays = (block.q.heads(), block.q.offset, block.k.heads())
+        digests = [hashlib.sha256(np.ascontiguousarray(a).tobytes()).digest() for a in arrays]
+        shapes = [array.shape for array in arrays]
+        groups.setdefault((ranks[block.name], *digests, *shapes), []).append(block)
+    return list(groups.values())
 
 
 def _macs_by_block(graph: ir.Model, reading: Reading, batch: int, sequence: int) -> dict[str, int]:

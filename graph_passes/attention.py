@@ -174,7 +174,7 @@ class Projection:
         turns: Where positions turn the heads, every term of the sum (the first is ``columns``).
         norm: Where heads are normalised before that.
         past: The heads of earlier tokens, which come before those of ``input``.
-        token_axis: The axis of ``output`` that counts tokens.
+        axes: The order that brings ``output`` to (B, H, T, K), (B*H, T, K) or (B, T, H*K).
     """
 
     input: ir.Value
@@ -191,7 +191,7 @@ class Projection:
     turns: tuple[Turn, ...] = ()
     norm: Norm | None = None
     past: Spread | None = None
-    token_axis: int = -2
+    axes: tuple[int, ...] = ()
     sequence_first: bool = False
 
     def sequences(self, shape_of: Callable[[ir.Value], tuple[int, ...]]) -> int:
@@ -200,6 +200,11 @@ class Projection:
         if self.output is None or self.weight is None or self.by_sequence:
             return tokens[0]
         return math.prod(tokens[:-1]) // shape_of(self.output)[self.token_axis]
+
+    @property
+    def token_axis(self) -> int:
+        """The axis of ``output`` that counts tokens."""
+        return self.axes[1 if self.layout == "B T H*K" else -2]
 
     @property
     def num_heads(self) -> int:

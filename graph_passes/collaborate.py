@@ -46,6 +46,7 @@ class Collaborate(ir.passes.InPlacePass):
 
     Attributes:
         factors: W~Q, W~K, M and v for each block to rewrite, by the block's name (see ``factor``).
+            Blocks whose factors are the same arrays share the weights in the graph.
     """
 
     factors: Mapping[str, CollaborativeFactors]
@@ -59,9 +60,10 @@ class Collaborate(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         before = interface(model)
+        shared: dict[tuple[int, str], ir.Value] = {}
         for block in find_attention(model)[0]:
             if block.name in self.factors:
-                _rewrite(block, self.factors[block.name])
+                _rewrite(block, self.factors[block.name], shared)
         remove_unused(model)
         check(before, model, after="Collaborate")
         return ir.passes.PassResult(model, modified=bool(self.factors))
@@ -93,6 +95,8 @@ def why_not(block: AttentionBlock) -> str:
         return INSIDE_OPERATOR
     if block.logits_axes != (0, 1, 2) and len(block.logits_axes or ()) != 4:
         return "its scores are laid out in an order that is not followed"
+    if block.probabilities is None:
+        return "its probabilities are nowhere laid out as (batch, heads, queries, keys)"
     if not _only_softmax_reads(block.logits):
         return "its scores are read by more than the softmax, which alone ignores the key bias"
     return ""
@@ -151,7 +155,12 @@ def factor(
     )
 
 
-def _rewrite(block: AttentionBlock, factors: CollaborativeFactors) -> None:
+def _rewrite(
+    block: AttentionBlock,
+    factors: CollaborativeFactors,
+    shared: dict[tuple[int, str], ir.Value],
+) -> None:
+    """``shared`` holds the constants made so far, by array, for layers that share their weights."""
     make = Inserter(block.graph, block.product, f"{block.name}{REWRITTEN}".rstrip("/"))
     dtype = block.q.dtype.numpy()
     rank, heads = factors.rank, block.num_heads
@@ -159,16 +168,25 @@ def _rewrite(block: AttentionBlock, factors: CollaborativeFactors) -> None:
     def weight(array: np.ndarray, name: str) -> ir.Value:
         return make.constant(array.astype(dtype), name)
 
+    def shared_weight(array: np.ndarray, shape: tuple[int, ...], name: str) -> ir.Value:
+        if (id(array), name) not in shared:
+            shared[id(array), name] = weight(array.reshape(shape), name)
+        return shared[id(array), name]
+
     def shaped(value: ir.Value, columns: int, name: str) -> ir.Value:
         shape = make.constant(np.array([0, 1, -1, columns], np.int64), f"{name}_shape")
         return make.op("Reshape", [value, shape], name)  # B 1 T columns
 
     scale = weight(np.array(block.scale), "scale")
-    q = make.op("MatMul", [block.x, weight(factors.query, "query_weight")], "query")  # B S R
+    q = make.op(
+        "MatMul", [block.x, shared_weight(factors.query, (-1, rank), "query_weight")], "query"
+    )  # B S R
     q = shaped(make.op("Mul", [q, scale], "scaled_query"), rank, "query_tokens")
-    mixing = weight(factors.mixing[:, None, :], "mixing")  # H 1 R
+    mixing = shared_weight(factors.mixing, (heads, 1, rank), "mixing")  # H 1 R
     q = make.op("Mul", [q, mixing], "mixed_query")  # B H S R
-    k = make.op("MatMul", [block.y, weight(factors.key, "key_weight")], "key")  # B T R
+    k = make.op(
+        "MatMul", [block.y, shared_weight(factors.key, (-1, rank), "key_weight")], "key"
+    )  # B T R
     k = make.op("Transpose", [shaped(k, rank, "key_tokens")], "shared_key", perm=[0, 1, 3, 2])
     logits = make.op("MatMul", [q, k], "scores")  # B H S T
     if np.any(factors.content):

@@ -116,7 +116,7 @@ def _elements(value: ir.Value) -> np.ndarray:
     inputs = [None if operand is None else _elements(operand) for operand in _read(node)]
     if node.op_type == "CastLike" and inputs[0] is not None:
         return inputs[0]
-    if node.op_type == "DequantizeLinear" and None not in inputs[:2]:
+    if node.op_type == "DequantizeLinear":
         return _dequantized(node, [array for array in inputs if array is not None])
     return evaluate(node, inputs, _opsets(node))[value.index() or 0]
 

@@ -30,8 +30,8 @@ w_h C_x^(1/2) W_Q^h W_K^hT C_y^(1/2) are decomposed, and v_h += DeltaW_h^T mu.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -42,7 +42,14 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from tensorly.cp_tensor import CPTensor  # pyright: ignore[reportMissingTypeStubs]
 
-__all__ = ["CollaborativeFactors", "TokenMoments", "collaborative_factors", "relative_error"]
+__all__ = [
+    "CollaborativeFactors",
+    "TokenMoments",
+    "collaborative_factors",
+    "pooled",
+    "relative_error",
+    "with_mean",
+]
 
 RIDGE = 1e-5  # weight of the components' energies against the residual's
 HEAT = 20  # sweeps after which the worse of two starts is dropped
@@ -176,9 +183,37 @@ def collaborative_factors(
     stack = _HeadStack(x_root @ (weight[:, None, None] * queries), y_root @ keys)
     sweep, iterations = _decompose(stack, rank, max_iterations, tolerance, progress)
     P, Q, M = x_inverse @ sweep.query, y_inverse @ sweep.key, sweep.mixing / weight[:, None]
-    mu = moments.query_mean
-    content += np.einsum("hek,hk->he", keys, mu @ queries) - (M * (mu @ P)) @ Q.T
-    return CollaborativeFactors(P, Q, M, content, sweep.error, iterations)
+    factors = CollaborativeFactors(P, Q, M, content, sweep.error, iterations)
+    return with_mean(factors, queries, keys, moments.query_mean)
+
+
+def with_mean(
+    factors: CollaborativeFactors,
+    queries: Float[np.ndarray, "H D K"],
+    keys: Float[np.ndarray, "H E K"],
+    mean: Float[np.ndarray, " D"],
+) -> CollaborativeFactors:
+    """The factors with the error at the mean of x folded into the content: v_h += DeltaW_h^T mu.
+
+    Where several layers share their weights, they share P, Q and M, and each folds in its own mean.
+    """
+    P, Q, M = factors.query, factors.key, factors.mixing
+    missed = np.einsum("hek,hk->he", keys, mean @ queries) - (M * (mean @ P)) @ Q.T
+    return replace(factors, content=factors.content + missed)
+
+
+def pooled(uses: Sequence[TokenMoments]) -> TokenMoments:
+    """Moments for weights that several layers use, each about its own mean, all alike.
+
+    The mean is zero: ``with_mean`` folds in that of each use.
+    """
+    weights = [use.head_weight for use in uses if use.head_weight is not None]
+    return TokenMoments(
+        np.zeros_like(uses[0].query_mean),
+        np.mean([use.query_covariance for use in uses], axis=0),
+        np.mean([use.key_covariance for use in uses], axis=0),
+        np.mean(weights, axis=0) if len(weights) == len(uses) else None,
+    )
 
 
 def relative_error(

@@ -297,10 +297,9 @@ def _named(blocks: Sequence[AttentionBlock]) -> list[AttentionBlock]:
 def _common_name(block: AttentionBlock) -> str:
     """The dotted path that the names of the projections' nodes and constants share.
 
-    A rewritten block has its name in the names of its weights.
+    A rewritten block has its name in those of its nodes.
     """
-    weight = block.q.weight
-    rewritten, mark, _ = ((weight and weight.name) or "").partition(REWRITTEN)
+    rewritten, mark, _ = (block.q.nodes[0].name or "").partition(REWRITTEN)
     if mark:
         return rewritten
     groups: list[list[str]] = []

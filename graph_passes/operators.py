@@ -111,7 +111,7 @@ class _Operand:
             self.reader.finished(self.trace, self.value, self.role),
             output=None if inside else self.value,
             layout="inside" if inside else "B H T K" if len(shape) == 4 else "B T H*K",
-            token_axis=2 if len(shape) == 4 else 1,
+            axes=tuple(range(len(shape))),
         )
 
 
@@ -214,7 +214,7 @@ def group_query_attention(node: ir.Node, reader: Reader) -> Fused:
     Read for sequences of one length: the operator takes others apart by ``seqlens_k``.
 
     Raises:
-        Unread: A local window, a soft cap, sinks or a smooth softmax.
+        Unread: A local window, sinks, a smooth softmax or a quantized cache.
     """
     q, k, v, past_key, past_value, lengths, total, cos, sin, positions, added, sink = _inputs(
         node, 12
@@ -222,7 +222,6 @@ def group_query_attention(node: ir.Node, reader: Reader) -> Fused:
     if q is None or lengths is None or total is None:
         raise Unread(f"{say(node)} lacks queries or the lengths of its sequences")
     for reason, is_so in (
-        ("caps its logits (softcap)", node.attributes.get_float("softcap", 0.0) != 0.0),
         ("smooths its softmax", node.attributes.get_int("smooth_softmax", 0) == 1),
         ("sees a local window", node.attributes.get_int("local_window_size", -1) > 0),
         ("has attention sinks", sink is not None),
@@ -252,7 +251,9 @@ def group_query_attention(node: ir.Node, reader: Reader) -> Fused:
         angles = Factor(cos, where, to_last=counted), Factor(sin, where, to_last=counted)
         query, key = query.rotated(*angles), key.rotated(*angles)
     key, value = key.after(past_key), value.after(past_value)
-    steps: list[LogitStep] = [FullLengths(lengths, total), Causal(ends_together=True)]
+    cap = node.attributes.get_float("softcap", 0.0)
+    steps: list[LogitStep] = [] if cap == 0.0 else [Scaled(1 / cap), Capped(), Scaled(cap)]
+    steps += [FullLengths(lengths, total), Causal(ends_together=True)]
     if added is not None:
         steps.append(PositionBias(added))
     return _fused(node, query, key, value, steps)

@@ -139,7 +139,7 @@ class Reader:
             turns=() if set(read) == {None} else turns_of(read, self.facts, role),
             norm=trace.norm,
             past=past,
-            token_axis=1 if heads else axes[-2],
+            axes=tuple(axes),
         )
 
     def output_projection(
@@ -451,7 +451,7 @@ def _cached(operand: ir.Value, trace: Trace, past: Spread, heads: Heads) -> Proj
         by_sequence=True,
         layout="B H T K",
         past=past,
-        token_axis=2,
+        axes=(0, 1, 2, 3),
     )
 
 
