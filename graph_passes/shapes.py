@@ -9,7 +9,7 @@ weights stay on disk.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,6 +32,11 @@ GROWING = frozenset({"ConstantOfShape", "Expand", "Tile", "Range", "Pad", "OneHo
 """From a few numbers these make as many as they are told to: run only where that is few."""
 
 
+PLAIN = frozenset({ir.AttributeType.INT, ir.AttributeType.INTS, ir.AttributeType.FLOAT,
+                   ir.AttributeType.FLOATS, ir.AttributeType.STRING,
+                   ir.AttributeType.STRINGS})  # fmt: skip
+
+
 @dataclass(frozen=True, eq=False)
 class Fact:
     """Element type, shape, and the elements themselves where they follow from shapes alone."""
@@ -39,6 +44,14 @@ class Fact:
     dtype: ir.DataType
     shape: tuple[int, ...]
     constant: np.ndarray | None = None
+
+    def shape_only(self) -> Fact:
+        return Fact(self.dtype, self.shape)
+
+    def key(self) -> Hashable:
+        """The same for facts that say the same."""
+        elements = None if self.constant is None else self.constant.tobytes()
+        return self.dtype, self.shape, elements
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,17 +116,30 @@ def interpret(model: ir.Model, axes: Mapping[str, int]) -> Facts:
     Nodes that cannot be followed (unknown operators, data-dependent shapes, state that grows from
     one turn of a loop to the next) leave their outputs unknown; that is a fact, not an error.
     """
-    known: dict[ir.Value, Fact] = {}
-    unknown: dict[ir.Node, str] = {}
+    walk = _Walk({"": 1, **model.opset_imports})
     for value in _real_inputs(model.graph):
         shape = input_shape(value, axes)
         if shape is not None and value.dtype is not None:
-            known[value] = Fact(value.dtype, shape)
-    for value in model.graph.initializers.values():
-        if value.const_value is not None:
-            known[value] = _of_tensor(value.const_value)
-    _follow_all(model.graph, known, unknown, {"": 1, **model.opset_imports})
-    return Facts(dict(axes), known, unknown)
+            walk.known[value] = Fact(value.dtype, shape)
+    _follow_all(model.graph, walk)
+    return Facts(dict(axes), walk.known, walk.unknown)
+
+
+Outcome = tuple[Sequence[Fact | None], str]
+"""What a node's outputs are, and why they cannot be told where they cannot."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Walk:
+    """What is known so far. Layers repeat their nodes, so what one makes is kept for its like."""
+
+    opsets: Mapping[str, int]
+    known: dict[ir.Value, Fact] = field(default_factory=dict[ir.Value, Fact])
+    unknown: dict[ir.Node, str] = field(default_factory=dict[ir.Node, str])
+    made: dict[Hashable, Outcome] = field(default_factory=dict[Hashable, Outcome])
+
+    def fact(self, value: ir.Value | None) -> Fact | None:
+        return None if value is None else self.known.get(value)
 
 
 def _real_inputs(graph: ir.Graph) -> list[ir.Value]:
@@ -144,110 +170,73 @@ def _length(
     return length if isinstance(length, int) else -1  # n / 2 of an odd n
 
 
-def _follow_all(
-    graph: ir.Graph,
-    known: dict[ir.Value, Fact],
-    unknown: dict[ir.Node, str],
-    opsets: Mapping[str, int],
-) -> None:
+def _follow_all(graph: ir.Graph, walk: _Walk) -> None:
     """Follow the nodes of a graph or a body in order."""
+    for value in graph.initializers.values():
+        if value.const_value is not None:
+            walk.known[value] = _of_tensor(value.const_value)
     for node in graph:
         body = BODIES.get(node.op_type) if not node.domain else None
-        if body is not None:
-            reason = body(node, known, unknown, opsets)
-        else:
-            reason = _follow(node, known, opsets)
+        facts, reason = _follow(node, walk) if body is None else body(node, walk)
+        for value, fact in zip(node.outputs, facts, strict=False):
+            if fact is not None:
+                walk.known[value] = fact
         if reason:
-            unknown[node] = reason
+            walk.unknown[node] = reason
 
 
-def _enter(
-    body: ir.Graph,
-    given: Sequence[Fact | None],
-    known: dict[ir.Value, Fact],
-    unknown: dict[ir.Node, str],
-    opsets: Mapping[str, int],
-) -> list[Fact | None]:
+def _enter(body: ir.Graph, given: Sequence[Fact | None], walk: _Walk) -> list[Fact | None]:
     """Follow a body whose inputs are these; what is known of its outputs."""
     for value, fact in zip(body.inputs, given, strict=False):
         if fact is not None:
-            known[value] = Fact(fact.dtype, fact.shape)  # another at each turn: shape only
-    for value in body.initializers.values():
-        if value.const_value is not None:
-            known[value] = _of_tensor(value.const_value)
-    _follow_all(body, known, unknown, opsets)
-    return [known.get(value) for value in body.outputs]
+            walk.known[value] = fact.shape_only()  # the elements are others at each turn
+    _follow_all(body, walk)
+    return [walk.fact(value) for value in body.outputs]
 
 
-def _same(a: Fact | None, b: Fact | None) -> bool:
-    return a is not None and b is not None and (a.dtype, a.shape) == (b.dtype, b.shape)
+def _agreed(a: Fact | None, b: Fact | None) -> Fact | None:
+    same = a is not None and b is not None and (a.dtype, a.shape) == (b.dtype, b.shape)
+    return a.shape_only() if a is not None and same else None
 
 
-def _keep(
-    outputs: Sequence[ir.Value], facts: Sequence[Fact | None], known: dict[ir.Value, Fact]
-) -> None:
-    for value, fact in zip(outputs, facts, strict=False):
-        if fact is not None:
-            known[value] = Fact(fact.dtype, fact.shape)
-
-
-def _follow_if(
-    node: ir.Node,
-    known: dict[ir.Value, Fact],
-    unknown: dict[ir.Node, str],
-    opsets: Mapping[str, int],
-) -> str:
+def _follow_if(node: ir.Node, walk: _Walk) -> Outcome:
     """Both branches; an output is known where they agree on it."""
-    ends = [
-        _enter(node.attributes[name].as_graph(), (), known, unknown, opsets)
-        for name in ("then_branch", "else_branch")
-    ]
-    agreed = [a if _same(a, b) else None for a, b in zip(*ends, strict=False)]
-    _keep(node.outputs, agreed, known)
-    return "" if all(agreed) else "its branches make outputs of different shapes"
+    branches = (node.attributes[name].as_graph() for name in ("then_branch", "else_branch"))
+    ends = [_enter(branch, (), walk) for branch in branches]
+    agreed = [_agreed(a, b) for a, b in zip(*ends, strict=False)]
+    return agreed, "" if all(agreed) else "its branches make outputs of different shapes"
 
 
-def _follow_loop(
-    node: ir.Node,
-    known: dict[ir.Value, Fact],
-    unknown: dict[ir.Node, str],
-    opsets: Mapping[str, int],
-) -> str:
+def _follow_loop(node: ir.Node, walk: _Walk) -> Outcome:
     """One turn of the body, from the initial state, which must keep its shape."""
-    state = [known.get(value) if value is not None else None for value in node.inputs[2:]]
+    state = [walk.fact(value) for value in node.inputs[2:]]
     turn, condition = Fact(ir.DataType.INT64, ()), Fact(ir.DataType.BOOL, ())
-    body = node.attributes["body"].as_graph()
-    ends = _enter(body, [turn, condition, *state], known, unknown, opsets)[1:]
-    kept = [a if _same(a, b) else None for a, b in zip(state, ends, strict=False)]
-    _keep(node.outputs, kept, known)
-    return "" if len(kept) == len(node.outputs) and all(kept) else "its state is not of one shape"
+    ends = _enter(node.attributes["body"].as_graph(), [turn, condition, *state], walk)[1:]
+    kept = [_agreed(a, b) for a, b in zip(state, ends, strict=False)]
+    complete = len(kept) == len(node.outputs) and all(kept)
+    return kept, "" if complete else "its state is not of one shape"
 
 
-def _follow_scan(
-    node: ir.Node,
-    known: dict[ir.Value, Fact],
-    unknown: dict[ir.Node, str],
-    opsets: Mapping[str, int],
-) -> str:
+def _follow_scan(node: ir.Node, walk: _Walk) -> Outcome:
     """One turn of the body, on the first slice of what is scanned."""
-    facts = [known.get(value) if value is not None else None for value in node.inputs]
+    facts = [walk.fact(value) for value in node.inputs]
     count = len(facts) - node.attributes.get_int("num_scan_inputs", 0)
     axes = node.attributes.get_ints("scan_input_axes", None) or [0] * (len(facts) - count)
     state, turns = facts[:count], None
     slices: list[Fact | None] = []
     for fact, axis in zip(facts[count:], axes, strict=False):
         if fact is None or not -len(fact.shape) <= axis < len(fact.shape):
-            return "what it scans has no known shape"
+            return (), "what it scans has no known shape"
         lengths = list(fact.shape)
         turns = lengths.pop(axis)
         slices.append(Fact(fact.dtype, tuple(lengths)))
-    ends = _enter(node.attributes["body"].as_graph(), [*state, *slices], known, unknown, opsets)
-    kept = [a if _same(a, b) else None for a, b in zip(state, ends, strict=False)]
+    ends = _enter(node.attributes["body"].as_graph(), [*state, *slices], walk)
+    kept = [_agreed(a, b) for a, b in zip(state, ends, strict=False)]
     stacked: list[Fact | None] = []
     if turns is not None and not node.attributes.get_ints("scan_output_axes", None):
         stacked = [end and Fact(end.dtype, (turns, *end.shape)) for end in ends[count:]]
-    _keep(node.outputs, [*kept, *stacked], known)
-    return "" if all(kept) and all(stacked) else "its state is not of one shape"
+    complete = all(kept) and all(stacked)
+    return [*kept, *stacked], "" if complete else "its state is not of one shape"
 
 
 BODIES = {"If": _follow_if, "Loop": _follow_loop, "Scan": _follow_scan}
@@ -259,53 +248,74 @@ def _of_tensor(tensor: ir.TensorProtocol) -> Fact:
     return Fact(tensor.dtype, shape, tensor.numpy() if small else None)
 
 
-def _follow(node: ir.Node, known: dict[ir.Value, Fact], opsets: Mapping[str, int]) -> str:
-    """Add what the node's outputs are to ``known``; the reason where that cannot be told."""
+def _follow(node: ir.Node, walk: _Walk) -> Outcome:
+    """What the outputs of a node without a body are."""
     if node.op_type == "Constant" and not node.domain:
         tensor = constant_tensor(node.outputs[0])
         if tensor is None:
-            return "its value is not a dense tensor"
-        known[node.outputs[0]] = _of_tensor(tensor)
-        return ""
-    facts = [None if value is None else known.get(value) for value in node.inputs]
+            return (), "its value is not a dense tensor"
+        return [_of_tensor(tensor)], ""
+    facts = [walk.fact(value) for value in node.inputs]
     if facts.count(None) > node.inputs.count(None):
-        return "its inputs have no known shape"
+        return (), "its inputs have no known shape"
+    key = (
+        *node.op_identifier(),
+        len(node.outputs),
+        *((name, _key(each)) for name, each in node.attributes.items()),
+        *(fact and fact.key() for fact in facts),
+    )
+    if key not in walk.made:
+        walk.made[key] = _outcome(node, facts, walk.opsets)
+    return walk.made[key]
+
+
+def _key(attribute: ir.Attr) -> Hashable:
+    """The same for attributes that say the same; tensors and types only say what they are."""
+    return attribute.value if attribute.type in PLAIN else id(attribute)
+
+
+def _outcome(node: ir.Node, facts: Sequence[Fact | None], opsets: Mapping[str, int]) -> Outcome:
     rule = RULES.get((node.domain, node.op_type))
     if rule is not None:
-        shapes = rule([None if fact is None else fact.shape for fact in facts], node)
-        types = [fact.dtype for fact in facts if fact is not None]
-        if not types or not shapes:
-            return f"{node.op_type} has no known shape"
-        dtype = next((each for each in types if each.is_floating_point()), types[0])
-        for index, (value, shape) in enumerate(zip(node.outputs, shapes, strict=False)):
-            if shape is not None:
-                counts = (node.op_type, index) in COUNTS
-                known[value] = Fact(ir.DataType.INT32 if counts else dtype, shape)
-        return ""
+        return _by_rule(rule, node, facts)
     if not onnx.defs.has(node.op_type, opsets[""], node.domain):
-        return _guess(node, facts, known)
+        return _guess(node, facts)
     if node.op_type == "Shape":
-        return _follow_shape(node, facts, known)
+        return _shape(node, facts)
     if _runs(node, facts):
         if node.op_type in GROWING:
-            reason = _infer(node, facts, known, opsets)
-            if not reason and math.prod(known[node.outputs[0]].shape) > SMALL:
-                return ""
-        if _run(node, facts, known, opsets):
-            return ""
-    return _infer(node, facts, known, opsets)
+            inferred = _infer(node, facts, opsets)
+            if inferred[0] and (first := inferred[0][0]) and math.prod(first.shape) > SMALL:
+                return inferred
+        if made := _run(node, facts, opsets):
+            return made, ""
+    return _infer(node, facts, opsets)
 
 
-def _guess(node: ir.Node, facts: Sequence[Fact | None], known: dict[ir.Value, Fact]) -> str:
+def _by_rule(
+    rule: Callable[[Shapes, ir.Node], Shapes], node: ir.Node, facts: Sequence[Fact | None]
+) -> Outcome:
+    shapes = rule([None if fact is None else fact.shape for fact in facts], node)
+    types = [fact.dtype for fact in facts if fact is not None]
+    if not types or not shapes:
+        return (), f"{node.op_type} has no known shape"
+    dtype = next((each for each in types if each.is_floating_point()), types[0])
+    made: list[Fact | None] = []
+    for index, shape in enumerate(shapes):
+        counts = (node.op_type, index) in COUNTS
+        made.append(None if shape is None else Fact(ir.DataType.INT32 if counts else dtype, shape))
+    return made, ""
+
+
+def _guess(node: ir.Node, facts: Sequence[Fact | None]) -> Outcome:
     """An operator that ONNX does not know: of one input and one output, taken to keep the shape.
 
     A wrong guess makes a wrong shape, which no reading and no certificate survives.
     """
     name = ".".join(filter(None, (node.domain, node.op_type)))
     if len(facts) != 1 or len(node.outputs) != 1 or facts[0] is None:
-        return f"{name} is not an operator of ONNX"
-    known[node.outputs[0]] = Fact(facts[0].dtype, facts[0].shape)
-    return ""
+        return (), f"{name} is not an operator of ONNX"
+    return [facts[0].shape_only()], ""
 
 
 def _runs(node: ir.Node, facts: Sequence[Fact | None]) -> bool:
@@ -317,41 +327,32 @@ def _runs(node: ir.Node, facts: Sequence[Fact | None]) -> bool:
     )
 
 
-def _run(
-    node: ir.Node,
-    facts: Sequence[Fact | None],
-    known: dict[ir.Value, Fact],
-    opsets: Mapping[str, int],
-) -> bool:
-    """Whether the reference evaluator could compute the outputs; shapes may follow even so."""
+def _run(node: ir.Node, facts: Sequence[Fact | None], opsets: Mapping[str, int]) -> Sequence[Fact]:
+    """What the reference evaluator computes; nothing where it cannot (shapes may follow so)."""
     try:
         with np.errstate(all="ignore"):
             results = evaluate(node, [None if f is None else f.constant for f in facts], opsets)
         made = [(ir.DataType.from_numpy(result.dtype), result) for result in results]
     except Exception:  # it lacks the operator, or the operator makes no tensor of numbers
-        return False
-    for value, (dtype, result) in zip(node.outputs, made, strict=False):
-        keep = result if result.size <= SMALL and dtype != ir.DataType.STRING else None
-        known[value] = Fact(dtype, result.shape, keep)
-    return bool(made)
+        return ()
+    few = [result.size <= SMALL and dtype != ir.DataType.STRING for dtype, result in made]
+    return [
+        Fact(dtype, result.shape, result if keep else None)
+        for (dtype, result), keep in zip(made, few, strict=True)
+    ]
 
 
-def _follow_shape(node: ir.Node, facts: Sequence[Fact | None], known: dict[ir.Value, Fact]) -> str:
+def _shape(node: ir.Node, facts: Sequence[Fact | None]) -> Outcome:
     if not facts or facts[0] is None:
-        return "Shape reads nothing"
+        return (), "Shape reads nothing"
     start = node.attributes.get_int("start", 0)
     end = node.attributes.get_int("end", len(facts[0].shape))
     constant = np.array(facts[0].shape[start:end], dtype=np.int64)
-    known[node.outputs[0]] = Fact(ir.DataType.INT64, constant.shape, constant)
-    return ""
+    return [Fact(ir.DataType.INT64, constant.shape, constant)], ""
 
 
-def _infer(
-    node: ir.Node,
-    facts: Sequence[Fact | None],
-    known: dict[ir.Value, Fact],
-    opsets: Mapping[str, int],
-) -> str:
+def _infer(node: ir.Node, facts: Sequence[Fact | None], opsets: Mapping[str, int]) -> Outcome:
+    """By ONNX's own rules, of shapes and of what small constants hold."""
     schema = onnx.defs.get_schema(node.op_type, opsets[""], "")
     proto = ir.serde.serialize_node(node)
     proto.input[:] = [f"i{i}" if fact is not None else "" for i, fact in enumerate(facts)]
@@ -369,18 +370,20 @@ def _infer(
             schema, proto, types, data, opset_imports=imports
         )
     except Exception as error:  # onnx raises bare InferenceError, KeyError, RuntimeError, ...
-        return f"{node.op_type}: {str(error).splitlines()[0] if str(error) else 'not inferred'}"
-    for i, value in enumerate(node.outputs):
-        tensor = inferred[f"o{i}"].tensor_type if f"o{i}" in inferred else None
-        if tensor is None or not tensor.HasField("shape"):
+        reason = str(error).splitlines()[0] if str(error) else "not inferred"
+        return (), f"{node.op_type}: {reason}"
+    made: list[Fact | None] = []
+    for name in proto.output:
+        tensor = inferred[name].tensor_type if name in inferred else None
+        dims = [] if tensor is None else list(tensor.shape.dim)
+        known = tensor is not None and tensor.HasField("shape")
+        if tensor is None or not known or not all(dim.HasField("dim_value") for dim in dims):
+            made.append(None)
             continue
-        dims = [dim.dim_value if dim.HasField("dim_value") else None for dim in tensor.shape.dim]
-        if None not in dims:
-            shape = tuple(int(dim) for dim in dims if dim is not None)
-            known[value] = Fact(ir.DataType(tensor.elem_type), shape)
-    if node.outputs and node.outputs[0] not in known:
-        return f"the shape of {node.op_type} depends on data"
-    return ""
+        shape = tuple(int(dim.dim_value) for dim in dims)
+        made.append(Fact(ir.DataType(tensor.elem_type), shape))
+    depends = made and made[0] is None
+    return made, f"the shape of {node.op_type} depends on data" if depends else ""
 
 
 Shapes = Sequence[tuple[int, ...] | None]

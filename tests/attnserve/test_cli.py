@@ -121,7 +121,7 @@ def test_optimize_verify_and_inspect_work_together(
     assert shown.code == 0 and "last_hidden_state" in shown.out
     read = cli("inspect", new)
     assert "collaborative" in read.out
-    assert "no collaborative heads for 0, 1: its heads are collaborative already" in read.out
+    assert "no collaborate or truncate for 0-1: its heads are collaborative already" in read.out
 
 
 def test_optimize_prints_what_was_done(cli: Cli, tiny: Path, tmp_path: Path):

@@ -22,13 +22,17 @@ EXPORTS = [
 named = pytest.mark.parametrize("export", EXPORTS, ids=lambda export: "-".join(map(str, export)))
 
 
+EVERY = dict.fromkeys(("collaborate", "reuse", "prune", "skip", "truncate"), True)
+FIRST = "no attention comes before it, whose probabilities it could take"
+
+
 @named
 def test_every_export_of_the_tiny_bert_is_read_and_counted(
     tiny_export: Callable[..., Path], export: tuple
 ):
     content = inspect(tiny_export(*export), batch=2, sequence=16).to_json()
     assert content["missed"] == []
-    first, _ = content["attention"]
+    first, second = content["attention"]
     assert list(first) == [
         "name", "kind", "num_heads", "num_kv_heads", "head_size", "v_head_size", "input_size",
         "scale", "position", "form", "idiom", "certified", "max_abs_error", "macs", "rewrites",
@@ -45,9 +49,9 @@ def test_every_export_of_the_tiny_bert_is_read_and_counted(
         "certified": True,
         # 4 projections of 2 x 16 tokens, and q k^T and p v of 2 x 4 heads.
         "macs": 4 * 32 * 32 * 32 + 2 * (2 * 4 * 16 * 16 * 8),
-        "rewrites": {"collaborate": True},
     }
     assert expected.items() <= first.items()
+    assert first["rewrites"] == EVERY | {"reuse": FIRST} and second["rewrites"] == EVERY
     assert first["scale"] == pytest.approx(8**-0.5, rel=1e-6)
     assert first["max_abs_error"] <= 1e-4
     # Two layers: attention, and the two products of the feed-forward network.
@@ -67,10 +71,10 @@ def test_every_layer_of_every_export_of_minilm_is_certified(
 ):
     content = inspect(minilm_export(*export)).to_json()
     assert len(content["attention"]) == 6 and content["missed"] == []
-    for block in content["attention"]:
+    for index, block in enumerate(content["attention"]):
         assert (block["num_heads"], block["head_size"], block["input_size"]) == (12, 32, 384)
         assert block["certified"] and block["max_abs_error"] <= 1e-4
-        assert block["rewrites"] == {"collaborate": True}
+        assert block["rewrites"] == (EVERY if index else EVERY | {"reuse": FIRST})
     # 6 layers of 4 D^2 + 2 S D MACs a token.
     assert content["macs"]["attention"] == 6 * 128 * (4 * 384**2 + 2 * 128 * 384)
 
@@ -124,8 +128,13 @@ def test_a_rewritten_model_is_read_as_what_it_is(tiny: Path, tmp_path: Path):
     optimize(tiny, tmp_path / "new", collab_dk=16, layers=["0"])
     first, second = inspect(tmp_path / "new", sequence=16).to_json()["attention"]
     assert (first["form"], first["num_heads"], first["head_size"]) == ("collaborative", 4, 16)
-    assert first["rewrites"] == {"collaborate": "its heads are collaborative already"}
-    assert second["form"] == "standard" and second["rewrites"] == {"collaborate": True}
+    already = "its heads are collaborative already"
+    assert first["rewrites"] == EVERY | {
+        "collaborate": already,
+        "truncate": already,
+        "reuse": FIRST,
+    }
+    assert second["form"] == "standard" and second["rewrites"] == EVERY
     # x W~Q and y W~K, the mixing, scores over R; a random BERT has no query bias, so no content.
     S, D, R, H = 16, 32, 16, 4
     assert first["macs"] == 2 * S * D * R + 2 * S * D * D + S * H * R + H * S * S * (R + D // H)
