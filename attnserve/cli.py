@@ -173,8 +173,12 @@ def inspect(
         + (f"{total / 1e9:.3f} GMACs, " if total is not None else "MACs not counted, ")
         + f"{report.attention_macs / 1e9:.3f} of them in attention"
     )
-    for node in report.uncounted[:5]:
-        _line(f"not counted: {node}")
+    uncounted: dict[str, list[str]] = {}
+    for node, _, reason in (line.partition(": ") for line in report.uncounted):
+        uncounted.setdefault(reason, []).append(node)
+    for reason, nodes in list(uncounted.items())[:5]:
+        more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
+        _line(f"not counted: {nodes[0]}{more}: {reason}")
 
 
 @app.command()

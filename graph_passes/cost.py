@@ -124,11 +124,17 @@ def macs_at(facts: Facts, nodes: Iterable[ir.Node]) -> tuple[int, tuple[str, ...
     for node in nodes:
         macs = node_macs(node, facts)
         if macs is None:
-            reason = facts.unknown.get(node, "its shapes are not known")
-            uncounted.append(f"{node.op_type} {node.name!r}: {reason}")
+            uncounted.append(f"{node.op_type} {node.name!r}: {_why(node, facts)}")
         else:
             total += macs
     return total, tuple(uncounted)
+
+
+def _why(node: ir.Node, facts: Facts) -> str:
+    """The reason above a node whose shapes are not known, or that it is not counted at all."""
+    values = [value for value in (*node.inputs, *node.outputs) if value is not None]
+    lacking = next((value for value in values if value not in facts.known), None)
+    return "it is not counted" if lacking is None else facts.why(lacking)
 
 
 def node_macs(node: ir.Node, facts: Facts) -> int | None:

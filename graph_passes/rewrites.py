@@ -82,7 +82,7 @@ REWRITES: Mapping[str, Callable[[AttentionBlock, Sequence[AttentionBlock]], str]
 
 
 def reasons(blocks: Sequence[AttentionBlock]) -> list[dict[str, str]]:
-    """For each block in order of execution, why each rewrite does not apply; empty where it does."""
+    """For each block, in order of execution, why a rewrite does not apply; empty where it does."""
     return [
         {name: why_not(block, blocks[:index]) for name, why_not in REWRITES.items()}
         for index, block in enumerate(blocks)

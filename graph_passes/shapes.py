@@ -74,6 +74,19 @@ class Facts:
         fact = self.known.get(value) if value is not None else None
         return None if fact is None else fact.constant
 
+    def why(self, value: ir.Value) -> str:
+        """Of a value without a fact: the first node above it that could not be followed."""
+        pending, seen = [value], {value}
+        while pending:
+            node = pending.pop(0).producer()
+            parents = [parent for parent in node.inputs if parent is not None] if node else []
+            unknown = [parent for parent in parents if parent not in self.known]
+            if node is not None and not unknown:
+                return self.unknown.get(node, f"{node.op_type} was not reached")
+            pending += [parent for parent in unknown if parent not in seen]
+            seen.update(unknown)
+        return "an input of the graph has no shape"
+
 
 def named_axes(graph: ir.Graph) -> dict[str, int]:
     """The free axes of the graph's inputs, each with the first position it appears at.

@@ -40,6 +40,9 @@ LAYOUT = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "
                     "Dropout"})  # fmt: skip
 HANDED_ON = frozenset({"Identity", "Cast", "CastLike", "Dropout"})
 LINEAR = frozenset({"MatMul", "Gemm", "FusedMatMul", "TransposeMatMul", "Einsum"})
+QUANTIZED = frozenset({"MatMulInteger", "DynamicQuantizeMatMul", "MatMulIntegerToFloat",
+                       "MatMulNBits", "MatMulBnb4", "QLinearMatMul", "QGemm", "QuantizeLinear",
+                       "DynamicQuantizeLinear"})  # fmt: skip
 MOST = 1 << 27
 """Elements that are numbered at most; a graph may name any length."""
 REACH = 40
@@ -66,23 +69,12 @@ class Reader:
         """
         shape = self.facts.shape(value)
         if shape is None:
-            raise Unread(f"the shape of {value.name!r} could not be inferred{self._why(value)}")
+            raise Unread(
+                f"the shape of {value.name!r} could not be inferred: {self.facts.why(value)}"
+            )
         if math.prod(shape) > MOST:
             raise Unread(f"{value.name!r} has shape {shape}: more than {MOST} elements")
         return shape
-
-    def _why(self, value: ir.Value) -> str:
-        """The first node above a value that could not be followed, as the end of a sentence."""
-        pending, seen = [value], {value}
-        while pending:
-            node = pending.pop(0).producer()
-            parents = [v for v in node.inputs if v is not None] if node is not None else []
-            unknown = [v for v in parents if self.facts.shape(v) is None and v not in seen]
-            if node is not None and not unknown:
-                return f": {self.facts.unknown.get(node, 'it has none in the graph')}"
-            pending += unknown
-            seen.update(unknown)
-        return ""
 
     def projection(
         self, operand: ir.Value, role: str, *, axes: Sequence[int] | None = None, heads: int = 0
@@ -248,7 +240,7 @@ class Reader:
                     return joined(node, pieces, node.attributes.get_int("axis", -1), role)
                 case _:
                     pass
-        raise Unread(f"{say(node)} stands between the {role} projection and the product")
+        raise _between(node, role)
 
     def past(self, value: ir.Value, role: str, part: int | None = None) -> Trace:
         """Heads that the caller hands in, (B, H, P, K), or that part of (2, B, H, P, K)."""
@@ -322,7 +314,7 @@ class Reader:
                     return turned(node, inner, other, self.facts, role)
                 return self._with_constant(node, inner, constant.astype(np.float64), left, role)
         if node.op_type == "Div":
-            raise Unread(f"{say(node)} stands between the {role} projection and the product")
+            raise _between(node, role)
         readings = [self._attempt(value, role, reach) for value in (a, b)]
         if node.op_type == "Mul":
             for inner, factor in zip(readings, (b, a), strict=True):
@@ -330,7 +322,7 @@ class Reader:
                     return turned(node, inner, factor, self.facts, role)
         elif None not in readings:
             return added(node, [r for r in readings if r is not None], role)
-        raise Unread(f"{say(node)} stands between the {role} projection and the product")
+        raise _between(node, role)
 
     def _attempt(self, value: ir.Value, role: str, reach: int) -> Trace | None:
         try:
@@ -410,6 +402,22 @@ class Reader:
             return evaluate(node, inputs, self.opsets)[index]
         except Exception as error:  # whatever numpy says of shapes that do not fit
             raise Unread(f"{say(node)} could not be followed: {error}") from error
+
+
+def _between(node: ir.Node, role: str) -> Unread:
+    """Why nothing is read through a node: for itself, or for the quantized product behind it."""
+    pending, seen = [node], {node}
+    while pending and len(seen) < 4 * REACH:
+        reached = pending.pop(0)
+        if reached.op_type in QUANTIZED:
+            return Unread(
+                f"the {role} is projected in integers ({say(reached)}): "
+                "read and rewrite the float model, and quantize the result"
+            )
+        parents = {value.producer() for value in reached.inputs if value is not None}
+        pending += [parent for parent in parents if parent is not None and parent not in seen]
+        seen.update(pending)
+    return Unread(f"{say(node)} stands between the {role} projection and the product")
 
 
 def _by_token(inner: Trace, constant: np.ndarray) -> bool:

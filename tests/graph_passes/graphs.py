@@ -61,6 +61,7 @@ PACKED = """
 FUSED = {"scores": "", "mask": "", "softmax": ""}
 """Parts that the operator ``Attention`` holds."""
 
+PLAIN_INPUT = f"float[batch, sequence, {D}] x"
 FLOAT_MASK = "float[batch, 1, 1, sequence] mask"
 BOOL_MASK = "bool[batch, 1, 1, sequence] mask"
 

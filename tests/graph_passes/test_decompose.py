@@ -9,8 +9,7 @@ import pytest
 from graph_passes.decompose import DecomposeAttention, why_not
 from graph_passes.errors import CannotRewrite
 from graph_passes.find import find_attention
-from tests.graph_passes.graphs import FUSED, PARTS, D, H, attention, only, run
-from tests.graph_passes.test_find import PLAIN_INPUT
+from tests.graph_passes.graphs import FUSED, PARTS, PLAIN_INPUT, D, H, attention, only, run
 
 BOOL = f"{PLAIN_INPUT}, bool[batch, 1, sequence, sequence] mask"
 FLOAT = f"{PLAIN_INPUT}, float[batch, {H}, sequence, sequence] mask"
@@ -111,15 +110,6 @@ def test_operator_that_is_the_output_of_the_graph_keeps_the_outputs_name() -> No
     assert [value.name for value in plain.graph.outputs] == ["out"]
     arrays = {"x": tokens()}
     np.testing.assert_allclose(run(plain, arrays), run(model(), arrays), atol=1e-5, rtol=0)
-
-
-def test_operator_that_splits_heads_itself_is_refused() -> None:
-    parts = {"q": "\n q = MatMul(x, Wq)", "k": "\n k = MatMul(x, Wk)", "v": "\n v = MatMul(x, Wv)"}
-    parts["context"] = "\n c = Attention <q_num_heads = 3, kv_num_heads = 3> (q, k, v)"
-    model = attention(opset=23, inputs=PLAIN_INPUT, **{**FUSED, **parts})
-    block = only(model)
-    with pytest.raises(CannotRewrite, match="the fused operator splits its heads inside"):
-        DecomposeAttention(frozenset({block.name}))(model)
 
 
 def test_grouped_heads_are_refused() -> None:

@@ -10,13 +10,14 @@ import onnx_ir as ir
 import pytest
 
 from attnserve.certify import read_attention
-from graph_passes.attention import Causal, Mask, PositionBias
+from graph_passes.attention import Causal, Mask, PositionBias, Scaled
 from graph_passes.collaborate import Collaborate, factor
 from graph_passes.find import find_attention
 from tests.graph_passes.graphs import (
     BOOL_MASK,
     FUSED,
     PACKED,
+    PLAIN_INPUT,
     SCALE,
     D,
     H,
@@ -437,7 +438,7 @@ MISSED: dict[str, tuple[dict[str, str], str]] = {
     ),
     "learned queries": (
         {"q": "\n q2 = Reshape(Wq, square)\n q = Transpose <perm = [0, 2, 1, 3]> (q2)"},
-        "the query is 'Wq', a constant: no projection makes it",
+        "Softmax is not fed by a product of queries and keys",
     ),
     "squashed queries": (
         {"scores": "\n q8 = Tanh(q)\n s0 = MatMul(q8, kT)\n s = Mul(s0, scale)"},
@@ -457,15 +458,23 @@ MISSED: dict[str, tuple[dict[str, str], str]] = {
     ),
     "softmax over the queries": (
         {"softmax": "\n p = Softmax <axis = 2> (m)"},
-        "Softmax is not over the keys of (B, H, S, T) logits",
+        "MatMul sums probabilities over another axis than the keys",
+    ),
+    "softmax over the heads": (
+        {"softmax": "\n p = Softmax <axis = 1> (m)"},
+        "the softmax 'p' is not over the keys of (B, H, S, T) logits",
     ),
     "two scores": (
         {"scores": "\n s0 = MatMul(q, kT)\n s1 = MatMul(q, kT)\n s = Add(s0, s1)"},
         "Add adds two products: this attention has more than one score",
     ),
-    "scale after the mask": (
-        {"mask": "\n m0 = Add(s, mask)\n m = Mul(m0, scale)"},
-        "Mul scales logits that are already masked",
+    "zero after the mask": (
+        {"mask": "\n m0 = Add(s, mask)\n m = Mul(m0, zero)"},
+        "is not fed by a product of queries and keys",
+    ),
+    "squashed after the mask": (
+        {"mask": "\n m0 = Add(s, mask)\n m = Sigmoid(m0)"},
+        "is not fed by a product of queries and keys",
     ),
     "probabilities weighted head by head": (
         {"softmax": "\n p0 = Softmax <axis = -1> (m)\n p = Mul(p0, per_head)"},
@@ -521,7 +530,19 @@ def test_softmax_over_one_row_is_missed() -> None:
     model = graph(
         "\n out = Softmax <axis = -1> (x)", inputs="float[n, 4] x", output="float[n, 4] out"
     )
+    assert reasons(model) == ["Softmax is not fed by a product of queries and keys"]
+
+
+def test_softmax_over_a_vector_is_missed() -> None:
+    model = graph("\n out = Softmax <axis = -1> (x)", inputs="float[4] x", output="float[4] out")
     assert reasons(model) == ["Softmax is not over the keys of (B, H, S, T) logits"]
+
+
+def test_scale_after_the_mask_is_a_step_of_its_own() -> None:
+    block = only(attention(mask="\n m0 = Add(s, mask)\n m = Mul(m0, inverse)"))
+    bias, scaled = block.steps
+    assert isinstance(bias, PositionBias) and isinstance(scaled, Scaled)
+    assert (block.scale, scaled.factor) == pytest.approx((SCALE, 1 / SCALE), rel=1e-6)
 
 
 def test_softmax_before_opset_13_is_over_all_axes_from_its_own_on() -> None:
@@ -544,8 +565,6 @@ def operator(attributes: str = "", operands: str = "q, k, v", **parts: str) -> d
         c = Reshape(c1, merge)"""
     return {**FUSED, "k": k, "context": context, **parts}
 
-
-PLAIN_INPUT = f"float[batch, sequence, {D}] x"
 
 
 def test_attention_operator_with_its_own_scale() -> None:
@@ -609,66 +628,6 @@ def test_attention_operator_with_grouped_heads() -> None:
     }
     block = only(attention(**{**FUSED, **parts}, opset=23, inputs=PLAIN_INPUT))
     assert (block.num_heads, block.num_kv_heads) == (H, 1)
-
-
-PAST = f"{PLAIN_INPUT}, float[batch, 3, past, 4] pk, float[batch, 3, past, 2] pv"
-
-
-@pytest.mark.parametrize(
-    ("attributes", "operands", "reason"),
-    [
-        (
-            "softcap = 5.0",
-            "q, k, v",
-            "caps its logits (softcap), so the key bias cannot be dropped",
-        ),
-        ("", "q, k, v, , pk, pv", "reads cached keys, which are inputs of the graph"),
-    ],
-)
-def test_attention_operator_that_is_missed(attributes: str, operands: str, reason: str) -> None:
-    model = attention(**operator(attributes, operands), opset=23, inputs=PAST)
-    assert reasons(model) == [f"Attention {reason}"]
-
-
-def test_attention_operator_that_returns_its_scores_is_missed() -> None:
-    context = """
-        c0, pk, pv, qk = Attention (q, k, v)
-        c1 = Transpose <perm = [0, 2, 1, 3]> (c0)
-        c = Reshape(c1, merge)
-        e = Exp(qk)"""
-    model = attention(**operator(context=context), opset=23, inputs=PLAIN_INPUT)
-    assert reasons(model) == ["Attention returns its keys, values or scores"]
-
-
-def test_fused_operators_that_are_not_read_are_misses() -> None:
-    parts = {
-        "k": "\n k = MatMul(x, Wk)",
-        "q": "\n q = MatMul(x, Wq)",
-        "v": "\n v = MatMul(x, Wk)",
-        "context": "\n c = com.microsoft.MultiHeadAttention <num_heads = 3> (q, k, v)",
-        "output": "\n out = MatMul(c, Wo12)",
-    }
-    model = attention(**{**FUSED, **parts}, inputs=PLAIN_INPUT)
-    assert reasons(model) == ["the operator com.microsoft.MultiHeadAttention is not read"]
-
-
-def test_attention_in_the_body_of_an_if_is_a_miss() -> None:
-    model = graph(
-        """
-        out = If (flag) <
-            then_branch = yes () => (float[batch, sequence, sequence] a) {
-                xt = Transpose <perm = [0, 2, 1]> (x)
-                s = MatMul(x, xt)
-                a = Softmax <axis = -1> (s)
-            },
-            else_branch = no () => (float[batch, sequence, sequence] b) {
-                xt2 = Transpose <perm = [0, 2, 1]> (x)
-                b = MatMul(x, xt2)
-            }>""",
-        inputs=f"float[batch, sequence, {D}] x, bool flag",
-        output="float[batch, sequence, sequence] out",
-    )
-    assert reasons(model) == ["it is in the body of another node, which is not read"]
 
 
 def test_graph_without_nodes_and_graph_without_shapes() -> None:

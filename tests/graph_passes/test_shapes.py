@@ -125,10 +125,15 @@ def test_random_numbers_are_no_constants() -> None:
 
 
 def test_operator_of_another_domain_is_unknown() -> None:
-    model = graph("\n out = com.microsoft.Mystery(x)")
+    model = graph("\n out = com.microsoft.Mystery(x, x)")
     assert list(facts_of(model).unknown.values()) == [
         "com.microsoft.Mystery is not an operator of ONNX"
     ]
+
+
+def test_operator_of_another_domain_with_one_input_is_taken_to_keep_its_shape() -> None:
+    model = graph("\n out = com.microsoft.Mystery(x)")
+    assert (fact(model, "out"), dict(facts_of(model).unknown)) == ((2, 5, 12), {})
 
 
 @pytest.mark.parametrize("name", ["Gelu", "FastGelu", "QuickGelu"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from itertools import permutations
 
 import numpy as np
 import onnx_ir as ir
@@ -10,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graph_passes.attention import Projection
+from graph_passes.attention import OutputProjection, Projection
 from graph_passes.labels import Unread, say
 from graph_passes.shapes import bind_axes, interpret
 from graph_passes.trace import Reader, only_consumer
@@ -34,9 +36,11 @@ def model_of(text: str, **constants: np.ndarray) -> ir.Model:
     )
 
 
-def projection(text: str, *, tokens_last: bool = False, **constants: np.ndarray) -> Projection:
+def projection(
+    text: str, *, axes: Sequence[int] | None = None, **constants: np.ndarray
+) -> Projection:
     model = model_of(text, **constants)
-    return reader_of(model).projection(value_of(model, "out"), "query", tokens_last=tokens_last)
+    return reader_of(model).projection(value_of(model, "out"), "query", axes=axes)
 
 
 PLAIN = """
@@ -71,7 +75,7 @@ def test_transposed_weight_is_the_same_matrix() -> None:
     out = Transpose <perm = [0, 2, 1, 3]> (q2)""",
         laid_out=np.array([2, 5, H, K], np.int64),
     )
-    assert read.transposed
+    assert read.contracted == (1,)
     np.testing.assert_array_equal(read.matrix(), weights()["Wq"])
     assert (read.input.name, read.by_sequence) == ("x", True)  # not the flattened x2
 
@@ -103,10 +107,17 @@ def test_constants_added_together_are_one_offset() -> None:
     np.testing.assert_allclose(projection(text).offset, expected, rtol=1e-6)
 
 
-def test_tokens_last() -> None:
-    text = PLAIN.replace("perm = [0, 2, 1, 3]", "perm = [0, 2, 3, 1]")
-    read = projection(text, tokens_last=True)
+@pytest.mark.parametrize("perm", list(permutations(range(4))))
+def test_any_order_of_axes_is_read_once_it_is_named(perm: tuple[int, ...]) -> None:
+    """q2 is (B, T, H, K); the axes say where B, H, T and K went."""
+    axes = [perm.index(axis) for axis in (0, 2, 1, 3)]
+    read = projection(PLAIN.replace("[0, 2, 1, 3]", str(list(perm))), axes=axes)
     np.testing.assert_array_equal(read.columns, COLUMNS)
+    assert (read.axes, read.sequence_first) == (tuple(axes), False)
+
+
+def test_tokens_last_without_being_told_are_refused() -> None:
+    text = PLAIN.replace("perm = [0, 2, 1, 3]", "perm = [0, 2, 3, 1]")
     with pytest.raises(Unread, match="which are no whole sequences of 4"):
         projection(text)
 
@@ -116,7 +127,7 @@ def test_merged_heads_are_split() -> None:
     read = reader_of(model).projection(value_of(model, "out"), "query", heads=H)
     np.testing.assert_array_equal(read.columns, COLUMNS)
     assert read.layout == "B T H*K"
-    with pytest.raises(Unread, match="has 12 columns, not 5 heads"):
+    with pytest.raises(Unread, match=r"has shape \(2, 5, 12\), not 5 heads side by side"):
         reader_of(model).projection(value_of(model, "out"), "query", heads=5)
 
 
@@ -145,22 +156,28 @@ def test_any_two_permutations_are_followed_or_refused(first: list[int], second: 
     try:
         read = reader_of(model).projection(value_of(model, "out"), "query")
     except Unread:
-        assert moved != [0, 2, 1, 3]
+        assert moved not in ([0, 2, 1, 3], [1, 2, 0, 3])
         return
-    columns = (x @ weights()["Wq"])[:, :, read.columns]  # B T H K
+    tokens = x.swapaxes(0, 1) if read.sequence_first else x  # the batch may be the sequence
+    assert read.sequence_first == (moved[0] == 1)
+    columns = (tokens @ weights()["Wq"])[:, :, read.columns]  # B T H K
     model.graph.outputs[0].shape = None
-    got = run(model, {"x": x}).reshape(2, read.num_heads, 5, -1)
+    got = run(model, {"x": x})
     np.testing.assert_allclose(got, columns.transpose(0, 2, 1, 3), atol=1e-4, rtol=0)
 
 
 REFUSED = {
     "tokens in another order": (
-        PLAIN.replace("perm = [0, 2, 1, 3]", "perm = [1, 2, 0, 3]"),
-        "differs from token|moves tokens out of place|laid out",
+        PLAIN.replace("perm = [0, 2, 1, 3]", "perm = [2, 0, 1, 3]"),
+        "the layout of the query moves tokens out of place",
     ),
     "one token only": (
-        PLAIN.replace("Transpose <perm = [0, 2, 1, 3]> (q2)", "Slice(q2, n0, n1, a1)"),
-        "",
+        """
+    q0 = MatMul(x, Wq)
+    q2 = Reshape(q0, heads)
+    q3 = Transpose <perm = [0, 2, 1, 3]> (q2)
+    out = Slice(q3, n0, n1, a2)""",
+        r"the query is laid out as \(2, 3, 1, 4\), not \(B, H, T, K\)",
     ),
     "reversed": (
         """
@@ -184,8 +201,8 @@ REFUSED = {
         PLAIN.replace("Add(q0, bq)", "LpNormalization(q0)"),
         "LpNormalization stands between the query projection and the product",
     ),
-    "a product with three axes": (
-        "\n q0 = MatMul(x, W3)\n out = Unsqueeze(q0, a1)",
+    "a product whose left side is the weight": (
+        "\n xT = Transpose <perm = [0, 2, 1]> (x)\n q0 = MatMul(WqT, xT)\n out = Unsqueeze(q0, a1)",
         "the query is made by MatMul, not by tokens and a matrix",
     ),
 }
@@ -195,30 +212,56 @@ REFUSED = {
 def test_what_is_out_of_place_is_refused(case: str) -> None:
     text, reason = REFUSED[case]
     with pytest.raises(Unread) as refused:
-        projection(
-            text,
-            W3=np.ones((1, D, K), np.float32),
-            before=np.array([-99], np.int64),
-        )
+        projection(text, before=np.array([-99], np.int64))
     assert re.search(reason, refused.value.reason)
 
 
-def test_output_projection_says_which_rows_a_head_meets() -> None:
-    def rows(perm: str) -> np.ndarray | None:
-        model = graph(
-            f"""
+def output_of(body: str, shape: str = f"b, {H}, s, {K}") -> OutputProjection | None:
+    """What reads the context c0, (B, H, S, V), numbered in this order."""
+    model = graph(body, inputs=f"float[{shape}] c0")
+    order = (2, H, 5, K)
+    labels = np.arange(np.prod(order)).reshape(order)
+    return reader_of(model).output_projection(model.graph.inputs[0], labels, order)
+
+
+MERGED = """
     c1 = Transpose <perm = {perm}> (c0)
     c = Reshape(c1, merge)
     o = MatMul(c, Wo12)
-    out = Add(o, bo)""",
-            inputs=f"float[b, {H}, s, {K}] c0",
-        )
-        read = reader_of(model).output_projection(model.graph.inputs[0], H, K, 2)
-        return None if read is None else read.rows
+    out = Add(o, bo)"""
 
-    np.testing.assert_array_equal(rows("[0, 2, 1, 3]"), COLUMNS)
-    np.testing.assert_array_equal(rows("[0, 2, 3, 1]"), np.arange(H * K).reshape(K, H).T)
-    assert rows("[0, 3, 1, 2]") is None
+
+@pytest.mark.parametrize(
+    ("perm", "rows", "sequence_first"),
+    [
+        ("[0, 2, 1, 3]", COLUMNS, False),
+        ("[0, 2, 3, 1]", np.arange(H * K).reshape(K, H).T, False),
+        ("[2, 0, 1, 3]", COLUMNS, True),
+    ],
+    ids=["heads side by side", "their sizes side by side", "sequences first"],
+)
+def test_output_projection_says_which_rows_a_head_meets(
+    perm: str, rows: np.ndarray, sequence_first: bool
+) -> None:
+    read = output_of(MERGED.format(perm=perm))
+    assert read is not None
+    np.testing.assert_array_equal(read.rows, rows)
+    assert (read.output.name, read.sequence_first) == ("out", sequence_first)
+    np.testing.assert_array_equal(read.offset(), weights()["bo"])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        MERGED.format(perm="[0, 3, 1, 2]"),
+        MERGED.format(perm="[0, 2, 1, 3]").replace("MatMul(c, Wo12)", "Tanh(c)"),
+        MERGED.format(perm="[0, 2, 1, 3]").replace("(c1, merge)", "(c1, merge)\n seen = Abs(c1)"),
+        MERGED.format(perm="[0, 2, 1, 3]").replace("MatMul(c", "com.microsoft.FusedMatMul <alpha = 2.0> (c"),
+    ],
+    ids=["tokens and heads merged", "no product", "read elsewhere too", "a product with a factor"],
+)
+def test_no_output_projection(body: str) -> None:
+    assert output_of(body) is None
 
 
 def test_only_consumer_does_not_count_shapes() -> None:
