@@ -79,7 +79,7 @@ def constant_type(value: ir.Value) -> ir.DataType:
         return ir.DataType(node.attributes.get_int("to", 0))
     if node.op_type == "CastLike" and (like := node.inputs[1]) is not None and like.dtype:
         return like.dtype
-    typed = node.inputs[1 if node.op_type == "DequantizeLinear" else 0]
+    typed = node.inputs[1 if node.op_type in ("DequantizeLinear", "Where") else 0]
     return ir.DataType.UNDEFINED if typed is None else constant_type(typed)
 
 

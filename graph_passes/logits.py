@@ -80,7 +80,8 @@ def read_logits(softmax: SoftmaxReading, reader: Reader) -> Logits | None:
             raise Unread(f"{say(link.node)} spreads the scores over another axis")
         stages.append(labels)
     axis = softmax.axis
-    if _runs_over(stages[-1], axis, shape, 1):  # softmax over what comes first: keys by queries
+    by_key = _runs_over(stages[-1], axis, shape, 2)
+    if not by_key and _runs_over(stages[-1], axis, shape, 1):  # softmax over what comes first: keys by queries
         product = replace(
             product,
             query=product.key,
@@ -91,7 +92,7 @@ def read_logits(softmax: SoftmaxReading, reader: Reader) -> Logits | None:
         heads, s, t = shape
         stages = [(each // t % s) + s * (each % t + t * (each // (s * t))) for each in stages]
         shape = (heads, t, s)
-    elif not _runs_over(stages[-1], axis, shape, 2):
+    elif not by_key:
         name = softmax.probabilities.name
         raise Unread(f"the softmax {name!r} is not over the keys of (B, H, S, T) logits")
     scale, scaled, order = product.scale, product.node.outputs[0], order_of(stages[0])
