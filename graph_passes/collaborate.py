@@ -225,5 +225,6 @@ def _unpack_values(block: AttentionBlock) -> None:
     packed = v.nodes and v.nodes[0] in (block.q.nodes[0], block.k.nodes[0])
     if not packed or not v.by_sequence or v.output is None or v.layout != "B H T K":
         return
-    make = Inserter(block.graph, block.product, f"{block.name}/value")
+    # Before the first that may read them: Shape nodes come before the scores.
+    make = Inserter(block.graph, v.nodes[-1], f"{block.name}/value")
     replace_uses(v.output, emit_heads(make, v, v.scale))

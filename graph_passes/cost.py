@@ -29,10 +29,10 @@ MAX_AXES = 4
 CONTROL_FLOW = frozenset({"If", "Loop", "Scan", "SequenceMap"})
 RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
 STANDARD_DOMAINS = ("", "ai.onnx", "ai.onnx.ml")
-MATMUL_CONTRIB = frozenset({"FusedMatMul"})
-ELEMENTWISE_CONTRIB = frozenset({"Gelu", "FastGelu", "BiasGelu", "QuickGelu",
-                                 "SkipLayerNormalization", "SkipSimplifiedLayerNormalization",
-                                 "EmbedLayerNormalization"})  # fmt: skip
+ELEMENTWISE_CONTRIB = frozenset({"Gelu", "FastGelu", "BiasGelu", "QuickGelu", "BiasSoftmax",
+                                 "SimplifiedLayerNormalization", "SkipLayerNormalization",
+                                 "SkipSimplifiedLayerNormalization", "EmbedLayerNormalization",
+                                 "RotaryEmbedding"})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -144,10 +144,10 @@ def node_macs(node: ir.Node, facts: Facts) -> int | None:
     if node.domain not in STANDARD_DOMAINS:
         if node.op_type in ELEMENTWISE_CONTRIB:
             return 0
-        if node.op_type not in MATMUL_CONTRIB:
+        count = CONTRIB_COUNTS.get(node.op_type)
+        if count is None:
             return None
-    count = COUNTS.get(node.op_type)
-    if count is None:
+    elif (count := COUNTS.get(node.op_type)) is None:
         return 0
     try:
         return count(node, facts)
@@ -231,6 +231,34 @@ def _attention(node: ir.Node, facts: Facts) -> int:
     return q[0] * heads * q[-2] * (k[-2] + past) * sum(sizes)
 
 
+def _microsoft_attention(node: ir.Node, facts: Facts) -> int:
+    """The projections of x by one weight, scores and context."""
+    x, weight = (_shape(value, facts) for value in node.inputs[:2])
+    sizes = node.attributes.get_ints("qkv_hidden_sizes", None) or [weight[-1] // 3] * 3
+    past = node.inputs[4] if len(node.inputs) > 4 else None
+    keys = x[1] + (0 if past is None else _shape(past, facts)[3])
+    return math.prod(x) * weight[-1] + x[0] * x[1] * keys * (sizes[0] + sizes[2])
+
+
+def _multi_head_attention(node: ir.Node, facts: Facts) -> int:
+    """Scores and context, by what goes in and comes out."""
+    out, q = _shape(node.outputs[0], facts), _shape(node.inputs[0], facts)
+    key = node.inputs[1] if len(node.inputs) > 1 else None
+    past = node.inputs[6] if len(node.inputs) > 6 else None
+    k = q if key is None else _shape(key, facts)
+    keys = k[2] if len(k) == 4 else k[1]
+    keys += 0 if past is None else _shape(past, facts)[2]
+    width = q[2] * q[4] if len(q) == 5 else q[-1]
+    return out[0] * out[1] * keys * (width + out[2])
+
+
+def _group_query_attention(node: ir.Node, facts: Facts) -> int:
+    out = _shape(node.outputs[0], facts)
+    past = node.inputs[3] if len(node.inputs) > 3 else None
+    keys = out[1] + (0 if past is None else _shape(past, facts)[2])
+    return math.prod(out) * keys * 2
+
+
 def _mixing(node: ir.Node, facts: Facts) -> int:
     """The elements of x * M, where a constant M spreads x over a new axis before a product."""
     if not any(reader.op_type == "MatMul" for reader, _ in node.outputs[0].uses()):
@@ -250,13 +278,25 @@ COUNTS: dict[str, Callable[[ir.Node, Facts], int]] = {
     "ConvTranspose": _conv_transpose,
     "DeformConv": _conv,
     "Einsum": _einsum,
-    "FusedMatMul": _matmul,
     "Gemm": _matmul,
     "MatMul": _matmul,
     "MatMulInteger": _matmul,
     "Mul": _mixing,
     "QLinearConv": _conv,
     "QLinearMatMul": _matmul,
+}
+
+
+CONTRIB_COUNTS: dict[str, Callable[[ir.Node, Facts], int]] = {
+    "Attention": _microsoft_attention,
+    "DynamicQuantizeMatMul": _matmul,
+    "FusedGemm": _matmul,
+    "FusedMatMul": _matmul,
+    "GroupQueryAttention": _group_query_attention,
+    "MatMulIntegerToFloat": _matmul,
+    "MatMulNBits": _matmul,
+    "MultiHeadAttention": _multi_head_attention,
+    "TransposeMatMul": _matmul,
 }
 
 

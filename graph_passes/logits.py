@@ -81,7 +81,9 @@ def read_logits(softmax: SoftmaxReading, reader: Reader) -> Logits | None:
         stages.append(labels)
     axis = softmax.axis
     by_key = _runs_over(stages[-1], axis, shape, 2)
-    if not by_key and _runs_over(stages[-1], axis, shape, 1):  # softmax over what comes first: keys by queries
+    if not by_key and _runs_over(
+        stages[-1], axis, shape, 1
+    ):  # softmax over what comes first: keys by queries
         product = replace(
             product,
             query=product.key,

@@ -45,6 +45,9 @@ QUANTIZED = frozenset({"MatMulInteger", "DynamicQuantizeMatMul", "MatMulIntegerT
                        "DynamicQuantizeLinear"})  # fmt: skip
 MOST = 1 << 27
 """Elements that are numbered at most; a graph may name any length."""
+FLATTENS = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"})
+FLATTENING = 4
+"""Operators that change no order of elements, and how many may lie between tokens and product."""
 REACH = 40
 """Nodes between a projection and its product; rotary positions take about a dozen."""
 
@@ -333,13 +336,18 @@ class Reader:
 
     def _whole(self, tokens: ir.Value, sequence_first: bool) -> tuple[ir.Value, bool]:
         """The tokens as (B, S, D) where a product reads them flattened, or as (S, B, D)."""
+        size, count = self.shape(tokens)[-1], math.prod(self.shape(tokens)[:-1])
+        value: ir.Value | None = tokens
+        for _ in range(FLATTENING):
+            shape = self.facts.shape(value)
+            if value is None or shape is None:
+                break
+            if len(shape) == 3 and shape[2] == size and shape[0] * shape[1] == count:
+                tokens = value
+                break
+            above = value.producer()
+            value = above.inputs[0] if above is not None and above.op_type in FLATTENS else None
         node = tokens.producer()
-        if node is not None and node.op_type in ("Reshape", "Flatten") and node.inputs[0]:
-            shape = self.facts.shape(node.inputs[0])
-            count, *size = self.shape(tokens)
-            if shape is not None and [*shape[2:]] == size and count == math.prod(shape[:2]):
-                tokens = node.inputs[0]
-                node = tokens.producer()
         if not sequence_first or node is None or node.op_type != "Transpose" or not node.inputs[0]:
             return tokens, sequence_first
         swapped = list(node.attributes.get_ints("perm", None) or ()) == [1, 0, 2]
@@ -421,18 +429,20 @@ def _between(node: ir.Node, role: str) -> Unread:
 
 
 def _by_token(inner: Trace, constant: np.ndarray) -> bool:
-    """Whether a constant factor differs between tokens of one column, as folded angles do."""
-    if constant.size == 1 or inner.source is None:
+    """Whether a constant factor differs from token to token, as folded angles do."""
+    shape = inner.shape
+    if constant.size == 1 or constant.ndim > len(shape):
         return False
-    try:
-        shape = np.broadcast_shapes(inner.shape, constant.shape)
-    except ValueError:
-        return False
-    columns = np.broadcast_to(inner.terms[None].columns, shape).reshape(-1)
-    factor = np.broadcast_to(constant, shape).reshape(-1)
-    first = np.zeros(int(columns.max()) + 1, factor.dtype)
-    first[columns] = factor
-    return bool((first[columns] != factor).any())
+    tokens = inner.terms[None].tokens
+    factor = constant.reshape((1,) * (len(shape) - constant.ndim) + constant.shape)
+    return any(
+        size > 1 and _varies(factor, axis) and _varies(tokens, axis)
+        for axis, size in enumerate(factor.shape)
+    )
+
+
+def _varies(array: np.ndarray, axis: int) -> bool:
+    return bool((array != array.take([0], axis)).any())
 
 
 def _first(node: ir.Node) -> ir.Value:

@@ -7,9 +7,10 @@ import onnx_ir as ir
 import pytest
 
 from graph_passes.collaborate import Collaborate
-from graph_passes.cost import Cost, Polynomial, break_even, model_cost
+from graph_passes.cost import Cost, Polynomial, break_even, macs_at, model_cost
 from graph_passes.cp import CollaborativeFactors
 from graph_passes.find import find_attention
+from graph_passes.shapes import bind_axes, interpret
 from tests.graph_passes.graphs import D, H, K, V, attention, graph, weights
 
 TOKENS = "float[batch, sequence, 12] x"
@@ -286,3 +287,37 @@ def test_no_break_even() -> None:
     assert break_even(before, polynomial(before.axes, {(1, 1): 101, (1, 2): 2})) == 1
     assert break_even(before, polynomial(("n",), {(1,): 1})) is None
     assert break_even(polynomial((), {(): 5}), polynomial((), {(): 6})) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "inputs", "macs"),
+    [
+        (  # B S D (3 H K) for the projections, 2 B S S H K for scores and context
+            "out = com.microsoft.Attention <num_heads = 3> (x, Wqkv, bqkv)",
+            "float[batch, sequence, 12] x",
+            2 * 5 * 12 * 36 + 2 * (2 * 5 * 5 * 12),
+        ),
+        (
+            "out = com.microsoft.MultiHeadAttention <num_heads = 3> (q, k, v)",
+            "float[batch, s, 12] q, float[batch, t, 12] k, float[batch, t, 6] v",
+            2 * 5 * 5 * (12 + 6),
+        ),
+        (
+            "out = com.microsoft.MultiHeadAttention <num_heads = 3> (q, k, v, , , , past, past)",
+            "float[b, s, 12] q, float[b, t, 12] k, float[b, t, 12] v, float[b, 3, p, 4] past",
+            2 * 5 * (5 + 5) * 24,
+        ),
+        (
+            "out = com.microsoft.GroupQueryAttention <num_heads = 3, kv_num_heads = 1>"
+            " (q, k, k, past, past, lengths, total)",
+            "float[b, s, 12] q, float[b, s, 4] k, float[b, 1, p, 4] past,"
+            " int32[b] lengths, int32[1] total",
+            2 * 5 * (5 + 5) * 24,
+        ),
+        ("out = com.microsoft.MatMulNBits <K = 12, N = 7> (x, x, x)", TOKENS, 2 * 5 * 12 * 7),
+    ],
+)
+def test_fused_operators_count_their_products(text: str, inputs: str, macs: int) -> None:
+    model = graph(f"\n {text}", inputs=inputs, output="float[a, b, c] out")
+    facts = interpret(model, bind_axes(model.graph, batch=2, sequence=5))
+    assert macs_at(facts, model.graph) == (macs, ())
