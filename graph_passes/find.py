@@ -27,7 +27,7 @@ from graph_passes.logits import read_context, read_logits
 from graph_passes.operators import FUSED, OPERATORS, Fused
 from graph_passes.positions import depends
 from graph_passes.products import ScoreProduct
-from graph_passes.shapes import bind_axes, interpret
+from graph_passes.shapes import interpret_small
 from graph_passes.trace import Reader
 
 __all__ = ["REWRITTEN", "find_attention"]
@@ -45,7 +45,7 @@ def find_attention(model: ir.Model) -> tuple[list[AttentionBlock], list[Miss]]:
     Bodies of If, Loop and Scan are read like the main graph; functions must have been inlined. A
     reading is a claim: ``attnserve.certify`` proves it by running the graph.
     """
-    facts = interpret(model, bind_axes(model.graph, batch=BATCH, sequence=SEQUENCE))
+    facts = interpret_small(model, batch=BATCH, sequence=SEQUENCE)
     reader = Reader(facts, dict(model.opset_imports))
     blocks: list[AttentionBlock] = []
     misses: list[Miss] = []
@@ -68,17 +68,16 @@ def _read(node: ir.Node, reader: Reader) -> AttentionBlock | None:
     Raises:
         Unread: It could be, but was not read.
     """
-    assert isinstance(node.graph, ir.Graph)
     if node.op_type in FUSED:
-        return _from_operator(node, node.graph, reader)
+        return _from_operator(node, reader)
     for idiom in SOFTMAXES:
         if (softmax := idiom(node, reader.facts, reader.opsets.get("", 1))) is not None:
-            return _from_softmax(node, softmax, node.graph, reader)
+            return _from_softmax(node, softmax, idiom.__name__, reader)
     return None
 
 
 def _from_softmax(
-    node: ir.Node, softmax: SoftmaxReading, graph: ir.Graph, reader: Reader
+    node: ir.Node, softmax: SoftmaxReading, idiom: str, reader: Reader
 ) -> AttentionBlock:
     """probabilities = softmax(steps(scale * q k^T)); context = probabilities v."""
     reader.shape(softmax.logits)
@@ -95,7 +94,6 @@ def _from_softmax(
     steps, content = _split_content(logits.steps, product, k, reader)
     steps = tuple(_entangled(step, q, k) for step in steps)
     return _block(
-        graph,
         Fused(q, k, v, logits.scale, steps, mixing.node.outputs[0]),
         reader,
         product=product.node,
@@ -105,18 +103,17 @@ def _from_softmax(
         probabilities=context.probabilities,
         context_axes=mixing.context_axes,
         nodes=(product.node, node, *context.nodes, mixing.node),
-        idiom="softmax",
+        idiom=idiom,
     )
 
 
-def _from_operator(node: ir.Node, graph: ir.Graph, reader: Reader) -> AttentionBlock:
+def _from_operator(node: ir.Node, reader: Reader) -> AttentionBlock:
     """An operator that holds the whole attention, from heads to context."""
     read = OPERATORS.get((node.domain, node.op_type))
     if read is None:
         raise Unread(f"the operator {'.'.join(filter(None, node.op_identifier()))} is not read")
     fused = read(node, reader)
     return _block(
-        graph,
         fused,
         reader,
         product=node,
@@ -131,7 +128,6 @@ def _from_operator(node: ir.Node, graph: ir.Graph, reader: Reader) -> AttentionB
 
 
 def _block(
-    graph: ir.Graph,
     read: Fused,
     reader: Reader,
     *,
@@ -160,9 +156,10 @@ def _block(
     output = reader.output_projection(read.context, labels, order)
     parts = (q, k, v, content, output)
     made = [node for part in parts if part is not None for node in part.nodes]
+    assert isinstance(product.graph, ir.Graph)
     return AttentionBlock(
         name="",
-        graph=graph,
+        graph=product.graph,
         q=q,
         k=k,
         v=v,

@@ -7,8 +7,8 @@ Each law is a small function from (the interface before, the model after) to a l
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
@@ -18,21 +18,46 @@ from graph_passes.errors import InvariantBroken
 __all__ = ["LAWS", "Interface", "check", "interface"]
 
 
+Promise = tuple[str, str, tuple[str, ...] | None]
+"""The name, type and axes of an input or an output."""
+
+
 @dataclass(frozen=True)
 class Interface:
-    """What a model promises to its callers: inputs, outputs (name, type, shape) and opsets."""
+    """What a model promises to its callers: inputs, outputs and opsets."""
 
-    inputs: tuple[tuple[str, str, str], ...]
-    outputs: tuple[tuple[str, str, str], ...]
+    inputs: tuple[Promise, ...]
+    outputs: tuple[Promise, ...]
     opsets: tuple[tuple[str, int], ...]
     initializers: frozenset[str]
+
+    def with_caches(self, widths: Mapping[str, int]) -> Interface:
+        """The same promise, but for caches (B, H, T, K) that become (B, 1, T, width).
+
+        Args:
+            widths: By the names of the inputs and outputs that hold them; all others stay, and so
+                do the names, the types, the batch and the length of these.
+        """
+
+        def promised(value: Promise) -> Promise:
+            name, dtype, axes = value
+            if name not in widths or axes is None:
+                return value
+            return name, dtype, (axes[0], "1", axes[2], str(widths[name]))
+
+        return replace(
+            self,
+            inputs=tuple(map(promised, self.inputs)),
+            outputs=tuple(map(promised, self.outputs)),
+        )
 
 
 def interface(model: ir.Model) -> Interface:
     """Note what must not change."""
 
-    def describe(value: ir.Value) -> tuple[str, str, str]:
-        return (value.name or "", str(value.type), str(value.shape))
+    def describe(value: ir.Value) -> Promise:
+        axes = None if value.shape is None else tuple(map(str, value.shape))
+        return value.name or "", str(value.type), axes
 
     return Interface(
         tuple(describe(value) for value in model.graph.inputs),
@@ -43,7 +68,8 @@ def interface(model: ir.Model) -> Interface:
 
 
 def keeps_inputs_and_outputs(before: Interface, model: ir.Model) -> list[str]:
-    """Names, types and axes of inputs and outputs are as they were."""
+    """Names, types and axes of inputs and outputs are as promised: as they were, but for caches
+    that ``Interface.with_caches`` names."""
     now = interface(model)
     changed = [
         f"{old[0]!r} became {new}"

@@ -19,10 +19,13 @@ from onnx import shape_inference
 
 from graph_passes.constants import constant_tensor, evaluate
 
-__all__ = ["Fact", "Facts", "bind_axes", "interpret", "named_axes"]
+__all__ = ["Fact", "Facts", "bind_axes", "interpret", "interpret_small", "named_axes"]
 
 SMALL = 1024
 """Elements; shape programs and scales are smaller, weights and masks need not be known."""
+
+SAMPLES = 400
+"""A token of sound, at least: 25 ms at 16 kHz."""
 
 NOT_RUN = frozenset({"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike",
                      "Multinomial", "Bernoulli", "If", "Loop", "Scan"})  # fmt: skip
@@ -113,6 +116,30 @@ def bind_axes(graph: ir.Graph, *, batch: int, sequence: int) -> dict[str, int]:
         name: batch if position == 0 else 2 * sequence if cached and "total" in name else sequence
         for name, position in axes.items()
     }
+
+
+def interpret_small(model: ir.Model, *, batch: int, sequence: int) -> Facts:
+    """``interpret`` at small lengths; longer ones where convolutions leave none of a small one.
+
+    A graph that hears sound wants hundreds of samples a token.
+    """
+    facts = interpret(model, bind_axes(model.graph, batch=batch, sequence=sequence))
+    if not facts.axes or not _convolves_away(facts):
+        return facts
+    longer = bind_axes(model.graph, batch=batch, sequence=sequence * SAMPLES)
+    return interpret(model, longer)
+
+
+def _convolves_away(facts: Facts) -> bool:
+    """Whether a strided convolution could not be followed, or left an axis without length."""
+    return any(
+        node.op_type == "Conv" and max(node.attributes.get_ints("strides", None) or [1]) > 1
+        for node in facts.unknown
+    ) or any(
+        0 in fact.shape or min(fact.shape, default=1) < 0
+        for value, fact in facts.known.items()
+        if (node := value.producer()) is not None and node.op_type == "Conv"
+    )
 
 
 def input_shape(value: ir.Value, axes: Mapping[str, int]) -> tuple[int, ...] | None:

@@ -36,7 +36,7 @@ from graph_passes.shapes import Facts
 __all__ = ["Reader", "only_consumer"]
 
 LAYOUT = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Split",
-                    "Gather", "Expand", "Tile", "Identity", "Cast", "CastLike",
+                    "Gather", "GatherND", "Expand", "Tile", "Identity", "Cast", "CastLike",
                     "Dropout"})  # fmt: skip
 HANDED_ON = frozenset({"Identity", "Cast", "CastLike", "Dropout"})
 LINEAR = frozenset({"MatMul", "Gemm", "FusedMatMul", "TransposeMatMul", "Einsum"})
