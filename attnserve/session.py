@@ -87,7 +87,9 @@ def open_session(
             return _start(ort, str(source), source.name, options, provider)
         source = mended
     name = source.graph.name or "the model in memory"
-    _give_biases(source)
+    if _lacking(source):
+        source = source.clone()
+        _give_biases(source)
     # Bytes have no folder for external data to lie in.
     if weight_bytes(source) < PROTOBUF_LIMIT_BYTES and not external_files(source):
         content = ir.to_proto(source).SerializeToString()
@@ -110,18 +112,22 @@ def _mended(path: Path) -> ir.Model | None:
         model = ir.load(path)
     except Exception:  # whatever is wrong with it, ONNX Runtime says it better
         return None
-    return model if _give_biases(model) else None
+    return model if _lacking(model) else None
 
 
-def _give_biases(model: ir.Model) -> bool:
-    """Give com.microsoft Attention the bias of zeros without which its CPU kernel crashes."""
-    lacking = [
+def _lacking(model: ir.Model) -> list[ir.Node]:
+    """Every com.microsoft Attention without a bias, whose CPU kernel crashes."""
+    return [
         node
         for node in ir.traversal.RecursiveGraphIterator(model.graph)
         if (node.domain, node.op_type) == ("com.microsoft", "Attention")
         and (len(node.inputs) < 3 or node.inputs[2] is None)
     ]
-    for index, node in enumerate(lacking):
+
+
+def _give_biases(model: ir.Model) -> None:
+    """Give such operators a bias of zeros, which changes nothing else."""
+    for index, node in enumerate(_lacking(model)):
         weight = node.inputs[1].const_value if len(node.inputs) > 1 and node.inputs[1] else None
         if weight is None:
             raise InvalidModel(
@@ -134,7 +140,6 @@ def _give_biases(model: ir.Model) -> bool:
         model.graph.register_initializer(bias)
         node.resize_inputs(max(3, len(node.inputs)))
         node.replace_input_with(2, bias)
-    return bool(lacking)
 
 
 def weight_bytes(model: ir.Model) -> int:

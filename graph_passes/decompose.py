@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,13 +69,13 @@ def why_not(block: AttentionBlock) -> str:
     if block.num_kv_heads != block.num_heads:
         return "its key/value heads are grouped"
     parts = (block.q, block.k, block.v)
-    if any(part.past is not None for part in parts):
+    if any(part.past is not None and part.past.value in block.product.inputs for part in parts):
         return "its fused operator reads cached keys, which are inputs of the graph"
     apart = all(part.layout == "B H T K" for part in parts)
     if not apart and any(part.turns or part.norm or not part.by_sequence for part in parts):
         return "the fused operator splits and rotates its heads inside"
     if any(value.uses() or value.is_graph_output() for value in block.product.outputs[1:]):
-        return "its fused operator also returns its keys and values, for a cache"
+        return "its fused operator also returns its keys, values or scores"
     return ""
 
 
@@ -82,11 +83,10 @@ def _decompose(block: AttentionBlock) -> None:
     operator = block.product
     make = Inserter(block.graph, operator, block.name)
     dtype = block.q.dtype
-    scale = block.scale / (block.q.scale * block.k.scale)
-    q, k, v = (
-        _heads(block, part, name)
-        for part, name in ((block.q, "query"), (block.k, "key"), (block.v, "value"))
-    )
+    q, k = _heads(block, block.q, "query", 1.0), _heads(block, block.k, "key", 1.0)
+    v = _heads(block, block.v, "value", block.v.scale)
+    given = [part.scale for part in (block.q, block.k) if part.layout == "B H T K"]
+    scale = block.scale / math.prod(given)  # those operands hold theirs already
     factor = make.constant(np.array(scale, dtype=dtype.numpy()), "scale")
     keys = make.op("Transpose", [k], "keys", perm=[0, 1, 3, 2])  # B H K T
     logits = make.op("MatMul", [make.op("Mul", [q, factor], "queries"), keys], "scores")
@@ -102,13 +102,16 @@ def _decompose(block: AttentionBlock) -> None:
     replace_uses(block.context, context)
 
 
-def _heads(block: AttentionBlock, part: Projection, name: str) -> ir.Value:
-    """An operand as (B, H, T, K): as it is, or projected again where the operator splits heads."""
+def _heads(block: AttentionBlock, part: Projection, name: str, scale: float) -> ir.Value:
+    """An operand as (B, H, T, K): as it is, or projected again where the operator splits heads.
+
+    Then ``scale`` stands for that of the projection.
+    """
     if part.layout == "B H T K":
         assert part.output is not None
         return part.output
     make = Inserter(block.graph, block.product, f"{block.name}/{name}")
-    return emit_heads(make, part, part.scale)
+    return emit_heads(make, part, scale)
 
 
 def _masked(make: Inserter, step: LogitStep, logits: ir.Value, dtype: ir.DataType) -> ir.Value:

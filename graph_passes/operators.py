@@ -253,7 +253,9 @@ def group_query_attention(node: ir.Node, reader: Reader) -> Fused:
     key, value = key.after(past_key), value.after(past_value)
     cap = node.attributes.get_float("softcap", 0.0)
     steps: list[LogitStep] = [] if cap == 0.0 else [Scaled(1 / cap), Capped(), Scaled(cap)]
-    steps += [FullLengths(lengths, total), Causal(ends_together=True)]
+    steps.append(FullLengths(lengths, total))
+    if node.attributes.get_int("causal", 1):
+        steps.append(Causal(ends_together=True))
     if added is not None:
         steps.append(PositionBias(added))
     return _fused(node, query, key, value, steps)

@@ -16,7 +16,13 @@ from graph_passes.shapes import Facts
 
 __all__ = ["ContextProduct", "Linear", "ScoreProduct", "context_product", "linear", "score_product"]
 
-MATRIX = frozenset({"MatMul", "FusedMatMul", "TransposeMatMul", "Gemm"})
+MATRIX = {
+    "MatMul": "",
+    "Gemm": "",
+    "FusedMatMul": "com.microsoft",
+    "TransposeMatMul": "com.microsoft",
+}
+"""Products of two matrices, and the domain each is defined in."""
 ELLIPSIS = "ABCDEFGH"
 
 
@@ -42,9 +48,9 @@ class Linear:
 
 def linear(node: ir.Node, shape_of: Callable[[ir.Value], tuple[int, ...]]) -> Linear | None:
     """Read a product with a constant; None where it is none, or not of this form."""
-    if node.op_type == "Einsum" and len(node.inputs) == 2:
+    if node.op_type == "Einsum" and not node.domain and len(node.inputs) == 2:
         return _linear_einsum(node, shape_of)
-    if node.op_type not in MATRIX or len(node.inputs) < 2:
+    if MATRIX.get(node.op_type) != node.domain or len(node.inputs) < 2:
         return None
     tokens, weight = node.inputs[:2]
     if tokens is None or not is_constant(weight) or is_constant(tokens) or _transposes_left(node):

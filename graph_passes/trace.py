@@ -211,7 +211,7 @@ class Reader:
     def trace(self, value: ir.Value, role: str, reach: int = REACH) -> Trace:
         """What ``value`` is of the one product behind it."""
         node = value.producer()
-        if node is None and not is_constant(value) and role in ("key", "value"):
+        if node is None and not is_constant(value) and role in ("key", "value", "content"):
             return self.past(value, role)
         if node is None or is_constant(value):
             what = "a constant" if is_constant(value) else "an input of the graph"
@@ -388,7 +388,9 @@ class Reader:
         if node.op_type == "Sub" and not left:
             raise Unread(f"{say(node)} subtracts the {role} from a constant")
         if not inner.plain:
-            raise Unread(f"{say(node)} adds to a {role} that is rotated already")
+            held = any(factor is not None and factor.past for factor in inner.terms)
+            what = "holds a cache" if held else "is rotated already"
+            raise Unread(f"{say(node)} adds to a {role} that {what}")
         added = (constant if node.op_type == "Add" else -constant) / inner.scale
         return inner.each(lambda labels: replace(labels, offset=labels.offset + added)).through(
             node

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +13,42 @@ import onnx_ir as ir
 import pytest
 
 from attnserve.artifact import load_model
-from attnserve.certify import SHAPES, TOLERANCE, Certified, certify, read_attention
+from attnserve.certify import (
+    SHAPES,
+    SINGLE,
+    TOLERANCE,
+    Certified,
+    Evaluate,
+    certify,
+    onnx_reference,
+    onnx_runtime,
+    read_attention,
+)
+from attnserve.session import open_session
 from graph_passes.attention import AttentionBlock, Miss
+from graph_passes.errors import InvalidModel
 from graph_passes.find import find_attention
 from graph_passes.shapes import bind_axes, interpret
+from tests.graph_passes.graphs import attention
 
 EXPORTS = [("eager", "torchscript", 17), ("sdpa", "dynamo", 23)]  # all six: test_inspection.py
 
 
-def prove(model: ir.Model, block: AttentionBlock, **changes: Any) -> Certified | Miss:
+def prove(
+    model: ir.Model,
+    block: AttentionBlock,
+    *,
+    runs: Sequence[Evaluate] = (onnx_runtime,),
+    shapes: Sequence[tuple[int, int]] = SHAPES,
+    **changes: Any,
+) -> Certified | Miss:
     facts = [
         interpret(model, bind_axes(model.graph, batch=batch, sequence=sequence))
-        for batch, sequence in SHAPES
+        for batch, sequence in shapes
     ]
     block = dataclasses.replace(block, **changes)
-    return certify(block, [lambda: facts], dict(model.opset_imports), model.ir_version)
+    given = [(lambda: facts, evaluate) for evaluate in runs]
+    return certify(block, given, dict(model.opset_imports), model.ir_version)
 
 
 @pytest.fixture
@@ -101,11 +123,72 @@ def test_weights_that_are_nan_are_never_certified(graph: ir.Model):
     assert len(reading.blocks) == 1 and len(reading.misses) == 1
 
 
-def test_a_graph_that_the_runtime_refuses_is_a_miss_with_its_reason(graph: ir.Model):
+def test_a_graph_that_the_runtime_refuses_is_run_by_onnx_itself(graph: ir.Model):
     graph.opset_imports[""] = 9999
+    with pytest.raises(InvalidModel, match="ONNX Runtime refuses the graph"):
+        open_session(graph)
     reading = read_attention(graph)
+    assert len(reading.blocks) == 2 and reading.misses == ()
+    assert all(certified.max_abs_error <= TOLERANCE for certified in reading.certified)
+
+
+def test_a_wrong_reading_is_caught_by_onnx_itself_too(graph: ir.Model):
+    block = find_attention(graph)[0][0]
+    (result, wrong) = (
+        prove(graph, block, runs=[onnx_reference], scale=block.scale * factor) for factor in (1, 2)
+    )
+    assert isinstance(result, Certified) and result.max_abs_error <= TOLERANCE
+    assert isinstance(wrong, Miss) and "the graph computes something else" in wrong.reason
+
+
+def refuses(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    raise RuntimeError(f"no kernel for {len(feeds)} inputs\nand a long trace")
+
+
+def test_the_first_that_can_run_a_graph_decides(graph: ir.Model):
+    block = find_attention(graph)[0][0]
+    result = prove(graph, block, runs=[refuses, onnx_runtime])
+    assert isinstance(result, Certified)
+    wrong = prove(graph, block, runs=[refuses, onnx_runtime], scale=2 * block.scale)
+    assert isinstance(wrong, Miss) and "the graph computes something else" in wrong.reason
+
+
+def test_a_graph_that_nobody_runs_is_a_miss_with_the_first_reason(graph: ir.Model):
+    block = find_attention(graph)[0][0]
+    result = prove(graph, block, runs=[refuses, refuses])
+    assert isinstance(result, Miss)
+    assert re.fullmatch(
+        rf"read as attention '{block.name}', not certified: refuses: no kernel for \d+ inputs",
+        result.reason,
+    )
+
+
+def test_a_run_that_makes_no_number_is_never_certified(graph: ir.Model):
+    def nothing(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        return [np.full_like(array, np.nan) for array in onnx_runtime(model, feeds)]
+
+    result = prove(graph, find_attention(graph)[0][0], runs=[nothing])
+    assert isinstance(result, Miss) and "difference inf" in result.reason
+
+
+def test_graphs_of_one_sequence_at_a_time_are_certified_at_one_sequence():
+    """ONNX Runtime wants a row of angles for each sequence; PyTorch's exporter writes one."""
+    scores = "\n q9 = RotaryEmbedding(q, cos, sin)\n s0 = MatMul(q9, kT)\n s = Mul(s0, scale)"
+    angles = "float[1, sequence, 2] cos, float[1, sequence, 2] sin"
+    inputs = f"float[batch, sequence, 12] x, float[batch, 1, 1, sequence] mask, {angles}"
+    model = attention(scores=scores, inputs=inputs, opset=23)
+    (block,), _ = find_attention(model)
+    assert isinstance(prove(model, block), Miss)
+    assert isinstance(prove(model, block, shapes=SINGLE), Certified)
+    assert len(read_attention(model).blocks) == 1
+
+
+def test_an_operator_without_a_kernel_is_a_miss_that_names_it():
+    softmax = "\n p = com.microsoft.BiasSoftmax <axis = 3, is_inner_broadcast = 0> (s, mask)"
+    inputs = "float[batch, sequence, 12] x, float[batch, 3, sequence, sequence] mask"
+    reading = read_attention(attention(mask="", softmax=softmax, inputs=inputs))
     assert reading.blocks == ()
-    assert reading.misses and all(miss.reason for miss in reading.misses)
+    assert "BiasSoftmax" in reading.misses[0].reason
 
 
 def test_the_same_seed_gives_the_same_certificate(graph: ir.Model):

@@ -7,7 +7,7 @@ no function of any of them.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import onnx
@@ -114,13 +114,24 @@ def graph(
     layer ({inputs}) => ({output}) {{{body}
     }}"""
     proto = onnx.parser.parse_model(text)
-    made = {name for node in proto.graph.node for name in node.output}
-    made |= {value.name for value in proto.graph.input}
+    graphs = list(_bodies(proto.graph))
+    made = {name for inner in graphs for node in inner.node for name in node.output}
+    made |= {value.name for inner in graphs for value in inner.input}
     arrays = weights() | dict(constants or {})
-    for name in dict.fromkeys(name for node in proto.graph.node for name in node.input):
+    read = (name for inner in graphs for node in inner.node for name in node.input)
+    for name in dict.fromkeys(read):
         if name in arrays and name not in made:
             proto.graph.initializer.append(onnx.numpy_helper.from_array(arrays[name], name))
     return ir.from_proto(proto)
+
+
+def _bodies(proto: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """A graph and the bodies of its nodes; what they all capture are constants of the first."""
+    yield proto
+    for node in proto.node:
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from _bodies(attribute.g)
 
 
 def attention(

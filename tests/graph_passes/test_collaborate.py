@@ -80,13 +80,11 @@ def test_rewritten_graph_is_read_back_as_what_it_is(layout: str, rank: int) -> N
     assert (after.content is not None) == (layout != "no query bias")
 
 
-@pytest.mark.xfail(strict=True, reason="the mixing matrix is read as a position's factor")
 def test_shared_dimensions_are_no_positions() -> None:
     block = only(collaborate(attention(), 5))
     assert (block.position, block.q.turns) == ("none", ())
 
 
-@pytest.mark.xfail(strict=True, reason="the mixing matrix is read as a position's factor")
 def test_factors_survive_the_way_into_the_graph_and_back() -> None:
     factors = factor(only(attention()), 5)
     after = only(collaborate(attention(), 5))

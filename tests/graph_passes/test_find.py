@@ -566,7 +566,6 @@ def operator(attributes: str = "", operands: str = "q, k, v", **parts: str) -> d
     return {**FUSED, "k": k, "context": context, **parts}
 
 
-
 def test_attention_operator_with_its_own_scale() -> None:
     model = attention(**operator("scale = 0.37"), opset=23, inputs=PLAIN_INPUT)
     block = only(model)

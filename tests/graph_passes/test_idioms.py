@@ -134,7 +134,7 @@ def test_moved_logits(text: str) -> None:
     """Where they are moved to is for the labels to find out."""
     reading, model = read(f"\n {text}")
     assert reading is not None and reading.step(reading.candidates[0]) is None
-    assert [value for value in reading.candidates] == [last(model).inputs[0]]
+    assert reading.candidates == (last(model).inputs[0],)
 
 
 @pytest.mark.parametrize("text", ["out = Expand(l, unfold)", "out = Slice(l, a0, a1)"])
@@ -178,7 +178,9 @@ def test_no_selected_logits(text: str) -> None:
     assert read(f"\n {text}")[0] is None
 
 
-@pytest.mark.parametrize("text", ["out = Cast <to = 1> (l)", "out = CastLike(l, other)", "out = Identity(l)"])
+@pytest.mark.parametrize(
+    "text", ["out = Cast <to = 1> (l)", "out = CastLike(l, other)", "out = Identity(l)"]
+)
 def test_cast_logits(text: str) -> None:
     assert step_of(f"\n {text}") is None
 

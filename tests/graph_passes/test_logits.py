@@ -12,7 +12,6 @@ from graph_passes.find import find_attention
 from tests.graph_passes.graphs import (
     PLAIN_INPUT,
     SCALE,
-    D,
     H,
     K,
     V,
@@ -40,8 +39,10 @@ LAID_OUT: dict[str, tuple[dict[str, str], str]] = {
     ),
     "folded into the batch but for the mask": (
         {
-            "scores": f"\n s0 = MatMul(q, kT){FOLD}\n s3 = Reshape(s0, folded)\n s = Mul(s3, scale)",
-            "mask": "\n s4 = Reshape(s, scores_shape)\n m4 = Add(s4, mask)\n m = Reshape(m4, folded)",
+            "scores": f"\n s0 = MatMul(q, kT){FOLD}\n s3 = Reshape(s0, folded)"
+            "\n s = Mul(s3, scale)",
+            "mask": "\n s4 = Reshape(s, scores_shape)\n m4 = Add(s4, mask)"
+            "\n m = Reshape(m4, folded)",
             "softmax": "\n p3 = Softmax <axis = -1> (m)\n p = Reshape(p3, scores_shape)",
         },
         MASK4,
@@ -234,20 +235,25 @@ SOFTMAXES = {
     "quotient": "\n e = Exp(m)\n z = ReduceSum(e, last)\n p = Div(e, z)",
     "stable quotient": "\n t = ReduceMax <axes = [-1]> (m)\n d = Sub(m, t)\n e = Exp(d)"
     "\n z = ReduceSum(e, last)\n p = Div(e, z)",
-    "bias inside": "\n p = com.microsoft.BiasSoftmax <axis = 3, is_inner_broadcast = 1> (m, b4)",
     "safe": "\n p0 = Softmax <axis = -1> (m)\n n = IsNaN(p0)\n p = Where(n, zero, p0)",
 }
 
 
 @pytest.mark.parametrize("case", SOFTMAXES)
 def test_softmax_is_read_however_it_is_written(case: str) -> None:
-    constants = {"b4": np.random.default_rng(0).standard_normal((1, H, 1, 1)).astype(np.float32)}
-    if case == "bias inside":
-        constants["b4"] = np.zeros((1, 1, 1, 1), np.float32)
-        pytest.skip("ONNX Runtime's kernel wants a bias of the logits' shape")
-    block = only(attention(softmax=SOFTMAXES[case], inputs=MASK4, constants=constants))
+    block = only(attention(softmax=SOFTMAXES[case], inputs=MASK4))
     assert (block.num_heads, block.scale) == (H, pytest.approx(SCALE, rel=1e-6))
     assert block.probabilities is not None and block.probabilities.name == "p"
+
+
+def test_softmax_with_its_bias_inside_is_found_though_no_cpu_runs_it() -> None:
+    bias = "\n p = com.microsoft.BiasSoftmax <axis = 3, is_inner_broadcast = 0> (s, mask)"
+    model = attention(mask="", softmax=bias, inputs=HEADS_MASK)
+    (block,), _ = find_attention(model)
+    (step,) = block.steps
+    assert isinstance(step, PositionBias) and step.value.name == "mask"
+    (said,) = reasons(model)
+    assert "not certified" in said and "BiasSoftmax" in said
 
 
 MISSED: dict[str, tuple[dict[str, str], str]] = {
@@ -323,10 +329,11 @@ def test_near_miss_is_missed_with_a_reason(case: str) -> None:
     assert reason in said
 
 
-def test_mask_in_the_wrong_order_is_another_function_and_is_read_as_such() -> None:
-    """Heads last, but the mask is not: it meets the scores where the graph lets it."""
+def test_mask_is_read_in_the_order_of_the_scores_it_meets() -> None:
+    """Heads last: a mask (1, T, 1, H) hides keys head by head."""
     parts, _ = LAID_OUT["heads last"]
     parts = {**parts, "mask": "\n sT = Transpose <perm = [2, 3, 0, 1]> (s)\n m = Add(sT, mask)"}
-    block = only(attention(inputs=f"{PLAIN_INPUT}, float[batch, 1, 1, {H}] mask", **parts)
-                 ) if False else None  # fmt: skip
-    assert block is None
+    (step,) = only(
+        attention(inputs=f"{PLAIN_INPUT}, float[1, sequence, 1, {H}] mask", **parts)
+    ).steps
+    assert isinstance(step, PositionBias) and step.axes == (2, 3, 0, 1)

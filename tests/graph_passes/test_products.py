@@ -65,7 +65,9 @@ def query(text: str) -> dict[str, str]:
     return {"q": f"\n {text}"}
 
 
-HEADS_LAST = "\n q1 = Add(q0, bq)\n q2 = Reshape(q1, heads)\n q = Transpose <perm = [0, 2, 1, 3]> (q2)"
+HEADS_LAST = (
+    "\n q1 = Add(q0, bq)\n q2 = Reshape(q1, heads)\n q = Transpose <perm = [0, 2, 1, 3]> (q2)"
+)
 
 READ: dict[str, dict[str, str]] = {
     "Einsum, as Keras writes it": KERAS,

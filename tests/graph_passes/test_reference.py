@@ -111,7 +111,6 @@ def test_mask_of_scores_with_heads_in_the_batch_axis(block: AttentionBlock) -> N
     np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.xfail(strict=True, reason="the mixing matrix is read as a position's factor")
 def test_content_term_is_part_of_the_logits() -> None:
     """Equation 3: what the collaborative graph adds is the query bias, within 1e-5."""
     standard, shared = only(attention()), only(collaborate(attention()))

@@ -256,7 +256,9 @@ def test_output_projection_says_which_rows_a_head_meets(
         MERGED.format(perm="[0, 3, 1, 2]"),
         MERGED.format(perm="[0, 2, 1, 3]").replace("MatMul(c, Wo12)", "Tanh(c)"),
         MERGED.format(perm="[0, 2, 1, 3]").replace("(c1, merge)", "(c1, merge)\n seen = Abs(c1)"),
-        MERGED.format(perm="[0, 2, 1, 3]").replace("MatMul(c", "com.microsoft.FusedMatMul <alpha = 2.0> (c"),
+        MERGED.format(perm="[0, 2, 1, 3]").replace(
+            "MatMul(c", "com.microsoft.FusedMatMul <alpha = 2.0> (c"
+        ),
     ],
     ids=["tokens and heads merged", "no product", "read elsewhere too", "a product with a factor"],
 )

@@ -1,0 +1,85 @@
+"""Attention in the body of a node, or in a function, goes through every command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from onnx import helper, parser
+
+from attnserve.artifact import load_model
+from attnserve.inspection import inspect
+from attnserve.rewrite import optimize
+from attnserve.session import open_session
+from graph_passes.errors import InvalidModel
+from tests.graph_passes.graphs import D, H, K, attention
+from tests.graph_passes.test_bodies import if_model
+
+
+@pytest.fixture
+def branches(tmp_path: Path) -> Path:
+    """One attention in each branch of an If."""
+    path = tmp_path / "if.onnx"
+    ir.save(if_model(), path)
+    return path
+
+
+def both(path: Path, x: np.ndarray) -> list[np.ndarray]:
+    session = open_session(path, threads=1)
+    return [np.asarray(session.run(None, {"x": x, "flag": np.array(f)})[0]) for f in (True, False)]
+
+
+def test_both_branches_of_an_if_are_optimized(branches: Path, tmp_path: Path):
+    optimize(branches, tmp_path / "new.onnx", collab_dk=H * K)
+    read = inspect(tmp_path / "new.onnx").to_json()["attention"]
+    assert [block["form"] for block in read] == ["collaborative"] * 2
+    x = np.random.default_rng(0).standard_normal((2, 5, D)).astype(np.float32)
+    for before, after in zip(both(branches, x), both(tmp_path / "new.onnx", x), strict=True):
+        np.testing.assert_allclose(after, before, rtol=0, atol=1e-5)
+
+
+def test_calibration_cannot_see_into_a_body_and_says_so(branches: Path, tmp_path: Path):
+    rng = np.random.default_rng(0)
+    rows = {"x": rng.standard_normal((8, 5, D)).astype(np.float32), "flag": np.ones(8, bool)}
+    np.savez(tmp_path / "rows.npz", **rows)
+    report = optimize(branches, tmp_path / "new.onnx", collab_dk=4, calib=tmp_path / "rows.npz")
+    assert sum("by its weights alone" in warning for warning in report.warnings) == 2
+
+
+def test_functions_are_inlined(tmp_path: Path):
+    whole = ir.to_proto(attention())
+    names = [i.name for i in whole.graph.initializer] + ["x", "mask"]
+    function = helper.make_function(
+        "own", "Layer", names, ["out"], list(whole.graph.node), list(whole.opset_import)
+    )
+    call = helper.make_node("Layer", names, ["out"], domain="own", name="call")
+    del whole.graph.node[:]
+    whole.graph.node.append(call)
+    whole.functions.append(function)
+    whole.opset_import.append(helper.make_opsetid("own", 1))
+    path = tmp_path / "function.onnx"
+    path.write_bytes(whole.SerializeToString())
+    (block,) = inspect(path).to_json()["attention"]
+    assert (block["num_heads"], block["head_size"]) == (H, K)
+
+
+def test_nodes_out_of_order_are_put_in_order(tmp_path: Path):
+    whole = ir.to_proto(attention())
+    nodes = list(whole.graph.node)
+    del whole.graph.node[:]
+    whole.graph.node.extend(reversed(nodes))
+    path = tmp_path / "reversed.onnx"
+    path.write_bytes(whole.SerializeToString())
+    assert len(inspect(path).reading.blocks) == 1
+
+
+def test_a_cycle_is_refused(tmp_path: Path):
+    text = """<ir_version: 9, opset_import: ["": 17]>
+    g (float[n, 4] x) => (float[n, 4] y) { a = Add(x, y)
+        y = Add(a, x) }"""
+    path = tmp_path / "cycle.onnx"
+    path.write_bytes(parser.parse_model(text).SerializeToString())
+    with pytest.raises(InvalidModel, match=r"not well formed.*cycle"):
+        load_model(path)

@@ -1,0 +1,187 @@
+"""Attention in the bodies of If, Loop and Scan is read like any other, its weights outside."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from attnserve.certify import read_attention
+from graph_passes.collaborate import Collaborate, factor
+from graph_passes.find import find_attention
+from tests.graph_passes.graphs import (
+    PARTS,
+    PLAIN_INPUT,
+    SCALE,
+    D,
+    H,
+    K,
+    graph,
+    only,
+    reasons,
+    run,
+    weights,
+)
+
+TENSOR = f"float[batch, sequence, {D}]"
+TURNS = {"turns": np.array(2, np.int64), "yes_turn": np.array(True)}
+
+
+def layer(tokens: str, suffix: str = "") -> str:
+    """``PARTS`` over other tokens, without the mask; every value with a name of its own."""
+    text = "".join({**PARTS, "mask": "\n        m = Identity(s)"}.values())
+    made = dict.fromkeys(re.findall(r"^\s*(\w+) =", text, re.MULTILINE))
+    for name in made:
+        text = re.sub(rf"\b{name}\b", f"{name}{suffix}", text)
+    return re.sub(r"\bx\b", tokens, text)
+
+
+def if_model() -> ir.Model:
+    yes, no = layer("x", "_yes"), layer("x", "_no").replace("Wq)", "Wk)")
+    body = f"""
+    out = If (flag) <
+        then_branch = yes () => ({TENSOR} out_yes) {{{yes}
+        }},
+        else_branch = no () => ({TENSOR} out_no) {{{no}
+        }}>"""
+    return graph(body, inputs=f"{PLAIN_INPUT}, bool flag")
+
+
+def loop_model(state: str = "h_in") -> ir.Model:
+    body = f"""
+    out = Loop (turns, yes_turn, x) <
+        body = turn (int64 i, bool go_in, {TENSOR} h_in) => (bool go_out, {TENSOR} out_turn) {{
+        go_out = Identity(go_in){layer(state, "_turn")}
+        }}>"""
+    return graph(body, inputs=PLAIN_INPUT, constants=TURNS)
+
+
+def scan_model() -> ir.Model:
+    body = f"""
+    last_h, out = Scan <num_scan_inputs = 1,
+        body = turn ({TENSOR} h_in, {TENSOR} x_in) => ({TENSOR} h_out, {TENSOR} out_turn) {{
+        h_out = Identity(h_in){layer("x_in", "_turn")}
+        }}> (x, several)"""
+    inputs = f"{PLAIN_INPUT}, float[3, batch, sequence, {D}] several"
+    output = f"float[3, batch, sequence, {D}] out"
+    return graph(body, inputs=inputs, output=output)
+
+
+@pytest.mark.parametrize("build", [if_model, loop_model, scan_model])
+def test_text_is_a_model_that_onnx_runtime_runs(build) -> None:  # type: ignore[no-untyped-def]
+    x = np.random.default_rng(0).standard_normal((2, 5, D)).astype(np.float32)
+    arrays = {"x": x, "flag": np.array(True), "several": np.stack([x] * 3)}
+    model = build()
+    names = {value.name for value in model.graph.inputs}
+    got = run(model, {name: array for name, array in arrays.items() if name in names})
+    assert got.shape[-3:] == x.shape and np.isfinite(got).all()
+
+
+def test_both_branches_of_an_if_are_read() -> None:
+    reading = read_attention(if_model())
+    assert [miss.reason for miss in reading.misses] == []
+    yes, no = reading.blocks
+    assert yes.graph is not no.graph
+    for block in (yes, no):
+        assert (block.num_heads, block.head_size, block.input_size) == (H, K, D)
+        assert block.scale == pytest.approx(SCALE, rel=1e-6)
+        assert block.x.name == "x" and block.output is not None
+    assert [block.q.weight and block.q.weight.name for block in (yes, no)] == ["Wq", "Wk"]
+
+
+def test_weights_outside_a_body_are_the_same_weights_in_both_branches() -> None:
+    yes, no = read_attention(if_model()).blocks
+    assert yes.v.weight is no.v.weight
+    np.testing.assert_array_equal(yes.q.matrix(), weights()["Wq"])
+
+
+def test_attention_in_the_body_of_a_loop_is_read() -> None:
+    """Its tokens are the state of the loop, which keeps its shape from turn to turn."""
+    block = only(loop_model())
+    assert (block.num_heads, block.head_size, block.x.name) == (H, K, "h_in")
+    assert block.scale == pytest.approx(SCALE, rel=1e-6)
+
+
+def test_attention_in_a_body_over_tokens_from_outside_is_read() -> None:
+    block = only(loop_model("x"))
+    assert (block.num_heads, block.x.name) == (H, "x")
+
+
+def test_attention_in_the_body_of_a_scan_is_read() -> None:
+    block = only(scan_model())
+    assert (block.num_heads, block.head_size, block.x.name) == (H, K, "x_in")
+
+
+def test_keys_from_outside_a_body_meet_queries_inside() -> None:
+    outside = "".join(PARTS[part] for part in ("k", "v"))
+    inside = layer("x", "_yes")
+    for name in ("kT_yes", "v_yes"):
+        inside = re.sub(rf"\b{name}\b(?! =)", name.removesuffix("_yes"), inside)
+    body = f"""{outside}
+    out = If (flag) <
+        then_branch = yes () => ({TENSOR} out_yes) {{{inside}
+        }},
+        else_branch = no () => ({TENSOR} out_no) {{
+        out_no = Identity(x)
+        }}>"""
+    model = graph(body, inputs=f"{PLAIN_INPUT}, bool flag")
+    block = only(model)
+    assert block.k.nodes[0].graph is model.graph
+    assert block.q.nodes[0].graph is block.graph is not model.graph
+
+
+@pytest.mark.parametrize("rank", [H * K, 5])
+def test_collaborative_heads_go_into_the_body(rank: int) -> None:
+    """At R = H*K the output of either branch stays within 1e-4."""
+    model = if_model()
+    blocks, _ = find_attention(model)
+    Collaborate({block.name: factor(block, rank) for block in blocks})(model)
+    assert [block.form for block in read_attention(model).blocks] == ["collaborative"] * 2
+    x = np.random.default_rng(0).standard_normal((2, 5, D)).astype(np.float32)
+    for flag in (True, False):
+        arrays = {"x": x, "flag": np.array(flag)}
+        difference = np.abs(run(model, arrays) - run(if_model(), arrays)).max()
+        assert (difference <= 1e-4) == (rank == H * K)
+
+
+def test_tokens_that_are_no_projection_are_missed_in_a_body_too() -> None:
+    model = graph(
+        """
+        out = If (flag) <
+            then_branch = yes () => (float[batch, sequence, sequence] a) {
+                xt = Transpose <perm = [0, 2, 1]> (x)
+                s = MatMul(x, xt)
+                a = Softmax <axis = -1> (s)
+            },
+            else_branch = no () => (float[batch, sequence, sequence] b) {
+                xt2 = Transpose <perm = [0, 2, 1]> (x)
+                b = MatMul(x, xt2)
+            }>""",
+        inputs=f"float[batch, sequence, {D}] x, bool flag",
+        output="float[batch, sequence, sequence] out",
+    )
+    assert reasons(model) == ["the query is 'x', an input of the graph: no projection makes it"]
+
+
+def test_state_that_grows_from_turn_to_turn_is_read_at_its_first_turn() -> None:
+    body = f"""
+    out = Loop (turns, yes_turn, x) <
+        body = turn (int64 i, bool go_in, {TENSOR} h_in) => (bool go_out, {TENSOR} grown) {{
+        go_out = Identity(go_in){layer("h_in", "_turn")}
+        grown = Concat <axis = 1> (h_in, out_turn)
+        }}>"""
+    assert only(graph(body, inputs=PLAIN_INPUT, constants=TURNS)).num_heads == H
+
+
+def test_attention_over_what_a_growing_loop_returns_is_missed() -> None:
+    """How long the tokens are depends on how often the body ran."""
+    body = f"""
+    h = Loop (turns, yes_turn, x) <
+        body = turn (int64 i, bool go_in, {TENSOR} h_in) => (bool go_out, {TENSOR} grown) {{
+        go_out = Identity(go_in)
+        grown = Concat <axis = 1> (h_in, h_in)
+        }}>{layer("h")}"""
+    (said,) = reasons(graph(body, inputs=PLAIN_INPUT, constants=TURNS))
+    assert "could not be inferred" in said and "its state is not of one shape" in said

@@ -1,0 +1,140 @@
+"""Half-precision graphs are certified as the single-precision graphs that they round."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from attnserve.certify import read_attention
+from graph_passes.collaborate import Collaborate, factor
+from graph_passes.find import find_attention
+from tests.graph_passes.graphs import FUSED, PARTS, SCALE, D, H, K, V, attention, run, weights
+
+TYPES = {
+    "float16": (ir.DataType.FLOAT16, np.dtype(np.float16)),
+    "bfloat16": (ir.DataType.BFLOAT16, np.dtype(ml_dtypes.bfloat16)),
+}
+SMALL = 1e-5
+"""Largest error of a certificate: that of single precision, though the weights are half's."""
+
+
+BY_KEY, BY_QUERY = "[batch, 1, 1, sequence]", "[batch, 1, sequence, sequence]"
+
+
+def half(name: str, opset: int = 17, shape: str = BY_KEY, **parts: str) -> ir.Model:
+    """``PARTS`` with every weight, input and output in half precision."""
+    dtype = TYPES[name][1]
+    singles = {key: array for key, array in weights().items() if array.dtype == np.float32}
+    del singles["low"]  # which half precision cannot write
+    constants = {key: array.astype(dtype) for key, array in singles.items()}
+    constants["half_ones"] = np.ones(K, dtype)
+    return attention(
+        inputs=f"{name}[batch, sequence, {D}] x, {name}{shape} mask",
+        output_type=f"{name}[batch, sequence, {D}] out",
+        constants=constants,
+        opset=opset,
+        **parts,
+    )
+
+
+K_APART = PARTS["k"].replace("kT", "k").replace("0, 2, 3, 1", "0, 2, 1, 3")
+OPERATOR = {
+    **FUSED,
+    "k": K_APART,
+    "context": PARTS["context"].replace("MatMul(p, v)", "Attention <scale = 0.37> (q, k, v, mask)"),
+}
+SOFTMAX_IN_SINGLE = {
+    "softmax": "\n m32 = Cast <to = 1> (m)\n p32 = Softmax <axis = -1> (m32)\n p = CastLike(p32, v)"
+}
+NORMED = {
+    "scores": "\n q9 = LayerNormalization(q, half_ones)\n s0 = MatMul(q9, kT)\n s = Mul(s0, scale)"
+}
+
+
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize(
+    ("parts", "opset", "shape"),
+    [
+        ({}, 17, BY_KEY),
+        (SOFTMAX_IN_SINGLE, 17, BY_KEY),
+        (NORMED, 17, BY_KEY),
+        (OPERATOR, 23, BY_QUERY),
+    ],
+    ids=["plain", "softmax in single precision", "q/k norm", "operator"],
+)
+def test_half_precision_is_certified(
+    name: str, parts: dict[str, str], opset: int, shape: str
+) -> None:
+    reading = read_attention(half(name, opset, shape, **parts))
+    assert [miss.reason for miss in reading.misses] == []
+    (certified,) = reading.certified
+    assert certified.max_abs_error <= SMALL
+    block = certified.block
+    assert (block.num_heads, block.head_size, block.v_head_size) == (H, K, V)
+    assert block.scale == pytest.approx(SCALE, rel=1e-2)  # 0.37 as half precision writes it
+    assert block.q.dtype == TYPES[name][0]
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_weights_are_read_in_single_precision(name: str) -> None:
+    (block,) = read_attention(half(name)).blocks
+    assert block.q.matrix().dtype == np.float32
+    expected = weights()["Wq"].astype(TYPES[name][1]).astype(np.float32)
+    np.testing.assert_array_equal(block.q.matrix(), expected)
+
+
+def test_half_weights_of_a_single_precision_graph() -> None:
+    """Weights are kept in half precision, and cast as they are used."""
+    q = PARTS["q"].replace("MatMul(x, Wq)", "MatMul(x, W32)")
+    model = attention(
+        q=f"\n W32 = Cast <to = 1> (W16){q}", constants={"W16": weights()["Wq"].astype(np.float16)}
+    )
+    (certified,) = read_attention(model).certified
+    assert certified.max_abs_error <= SMALL
+    assert certified.block.q.dtype == ir.DataType.FLOAT
+
+
+def test_wrong_scale_of_a_half_precision_graph_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounding hides nothing: a scale that is off by a thousandth is no certificate."""
+    from dataclasses import replace
+
+    import attnserve.certify as certify
+
+    model = half("float16")
+    blocks, misses = find_attention(model)
+    wrong = [replace(blocks[0], scale=1.001 * blocks[0].scale)]
+    monkeypatch.setattr(certify, "find_attention", lambda _: (wrong, misses))
+    (miss,) = read_attention(model).misses
+    assert "the graph computes something else" in miss.reason
+
+
+def test_certificate_leaves_the_graph_in_half_precision() -> None:
+    model = half("bfloat16")
+    before = ir.to_onnx_text(model)
+    read_attention(model)
+    assert ir.to_onnx_text(model) == before
+
+
+@pytest.mark.parametrize("rank", [H * K, 5])
+def test_collaborative_heads_in_half_precision_are_certified(rank: int) -> None:
+    model = half("float16")
+    (block,), _ = find_attention(model)
+    Collaborate({block.name: factor(block, rank)})(model)
+    (certified,) = read_attention(model).certified
+    assert certified.block.form == "collaborative"
+    assert certified.max_abs_error <= SMALL
+    assert certified.block.q.dtype == ir.DataType.FLOAT16
+
+
+def test_collaborative_heads_keep_the_output_in_half_precision() -> None:
+    """Within 2e-2 at R = H*K, which is the rounding of half precision."""
+    model, original = half("float16"), half("float16")
+    (block,), _ = find_attention(model)
+    Collaborate({block.name: factor(block, H * K)})(model)
+    x = np.random.default_rng(0).standard_normal((2, 7, D)).astype(np.float16)
+    arrays = {"x": x, "mask": np.zeros((2, 1, 1, 7), np.float16)}
+    got, expected = run(model, arrays), run(original, arrays)
+    assert got.dtype == np.float16
+    np.testing.assert_allclose(got.astype(float), expected.astype(float), atol=2e-2, rtol=0)
