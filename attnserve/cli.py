@@ -193,6 +193,13 @@ def optimize(
             help="Shared dimension R: one for all layers, or R1,R2,...", show_default=False
         ),
     ],
+    collab_cache: Annotated[
+        bool,
+        typer.Option(
+            "--collab-cache",
+            help="Rewrite a decoder's cached keys too: its cache shrinks to R, and changes shape.",
+        ),
+    ] = False,
     layers: Annotated[
         str | None, typer.Option(help="Layers to rewrite: names or indices, comma separated.")
     ] = None,
@@ -228,6 +235,7 @@ def optimize(
             model,
             output,
             collab_dk=ranks[0] if len(ranks) == 1 else ranks,
+            collab_cache=collab_cache,
             calib=calib,
             tokenizer=tokenizer,
             layers=None if layers is None else [name.strip() for name in layers.split(",")],

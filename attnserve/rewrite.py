@@ -27,10 +27,17 @@ from attnserve.artifact import (
 from attnserve.calibrate import Dataset, collect_moments, load_inputs
 from attnserve.certify import Reading, read_attention
 from attnserve.session import Provider
-from attnserve.verify import Fidelity, check_cosine_bound, compare, random_batches
+from attnserve.verify import (
+    Fidelity,
+    check_cosine_bound,
+    compare,
+    empty_axes,
+    random_batches,
+    require_empty,
+)
 from graph_passes import rewrites
 from graph_passes.attention import AttentionBlock
-from graph_passes.collaborate import Collaborate, factor
+from graph_passes.collaborate import Collaborate, cache_width, factor
 from graph_passes.cost import Cost, break_even, macs_at, model_cost
 from graph_passes.cp import CollaborativeFactors, TokenMoments, pooled, with_mean
 from graph_passes.decompose import DecomposeAttention
@@ -60,13 +67,18 @@ class ModelCost:
 
 @dataclass(frozen=True)
 class Step:
-    """One rewrite of one block. The error is relative, in the metric that was minimized."""
+    """One rewrite of one block. The error is relative, in the metric that was minimized.
+
+    ``cache_width`` counts the numbers of a token that cached keys hold now, over all heads; None
+    where keys are not cached.
+    """
 
     rewrite: str
     block: str
     relative_error: float
     macs_after: int | None
     rank: int
+    cache_width: int | None = None
 
 
 @dataclass(frozen=True)
@@ -105,6 +117,7 @@ def optimize(
     output: Path,
     *,
     collab_dk: Ranks,
+    collab_cache: bool = False,
     calib: Path | None = None,
     tokenizer: Path | None = None,
     layers: Sequence[str] | None = None,
@@ -125,6 +138,8 @@ def optimize(
         model: An .onnx file or an artifact folder; never changed.
         output: An .onnx file, or a folder that receives model.onnx.
         collab_dk: R for every layer, one R a layer in order, or R by layer name.
+        collab_cache: Rewrite cached keys of decoders too: the cache, an input and an output of the
+            model, then holds R shared dimensions (and H content logits) a token instead of H*K.
         calib: Text (a sentence a line), .npz or a folder of .npz; without it the weights alone are
             approximated, at several times the error.
         layers: Names or indices of the layers to rewrite; all that can be by default.
@@ -147,10 +162,15 @@ def optimize(
     report_stage = progress or _silent
     require_finite_weights(graph)
     reading = read_attention(graph, seed=seed)
-    ranks, warnings = _choose(reading, collab_dk, layers, graph.graph, calibrated=calib is not None)
+    ranks, warnings = _choose(
+        reading, collab_dk, layers, graph.graph, calibrated=calib is not None, caches=collab_cache
+    )
     data = None
     if calib is not None:
         data = load_inputs(calib, graph, artifact, tokenizer=tokenizer)
+        chosen = [block.k.past for block in reading.blocks if block.name in ranks]
+        caches = [past.value.name or "" for past in chosen if past is not None]
+        require_empty([*data.fit, *data.held_out], caches)
     length = sequence or (data.length if data is not None else DEFAULT_SEQUENCE)
     before = model_cost(graph)
     before_cost = _cost(before, graph, batch, length)
@@ -166,18 +186,23 @@ def optimize(
     )
     exact = all(found.relative_error == 0 for found in factors.values())
     spent = _macs_by_block(graph, reading, batch, length)
-    Collaborate(factors)(graph)
+    Collaborate(factors, caches=collab_cache)(graph)
     reading = read_attention(graph, seed=seed)
     _require(reading, ranks)
     now = _macs_by_block(graph, reading, batch, length)
     total = before_cost.macs
     steps: list[Step] = []
-    for name, found in factors.items():
+    for block in blocks:
+        name, found = block.name, factors[block.name]
+        width = None if block.k.past is None else cache_width(found)
         total = None if total is None else total + now[name] - spent[name]
-        steps.append(Step("collaborate", name, found.relative_error, total, found.rank))
+        steps.append(Step("collaborate", name, found.relative_error, total, found.rank, width))
 
     original = load_model(artifact)
-    batches = data.held_out if data is not None else random_batches(original, seed)
+    if data is not None:
+        batches = data.held_out
+    else:
+        batches = random_batches(original, seed, empty=empty_axes(original, graph))
     source = f"held out of {calib.name}" if calib is not None else "random inputs"
     fidelity = compare(
         original, graph, batches, source, provider=provider, threads=threads,
@@ -197,6 +222,7 @@ def optimize(
         warnings=(
             *warnings,
             *_warn(even, length, artifact.max_length, data, blocks, exact),
+            *_warn_of_caches(blocks, steps),
             *_warn_of_fidelity(fidelity),
         ),
     )
@@ -247,6 +273,7 @@ def _choose(
     main: ir.Graph,
     *,
     calibrated: bool,
+    caches: bool,
 ) -> tuple[dict[str, int], list[str]]:
     """R by block name, for the blocks that were asked for and can be rewritten."""
     blocks = reading.blocks
@@ -280,7 +307,7 @@ def _choose(
         if rank is None:
             continue
         exact = block.num_heads * block.head_size
-        reason = rewrites.collaborate(block)
+        reason = rewrites.collaborate(block, caches=caches)
         if not reason and not 1 <= rank <= exact:
             raise InvalidArgument(
                 f"--collab-dk {rank}: expected 1 to {exact} for {block.name}, which has "
@@ -427,6 +454,28 @@ def _warn(
         warnings.append(
             f"calibrated on {data.source['fit_tokens']} tokens, fewer than the model's width "
             f"{width}: more text gives a better fit"
+        )
+    return warnings
+
+
+def _warn_of_caches(blocks: Sequence[AttentionBlock], steps: Sequence[Step]) -> list[str]:
+    """A cache of the original is of no use to the new model, and may even be the smaller one."""
+    sizes = [
+        (block.num_heads * block.head_size, step.cache_width)
+        for block, step in zip(blocks, steps, strict=True)
+        if step.cache_width is not None
+    ]
+    if not sizes:
+        return []
+    before, after = (sum(column) for column in zip(*sizes, strict=True))
+    warnings = [
+        f"cached keys changed from {before} to {after} numbers a token over {len(sizes)} layers: "
+        "this model reads only caches that it made itself"
+    ]
+    if any(new >= old for old, new in sizes):
+        warnings.append(
+            "the cache of keys shrinks only where R, and one content logit a head, are together "
+            "fewer than num_heads x head_size: lower --collab-dk"
         )
     return warnings
 

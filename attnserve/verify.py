@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,9 @@ __all__ = [
     "OutputFidelity",
     "check_cosine_bound",
     "compare",
+    "empty_axes",
     "random_batches",
+    "require_empty",
     "verify",
 ]
 
@@ -67,6 +69,8 @@ def verify(
 ) -> Fidelity:
     """Run both models on the same inputs: real ones where given, else random ones.
 
+    Where the new model's caches have other shapes, both start from empty ones (see ``compare``).
+
     Raises:
         InvalidModel: The two do not have the same inputs and outputs.
         InvalidData: The data does not fit, or no random input does.
@@ -77,7 +81,8 @@ def verify(
         batches = load_inputs(data, before, artifact, tokenizer=tokenizer, split=False).fit
         source = data.name
     else:
-        batches, source = random_batches(before, seed), "random inputs"
+        batches = random_batches(before, seed, empty=empty_axes(before, after))
+        source = "random inputs"
     return compare(
         before, after, batches, source, provider=provider, threads=threads, progress=progress
     )
@@ -95,11 +100,16 @@ def check_cosine_bound(bound: float | None) -> None:
         )
 
 
-def random_batches(model: ir.Model, seed: int = 0) -> list[Batch]:
+def random_batches(
+    model: ir.Model, seed: int = 0, *, empty: Mapping[str, int] | None = None
+) -> list[Batch]:
     """Valid random inputs at a few shapes, some of them padded: those that the model runs.
 
     How many positions a model has is often not to be seen in its graph, so it is asked. Axes of
     fixed size keep their size.
+
+    Args:
+        empty: Inputs that hold nothing, and which of their axes has length 0.
 
     Raises:
         InvalidArgument, InvalidData: It runs at none of the shapes.
@@ -111,6 +121,8 @@ def random_batches(model: ir.Model, seed: int = 0) -> list[Batch]:
     for index, (batch, sequence) in enumerate(shapes):
         try:
             inputs = example_inputs(model, batch, sequence, seed + index, padded=True)
+            for name, axis in (empty or {}).items():
+                inputs[name] = inputs[name].take(range(0), axis)
             run(session, inputs)
         except (InvalidArgument, InvalidData):  # fewer positions than this shape has
             if not batches:
@@ -129,6 +141,62 @@ def _fixed_axes(model: ir.Model) -> tuple[int | None, int | None]:
     return batch, next((size for size in second if isinstance(size, int)), None)
 
 
+def empty_axes(before: ir.Model, after: ir.Model) -> dict[str, int]:
+    """Inputs that must be empty for two models to be comparable, and which of their axes.
+
+    They are the caches that differ in heads or head size, (B, H, P, K) and (B, 1, P, R), and all
+    other inputs of their length P: what one model has cached means nothing to the other.
+    """
+    pairs = zip(before.graph.inputs, after.graph.inputs, strict=False)
+    changed = {a.name or "": a.shape[2] for a, b in pairs if _is_cache(a, b) and a.shape}
+    lengths = {str(dim) for dim in changed.values() if not isinstance(dim, int) and dim.value}
+    alike = {
+        value.name or "": axis
+        for value in before.graph.inputs
+        for axis, dim in enumerate(value.shape or ())
+        if str(dim) in lengths
+    }
+    return {**dict.fromkeys(changed, 2), **alike}
+
+
+def _is_cache(a: ir.Value, b: ir.Value) -> bool:
+    """Whether a value (B, H, T, K), T being free, has other heads or another K in another model."""
+    if a.shape is None or b.shape is None or not len(a.shape) == len(b.shape) == 4:
+        return False
+    other = [axis for axis in range(4) if a.shape[axis] != b.shape[axis]]
+    return bool(other) and set(other) <= {1, 3} and not isinstance(a.shape[2], int)
+
+
+def require_empty(batches: Sequence[Batch], empty: Collection[str]) -> None:
+    """Refuse data with filled caches, which only the model that filled them can read.
+
+    Raises:
+        InvalidData: Naming the first cache that holds something.
+    """
+    for batch in batches:
+        for name in empty:
+            if name in batch and batch[name].size:
+                raise InvalidData(
+                    f"the cache {name!r} has shape {batch[name].shape}: expected length 0, as the "
+                    "rewritten model's cache is another",
+                    "give whole sequences and empty caches, and masks of the sequences' length",
+                )
+
+
+def _shaped_for(model: ir.Model, batch: Batch, empty: Collection[str]) -> Batch:
+    """The batch with empty caches of the shapes that a model takes."""
+    feed = dict(batch)
+    for value in model.graph.inputs:
+        name = value.name or ""
+        array = batch.get(name)
+        if name not in empty or array is None or value.shape is None:
+            continue
+        if len(value.shape) == array.ndim:  # else the model says what is wrong
+            pairs = zip(value.shape, array.shape, strict=True)
+            feed[name] = array.reshape([a if isinstance(a, int) else n for a, n in pairs])
+    return feed
+
+
 def compare(
     before: ir.Model,
     after: ir.Model,
@@ -141,11 +209,13 @@ def compare(
 ) -> Fidelity:
     """Stream the batches through two models in memory.
 
+    Where caches of the two have other shapes (``empty_axes``), the batches must leave them empty,
+    and those that the models return are not compared.
+
     Raises:
         InvalidModel: The two do not have the same inputs and outputs.
-        InvalidData: A model refuses a batch.
+        InvalidData: A model refuses a batch, or it fills a cache that the two do not share.
     """
-    names = [value.name or "" for value in before.graph.outputs]
     for what, ours, theirs in (
         ("inputs", before.graph.inputs, after.graph.inputs),
         ("outputs", before.graph.outputs, after.graph.outputs),
@@ -157,12 +227,19 @@ def compare(
                 f"{', '.join(map(str, right))}",
                 "verify a model against the one it was made from",
             )
+    empty = empty_axes(before, after)
+    require_empty(batches, empty)
+    source += ", empty caches" if empty else ""
+    pairs = zip(before.graph.outputs, after.graph.outputs, strict=True)
+    cached = [bool(empty) and _is_cache(a, b) for a, b in pairs]
     sessions = [open_session(m, provider=provider, threads=threads) for m in (before, after)]
-    tallies = [_Tally() for _ in names]
+    tallies = [_Tally() for _ in cached]
     for done, batch in enumerate(batches, start=1):
-        for tally, a, b in zip(
-            tallies, *(run(session, batch) for session in sessions), strict=True
-        ):
+        feeds = [_shaped_for(model, batch, empty) for model in (before, after)]
+        results = [run(session, feed) for session, feed in zip(sessions, feeds, strict=True)]
+        for tally, skip, a, b in zip(tallies, cached, *results, strict=True):
+            if skip:
+                continue
             if a.shape != b.shape:
                 raise InvalidModel(
                     f"an output of the first model has shape {a.shape}, of the second {b.shape}",
@@ -171,7 +248,11 @@ def compare(
             tally.add(a, b, batch)
         if progress is not None:
             progress(done, len(batches))
-    outputs = tuple(tally.result(name) for tally, name in zip(tallies, names, strict=True))
+    outputs = tuple(
+        tally.result(value.name or "")
+        for tally, skip, value in zip(tallies, cached, before.graph.outputs, strict=True)
+        if not skip
+    )
     return Fidelity(
         outputs,
         float(np.mean([o.mean_cosine for o in outputs])),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -15,10 +15,9 @@ from graph_passes.attention import (
     LogitStep,
     Mask,
     PositionBias,
-    Projection,
     Weighted,
 )
-from graph_passes.constants import constant_array, is_constant
+from graph_passes.caches import Cache, cache_of, heads_apart, why_not_cached
 from graph_passes.cp import CollaborativeFactors, TokenMoments, collaborative_factors
 from graph_passes.edit import Inserter, emit_heads, remove_unused, replace_uses
 from graph_passes.errors import CannotRewrite, InvalidArgument
@@ -30,9 +29,6 @@ __all__ = ["INSIDE_OPERATOR", "Collaborate", "cache_width", "factor", "why_not"]
 
 INSIDE_OPERATOR = "its scores are inside a fused operator: decompose it first"
 """The one reason of ``why_not`` that ``DecomposeAttention`` can take away; told last."""
-
-MOST_READERS = 64
-"""Nodes between cached keys and their scores; more are not followed."""
 
 WEAK_FILL = -1e3
 """What masked scores are set to must be below this, whatever is subtracted from the others."""
@@ -70,11 +66,11 @@ class Collaborate(ir.passes.InPlacePass):
     def requires(self, model: ir.Model) -> None:
         blocks = {block.name: block for block in find_attention(model)[0]}
         for name in self.factors:
-            reason = "no attention has this name"
-            if name in blocks:
-                reason = why_not(blocks[name], caches=self.caches)
-            if not reason and blocks[name].k.past and blocks[name].graph is not model.graph:
-                reason = "its cached keys are handed round inside the body of another node"
+            if (block := blocks.get(name)) is None:
+                reason = "no attention has this name"
+            elif not (reason := why_not(block, caches=self.caches)):
+                inside = block.k.past is not None and block.graph is not model.graph
+                reason = "its cached keys stay inside the body of a node" if inside else ""
             if reason:
                 raise CannotRewrite(f"{name}: {reason}", "leave this layer out with --layers")
 
@@ -84,7 +80,7 @@ class Collaborate(ir.passes.InPlacePass):
         widths: dict[str, int] = {}
         for block in find_attention(model)[0]:
             if block.name in self.factors:
-                factors, cache = self.factors[block.name], _key_cache(block)
+                factors, cache = self.factors[block.name], cache_of(block.k)
                 if cache is not None:
                     held = (cache.past[0], cache.present)
                     widths |= {value.name or "": cache_width(factors) for value in held}
@@ -120,6 +116,8 @@ def why_not(block: AttentionBlock, *, caches: bool = False) -> str:
         return "its mask fills in scores that softmax does not ignore, so the key bias counts"
     if not (block.q.by_sequence and block.k.by_sequence):
         return "its tokens are not laid out as (batch, sequence, size)"
+    if block.k.past is not None and (reason := why_not_cached(block)):
+        return reason
     if block.logits is None:
         return INSIDE_OPERATOR
     if block.logits_axes != (0, 1, 2) and len(block.logits_axes or ()) != 4:
@@ -128,107 +126,7 @@ def why_not(block: AttentionBlock, *, caches: bool = False) -> str:
         return "its probabilities are nowhere laid out as (batch, heads, queries, keys)"
     if not _only_softmax_reads(block.logits):
         return "its scores are read by more than the softmax, which alone ignores the key bias"
-    return "" if block.k.past is None else _why_not_cache(block)
-
-
-@dataclass(frozen=True, eq=False)
-class _KeyCache:
-    """Where keys are cached.
-
-    Attributes:
-        past: The input of the graph, and the copies that exporters make of it (a Concat of one).
-        join: The Concat of the past and the new keys.
-    """
-
-    past: tuple[ir.Value, ...]
-    join: ir.Node
-
-    @property
-    def present(self) -> ir.Value:
-        return self.join.outputs[0]
-
-
-def _key_cache(block: AttentionBlock) -> _KeyCache | None:
-    """The cache of a block's keys; None where there is none, or nothing joins it to new keys."""
-    return _cache_of(block.k)
-
-
-def _cache_of(part: Projection) -> _KeyCache | None:
-    past = [] if part.past is None else [part.past.value]
-    for node in part.nodes if past else ():
-        if node.op_type == "Concat" and node.inputs[0] is past[-1]:
-            if len(node.inputs) == 2:
-                return _KeyCache(tuple(past), node)
-            past += node.outputs if len(node.inputs) == 1 else ()
-    return None
-
-
-def _why_not_cache(block: AttentionBlock) -> str:
-    """Why the cache of a block's keys cannot be rewritten; empty where it can."""
-    past, cache = block.k.past, _cache_of(block.k)
-    assert past is not None
-    if not _heads_apart(block.k):
-        return "its past keys are not laid out as (batch, heads, tokens, head size)"
-    if past.value.graph is not block.graph:
-        return "its past keys are no input of the graph that it lies in"
-    if cache is None or not cache.present.is_graph_output():
-        return "its present keys are not returned as the past and the new ones, joined"
-    if any(value.shape is None for value in (past.value, cache.present)):
-        return "its past or present keys have no shape in the graph"
-    if not _ends_in_scores(block, cache):
-        return "its cached keys are read by more than its own scores"
     return ""
-
-
-def _heads_apart(part: Projection) -> bool:
-    """Whether a cache is (B, H, P, K), every head its own."""
-    if part.past is None or part.past.positions is not None or len(part.past.axes) != 4:
-        return False
-    batch, heads, tokens, elements = part.past.axes
-    wanted = np.indices(part.columns.shape)
-    in_order = np.array_equal(heads, wanted[0]) and np.array_equal(elements, wanted[1])
-    return isinstance(batch, str) and isinstance(tokens, str) and in_order
-
-
-def _ends_in_scores(block: AttentionBlock, cache: _KeyCache) -> bool:
-    """Whether nothing but the scores is made of cached keys, besides of their batch and length."""
-    held = {*cache.past, cache.present}
-    pending, seen = list(held), set[ir.Node]()
-    while pending:
-        value = pending.pop()
-        if value.is_graph_output() and value is not cache.present:
-            return False
-        for node in {node for node, _ in value.uses()} - seen:
-            seen.add(node)
-            if len(seen) > MOST_READERS:
-                return False
-            if value in held and node.op_type == "Shape" and _takes_no_width(node):
-                continue
-            pending += [made for made in node.outputs if made is not block.logits]
-    return True
-
-
-def _takes_no_width(shape: ir.Node) -> bool:
-    """Whether only batch and length are taken of a shape (B, H, T, K)."""
-    end = shape.attributes.get_int("end", 4)
-    taken = list(range(4))[shape.attributes.get_int("start", 0) : end]
-    if set(taken) <= {0, 2}:
-        return True
-    readers = [node for node, _ in shape.outputs[0].uses()]
-    return all(set(_picked(node, taken)) <= {0, 2} for node in readers)
-
-
-def _picked(node: ir.Node, axes: list[int]) -> list[int]:
-    """Which of these a Gather or a Slice picks; all of them where that is not plain."""
-    where = node.inputs[1:]
-    if not where or not all(is_constant(value) for value in where):
-        return axes
-    numbers = [constant_array(value).reshape(-1).tolist() for value in where if value is not None]
-    if node.op_type == "Gather":
-        return [axes[index] for index in numbers[0]]
-    if node.op_type == "Slice" and len(numbers) in (2, 3):
-        return axes[numbers[0][0] : numbers[1][0]]
-    return axes
 
 
 def _fill(step: LogitStep) -> float:
@@ -292,7 +190,7 @@ def cache_width(factors: CollaborativeFactors) -> int:
 def _rewrite(
     block: AttentionBlock,
     factors: CollaborativeFactors,
-    cache: _KeyCache | None,
+    cache: Cache | None,
     shared: dict[tuple[int, str], ir.Value],
 ) -> None:
     """``shared`` holds the constants made so far, by array, for layers that share their weights."""
@@ -308,34 +206,70 @@ def _rewrite(
             shared[id(array), name] = weight(array.reshape(shape), name)
         return shared[id(array), name]
 
-    def shaped(value: ir.Value, columns: int, name: str) -> ir.Value:
-        shape = make.constant(np.array([0, 1, -1, columns], np.int64), f"{name}_shape")
-        return make.op("Reshape", [value, shape], name)  # B 1 T columns
-
     scale = weight(np.array(block.scale), "scale")
     q = make.op(
         "MatMul", [block.x, shared_weight(factors.query, (-1, rank), "query_weight")], "query"
     )  # B S R
-    q = shaped(make.op("Mul", [q, scale], "scaled_query"), rank, "query_tokens")
+    q = _one_head(make, make.op("Mul", [q, scale], "scaled_query"), rank, "query_tokens")
     mixing = shared_weight(factors.mixing, (heads, 1, rank), "mixing")  # H 1 R
     q = make.op("Mul", [q, mixing], "mixed_query")  # B H S R
-    k = make.op(
-        "MatMul", [block.y, shared_weight(factors.key, (-1, rank), "key_weight")], "key"
-    )  # B T R
-    k = make.op("Transpose", [shaped(k, rank, "key_tokens")], "shared_key", perm=[0, 1, 3, 2])
+    content = None
+    has_content = bool(np.any(factors.content))
+    if cache is not None and has_content:
+        both = np.concatenate([factors.key, factors.content.T], axis=1)  # E R+H
+        key_weight = weight(both, "key_weight")
+    else:
+        key_weight = shared_weight(factors.key, (-1, rank), "key_weight")
+    if cache is not None:
+        k, content = _through_cache(block, cache, key_weight, rank)
+    else:
+        k = _one_head(make, make.op("MatMul", [block.y, key_weight], "key"), rank, "key_tokens")
+        if has_content:
+            content_weight = weight(factors.content.T, "content_weight")
+            content = make.op("MatMul", [block.y, content_weight], "content")
+            content = _one_head(make, content, heads, "content_tokens")
+    k = make.op("Transpose", [k], "shared_key", perm=[0, 1, 3, 2])  # B 1 R T
     logits = make.op("MatMul", [q, k], "scores")  # B H S T
-    if np.any(factors.content):
-        content = make.op(
-            "MatMul", [block.y, weight(factors.content.T, "content_weight")], "content"
-        )
-        content = shaped(
-            make.op("Mul", [content, scale], "scaled_content"), heads, "content_tokens"
-        )
+    if content is not None:
+        content = make.op("Mul", [content, scale], "scaled_content")  # B 1 T H
         content = make.op("Transpose", [content], "content_logits", perm=[0, 3, 1, 2])  # B H 1 T
         logits = make.op("Add", [logits, content], "logits")
     _unpack_values(block)
     assert block.logits is not None
     replace_uses(block.logits, _laid_out(make, logits, block))
+
+
+def _one_head(make: Inserter, value: ir.Value, columns: int, name: str) -> ir.Value:
+    """Tokens (B, T, columns) as (B, 1, T, columns)."""
+    shape = make.constant(np.array([0, 1, -1, columns], np.int64), f"{name}_shape")
+    return make.op("Reshape", [value, shape], name)
+
+
+def _through_cache(
+    block: AttentionBlock, cache: Cache, weight: ir.Value, rank: int
+) -> tuple[ir.Value, ir.Value | None]:
+    """Shared keys (B, 1, P+T, R) and content (B, 1, P+T, H), of which the past is cached.
+
+    Args:
+        weight: (E, R), or (E, R+H) where there is content.
+    """
+    make = Inserter(block.graph, cache.join, f"{block.name}{REWRITTEN}".rstrip("/"))
+    assert weight.shape is not None
+    width = weight.shape.numpy()[1]
+    new = _one_head(make, make.op("MatMul", [block.y, weight], "key"), width, "key_tokens")
+    present = make.op("Concat", [cache.join.inputs[0], new], "present_key", axis=2)
+    for value, old in ((present, cache.present), *((past, past) for past in cache.past)):
+        if old.shape is not None:
+            value.shape = ir.Shape([old.shape[0], 1, old.shape[2], width])
+    replace_uses(cache.present, present)
+    if width == rank:
+        return present, None
+    axis = make.constant(np.array([3], np.int64), "last")
+    ends = [make.constant(np.array([n], np.int64), f"at_{n}") for n in (0, rank, width)]
+    return (
+        make.op("Slice", [present, *ends[:2], axis], "cached_key"),
+        make.op("Slice", [present, *ends[1:], axis], "cached_content"),
+    )
 
 
 def _laid_out(make: Inserter, logits: ir.Value, block: AttentionBlock) -> ir.Value:
@@ -355,11 +289,18 @@ def _laid_out(make: Inserter, logits: ir.Value, block: AttentionBlock) -> ir.Val
 
 
 def _unpack_values(block: AttentionBlock) -> None:
-    """Where one product makes queries, keys and values, the values get a product of their own."""
+    """Where one product makes queries, keys and values, the values get a product of their own.
+
+    Where values are cached, it makes the new ones.
+    """
     v = block.v
-    packed = v.nodes and v.nodes[0] in (block.q.nodes[0], block.k.nodes[0])
+    packed = not {*v.nodes}.isdisjoint((*block.q.nodes, *block.k.nodes))
     if not packed or not v.by_sequence or v.output is None or v.layout != "B H T K":
         return
-    # Before the first that may read them: Shape nodes come before the scores.
-    make = Inserter(block.graph, v.nodes[-1], f"{block.name}/value")
-    replace_uses(v.output, emit_heads(make, v, v.scale))
+    if v.past is None:
+        # Before the first that may read them: Shape nodes come before the scores.
+        make = Inserter(block.graph, v.nodes[-1], f"{block.name}/value")
+        replace_uses(v.output, emit_heads(make, v, v.scale))
+    elif (cache := cache_of(v)) is not None and heads_apart(v):
+        make = Inserter(block.graph, cache.join, f"{block.name}/value")
+        cache.join.replace_input_with(1, emit_heads(make, v, 1.0))

@@ -261,7 +261,8 @@ def _split_content(
             content = reader.projection(steps[0].value, "content", axes=product.key_axes)
         except (Unread, ValueError):  # ValueError: it has fewer axes than the keys
             return tuple(steps), None
-        if content.input is k.input and content.head_size == 1:
+        own = content.weight is not None and content.input is k.input
+        if own and content.head_size == 1:
             return tuple(steps[1:]), content
     return tuple(steps), None
 

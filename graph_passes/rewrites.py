@@ -22,15 +22,26 @@ SMALL = 1024
 """Elements of constants that are compared one by one; larger ones must be the same tensor."""
 
 
-def collaborate(block: AttentionBlock, earlier: Sequence[AttentionBlock] = ()) -> str:
-    """Shared query and key dimensions (``Collaborate``), after decomposing a fused operator."""
-    reason = collaborative.why_not(block)
-    return decompose.why_not(block) if reason == collaborative.INSIDE_OPERATOR else reason
+def collaborate(
+    block: AttentionBlock, earlier: Sequence[AttentionBlock] = (), *, caches: bool = False
+) -> str:
+    """Shared query and key dimensions (``Collaborate``), after decomposing a fused operator.
+
+    Args:
+        caches: Cached keys may be rewritten too (--collab-cache).
+    """
+    reason = collaborative.why_not(block, caches=True)
+    if reason == collaborative.INSIDE_OPERATOR:
+        reason = decompose.why_not(block)
+    if not reason and block.k.past is not None and not caches:
+        return "its cached keys are an input of the graph: --collab-cache rewrites the cache too"
+    return reason
 
 
 def truncate(block: AttentionBlock, earlier: Sequence[AttentionBlock] = ()) -> str:
     """Queries and keys of each head cut to fewer dimensions: sharing's special case."""
-    return collaborate(block)
+    reason = collaborative.why_not(block)
+    return decompose.why_not(block) if reason == collaborative.INSIDE_OPERATOR else reason
 
 
 def reuse(block: AttentionBlock, earlier: Sequence[AttentionBlock] = ()) -> str:

@@ -19,7 +19,6 @@ from tests.graph_passes.graphs import (
     FUSED,
     PARTS,
     PLAIN_INPUT,
-    SCALE,
     D,
     H,
     K,
@@ -187,8 +186,6 @@ def test_decomposed_operator_is_read_as_what_it_was(name: str) -> None:
     assert (block.num_heads, block.num_kv_heads) == case.heads
     assert (block.head_size, block.v_head_size) == case.sizes
     scale = case.scale / 3 if Capped in case.steps else case.scale  # a cap of 3 divides first
-    if "scaled queries" in name:
-        scale = SCALE  # the queries' own factor goes into their new weight
     assert block.scale == pytest.approx(scale, rel=1e-5)
     assert (block.kind, block.position) == (case.kind, case.position)
     assert block.logits is not None and block.probabilities is not None

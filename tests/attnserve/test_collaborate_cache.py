@@ -1,0 +1,193 @@
+"""optimize --collab-cache: a GPT-2 that decodes from a cache of what its heads share."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from attnserve.artifact import load_model, open_artifact
+from attnserve.cli import main
+from attnserve.inspection import inspect
+from attnserve.rewrite import OptimizeReport, optimize
+from attnserve.session import open_session
+from attnserve.verify import verify
+from graph_passes.errors import CannotRewrite, InvalidData
+
+LAYERS, H, K, D, VOCABULARY = 2, 3, 8, 24, 61
+EXACT = H * K
+CACHES = [f"past_key_values.{layer}.{part}" for layer in range(LAYERS) for part in ("key", "value")]
+
+
+@pytest.fixture(scope="session")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random GPT-2: past keys and values are inputs, the present ones outputs."""
+    torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
+    transformers = pytest.importorskip("transformers", reason="pip install 'attnserve[torch]'")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=D, n_head=H, n_layer=LAYERS, n_positions=48,
+        attn_implementation="eager",
+    )  # fmt: skip
+    network = transformers.GPT2Model(config).eval()
+    with torch.no_grad():
+        for name, weight in network.named_parameters():
+            centre = 1.0 if weight.ndim == 1 and name.endswith("weight") else 0.0
+            weight.copy_(centre + 0.3 * torch.randn(weight.shape))
+
+    class Decoder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = network
+
+        def forward(self, ids: Any, mask: Any, *past: Any) -> Any:
+            cache = transformers.DynamicCache(list(zip(past[::2], past[1::2], strict=True)))
+            made = self.network(
+                input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True
+            )
+            held = [(layer.keys, layer.values) for layer in made.past_key_values.layers]
+            return (made.last_hidden_state, *(part for layer in held for part in layer))
+
+    free = {name: {0: "batch", 2: "past"} for name in CACHES}
+    path = tmp_path_factory.mktemp("gpt2") / "gpt2.onnx"
+    ids, mask = torch.ones(2, 5, dtype=torch.int64), torch.ones(2, 9, dtype=torch.int64)
+    past = [torch.randn(2, H, 4, K) for _ in CACHES]
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(io.StringIO()),
+        torch.no_grad(),
+    ):
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            Decoder(),
+            (ids, mask, *past),
+            str(path),
+            dynamo=False,
+            opset_version=17,
+            input_names=["input_ids", "attention_mask", *CACHES],
+            output_names=["last_hidden_state", *(f"present.{name[16:]}" for name in CACHES)],
+            dynamic_axes={
+                "input_ids": {0: "batch", 1: "sequence"},
+                "attention_mask": {0: "batch", 1: "past + sequence"},
+                **free,
+            },
+        )
+    return path
+
+
+def decode(model: Path, steps: tuple[int, ...] = (5, 1, 1, 1)) -> list[np.ndarray]:
+    """The states of a prefill and of single tokens, each fed what the last one returned."""
+    session, rng = open_session(model), np.random.default_rng(0)
+    shapes = {value.name: value.shape for value in session.get_inputs()}
+    past = {name: np.zeros((2, shapes[name][1], 0, shapes[name][3]), np.float32) for name in CACHES}
+    states: list[np.ndarray] = []
+    for index, length in enumerate(steps):
+        ids = rng.integers(0, VOCABULARY, (2, length))
+        mask = np.ones((2, sum(steps[: index + 1])), np.int64)
+        state, *present = session.run(None, {"input_ids": ids, "attention_mask": mask, **past})
+        past = dict(zip(CACHES, present, strict=True))
+        states.append(np.asarray(state))
+    return states
+
+
+def optimized(gpt2: Path, folder: Path, R: int, **options: Any) -> OptimizeReport:
+    return optimize(gpt2, folder / f"{R}.onnx", collab_dk=R, collab_cache=True, **options)
+
+
+def cache_shape(model: Path) -> list[str]:
+    (keys,) = (v for v in load_model(model).graph.inputs if v.name == "past_key_values.0.key")
+    return [str(dim) for dim in keys.shape or ()]
+
+
+def sequences(path: Path, past: int = 0, rows: int = 12, length: int = 9) -> Path:
+    rng = np.random.default_rng(1)
+    shape = (rows, H, past, K)
+    arrays: dict[str, Any] = {
+        "input_ids": rng.integers(0, VOCABULARY, (rows, length)),
+        "attention_mask": np.ones((rows, past + length), np.int64),
+    }
+    arrays |= {name: rng.standard_normal(shape).astype(np.float32) for name in CACHES}
+    np.savez(path, **arrays)
+    return path
+
+
+def test_at_full_rank_decoding_step_by_step_is_unchanged(gpt2: Path, tmp_path: Path):
+    report = optimized(gpt2, tmp_path, EXACT)
+    for ours, theirs in zip(decode(report.output), decode(gpt2), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4, rtol=0)
+    assert report.fidelity.min_cosine >= 1 - 1e-6
+    assert any("shrinks only where R" in warning for warning in report.warnings)
+
+
+def test_the_cache_shrinks_and_the_error_falls_with_the_size(gpt2: Path, tmp_path: Path):
+    expected, errors = decode(gpt2), []
+    for R in (2, 10, 20):
+        report = optimized(gpt2, tmp_path, R)
+        assert cache_shape(report.output) == ["batch", "1", "past", str(R + H)]
+        assert [step.cache_width for step in report.steps] == [R + H] * LAYERS
+        assert any(f"from 48 to {2 * (R + H)} numbers" in warning for warning in report.warnings)
+        assert not any("shrinks only" in warning for warning in report.warnings)
+        pairs = zip(decode(report.output), expected, strict=True)
+        errors.append(float(sum(np.linalg.norm(ours - theirs) for ours, theirs in pairs)))
+    assert errors == sorted(errors, reverse=True)
+
+
+def test_the_record_and_inspect_tell_what_the_cache_is(gpt2: Path, tmp_path: Path):
+    report = optimized(gpt2, tmp_path, 10)
+    (entry,) = open_artifact(report.output).lineage
+    assert [step["cache_width"] for step in entry["steps"]] == [10 + H] * LAYERS
+    assert entry["fidelity"]["data"] == "random inputs, empty caches"
+    read = inspect(report.output)
+    assert [block.form for block in read.reading.blocks] == ["collaborative"] * LAYERS
+    assert all(block.k.past is not None for block in read.reading.blocks)
+    assert read.reading.misses == ()
+
+
+def test_without_the_flag_it_is_offered(gpt2: Path, tmp_path: Path):
+    with pytest.raises(CannotRewrite, match="--collab-cache rewrites the cache too"):
+        optimize(gpt2, tmp_path / "new.onnx", collab_dk=10)
+    for block in inspect(gpt2).to_json()["attention"]:
+        assert "--collab-cache rewrites the cache too" in block["rewrites"]["collaborate"]
+
+
+def test_one_layer_may_keep_its_cache(gpt2: Path, tmp_path: Path):
+    report = optimized(gpt2, tmp_path, EXACT, layers=["1"])
+    assert cache_shape(report.output) == ["batch", str(H), "past", str(K)]
+    for ours, theirs in zip(decode(report.output), decode(gpt2), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4, rtol=0)
+
+
+def test_whole_sequences_calibrate_and_verify(gpt2: Path, tmp_path: Path):
+    calib = sequences(tmp_path / "calib.npz")
+    plain, fitted = (
+        verify(gpt2, optimized(gpt2, tmp_path, 12, calib=data, force=True).output, data=calib)
+        for data in (None, calib)
+    )
+    assert fitted.data == "calib.npz, empty caches"
+    assert [output.name for output in fitted.outputs] == [
+        "last_hidden_state", "present.0.value", "present.1.value",
+    ]  # fmt: skip
+    assert fitted.outputs[0].relative_error < plain.outputs[0].relative_error
+
+
+def test_filled_caches_are_refused(gpt2: Path, tmp_path: Path):
+    filled = sequences(tmp_path / "filled.npz", past=4)
+    with pytest.raises(InvalidData, match=r"the cache .* has shape .*expected length 0"):
+        optimized(gpt2, tmp_path, 12, calib=filled)
+    report = optimized(gpt2, tmp_path, 12)
+    with pytest.raises(InvalidData, match=r"the cache .* has shape .*expected length 0"):
+        verify(gpt2, report.output, data=filled)
+
+
+def test_on_the_command_line(gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    new = tmp_path / "new.onnx"
+    assert main(["optimize", str(gpt2), "-o", str(new), "--collab-dk", "24", "--collab-cache"]) == 0
+    assert "this model reads only caches that it made itself" in " ".join(
+        capsys.readouterr().err.split()
+    )
+    assert main(["verify", str(gpt2), str(new), "--min-cosine", "0.999"]) == 0

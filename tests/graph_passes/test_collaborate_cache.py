@@ -1,0 +1,249 @@
+"""Collaborate with cached keys: the cache holds what all heads share, and nothing else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from attnserve.session import open_session
+from graph_passes import rewrites
+from graph_passes.collaborate import Collaborate, factor, why_not
+from graph_passes.decompose import DecomposeAttention
+from graph_passes.errors import CannotRewrite, InvariantBroken
+from graph_passes.find import find_attention
+from graph_passes.invariants import check, interface
+from tests.graph_passes.graphs import (
+    FUSED,
+    PARTS,
+    SCALE,
+    D,
+    H,
+    K,
+    V,
+    attention,
+    only,
+    weights,
+)
+
+EXACT = H * K
+
+PAST = f"float[batch, {H}, past, {K}] pk, float[batch, {H}, past, {V}] pv"
+PRESENT = f"float[batch, {H}, total, {K}] keys, float[batch, {H}, total, {V}] values"
+KEYS = """
+        k0 = MatMul(x, Wk)
+        k1 = Add(k0, bk)
+        k2 = Reshape(k1, heads)
+        k = Transpose <perm = [0, 2, 1, 3]> (k2)"""
+JOIN = "\n keys = Concat <axis = 2> (pk, k)\n kT = Transpose <perm = [0, 1, 3, 2]> (keys)"
+DECODER = {
+    "k": KEYS + JOIN,
+    "v": PARTS["v"] + "\n values = Concat <axis = -2> (pv, v)",
+    "mask": "\n m = Identity(s)",
+    "context": PARTS["context"].replace("(p, v)", "(p, values)"),
+}
+"""A decoder's step: past keys and values are inputs, present ones are outputs."""
+
+PACKED = {
+    "q": "\n packed = MatMul(x, Wqkv)\n biased = Add(packed, bqkv)"
+         "\n q1, k1, v1 = Split <axis = -1> (biased, thirds)"
+         "\n q2 = Reshape(q1, heads)\n q = Transpose <perm = [0, 2, 1, 3]> (q2)",
+    "k": "\n k2 = Reshape(k1, heads)\n k = Transpose <perm = [0, 2, 1, 3]> (k2)" + JOIN,
+    "v": "\n v2 = Reshape(v1, heads)\n v = Transpose <perm = [0, 2, 1, 3]> (v2)"
+         "\n values = Concat <axis = 2> (pv, v)",
+    "output": "\n out = MatMul(c, Wo12)",
+}  # fmt: skip
+COPIED = {
+    "k": KEYS + "\n copy = Concat <axis = 2> (pk)\n sizes = Shape(copy)"
+         "\n length = Gather(sizes, i2)\n floats = Cast <to = 1> (length)"
+         "\n none = Mul(floats, zero)" + JOIN.replace("pk", "copy"),
+    "mask": "\n m = Add(s, none)",
+}  # fmt: skip
+FUSED_DECODER: dict[str, Any] = {
+    **FUSED,
+    "k": DECODER["k"].replace("kT = Transpose", "unused = Transpose"),
+    "context": PARTS["context"].replace(
+        "MatMul(p, v)", f"Attention <scale = {SCALE}> (q, keys, values)"
+    ),
+}
+WIDE_VALUES: dict[str, Any] = {"past": PAST.replace(f"{V}] pv", f"{K}] pv"),
+               "present": PRESENT.replace(f"{V}] values", f"{K}] values")}  # fmt: skip
+
+
+def decoder(*, past: str = PAST, present: str = PRESENT, opset: int = 17, **parts: str) -> ir.Model:
+    return attention(
+        inputs=f"float[batch, sequence, {D}] x, {past}",
+        output_type=f"float[batch, sequence, {D}] out, {present}",
+        opset=opset,
+        constants={"k_ones": np.ones(K, np.float32)},
+        **{**DECODER, **parts},
+    )
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "packed": {**PACKED, **WIDE_VALUES},
+    "no query bias": {"q": PARTS["q"].replace("Add(bq, q0)", "Identity(q0)")},
+    "a copied past, whose length is read": COPIED,
+    "the length of the present is read": {
+        "mask": "\n sizes = Shape <start = 2, end = 3> (keys)\n floats = Cast <to = 1> (sizes)"
+                "\n none = Mul(floats, zero)\n m = Add(s, none)"
+    },
+}  # fmt: skip
+
+
+def collaborate(model: ir.Model, rank: int) -> ir.Model:
+    block = only(model)
+    return Collaborate({block.name: factor(block, rank)}, caches=True)(model).model
+
+
+def decode(model: ir.Model, steps: Sequence[int] = (5, 1, 1, 1)) -> list[np.ndarray]:
+    """The outputs of a prefill and of single tokens, each fed what the last one returned."""
+    rng = np.random.default_rng(3)
+    session = open_session(model, threads=1, optimize=False)
+    shapes = {value.name: value.shape for value in session.get_inputs()}
+    past = {name: np.zeros((2, shapes[name][1], 0, shapes[name][3]), np.float32)
+            for name in ("pk", "pv")}  # fmt: skip
+    outputs: list[np.ndarray] = []
+    for length in steps:
+        x = rng.standard_normal((2, length, D)).astype(np.float32)
+        out, keys, values = session.run(None, {"x": x, **past})
+        past = {"pk": keys, "pv": values}
+        outputs.append(np.asarray(out))
+    return outputs
+
+
+def difference(model: ir.Model, other: ir.Model) -> float:
+    pairs = zip(decode(model), decode(other), strict=True)
+    return max(float(np.abs(a - b).max()) for a, b in pairs)
+
+
+def shapes(model: ir.Model) -> dict[str, list[str]]:
+    values = (*model.graph.inputs, *model.graph.outputs)
+    return {value.name or "": [str(dim) for dim in value.shape or ()] for value in values}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_at_full_rank_decoding_step_by_step_is_unchanged(way: str) -> None:
+    assert difference(decoder(**WAYS[way]), collaborate(decoder(**WAYS[way]), EXACT)) <= 1e-4
+
+
+@pytest.mark.parametrize("rank", [1, 5, EXACT])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_cache_is_narrower_and_nothing_else_is_another(way: str, rank: int) -> None:
+    before = shapes(decoder(**WAYS[way]))
+    after = shapes(collaborate(decoder(**WAYS[way]), rank))
+    width = rank + (0 if way == "no query bias" else H)
+    assert after == {
+        **before,
+        "pk": ["batch", "1", "past", str(width)],
+        "keys": ["batch", "1", "total", str(width)],
+    }
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_new_block_is_read_and_certified(way: str) -> None:
+    block = only(collaborate(decoder(**WAYS[way]), 5))
+    assert (block.form, block.position, block.head_size) == ("collaborative", "none", 5)
+    assert block.scale == pytest.approx(SCALE, rel=1e-6)
+    assert block.k.past is not None and block.k.past.value.name == "pk"
+    assert (block.content is not None) == (way != "no query bias")
+    if block.content is not None:
+        assert block.content.past is not None and block.content.past.value.name == "pk"
+    assert why_not(block, caches=True) == "its heads are collaborative already"
+
+
+def test_the_error_falls_as_the_rank_grows() -> None:
+    errors = [difference(decoder(), collaborate(decoder(), R)) for R in (1, 4, 8, EXACT)]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[0] > 10 * errors[-1]
+
+
+def test_packed_values_get_a_product_of_their_own() -> None:
+    """The new ones alone: those of earlier tokens stay as the caller hands them in."""
+    model = collaborate(decoder(**PACKED, **WIDE_VALUES), 5)
+    assert "Wqkv" not in model.graph.initializers
+    block = only(model)
+    np.testing.assert_allclose(block.v.matrix(), weights()["Wqkv"][:, 24:], atol=1e-6)
+    assert block.v.past is not None
+
+
+def test_a_fused_operator_is_decomposed_first() -> None:
+    model = decoder(opset=23, **FUSED_DECODER)
+    (block,) = find_attention(model)[0]
+    assert block.logits is None and rewrites.collaborate(block, caches=True) == ""
+    DecomposeAttention(frozenset({block.name}))(model)
+    assert difference(decoder(opset=23, **FUSED_DECODER), collaborate(model, EXACT)) <= 1e-4
+
+
+def test_cached_keys_are_rewritten_only_where_that_is_asked_for() -> None:
+    model = decoder()
+    block = only(model)
+    assert "--collab-cache rewrites the cache too" in rewrites.collaborate(block)
+    assert rewrites.collaborate(block, caches=True) == ""
+    with pytest.raises(CannotRewrite, match="its cached keys are an input of the graph"):
+        Collaborate({block.name: factor(block, 4)})(model)
+    assert shapes(model) == shapes(decoder())
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "present keys that are not returned": (
+        {"present": f"float[batch, {H}, total, {V}] values"},
+        "its present keys are not returned as the past and the new ones, joined",
+    ),
+    "keys joined before their heads are apart": (
+        {
+            "past": PAST.replace(f"{H}, past, {K}", f"past, {H}, {K}"),
+            "present": PRESENT.replace(f"{H}, total, {K}", f"total, {H}, {K}"),
+            "k": "\n k0 = MatMul(x, Wk)\n k2 = Reshape(k0, heads)"
+                 "\n keys = Concat <axis = 1> (pk, k2)"
+                 "\n kT = Transpose <perm = [0, 2, 3, 1]> (keys)",
+        },
+        "its past keys are not laid out as (batch, heads, tokens, head size)",
+    ),
+    "a cache of fixed length": (
+        {"past": PAST.replace("past", "4")},
+        "its cache has a fixed length, and only an empty one could prove the rewrite",
+    ),
+    "past keys that are read elsewhere": (
+        {"mask": "\n size = ReduceSum <keepdims = 0> (pk)\n m = Add(s, size)"},
+        "its cached keys are read by more than its own scores",
+    ),
+    "a head size that is read": (
+        {"mask": "\n sizes = Shape(keys)\n wide = Gather(sizes, i3)\n floats = Cast <to = 1> (wide)"
+                 "\n m = Add(s, floats)"},
+        "its cached keys are read by more than its own scores",
+    ),
+    "q/k norm": (
+        {"scores": "\n q9 = LayerNormalization(q, k_ones)\n s0 = MatMul(q9, kT)"
+                   "\n s = Mul(s0, scale)"},
+        "q/k norm stands between the projections and the scores",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_near_misses_are_refused_with_the_reason(case: str) -> None:
+    parts, reason = REFUSED[case]
+    model = decoder(**parts)
+    (block,) = find_attention(model)[0]
+    assert why_not(block, caches=True) == reason
+    assert rewrites.collaborate(block) == reason, "the flag would not help: it is not offered"
+    factors = factor(only(decoder()), 4)
+    with pytest.raises(CannotRewrite, match=reason.split(" (")[0]):
+        Collaborate({block.name: factors}, caches=True)(model)
+    assert shapes(model) == shapes(decoder(**parts))
+
+
+def test_the_law_allows_the_caches_that_are_named_and_nothing_else() -> None:
+    model = decoder()
+    before = interface(model)
+    collaborate(model, 5)
+    widths = {"pk": 5 + H, "keys": 5 + H}
+    check(before.with_caches(widths), model, after="Collaborate")
+    for wrong in ({}, {"pk": 5 + H}, {**widths, "keys": 5}, {**widths, "pv": 5 + H}):
+        with pytest.raises(InvariantBroken, match="became"):
+            check(before.with_caches(wrong), model, after="Collaborate")
