@@ -12,7 +12,7 @@ import onnx_ir as ir
 from attnserve.artifact import load_model, open_artifact
 from attnserve.certify import Reading, read_attention
 from graph_passes.attention import AttentionBlock
-from graph_passes.cost import macs_at, model_cost
+from graph_passes.cost import macs_at, parameters
 from graph_passes.rewrites import reasons
 from graph_passes.shapes import Facts, bind_axes, interpret
 
@@ -98,7 +98,7 @@ def inspect_graph(model: ir.Model, *, batch: int, sequence: int, seed: int = 0) 
     return Inspection(
         reading=reading,
         block_macs={block.name: _block_macs(block, facts) for block in reading.blocks},
-        parameters=model_cost(model).parameters,
+        parameters=parameters(model),
         total_macs=total if not uncounted else None,
         batch=batch,
         sequence=sequence,

@@ -81,6 +81,7 @@ def open_session(
     options.intra_op_num_threads = threads
     if not optimize:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.add_session_config_entry("session.disable_prepacking", "1")
     if isinstance(source, Path):
         mended = _mended(source)
         if mended is None:

@@ -19,7 +19,15 @@ import onnx_ir as ir
 from graph_passes.constants import is_constant
 from graph_passes.shapes import Facts, interpret, named_axes
 
-__all__ = ["Cost", "Polynomial", "break_even", "macs_at", "model_cost", "node_macs"]
+__all__ = [
+    "Cost",
+    "Polynomial",
+    "break_even",
+    "macs_at",
+    "model_cost",
+    "node_macs",
+    "parameters",
+]
 
 POINTS = (2, 3, 4)
 """Lengths an axis is given: three fix a parabola, and no model's positions end before the check."""
@@ -96,16 +104,12 @@ class Cost:
 def model_cost(model: ir.Model) -> Cost:
     """Count a model once, for any lengths of its axes."""
     axes = tuple(named_axes(model.graph))
-    parameters = bytes_ = 0
-    initializers = [v.const_value for g in model.graphs() for v in g.initializers.values()]
-    for tensor in {id(tensor): tensor for tensor in initializers}.values():
-        if tensor is not None:
-            bytes_ += tensor.nbytes
-            parameters += tensor.size if tensor.dtype.is_floating_point() else 0
+    tensors = _tensors(model)
+    elements, bytes_ = parameters(model), sum(tensor.nbytes for tensor in tensors)
     inputs = {value.name: value for value in model.graph.inputs if value.name}
     if len(axes) > MAX_AXES:
         reason = f"the graph has {len(axes)} free axes, counted are at most {MAX_AXES}"
-        return Cost(None, parameters, bytes_, (reason,), inputs)
+        return Cost(None, elements, bytes_, (reason,), inputs)
     counts: dict[tuple[int, ...], int] = {}
     uncounted: tuple[str, ...] = ()
     for lengths in [*itertools.product(POINTS, repeat=len(axes)), (CHECK,) * len(axes)]:
@@ -114,8 +118,19 @@ def model_cost(model: ir.Model) -> Cost:
         )
     polynomial = Polynomial(axes, _interpolate(counts, len(axes)))
     if polynomial(dict.fromkeys(axes, CHECK)) != counts[(CHECK,) * len(axes)]:
-        return Cost(None, parameters, bytes_, ("the count is no polynomial of the axes",), inputs)
-    return Cost(polynomial, parameters, bytes_, uncounted, inputs)
+        return Cost(None, elements, bytes_, ("the count is no polynomial of the axes",), inputs)
+    return Cost(polynomial, elements, bytes_, uncounted, inputs)
+
+
+def parameters(model: ir.Model) -> int:
+    """Elements of float initializers, shared ones once."""
+    return sum(tensor.size for tensor in _tensors(model) if tensor.dtype.is_floating_point())
+
+
+def _tensors(model: ir.Model) -> list[ir.TensorProtocol]:
+    """Every initializer once, in all graphs."""
+    initializers = (v.const_value for g in model.graphs() for v in g.initializers.values())
+    return list({id(tensor): tensor for tensor in initializers if tensor is not None}.values())
 
 
 def macs_at(facts: Facts, nodes: Iterable[ir.Node]) -> tuple[int, tuple[str, ...]]:

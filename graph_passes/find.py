@@ -27,7 +27,7 @@ from graph_passes.logits import read_context, read_logits
 from graph_passes.operators import FUSED, OPERATORS, Fused
 from graph_passes.positions import depends
 from graph_passes.products import ScoreProduct
-from graph_passes.shapes import interpret_small
+from graph_passes.shapes import interpret_small, without_lengths
 from graph_passes.trace import Reader
 
 __all__ = ["REWRITTEN", "find_attention"]
@@ -46,7 +46,8 @@ def find_attention(model: ir.Model) -> tuple[list[AttentionBlock], list[Miss]]:
     reading is a claim: ``attnserve.certify`` proves it by running the graph.
     """
     facts = interpret_small(model, batch=BATCH, sequence=SEQUENCE)
-    reader = Reader(facts, dict(model.opset_imports))
+    others = interpret_small(model, batch=BATCH + 1, sequence=SEQUENCE + 2)
+    reader = Reader(without_lengths(facts, others), dict(model.opset_imports))
     blocks: list[AttentionBlock] = []
     misses: list[Miss] = []
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
@@ -210,9 +211,16 @@ def _position(
     if q.turns or k.turns:
         return "rope"
     biases = (step.value for step in steps if isinstance(step, PositionBias))
-    shapes = (reader.facts.shape(value) for value in biases)
-    by_head = any(shape is not None and len(shape) > 2 and shape[-3] > 1 for shape in shapes)
-    return "bias" if by_head else "none"
+    return "bias" if any(_by_head(value, reader) for value in biases) else "none"
+
+
+def _by_head(bias: ir.Value, reader: Reader) -> bool:
+    """Whether the axis of the heads holds more than zeros, or one row many times over."""
+    shape = reader.facts.shape(bias)
+    if shape is None or len(shape) < 3 or shape[-3] == 1:
+        return False
+    labels = reader.numbered(bias)
+    return bool((labels != labels.take([0], -3)).any())
 
 
 def _share(projection: Projection, heads: int, role: str) -> Projection:

@@ -154,6 +154,11 @@ def _climbed(
 
 def _runs_over(labels: np.ndarray, axis: int, shape: tuple[int, int, int], which: int) -> bool:
     """Whether one axis of the labels counts one index of (B*H, S, T) and leaves the others."""
+    order = order_of(labels)
+    if order is not None:  # then the strides tell, and no element need be looked at
+        stride = math.prod(labels.shape[a] for a in order[order.index(axis % labels.ndim) + 1 :])
+        size = labels.shape[axis]
+        return size == shape[which] and (size == 1 or stride == math.prod(shape[which + 1 :]))
     rows = np.moveaxis(labels, axis, -1).reshape(-1, labels.shape[axis])
     indices = np.unravel_index(rows, shape)
     counts = indices[which]

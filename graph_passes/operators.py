@@ -204,6 +204,9 @@ def multi_head_attention(node: ir.Node, reader: Reader) -> Fused:
         query = query.biased(array[:width])
         if k is None or len(reader.shape(k)) != 4:  # heads that are apart have theirs already
             key, value = key.biased(array[width : 2 * width]), value.biased(array[2 * width :])
+    made = {part.trace.source and part.trace.source.tokens for part in (query, key)}
+    if node.attributes.get_int("unidirectional", 0) and len(made) > 1:
+        raise Unread(f"{say(node)} is causal over the keys of another input")
     key, value = key.after(past_key), value.after(past_value)
     return _fused(node, query, key, value, _microsoft_steps(node, reader, mask, added))
 

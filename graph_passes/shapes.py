@@ -19,7 +19,15 @@ from onnx import shape_inference
 
 from graph_passes.constants import constant_tensor, evaluate
 
-__all__ = ["Fact", "Facts", "bind_axes", "interpret", "interpret_small", "named_axes"]
+__all__ = [
+    "Fact",
+    "Facts",
+    "bind_axes",
+    "interpret",
+    "interpret_small",
+    "named_axes",
+    "without_lengths",
+]
 
 SMALL = 1024
 """Elements; shape programs and scales are smaller, weights and masks need not be known."""
@@ -104,26 +112,33 @@ def named_axes(graph: ir.Graph) -> dict[str, int]:
     return axes
 
 
-def bind_axes(graph: ir.Graph, *, batch: int, sequence: int) -> dict[str, int]:
+def bind_axes(graph: ir.Graph, *, batch: int, sequence: int, apart: bool = False) -> dict[str, int]:
     """Lengths for every axis: those that lead an input are batches, all others sequences.
 
     Axes with different names that a graph wants equal (two batches, two lengths) therefore are; a
     total length is that of the past and of the tokens.
+
+    Args:
+        apart: Give sequences of different names different lengths, from ``sequence`` on.
     """
     axes = named_axes(graph)
     cached = any("past" in name for name in axes)
-    return {
+    lengths = {
         name: batch if position == 0 else 2 * sequence if cached and "total" in name else sequence
         for name, position in axes.items()
     }
+    if apart:
+        names = [name for name, position in axes.items() if position > 0]
+        lengths |= {name: sequence + index for index, name in enumerate(names)}
+    return lengths
 
 
-def interpret_small(model: ir.Model, *, batch: int, sequence: int) -> Facts:
+def interpret_small(model: ir.Model, *, batch: int, sequence: int, apart: bool = False) -> Facts:
     """``interpret`` at small lengths; longer ones where convolutions leave none of a small one.
 
     A graph that hears sound wants hundreds of samples a token.
     """
-    facts = interpret(model, bind_axes(model.graph, batch=batch, sequence=sequence))
+    facts = interpret(model, bind_axes(model.graph, batch=batch, sequence=sequence, apart=apart))
     if not facts.axes or not _convolves_away(facts):
         return facts
     longer = bind_axes(model.graph, batch=batch, sequence=sequence * SAMPLES)
@@ -140,6 +155,23 @@ def _convolves_away(facts: Facts) -> bool:
         for value, fact in facts.known.items()
         if (node := value.producer()) is not None and node.op_type == "Conv"
     )
+
+
+def without_lengths(facts: Facts, others: Facts) -> Facts:
+    """The facts without the floats that follow from the lengths: no scale may depend on a batch.
+
+    Integers may: they lay values out, and are followed as such.
+    """
+
+    def kept(value: ir.Value, fact: Fact) -> Fact:
+        mine, theirs = fact.constant, others.constant(value)
+        if mine is None or theirs is None or not fact.dtype.is_floating_point() or mine.size > 1:
+            return fact
+        same = np.array_equal(mine, theirs, equal_nan=True)
+        return fact if same else Fact(fact.dtype, fact.shape)
+
+    known = {value: kept(value, fact) for value, fact in facts.known.items()}
+    return Facts(facts.axes, known, facts.unknown)
 
 
 def input_shape(value: ir.Value, axes: Mapping[str, int]) -> tuple[int, ...] | None:

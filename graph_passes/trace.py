@@ -39,6 +39,7 @@ LAYOUT = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "
                     "Gather", "GatherND", "Expand", "Tile", "Identity", "Cast", "CastLike",
                     "Dropout"})  # fmt: skip
 HANDED_ON = frozenset({"Identity", "Cast", "CastLike", "Dropout"})
+ELEMENTWISE = frozenset({"Add", "Sub", "Mul", "Div", "Where"})
 LINEAR = frozenset({"MatMul", "Gemm", "FusedMatMul", "TransposeMatMul", "Einsum"})
 QUANTIZED = frozenset({"MatMulInteger", "DynamicQuantizeMatMul", "MatMulIntegerToFloat",
                        "MatMulNBits", "MatMulBnb4", "QLinearMatMul", "QGemm", "QuantizeLinear",
@@ -48,6 +49,8 @@ MOST = 1 << 27
 FLATTENS = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"})
 FLATTENING = 4
 """Operators that change no order of elements, and how many may lie between tokens and product."""
+ENDLESS = 1 << 30
+"""What exporters write for the end of an axis is no less, and no axis is as long."""
 REACH = 40
 """Nodes between a projection and its product; rotary positions take about a dozen."""
 
@@ -353,6 +356,26 @@ class Reader:
         swapped = list(node.attributes.get_ints("perm", None) or ()) == [1, 0, 2]
         return (node.inputs[0], False) if swapped else (tokens, True)
 
+    def numbered(self, value: ir.Value, reach: int = FLATTENING) -> np.ndarray:
+        """Numbers for the elements of a value, the same where the same elements made them."""
+        shape, node = self.shape(value), value.producer()
+        constant = self.facts.constant(value)
+        if constant is not None:
+            return np.unique(constant, return_inverse=True)[1].reshape(shape)
+        if node is not None and node.op_type in LAYOUT and node.inputs[0] is not None and reach:
+            try:
+                return self.moved(node, self.numbered(node.inputs[0], reach - 1), 0)
+            except Unread:  # laid out by data
+                pass
+        if node is not None and node.op_type in ELEMENTWISE and reach:
+            together = np.zeros((), np.int64)
+            for operand in node.inputs:
+                if operand is not None:
+                    numbers = self.numbered(operand, reach - 1)
+                    together = together * (int(numbers.max(initial=0)) + 1) + numbers
+            return np.broadcast_to(together, shape)
+        return np.arange(math.prod(shape)).reshape(shape)
+
     def elements(self, value: ir.Value | None) -> np.ndarray | None:
         """What a value holds, where that does not depend on data."""
         if value is None:
@@ -408,6 +431,8 @@ class Reader:
             if other is not None and constant is None:
                 raise Unread(f"{say(node)} lays tokens out by a value that depends on data")
             inputs.append(constant)
+        if node.op_type == "Slice" and _is_window(inputs):
+            raise Unread(f"{say(node)} keeps a fixed number of elements, however many there are")
         try:
             return evaluate(node, inputs, self.opsets)[index]
         except Exception as error:  # whatever numpy says of shapes that do not fit
@@ -428,6 +453,16 @@ def _between(node: ir.Node, role: str) -> Unread:
         pending += [parent for parent in parents if parent is not None and parent not in seen]
         seen.update(pending)
     return Unread(f"{say(node)} stands between the {role} projection and the product")
+
+
+def _is_window(inputs: Sequence[np.ndarray | None]) -> bool:
+    """Whether a Slice of these keeps all there is now, and would not of more."""
+    data, starts, ends, axes, steps = [*inputs, None, None][:5]
+    if data is None or starts is None or ends is None or (steps is not None and steps.min() < 0):
+        return False
+    axes = np.arange(ends.size) if axes is None else axes
+    bounds = [(int(b), int(a)) for each in (starts, ends) for b, a in zip(each, axes, strict=True)]
+    return any(data.shape[axis] < abs(bound) < ENDLESS for bound, axis in bounds)
 
 
 def _by_token(inner: Trace, constant: np.ndarray) -> bool:

@@ -1,0 +1,670 @@
+"""Every architecture that must be read: tiny random models, and how PyTorch exports each.
+
+A model is built from a Hugging Face configuration (or is a module of ours), its attention is known
+from that configuration alone (``Layer``), and a ``Cell`` is one way to export it. No two sizes of a
+model are the same where that can be chosen: no axis is mistaken for another. Every weight is
+random, biases and normalizations too: a reading that forgets one computes something else.
+
+torch and transformers are imported on first use: collecting the tests needs neither.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import re
+import warnings
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache, partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from attnserve.session import open_session
+
+Attention = Literal["eager", "sdpa"]
+Exporter = Literal["torchscript", "dynamo"]
+Variant = Literal["", "fp16", "bf16", "dropout"]
+Shape = tuple[int | str, ...]
+
+VOCABULARY = 61
+POSITIONS = 48
+LENGTHS = {"batch": 2, "sequence": 7, "source": 9, "past": 6}
+"""Of the example that is traced. Sums are written as exporters write them: "past + sequence"."""
+
+OTHER_LENGTHS = {"batch": 3, "sequence": 5, "source": 8, "past": 4}
+"""A graph runs at these as well, or PyTorch has not exported what was asked for."""
+
+TYPES = {"tensor(int64)": np.int64, "tensor(float)": np.float32, "tensor(float16)": np.float16}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One attention, as the model's configuration has it."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    kind: Literal["self", "cross"] = "self"
+    position: Literal["none", "bias", "rope"] = "none"
+
+
+@dataclass(frozen=True, eq=False)
+class Architecture:
+    """A tiny model and what its attention is.
+
+    Attributes:
+        build: The network, given how its attention is implemented; its weights are set afterwards.
+        layers: Of the network's configuration: each attention, in order of execution.
+        inputs: The shape of each input. Names tell the content: ids, a mask (padded), else floats.
+        call: The network on named tensors -> its outputs, by name.
+        attentions: The implementations it has.
+    """
+
+    name: str
+    build: Callable[[Attention], Any]
+    layers: Callable[[Any], list[Layer]]
+    inputs: Mapping[str, Shape]
+    call: Callable[..., dict[str, Any]]
+    attentions: tuple[Attention, ...] = ("eager", "sdpa")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One way to export one architecture."""
+
+    architecture: str
+    attention: Attention
+    exporter: Exporter
+    opset: int
+    variant: Variant = ""
+
+    @property
+    def column(self) -> str:
+        parts = (f"{self.exporter}{self.opset}", self.attention, self.variant)
+        return "-".join(filter(None, parts))
+
+    @property
+    def missed(self) -> bool:
+        """What cannot be read, for a reason: from opset 12 on dropout can be switched on."""
+        return self.variant == "dropout" and self.opset >= 12
+
+    def __str__(self) -> str:
+        return f"{self.architecture}-{self.column}"
+
+
+# ---- what the configurations say ----------------------------------------------------------------
+
+
+def encoder(config: Any, position: Any = "none") -> list[Layer]:
+    """The layers of a model with one stack."""
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    layer = Layer(heads, kv_heads, size, size**-0.5, position=position)
+    return [layer] * config.num_hidden_layers
+
+
+def disentangled(config: Any) -> list[Layer]:
+    """DeBERTa: content and positions share one scale; the scores with positions are a bias."""
+    terms = 1 + len(config.pos_att_type)
+    own = encoder(config, position="bias")
+    return [replace(layer, scale=(terms * layer.head_size) ** -0.5) for layer in own]
+
+
+def speech_encoder(config: Any) -> list[Layer]:
+    """The encoder of BART and its kin."""
+    heads = config.encoder_attention_heads
+    size = config.d_model // heads
+    return [Layer(heads, heads, size, size**-0.5)] * config.encoder_layers
+
+
+def cross_decoder(config: Any) -> list[Layer]:
+    """The decoder of BART and its kin."""
+    heads = config.decoder_attention_heads
+    size = config.d_model // heads
+    layers = [Layer(heads, heads, size, size**-0.5, kind) for kind in ("self", "cross")]
+    return layers * config.decoder_layers
+
+
+def encoder_decoder(config: Any) -> list[Layer]:
+    return speech_encoder(config) + cross_decoder(config)
+
+
+def t5_layers(config: Any) -> list[Layer]:
+    """No scale; the relative positions are those of self-attention alone."""
+
+    def layer(kind: Any, position: Any) -> Layer:
+        return Layer(config.num_heads, config.num_heads, config.d_kv, 1.0, kind, position)
+
+    own = layer("self", "bias")
+    return [own] * config.num_layers + [own, layer("cross", "none")] * config.num_decoder_layers
+
+
+# ---- how the networks are built and called ------------------------------------------------------
+
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 24,
+    "num_attention_heads": 3,
+    "num_hidden_layers": 2,
+    "intermediate_size": 40,
+    "max_position_embeddings": POSITIONS,
+    "use_cache": False,
+}
+TWO_STACKS = {
+    "vocab_size": VOCABULARY,
+    "d_model": 24,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 3,
+    "encoder_ffn_dim": 40,
+    "decoder_layers": 1,
+    "decoder_attention_heads": 6,
+    "decoder_ffn_dim": 44,
+    "max_position_embeddings": POSITIONS,
+    "pad_token_id": 1,
+    "eos_token_id": 2,
+    "use_cache": False,
+}
+GROUPED = {
+    **SIZES,
+    "hidden_size": 30,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 8,
+}
+IMAGE = {
+    "hidden_size": 24,
+    "num_attention_heads": 3,
+    "num_hidden_layers": 2,
+    "intermediate_size": 40,
+    "image_size": 20,
+    "patch_size": 5,
+}
+GPT2 = {"vocab_size": VOCABULARY, "n_embd": 24, "n_head": 3, "n_layer": 2, "n_positions": POSITIONS}
+WHISPER = {
+    **TWO_STACKS,
+    "num_mel_bins": 10,
+    "max_source_positions": 15,
+    "max_target_positions": POSITIONS,
+}
+
+TEXT: Mapping[str, Shape] = {
+    "input_ids": ("batch", "sequence"),
+    "attention_mask": ("batch", "sequence"),
+}
+PIXELS: Mapping[str, Shape] = {"pixel_values": ("batch", 3, 20, 20)}
+TWO_TEXTS: Mapping[str, Shape] = {
+    "input_ids": ("batch", "source"),
+    "attention_mask": ("batch", "source"),
+    "decoder_input_ids": ("batch", "sequence"),
+}
+
+
+def hugging_face(name: str, part: str = "", **config: Any) -> Callable[[Attention], Any]:
+    """A builder of ``name``Model from ``name``Config, or of one part of it."""
+
+    def build(attention: Attention) -> Any:
+        import transformers
+
+        values = getattr(transformers, f"{name}Config")(attn_implementation=attention, **config)
+        model = getattr(transformers, f"{name}Model")(values)
+        return getattr(model, part) if part else model
+
+    return build
+
+
+def states(network: Any, **inputs: Any) -> dict[str, Any]:
+    return {"last_hidden_state": network(**inputs, return_dict=True).last_hidden_state}
+
+
+def cache_inputs(name: str, *shape: int | str, layers: int = 2) -> dict[str, Shape]:
+    return {f"{name}.{i}.{part}": shape for i in range(layers) for part in ("key", "value")}
+
+
+def cache_of(inputs: dict[str, Any], name: str) -> Any:
+    """The tensors of one cache, taken out of the inputs."""
+    import transformers
+
+    tensors = [inputs.pop(key) for key in list(inputs) if key.startswith(f"{name}.")]
+    return transformers.DynamicCache(list(zip(tensors[::2], tensors[1::2], strict=True)))
+
+
+def cached_states(network: Any, **inputs: Any) -> dict[str, Any]:
+    """With past keys and values as inputs, and the longer ones as outputs."""
+    past = cache_of(inputs, "past_key_values")
+    result = network(**inputs, past_key_values=past, use_cache=True, return_dict=True)
+    return {"last_hidden_state": result.last_hidden_state} | presents(result.past_key_values)
+
+
+def cached_cross_states(network: Any, **inputs: Any) -> dict[str, Any]:
+    """Past keys and values of self-attention; those of cross-attention are inputs alone."""
+    import transformers
+
+    past = transformers.EncoderDecoderCache(
+        cache_of(inputs, "past_key_values"), cache_of(inputs, "encoder_key_values")
+    )
+    result = network(**inputs, past_key_values=past, use_cache=True, return_dict=True)
+    own = result.past_key_values.self_attention_cache
+    return {"last_hidden_state": result.last_hidden_state} | presents(own)
+
+
+def presents(cache: Any) -> dict[str, Any]:
+    return {
+        f"present.{i}.{part}": getattr(layer, f"{part}s")
+        for i, layer in enumerate(cache.layers)
+        for part in ("key", "value")
+    }
+
+
+def without_biases(attention: Attention) -> Any:
+    """BERT whose attention has no biases at all."""
+    network = hugging_face("Bert", **SIZES)(attention)
+    for layer in network.encoder.layer:
+        own = layer.attention
+        for dense in (own.self.query, own.self.key, own.self.value, own.output.dense):
+            dense.bias = None
+    return network
+
+
+def fixed_head_size(attention: Attention) -> Any:
+    """An encoder whose head size is chosen freely of its width (arXiv 2002.07028)."""
+    import torch
+    from torch import nn
+
+    config = SimpleNamespace(
+        hidden_size=20, num_attention_heads=3, head_dim=10, num_hidden_layers=2
+    )
+    heads, size, width = config.num_attention_heads, config.head_dim, config.hidden_size
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.key, self.value = (nn.Linear(width, heads * size) for _ in range(3))
+            self.output = nn.Linear(heads * size, width)
+            self.norm = nn.LayerNorm(width)
+
+        def forward(self, x: Any, mask: Any) -> Any:
+            q, k, v = (
+                dense(x).unflatten(-1, (heads, size)).transpose(1, 2)
+                for dense in (self.query, self.key, self.value)
+            )
+            if attention == "sdpa":
+                context = nn.functional.scaled_dot_product_attention(q, k, v, mask)
+            else:
+                context = ((q @ k.transpose(-1, -2)) * size**-0.5 + mask).softmax(-1) @ v
+            return self.norm(x + self.output(context.transpose(1, 2).flatten(2)))
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = config
+            self.embeddings = nn.Embedding(VOCABULARY, width)
+            self.layers = nn.ModuleList(Layer() for _ in range(config.num_hidden_layers))
+
+        def forward(self, input_ids: Any, attention_mask: Any) -> Any:
+            x = self.embeddings(input_ids)
+            mask = (1 - attention_mask[:, None, None].to(x.dtype)) * torch.finfo(x.dtype).min
+            mask = mask.expand(-1, -1, x.shape[1], -1)  # what ONNX Runtime's Attention asks for
+            for layer in self.layers:
+                x = layer(x, mask)
+            return x
+
+    return Encoder()
+
+
+def torch_encoder(attention: Attention) -> Any:
+    """PyTorch's own encoder layers: q, k and v packed in one weight."""
+    from torch import nn
+
+    config = SimpleNamespace(hidden_size=24, num_attention_heads=3, num_hidden_layers=2)
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = config
+            self.embeddings = nn.Embedding(VOCABULARY, config.hidden_size)
+            layer = nn.TransformerEncoderLayer(
+                config.hidden_size, config.num_attention_heads, 40, batch_first=True
+            )
+            self.encoder = nn.TransformerEncoder(
+                layer, config.num_hidden_layers, enable_nested_tensor=False
+            )
+
+        def forward(self, input_ids: Any, attention_mask: Any) -> Any:
+            return self.encoder(
+                self.embeddings(input_ids), src_key_padding_mask=attention_mask == 0
+            )
+
+    return Encoder()
+
+
+def tensor(network: Any, **inputs: Any) -> dict[str, Any]:
+    return {"last_hidden_state": network(**inputs)}
+
+
+TABLE = (
+    Architecture("BERT", hugging_face("Bert", **SIZES), encoder, TEXT, states),
+    Architecture(
+        "BERT, single head",
+        hugging_face("Bert", **{**SIZES, "num_attention_heads": 1}),
+        encoder, TEXT, states,
+    ),
+    Architecture("BERT, no biases", without_biases, encoder, TEXT, states),
+    Architecture("RoBERTa", hugging_face("Roberta", **SIZES), encoder, TEXT, states),
+    Architecture(
+        "DistilBERT",
+        hugging_face(
+            "DistilBert", vocab_size=VOCABULARY, dim=24, n_heads=3, n_layers=2, hidden_dim=40,
+            max_position_embeddings=POSITIONS,
+        ),
+        encoder, TEXT, states,
+    ),
+    Architecture(
+        "ALBERT",
+        hugging_face("Albert", **{**SIZES, "embedding_size": 20, "num_hidden_layers": 3}),
+        encoder, TEXT, states,
+    ),
+    Architecture(
+        "ELECTRA", hugging_face("Electra", **SIZES, embedding_size=20), encoder, TEXT, states
+    ),
+    Architecture(
+        "MPNet",
+        hugging_face("MPNet", **SIZES), partial(encoder, position="bias"), TEXT, states,
+        attentions=("eager",),
+    ),
+    Architecture(
+        "DeBERTa-v2",
+        hugging_face(
+            "DebertaV2", **SIZES, relative_attention=True, position_buckets=8,
+            pos_att_type=["p2c", "c2p"],
+        ),
+        disentangled, TEXT, states, attentions=("eager",),
+    ),
+    Architecture("ViT", hugging_face("ViT", **IMAGE), encoder, PIXELS, states),
+    Architecture("DeiT", hugging_face("DeiT", **IMAGE), encoder, PIXELS, states),
+    Architecture("CLIP text", hugging_face("CLIPText", **SIZES), encoder, TEXT, states),
+    Architecture("CLIP vision", hugging_face("CLIPVision", **IMAGE), encoder, PIXELS, states),
+    Architecture("GPT-2", hugging_face("GPT2", **GPT2, use_cache=False), encoder, TEXT, states),
+    Architecture(
+        "GPT-2, cached",
+        hugging_face("GPT2", **GPT2), encoder,
+        {
+            "input_ids": ("batch", "sequence"),
+            "attention_mask": ("batch", "past + sequence"),
+            **cache_inputs("past_key_values", "batch", 3, "past", 8),
+        },
+        cached_states,
+    ),
+    Architecture(
+        "OPT",
+        hugging_face("OPT", **SIZES, ffn_dim=40, word_embed_proj_dim=24), encoder, TEXT, states,
+    ),
+    Architecture("BART", hugging_face("Bart", **TWO_STACKS), encoder_decoder, TWO_TEXTS, states),
+    Architecture(
+        "BART decoder, cached",
+        hugging_face(
+            "Bart", "decoder", **{**TWO_STACKS, "decoder_layers": 2, "use_cache": True}
+        ), cross_decoder,
+        {
+            "input_ids": ("batch", "sequence"),
+            "encoder_hidden_states": ("batch", "source", 24),
+            "encoder_attention_mask": ("batch", "source"),
+            **cache_inputs("past_key_values", "batch", 6, "past", 4),
+            **cache_inputs("encoder_key_values", "batch", 6, "source", 4),
+        },
+        cached_cross_states,
+    ),
+    Architecture(
+        "Marian", hugging_face("Marian", **TWO_STACKS), encoder_decoder, TWO_TEXTS, states
+    ),
+    Architecture(
+        "T5",
+        hugging_face(
+            "T5", vocab_size=VOCABULARY, d_model=20, d_kv=6, num_heads=4, d_ff=40, num_layers=2,
+            num_decoder_layers=1, use_cache=False,
+        ),
+        t5_layers, TWO_TEXTS, states,
+    ),
+    Architecture(
+        "Whisper encoder",
+        hugging_face("Whisper", "encoder", **WHISPER), speech_encoder,
+        {"input_features": ("batch", 10, 30)}, states,
+    ),
+    Architecture(
+        "Whisper decoder",
+        hugging_face("Whisper", "decoder", **WHISPER), cross_decoder,
+        {**TEXT, "encoder_hidden_states": ("batch", 15, 24)}, states,
+    ),
+    Architecture(
+        "Llama", hugging_face("Llama", **GROUPED), partial(encoder, position="rope"), TEXT, states
+    ),
+    Architecture(
+        "Llama, cached",
+        hugging_face("Llama", **{**GROUPED, "use_cache": True}),
+        partial(encoder, position="rope"),
+        {
+            "input_ids": ("batch", "sequence"),
+            "attention_mask": ("batch", "past + sequence"),
+            **cache_inputs("past_key_values", "batch", 3, "past", 8),
+        },
+        cached_states,
+    ),
+    Architecture(
+        "Qwen3", hugging_face("Qwen3", **GROUPED), partial(encoder, position="rope"), TEXT, states
+    ),
+    Architecture(
+        "Qwen3, cached",
+        hugging_face("Qwen3", **{**GROUPED, "use_cache": True}),
+        partial(encoder, position="rope"),
+        {
+            "input_ids": ("batch", "sequence"),
+            "attention_mask": ("batch", "past + sequence"),
+            **cache_inputs("past_key_values", "batch", 3, "past", 8),
+        },
+        cached_states,
+    ),
+    Architecture(
+        "Gemma",
+        hugging_face("Gemma", **{**GROUPED, "num_key_value_heads": 1}),
+        partial(encoder, position="rope"), TEXT, states,
+    ),
+    Architecture("fixed head size", fixed_head_size, encoder, TEXT, tensor),
+    Architecture(
+        "torch.nn", torch_encoder, encoder, TEXT, tensor, attentions=("sdpa",)
+    ),
+    Architecture(
+        "torch.nn, fixed length", torch_encoder, encoder,
+        {"input_ids": ("batch", 7), "attention_mask": ("batch", 7)},
+        tensor, attentions=("sdpa",),
+    ),
+)  # fmt: skip
+ARCHITECTURES = {architecture.name: architecture for architecture in TABLE}
+
+EXPORTERS: tuple[tuple[Exporter, int], ...] = (("torchscript", 17), ("dynamo", 18), ("dynamo", 23))
+OLD_OPSETS = (11, 12, 13, 14, 15, 16, 18)
+
+
+def cells_of(architecture: Architecture) -> list[Cell]:
+    """Every way this architecture is exported: all by ``EXPORTERS``, a few by more."""
+    name, cells = architecture.name, list[Cell]()
+    for attention in architecture.attentions:
+        cells += [Cell(name, attention, *exporter) for exporter in EXPORTERS]
+        if name in ("BERT", "GPT-2", "T5"):
+            cells += [Cell(name, attention, "torchscript", opset) for opset in OLD_OPSETS]
+        if name in ("BERT", "Llama"):
+            halves: tuple[Variant, ...] = ("fp16", "bf16")
+            cells += [Cell(name, attention, *to, half) for to in EXPORTERS[:2] for half in halves]
+    if name == "BERT":
+        cells += [Cell(name, "eager", "torchscript", opset, "dropout") for opset in (11, 17)]
+    return cells
+
+
+# ---- building and exporting ---------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4)
+def network(name: str, attention: Attention, variant: Variant = "") -> Any:
+    """The network in evaluation mode, every weight random; the last few are kept."""
+    import torch
+
+    torch.manual_seed(0)
+    with quiet():
+        built = ARCHITECTURES[name].build(attention).eval()
+    with torch.no_grad():
+        for key, weight in built.named_parameters():
+            centre = 1.0 if weight.ndim == 1 and key.endswith("weight") else 0.0
+            weight.copy_(centre + 0.3 * torch.randn(weight.shape))
+    return built.to({"fp16": torch.float16, "bf16": torch.bfloat16}.get(variant, torch.float32))
+
+
+def feeds(
+    architecture: Architecture, lengths: Mapping[str, int] = LENGTHS
+) -> dict[str, np.ndarray]:
+    """Inputs of one shape; masks end in padding, but for the first row."""
+    rng = np.random.default_rng(0)
+    made = {}
+    for name, dims in architecture.inputs.items():
+        shape = [
+            dim if isinstance(dim, int) else sum(lengths[part] for part in dim.split(" + "))
+            for dim in dims
+        ]
+        if name.endswith("ids"):
+            made[name] = rng.integers(3, VOCABULARY, shape)  # the first ids are padding and ends
+        elif name.endswith("mask"):
+            kept = np.linspace(shape[1], shape[1] // 2, shape[0]).astype(int)
+            made[name] = (np.arange(shape[1]) < kept[:, None]).astype(np.int64)
+        else:
+            made[name] = rng.standard_normal(shape).astype(np.float32)
+    return made
+
+
+def export(cell: Cell, path: Path) -> str:
+    """Write the cell's graph, weights inside; the reason where PyTorch cannot.
+
+    A graph counts as not written where ONNX's checker refuses it, and where the tracer has baked
+    the lengths of the example into it.
+    """
+    import torch
+
+    torch.set_num_threads(1)  # test machines have few cores, and share them
+    torch.backends.mha.set_fastpath_enabled(False)  # an operator of its own, which is not exported
+    architecture = ARCHITECTURES[cell.architecture]
+    model = network(cell.architecture, cell.attention, cell.variant)
+    dtype = next(model.parameters()).dtype
+
+    class Wrapper(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = model
+
+        def forward(self, *values: Any) -> Any:
+            return tuple(self.outputs(*values).values())
+
+        def outputs(self, *values: Any) -> dict[str, Any]:
+            inputs = dict(zip(architecture.inputs, values, strict=True))
+            return architecture.call(self.network, **inputs)
+
+    wrapper = Wrapper().eval()
+    values = tuple(
+        value.to(dtype) if value.is_floating_point() else value
+        for value in map(torch.from_numpy, feeds(architecture).values())
+    )
+    with quiet(), torch.no_grad():
+        options: dict[str, Any] = {
+            "opset_version": cell.opset,
+            "input_names": list(architecture.inputs),
+            "output_names": list(wrapper.outputs(*values)),
+        }
+        if cell.exporter == "dynamo":
+            shapes = _dynamic_shapes(architecture)
+            options |= {"dynamic_shapes": (shapes,), "external_data": False, "verbose": False}
+        else:
+            mode = torch.onnx.TrainingMode
+            training = mode.TRAINING if cell.variant == "dropout" else mode.EVAL
+            options |= {"dynamic_axes": _named_axes(architecture), "training": training}
+        try:
+            dynamo = cell.exporter == "dynamo"
+            torch.onnx.export(wrapper, values, str(path), dynamo=dynamo, **options)
+            onnx.checker.check_model(path, full_check=True)
+        except Exception as error:
+            return _short(error)
+    as_traced, otherwise = (_runs(path, architecture, at) for at in (LENGTHS, OTHER_LENGTHS))
+    return "the graph runs only at the lengths that were traced" if as_traced > otherwise else ""
+
+
+def run(
+    source: Path | ir.Model, architecture: Architecture, lengths: Mapping[str, int]
+) -> list[np.ndarray]:
+    """All outputs of a graph, by ONNX Runtime."""
+    session = open_session(source, threads=1)
+    made = feeds(architecture, lengths)
+    values = {
+        value.name: made[value.name].astype(TYPES[value.type]) for value in session.get_inputs()
+    }
+    return [np.asarray(output) for output in session.run(None, values)]
+
+
+def _runs(path: Path, architecture: Architecture, lengths: Mapping[str, int]) -> bool:
+    try:
+        run(path, architecture, lengths)
+    except Exception:  # onnxruntime raises a class of its own for each status
+        return False
+    return True
+
+
+def _named_axes(architecture: Architecture) -> dict[str, dict[int, str]]:
+    return {
+        name: {axis: dim for axis, dim in enumerate(dims) if isinstance(dim, str)}
+        for name, dims in architecture.inputs.items()
+    }
+
+
+def _dynamic_shapes(architecture: Architecture) -> tuple[dict[int, Any], ...]:
+    """Sums of lengths are left to the exporter: it has no name for them."""
+    import torch
+
+    @cache
+    def dim(name: str) -> Any:
+        if "+" in name:
+            return torch.export.Dim.DYNAMIC
+        return torch.export.Dim(name, min=1 if name == "batch" else 2, max=40)
+
+    return tuple(
+        {axis: dim(name) for axis, name in axes.items()}
+        for axes in _named_axes(architecture).values()
+    )
+
+
+def _short(error: BaseException) -> str:
+    """The sentence that tells why, out of PyTorch's report."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first = lines[0] if lines else type(error).__name__
+    first = re.sub(r"^\[ShapeInferenceError\] \(op_type:(\w+), node name: .*?\): ", r"\1: ", first)
+    return re.split(r"(?<=[^.])\. ", first)[0].rstrip(".")[:160]
+
+
+@contextlib.contextmanager
+def quiet() -> Generator[None]:
+    """Exporters print, warn and log: failures are exceptions."""
+    silent, disabled = io.StringIO(), logging.root.manager.disable
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(silent),
+        contextlib.redirect_stderr(silent),
+    ):
+        warnings.simplefilter("ignore")
+        logging.disable(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            logging.disable(disabled)

@@ -1,0 +1,257 @@
+"""Every architecture, as PyTorch exports it: each attention is found, certified and as configured.
+
+A cell is an architecture, exported one way (``tests/architectures.py``). What is read is compared
+with the configuration that the model was built from; where collaborative heads apply, they change
+nothing at R = H*K. ``docs/support.md`` is what was found, and ``pytest --write-support`` writes it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+from collections.abc import Callable, Generator, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache
+from operator import eq
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from attnserve.artifact import load_model
+from attnserve.certify import read_attention
+from attnserve.inspection import Inspection, inspect_graph
+from graph_passes import rewrites as rewrites_of
+from graph_passes.attention import AttentionBlock
+from graph_passes.collaborate import Collaborate, factor
+from graph_passes.decompose import DecomposeAttention
+from tests import architectures
+from tests.architectures import ARCHITECTURES, TABLE, Cell, Layer, cells_of
+
+CELLS = [cell for architecture in TABLE for cell in cells_of(architecture)]
+SUPPORT = Path(__file__).parents[2] / "docs" / "support.md"
+
+SCALE = {"": 1e-6, "dropout": 1e-6, "fp16": 1e-3, "bf16": 1e-2}
+"""Largest relative difference of the scale: the graph keeps it in its own type, maybe as a root."""
+
+SAME = {"": 1e-4, "dropout": 1e-4, "fp16": 2e-2, "bf16": 2e-2}
+"""Largest difference of outputs that are said to be the same."""
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What became of a cell: PyTorch's reason not to write it, or the graph and what was read."""
+
+    reason: str
+    path: Path
+    inspection: Inspection | None = None
+
+    @property
+    def read(self) -> Inspection:
+        if self.inspection is None:
+            pytest.skip(f"PyTorch cannot export it: {self.reason}")
+        return self.inspection
+
+
+@pytest.fixture(scope="session")
+def outcome(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Generator[Callable[[Cell], Outcome]]:
+    """Every cell is exported and read once a session.
+
+    PyTorch takes seconds for each: two processes export what the selected tests will ask for.
+    """
+    pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
+    pytest.importorskip("transformers", reason="pip install 'attnserve[torch]'")
+    folder = tmp_path_factory.mktemp("architectures")
+    asked = dict.fromkeys(
+        cell
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and "outcome" in item.fixturenames
+        for cell in _asked_by(item)
+    )
+    paths = {cell: folder / f"{index}.onnx" for index, cell in enumerate(asked)}
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+        exports = {cell: pool.submit(architectures.export, cell, paths[cell]) for cell in asked}
+
+        @cache
+        def build(cell: Cell) -> Outcome:
+            reason, path = exports[cell].result(), paths[cell]
+            if reason:
+                return Outcome(reason, path)
+            return Outcome("", path, inspect_graph(load_model(path), batch=2, sequence=8))
+
+        yield build
+        pool.shutdown(cancel_futures=True)
+
+
+def _asked_by(item: pytest.Function) -> list[Cell]:
+    return [item.callspec.params["cell"]] if hasattr(item, "callspec") else CELLS
+
+
+every_cell = pytest.mark.parametrize("cell", CELLS, ids=str)
+
+
+@every_cell
+def test_every_attention_is_certified_and_as_the_configuration_says(
+    cell: Cell, outcome: Callable[[Cell], Outcome]
+):
+    reading, expected = outcome(cell).read.reading, expected_layers(cell)
+    reasons = [miss.reason for miss in reading.misses]
+    if cell.missed:
+        assert len(reasons) == len(expected) and not reading.blocks
+        assert all(re.fullmatch(r"\w.{10,250}[^.]", reason) for reason in reasons)
+    else:
+        assert reasons == []
+        assert [layer_of(block) for block in reading.blocks] == expected
+
+
+def expected_layers(cell: Cell) -> list[Layer]:
+    config = architectures.network(cell.architecture, cell.attention).config
+    layers = ARCHITECTURES[cell.architecture].layers(config)
+    return [
+        replace(layer, scale=pytest.approx(layer.scale, rel=SCALE[cell.variant]))
+        for layer in layers
+    ]
+
+
+def layer_of(block: AttentionBlock) -> Layer:
+    return Layer(
+        num_heads=block.num_heads,
+        num_kv_heads=block.num_kv_heads,
+        head_size=block.head_size,
+        scale=block.scale,
+        kind=block.kind,
+        position=block.position,
+    )
+
+
+@every_cell
+def test_collaborative_heads_of_full_size_change_nothing(
+    cell: Cell, outcome: Callable[[Cell], Outcome]
+):
+    blocks = outcome(cell).read.reading.blocks
+    names = frozenset(block.name for block in blocks if not rewrites_of.collaborate(block))
+    if not names:
+        pytest.skip("collaborative heads apply to none of its layers")
+    path, architecture = outcome(cell).path, ARCHITECTURES[cell.architecture]
+    try:
+        expected = architectures.run(path, architecture, architectures.OTHER_LENGTHS)
+    except Exception as error:  # onnxruntime raises a class of its own for each status
+        pytest.skip(f"ONNX Runtime does not run the model itself: {error}")
+    model = collaborated(load_model(path), names)
+    got = architectures.run(model, architecture, architectures.OTHER_LENGTHS)
+    for one, other in zip(expected, got, strict=True):
+        assert np.isfinite(one).all()
+        np.testing.assert_allclose(other, one, atol=SAME[cell.variant], rtol=0)
+
+
+def collaborated(model: ir.Model, names: frozenset[str]) -> ir.Model:
+    """The model with R = H*K in these blocks, as ``attnserve.rewrite`` does it."""
+    blocks = read_attention(model).blocks
+    fused = frozenset(block.name for block in blocks if block.name in names and not block.logits)
+    if fused:
+        DecomposeAttention(fused)(model)
+        blocks = read_attention(model).blocks
+    factors = {
+        block.name: factor(block, block.num_heads * block.head_size)
+        for block in blocks
+        if block.name in names
+    }
+    assert factors.keys() == names
+    Collaborate(factors)(model)
+    return model
+
+
+def test_the_table_of_what_is_supported_is_what_was_found(
+    outcome: Callable[[Cell], Outcome], pytestconfig: pytest.Config
+):
+    text = support({cell: outcome(cell) for cell in CELLS})
+    if pytestconfig.getoption("--write-support"):
+        SUPPORT.parent.mkdir(exist_ok=True)
+        SUPPORT.write_text(text, encoding="utf-8")
+    assert SUPPORT.read_text(encoding="utf-8") == text, "pytest --write-support writes it anew"
+
+
+# ---- docs/support.md ----------------------------------------------------------------------------
+
+INTRODUCTION = """\
+# What is read, and what can be rewritten
+
+`tests/attnserve/test_architectures.py` found this and `pytest --write-support` wrote it: nothing is
+typed. Every model is a tiny random one, exported by PyTorch. "2/2" are the attentions that were
+found, certified and as the configuration says, of those that there are; "no" cannot be exported.
+"""
+
+
+class Notes:
+    """Reasons, told once at the end and pointed to by number."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+
+    def mark(self, reasons: Iterable[str]) -> str:
+        without_names = dict.fromkeys(re.sub(r" '[^']*'", "", reason) for reason in reasons)
+        numbers = [self.numbers.setdefault(one, len(self.numbers) + 1) for one in without_names]
+        return "".join(f"[^{number}]" for number in sorted(numbers))
+
+    def __str__(self) -> str:
+        return "\n".join(f"[^{number}]: {reason}" for reason, number in self.numbers.items())
+
+
+def support(outcomes: Mapping[Cell, Outcome]) -> str:
+    notes = Notes()
+    usual, special = dict[tuple[str, str], str](), dict[tuple[str, str], str]()
+    for cell, outcome in outcomes.items():
+        text = coverage(cell, outcome, notes)
+        if (cell.exporter, cell.opset) in architectures.EXPORTERS and not cell.variant:
+            usual[cell.architecture, cell.column] = text
+        else:
+            special[cell.column, cell.architecture] = text
+    parts = (
+        INTRODUCTION,
+        table("architecture", usual),
+        "## Older opsets, half precision, dropout left in\n",
+        table("export", special),
+        "## Rewrites\n\n✓ with a note: it applies to some attentions; the note is about others.\n",
+        table("architecture", rewrites(outcomes, notes)),
+        f"{notes}\n",
+    )
+    return "\n".join(parts)
+
+
+def coverage(cell: Cell, outcome: Outcome, notes: Notes) -> str:
+    if outcome.inspection is None:
+        return "no" + notes.mark([outcome.reason])
+    reading = outcome.inspection.reading
+    missed = notes.mark(miss.reason for miss in reading.misses)
+    expected = expected_layers(cell)
+    right = sum(map(eq, map(layer_of, reading.blocks), expected))
+    return f"{right}/{len(expected)}{missed}"
+
+
+def rewrites(outcomes: Mapping[Cell, Outcome], notes: Notes) -> dict[tuple[str, str], str]:
+    """(architecture, rewrite) -> whether it applies, over all exports and attentions."""
+    answers: dict[tuple[str, str], list[str | bool]] = {}
+    for cell, outcome in outcomes.items():
+        content = {} if outcome.inspection is None else outcome.inspection.to_json()
+        for attention in content.get("attention", ()):
+            for rewrite, answer in attention["rewrites"].items():
+                answers.setdefault((cell.architecture, rewrite), []).append(answer)
+    return {
+        key: "✓" * (True in found) + notes.mark(one for one in found if isinstance(one, str))
+        for key, found in answers.items()
+    }
+
+
+def table(corner: str, entries: Mapping[tuple[str, str], str]) -> str:
+    """Markdown, from (row, column) -> text."""
+    columns = list(dict.fromkeys(column for _, column in entries))
+    lines = [[corner, *columns], ["---"] * (len(columns) + 1)]
+    for row in dict.fromkeys(row for row, _ in entries):
+        lines.append([row, *(entries.get((row, column), "") for column in columns)])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
