@@ -21,6 +21,7 @@ import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
+from attnserve.onnx_file import read_in_place
 from attnserve.session import PROTOBUF_LIMIT_BYTES, external_files, weight_bytes
 from graph_passes.errors import InvalidModel, InvalidOutput
 
@@ -122,8 +123,12 @@ def open_artifact(path: Path) -> Artifact:
     return Artifact(model, _read_record(model))
 
 
-def load_model(source: Artifact | Path) -> ir.Model:
+def load_model(source: Artifact | Path, *, in_place: bool = False) -> ir.Model:
     """Read the graph; weights stay on disk until they are asked for (external data, memory map).
+
+    Args:
+        in_place: Leave weights that lie in the file itself there as well. For reading only: such a
+            model names its own file as external data.
 
     Raises:
         InvalidModel: Not an ONNX file, truncated, or its external data is missing, too short, or
@@ -131,7 +136,9 @@ def load_model(source: Artifact | Path) -> ir.Model:
     """
     path = source.model if isinstance(source, Artifact) else source
     try:
-        proto = onnx.load(path, format="protobuf", load_external_data=False)
+        proto = _in_place(path) if in_place else None
+        if proto is None:
+            proto = onnx.load(path, format="protobuf", load_external_data=False)
     except OSError as error:
         raise InvalidModel(f"{path}: cannot be read: {error.strerror}", "check the path") from error
     except Exception as error:  # protobuf's DecodeError, UnicodeDecodeError, ...
@@ -161,6 +168,13 @@ def load_model(source: Artifact | Path) -> ir.Model:
             "check it with onnx.checker.check_model, or export it again",
         ) from error
     return model
+
+
+def _in_place(path: Path) -> onnx.ModelProto | None:
+    try:
+        return read_in_place(path)
+    except Exception:  # whatever is wrong with it, the reader of whole files says what
+        return None
 
 
 def _flatten(model: ir.Model) -> None:

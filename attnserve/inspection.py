@@ -86,7 +86,7 @@ def inspect(model: Path, *, batch: int = 1, sequence: int = 128, seed: int = 0) 
         InvalidModel: The file cannot be read.
         MissingExtra: ONNX Runtime is not installed (the certificate runs the graph).
     """
-    graph = load_model(open_artifact(model))
+    graph = load_model(open_artifact(model), in_place=True)
     return inspect_graph(graph, batch=batch, sequence=sequence, seed=seed)
 
 

@@ -44,7 +44,11 @@ def test_the_contract_of_pyproject_holds():
 @pytest.mark.parametrize(
     ("kept", "broken", "complaint"),
     [
-        ('    "session",\n', "", "attnserve.session"),  # a module without a place
+        (
+            '    "onnx_file | session",\n',
+            '    "onnx_file",\n',
+            "attnserve.session",
+        ),  # a module without a place
         (
             '"text | inputs",\n    "artifact",',
             '"artifact",\n    "text | inputs",',

@@ -1,0 +1,101 @@
+"""Read an ONNX file and leave its large weights in it.
+
+A protobuf library holds the bytes of a message and the message at once: twice the size of a model
+that keeps its weights inside. Here everything but ``raw_data`` of large initializers is parsed by
+that library, and a weight becomes external data: a range of the model's own file.
+
+Only the outermost fields are walked here (protobuf.dev/programming-guides/encoding): a key that
+holds a number and a wire type, then a varint, 4 or 8 bytes, or a length and so many bytes.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx
+
+__all__ = ["read_in_place"]
+
+LARGE = 1 << 16
+"""Bytes from which a weight is left in the file."""
+
+GRAPH, INITIALIZER, RAW_DATA = 7, 5, 9
+"""Field numbers of ModelProto.graph, GraphProto.initializer and TensorProto.raw_data."""
+
+Field = tuple[int, int, int, int]
+"""Its number, where it starts, where its content starts, and where it ends."""
+
+
+def read_in_place(path: Path) -> onnx.ModelProto:
+    """The model, its large weights as external data in ``path`` itself.
+
+    Raises:
+        ValueError, DecodeError: It is no protobuf message, or a truncated one.
+    """
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        model = onnx.ModelProto.FromString(_without(data, 0, len(data), GRAPH))
+        for number, _, first, end in _fields(data, 0, len(data)):
+            if number != GRAPH:
+                continue
+            graph = onnx.GraphProto.FromString(_without(data, first, end, INITIALIZER))
+            for inner, _, start, stop in _fields(data, first, end):
+                if inner == INITIALIZER:
+                    graph.initializer.append(_initializer(data, start, stop, path))
+            model.graph.MergeFrom(graph)
+    return model
+
+
+def _initializer(data: mmap.mmap, first: int, end: int, path: Path) -> onnx.TensorProto:
+    raw = [field for field in _fields(data, first, end) if field[0] == RAW_DATA]
+    if len(raw) != 1 or raw[0][3] - raw[0][2] < LARGE:
+        return onnx.TensorProto.FromString(data[first:end])
+    tensor = onnx.TensorProto.FromString(_without(data, first, end, RAW_DATA))
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    _, _, start, stop = raw[0]
+    for key, value in (("location", path.name), ("offset", start), ("length", stop - start)):
+        tensor.external_data.add(key=key, value=str(value))
+    return tensor
+
+
+def _without(data: mmap.mmap, first: int, end: int, number: int) -> bytes:
+    """A message without the fields of one number."""
+    kept = (data[start:stop] for n, start, _, stop in _fields(data, first, end) if n != number)
+    return b"".join(kept)
+
+
+def _fields(data: mmap.mmap, at: int, end: int) -> Iterator[Field]:
+    """The fields of the message between two places."""
+    while at < end:
+        start = at
+        key, at = _varint(data, at, end)
+        first = at
+        match key & 7:
+            case 0:
+                _, at = _varint(data, at, end)
+            case 1:
+                at += 8
+            case 2:
+                length, first = _varint(data, at, end)
+                at = first + length
+            case 5:
+                at += 4
+            case wire:
+                raise ValueError(f"a field of wire type {wire} at byte {start}")
+        if at > end:
+            raise ValueError(f"the field at byte {start} ends after its message")
+        yield key >> 3, start, first, at
+
+
+def _varint(data: mmap.mmap, at: int, end: int) -> tuple[int, int]:
+    """Seven bits a byte, the lowest first; and where what follows starts."""
+    value = 0
+    for shift in range(0, 70, 7):
+        if at >= end:
+            break
+        byte = data[at]
+        value, at = value | (byte & 127) << shift, at + 1
+        if byte < 128:
+            return value, at
+    raise ValueError(f"no number ends at byte {at}")
