@@ -312,7 +312,7 @@ def _microsoft_steps(
 FUSED = frozenset({"Attention", "MultiHeadAttention", "GroupQueryAttention", "PackedAttention",
                    "PackedMultiHeadAttention", "DecoderMaskedMultiHeadAttention",
                    "DecoderMaskedSelfAttention", "DecoderAttention", "PagedAttention",
-                   "SparseAttention", "LongformerAttention", "MultiHeadAttentionWithCache",
+                   "SparseAttention", "LongformerAttention",
                    "QAttention", "QOrderedAttention", "QOrderedLongformerAttention",
                    "LinearAttention"})  # fmt: skip
 """Operators that hold a whole attention, in any domain: those not in OPERATORS are misses."""
