@@ -190,11 +190,12 @@ class _BlockSums:
     ) -> None:
         """One batch: x (B, S, D), y (B, T, E), probabilities and v, heads apart or in the batch."""
         real = token_mask(batch, x.shape[:2])
-        B, S, H = *x.shape[:2], self.block.num_heads
-        p = probabilities.reshape(B, H, S, -1)
+        B, S, own = *x.shape[:2], self.block.own_heads
+        p = probabilities.reshape(B, self.block.num_heads, S, -1)[:, own]
         p = np.where(real[:, None, :, None], p, 0)  # padded queries see nothing
         exact = np.promote_types(v.dtype, np.float32)  # squares of half precision overflow
         written = v.reshape(B, -1, *v.shape[-2:]) @ self.writes.astype(exact)  # B H T V
+        written = written[:, own]
         x = x.astype(np.float64)
         self.queries += int(real.sum())
         self.x_sum = self.x_sum + x[real].sum(0)
@@ -221,7 +222,7 @@ class _BlockSums:
             )
         mean = self.x_sum / self.queries
         covariance = self.x_products / self.queries - np.outer(mean, mean)
-        keys = self.y_spread / (self.queries * self.block.num_heads)
+        keys = self.y_spread / (self.queries * self.block.q.num_heads)
         weight = np.sqrt(np.maximum(self.head_spread / self.queries, 0.0))
         if not all(np.isfinite(array).all() for array in (mean, covariance, keys, weight)):
             raise InvalidData(

@@ -41,6 +41,7 @@ __all__ = [
     "OutputProjection",
     "PositionBias",
     "Projection",
+    "Reused",
     "Scaled",
     "Spread",
     "Turn",
@@ -381,6 +382,20 @@ LogitStep = (
 
 
 @dataclass(frozen=True, eq=False)
+class Reused:
+    """Heads that take the probabilities of another attention, or of several.
+
+    Attributes:
+        value: The other's probabilities, (B, H, S, T).
+        heads: Which heads of this block, and ``sources`` which head of ``value`` each takes.
+    """
+
+    value: ir.Value
+    heads: Int[np.ndarray, " N"]
+    sources: Int[np.ndarray, " N"]
+
+
+@dataclass(frozen=True, eq=False)
 class AttentionBlock:
     """softmax(scale * q k^T + content + bias, masked) v, and its output projection.
 
@@ -402,6 +417,9 @@ class AttentionBlock:
             for a fused operator's (B, S, H*V) or (B, H, S, V).
         nodes: Every node of the block that costs MACs, and the softmax.
         idiom: The name of the function in ``idioms`` that read it.
+        reused: Where some heads take the probabilities of other attentions. Then q and k hold the
+            other heads only, in order, while v, the probabilities and the context hold all, and
+            ``own_probabilities`` are those of q and k.
     """
 
     name: str
@@ -422,6 +440,8 @@ class AttentionBlock:
     nodes: tuple[ir.Node, ...]
     idiom: str
     position: Literal["none", "bias", "rope"] = "none"
+    reused: tuple[Reused, ...] = ()
+    own_probabilities: ir.Value | None = None
 
     @property
     def x(self) -> ir.Value:
@@ -439,7 +459,13 @@ class AttentionBlock:
 
     @property
     def num_heads(self) -> int:
-        return self.q.num_heads
+        return self.v.num_heads
+
+    @property
+    def own_heads(self) -> Int[np.ndarray, " N"]:
+        """The heads that compute their own probabilities: what q and k hold, in order."""
+        taken = [reused.heads for reused in self.reused]
+        return np.setdiff1d(np.arange(self.num_heads), np.concatenate([[], *taken]))
 
     @property
     def num_kv_heads(self) -> int:
@@ -462,11 +488,16 @@ class AttentionBlock:
 
     @property
     def form(self) -> Form:
-        """Collaborative when all heads read the same columns and tell them apart by mixing."""
-        shared = self.num_heads > 1 and all(
+        if self.reused:
+            return "reuse"
+        return "collaborative" if self.is_collaborative else "standard"
+
+    @property
+    def is_collaborative(self) -> bool:
+        """Whether all own heads read the same columns, and tell them apart by mixing."""
+        return self.q.num_heads > 1 and all(
             bool((read.columns == read.columns[0]).all()) for read in (self.q, self.k)
         )
-        return "collaborative" if shared else "standard"
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,9 +19,10 @@ from graph_passes.attention import (
 )
 from graph_passes.caches import Cache, cache_of, heads_apart, why_not_cached
 from graph_passes.cp import CollaborativeFactors, TokenMoments, collaborative_factors
-from graph_passes.edit import Inserter, emit_heads, remove_unused, replace_uses
+from graph_passes.edit import Inserter, remove_unused, replace_uses
+from graph_passes.emit import emit_heads
 from graph_passes.errors import CannotRewrite, InvalidArgument
-from graph_passes.find import REWRITTEN, find_attention
+from graph_passes.find import find_attention
 from graph_passes.invariants import check, interface
 from graph_passes.trace import only_consumer
 
@@ -96,8 +97,10 @@ def why_not(block: AttentionBlock, *, caches: bool = False) -> str:
     Args:
         caches: Cached keys may be rewritten too.
     """
-    if block.form != "standard":
-        return f"its heads are {block.form} already"
+    if not block.q.num_heads:
+        return "all its heads take the probabilities of another layer"
+    if block.is_collaborative:
+        return "its heads are collaborative already"
     if block.position == "rope":
         return "rotary positions stand between the projections and the scores"
     if block.q.norm is not None or block.k.norm is not None:
@@ -110,7 +113,7 @@ def why_not(block: AttentionBlock, *, caches: bool = False) -> str:
         return "its position bias is computed from its own queries or keys"
     if any(isinstance(step, Capped | Weighted) for step in block.steps):
         return "its logits are capped or weighted before the softmax, so the key bias counts"
-    if block.k.num_distinct_heads != block.num_heads:
+    if block.k.num_distinct_heads != block.q.num_heads:
         return "its key heads are grouped: they share their projections already"
     if any(_fill(step) > WEAK_FILL for step in block.steps):
         return "its mask fills in scores that softmax does not ignore, so the key bias counts"
@@ -165,11 +168,11 @@ def factor(
     Raises:
         InvalidArgument: R is out of range.
     """
-    exact = block.num_heads * block.head_size
+    exact = block.q.num_heads * block.head_size
     if not 1 <= rank <= exact:
         raise InvalidArgument(
             f"{block.name}: a shared dimension of {rank}: expected 1 to {exact} "
-            f"({block.num_heads} heads x {block.head_size})",
+            f"({block.q.num_heads} heads x {block.head_size})",
             f"choose R from 1 to {exact}; {exact} is exact",
         )
     return collaborative_factors(
@@ -194,9 +197,9 @@ def _rewrite(
     shared: dict[tuple[int, str], ir.Value],
 ) -> None:
     """``shared`` holds the constants made so far, by array, for layers that share their weights."""
-    make = Inserter(block.graph, block.product, f"{block.name}{REWRITTEN}".rstrip("/"))
+    make = Inserter(block.graph, block.product, f"{block.name}/collaborative")
     dtype = block.q.dtype.numpy()
-    rank, heads = factors.rank, block.num_heads
+    rank, heads = factors.rank, block.q.num_heads
 
     def weight(array: np.ndarray, name: str) -> ir.Value:
         return make.constant(array.astype(dtype), name)
@@ -253,7 +256,7 @@ def _through_cache(
     Args:
         weight: (E, R), or (E, R+H) where there is content.
     """
-    make = Inserter(block.graph, cache.join, f"{block.name}{REWRITTEN}".rstrip("/"))
+    make = Inserter(block.graph, cache.join, f"{block.name}/collaborative")
     assert weight.shape is not None
     width = weight.shape.numpy()[1]
     new = _one_head(make, make.op("MatMul", [block.y, weight], "key"), width, "key_tokens")

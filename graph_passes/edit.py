@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import hashlib
+from collections.abc import Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,9 +11,16 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-from graph_passes.attention import Projection
+from graph_passes.shapes import Facts, interpret_small
 
-__all__ = ["Inserter", "emit_heads", "exposing", "remove_unused", "replace_uses"]
+__all__ = [
+    "Inserter",
+    "exposing",
+    "keep_shapes",
+    "remove_unused",
+    "replace_uses",
+    "share_constants",
+]
 
 
 class Inserter:
@@ -62,26 +70,6 @@ class Inserter:
         return candidate
 
 
-def emit_heads(make: Inserter, projection: Projection, scale: float) -> ir.Value:
-    """``scale`` times the projection of its input, (B, H, T, K), in nodes of its own.
-
-    The projection must read whole sequences, without positions, norm or cache.
-    """
-    dtype = projection.dtype.numpy()
-    matrix = np.moveaxis(projection.heads(), 0, 1)  # D H K
-    heads, size = projection.num_heads, projection.head_size
-    weight = scale * matrix.reshape(len(matrix), heads * size)
-    bias = scale * projection.offset.reshape(-1)
-    value = make.op(
-        "MatMul", [projection.input, make.constant(weight.astype(dtype), "weight")], "product"
-    )
-    if np.any(bias):
-        value = make.op("Add", [value, make.constant(bias.astype(dtype), "bias")], "biased")
-    shape = make.constant(np.array([0, 0, heads, size], np.int64), "shape")
-    value = make.op("Reshape", [value, shape], "heads")
-    return make.op("Transpose", [value], "heads_apart", perm=[0, 2, 1, 3])
-
-
 def _names(graph: ir.Graph) -> set[str | None]:
     """Every name in a graph, in the bodies inside it and in the graphs around it."""
     taken: set[str | None] = set()
@@ -106,6 +94,80 @@ def replace_uses(old: ir.Value, new: ir.Value) -> None:
 def remove_unused(model: ir.Model) -> None:
     """Drop nodes and initializers that no output of the model depends on."""
     common.RemoveUnusedNodesPass()(model)
+
+
+def keep_shapes(model: ir.Model, nodes: Iterable[ir.Node]) -> None:
+    """Let go of nodes that are left only because their shapes are read.
+
+    Exporters ask a layer's own queries or keys for the batch and the length; the same numbers come
+    from the inputs of the model.
+    """
+    left = [node for node in nodes if node.graph is not None]
+    asked = [
+        user
+        for node in left
+        for value in node.outputs
+        for user, _ in value.uses()
+        if user.op_type == "Shape" and user.graph is model.graph
+    ]
+    if not asked:
+        return
+    runs = [interpret_small(model, batch=b, sequence=s) for b, s in ((2, 5), (3, 7))]
+    for node in dict.fromkeys(asked):
+        value = node.inputs[0]
+        shapes = [facts.shape(value) for facts in runs]
+        if value is None or shapes[0] is None or shapes[1] is None:
+            continue
+        sources = [_length_of(model, pair, runs) for pair in zip(*shapes, strict=True)]
+        if all(source is not None for source in sources):
+            _replace_shape(node, [source for source in sources if source is not None])
+    remove_unused(model)
+
+
+_Length = int | tuple[ir.Value, int]
+
+
+def _length_of(model: ir.Model, lengths: tuple[int, ...], runs: Sequence[Facts]) -> _Length | None:
+    """A number, or the axis of an input, that is of these lengths in these runs."""
+    if len(set(lengths)) == 1:
+        return lengths[0]
+    for value in model.graph.inputs:
+        shapes = [facts.shape(value) or () for facts in runs]
+        for axis, pair in enumerate(zip(*shapes, strict=True)):
+            if pair == lengths:
+                return value, axis
+    return None
+
+
+def _replace_shape(node: ir.Node, sources: Sequence[_Length]) -> None:
+    assert isinstance(node.graph, ir.Graph)
+    make = Inserter(node.graph, node, f"{node.name or node.outputs[0].name}/lengths")
+    first = node.attributes.get_int("start", 0)
+    last = node.attributes.get_int("end", len(sources))
+    parts: list[ir.Value] = []
+    for source in list(sources)[first:last]:
+        if isinstance(source, int):
+            parts.append(make.constant(np.array([source], np.int64), "length"))
+            continue
+        ends = [make.constant(np.array([source[1] + n], np.int64), "end") for n in (0, 1)]
+        parts.append(make.op("Slice", [make.op("Shape", [source[0]], "shape"), *ends], "length"))
+    replace_uses(node.outputs[0], make.op("Concat", parts, "lengths", axis=0))
+
+
+def share_constants(model: ir.Model, *, since: Collection[str]) -> None:
+    """Constants that are not in ``since`` and hold the same become one, as layers share weights."""
+    for graph in model.graphs():
+        first: dict[bytes, ir.Value] = {}
+        for name, value in list(graph.initializers.items()):
+            tensor = value.const_value
+            if name in since or tensor is None or value.is_graph_output():
+                continue
+            content = hashlib.sha256(repr((tensor.dtype, tuple(tensor.shape))).encode())
+            content.update(tensor.tobytes())
+            kept = first.setdefault(content.digest(), value)
+            if kept is not value:
+                ir.convenience.replace_all_uses_with(value, kept)
+                del graph.initializers[name]
 
 
 @contextmanager

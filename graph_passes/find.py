@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -17,26 +17,31 @@ from graph_passes.attention import (
     Miss,
     PositionBias,
     Projection,
+    Reused,
     Spread,
     Turn,
 )
 from graph_passes.constants import is_constant
 from graph_passes.idioms import SOFTMAXES, SoftmaxReading
 from graph_passes.labels import Unread, say
-from graph_passes.logits import read_context, read_logits
+from graph_passes.logits import Context, read_context, read_logits
 from graph_passes.operators import FUSED, OPERATORS, Fused
 from graph_passes.positions import depends
-from graph_passes.products import ScoreProduct
+from graph_passes.products import ContextProduct, ScoreProduct
+from graph_passes.reused import origins, products_of, reused_heads
 from graph_passes.shapes import interpret_small, without_lengths
 from graph_passes.trace import Reader
 
-__all__ = ["REWRITTEN", "find_attention"]
+__all__ = ["PINNED", "REWRITTEN", "find_attention", "pin_names"]
 
 BATCH, SEQUENCE = 2, 5
 """Lengths to read at: small, and apart from each other, so that no axis is mistaken for another."""
 
-REWRITTEN = "/collaborative/"
-"""Stands in the names of what ``Collaborate`` puts into a graph, after the block's name."""
+REWRITTEN = re.compile("/(collaborative|pruned|reuse)/")
+"""Stands in the names of what a rewrite puts into a graph, after the block's name."""
+
+PINNED = "attnserve.name"
+"""Metadata of a block's product, which keeps its name while others leave the graph."""
 
 
 def find_attention(model: ir.Model) -> tuple[list[AttentionBlock], list[Miss]]:
@@ -60,7 +65,15 @@ def find_attention(model: ir.Model) -> tuple[list[AttentionBlock], list[Miss]]:
             misses.append(Miss(node, f"{say(node)} could not be followed: {error}"))
         else:
             blocks += [] if block is None else [block]
-    return _named(blocks), misses
+    blocks, lost = _checked(blocks, reader)
+    more, unread = _reusing(blocks, reader)
+    return _named(_in_order([*blocks, *more], model)), [*misses, *lost, *unread]
+
+
+def pin_names(blocks: Iterable[AttentionBlock]) -> None:
+    """Keep the names of blocks while rewrites change what they are named after, or their number."""
+    for block in blocks:
+        block.product.meta[PINNED] = block.name
 
 
 def _read(node: ir.Node, reader: Reader) -> AttentionBlock | None:
@@ -90,6 +103,7 @@ def _from_softmax(
     k = reader.projection(product.key, "key", axes=product.key_axes)
     context = read_context(softmax, logits, reader)
     mixing = context.product
+    taken = () if context.joined is None else _taken(context, reader)
     v = reader.projection(mixing.value, "value", axes=mixing.value_axes)
     v = replace(v, scale=v.scale * mixing.scale)
     steps, content = _split_content(logits.steps, product, k, reader)
@@ -105,7 +119,135 @@ def _from_softmax(
         context_axes=mixing.context_axes,
         nodes=(product.node, node, *context.nodes, mixing.node),
         idiom=idiom,
+        reused=taken,
+        own=context.own,
     )
+
+
+def _taken(context: Context, reader: Reader) -> tuple[Reused, ...]:
+    """The heads beside a softmax's own, which must all come from some probabilities."""
+    assert context.joined is not None and context.own is not None
+    known = {context.own, *_softmaxes(context.joined)}
+    found = origins(context.joined.outputs[0], known, reader.facts)
+    if found is None:
+        raise Unread(f"{say(context.joined)} joins probabilities with something else")
+    return reused_heads(found, context.own, context.joined)
+
+
+def _softmaxes(joined: ir.Node) -> set[ir.Value]:
+    """What a Concat of probabilities reads, through Gather and Identity."""
+    found: set[ir.Value] = set()
+    for value in joined.inputs:
+        node = None if value is None else value.producer()
+        while value is not None and node is not None and node.op_type in ("Gather", "Identity"):
+            value = node.inputs[0]
+            node = None if value is None else value.producer()
+        if value is not None:
+            found.add(value)
+    return found
+
+
+def _known(blocks: Sequence[AttentionBlock]) -> dict[ir.Value, AttentionBlock]:
+    """The blocks by the probabilities that others may take: a block's own, and all it uses."""
+    known: dict[ir.Value, AttentionBlock] = {}
+    for block in blocks:
+        for value in (block.probabilities, block.own_probabilities):
+            if value is not None:
+                known.setdefault(value, block)
+    return known
+
+
+def _source(value: ir.Value, known: Mapping[ir.Value, AttentionBlock]) -> AttentionBlock | None:
+    """The block whose probabilities these are, (B*H, S, T) laid out as (B, H, S, T) included."""
+    node = value.producer()
+    return known.get(value) or (known.get(node.inputs[0]) if node and node.inputs[0] else None)
+
+
+def _checked(
+    blocks: Sequence[AttentionBlock], reader: Reader
+) -> tuple[list[AttentionBlock], list[Miss]]:
+    """Blocks whose reused heads come from attention that was read; the others are misses."""
+    known = _known(blocks)
+    kept: list[AttentionBlock] = []
+    misses: list[Miss] = []
+    for block in blocks:
+        if all(_source(reused.value, known) is not None for reused in block.reused):
+            kept.append(block)
+        else:
+            misses.append(Miss(block.product, "it joins heads of no attention that is read"))
+    return kept, misses
+
+
+def _reusing(
+    blocks: Sequence[AttentionBlock], reader: Reader
+) -> tuple[list[AttentionBlock], list[Miss]]:
+    """Attention whose heads all take the probabilities of others: it has no softmax."""
+    known = _known(blocks)
+    claimed = {node for block in blocks for node in block.nodes}
+    found: dict[ir.Node, AttentionBlock] = {}
+    misses: list[Miss] = []
+    for product, value in products_of(list(known), reader.facts):
+        if product.node in claimed or product.node in found:
+            continue
+        try:
+            whole = origins(value, known, reader.facts)
+            if whole is not None:
+                reused = reused_heads(whole, None, product.node)
+                first = _source(reused[0].value, known)
+                assert first is not None
+                found[product.node] = _from_sources(product, value, reused, first, reader)
+        except Unread as unread:
+            misses.append(Miss(product.node, unread.reason))
+    return list(found.values()), misses
+
+
+def _from_sources(
+    product: ContextProduct,
+    probabilities: ir.Value,
+    reused: tuple[Reused, ...],
+    source: AttentionBlock,
+    reader: Reader,
+) -> AttentionBlock:
+    """context = (probabilities of others) v, the queries and keys being nobody's."""
+    v = reader.projection(product.value, "value", axes=product.value_axes)
+    v = replace(v, scale=v.scale * product.scale)
+    none = np.zeros((0, source.head_size))
+    nothing = replace(v, columns=none.astype(np.int64), gain=none, offset=none, scale=1.0, nodes=())
+    q = nothing if source.kind == "self" else replace(nothing, input=source.x)
+    between = _between(probabilities, {other.value for other in reused})
+    return _block(
+        Fused(q, nothing, v, source.scale, (), product.node.outputs[0]),
+        reader,
+        product=product.node,
+        content=None,
+        logits=None,
+        logits_axes=None,
+        probabilities=probabilities,
+        context_axes=product.context_axes,
+        nodes=(*between, product.node),
+        idiom="reused_probabilities",
+        reused=reused,
+    )
+
+
+def _between(value: ir.Value, sources: Collection[ir.Value]) -> list[ir.Node]:
+    """The nodes that lay out heads of other attentions."""
+    node = value.producer()
+    if value in sources or node is None:
+        return []
+    above = [n for v in node.inputs[:1] if v is not None for n in _between(v, sources)]
+    if node.op_type == "Concat":
+        above = [n for v in node.inputs if v is not None for n in _between(v, sources)]
+    return [*above, node]
+
+
+def _in_order(blocks: Sequence[AttentionBlock], model: ir.Model) -> list[AttentionBlock]:
+    """By the order in which their contexts are computed."""
+    if not any(block.idiom == "reused_probabilities" for block in blocks):
+        return list(blocks)
+    nodes = ir.traversal.RecursiveGraphIterator(model.graph)
+    place = {node: index for index, node in enumerate(nodes)}
+    return sorted(blocks, key=lambda b: place[node] if (node := b.context.producer()) else 0)
 
 
 def _from_operator(node: ir.Node, reader: Reader) -> AttentionBlock:
@@ -140,9 +282,12 @@ def _block(
     context_axes: Sequence[int] | None,
     nodes: tuple[ir.Node, ...],
     idiom: str,
+    reused: tuple[Reused, ...] = (),
+    own: ir.Value | None = None,
 ) -> AttentionBlock:
     """The block with its heads matched, its output projection and all its nodes."""
-    q, heads = read.q, read.q.num_heads
+    q = read.q
+    heads = q.num_heads + sum(len(taken.heads) for taken in reused)
     if read.k.head_size != q.head_size:
         raise Unread(f"queries have head size {q.head_size}, keys {read.k.head_size}")
     if read.v.turns or read.v.norm is not None:
@@ -150,7 +295,7 @@ def _block(
     counts = {part.sequences(reader.shape) for part in (q, read.k, read.v)}
     if len(counts) > 1:
         raise Unread("queries, keys and values do not come from the same number of sequences")
-    k, v = _share(read.k, heads, "key"), _share(read.v, heads, "value")
+    k, v = _share(read.k, q.num_heads, "key"), _share(read.v, heads, "value")
     labels, order = _context_labels(
         reader.shape(read.context), (counts.pop(), heads, v.head_size), context_axes
     )
@@ -177,6 +322,8 @@ def _block(
         nodes=tuple(dict.fromkeys((*nodes, *made))),
         idiom=idiom,
         position=_position(q, k, read.steps, reader),
+        reused=reused,
+        own_probabilities=own,
     )
 
 
@@ -305,11 +452,15 @@ def _common_name(block: AttentionBlock) -> str:
 
     A rewritten block has its name in those of its nodes.
     """
-    rewritten, mark, _ = (block.q.nodes[0].name or "").partition(REWRITTEN)
-    if mark:
-        return rewritten
+    pinned = block.product.meta.get(PINNED)
+    if pinned is not None:
+        return str(pinned)
+    for node in (*block.q.nodes[:1], *block.v.nodes[:1]):
+        if (mark := REWRITTEN.search(node.name or "")) is not None:
+            return (node.name or "")[: mark.start()]
     groups: list[list[str]] = []
-    for projection in (block.q, block.k, block.v):
+    parts = (block.q, block.k, block.v) if block.q.nodes else (block.v,) * 3
+    for projection in parts:
         constants = [
             value
             for node in projection.nodes[:2]

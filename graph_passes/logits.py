@@ -8,6 +8,7 @@ graph may keep its heads last, fold them into the batch, or make its scores keys
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -203,23 +204,29 @@ class Context:
         probabilities: The last value on the way that is (B, H, S, T) or (B*H, S, T); None where
             none is.
         product: With the values; its axes bring values and context to (B, H, ...).
+        joined: The Concat that puts heads of other attentions beside these, where there is one.
+            Then ``probabilities`` is its output, and ``own`` what of it was made here.
     """
 
     nodes: tuple[ir.Node, ...]
     probabilities: ir.Value | None
     product: ContextProduct
+    joined: ir.Node | None = None
+    own: ir.Value | None = None
 
 
 def read_context(softmax: SoftmaxReading, logits: Logits, reader: Reader) -> Context:
     """Down to the product with the values.
 
     Raises:
-        Unread: No product reads the probabilities, or several, or over another axis than the keys.
+        Unread: No product reads the probabilities, or over another axis than the keys.
     """
     nodes: list[ir.Node] = []
     value, labels = softmax.probabilities, logits.labels
     probabilities = value if _plain(labels, logits.shape) else None
     while not (products := _products(value, labels, logits.shape, reader)):
+        if probabilities is value and (joined := _joined(value, reader)) is not None:
+            return replace(joined, nodes=(*nodes, *joined.nodes))
         if (node := _drops_at_random(value, reader)) is not None:
             raise Unread(f"{say(node)} drops probabilities at random: export in evaluation mode")
         step = next((found for idiom in PROBABILITY_IDIOMS if (found := idiom(value))), ())
@@ -230,9 +237,34 @@ def read_context(softmax: SoftmaxReading, logits: Logits, reader: Reader) -> Con
             labels = reader.moved(step[-1], labels, 0)
         value = step[-1].outputs[0]
         probabilities = value if _plain(labels, logits.shape) else probabilities
-    if len(products) > 1:
-        raise Unread(f"{len(products)} products read the probabilities {value.name!r}, expected 1")
-    return Context(tuple(nodes), probabilities, products[0])
+    # Where several products read them, all but the first belong to layers that reuse them.
+    return Context(tuple(nodes), probabilities, _first(products))
+
+
+def _first(products: Sequence[ContextProduct]) -> ContextProduct:
+    """The one that is executed first."""
+    if len(products) == 1:
+        return products[0]
+    by_node = {product.node: product for product in products}
+    graph = products[0].node.graph
+    assert graph is not None
+    return next((by_node[node] for node in graph if node in by_node), products[0])
+
+
+def _joined(own: ir.Value, reader: Reader) -> Context | None:
+    """Where (B, H, S, T) of this softmax are put beside heads of other attentions."""
+    shape = reader.facts.shape(own)
+    for node, _ in own.uses():
+        axis = node.attributes.get_int("axis", 0) if node.op_type == "Concat" else 0
+        if shape is None or len(shape) != 4 or axis not in (1, -3):
+            continue
+        value = node.outputs[0]
+        read = [
+            context_product(user, value, (0, 1, 2, 3), reader.facts) for user, _ in value.uses()
+        ]
+        if products := [product for product in read if product is not None]:
+            return Context((node,), value, _first(products), joined=node, own=own)
+    return None
 
 
 def _plain(labels: np.ndarray, shape: tuple[int, int, int]) -> bool:

@@ -46,7 +46,8 @@ class ReferenceOutput:
 
 def inputs_of(block: AttentionBlock) -> tuple[ir.Value, ...]:
     """The values a block reads and does not make: x, y, angles, and what masks its logits."""
-    parts = [part for part in (block.q, block.k, block.v, block.content) if part is not None]
+    own = (block.q, block.k) if block.q.num_heads else ()
+    parts = [part for part in (*own, block.v, block.content) if part is not None]
     values = [part.input for part in parts]
     factors = [turn.factor for part in parts for turn in part.turns] + [p.past for p in parts]
     for spread in factors:
@@ -54,6 +55,7 @@ def inputs_of(block: AttentionBlock) -> tuple[ir.Value, ...]:
             values += [spread.value] + ([spread.positions] if spread.positions else [])
     for step in block.steps:
         values += [v for name in ("value", "total") if (v := getattr(step, name, None)) is not None]
+    values += [taken.value for taken in block.reused]
     return tuple(dict.fromkeys(values))
 
 
@@ -62,16 +64,24 @@ def attention_reference(
 ) -> ReferenceOutput:
     """Equation 5 of arXiv 2006.16362 with the content term of equation 3, in double precision.
 
+    Heads that take the probabilities of another attention take what ``values`` hold of it.
+
     Args:
         block: The reading.
         values: An array for each of ``inputs_of(block)``.
         batch: B, which flattened tokens (B*S, D) do not tell.
     """
-    logits = logits_reference(block, values, batch)
     v = _project(block.v, values, batch)  # B H T V
-    for step in block.steps:
-        logits = _apply(step, logits, values)
-    probabilities = softmax(logits)
+    own: list[np.ndarray] = []
+    if block.q.num_heads:
+        logits = logits_reference(block, values, batch)
+        for step in block.steps:
+            logits = _apply(step, logits, values)
+        own = [softmax(logits)]
+    taken = [values[reused.value][:, reused.sources] for reused in block.reused]
+    heads = [block.own_heads] * len(own) + [reused.heads for reused in block.reused]
+    back = np.argsort(np.concatenate(heads))
+    probabilities = np.concatenate([*own, *taken], axis=1)[:, back]  # B H S T
     heads = v.shape[1] * v.shape[3]
     context = np.moveaxis(block.v.scale * (probabilities @ v), 1, 2)  # B S H V
     output = None

@@ -12,11 +12,13 @@ import numpy as np
 import onnx_ir as ir
 
 from graph_passes import collaborate as collaborative
-from graph_passes import decompose
-from graph_passes.attention import AttentionBlock, PositionBias
+from graph_passes import decompose, emit
+from graph_passes import skip as skipping
+from graph_passes.attention import AttentionBlock
 from graph_passes.constants import constant_array, constant_shape, is_constant
 
-__all__ = ["REWRITES", "collaborate", "prune", "reasons", "reuse", "skip", "truncate"]
+__all__ = ["REWRITES", "collaborate", "prune", "reasons", "reuse", "skip", "truncate",
+           "why_not_source"]  # fmt: skip
 
 SMALL = 1024
 """Elements of constants that are compared one by one; larger ones must be the same tensor."""
@@ -50,37 +52,39 @@ def reuse(block: AttentionBlock, earlier: Sequence[AttentionBlock] = ()) -> str:
     Args:
         earlier: The blocks before it, in order of execution.
     """
-    reason = _returned(block)
-    if reason or (block.logits is None and (reason := decompose.why_not(block))):
+    reason = _returned(block) or _written(block) or emit.why_not_values(block)
+    if reason:
         return reason
-    if block.logits is not None and block.probabilities is None:
-        return "its probabilities are nowhere laid out as (batch, heads, queries, keys)"
+    if block.reused:
+        return "it takes the probabilities of an earlier attention already"
     sources = [other for other in earlier if other.graph is block.graph]
     if not sources:
         return "no attention comes before it, whose probabilities it could take"
-    if not any(_attends_alike(block, other) for other in sources):
+    alike = [other for other in sources if _attends_alike(block, other)]
+    if not alike:
         return "no earlier attention has the same queries' and keys' lengths, masks and biases"
+    if all(map(why_not_source, alike)):
+        return f"no earlier attention has probabilities it could take: {why_not_source(alike[-1])}"
+    return ""
+
+
+def why_not_source(block: AttentionBlock) -> str:
+    """Why the probabilities of a block cannot be handed on; empty where they can."""
+    if block.logits is None and block.probabilities is None:
+        return decompose.why_not(block)
+    if block.probabilities is None:
+        return "its probabilities are nowhere laid out as (batch, heads, queries, keys)"
     return ""
 
 
 def prune(block: AttentionBlock, earlier: Sequence[AttentionBlock] = ()) -> str:
     """Some heads taken out; key/value heads that several query heads share go as a group."""
-    reason = _returned(block) or _written(block)
-    if reason:
-        return reason
-    if block.k.past is not None or block.v.past is not None:
-        return "its cached keys and values are inputs of the graph, whose shapes would change"
-    norms = [part.norm for part in (block.q, block.k) if part.norm is not None]
-    if any(norm.columns.shape[1] != block.head_size for norm in norms):
-        return "its q/k norm is taken over all heads at once, so no head can be left out"
-    if any(isinstance(step, PositionBias) and step.entangled for step in block.steps):
-        return "its position bias is computed from its own queries or keys"
-    return ""
+    return _returned(block) or _written(block) or emit.why_not(block)
 
 
 def skip(block: AttentionBlock, earlier: Sequence[AttentionBlock] = ()) -> str:
     """The whole attention replaced by an affine map of its input."""
-    return _returned(block) or _written(block)
+    return _returned(block) or skipping.why_not(block)
 
 
 REWRITES: Mapping[str, Callable[[AttentionBlock, Sequence[AttentionBlock]], str]] = {

@@ -480,10 +480,6 @@ MISSED: dict[str, tuple[dict[str, str], str]] = {
         {"softmax": "\n p0 = Softmax <axis = -1> (m)\n p = Mul(p0, per_head)"},
         "no product with values reads the probabilities 'p0'",
     ),
-    "two contexts": (
-        {"softmax": "\n p = Softmax <axis = -1> (m)\n p9 = MatMul(p, v)"},
-        "2 products read the probabilities 'p', expected 1",
-    ),
     "a layout that data decides": (
         {"q": "\n q0 = MatMul(x, Wq)\n q1 = Add(q0, bq)\n q2 = Reshape(q1, heads)"
               "\n total = ReduceSum <keepdims = 0> (x)\n row = Cast <to = 7> (total)"

@@ -1,0 +1,345 @@
+"""refit: after a lossy rewrite, the output projection that comes nearest to the original's output.
+
+For tokens c (what the projection reads in the rewritten model) and t (what the original attention
+adds to the same tokens) the projection becomes
+
+    W, b = argmin sum |c W + b - t|^2 + ridge |W - W_O|^2          (b is free)
+
+layer by layer from the front, each on the activations of the model as it is rewritten so far
+(arXiv 2110.06821 trains instead). Only Gram matrices are kept, so data of any length will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import onnx_ir as ir
+
+from attnserve.calibrate import Batch, run, token_mask
+from attnserve.session import Provider, open_session
+from graph_passes.attention import AttentionBlock
+from graph_passes.edit import Inserter, exposing, remove_unused, share_constants
+from graph_passes.emit import emit_affine
+from graph_passes.errors import InvalidData
+from graph_passes.find import find_attention, pin_names
+from graph_passes.invariants import check, interface
+from graph_passes.shapes import Facts, interpret_small
+from graph_passes.skip import AffineMap, Skipped, refill, skipped
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+__all__ = ["Moments", "Refit", "refit", "ridge_towards"]
+
+Progress = Callable[[int, int], None]
+
+FOLDS = 5
+"""Parts of the data, each of which judges what was fitted on the others."""
+
+RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, np.inf)
+"""In units of the mean variance of what the projection reads; infinity keeps the old weights."""
+
+
+@dataclass(frozen=True)
+class Refit:
+    """How far an attention's output is from the original's, over its variation there.
+
+    Attributes:
+        relative_error_before, relative_error: Root mean square, on the calibration data.
+        ridge: What was chosen by cross-validation, of ``RIDGES``.
+    """
+
+    relative_error_before: float
+    relative_error: float
+    ridge: float
+
+
+@dataclass(eq=False)
+class Moments:
+    """Sums over tokens c (N) and targets t (D), enough to fit any ridge and to judge any map."""
+
+    count: int
+    c: Float[np.ndarray, " N"]
+    t: Float[np.ndarray, " D"]
+    cc: Float[np.ndarray, "N N"]
+    ct: Float[np.ndarray, "N D"]
+    tt: float
+
+    @classmethod
+    def of(cls, c: Float[np.ndarray, "M N"], t: Float[np.ndarray, "M D"]) -> Moments:
+        return cls(len(c), c.sum(0), t.sum(0), c.T @ c, c.T @ t, float(np.sum(t * t)))
+
+    def __add__(self, other: Moments) -> Moments:
+        return Moments(
+            self.count + other.count,
+            self.c + other.c,
+            self.t + other.t,
+            self.cc + other.cc,
+            self.ct + other.ct,
+            self.tt + other.tt,
+        )
+
+    def error(self, weight: Float[np.ndarray, "N D"], bias: Float[np.ndarray, " D"]) -> float:
+        """The sum of |c W + b - t|^2."""
+        squares = self.tt - 2 * np.sum(weight * self.ct) + np.sum(weight * (self.cc @ weight))
+        shifts = 2 * bias @ (self.c @ weight - self.t) + self.count * bias @ bias
+        return max(float(squares + shifts), 0.0)
+
+    @property
+    def variation(self) -> float:
+        """The sum of |t - mean t|^2."""
+        return max(self.tt - float(self.t @ self.t) / max(self.count, 1), 0.0)
+
+
+def ridge_towards(
+    moments: Moments, prior: Float[np.ndarray, "N D"], ridges: Sequence[float]
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """For each ridge the best W (N, D) and b (D,), W being drawn towards ``prior``."""
+    n = max(moments.count, 1)
+    c, t = moments.c / n, moments.t / n
+    gram = moments.cc / n - np.outer(c, c)
+    cross = moments.ct / n - np.outer(c, t)
+    values, vectors = np.linalg.eigh(gram)
+    values = np.maximum(values, 0.0)
+    unit = float(values.mean()) or 1.0
+    pull, start = vectors.T @ (cross - gram @ prior), prior
+    found: list[tuple[np.ndarray, np.ndarray]] = []
+    for ridge in ridges:
+        weight = start
+        if np.isfinite(ridge):  # W - prior solves the same with what the prior leaves over
+            weight = prior + vectors @ (pull / (values + ridge * unit)[:, None])
+        found.append((weight, t - c @ weight))
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Site:
+    """A linear map whose weights may be fitted: an output projection, or what a skip left.
+
+    Attributes:
+        tokens: What it reads; None where it is a constant.
+        weight, bias: As they are, and ``prior`` what the weight is drawn towards.
+    """
+
+    name: str
+    tokens: ir.Value | None
+    output: ir.Value
+    weight: np.ndarray
+    bias: np.ndarray
+    prior: np.ndarray
+    of: AttentionBlock | Skipped
+
+    @property
+    def shared(self) -> object:
+        """The same for sites of one weight."""
+        block = self.of
+        return block.output.weight if isinstance(block, AttentionBlock) and block.output else block
+
+
+def refit(
+    model: ir.Model,
+    original: ir.Model,
+    names: Sequence[str],
+    batches: Sequence[Batch],
+    *,
+    fit: bool = True,
+    provider: Provider = "cpu",
+    threads: int = 0,
+    progress: Progress | None = None,
+) -> dict[str, Refit]:
+    """Fit the output projections of rewritten blocks, in place, and say how near they come.
+
+    Blocks that share one output projection are fitted together and go on sharing it.
+
+    Args:
+        model: Rewritten; ``original`` is the model it was made from.
+        names: Of the rewritten blocks, those that ``SkipAttention`` left out included.
+        batches: Inputs of both models.
+        fit: False only measures: ``relative_error`` is then that before.
+
+    Raises:
+        InvalidData: A model refuses a batch, or its activations are not finite.
+    """
+    before = interface(model)
+    targets = {b.name: b.output.output for b in find_attention(original)[0] if b.output is not None}
+    chosen = [name for name in names if name in targets]
+    pin_names(find_attention(model)[0])
+    groups = _groups(model, chosen)
+    done: dict[str, Refit] = {}
+    for index, group in enumerate(groups):
+        sites = [_sites(model)[name] for name in group]
+
+        def report(step: int, steps: int, index: int = index) -> None:
+            if progress is not None:
+                progress(index * steps + step, len(groups) * steps)
+
+        folds = _moments(model, original, sites, targets, batches, provider, threads, report)
+        done |= _fitted(model, sites, folds, fit=fit)
+    share_constants(model, since=before.initializers)
+    check(before, model, after="refit")
+    return done
+
+
+def _groups(model: ir.Model, names: Sequence[str]) -> list[list[str]]:
+    """Names in order of execution; those that share a weight together."""
+    sites = _sites(model)
+    groups: dict[object, list[str]] = {}
+    for name in sorted(names, key=list(sites).index):
+        groups.setdefault(sites[name].shared, []).append(name)
+    return list(groups.values())
+
+
+def _sites(model: ir.Model) -> dict[str, _Site]:
+    """Every map that could be fitted, in order of execution."""
+    blocks = [_of_block(b) for b in find_attention(model)[0] if b.output is not None]
+    found = [*blocks, *map(_of_skipped, skipped(model))]
+    order = [value for node in _nodes(model) for value in node.outputs]
+    place = {value: index for index, value in enumerate(order)}
+    return {site.name: site for site in sorted(found, key=lambda site: place[site.output])}
+
+
+def _nodes(model: ir.Model) -> Iterator[ir.Node]:
+    return iter(ir.traversal.RecursiveGraphIterator(model.graph))
+
+
+def _of_block(block: AttentionBlock) -> _Site:
+    output = block.output
+    assert output is not None
+    weight = output.matrix().astype(np.float64)
+    bias = np.broadcast_to(output.offset(), weight.shape[1:]).astype(np.float64)
+    return _Site(block.name, output.input, output.output, weight, bias, weight, block)
+
+
+def _of_skipped(gap: Skipped) -> _Site:
+    """The map that stands for an attention is drawn towards nothing."""
+    bias, weight = gap.affine.bias.astype(np.float64), gap.affine.weight
+    tokens = None if weight is None else gap.input
+    weight = np.zeros((0, len(bias))) if weight is None else weight.astype(np.float64)
+    return _Site(gap.name, tokens, gap.output, weight, bias, np.zeros_like(weight), gap)
+
+
+def _moments(
+    model: ir.Model,
+    original: ir.Model,
+    sites: Sequence[_Site],
+    targets: Mapping[str, ir.Value],
+    batches: Sequence[Batch],
+    provider: Provider,
+    threads: int,
+    report: Progress,
+) -> list[Moments]:
+    """Of what the sites read and should make, in ``FOLDS`` parts."""
+    read = list(dict.fromkeys(v for s in sites for v in (s.tokens, s.output) if v is not None))
+    wanted = [targets[site.name] for site in sites]
+    sessions = [
+        open_session(_up_to(graph, values), provider=provider, threads=threads)
+        for graph, values in ((model, read), (original, wanted))
+    ]
+    folds: list[Moments | None] = [None] * min(FOLDS, len(batches))
+    for index, batch in enumerate(batches):
+        seen = dict(zip(read, run(sessions[0], batch), strict=True))
+        for site, target in zip(sites, run(sessions[1], batch), strict=True):
+            part = _tokens(site, seen, target, batch)
+            whole = folds[index % len(folds)]
+            folds[index % len(folds)] = part if whole is None else whole + part
+        report(index + 1, len(batches))
+    return [fold for fold in folds if fold is not None and fold.count]
+
+
+def _up_to(model: ir.Model, values: Sequence[ir.Value]) -> ir.Model:
+    """A model that computes these values and nothing else."""
+    with exposing(model, values):
+        part = model.clone()
+    remove_unused(part)
+    return part
+
+
+def _tokens(
+    site: _Site, seen: Mapping[ir.Value, np.ndarray], target: np.ndarray, batch: Batch
+) -> Moments:
+    """One batch, padding left out."""
+    t = target.reshape(-1, target.shape[-1]).astype(np.float64)
+    real = _real(target, batch)
+    if site.tokens is None:
+        c = np.zeros((len(t), 0))
+    else:
+        c = seen[site.tokens].reshape(len(t), -1).astype(np.float64)
+    if not (np.isfinite(c[real]).all() and np.isfinite(t[real]).all()):
+        raise InvalidData(
+            f"{site.name}: the activations on the calibration data are not finite",
+            "check the model and the data",
+        )
+    return Moments.of(c[real], t[real])
+
+
+def _real(target: np.ndarray, batch: Batch) -> np.ndarray:
+    """Which rows are real tokens, the target being (B, S, D), (S, B, D) or (B*S, D)."""
+    rows = int(np.prod(target.shape[:-1]))
+    if target.ndim == 2:
+        sizes = [
+            a.shape for n, a in batch.items() if "mask" in n and a.ndim == 2 and a.size == rows
+        ]
+        return token_mask(batch, sizes[0] if sizes else (rows, 1)).reshape(-1)
+    first, second = target.shape[:2]
+    turned = any("mask" in n and a.shape == (second, first) for n, a in batch.items())
+    if turned and first != second:
+        return token_mask(batch, (second, first)).T.reshape(-1)
+    mask = token_mask(batch, (first, second))
+    return np.broadcast_to(mask[..., None], (first, second, rows // (first * second))).reshape(-1)
+
+
+def _fitted(
+    model: ir.Model, sites: Sequence[_Site], folds: Sequence[Moments], *, fit: bool
+) -> dict[str, Refit]:
+    """Choose a ridge, fit, and put the new weights into the graph."""
+    whole = _total(folds)
+    site = sites[0]
+    scale = max(whole.variation, np.finfo(np.float64).tiny)
+    error = (whole.error(site.weight, site.bias) / scale) ** 0.5
+    if not fit:
+        return {each.name: Refit(error, error, np.inf) for each in sites}
+    ridge = _choose_ridge(folds, site.prior)
+    weight, bias = ridge_towards(whole, site.prior, [ridge])[0]
+    better = whole.error(weight, bias)
+    facts = interpret_small(model, batch=2, sequence=5)
+    for each in sites:
+        _install(each, weight, bias, facts)
+    remove_unused(model)
+    return {each.name: Refit(error, (better / scale) ** 0.5, ridge) for each in sites}
+
+
+def _choose_ridge(folds: Sequence[Moments], prior: np.ndarray) -> float:
+    """The ridge with the least error on data it was not fitted to; the strongest where there is
+    only one part of it."""
+    if len(folds) < 2:
+        return RIDGES[-2]
+    errors = np.zeros(len(RIDGES))
+    for index, held in enumerate(folds):
+        rest = _total([fold for other, fold in enumerate(folds) if other != index])
+        errors += [held.error(w, b) for w, b in ridge_towards(rest, prior, RIDGES)]
+    return RIDGES[int(np.argmin(errors))]
+
+
+def _total(folds: Sequence[Moments]) -> Moments:
+    whole = folds[0]
+    for fold in folds[1:]:
+        whole = whole + fold
+    return whole
+
+
+def _install(site: _Site, weight: np.ndarray, bias: np.ndarray, facts: Facts) -> None:
+    """Let the graph compute tokens W + b."""
+    if isinstance(site.of, Skipped):
+        refill(site.of, AffineMap(None if site.tokens is None else weight, bias), facts)
+        return
+    output = site.of.output
+    assert output is not None
+    make = Inserter(site.of.graph, output.nodes[-1], f"{site.name}/refit")
+    tokens = output.input
+    if len(facts.shape(tokens) or ()) == 4:
+        merged = make.constant(np.array([0, 0, -1], np.int64), "merged")
+        tokens = make.op("Reshape", [tokens, merged], "merged_heads")
+    emit_affine(make, tokens, weight, bias, output.output, facts)
