@@ -32,9 +32,11 @@ from rich.table import Table
 
 import attnserve
 from attnserve.artifact import Pooling, open_artifact
+from attnserve.choose import Alignment
 from attnserve.evaluate import TaskName
 from attnserve.export import Attention, Exporter
 from attnserve.measure import Measurement
+from attnserve.plan import Importance
 from attnserve.session import Provider
 from attnserve.verify import check_cosine_bound
 from graph_passes.errors import AttnserveError, CheckFailed, InvalidArgument
@@ -182,17 +184,84 @@ def inspect(
 
 
 @app.command()
+def analyze(
+    model: Model,
+    calib: Annotated[
+        Path,
+        typer.Option(
+            help="Text (a sentence a line), .npz, or a folder of .npz.", show_default=False
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder to write.", show_default=False)
+    ],
+    tokenizer: Tokenizer = None,
+    groups: Annotated[
+        int | None,
+        typer.Option(help="Heads of each layer that Voting-to-Stay keeps; half by default."),
+    ] = None,
+    threads: Threads = 0,
+    provider: ProviderName = "cpu",
+    force: Force = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+    seed: Seed = 0,
+) -> None:
+    """Measure what attention does on a text: what repeats, what is spare, what heads are worth."""
+    _setup(quiet, verbose)
+    with _progress(quiet) as stage:
+        analysis = attnserve.analyze(
+            model,
+            output,
+            calib=calib,
+            tokenizer=tokenizer,
+            groups=groups,
+            provider=provider,
+            threads=threads,
+            seed=seed,
+            force=force,
+            progress=stage,
+        )
+    if json:
+        _print_json(analysis.to_json())
+        return
+    rows = analysis.summary()
+    names, legend = _short([row.name for row in rows], room=out.width - 56)
+    table = _table(
+        f"{model}: attention on {calib}",
+        ("", "name", "heads", ">most like", ">99 % in", ">weakest head", ">stay"),
+    )
+    for row, name in zip(rows, names, strict=True):
+        table.add_row(
+            str(row.index),
+            name,
+            f"{row.num_heads} x {row.head_size}",
+            "-" if row.nearest is None else f"{row.nearest} ({row.similarity:.2f})",
+            "-" if row.rank is None else f"{row.rank} of {row.full_rank}",
+            f"{row.weakest_head} ({row.weakest_share:.1%})",
+            str(row.kept),
+        )
+    out.print(table)
+    if legend:
+        _line(legend)
+    for each in analysis.not_analysed:
+        _line(f"not analysed {each.name}: {each.reason}")
+    _line(f"{output / 'report.html'}")
+
+
+@app.command()
 def optimize(
     model: Model,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="OUT.onnx, or a folder.", show_default=False)
     ],
     collab_dk: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="Shared dimension R: one for all layers, or R1,R2,...", show_default=False
         ),
-    ],
+    ] = None,
     collab_cache: Annotated[
         bool,
         typer.Option(
@@ -200,6 +269,41 @@ def optimize(
             help="Rewrite a decoder's cached keys too: its cache shrinks to R, and changes shape.",
         ),
     ] = False,
+    reuse: Annotated[
+        str | None,
+        typer.Option(
+            help="Heads that take the probabilities of earlier layers: partial:K[:P], full:P, "
+            "alternate, all-end, auto, or a .json file of edges.",
+            show_default=False,
+        ),
+    ] = None,
+    align: Annotated[
+        Alignment, typer.Option(help="Reused heads take the most similar ones, or by index.")
+    ] = "similarity",
+    prune: Annotated[
+        float | None,
+        typer.Option(help="Share of the heads that goes, least important first."),
+    ] = None,
+    importance: Annotated[
+        Importance,
+        typer.Option(help="What others cannot write, loss without it, or Voting-to-Stay."),
+    ] = "energy",
+    prune_heads: Annotated[
+        Path | None, typer.Option(help='Or a mask: {"layer": [1, 0, ...]}.', show_default=False)
+    ] = None,
+    skip: Annotated[
+        str | None,
+        typer.Option(
+            help="Layers whose attention becomes an affine map, or LAYER:constant.",
+            show_default=False,
+        ),
+    ] = None,
+    refit: Annotated[
+        bool,
+        typer.Option(
+            "--refit/--no-refit", help="With --calib, fit the outputs of rewritten layers again."
+        ),
+    ] = True,
     layers: Annotated[
         str | None, typer.Option(help="Layers to rewrite: names or indices, comma separated.")
     ] = None,
@@ -227,18 +331,25 @@ def optimize(
     verbose: Verbose = False,
     seed: Seed = 0,
 ) -> None:
-    """Rewrite a model's attention into collaborative heads; prove it; write it."""
+    """Rewrite a model's attention: skip, prune, reuse, collaborate; prove it; write it."""
     _setup(quiet, verbose)
-    ranks = _integers("--collab-dk", collab_dk, least=None)
+    ranks = None if collab_dk is None else _integers("--collab-dk", collab_dk, least=None)
     with _progress(quiet) as stage:
         report = attnserve.optimize(
             model,
             output,
-            collab_dk=ranks[0] if len(ranks) == 1 else ranks,
+            collab_dk=ranks[0] if ranks is not None and len(ranks) == 1 else ranks,
             collab_cache=collab_cache,
+            reuse=reuse,
+            align=align,
+            prune=prune,
+            importance=importance,
+            prune_heads=prune_heads,
+            skip=() if skip is None else _names(skip),
+            refit=refit,
             calib=calib,
             tokenizer=tokenizer,
-            layers=None if layers is None else [name.strip() for name in layers.split(",")],
+            layers=None if layers is None else _names(layers),
             batch=batch,
             sequence=seq,
             min_cosine=min_cosine,
@@ -259,10 +370,17 @@ def optimize(
     names, legend = _short([step.block for step in report.steps], room=out.width - 40)
     table = _table(
         f"{report.output}" + (" (dry run: nothing was written)" if dry_run else ""),
-        ("block", "rewrite", ">R", ">relative error"),
+        ("block", "rewrite", ">own heads", ">R", ">relative error", ">MMACs"),
     )
     for step, name in zip(report.steps, names, strict=True):
-        table.add_row(name, step.rewrite, str(step.rank), f"{step.relative_error:.4f}")
+        cells = (step.heads, step.rank)
+        table.add_row(
+            name,
+            step.rewrite,
+            *("" if cell is None else str(cell) for cell in cells),
+            "-" if step.relative_error is None else f"{step.relative_error:.4f}",
+            "-" if step.macs_after is None else f"{step.macs_after / 1e6:.1f}",
+        )
     out.print(table)
     if legend:
         _line(legend)
@@ -580,6 +698,10 @@ def _number(value: object) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(_number(v) for v in value) + "]"
     return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
 
 
 def _integers(option: str, text: str, *, least: int | None = 1) -> list[int]:

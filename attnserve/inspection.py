@@ -11,10 +11,10 @@ import onnx_ir as ir
 
 from attnserve.artifact import load_model, open_artifact
 from attnserve.certify import Reading, read_attention
-from graph_passes.attention import AttentionBlock
 from graph_passes.cost import macs_at, parameters
-from graph_passes.rewrites import reasons
-from graph_passes.shapes import Facts, bind_axes, interpret
+from graph_passes.rewrites import REWRITES, reasons
+from graph_passes.shapes import bind_axes, interpret
+from graph_passes.skip import Skipped, skipped
 
 __all__ = ["Inspection", "inspect"]
 
@@ -30,6 +30,7 @@ class Inspection:
     batch: int
     sequence: int
     uncounted: tuple[str, ...]
+    skipped: tuple[Skipped, ...] = ()
 
     @property
     def attention_macs(self) -> int:
@@ -37,29 +38,7 @@ class Inspection:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "attention": [
-                {
-                    "name": block.name,
-                    "kind": block.kind,
-                    "num_heads": block.num_heads,
-                    "num_kv_heads": block.num_kv_heads,
-                    "head_size": block.head_size,
-                    "v_head_size": block.v_head_size,
-                    "input_size": block.input_size,
-                    "scale": block.scale,
-                    "position": block.position,
-                    "form": block.form,
-                    "idiom": block.idiom,
-                    "certified": True,
-                    "max_abs_error": certified.max_abs_error,
-                    "macs": self.block_macs[block.name],
-                    "rewrites": {name: reason or True for name, reason in why_not.items()},
-                }
-                for certified, why_not in zip(
-                    self.reading.certified, reasons(self.reading.blocks), strict=True
-                )
-                for block in (certified.block,)
-            ],
+            "attention": [*self._blocks(), *map(self._gap, self.skipped)],
             "missed": [
                 {"node": miss.node.name or miss.node.op_type, "reason": miss.reason}
                 for miss in self.reading.misses
@@ -72,6 +51,50 @@ class Inspection:
                 "attention": self.attention_macs,
             },
             "uncounted": list(self.uncounted),
+        }
+
+    def _blocks(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "name": block.name,
+                "kind": block.kind,
+                "num_heads": block.num_heads,
+                "num_kv_heads": block.num_kv_heads,
+                "reused_heads": block.num_heads - block.q.num_heads,
+                "head_size": block.head_size,
+                "v_head_size": block.v_head_size,
+                "input_size": block.input_size,
+                "scale": block.scale,
+                "position": block.position,
+                "form": block.form,
+                "idiom": block.idiom,
+                "certified": True,
+                "max_abs_error": certified.max_abs_error,
+                "macs": self.block_macs[block.name],
+                "rewrites": {name: reason or True for name, reason in why_not.items()},
+            }
+            for certified, why_not in zip(
+                self.reading.certified, reasons(self.reading.blocks), strict=True
+            )
+            for block in (certified.block,)
+        ]
+
+    def _gap(self, gap: Skipped) -> dict[str, Any]:
+        """Where an attention was: an affine map of its input, which speaks for itself."""
+        sizes = ("num_heads", "num_kv_heads", "reused_heads", "head_size", "v_head_size")
+        return {
+            "name": gap.name,
+            "kind": "self",
+            **dict.fromkeys(sizes, 0),
+            "input_size": 0 if gap.affine.weight is None else len(gap.affine.weight),
+            "scale": 0.0,
+            "position": "none",
+            "form": "skip",
+            "idiom": "skip",
+            "certified": True,
+            "max_abs_error": 0.0,
+            "macs": self.block_macs[gap.name],
+            "rewrites": dict.fromkeys(REWRITES, "its attention was left out"),
         }
 
 
@@ -92,19 +115,19 @@ def inspect(model: Path, *, batch: int = 1, sequence: int = 128, seed: int = 0) 
 
 def inspect_graph(model: ir.Model, *, batch: int, sequence: int, seed: int = 0) -> Inspection:
     """``inspect`` for a model in memory."""
-    reading = read_attention(model, seed=seed)
+    reading, gaps = read_attention(model, seed=seed), skipped(model)
     facts = interpret(model, bind_axes(model.graph, batch=batch, sequence=sequence))
     total, uncounted = macs_at(facts, model.graph)
     return Inspection(
         reading=reading,
-        block_macs={block.name: _block_macs(block, facts) for block in reading.blocks},
+        block_macs={
+            place.name: macs_at(facts, place.nodes)[0] for place in (*reading.blocks, *gaps)
+        },
         parameters=parameters(model),
         total_macs=total if not uncounted else None,
         batch=batch,
         sequence=sequence,
         uncounted=uncounted,
+        skipped=tuple(gaps),
     )
 
-
-def _block_macs(block: AttentionBlock, facts: Facts) -> int:
-    return macs_at(facts, block.nodes)[0]

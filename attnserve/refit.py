@@ -20,7 +20,7 @@ import onnx_ir as ir
 
 from attnserve.calibrate import Batch, run, token_mask
 from attnserve.session import Provider, open_session
-from graph_passes.attention import AttentionBlock
+from graph_passes.attention import AttentionBlock, OutputProjection
 from graph_passes.edit import Inserter, exposing, remove_unused, share_constants
 from graph_passes.emit import emit_affine
 from graph_passes.errors import InvalidData
@@ -32,12 +32,12 @@ from graph_passes.skip import AffineMap, Skipped, refill, skipped
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-__all__ = ["Moments", "Refit", "refit", "ridge_towards"]
+__all__ = ["Moments", "Refit", "context_moments", "refit", "ridge_towards"]
 
 Progress = Callable[[int, int], None]
 
 FOLDS = 5
-"""Parts of the data, each of which judges what was fitted on the others."""
+"""Parts of the texts, each of which judges what was fitted on the others."""
 
 RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, np.inf)
 """In units of the mean variance of what the projection reads; infinity keeps the old weights."""
@@ -49,12 +49,13 @@ class Refit:
 
     Attributes:
         relative_error_before, relative_error: Root mean square, on the calibration data.
-        ridge: What was chosen by cross-validation, of ``RIDGES``.
+        ridge: What was chosen by cross-validation, of ``RIDGES``; None where nothing came nearer on
+            texts it was not fitted to, so that all is left as it was.
     """
 
     relative_error_before: float
     relative_error: float
-    ridge: float
+    ridge: float | None
 
 
 @dataclass(eq=False)
@@ -89,6 +90,11 @@ class Moments:
         return max(float(squares + shifts), 0.0)
 
     @property
+    def covariance(self) -> Float[np.ndarray, "N N"]:
+        mean = self.c / max(self.count, 1)
+        return self.cc / max(self.count, 1) - np.outer(mean, mean)
+
+    @property
     def variation(self) -> float:
         """The sum of |t - mean t|^2."""
         return max(self.tt - float(self.t @ self.t) / max(self.count, 1), 0.0)
@@ -100,11 +106,11 @@ def ridge_towards(
     """For each ridge the best W (N, D) and b (D,), W being drawn towards ``prior``."""
     n = max(moments.count, 1)
     c, t = moments.c / n, moments.t / n
-    gram = moments.cc / n - np.outer(c, c)
+    gram = moments.covariance
     cross = moments.ct / n - np.outer(c, t)
     values, vectors = np.linalg.eigh(gram)
     values = np.maximum(values, 0.0)
-    unit = float(values.mean()) or 1.0
+    unit = float(values.sum()) / max(len(values), 1) or 1.0
     pull, start = vectors.T @ (cross - gram @ prior), prior
     found: list[tuple[np.ndarray, np.ndarray]] = []
     for ridge in ridges:
@@ -152,7 +158,8 @@ def refit(
 ) -> dict[str, Refit]:
     """Fit the output projections of rewritten blocks, in place, and say how near they come.
 
-    Blocks that share one output projection are fitted together and go on sharing it.
+    Blocks that share one output projection are fitted together and go on sharing it. Those that lie
+    in the body of another node, which no session can look into, are passed over.
 
     Args:
         model: Rewritten; ``original`` is the model it was made from.
@@ -164,7 +171,11 @@ def refit(
         InvalidData: A model refuses a batch, or its activations are not finite.
     """
     before = interface(model)
-    targets = {b.name: b.output.output for b in find_attention(original)[0] if b.output is not None}
+    targets = {
+        block.name: block.output
+        for block in find_attention(original)[0]
+        if block.output is not None and block.graph is original.graph
+    }
     chosen = [name for name in names if name in targets]
     pin_names(find_attention(model)[0])
     groups = _groups(model, chosen)
@@ -181,6 +192,34 @@ def refit(
     share_constants(model, since=before.initializers)
     check(before, model, after="refit")
     return done
+
+
+def context_moments(
+    model: ir.Model,
+    blocks: Sequence[AttentionBlock],
+    batches: Sequence[Batch],
+    *,
+    provider: Provider = "cpu",
+    threads: int = 0,
+    progress: Progress | None = None,
+) -> dict[str, Moments]:
+    """Of what the output projection of each block reads, and what it makes."""
+    sites = [_of_block(block) for block in blocks]
+    values = list(dict.fromkeys(v for s in sites for v in (s.tokens, s.output) if v is not None))
+    session = open_session(_up_to(model, values), provider=provider, threads=threads)
+    found: dict[str, Moments] = {}
+    for done, batch in enumerate(batches, start=1):
+        seen = dict(zip(values, run(session, batch), strict=True))
+        for site, block in zip(sites, blocks, strict=True):
+            assert block.output is not None
+            c, t, _ = _tokens(site, seen, seen[site.output], batch, block.output.sequence_first)
+            part = Moments.of(c, t)
+            found[site.name] = found[site.name] + part if site.name in found else part
+        if progress is not None:
+            progress(done, len(batches))
+    for name, moments in found.items():
+        _require_tokens(name, moments.count)
+    return found
 
 
 def _groups(model: ir.Model, names: Sequence[str]) -> list[list[str]]:
@@ -225,28 +264,39 @@ def _moments(
     model: ir.Model,
     original: ir.Model,
     sites: Sequence[_Site],
-    targets: Mapping[str, ir.Value],
+    targets: Mapping[str, OutputProjection],
     batches: Sequence[Batch],
     provider: Provider,
     threads: int,
     report: Progress,
 ) -> list[Moments]:
-    """Of what the sites read and should make, in ``FOLDS`` parts."""
+    """Of what the sites read and should make, in ``FOLDS`` parts or as many as there are texts."""
     read = list(dict.fromkeys(v for s in sites for v in (s.tokens, s.output) if v is not None))
-    wanted = [targets[site.name] for site in sites]
+    wanted = [targets[site.name].output for site in sites]
     sessions = [
         open_session(_up_to(graph, values), provider=provider, threads=threads)
         for graph, values in ((model, read), (original, wanted))
     ]
-    folds: list[Moments | None] = [None] * min(FOLDS, len(batches))
+    folds: dict[int, Moments] = {}
+    before = 0  # texts of earlier batches
     for index, batch in enumerate(batches):
         seen = dict(zip(read, run(sessions[0], batch), strict=True))
         for site, target in zip(sites, run(sessions[1], batch), strict=True):
-            part = _tokens(site, seen, target, batch)
-            whole = folds[index % len(folds)]
-            folds[index % len(folds)] = part if whole is None else whole + part
+            turned = targets[site.name].sequence_first
+            c, t, texts = _tokens(site, seen, target, batch, turned)
+            parts = (before + texts) % FOLDS
+            for fold in np.unique(parts).tolist():
+                part = Moments.of(c[parts == fold], t[parts == fold])
+                folds[fold] = folds[fold] + part if fold in folds else part
+        before += _texts(batch)
         report(index + 1, len(batches))
-    return [fold for fold in folds if fold is not None and fold.count]
+    _require_tokens(sites[0].name, len(folds))
+    return list(folds.values())
+
+
+def _require_tokens(name: str, count: int) -> None:
+    if not count:
+        raise InvalidData(f"{name}: the calibration data has no real token", "check the mask input")
 
 
 def _up_to(model: ir.Model, values: Sequence[ir.Value]) -> ir.Model:
@@ -258,37 +308,45 @@ def _up_to(model: ir.Model, values: Sequence[ir.Value]) -> ir.Model:
 
 
 def _tokens(
-    site: _Site, seen: Mapping[ir.Value, np.ndarray], target: np.ndarray, batch: Batch
-) -> Moments:
-    """One batch, padding left out."""
-    t = target.reshape(-1, target.shape[-1]).astype(np.float64)
-    real = _real(target, batch)
+    site: _Site, seen: Mapping[ir.Value, np.ndarray], target: np.ndarray, batch: Batch, turned: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """One batch, padding left out: what is read (M, N), what should be made (M, D), and the number
+    of the text that each token is of (M,)."""
+    texts = _text_of(target, batch, turned)
+    real = texts >= 0
+    t = target.reshape(-1, target.shape[-1])[real].astype(np.float64)
     if site.tokens is None:
         c = np.zeros((len(t), 0))
     else:
-        c = seen[site.tokens].reshape(len(t), -1).astype(np.float64)
-    if not (np.isfinite(c[real]).all() and np.isfinite(t[real]).all()):
+        c = seen[site.tokens].reshape(len(real), -1)[real].astype(np.float64)
+    if not (np.isfinite(c).all() and np.isfinite(t).all()):
         raise InvalidData(
             f"{site.name}: the activations on the calibration data are not finite",
             "check the model and the data",
         )
-    return Moments.of(c[real], t[real])
+    return c, t, texts[real]
 
 
-def _real(target: np.ndarray, batch: Batch) -> np.ndarray:
-    """Which rows are real tokens, the target being (B, S, D), (S, B, D) or (B*S, D)."""
+def _texts(batch: Batch) -> int:
+    return max((len(array) for array in batch.values() if array.ndim), default=1)
+
+
+def _text_of(target: np.ndarray, batch: Batch, turned: bool) -> np.ndarray:
+    """The text of each token, -1 for padding, the target being (B, S, D) or (B*S, D); or (S, B, D)
+    where ``turned``. Windows of an image are one text."""
     rows = int(np.prod(target.shape[:-1]))
     if target.ndim == 2:
-        sizes = [
-            a.shape for n, a in batch.items() if "mask" in n and a.ndim == 2 and a.size == rows
-        ]
-        return token_mask(batch, sizes[0] if sizes else (rows, 1)).reshape(-1)
-    first, second = target.shape[:2]
-    turned = any("mask" in n and a.shape == (second, first) for n, a in batch.items())
-    if turned and first != second:
-        return token_mask(batch, (second, first)).T.reshape(-1)
-    mask = token_mask(batch, (first, second))
-    return np.broadcast_to(mask[..., None], (first, second, rows // (first * second))).reshape(-1)
+        masks = (a for n, a in batch.items() if "mask" in n and a.ndim == 2 and a.size == rows)
+        first, second = next((mask.shape for mask in masks), (1, rows))
+    else:
+        first, second = target.shape[:2]
+        others = any("mask" in n and a.shape == (second, first) for n, a in batch.items())
+        turned = turned or (others and first != second)
+    sizes = (second, first) if turned else (first, second)
+    text = np.arange(sizes[0]) * _texts(batch) // sizes[0]
+    found = np.where(token_mask(batch, sizes), text[:, None], -1)
+    found = found.T if turned else found
+    return np.repeat(found.reshape(-1), rows // found.size)
 
 
 def _fitted(
@@ -297,11 +355,12 @@ def _fitted(
     """Choose a ridge, fit, and put the new weights into the graph."""
     whole = _total(folds)
     site = sites[0]
-    scale = max(whole.variation, np.finfo(np.float64).tiny)
+    varies = whole.variation > 1e-13 * whole.tt  # less is rounding: eps^2 of float32
+    scale = whole.variation if varies else whole.tt or 1.0
     error = (whole.error(site.weight, site.bias) / scale) ** 0.5
-    if not fit:
-        return {each.name: Refit(error, error, np.inf) for each in sites}
-    ridge = _choose_ridge(folds, site.prior)
+    ridge = _choose_ridge(folds, site) if fit else None
+    if ridge is None:
+        return {each.name: Refit(error, error, None) for each in sites}
     weight, bias = ridge_towards(whole, site.prior, [ridge])[0]
     better = whole.error(weight, bias)
     facts = interpret_small(model, batch=2, sequence=5)
@@ -311,16 +370,18 @@ def _fitted(
     return {each.name: Refit(error, (better / scale) ** 0.5, ridge) for each in sites}
 
 
-def _choose_ridge(folds: Sequence[Moments], prior: np.ndarray) -> float:
-    """The ridge with the least error on data it was not fitted to; the strongest where there is
-    only one part of it."""
+def _choose_ridge(folds: Sequence[Moments], site: _Site) -> float | None:
+    """The ridge with the least error on texts it was not fitted to; None where that is still more
+    than without any fit. A single text judges nothing: only what has no weights yet is fitted."""
     if len(folds) < 2:
-        return RIDGES[-2]
+        return RIDGES[-2] if isinstance(site.of, Skipped) else None
     errors = np.zeros(len(RIDGES))
     for index, held in enumerate(folds):
         rest = _total([fold for other, fold in enumerate(folds) if other != index])
-        errors += [held.error(w, b) for w, b in ridge_towards(rest, prior, RIDGES)]
-    return RIDGES[int(np.argmin(errors))]
+        errors += [held.error(w, b) for w, b in ridge_towards(rest, site.prior, RIDGES)]
+    best = int(np.argmin(errors))
+    as_it_is = sum(held.error(site.weight, site.bias) for held in folds)
+    return RIDGES[best] if errors[best] < as_it_is else None
 
 
 def _total(folds: Sequence[Moments]) -> Moments:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import platform
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,11 @@ from attnserve.artifact import (
     staged,
     write_record,
 )
-from attnserve.calibrate import Dataset, collect_moments, load_inputs
+from attnserve.calibrate import Batch, Dataset, collect_moments, load_inputs
 from attnserve.certify import Reading, read_attention
+from attnserve.choose import Alignment
+from attnserve.plan import Importance, Plan, Ranks, Request, make_plan
+from attnserve.refit import refit
 from attnserve.session import Provider
 from attnserve.verify import (
     Fidelity,
@@ -35,18 +38,19 @@ from attnserve.verify import (
     random_batches,
     require_empty,
 )
-from graph_passes import rewrites
 from graph_passes.attention import AttentionBlock
 from graph_passes.collaborate import Collaborate, cache_width, factor
 from graph_passes.cost import Cost, break_even, macs_at, model_cost
 from graph_passes.cp import CollaborativeFactors, TokenMoments, pooled, with_mean
 from graph_passes.decompose import DecomposeAttention
-from graph_passes.errors import CannotRewrite, CheckFailed, InvalidArgument, InvalidModel
+from graph_passes.errors import CheckFailed, InvalidModel
+from graph_passes.prune import PruneHeads
+from graph_passes.reuse import ReuseAttention
 from graph_passes.shapes import bind_axes, interpret
+from graph_passes.skip import AffineMap, SkipAttention, skipped
 
 __all__ = ["ModelCost", "OptimizeReport", "Step", "optimize"]
 
-Ranks = int | Sequence[int] | Mapping[str, int]
 Stage = Callable[[str, int, int], None]
 """Progress: (what is being done, done, total)."""
 
@@ -67,17 +71,25 @@ class ModelCost:
 
 @dataclass(frozen=True)
 class Step:
-    """One rewrite of one block. The error is relative, in the metric that was minimized.
+    """One rewrite of one block, in the order in which they were done.
 
-    ``cache_width`` counts the numbers of a token that cached keys hold now, over all heads; None
-    where keys are not cached.
+    Attributes:
+        rewrite: "skip", "prune", "reuse", "collaborate", or the "refit" of what these changed.
+        relative_error: Of collaborative factors, in the metric that was minimized. Of all others,
+            how far the attention's output is from the original's, over its variation there, on the
+            calibration data (random inputs without); None where it cannot be seen.
+        macs_after: Of the whole model.
+        rank: R of collaborative heads.
+        heads: How many heads compute probabilities of their own.
+        cache_width: How many numbers of a token cached keys hold now, over all heads.
     """
 
     rewrite: str
     block: str
-    relative_error: float
+    relative_error: float | None
     macs_after: int | None
-    rank: int
+    rank: int | None = None
+    heads: int | None = None
     cache_width: int | None = None
 
 
@@ -94,6 +106,7 @@ class OptimizeReport:
     batch: int
     sequence: int
     warnings: tuple[str, ...]
+    plan: Plan
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -109,6 +122,7 @@ class OptimizeReport:
             "batch": self.batch,
             "sequence": self.sequence,
             "warnings": list(self.warnings),
+            "plan": self.plan.to_json(),
         }
 
 
@@ -116,8 +130,15 @@ def optimize(
     model: Path,
     output: Path,
     *,
-    collab_dk: Ranks,
+    collab_dk: Ranks | None = None,
     collab_cache: bool = False,
+    reuse: str | Path | Mapping[str, Any] | None = None,
+    align: Alignment = "similarity",
+    prune: float | None = None,
+    importance: Importance = "energy",
+    prune_heads: Path | Mapping[str, Any] | None = None,
+    skip: Sequence[str] = (),
+    refit: bool = True,
     calib: Path | None = None,
     tokenizer: Path | None = None,
     layers: Sequence[str] | None = None,
@@ -132,7 +153,9 @@ def optimize(
     dry_run: bool = False,
     progress: Stage | None = None,
 ) -> OptimizeReport:
-    """Give a model's attention collaborative heads and write it with attnserve.json beside it.
+    """Rewrite a model's attention and write it with attnserve.json beside it.
+
+    What is asked for is done in this order: skip, prune, reuse, fit again, collaborate, fit again.
 
     Args:
         model: An .onnx file or an artifact folder; never changed.
@@ -140,6 +163,19 @@ def optimize(
         collab_dk: R for every layer, one R a layer in order, or R by layer name.
         collab_cache: Rewrite cached keys of decoders too: the cache, an input and an output of the
             model, then holds R shared dimensions (and H content logits) a token instead of H*K.
+        reuse: Heads that take the probabilities of earlier ones: ``partial:K[:P]``, ``full:P``,
+            ``alternate``, ``all-end``, ``auto``, a .json file of edges or such an object
+            (``choose.read_edges``).
+        align: Which heads take whose probabilities: the most similar, which needs ``calib``, or by
+            index as in the paper.
+        prune: The share of all heads that goes, least important first; needs ``calib``.
+        importance: By what they write that others cannot, by what the output loses without them,
+            or by Voting-to-Stay.
+        prune_heads: Or a mask, as a .json file or an object by layer (``choose.read_masks``).
+        skip: Layers whose attention is left out: the best affine map of their input stands for it,
+            or a constant (``LAYER:constant``); needs ``calib``.
+        refit: Fit the output projections of rewritten layers to the original's output, where there
+            is ``calib``.
         calib: Text (a sentence a line), .npz or a folder of .npz; without it the weights alone are
             approximated, at several times the error.
         layers: Names or indices of the layers to rewrite; all that can be by default.
@@ -155,6 +191,9 @@ def optimize(
         InvalidModel, InvalidArgument, InvalidData, InvalidOutput, CannotRewrite: See their texts.
         CheckFailed: The fidelity is below ``min_cosine``.
     """
+    request = Request(
+        collab_dk, collab_cache, reuse, align, prune, importance, prune_heads, skip, layers
+    )
     check_cosine_bound(min_cosine)
     artifact = open_artifact(model)
     graph = load_model(artifact)
@@ -162,43 +201,38 @@ def optimize(
     report_stage = progress or _silent
     require_finite_weights(graph)
     reading = read_attention(graph, seed=seed)
-    ranks, warnings = _choose(
-        reading, collab_dk, layers, graph.graph, calibrated=calib is not None, caches=collab_cache
-    )
     data = None
     if calib is not None:
         data = load_inputs(calib, graph, artifact, tokenizer=tokenizer)
-        chosen = [block.k.past for block in reading.blocks if block.name in ranks]
+    plan = make_plan(
+        request, graph, reading, data, provider=provider, threads=threads, seed=seed,
+        report=report_stage,
+    )  # fmt: skip
+    if data is not None:
+        chosen = [block.k.past for block in reading.blocks if block.name in plan.ranks]
         caches = [past.value.name or "" for past in chosen if past is not None]
         require_empty([*data.fit, *data.held_out], caches)
     length = sequence or (data.length if data is not None else DEFAULT_SEQUENCE)
     before = model_cost(graph)
     before_cost = _cost(before, graph, batch, length)
 
-    fused = frozenset(b.name for b in reading.blocks if b.name in ranks and b.logits is None)
-    if fused:
-        DecomposeAttention(fused)(graph)
-        reading = read_attention(graph, seed=seed)
-        _require(reading, ranks)
-    blocks = [block for block in reading.blocks if block.name in ranks]
-    factors = _factor(
-        graph, blocks, ranks, data, provider=provider, threads=threads, report=report_stage
-    )
-    exact = all(found.relative_error == 0 for found in factors.values())
-    spent = _macs_by_block(graph, reading, batch, length)
-    Collaborate(factors, caches=collab_cache)(graph)
-    reading = read_attention(graph, seed=seed)
-    _require(reading, ranks)
-    now = _macs_by_block(graph, reading, batch, length)
-    total = before_cost.macs
-    steps: list[Step] = []
-    for block in blocks:
-        name, found = block.name, factors[block.name]
-        width = None if block.k.past is None else cache_width(found)
-        total = None if total is None else total + now[name] - spent[name]
-        steps.append(Step("collaborate", name, found.relative_error, total, found.rank, width))
-
     original = load_model(artifact)
+    run = _Run(
+        graph, original, plan, data, before_cost.macs, batch, length, provider, threads, seed,
+        report_stage,
+    )  # fmt: skip
+    fit = refit and data is not None
+    run.skip()
+    run.prune()
+    run.reuse()
+    run.fit([*plan.skip, *plan.masks, *plan.edges], fit=fit)
+    run.collaborate(caches=collab_cache)
+    lossy = [
+        step.block for step in run.steps if step.rewrite == "collaborate" and step.relative_error
+    ]
+    if fit and lossy:
+        run.fit(list(dict.fromkeys([*plan.skip, *plan.masks, *plan.edges, *lossy])), fit=True)
+
     if data is not None:
         batches = data.held_out
     else:
@@ -210,31 +244,182 @@ def optimize(
     )  # fmt: skip
     after = model_cost(graph)
     even = break_even(before.macs, after.macs) if before.macs and after.macs else None
+    changed = [block for block in reading.blocks if block.name in plan.changed]
     report = OptimizeReport(
         output=target,
         before=before_cost,
         after=_cost(after, graph, batch, length),
-        steps=tuple(steps),
+        steps=tuple(run.steps),
         fidelity=fidelity,
         break_even_sequence=even,
         batch=batch,
         sequence=length,
         warnings=(
-            *warnings,
-            *_warn(even, length, artifact.max_length, data, blocks, exact),
-            *_warn_of_caches(blocks, steps),
+            *plan.warnings,
+            *_warn(even, length, artifact.max_length, data, changed, run.exact),
+            *_warn_of_caches(reading.blocks, run.steps),
             *_warn_of_fidelity(fidelity),
         ),
+        plan=plan,
     )
     if min_cosine is not None and fidelity.mean_cosine < min_cosine:
         raise CheckFailed(
             f"mean cosine {fidelity.mean_cosine:.4f} on {source}, expected at least {min_cosine}: "
             "nothing was written",
-            "raise --collab-dk" + ("" if calib else ", or calibrate with --calib FILE"),
+            ("raise --collab-dk" if plan.ranks else "rewrite fewer heads or layers")
+            + ("" if calib else ", or calibrate with --calib FILE"),
         )
     if not dry_run:
         _write(artifact, graph, report, data, external_data, seed)
     return report
+
+
+@dataclass(eq=False)
+class _Run:
+    """A plan being carried out on ``graph``; every rewrite is read back and certified."""
+
+    graph: ir.Model
+    original: ir.Model
+    plan: Plan
+    data: Dataset | None
+    macs: int | None
+    batch: int
+    length: int
+    provider: Provider
+    threads: int
+    seed: int
+    report: Stage
+    steps: list[Step] = field(default_factory=list[Step])
+    exact: bool = True
+    """Whether nothing was approximated so far."""
+
+    def skip(self) -> None:
+        if not self.plan.skip:
+            return
+        blocks = {block.name: block for block in read_attention(self.graph, seed=self.seed).blocks}
+        maps: dict[str, AffineMap] = {}
+        for name, kind in self.plan.skip.items():
+            output = blocks[name].output
+            assert output is not None
+            width = output.matrix().shape[1]
+            weight = np.zeros((blocks[name].input_size, width)) if kind == "affine" else None
+            maps[name] = AffineMap(weight, np.zeros(width))
+        self._do("skip", SkipAttention(maps), list(maps))
+
+    def prune(self) -> None:
+        if self.plan.masks:
+            self._do("prune", PruneHeads(self.plan.masks), list(self.plan.masks))
+
+    def reuse(self) -> None:
+        edges = self._numbered()
+        if not edges:
+            return
+        reading = read_attention(self.graph, seed=self.seed)
+        sources = {source for heads in edges.values() for source, _ in heads.values()}
+        inside = [b.name for b in reading.blocks if b.name in sources and b.probabilities is None]
+        if inside:
+            DecomposeAttention(frozenset(inside))(self.graph)
+        self._do("reuse", ReuseAttention(edges), list(edges))
+
+    def _numbered(self) -> dict[str, dict[int, tuple[str, int]]]:
+        """The edges in the numbers of the heads that pruning left."""
+        places: dict[str, dict[int, int]] = {
+            name: {head: place for place, head in enumerate(np.flatnonzero(mask).tolist())}
+            for name, mask in self.plan.masks.items()
+        }
+
+        def place(name: str, head: int) -> int:
+            return places[name][head] if name in places else head
+
+        return {
+            name: {place(name, h): (source, place(source, t)) for h, (source, t) in heads.items()}
+            for name, heads in self.plan.edges.items()
+        }
+
+    def _do(self, rewrite: str, change: ir.passes.InPlacePass, names: Sequence[str]) -> None:
+        """Run a pass, prove what it made, and note what each layer costs now."""
+        spent = self._macs_by_layer(read_attention(self.graph, seed=self.seed))
+        change(self.graph)
+        reading = read_attention(self.graph, seed=self.seed)
+        _require(reading, set(names) - {gap.name for gap in skipped(self.graph)})
+        now = self._macs_by_layer(reading)
+        heads = {block.name: block.q.num_heads for block in reading.blocks}
+        for name in names:
+            self._spend(now.get(name, 0) - spent[name])
+            self.steps.append(Step(rewrite, name, None, self.macs, heads=heads.get(name, 0)))
+        self.macs = _macs(self.graph, self.batch, self.length)  # with what others go on reading
+        self.steps[-1] = replace(self.steps[-1], macs_after=self.macs)
+        self.exact = False
+
+    def _macs_by_layer(self, reading: Reading) -> dict[str, int]:
+        axes = bind_axes(self.graph.graph, batch=self.batch, sequence=self.length)
+        facts = interpret(self.graph, axes)
+        places = [*reading.blocks, *skipped(self.graph)]
+        return {place.name: macs_at(facts, place.nodes)[0] for place in places}
+
+    def _spend(self, macs: int) -> None:
+        self.macs = None if self.macs is None else self.macs + macs
+
+    def fit(self, names: Collection[str], *, fit: bool) -> None:
+        """Fit the outputs of these layers again, and note how far they are from the original's."""
+        names = list(dict.fromkeys(names))
+        if not names:
+            return
+        batches: Sequence[Batch]
+        if self.data is not None:
+            batches = self.data.fit
+        else:
+            empty = empty_axes(self.original, self.graph)
+            batches = random_batches(self.original, self.seed, empty=empty)
+        found = refit(
+            self.graph, self.original, names, batches,
+            fit=fit, provider=self.provider, threads=self.threads,
+            progress=lambda done, total: self.report("fit again", done, total),
+        )  # fmt: skip
+        self.steps = [
+            replace(step, relative_error=found[step.block].relative_error_before)
+            if step.relative_error is None and step.block in found
+            else step
+            for step in self.steps
+        ]
+        if fit:
+            _require(read_attention(self.graph, seed=self.seed),
+                     set(found) - {gap.name for gap in skipped(self.graph)})  # fmt: skip
+            self.steps += [
+                Step("refit", name, done.relative_error, self.macs)
+                for name, done in found.items()
+                if done.ridge is not None
+            ]
+
+    def collaborate(self, *, caches: bool) -> None:
+        ranks = self.plan.ranks
+        if not ranks:
+            return
+        reading = read_attention(self.graph, seed=self.seed)
+        fused = frozenset(b.name for b in reading.blocks if b.name in ranks and b.logits is None)
+        if fused:
+            DecomposeAttention(fused)(self.graph)
+            reading = read_attention(self.graph, seed=self.seed)
+            _require(reading, ranks)
+        blocks = [block for block in reading.blocks if block.name in ranks]
+        factors = _factor(
+            self.graph, blocks, ranks, self.data,
+            provider=self.provider, threads=self.threads, report=self.report,
+        )  # fmt: skip
+        spent = self._macs_by_layer(reading)
+        Collaborate(factors, caches=caches)(self.graph)
+        reading = read_attention(self.graph, seed=self.seed)
+        _require(reading, ranks)
+        now = self._macs_by_layer(reading)
+        for block in blocks:
+            name, found = block.name, factors[block.name]
+            width = None if block.k.past is None else cache_width(found)
+            self._spend(now[name] - spent[name])
+            self.steps.append(
+                Step("collaborate", name, found.relative_error, self.macs, found.rank,
+                     block.q.num_heads, width)
+            )  # fmt: skip
+            self.exact = self.exact and found.relative_error == 0
 
 
 def require_finite_weights(model: ir.Model) -> None:
@@ -266,87 +451,9 @@ def _is_mask(array: np.ndarray) -> bool:
     return bool(np.all((array == 0) | np.isneginf(array)))
 
 
-def _choose(
-    reading: Reading,
-    collab_dk: Ranks,
-    layers: Sequence[str] | None,
-    main: ir.Graph,
-    *,
-    calibrated: bool,
-    caches: bool,
-) -> tuple[dict[str, int], list[str]]:
-    """R by block name, for the blocks that were asked for and can be rewritten."""
-    blocks = reading.blocks
-    if not blocks:
-        misses = "; ".join(
-            f"{m.node.name or m.node.op_type}: {m.reason}" for m in reading.misses[:2]
-        )
-        raise InvalidModel(
-            "no attention was found"
-            + (f" ({misses[:400]})" if misses else ": the graph has no softmax"),
-            "`attnserve inspect MODEL` lists everything that was read and why the rest was not",
-        )
-    names = [block.name for block in blocks]
-    chosen = names if layers is None else [_layer(layer, names) for layer in layers]
-    chosen = list(dict.fromkeys(chosen))
-    asked = layers is not None or isinstance(collab_dk, Mapping)
-    if isinstance(collab_dk, int):
-        ranks = dict.fromkeys(chosen, collab_dk)
-    elif isinstance(collab_dk, Mapping):
-        ranks = {_layer(name, names): rank for name, rank in collab_dk.items()}
-    else:
-        if len(collab_dk) != len(chosen):
-            raise InvalidArgument(
-                f"--collab-dk names {len(collab_dk)} sizes for {len(chosen)} layers",
-                "give one R, or one for each layer",
-            )
-        ranks = dict(zip(chosen, collab_dk, strict=True))
-    warnings: list[str] = []
-    for block in blocks:
-        rank = ranks.get(block.name)
-        if rank is None:
-            continue
-        exact = block.num_heads * block.head_size
-        reason = rewrites.collaborate(block, caches=caches)
-        if not reason and not 1 <= rank <= exact:
-            raise InvalidArgument(
-                f"--collab-dk {rank}: expected 1 to {exact} for {block.name}, which has "
-                f"{block.num_heads} heads x {block.head_size}",
-                f"choose R from 1 to {exact}; {exact} is exact",
-            )
-        if reason:
-            if asked:
-                raise CannotRewrite(f"{block.name}: {reason}", "leave this layer out of --layers")
-            warnings.append(f"{block.name} is left as it is: {reason}")
-            del ranks[block.name]
-        elif calibrated and rank < exact and block.graph is not main:
-            warnings.append(
-                f"{block.name} lies in the body of another node, where calibration cannot see it: "
-                "it is factored by its weights alone"
-            )
-    if not ranks:
-        raise CannotRewrite(
-            f"none of the {len(blocks)} attention blocks can be factored ({warnings[0]})",
-            "`attnserve inspect MODEL` says why, block by block",
-        )
-    return ranks, warnings
-
-
-def _layer(layer: str, names: Sequence[str]) -> str:
-    if layer in names:
-        return layer
-    if layer.isdecimal() and int(layer) < len(names):
-        return names[int(layer)]
-    raise InvalidArgument(
-        f"--layers: no attention is called {layer!r}; the model has {len(names)}, the first of "
-        f"them {names[0]!r}",
-        "use names or indices (from 0) as `attnserve inspect` lists them",
-    )
-
-
-def _require(reading: Reading, ranks: Mapping[str, int]) -> None:
+def _require(reading: Reading, names: Collection[str]) -> None:
     """Every rewritten block must be read back and certified, under its own name."""
-    lost = sorted(set(ranks) - {block.name for block in reading.blocks})
+    lost = sorted(set(names) - {block.name for block in reading.blocks})
     if lost:
         reason = reading.misses[0].reason if reading.misses else "it is not found any more"
         raise InvalidModel(
@@ -369,11 +476,8 @@ def _factor(
     moments: dict[str, TokenMoments] = {}
     if data is not None:
         # What the body of an If computes is no output that a session could give.
-        lossy = [
-            block
-            for block in blocks
-            if ranks[block.name] < block.num_heads * block.head_size and block.graph is graph.graph
-        ]
+        seen = [block for block in blocks if block.graph is graph.graph]
+        lossy = [b for b in seen if ranks[b.name] < b.q.num_heads * b.head_size]
         if lossy:
             moments = collect_moments(
                 graph, lossy, data.fit, threads=threads,
@@ -405,11 +509,6 @@ def _sharing(
         shapes = [array.shape for array in arrays]
         groups.setdefault((ranks[block.name], *digests, *shapes), []).append(block)
     return list(groups.values())
-
-
-def _macs_by_block(graph: ir.Model, reading: Reading, batch: int, sequence: int) -> dict[str, int]:
-    facts = interpret(graph, bind_axes(graph.graph, batch=batch, sequence=sequence))
-    return {block.name: macs_at(facts, block.nodes)[0] for block in reading.blocks}
 
 
 def _macs(graph: ir.Model, batch: int, sequence: int) -> int | None:
@@ -460,11 +559,8 @@ def _warn(
 
 def _warn_of_caches(blocks: Sequence[AttentionBlock], steps: Sequence[Step]) -> list[str]:
     """A cache of the original is of no use to the new model, and may even be the smaller one."""
-    sizes = [
-        (block.num_heads * block.head_size, step.cache_width)
-        for block, step in zip(blocks, steps, strict=True)
-        if step.cache_width is not None
-    ]
+    held = {block.name: block.num_heads * block.head_size for block in blocks}
+    sizes = [(held[step.block], step.cache_width) for step in steps if step.cache_width is not None]
     if not sizes:
         return []
     before, after = (sum(column) for column in zip(*sizes, strict=True))
@@ -506,7 +602,7 @@ def _write(
         save_model(graph, stage / target.name, external=external_data)
         copy_companions(artifact, stage)
         entry = {
-            "rewrite": "collaborate",
+            "rewrite": "+".join(dict.fromkeys(step.rewrite for step in report.steps)),
             "source": {"file": artifact.model.name, "sha256": _sha256(artifact.model)},
             "calibration": None if data is None else dict(data.source),
             "seed": seed,

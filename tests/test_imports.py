@@ -45,8 +45,8 @@ def test_the_contract_of_pyproject_holds():
     ("kept", "broken", "complaint"),
     [
         (
-            '    "onnx_file | session",\n',
-            '    "onnx_file",\n',
+            '    "drawing | onnx_file | session",\n',
+            '    "drawing | onnx_file",\n',
             "attnserve.session",
         ),  # a module without a place
         (

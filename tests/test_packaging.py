@@ -18,6 +18,8 @@ ROOT = Path(__file__).parents[1]
 
 BASE = {
     "fastapi",
+    "jinja2",
+    "matplotlib",
     "numpy",
     "onnx",
     "onnx-ir",
@@ -27,6 +29,7 @@ BASE = {
     "psutil",
     "pydantic-settings",
     "rich",
+    "scipy",
     "tensorly",
     "tokenizers",
     "typer",

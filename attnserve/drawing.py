@@ -1,0 +1,165 @@
+"""How plots are drawn: SVG that lies inside a page and follows its theme.
+
+Matplotlib draws with colours that stand for roles (``INK``, ``FIRST``, ...), and in the SVG each
+becomes a CSS variable of the page. Heatmaps are one hue in more or less opacity, so that light and
+dark need no second drawing. Texts stay text, in the page's own font.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+__all__ = [
+    "FIRST",
+    "GRID",
+    "INK",
+    "MUTED",
+    "PAPER",
+    "SECOND",
+    "THIRD",
+    "heatmap",
+    "scale_below",
+    "scale_beside",
+    "span",
+    "svg",
+]
+
+INK, MUTED, GRID = "#0b0b01", "#0b0b02", "#0b0b03"
+FIRST, SECOND, THIRD = "#0b0b04", "#0b0b05", "#0b0b06"
+PAPER = "#0b0b07"
+ROLES = {
+    INK: "ink",
+    MUTED: "muted",
+    GRID: "grid",
+    FIRST: "c1",
+    SECOND: "c2",
+    THIRD: "c3",
+    PAPER: "paper",
+}
+HUE = (0.20, 0.47, 0.80)
+"""Of heatmaps: dark enough on white, light enough on black."""
+
+STYLE: dict[str, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "attnserve",
+    "font.size": 9,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": INK,
+    "axes.axisbelow": True,
+    "axes.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 9.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlecolor": INK,
+    "text.color": INK,
+    "text.parse_math": False,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "lines.linewidth": 1.8,
+    "lines.solid_capstyle": "round",
+}
+
+
+def span(values: np.ndarray) -> tuple[float, float]:
+    """Tenths that hold all values: similarities differ less than they could."""
+    if np.isnan(values).all():
+        return 0.0, 1.0
+    low = float(np.floor(10 * np.nanmin(values))) / 10
+    return low, max(float(np.ceil(10 * np.nanmax(values))) / 10, low + 0.1)
+
+
+def _shades(values: np.ndarray, low: float, top: float) -> np.ndarray:
+    """RGBA of one hue: opacity says how much; NaN is nothing."""
+    shades = np.empty((*values.shape, 4))
+    shades[..., :3] = HUE
+    shades[..., 3] = np.nan_to_num(0.04 + 0.9 * np.clip((values - low) / (top - low or 1), 0, 1))
+    return shades
+
+
+def heatmap(
+    axes: Any,
+    values: np.ndarray,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    low: float,
+    top: float,
+    *,
+    numbers: bool = False,
+) -> None:
+    """Shades of these values with a label for each row and column, or none."""
+    axes.imshow(_shades(values, low, top), interpolation="none", aspect="auto")
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set_xticks(range(len(columns)), columns)
+    if numbers:
+        for (y, x), value in np.ndenumerate(values):
+            if np.isfinite(value):
+                axes.text(x, y, f"{value:.2f}", ha="center", va="center", color=INK)
+
+
+def scale_beside(axes: Any, low: float, top: float, label: str) -> None:
+    """A colour bar of one image, where matplotlib's own draws a rectangle for each shade."""
+    bar = axes.inset_axes((1.03, 0.25, 0.028, 0.5))
+    ramp = np.linspace(top, low, 64)[:, None]
+    bar.imshow(_shades(ramp, low, top), aspect="auto", extent=(0, 1, low, top))
+    bar.spines[:].set_visible(False)
+    bar.set_xticks([])
+    bar.yaxis.tick_right()
+    bar.tick_params(length=2, labelsize=8)
+    bar.set_title(label, fontsize=8.5, fontweight="normal")
+    bar.patch.set_visible(False)
+
+
+def scale_below(bar: Any, top: float) -> None:
+    """The same lying down, from 0, in axes of its own."""
+    ramp = np.linspace(0, top, 64)[None, :]
+    bar.imshow(_shades(ramp, 0.0, top), aspect="auto", extent=(0, top, 0, 1))
+    bar.spines[:].set_visible(False)
+    bar.set_yticks([])
+    ends = (0.0, top / 2, top)
+    bar.set_xticks(ends, [f"{value:.2g}" for value in ends])
+    bar.tick_params(length=2, labelsize=8)
+
+
+def svg(draw: Callable[[Any], None], size: tuple[float, float]) -> str:
+    """What ``draw`` puts on a figure of this size (inches), as SVG to lie in a page."""
+    import matplotlib
+    from matplotlib.figure import Figure as Canvas  # no pyplot: nothing global is left behind
+
+    style: Any = STYLE
+    with matplotlib.rc_context(style):
+        canvas: Any = Canvas(figsize=size, layout="constrained")
+        canvas.patch.set_visible(False)
+        draw(canvas)
+        for axes in canvas.axes:
+            axes.patch.set_visible(False)
+        content = io.BytesIO()
+        canvas.savefig(content, format="svg", metadata={"Date": None})
+    return _inline(content.getvalue().decode())
+
+
+def _inline(content: str) -> str:
+    """An SVG file without what only a file needs: prologue, metadata, name spaces, fixed size."""
+    content = content[content.index("<svg") :]
+    content = re.sub(r"<metadata>.*?</metadata>", "", content, flags=re.DOTALL)
+    content = re.sub(r' xmlns(:xlink)?="[^"]*"', "", content)
+    content = re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"', r"\1", content, count=1)
+    content = re.sub(r'<g id="[^"]*">', "<g>", content)  # they would repeat from plot to plot
+    for colour, role in ROLES.items():
+        content = content.replace(colour, f"var(--{role})")
+    return content
