@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from attnserve.calibrate import Dataset, collect_moments
 from attnserve.certify import read_attention
-from attnserve.importance import Votes, head_energy, leave_one_out, sensitivity, voting_to_stay
+from attnserve.importance import head_energy, leave_one_out, sensitivity
 from attnserve.session import Provider
 from attnserve.similarity import HeadSimilarity, measure_similarity
 from attnserve.spectra import (
@@ -30,6 +30,7 @@ from attnserve.spectra import (
     measure_ranks,
     text_lengths,
 )
+from attnserve.voting import Votes, voting_to_stay
 from graph_passes import collaborate, decompose
 from graph_passes.attention import AttentionBlock
 from graph_passes.errors import InvalidArgument, InvalidModel

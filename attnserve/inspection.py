@@ -130,4 +130,3 @@ def inspect_graph(model: ir.Model, *, batch: int, sequence: int, seed: int = 0) 
         uncounted=uncounted,
         skipped=tuple(gaps),
     )
-

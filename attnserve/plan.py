@@ -27,9 +27,10 @@ from attnserve.choose import (
     reused_layers,
 )
 from attnserve.elimination import elimination_order
-from attnserve.importance import leave_one_out, voting_to_stay
+from attnserve.importance import leave_one_out
 from attnserve.session import Provider
 from attnserve.similarity import HeadSimilarity, measure_similarity
+from attnserve.voting import voting_to_stay
 from graph_passes import rewrites
 from graph_passes.attention import AttentionBlock
 from graph_passes.decompose import DecomposeAttention
@@ -200,7 +201,7 @@ class _Maker:
             layer, _, kind = entry.rpartition(":") if entry.endswith(KINDS) else (entry, "", "")
             name = layer_name(layer, self.names, "--skip")
             block = self.blocks[self.names.index(name)]
-            if reason := rewrites.skip(block) or self._hidden(block):
+            if reason := rewrites.skip(block) or self._handed_on(block) or self._hidden(block):
                 raise CannotRewrite(f"{name}: {reason}", "leave this layer out of --skip")
             chosen[name] = "constant" if kind == "constant" else "affine"
         if chosen and self.data is None:
@@ -219,7 +220,8 @@ class _Maker:
                 self.warnings.append("--prune-heads takes no head out")
             self._apart("--prune-heads", masks, skip)
             for block in self.blocks:
-                if block.name in masks and (reason := rewrites.prune(block)):
+                reason = rewrites.prune(block) or self._handed_on(block)
+                if block.name in masks and reason:
                     raise CannotRewrite(
                         f"{block.name}: {reason}", "take this layer out of the mask"
                     )
@@ -289,9 +291,7 @@ class _Maker:
             return edges
         reason = "no exact head of an earlier layer can be compared with its heads"
         self.warnings += [
-            f"{block.name} is left as it is: {reason}"
-            for block in able
-            if block.name not in edges
+            f"{block.name} is left as it is: {reason}" for block in able if block.name not in edges
         ]
         return edges
 
@@ -346,7 +346,8 @@ class _Maker:
                             f"{number} of {layer}, which is taken out",
                             "take this edge out, or leave the head in",
                         )
-                if reason := rewrites.reuse(by_name[name], [by_name[source]]):
+                block = by_name[name]
+                if reason := rewrites.reuse(block, [by_name[source]]) or self._handed_on(block):
                     raise CannotRewrite(
                         f"{name} cannot reuse {source}: {reason}", "take this edge out"
                     )
@@ -415,6 +416,7 @@ class _Maker:
             if block.name not in names:
                 continue
             reason = rewrites.REWRITES[rewrite](block, self.blocks[:index])
+            reason = reason or self._handed_on(block)
             if not reason:
                 able.append(block)
             elif self.request.layers is not None:
@@ -433,6 +435,21 @@ class _Maker:
         if block.graph is self.graph.graph:
             return ""
         return "it lies in the body of another node, where nothing can be measured"
+
+    def _handed_on(self, block: AttentionBlock) -> str:
+        """Whether an earlier call gave its probabilities to another block, which goes on reading
+        them: they would have to be computed beside whatever takes their place."""
+        owners: dict[ir.Value | None, str] = {}
+        for each in self.blocks:
+            for value in (each.probabilities, each.own_probabilities):
+                owners.setdefault(value, each.name)
+        for other in self.blocks:
+            for value in (reused.value for reused in other.reused):
+                node = value.producer()  # of a Reshape, where heads lie in the batch
+                laid_out = None if node is None else node.inputs[0]
+                if block.name == owners.get(value, laid_out and owners.get(laid_out)):
+                    return f"{other.name} takes its probabilities"
+        return ""
 
     def _apart(self, option: str, layers: Mapping[str, Any], skip: Mapping[str, str]) -> None:
         both = next((name for name in layers if name in skip), None)

@@ -24,8 +24,9 @@ from graph_passes.attention import AttentionBlock, OutputProjection
 from graph_passes.edit import Inserter, exposing, remove_unused, share_constants
 from graph_passes.emit import emit_affine
 from graph_passes.errors import InvalidData
-from graph_passes.find import find_attention, pin_names
+from graph_passes.find import find_attention
 from graph_passes.invariants import check, interface
+from graph_passes.names import pin_names
 from graph_passes.shapes import Facts, interpret_small
 from graph_passes.skip import AffineMap, Skipped, refill, skipped
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Collection, Generator, Iterable, Sequence
+from collections.abc import Collection, Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
 from graph_passes.shapes import Facts, interpret_small
+
+if TYPE_CHECKING:
+    from graph_passes.attention import AttentionBlock
 
 __all__ = [
     "Inserter",
@@ -21,6 +23,9 @@ __all__ = [
     "replace_uses",
     "share_constants",
 ]
+
+
+LAID_OUT = frozenset({"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Cast", "Identity"})
 
 
 class Inserter:
@@ -96,46 +101,70 @@ def remove_unused(model: ir.Model) -> None:
     common.RemoveUnusedNodesPass()(model)
 
 
-def keep_shapes(model: ir.Model, nodes: Iterable[ir.Node]) -> None:
-    """Let go of nodes that are left only because their shapes are read.
+def keep_shapes(model: ir.Model, blocks: Iterable[AttentionBlock]) -> None:
+    """Let go of nodes of rewritten blocks that are left only because their shapes are read.
 
-    Exporters ask a layer's own queries or keys for the batch and the length; the same numbers come
-    from the inputs of the model.
+    Exporters ask a layer's own queries or keys for the batch and the length; the tokens that these
+    are made of tell the same.
     """
-    left = [node for node in nodes if node.graph is not None]
     asked = [
-        user
-        for node in left
-        for value in node.outputs
-        for user, _ in value.uses()
-        if user.op_type == "Shape" and user.graph is model.graph
+        (user, tokens)
+        for block in blocks
+        for node, tokens in _tokens_of(block)
+        if node.graph is not None
+        for user in _asked(node)
+        if user.graph is block.graph
     ]
     if not asked:
         return
     runs = [interpret_small(model, batch=b, sequence=s) for b, s in ((2, 5), (3, 7))]
-    for node in dict.fromkeys(asked):
-        value = node.inputs[0]
-        shapes = [facts.shape(value) for facts in runs]
-        if value is None or shapes[0] is None or shapes[1] is None:
+    for node, tokens in dict(asked).items():
+        shapes = [facts.shape(node.inputs[0]) for facts in runs]
+        if shapes[0] is None or shapes[1] is None:
             continue
-        sources = [_length_of(model, pair, runs) for pair in zip(*shapes, strict=True)]
+        sources = [_length_of(tokens, pair, runs) for pair in zip(*shapes, strict=True)]
         if all(source is not None for source in sources):
             _replace_shape(node, [source for source in sources if source is not None])
     remove_unused(model)
 
 
-_Length = int | tuple[ir.Value, int]
+def _asked(node: ir.Node) -> Iterator[ir.Node]:
+    """Every Shape of what a node makes, laid out anew or not."""
+    for value in node.outputs:
+        for user, _ in value.uses():
+            if user.op_type == "Shape":
+                yield user
+            elif user.op_type in LAID_OUT:
+                yield from _asked(user)
 
 
-def _length_of(model: ir.Model, lengths: tuple[int, ...], runs: Sequence[Facts]) -> _Length | None:
-    """A number, or the axis of an input, that is of these lengths in these runs."""
+def _tokens_of(block: AttentionBlock) -> Iterator[tuple[ir.Node, ir.Value]]:
+    """Each node whose batch and length are those of one value, and this value.
+
+    Scores have two lengths, those of x and of y, which are told apart only where they are one.
+    """
+    for part in (block.v, block.k, block.q):
+        yield from ((node, part.input) for node in part.nodes)
+    made = [] if block.output is None else block.output.nodes
+    yield from ((node, block.x) for node in (*made, *(block.nodes if block.x is block.y else ())))
+
+
+_Length = int | tuple[ir.Value, int, int]
+"""A number, or an axis of a value and how many times it is taken."""
+
+
+def _length_of(tokens: ir.Value, lengths: tuple[int, ...], runs: Sequence[Facts]) -> _Length | None:
+    """A number, or the axis of the tokens, that is of these lengths in these runs.
+
+    Heads may lie in the batch: then the length is some times that of the axis.
+    """
     if len(set(lengths)) == 1:
         return lengths[0]
-    for value in model.graph.inputs:
-        shapes = [facts.shape(value) or () for facts in runs]
-        for axis, pair in enumerate(zip(*shapes, strict=True)):
-            if pair == lengths:
-                return value, axis
+    shapes = [facts.shape(tokens) or () for facts in runs]
+    for axis, pair in enumerate(zip(*shapes, strict=False)):
+        times = lengths[0] // max(pair[0], 1)
+        if lengths == tuple(times * length for length in pair):
+            return tokens, axis, times
     return None
 
 
@@ -145,29 +174,64 @@ def _replace_shape(node: ir.Node, sources: Sequence[_Length]) -> None:
     first = node.attributes.get_int("start", 0)
     last = node.attributes.get_int("end", len(sources))
     parts: list[ir.Value] = []
+
+    def number(value: int, name: str) -> ir.Value:
+        return make.constant(np.array([value], np.int64), name)
+
     for source in list(sources)[first:last]:
         if isinstance(source, int):
-            parts.append(make.constant(np.array([source], np.int64), "length"))
+            parts.append(number(source, "length"))
             continue
-        ends = [make.constant(np.array([source[1] + n], np.int64), "end") for n in (0, 1)]
-        parts.append(make.op("Slice", [make.op("Shape", [source[0]], "shape"), *ends], "length"))
+        tokens, axis, times = source
+        ends = [number(axis, "from"), number(axis + 1, "to")]
+        part = make.op("Slice", [make.op("Shape", [tokens], "shape"), *ends], "length")
+        parts.append(part if times == 1 else make.op("Mul", [part, number(times, "times")], "many"))
     replace_uses(node.outputs[0], make.op("Concat", parts, "lengths", axis=0))
 
 
 def share_constants(model: ir.Model, *, since: Collection[str]) -> None:
-    """Constants that are not in ``since`` and hold the same become one, as layers share weights."""
+    """Constants that are not in ``since`` and hold the same become one, as layers share weights.
+
+    Where an older constant holds the same, it is the one that stays.
+    """
     for graph in model.graphs():
-        first: dict[bytes, ir.Value] = {}
-        for name, value in list(graph.initializers.items()):
-            tensor = value.const_value
-            if name in since or tensor is None or value.is_graph_output():
+        given = [value for value in graph.initializers.values() if not _is_seen(value)]
+        new = [value for value in given if value.name not in since]
+        kinds = {_kind(value) for value in new}
+        alike: dict[Hashable, list[ir.Value]] = {}
+        for value in given:
+            if value.name in since and _kind(value) in kinds:  # others may stay on disk
+                alike.setdefault(_sample(value), []).append(value)
+        for value in new:
+            others = alike.setdefault(_sample(value), [])
+            kept = next((other for other in others if _same(other, value)), None)
+            if kept is None:
+                others.append(value)
                 continue
-            content = hashlib.sha256(repr((tensor.dtype, tuple(tensor.shape))).encode())
-            content.update(tensor.tobytes())
-            kept = first.setdefault(content.digest(), value)
-            if kept is not value:
-                ir.convenience.replace_all_uses_with(value, kept)
-                del graph.initializers[name]
+            ir.convenience.replace_all_uses_with(value, kept)
+            del graph.initializers[value.name or ""]
+
+
+def _is_seen(value: ir.Value) -> bool:
+    """Whether callers of the model may read or replace it."""
+    return value.const_value is None or value.is_graph_output() or value.is_graph_input()
+
+
+def _kind(value: ir.Value) -> Hashable:
+    assert value.const_value is not None
+    return value.const_value.dtype, tuple(value.const_value.shape)
+
+
+def _sample(value: ir.Value) -> Hashable:
+    """The same for constants that hold the same; a few elements, for most differ in the first."""
+    assert value.const_value is not None
+    array = value.const_value.numpy().reshape(-1)
+    return _kind(value), array[:: max(1, array.size // 16)].tobytes()
+
+
+def _same(a: ir.Value, b: ir.Value) -> bool:
+    assert a.const_value is not None and b.const_value is not None
+    return a.const_value.numpy().tobytes() == b.const_value.numpy().tobytes()
 
 
 @contextmanager

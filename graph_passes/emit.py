@@ -44,12 +44,16 @@ if TYPE_CHECKING:
 __all__ = [
     "emit_affine",
     "emit_constant",
+    "emit_context",
     "emit_heads",
     "emit_output",
     "emit_probabilities",
     "emit_softmax",
     "emit_steps",
     "heads_apart",
+    "in_precision",
+    "probabilities_type",
+    "type_of",
     "why_not",
     "why_not_values",
 ]
@@ -77,9 +81,12 @@ def why_not(block: AttentionBlock, facts: Facts | None = None) -> str:
         return "its operator is told the lengths of a cache"
     if any(isinstance(step, PositionBias) and step.entangled for step in block.steps):
         return "its position bias is computed from its own queries or keys"
-    masks = [step.value for step in block.steps if isinstance(step, MASKS)]
-    if facts is not None and any(len(facts.shape(mask) or ()) > 4 for mask in masks):
-        return "its mask has an axis of windows beside batch and heads"
+    for mask in (step.value for step in block.steps if isinstance(step, MASKS)):
+        shape = mask.shape if facts is None else facts.shape(mask)
+        if facts is not None and shape is None:
+            return f"the shape of its mask {mask.name!r} could not be inferred"
+        if shape is not None and len(shape) > 4:
+            return "its mask has an axis of windows beside batch and heads"
     return ""
 
 
@@ -131,10 +138,11 @@ def _terms(part: Projection, heads: np.ndarray) -> _Terms:
         for turn in part.turns or whole
     ]
     per_head = np.concatenate([np.where(t.gain != 0, t.columns, -1) for t in turns], axis=1)
-    if not part.turns:  # no element is read in another's place
-        rows = np.concatenate([turns[0].columns, turns[0].gain, turns[0].offset], axis=1)
-    else:
-        rows = np.concatenate([np.sort(per_head, axis=1), *(t.offset for t in turns)], axis=1)
+    angles = [axis[heads] for t in turns if t.factor for axis in t.factor.axes
+              if not isinstance(axis, str)]  # fmt: skip
+    rows = np.concatenate(
+        [per_head, *(t.gain for t in turns), *(t.offset for t in turns), *angles], axis=1
+    )
     _, first, spread = np.unique(rows, axis=0, return_index=True, return_inverse=True)
     order = np.argsort(first)  # distinct heads in the order in which they come
     first, spread = first[order], np.argsort(order)[spread.reshape(-1)]
@@ -233,15 +241,26 @@ def _integers(make: Inserter, numbers: Sequence[int] | np.ndarray | int, name: s
 def _normed(
     constant: _Constants, value: ir.Value, epsilon: float, size: int, *, centred: bool
 ) -> ir.Value:
-    """u / sqrt(mean(u^2) + epsilon); a mean is a product here, whatever the opset."""
-    make = constant.make
-    mean = constant(np.full((size, 1), 1 / size), "mean")
+    """u / sqrt(mean(u^2) + epsilon), in single precision: half has no room for the squares.
+
+    A mean is a product here, whatever the opset; a centred norm was read of the operator.
+    """
+    make, dtype = constant.make, constant.dtype
+    single = _Constants(make, np.dtype(np.float32))
+    if half := dtype.itemsize < 4:
+        value = make.op("Cast", [value], "single", to=ir.DataType.FLOAT.value)
     if centred:
-        value = make.op("Sub", [value, make.op("MatMul", [value, mean], "centre")], "centred")
-    squares = make.op("MatMul", [make.op("Mul", [value, value], "squared"), mean], "mean_square")
-    root = make.op("Sqrt", [make.op("Add", [squares, constant(epsilon, "epsilon")], "safe")],
-                   "root")  # fmt: skip
-    return make.op("Div", [value, root], "normed")
+        ones = single(np.ones(size), "ones")
+        value = make.op("LayerNormalization", [value, ones], "normed", epsilon=epsilon)
+    else:
+        mean = single(np.full((size, 1), 1 / size), "mean")
+        squared = make.op("Mul", [value, value], "squared")
+        squares = make.op("MatMul", [squared, mean], "mean_square")
+        safe = make.op("Add", [squares, single(epsilon, "epsilon")], "safe")
+        value = make.op("Div", [value, make.op("Sqrt", [safe], "root")], "normed")
+    if half:
+        value = make.op("Cast", [value], "half", to=ir.DataType.from_numpy(dtype).value)
+    return value
 
 
 def _turned(
@@ -276,7 +295,8 @@ def _by_head(array: np.ndarray) -> np.ndarray:
 def _angles(
     spread: Spread, heads: np.ndarray, used: np.ndarray
 ) -> tuple[tuple[str, np.ndarray | None], ...]:
-    """What each axis of the factor becomes: "batch", "token", "head", "element", or "" (gone).
+    """What each axis of the factor becomes, and which of its elements are taken: "batch",
+    "token", "head", "element", or "" where it is one element.
 
     Raises:
         _UnfitError: It is laid out in another way.
@@ -290,8 +310,8 @@ def _angles(
             continue
         index = np.where(used, axis[heads], -1)
         by_element, by_head = index.max(axis=0), index.max(axis=1)
-        if not used.any() or (index[used] == 0).all():
-            roles.append(("", None))
+        if not used.any() or (index[used] == index[used][0]).all():
+            roles.append(("", np.array(max(index.max(), 0))))
         elif ((index == by_element) | ~used).all():
             roles.append(("element", np.maximum(by_element, 0)))
         elif ((index == by_head[:, None]) | ~used).all():
@@ -311,10 +331,8 @@ def _emit_angles(make: Inserter, spread: Spread, heads: np.ndarray, used: np.nda
         value = make.op("Gather", [value, spread.positions], "angles_at", axis=0)
     roles = _angles(spread, heads, used)
     for axis in reversed(range(len(roles))):  # from the last, so that earlier axes keep their place
-        role, index = roles[axis]
-        if role == "":
-            value = make.op("Gather", [value, _integers(make, 0, "first")], "angles", axis=axis)
-        elif index is not None:
+        index = roles[axis][1]
+        if index is not None:
             value = make.op("Gather", [value, _integers(make, index, "elements")], "angles",
                             axis=axis)  # fmt: skip
     kept = [(role, index) for role, index in roles if role]
@@ -343,43 +361,78 @@ def emit_probabilities(
 def emit_softmax(
     make: Inserter, block: AttentionBlock, logits: ir.Value, heads: np.ndarray, facts: Facts
 ) -> ir.Value:
-    """The probabilities of scaled logits; zero in rows that see no key."""
-    dtype = block.q.dtype
-    logits = emit_steps(make, block, logits, heads, facts)
-    softmax = make.op("Softmax", [logits], "softmax", axis=-1)
-    if not any(_hides_rows(step) for step in block.steps):
-        return softmax
-    zero = make.constant(np.zeros((), dtype.numpy()), "zero")
-    return make.op("Where", [make.op("IsNaN", [softmax], "is_nan"), zero, softmax], "probabilities")
+    """The probabilities of scaled logits, zero in rows that see no key where the block has it so.
+
+    They have the precision of the graph's own, and so have the logits.
+    """
+    logits.type = ir.TensorType(block.q.dtype)
+    logits = in_precision(make, logits, _logits_type(block, facts), facts)
+    dtype = logits.dtype
+    assert dtype is not None
+    value = emit_steps(make, block, logits, heads, facts)
+    value = make.op("Softmax", [value], "softmax", axis=-1)
+    guarded = block.logits is None or any(node.op_type == "IsNaN" for node in block.nodes)
+    if guarded and any(_hides_rows(step) for step in block.steps):
+        zero, is_nan = make.constant(np.zeros((), dtype.numpy()), "zero"), [value]
+        parts = [make.op("IsNaN", is_nan, "is_nan"), zero, value]
+        value = make.op("Where", parts, "probabilities")
+    value.type = ir.TensorType(dtype)
+    return in_precision(make, value, probabilities_type(block, facts), facts)
+
+
+def probabilities_type(block: AttentionBlock, facts: Facts) -> ir.DataType:
+    """The precision of a block's own probabilities."""
+    return type_of(block.probabilities, facts) or block.q.dtype
+
+
+def _logits_type(block: AttentionBlock, facts: Facts) -> ir.DataType:
+    """The widest precision between scores and softmax: some graphs leave half precision there."""
+    softmax = [n.inputs[0] for n in block.nodes if n.op_type in ("Softmax", "BiasSoftmax", "Exp")]
+    added = [step.value for step in block.steps if isinstance(step, PositionBias | Weighted)]
+    found = [dtype for value in (*softmax, *added) if (dtype := type_of(value, facts))]
+    return max([block.q.dtype, *found], key=lambda dtype: dtype.itemsize)
+
+
+def type_of(value: ir.Value | None, facts: Facts) -> ir.DataType | None:
+    """The element type of a value, where it is known."""
+    fact = None if value is None else facts.known.get(value)
+    return fact.dtype if fact is not None else None if value is None else value.dtype
+
+
+def in_precision(make: Inserter, value: ir.Value, dtype: ir.DataType, facts: Facts) -> ir.Value:
+    """A value in another precision; itself where it has it, or where its own is not known."""
+    if type_of(value, facts) in (None, dtype):
+        return value
+    made = make.op("Cast", [value], "cast", to=dtype.value)
+    made.type = ir.TensorType(dtype)
+    return made
 
 
 def _hides_rows(step: LogitStep) -> bool:
     """Whether a step can leave a query no key at all, so that its softmax is not a number."""
-    match step:
-        case Mask():
-            return step.fill == -np.inf
-        case KeyMask() | KeyLengths() | PositionBias():
-            return True
-        case _:
-            return False
+    if isinstance(step, Mask | KeyMask | KeyLengths):
+        return step.fill == -np.inf
+    return isinstance(step, PositionBias)
 
 
 def emit_steps(
     make: Inserter, block: AttentionBlock, logits: ir.Value, heads: np.ndarray, facts: Facts
 ) -> ir.Value:
     """The logits (B, H, S, T) of some heads after all steps of a block."""
+    rows = _Rows(block, heads, facts, logits.dtype or block.q.dtype)
     for step in block.steps:
-        logits = _after(make, step, logits, _Rows(block, heads, facts))
+        logits = _after(make, step, logits, rows)
     return logits
 
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """Which heads of a block are written, and what is known of its values."""
+    """Which heads of a block are written, in which precision, and what is known of its values."""
 
     block: AttentionBlock
     heads: np.ndarray
     facts: Facts
+    dtype: ir.DataType
 
     @property
     def all(self) -> bool:
@@ -388,23 +441,25 @@ class _Rows:
 
 def _after(make: Inserter, step: LogitStep, logits: ir.Value, rows: _Rows) -> ir.Value:
     """The logits after one step."""
-    dtype = rows.block.q.dtype
 
     def number(value: float, name: str) -> ir.Value:
-        return make.constant(np.array(value, dtype.numpy()), name)
+        return make.constant(np.array(value, rows.dtype.numpy()), name)
+
+    def given(step: PositionBias | Weighted) -> ir.Value:
+        return _as_logits(make, step, in_precision(make, step.value, rows.dtype, rows.facts), rows)
 
     match step:
         case PositionBias():
             op = "Add" if step.sign == 1 else "Sub"
-            return make.op(op, [logits, _as_logits(make, step, rows)], "biased")
+            return make.op(op, [logits, given(step)], "biased")
         case Weighted():
-            return make.op("Mul", [logits, _as_logits(make, step, rows)], "weighted")
+            return make.op("Mul", [logits, given(step)], "weighted")
         case Mask() if step.fill != -np.inf:
-            mask, fill = _as_logits(make, step, rows), number(step.fill, "masked_logit")
+            mask, fill = _as_logits(make, step, step.value, rows), number(step.fill, "masked_logit")
             pair = [logits, fill] if step.keep else [fill, logits]
             return make.op("Where", [mask, *pair], "masked")
         case Mask():
-            allowed, fill = _as_logits(make, step, rows), step.fill
+            allowed, fill = _as_logits(make, step, step.value, rows), step.fill
             if not step.keep:
                 allowed = make.op("Not", [allowed], "allowed")
         case KeyMask():
@@ -425,9 +480,11 @@ def _after(make: Inserter, step: LogitStep, logits: ir.Value, rows: _Rows) -> ir
     return make.op("Add", [logits, make.op("Where", parts, "mask")], "masked")
 
 
-def _as_logits(make: Inserter, step: Mask | PositionBias | Weighted, rows: _Rows) -> ir.Value:
-    """A mask of the graph's own layout, as it broadcasts to (B, H, S, T) of the chosen heads."""
-    value, shape = step.value, rows.facts.shape(step.value)
+def _as_logits(
+    make: Inserter, step: Mask | PositionBias | Weighted, value: ir.Value, rows: _Rows
+) -> ir.Value:
+    """The mask of a step in the graph's layout, as it broadcasts to (B, H, S, T) of some heads."""
+    shape = rows.facts.shape(step.value)
     if shape is None or (step.axes is None and rows.all and len(shape) in (1, 2, 4)):
         return value
     if step.axes is not None and tuple(step.axes) != tuple(range(len(step.axes))):
@@ -510,8 +567,23 @@ def heads_apart(make: Inserter, block: AttentionBlock, facts: Facts) -> ir.Value
     ends = [_integers(make, [n], name) for n, name in ((1, "from"), (3, "to"))]
     lengths = make.op("Slice", [make.op("Shape", [value], "shape"), *ends], "lengths")
     split = _integers(make, [-1, block.num_heads], "split")
-    return make.op("Reshape", [value, make.op("Concat", [split, lengths], "by_head", axis=0)],
-                   "probabilities_by_head")  # fmt: skip
+    apart = make.op("Concat", [split, lengths], "by_head", axis=0)
+    made = make.op("Reshape", [value, apart], "probabilities_by_head")
+    made.type = ir.TensorType(probabilities_type(block, facts))
+    return made
+
+
+def emit_context(
+    make: Inserter, block: AttentionBlock, probabilities: ir.Value, heads: np.ndarray, facts: Facts
+) -> ir.Value:
+    """probabilities (B, H, S, T) @ v of these heads, (B, H, S, V)."""
+    values = Inserter(make.graph, make.before, f"{make.prefix}/value")
+    v = emit_heads(values, block.v, block.v.scale, heads)
+    v.type = ir.TensorType(block.v.dtype)
+    dtype = type_of(probabilities, facts) or block.v.dtype
+    context = make.op("MatMul", [probabilities, in_precision(make, v, dtype, facts)], "context")
+    context.type = ir.TensorType(dtype)
+    return context
 
 
 def emit_output(
@@ -522,6 +594,7 @@ def emit_output(
     assert output is not None
     merged = make.op("Transpose", [context], "by_token", perm=SIDE_BY_SIDE[output.sequence_first])
     merged = make.op("Reshape", [merged, _integers(make, [0, 0, -1], "merged")], "merged_heads")
+    merged.type = context.type
     rows = output.matrix()[output.rows[heads]]  # H V D
     emit_affine(make, merged, rows.reshape(-1, rows.shape[-1]), output.offset(), output.output,
                 facts)  # fmt: skip
@@ -536,7 +609,8 @@ def emit_affine(
     facts: Facts,
 ) -> None:
     """tokens (B, S, N) @ weight + bias takes the place of ``old``, (B, S, D) or flattened."""
-    constant = _Constants(make, _type_of(old, facts))
+    dtype = type_of(old, facts) or ir.DataType.FLOAT
+    constant, tokens = _Constants(make, dtype.numpy()), in_precision(make, tokens, dtype, facts)
     value = make.op("MatMul", [tokens, constant(weight, "output_weight")], "output_product")
     if bias.any():
         value = make.op("Add", [value, constant(bias, "output_bias")], "output")
@@ -551,17 +625,13 @@ def emit_constant(
     facts: Facts,
 ) -> None:
     """The bias, for each of ``tokens`` (B, S, N), takes the place of ``old``."""
-    value = make.constant(bias.astype(_type_of(old, facts)), "output_bias")
+    dtype = type_of(old, facts) or ir.DataType.FLOAT
+    value = make.constant(bias.astype(dtype.numpy()), "output_bias")
     ends = [_integers(make, [n], name) for n, name in ((0, "from"), (2, "to"))]
     lengths = make.op("Slice", [make.op("Shape", [tokens], "shape"), *ends], "lengths")
     width = _integers(make, [len(bias)], "width")
     shape = make.op("Concat", [lengths, width], "output_shape", axis=0)
     _replace(make, old, make.op("Expand", [value, shape], "output"), len(bias), facts)
-
-
-def _type_of(value: ir.Value, facts: Facts) -> np.dtype:
-    fact = facts.known.get(value)
-    return np.dtype(np.float32 if fact is None else fact.dtype.numpy())
 
 
 def _replace(make: Inserter, old: ir.Value, new: ir.Value, width: int, facts: Facts) -> None:

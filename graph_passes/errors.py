@@ -53,7 +53,7 @@ class InvalidModel(AttnserveError):
     """The file or its graph cannot be read."""
 
 
-class InvalidArgument(AttnserveError):
+class InvalidArgument(AttnserveError, ir.passes.PreconditionError):
     """An option has a value that cannot work."""
 
 

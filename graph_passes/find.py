@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -21,10 +20,10 @@ from graph_passes.attention import (
     Spread,
     Turn,
 )
-from graph_passes.constants import is_constant
 from graph_passes.idioms import SOFTMAXES, SoftmaxReading
 from graph_passes.labels import Unread, say
 from graph_passes.logits import Context, read_context, read_logits
+from graph_passes.names import named
 from graph_passes.operators import FUSED, OPERATORS, Fused
 from graph_passes.positions import depends
 from graph_passes.products import ContextProduct, ScoreProduct
@@ -32,16 +31,10 @@ from graph_passes.reused import origins, products_of, reused_heads
 from graph_passes.shapes import interpret_small, without_lengths
 from graph_passes.trace import Reader
 
-__all__ = ["PINNED", "REWRITTEN", "find_attention", "pin_names"]
+__all__ = ["find_attention"]
 
 BATCH, SEQUENCE = 2, 5
 """Lengths to read at: small, and apart from each other, so that no axis is mistaken for another."""
-
-REWRITTEN = re.compile("/(collaborative|pruned|reuse)/")
-"""Stands in the names of what a rewrite puts into a graph, after the block's name."""
-
-PINNED = "attnserve.name"
-"""Metadata of a block's product, which keeps its name while others leave the graph."""
 
 
 def find_attention(model: ir.Model) -> tuple[list[AttentionBlock], list[Miss]]:
@@ -67,13 +60,7 @@ def find_attention(model: ir.Model) -> tuple[list[AttentionBlock], list[Miss]]:
             blocks += [] if block is None else [block]
     blocks, lost = _checked(blocks, reader)
     more, unread = _reusing(blocks, reader)
-    return _named(_in_order([*blocks, *more], model)), [*misses, *lost, *unread]
-
-
-def pin_names(blocks: Iterable[AttentionBlock]) -> None:
-    """Keep the names of blocks while rewrites change what they are named after, or their number."""
-    for block in blocks:
-        block.product.meta[PINNED] = block.name
+    return named(_in_order([*blocks, *more], model)), [*misses, *lost, *unread]
 
 
 def _read(node: ir.Node, reader: Reader) -> AttentionBlock | None:
@@ -213,7 +200,10 @@ def _from_sources(
     v = replace(v, scale=v.scale * product.scale)
     none = np.zeros((0, source.head_size))
     nothing = replace(v, columns=none.astype(np.int64), gain=none, offset=none, scale=1.0, nodes=())
-    q = nothing if source.kind == "self" else replace(nothing, input=source.x)
+    q = nothing
+    if source.kind == "cross":  # as wide as the other's x, which may not be as wide as y
+        weight, contracted = source.q.weight, source.q.contracted
+        q = replace(nothing, input=source.x, weight=weight, contracted=contracted)
     between = _between(probabilities, {other.value for other in reused})
     return _block(
         Fused(q, nothing, v, source.scale, (), product.node.outputs[0]),
@@ -436,53 +426,3 @@ def _content_sum(content: Projection, scaled: ir.Value) -> ir.Value:
         if node.op_type == "Add" and content.output in node.inputs:
             return node.outputs[0]
     raise Unread("the content term is not added to the scores")
-
-
-def _named(blocks: Sequence[AttentionBlock]) -> list[AttentionBlock]:
-    """Names the exporter's own nodes and weights agree on, else attention_<index>."""
-    names = [_common_name(block) for block in blocks]
-    return [
-        replace(block, name=name if name and names.count(name) == 1 else f"attention_{index}")
-        for index, (block, name) in enumerate(zip(blocks, names, strict=True))
-    ]
-
-
-def _common_name(block: AttentionBlock) -> str:
-    """The dotted path that the names of the projections' nodes and constants share.
-
-    A rewritten block has its name in those of its nodes.
-    """
-    pinned = block.product.meta.get(PINNED)
-    if pinned is not None:
-        return str(pinned)
-    for node in (*block.q.nodes[:1], *block.v.nodes[:1]):
-        if (mark := REWRITTEN.search(node.name or "")) is not None:
-            return (node.name or "")[: mark.start()]
-    groups: list[list[str]] = []
-    parts = (block.q, block.k, block.v) if block.q.nodes else (block.v,) * 3
-    for projection in parts:
-        constants = [
-            value
-            for node in projection.nodes[:2]
-            for value in (projection.weight, *node.inputs)
-            if is_constant(value)
-        ]
-        names = [named.name or "" for named in (*projection.nodes[:1], *constants)]
-        groups.append([name for name in names if len(_parts(name)) > 1])
-    for q in groups[0]:
-        for k in groups[1]:
-            for v in groups[2]:
-                paths = [_parts(name) for name in (q, k, v)]
-                common = _common_start(*paths, paths[0][:-1])
-                if len(common) > 1 and any(c.isdigit() for part in common for c in part):
-                    return ".".join(common)
-    return ""
-
-
-def _common_start(*paths: list[str]) -> list[str]:
-    same = [len(set(parts)) == 1 for parts in zip(*paths, strict=False)]
-    return paths[0][: same.index(False) if False in same else len(same)]
-
-
-def _parts(name: str) -> list[str]:
-    return [part for part in re.split(r"[/.]", name) if part]

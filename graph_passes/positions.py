@@ -250,16 +250,24 @@ def _root_mean_square(root: ir.Value, value: ir.Value) -> float | None:
     for mean, epsilon in (tuple(add.inputs), tuple(reversed(add.inputs))):
         number = _number(epsilon)
         node = None if mean is None else mean.producer()
-        if number is None or node is None or node.op_type != "ReduceMean":
+        if number is None or node is None or not (_last_axis_kept(node) or _is_mean_product(node)):
             continue
-        if _last_axis_kept(node) and node.inputs[0] is not None and _is_square(
-            node.inputs[0].producer(), value
-        ):  # fmt: skip
+        if node.inputs[0] is not None and _is_square(node.inputs[0].producer(), value):
             return number
     return None
 
 
+def _is_mean_product(node: ir.Node) -> bool:
+    """A product with a column of 1 / L: how ``emit`` writes a mean at any opset."""
+    if node.op_type != "MatMul" or not is_constant(node.inputs[1]):
+        return False
+    column = constant_array(node.inputs[1])
+    return column.ndim == 2 and column.shape[1] == 1 and bool(np.allclose(column * len(column), 1))
+
+
 def _last_axis_kept(mean: ir.Node) -> bool:
+    if mean.op_type != "ReduceMean":
+        return False
     axes = mean.attributes.get_ints("axes", None)
     if axes is None and len(mean.inputs) > 1 and is_constant(mean.inputs[1]):
         axes = constant_array(mean.inputs[1]).tolist()

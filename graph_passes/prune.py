@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from graph_passes import rewrites, skip
 from graph_passes.attention import AttentionBlock
 from graph_passes.edit import (
     Inserter,
@@ -15,12 +16,12 @@ from graph_passes.edit import (
     remove_unused,
     share_constants,
 )
-from graph_passes.emit import emit_heads, emit_output, emit_probabilities, why_not
+from graph_passes.emit import emit_context, emit_output, emit_probabilities, why_not
 from graph_passes.errors import CannotRewrite, InvalidArgument
-from graph_passes.find import find_attention, pin_names
+from graph_passes.find import find_attention
 from graph_passes.invariants import check, interface
+from graph_passes.names import pin_names
 from graph_passes.shapes import Facts, interpret_small
-from graph_passes.skip import AffineMap, emit_skip
 
 __all__ = ["PruneHeads", "check_mask"]
 
@@ -53,14 +54,16 @@ class PruneHeads(ir.passes.InPlacePass):
                     f"{name}: no attention has this name", "see `attnserve inspect`"
                 )
             check_mask(name, mask, block.num_heads)
-            if not all(mask) and (reason := why_not(block, facts)):
+            if not all(mask) and (reason := _why_not(block, mask, facts)):
                 raise CannotRewrite(f"{name}: {reason}", "leave this layer out of the mask")
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         before, facts = interface(model), interpret_small(model, batch=2, sequence=5)
         blocks = find_attention(model)[0]
-        pin_names(blocks)
         chosen = [block for block in blocks if not all(self.masks.get(block.name, (1,)))]
+        if not chosen:
+            return ir.passes.PassResult(model, modified=False)
+        pin_names(blocks)
         for block in chosen:
             kept = np.flatnonzero(np.asarray(self.masks[block.name]))
             if len(kept):
@@ -69,12 +72,17 @@ class PruneHeads(ir.passes.InPlacePass):
                 assert block.output is not None
                 width = block.output.matrix().shape[1]
                 bias = np.broadcast_to(block.output.offset(), (width,))
-                emit_skip(block, AffineMap(None, bias), facts)
-        remove_unused(model)
-        keep_shapes(model, [node for block in chosen for node in block.nodes])
+                skip.emit_skip(block, skip.AffineMap(None, bias), facts)
         share_constants(model, since=before.initializers)
+        remove_unused(model)
+        keep_shapes(model, chosen)
         check(before, model, after="PruneHeads")
-        return ir.passes.PassResult(model, modified=bool(chosen))
+        return ir.passes.PassResult(model, modified=True)
+
+
+def _why_not(block: AttentionBlock, mask: Sequence[int], facts: Facts) -> str:
+    reason = rewrites.prune(block) or why_not(block, facts)
+    return reason or ("" if any(mask) else skip.why_not(block))
 
 
 def check_mask(name: str, mask: Sequence[int], heads: int) -> None:
@@ -101,7 +109,5 @@ def _prune(block: AttentionBlock, kept: np.ndarray, facts: Facts) -> None:
     product = block.output.nodes[-1]
     make = Inserter(block.graph, product, f"{block.name}/pruned")
     probabilities = emit_probabilities(make, block, kept, facts)
-    values = Inserter(block.graph, product, f"{make.prefix}/value")
-    v = emit_heads(values, block.v, block.v.scale, kept)
-    context = make.op("MatMul", [probabilities, v], "context")
+    context = emit_context(make, block, probabilities, kept, facts)
     emit_output(make, block, context, kept, facts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,15 +17,19 @@ from graph_passes.edit import (
     share_constants,
 )
 from graph_passes.emit import (
-    emit_heads,
+    emit_context,
     emit_output,
     emit_probabilities,
     heads_apart,
+    in_precision,
+    probabilities_type,
+    type_of,
 )
 from graph_passes.emit import why_not as why_not_emit
 from graph_passes.errors import CannotRewrite, InvalidArgument
-from graph_passes.find import find_attention, pin_names
+from graph_passes.find import find_attention
 from graph_passes.invariants import check, interface
+from graph_passes.names import pin_names
 from graph_passes.shapes import Facts, interpret_small
 
 __all__ = ["Edges", "ReuseAttention", "check_edges"]
@@ -56,13 +60,14 @@ class ReuseAttention(ir.passes.InPlacePass):
     def requires(self, model: ir.Model) -> None:
         blocks = find_attention(model)[0]
         check_edges(self.edges, blocks)
-        facts = interpret_small(model, batch=2, sequence=5)
+        facts, apart = (interpret_small(model, batch=2, sequence=5, apart=a) for a in (False, True))
         by_name = {block.name: block for block in blocks}
         for name, heads in self.edges.items():
             block = by_name[name]
             sources = {source: by_name[source] for source, _ in heads.values()}
             for other in sources.values():
-                if reason := rewrites.reuse(block, [other]) or _not_there(other):
+                reason = rewrites.reuse(block, [other]) or _not_there(other)
+                if reason := reason or _lengths(block, other, (facts, apart)):
                     raise CannotRewrite(
                         f"{name} cannot reuse {other.name}: {reason}", "take this edge out"
                     )
@@ -72,19 +77,21 @@ class ReuseAttention(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         before, facts = interface(model), interpret_small(model, batch=2, sequence=5)
         blocks = find_attention(model)[0]
+        chosen = [block for block in blocks if self.edges.get(block.name)]
+        if not chosen:
+            return ir.passes.PassResult(model, modified=False)
         pin_names(blocks)
         done = _Done(facts, {block.name: block for block in blocks})
-        chosen = [block for block in blocks if self.edges.get(block.name)]
         for block in chosen:
             _reuse(block, self.edges[block.name], done)
-        remove_unused(model)
-        keep_shapes(model, [node for block in chosen for node in block.nodes])
         share_constants(model, since=before.initializers)
+        remove_unused(model)
+        keep_shapes(model, chosen)
         check(before, model, after="ReuseAttention")
-        return ir.passes.PassResult(model, modified=bool(chosen))
+        return ir.passes.PassResult(model, modified=True)
 
 
-def check_edges(edges: Edges, blocks: list[AttentionBlock]) -> None:
+def check_edges(edges: Edges, blocks: Sequence[AttentionBlock]) -> None:
     """Every edge goes back in depth, from a head that exists to an exact one.
 
     Raises:
@@ -122,6 +129,16 @@ def check_edges(edges: Edges, blocks: list[AttentionBlock]) -> None:
 def _not_there(block: AttentionBlock) -> str:
     if block.probabilities is None:
         return "the probabilities of that layer are inside a fused operator: decompose it first"
+    return ""
+
+
+def _lengths(block: AttentionBlock, other: AttentionBlock, runs: Sequence[Facts]) -> str:
+    """Whether two layers have other numbers of queries or keys, whatever their masks."""
+    for role, mine, theirs in (("queries", block.x, other.x), ("keys", block.y, other.y)):
+        for facts in runs:
+            shapes = [None if (s := facts.shape(v)) is None else s[:-1] for v in (mine, theirs)]
+            if None not in shapes and shapes[0] != shapes[1]:
+                return f"its {role} are not as many as there"
     return ""
 
 
@@ -167,13 +184,16 @@ def _reuse(block: AttentionBlock, edges: Mapping[int, tuple[str, int]], done: _D
         order += [head for _, head in taken]
         if source in done.split or not np.array_equal(index, np.arange(len(places))):
             at = make.constant(index, "source_heads")
-            value = make.op("Gather", [value, at], "probabilities_taken", axis=1)
+            gathered = make.op("Gather", [value, at], "probabilities_taken", axis=1)
+            gathered.type = ir.TensorType(probabilities_type(done.blocks[source], done.facts))
+            value = gathered
         pieces.append(value)
+    heads = np.array(order, np.int64)
+    dtype = type_of(pieces[-1], done.facts) or block.v.dtype  # own heads give way to the others
+    pieces = [in_precision(make, piece, dtype, done.facts) for piece in pieces]
     probabilities = pieces[0]
     if len(pieces) > 1:
         probabilities = make.op("Concat", pieces, "probabilities_joined", axis=1)
-    heads = np.array(order, np.int64)
-    values = Inserter(block.graph, product, f"{make.prefix}/value")
-    v = emit_heads(values, block.v, block.v.scale, heads)
-    context = make.op("MatMul", [probabilities, v], "context")
+        probabilities.type = ir.TensorType(dtype)
+    context = emit_context(make, block, probabilities, heads, done.facts)
     emit_output(make, block, context, heads, done.facts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,8 +15,9 @@ from graph_passes.constants import constant_array
 from graph_passes.edit import Inserter, keep_shapes, remove_unused, share_constants
 from graph_passes.emit import emit_affine, emit_constant
 from graph_passes.errors import CannotRewrite, InvalidArgument
-from graph_passes.find import find_attention, pin_names
+from graph_passes.find import find_attention
 from graph_passes.invariants import check, interface
+from graph_passes.names import pin_names
 from graph_passes.shapes import Facts, interpret_small
 
 if TYPE_CHECKING:
@@ -81,15 +83,17 @@ class SkipAttention(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         before, facts = interface(model), interpret_small(model, batch=2, sequence=5)
         blocks = find_attention(model)[0]
-        pin_names(blocks)
         chosen = [block for block in blocks if block.name in self.maps]
+        if not chosen:
+            return ir.passes.PassResult(model, modified=False)
+        pin_names(blocks)
         for block in chosen:
             emit_skip(block, self.maps[block.name], facts)
-        remove_unused(model)
-        keep_shapes(model, [node for block in chosen for node in block.nodes])
         share_constants(model, since=before.initializers)
+        remove_unused(model)
+        keep_shapes(model, chosen)
         check(before, model, after="SkipAttention")
-        return ir.passes.PassResult(model, modified=bool(self.maps))
+        return ir.passes.PassResult(model, modified=True)
 
 
 def why_not(block: AttentionBlock) -> str:
@@ -127,22 +131,32 @@ def skipped(model: ir.Model) -> list[Skipped]:
         name, mark, _ = (node.name or "").partition(MARK)
         if mark:
             found.setdefault(name, []).append(node)
-    return [_skipped(name, nodes) for name, nodes in found.items()]
+    gaps = [_skipped(name, nodes) for name, nodes in found.items()]
+    return [gap for gap in gaps if gap is not None]
 
 
-def _skipped(name: str, nodes: list[ir.Node]) -> Skipped:
-    by_type = {node.op_type: node for node in nodes}
-    product = by_type.get("MatMul")
-    biased = by_type["Expand"] if product is None else by_type.get("Add")
-    tokens = (product or by_type["Shape"]).inputs[0]
-    weight = None if product is None else constant_array(_given(product, 1))
-    if biased is not None:
-        bias = constant_array(_given(biased, 0 if product is None else 1))
-    else:
-        assert weight is not None
+def _skipped(name: str, nodes: list[ir.Node]) -> Skipped | None:
+    """The map in these nodes; None where an exporter calls its own nodes so."""
+    by_name = {(node.name or "").removeprefix(f"{name}{MARK}"): node for node in nodes}
+    product, end = (_named(by_name, part) for part in ("output_product", "output"))
+    source = product or _named(by_name, "shape")
+    if source is None or (tokens := source.inputs[0]) is None:
+        return None
+    if product is not None:
+        weight = constant_array(_given(product, 1))
         bias = np.zeros(weight.shape[1], weight.dtype)
-    assert tokens is not None
+        bias = bias if end is None else constant_array(_given(end, 1))
+    elif end is not None:
+        weight, bias = None, constant_array(_given(end, 0))
+    else:
+        return None
     return Skipped(name, tokens, AffineMap(weight, bias), nodes[-1].outputs[0], tuple(nodes))
+
+
+def _named(by_name: Mapping[str, ir.Node], part: str) -> ir.Node | None:
+    """The node called ``part``, or ``part_2`` where it took the place of another."""
+    names = (name for name in by_name if re.fullmatch(rf"{part}(_\d+)?", name))
+    return next((by_name[name] for name in names), None)
 
 
 def _given(node: ir.Node, index: int) -> ir.Value:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import re
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
@@ -26,9 +26,13 @@ from attnserve.inspection import Inspection, inspect_graph
 from graph_passes import rewrites as rewrites_of
 from graph_passes.attention import AttentionBlock
 from graph_passes.collaborate import Collaborate, factor
+from graph_passes.cost import parameters
 from graph_passes.decompose import DecomposeAttention
+from graph_passes.prune import PruneHeads
+from graph_passes.reuse import ReuseAttention
 from tests import architectures
 from tests.architectures import ARCHITECTURES, TABLE, Cell, Layer, cells_of
+from tests.graph_passes.graphs import grafted, masked
 
 CELLS = [cell for architecture in TABLE for cell in cells_of(architecture)]
 SUPPORT = Path(__file__).parents[2] / "docs" / "support.md"
@@ -165,6 +169,85 @@ def collaborated(model: ir.Model, names: frozenset[str]) -> ir.Model:
     assert factors.keys() == names
     Collaborate(factors)(model)
     return model
+
+
+HANDFUL = (
+    Cell("GPT-2", "eager", "torchscript", 11),  # packed in a Gemm, causal
+    Cell("Llama", "eager", "dynamo", 18),  # rotary positions, grouped key/value heads
+    Cell("T5", "eager", "torchscript", 17),  # biases by head, cross-attention
+    Cell("Qwen3", "eager", "dynamo", 18),  # q/k norm
+    Cell("ALBERT", "sdpa", "torchscript", 17),  # one weight for all layers
+    Cell("ViT", "sdpa", "dynamo", 23),  # a fused operator
+    Cell("BART", "eager", "dynamo", 18),  # encoder, decoder and cross-attention
+    Cell("BERT", "eager", "torchscript", 17, "fp16"),
+)
+"""What PruneHeads and ReuseAttention may meet, one export each."""
+
+
+@pytest.mark.parametrize("cell", HANDFUL, ids=str)
+def test_every_other_head_is_pruned(cell: Cell, outcome: Callable[[Cell], Outcome]):
+    """Slicing heads out of every layer is masking them, and certified by the same names."""
+    blocks, path = outcome(cell).read.reading.blocks, outcome(cell).path
+    assert [rewrites_of.prune(block) for block in blocks] == [""] * len(blocks)
+    masks = {block.name: [head % 2 for head in range(block.num_heads)] for block in blocks}
+    model = decomposed(load_model(path))
+    PruneHeads(masks)(model)
+    reading = read_attention(model)
+    assert [miss.reason for miss in reading.misses] == []
+    assert {b.name: b.num_heads for b in reading.blocks} == {n: sum(m) for n, m in masks.items()}
+    assert parameters(model) < parameters(load_model(path))
+    same_outputs(cell, model, masked(load_model(path), masks))
+
+
+@pytest.mark.parametrize("cell", HANDFUL, ids=str)
+@pytest.mark.parametrize("part", [1, 2], ids=["all heads", "every other head"])
+def test_probabilities_of_earlier_layers_are_reused(
+    cell: Cell, part: int, outcome: Callable[[Cell], Outcome]
+):
+    """As if each probability were replaced and nothing taken away; queries and keys are gone."""
+    path = outcome(cell).path
+    model = decomposed(load_model(path)) if outcome(cell).read else None
+    assert model is not None
+    edges = edges_of(read_attention(model).blocks, part)
+    assert edges
+    ReuseAttention(edges)(model)
+    reading = read_attention(model)
+    assert [miss.reason for miss in reading.misses] == []
+    assert {b.name for b in reading.blocks if b.form == "reuse"} == edges.keys()
+    if cell.architecture != "ALBERT":  # whose other layers go on using what they shared
+        assert parameters(model) < parameters(load_model(path))
+    same_outputs(cell, model, grafted(decomposed(load_model(path)), edges))
+
+
+def edges_of(blocks: Sequence[AttentionBlock], part: int) -> dict[str, dict[int, tuple[str, int]]]:
+    """Heads of each layer that can from the first layer that it can take them from."""
+    edges: dict[str, dict[int, tuple[str, int]]] = {}
+    for index, block in enumerate(blocks):
+        sources = [
+            other
+            for other in blocks[:index]
+            if other.name not in edges and not rewrites_of.reuse(block, [other])
+        ]
+        if sources:
+            name, heads = sources[0].name, range(0, block.num_heads, part)
+            edges[block.name] = {head: (name, head % sources[0].num_heads) for head in heads}
+    return edges
+
+
+def decomposed(model: ir.Model) -> ir.Model:
+    """The model with its fused operators taken apart."""
+    fused = frozenset(block.name for block in read_attention(model).blocks if not block.logits)
+    return DecomposeAttention(fused)(model).model if fused else model
+
+
+def same_outputs(cell: Cell, model: ir.Model, expected: ir.Model) -> None:
+    architecture = ARCHITECTURES[cell.architecture]
+    for lengths in (architectures.LENGTHS, architectures.OTHER_LENGTHS):
+        both = (architectures.run(each, architecture, lengths) for each in (model, expected))
+        for got, wanted in zip(*both, strict=True):
+            assert np.isfinite(wanted).all()
+            atol = SAME[cell.variant]
+            np.testing.assert_allclose(got, wanted, atol=atol, rtol=atol)
 
 
 def test_the_table_of_what_is_supported_is_what_was_found(

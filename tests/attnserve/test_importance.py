@@ -11,18 +11,13 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from attnserve import importance
+from attnserve import importance, voting
 from attnserve.artifact import load_model, open_artifact
 from attnserve.calibrate import Batch, load_inputs
 from attnserve.certify import read_attention
-from attnserve.importance import (
-    Votes,
-    head_energy,
-    leave_one_out,
-    sensitivity,
-    voting_to_stay,
-)
+from attnserve.importance import head_energy, leave_one_out, sensitivity
 from attnserve.session import open_session
+from attnserve.voting import Votes, voting_to_stay
 from graph_passes.edit import exposing
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 from tests.graph_passes.graphs import FUSED, PARTS, D, H, K, V, attention, feeds, graph, weights
@@ -445,7 +440,7 @@ def test_points_are_clustered_as_well_as_can_be(count: int):
         clusters = (points[np.array(labels) == label] for label in set(labels))
         return sum(float(np.square(cluster - cluster.mean(0)).sum()) for cluster in clusters)
 
-    labels = importance._k_means(points, count, np.random.default_rng(0))
+    labels = voting._k_means(points, count, np.random.default_rng(0))
     ways = (way for way in product(range(count), repeat=6) if len(set(way)) == count)
     assert cost(tuple(labels.tolist())) == pytest.approx(min(map(cost, ways)), abs=1e-12)
     assert list(dict.fromkeys(labels.tolist())) == list(range(count)), "numbered as they come"
@@ -453,7 +448,7 @@ def test_points_are_clustered_as_well_as_can_be(count: int):
 
 @pytest.mark.parametrize("count", range(1, 6))
 def test_no_cluster_is_empty_even_where_all_points_are_one(count: int):
-    labels = importance._k_means(np.ones((5, 2)), count, np.random.default_rng(0))
+    labels = voting._k_means(np.ones((5, 2)), count, np.random.default_rng(0))
     assert sorted(set(labels.tolist())) == list(range(count))
 
 

@@ -7,7 +7,7 @@ no function of any of them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 import onnx
@@ -16,6 +16,11 @@ import onnx_ir as ir
 from attnserve.certify import read_attention
 from attnserve.session import open_session
 from graph_passes.attention import AttentionBlock
+from graph_passes.constants import constant_array, constant_type, origin
+from graph_passes.edit import Inserter
+from graph_passes.emit import heads_apart
+from graph_passes.find import find_attention
+from graph_passes.shapes import interpret_small
 
 D, H, K, V = 12, 3, 4, 2
 SCALE = 0.37
@@ -148,6 +153,84 @@ def attention(
     return graph(body, inputs=inputs, output=output_type, opset=opset, constants=constants)
 
 
+def layers(
+    count: int = 2,
+    *,
+    inputs: str = f"float[batch, sequence, {D}] x, {FLOAT_MASK}",
+    opset: int = 17,
+    same: Collection[str] = (),
+    constants: Mapping[str, np.ndarray] | None = None,
+    **parts: str,
+) -> ir.Model:
+    """Layers over one residual stream, x = x + attention(x), each with weights of its own.
+
+    Args:
+        same: Weights that all layers share, by their names in ``weights()``.
+    """
+    known = weights() | dict(constants or {})
+    made = {name for node in _nodes_of("".join((PARTS | parts).values()))
+            for name in node.output}  # fmt: skip
+    body, arrays = "", dict(known)
+    for layer in range(count):
+        own = {n: a for n, a in weights(layer).items() if n[0] in "Wb" and n not in same}
+        own = {n: arrays[n] if n in (constants or {}) else a for n, a in own.items()}
+        arrays |= {f"{name}_{layer}": array for name, array in own.items()}
+        text = "".join((PARTS | parts).values())
+        names = "|".join(sorted(made | own.keys(), key=len, reverse=True))
+        text = re.sub(rf"\b({names})\b", rf"\1_{layer}", text)
+        text = re.sub(r"\bx\b", f"x_{layer}" if layer else "x", text)
+        after = "stream" if layer == count - 1 else f"x_{layer + 1}"
+        before = f"x_{layer}" if layer else "x"
+        body += f"{text}\n        {after} = Add({before}, out_{layer})"
+    output = f"float[batch, sequence, {D}] stream"
+    return graph(body, inputs=inputs, output=output, opset=opset, constants=arrays)
+
+
+def _nodes_of(body: str) -> list[onnx.NodeProto]:
+    return list(onnx.parser.parse_graph(f"g (float x) => (float out) {{{body}\n}}").node)
+
+
+def masked(model: ir.Model, masks: Mapping[str, Sequence[int]]) -> ir.Model:
+    """The model whose rows of W_O are zero where a mask is: those heads write nothing."""
+    for block in find_attention(model)[0]:
+        if (output := block.output) is None or block.name not in masks:
+            continue
+        array = constant_array(output.weight).astype(constant_type(output.weight).numpy())
+        pruned = output.rows[np.asarray(masks[block.name]) == 0].reshape(-1)
+        np.moveaxis(array, output.contracted[0], 0)[pruned] = 0
+        product = output.nodes[-1]
+        made = Inserter(block.graph, product, f"{block.name}/masked").constant(array, "weight")
+        at = [value is not None and origin(value) is output.weight for value in product.inputs]
+        product.replace_input_with(at.index(True), made)
+    return model
+
+
+def grafted(model: ir.Model, edges: Mapping[str, Mapping[int, tuple[str, int]]]) -> ir.Model:
+    """What reuse means, with nothing taken away: probabilities replaced head by head."""
+    blocks = {block.name: block for block in find_attention(model)[0]}
+    facts = interpret_small(model, batch=2, sequence=5)
+    new: list[tuple[AttentionBlock, ir.Value]] = []
+    for name, heads in edges.items():
+        block = blocks[name]
+        product = block.context.producer()
+        assert product is not None
+        make, rows = Inserter(block.graph, product, f"{name}/grafted"), list[ir.Value]()
+        for head in range(block.num_heads):
+            source, index = heads.get(head, (name, head))
+            probabilities = heads_apart(make, blocks[source], facts)
+            at = make.constant(np.array([index], np.int64), "head")
+            rows.append(make.op("Gather", [probabilities, at], "row", axis=1))
+        assert block.probabilities is not None
+        whole = make.op("Concat", rows, "rows", axis=1)
+        shape = make.op("Shape", [block.probabilities], "shape")
+        new.append((block, make.op("Reshape", [whole, shape], "in_place")))
+    for block, value in new:
+        product = block.context.producer()
+        assert product is not None and block.probabilities is not None
+        product.replace_input_with(list(product.inputs).index(block.probabilities), value)
+    return model
+
+
 def text_of(model: ir.Model) -> str:
     """The nodes of a model as text, without the weights."""
     return re.sub(r"\n\s*\n", "\n", str(model.graph))
@@ -181,13 +264,19 @@ def feeds(
             dim if isinstance(dim, int) else named.get(str(dim.value), sequence)
             for dim in value.shape
         )
-        if "mask" not in value.name:
+        if "mask" not in value.name and value.dtype.is_floating_point():
             arrays[value.name] = rng.standard_normal(shape).astype(value.dtype.numpy())
             continue
         seen = rng.random(shape) < 0.7
         seen[..., 0] = True
-        is_bool = value.dtype == ir.DataType.BOOL
-        arrays[value.name] = seen if is_bool else np.where(seen, 0, -1e9).astype(np.float32)
+        if value.dtype.is_floating_point():
+            hidden = -1e9 if value.dtype.itemsize > 2 else -6e4
+            arrays[value.name] = np.where(seen, 0, hidden).astype(value.dtype.numpy())
+        elif len(shape) == 1:  # the lengths of the sequences
+            lengths = rng.integers(1, sequence, shape, endpoint=True)
+            arrays[value.name] = lengths.astype(value.dtype.numpy())
+        else:
+            arrays[value.name] = seen.astype(value.dtype.numpy())
     return arrays
 
 

@@ -1,0 +1,605 @@
+"""optimize --skip --prune --reuse, alone and together: what is written, kept and refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from attnserve.artifact import load_model, open_artifact
+from attnserve.cli import main
+from attnserve.inspection import inspect
+from attnserve.rewrite import OptimizeReport, optimize
+from attnserve.session import open_session
+from attnserve.verify import verify
+from graph_passes.attention import AttentionBlock
+from graph_passes.errors import (
+    AttnserveError,
+    CannotRewrite,
+    CheckFailed,
+    InvalidData,
+)
+from graph_passes.find import find_attention
+from tests.graph_passes.graphs import FLOAT_MASK, D, H, layers
+
+Build = Callable[..., Path]
+ORDER = ["skip", "prune", "reuse", "refit", "collaborate", "refit"]
+
+
+def tree(folder: Path) -> dict[str, bytes | None]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def blocks_of(path: Path) -> tuple[AttentionBlock, ...]:
+    return tuple(find_attention(load_model(open_artifact(path)))[0])
+
+
+def record(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "attnserve.json").read_text(encoding="utf-8"))
+
+
+# A BERT of three layers, and text
+
+
+@pytest.fixture(scope="module")
+def bert(tiny_bert: Build, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """3 layers of 4 heads x 8; shared."""
+    from attnserve.export import export
+
+    folder = tmp_path_factory.mktemp("three") / "layers"
+    source = tiny_bert(num_hidden_layers=3, initializer_range=0.3)
+    export(str(source), folder, attention="eager", exporter="torchscript", opset=17)
+    return folder
+
+
+def text(path: Path, count: int, seed: int) -> Path:
+    words = ["a", "the", "man", "woman", "dog", "cat", "is", "playing", "with", "guitar", "ball"]
+    chosen = random.Random(seed)
+    lines = (" ".join(chosen.choices(words, k=chosen.randint(3, 20))) for _ in range(count))
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What models are calibrated on: 200 sentences, about 2400 tokens."""
+    return text(tmp_path_factory.mktemp("seen") / "seen.txt", 200, seed=0)
+
+
+@pytest.fixture(scope="module")
+def unseen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Other sentences of the same words."""
+    return text(tmp_path_factory.mktemp("unseen") / "unseen.txt", 60, seed=7)
+
+
+class Done(NamedTuple):
+    folder: Path
+    report: OptimizeReport
+
+
+CASES: Mapping[str, dict[str, Any]] = {
+    "prune": {"prune": 0.25},
+    "reuse": {"reuse": "partial:2"},
+    "skip": {"skip": ["1"]},
+    "all": {"skip": ["2"], "prune": 0.25, "reuse": "partial:1", "collab_dk": 12},
+}
+
+
+@pytest.fixture(scope="module")
+def made(
+    bert: Path, seen: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, bool], Done]:
+    """(case, refit) -> what optimize made of the BERT; each is made once."""
+    done: dict[tuple[str, bool], Done] = {}
+    base = tmp_path_factory.mktemp("made")
+
+    def build(case: str, refit: bool = True) -> Done:
+        if (case, refit) not in done:
+            folder = base / f"{case}-{refit}"
+            report = optimize(bert, folder, calib=seen, refit=refit, **CASES[case])
+            done[case, refit] = Done(folder, report)
+        return done[case, refit]
+
+    return build
+
+
+Made = Callable[..., Done]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_steps_come_in_the_order_of_the_plan_and_their_costs_add_up(made: Made, case: str):
+    report = made(case).report
+    kinds = list(dict.fromkeys(step.rewrite for step in report.steps))
+    first_fit = [step.rewrite for step in report.steps].index("refit")
+    assert kinds == [kind for kind in dict.fromkeys(ORDER) if kind in kinds]
+    assert all(step.rewrite in ("skip", "prune", "reuse") for step in report.steps[:first_fit])
+    assert report.steps[-1].rewrite == "refit"
+    assert report.steps[-1].macs_after == report.after.macs
+    macs = [report.before.macs, *(step.macs_after for step in report.steps)]
+    assert None not in macs
+    if case != "all":  # more MACs than before are possible with shared dimensions alone
+        assert macs == sorted(macs, reverse=True)  # pyright: ignore
+    assert {step.block for step in report.steps} == set(report.plan.changed)
+
+
+def test_all_of_them_at_once_is_one_plan_in_one_file(made: Made):
+    folder, report = made("all")
+    kinds = [step.rewrite for step in report.steps]
+    runs = [kind for i, kind in enumerate(kinds) if i == 0 or kinds[i - 1] != kind]
+    assert runs == ORDER
+    plan = report.plan
+    assert set(plan.skip.values()) == {"affine"} and plan.masks and plan.edges and plan.ranks
+    read = inspect(folder).reading
+    assert len(read.blocks) == 2 and not read.misses, "the third layer has no attention any more"
+    for block in read.blocks:
+        mask = plan.masks.get(block.name, [1, 1, 1, 1])
+        assert block.num_heads == sum(mask)
+        assert len(block.own_heads) == sum(mask) - len(plan.edges.get(block.name, {}))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_costs_are_those_of_the_file(made: Made, case: str):
+    folder, report = made(case)
+    read = inspect(folder, batch=report.batch, sequence=report.sequence)
+    assert (read.parameters, read.total_macs) == (report.after.parameters, report.after.macs)
+    assert report.after.parameters < report.before.parameters
+    assert report.after.bytes < report.before.bytes
+    session = open_session(folder / "model.onnx")
+    for shape in ((1, 1), (3, 11), (2, 64)):  # any shape still runs
+        feeds = {value.name: np.ones(shape, np.int64) for value in session.get_inputs()}
+        assert np.asarray(session.run(None, feeds)[0]).shape == (*shape, 32)
+
+
+def test_a_pruned_head_takes_its_parameters_along(made: Made):
+    report = made("prune", False).report
+    gone = sum(mask.count(0) for mask in report.plan.masks.values())
+    assert gone == 3  # of 12
+    of_head = 4 * 32 * 8  # of W_Q, W_K, W_V and W_O; its biases are 0, one constant for all
+    assert report.before.parameters - report.after.parameters == gone * of_head
+
+
+def test_a_reused_head_takes_its_queries_and_keys_along(made: Made):
+    report = made("reuse", False).report
+    assert [len(heads) for heads in report.plan.edges.values()] == [2]
+    assert report.before.parameters - report.after.parameters == 2 * (2 * 32 * 8)
+
+
+def test_the_json_has_the_keys_of_the_contract(made: Made):
+    folder, report = made("all")
+    content = report.to_json()
+    keys = {"before", "after", "steps", "fidelity", "break_even_sequence", "warnings", "plan"}
+    assert keys <= content.keys()
+    for step in content["steps"]:
+        assert {"rewrite", "block", "relative_error", "macs_after", "rank", "heads"} <= step.keys()
+        assert step["relative_error"] is None or 0 <= step["relative_error"] < 100
+    assert list(content["plan"]) == ["skip", "prune_heads", "reuse", "collab_dk"]
+    assert json.loads(json.dumps(content, allow_nan=False)) == content
+    (entry,) = record(folder)["lineage"]
+    assert entry["rewrite"] == "skip+prune+reuse+refit+collaborate"
+    assert {name: entry[name] for name in content} == content
+
+
+@pytest.mark.parametrize("case", ["prune", "reuse"])
+def test_the_fit_is_closer_on_text_it_has_not_seen(made: Made, bert: Path, unseen: Path, case: str):
+    fitted, plain = (
+        verify(bert, made(case, refit).folder, data=unseen).outputs[0] for refit in (True, False)
+    )
+    assert fitted.mean_cosine > plain.mean_cosine
+    assert fitted.relative_error < plain.relative_error
+    assert made(case, True).report.plan.to_json() == made(case, False).report.plan.to_json()
+
+
+def test_steps_say_how_far_each_layer_was_and_is(made: Made):
+    for case in ("prune", "reuse"):
+        fitted, plain = made(case).report.steps, made(case, False).report.steps
+        assert [step.rewrite for step in plain] == [case] * len(plain), "no fit, no step of it"
+        fits = {step.block: step for step in fitted if step.rewrite == "refit"}
+        for step in fitted:
+            assert step.relative_error is not None
+            if step.rewrite == case:
+                after = fits[step.block].relative_error
+                assert after is not None and after < step.relative_error
+
+
+def test_without_the_fit_no_weight_that_stays_changes(made: Made, bert: Path):
+    folder, report = made("prune", False)
+    old = {block.name: block for block in blocks_of(bert)}
+    for block in blocks_of(folder):
+        was = old[block.name]
+        kept = np.flatnonzero(report.plan.masks.get(block.name, [1] * 4))
+        for mine, theirs in ((block.k, was.k), (block.v, was.v)):
+            np.testing.assert_array_equal(mine.heads(), theirs.heads()[kept])
+        queries = was.q.heads()[kept] * (was.scale / block.scale)  # scalars join the weights
+        np.testing.assert_allclose(block.q.heads(), queries, rtol=1e-6)
+        assert block.output is not None and was.output is not None
+        np.testing.assert_array_equal(
+            block.output.matrix()[block.output.rows], was.output.matrix()[was.output.rows[kept]]
+        )
+        assert not np.any(block.output.offset()) and not np.any(was.output.offset())
+
+
+def test_a_second_call_goes_on_from_the_first(made: Made, bert: Path, seen: Path, tmp_path: Path):
+    first, _ = made("prune")
+    before = tree(first)
+    report = optimize(first, tmp_path / "two", reuse="partial:1", calib=seen)
+    assert tree(first) == before
+    lineage = record(tmp_path / "two")["lineage"]
+    assert [entry["rewrite"] for entry in lineage] == ["prune+refit", "reuse+refit"]
+    assert report.after.macs is not None and report.before.macs is not None
+    assert report.after.macs < report.before.macs
+    read = inspect(tmp_path / "two").reading
+    assert [block.form for block in read.blocks] == ["standard", "reuse", "standard"]
+    heads = [block.num_heads for block in inspect(first).reading.blocks]
+    assert [block.num_heads for block in read.blocks] == heads and sum(heads) == 9
+    assert verify(bert, tmp_path / "two", data=seen).mean_cosine > 0.5
+
+
+@pytest.mark.slow
+def test_fused_exports_are_rewritten_too(tiny_bert: Build, seen: Path, made: Made, tmp_path: Path):
+    """The same plan, and nearly the same model, from an export that fuses attention."""
+    from attnserve.export import export
+
+    source = tiny_bert(num_hidden_layers=3, initializer_range=0.3)
+    export(str(source), tmp_path / "fused", attention="sdpa", exporter="dynamo", opset=23)
+    new = tmp_path / "new"
+    report = optimize(tmp_path / "fused", new, calib=seen, **CASES["all"])
+    assert report.steps[-1].macs_after == report.after.macs
+    theirs = made("all").report
+    assert list(report.plan.masks.values()) == list(theirs.plan.masks.values())
+    assert report.fidelity.mean_cosine == pytest.approx(theirs.fidelity.mean_cosine, abs=1e-3)
+
+
+# A small graph, and arrays: what can be asked for, and what is refused
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """3 layers of 3 heads over one stream; shared."""
+    path = tmp_path_factory.mktemp("small") / "model.onnx"
+    ir.save(layers(3), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def arrays(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("arrays") / "tokens.npz"
+    x = np.random.default_rng(0).standard_normal((40, 7, D)).astype(np.float32)
+    np.savez(path, x=x, mask=np.zeros((40, 1, 1, 7), np.float32))
+    return path
+
+
+def forms(path: Path) -> list[str]:
+    return [block.form for block in inspect(path).reading.blocks]
+
+
+def test_a_mask_alone_needs_no_data(small: Path, tmp_path: Path):
+    report = optimize(small, tmp_path / "new.onnx", prune_heads={"1": [1, 0, 1], "2": [0, 0, 0]})
+    assert [(step.rewrite, step.heads) for step in report.steps] == [("prune", 2), ("prune", 0)]
+    assert all(step.relative_error is not None for step in report.steps), "on random inputs"
+    assert report.steps[-1].macs_after == report.after.macs
+    assert report.fidelity.data == "random inputs"
+    assert any("not calibrated" in warning for warning in report.warnings)
+    assert [block.num_heads for block in inspect(tmp_path / "new.onnx").reading.blocks] == [3, 2]
+
+
+def test_by_index_alone_needs_no_data(small: Path, tmp_path: Path):
+    report = optimize(small, tmp_path / "new.onnx", reuse="alternate", align="index")
+    assert [step.heads for step in report.steps] == [0]
+    assert forms(tmp_path / "new.onnx") == ["standard", "reuse", "standard"]
+
+
+def test_pruning_heads_that_write_nothing_is_exact(small: Path, tmp_path: Path):
+    model = load_model(open_artifact(small))
+    value = model.graph.initializers["Wo_1"]
+    assert value.const_value is not None
+    array = value.const_value.numpy().copy()
+    array[2:4] = 0
+    value.const_value = ir.tensor(array, name="Wo_1")
+    ir.save(model, tmp_path / "silent.onnx")
+    report = optimize(
+        tmp_path / "silent.onnx", tmp_path / "new.onnx", prune_heads={"1": [1, 0, 1]},
+        min_cosine=1 - 1e-6,
+    )  # fmt: skip
+    assert report.steps[0].relative_error == pytest.approx(0, abs=1e-5)
+    new = verify(tmp_path / "silent.onnx", tmp_path / "new.onnx")
+    assert new.outputs[0].relative_error <= 1e-5
+
+
+def test_a_seed_gives_the_same_bytes(small: Path, arrays: Path, tmp_path: Path):
+    for name in ("one", "two"):
+        optimize(
+            small, tmp_path / name / "model.onnx", prune=0.34, importance="voting", skip=["2"],
+            reuse="partial:1", calib=arrays, seed=3,
+        )  # fmt: skip
+    assert tree(tmp_path / "one") == tree(tmp_path / "two")
+
+
+def test_a_dry_run_writes_nothing_and_the_plan_in_the_record_gives_the_same_graph(
+    small: Path, arrays: Path, tmp_path: Path
+):
+    asked = {"skip": ["2:constant"], "prune": 0.34, "reuse": "partial:1", "collab_dk": 7}
+    dry = optimize(small, tmp_path / "a" / "model.onnx", dry_run=True, calib=arrays, **asked)
+    assert not any(tmp_path.iterdir())
+    real = optimize(small, tmp_path / "a" / "model.onnx", calib=arrays, **asked)
+    assert dry.to_json() == real.to_json()
+    plan = record(tmp_path / "a")["lineage"][0]["plan"]
+    assert all(plan.values()), "something of each kind is done"
+    optimize(
+        small, tmp_path / "b" / "model.onnx", calib=arrays,
+        skip=[f"{name}:{kind}" for name, kind in plan["skip"].items()],
+        prune_heads=plan["prune_heads"], reuse=plan["reuse"], collab_dk=plan["collab_dk"],
+    )  # fmt: skip
+    old, new = (tmp_path / name / "model.onnx" for name in ("a", "b"))
+    assert new.read_bytes() == old.read_bytes()
+
+
+def test_a_broken_promise_writes_nothing(small: Path, arrays: Path, tmp_path: Path):
+    with pytest.raises(CheckFailed, match=r"nothing was written\nrewrite fewer heads or layers"):
+        optimize(small, tmp_path / "new.onnx", reuse="full:2", calib=arrays, min_cosine=0.9999)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("stage", ["measure heads", "compare heads", "fit again", "verify"])
+def test_an_interrupted_run_leaves_nothing(small: Path, arrays: Path, tmp_path: Path, stage: str):
+    def interrupt(what: str, done: int, total: int) -> None:
+        if what == stage:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        optimize(small, tmp_path / "new.onnx", prune=0.25, reuse="partial:1", calib=arrays,
+                 progress=interrupt)  # fmt: skip
+    assert not any(tmp_path.iterdir())
+
+
+def test_calibration_of_no_real_token_is_refused(tiny: Path, tmp_path: Path):
+    row = np.ones((12, 5), np.int64)
+    np.savez(tmp_path / "p.npz", input_ids=row, attention_mask=0 * row, token_type_ids=0 * row)
+    before = tree(tmp_path)
+    for asked in ({"prune": 0.25}, {"prune_heads": {"0": [1, 0, 1, 1]}}):
+        with pytest.raises(InvalidData, match="no real token"):
+            optimize(tiny, tmp_path / "new", calib=tmp_path / "p.npz", **asked)
+    assert tree(tmp_path) == before
+
+
+# Again and again
+
+
+@pytest.mark.slow
+def test_any_rewrite_may_follow_any_other(small: Path, arrays: Path, tmp_path: Path):
+    """Each call reads, and certifies, what the one before wrote."""
+    asked: list[dict[str, Any]] = [
+        {"reuse": {"1": {"0": ["0", 2]}}},
+        {"prune_heads": {"2": [1, 0, 1]}},
+        {"collab_dk": 7, "layers": ["0"]},  # the source of the first call
+        {"reuse": {"2": {"0": ["1", 0]}}},
+        {"skip": ["2:constant"]},
+    ]
+    path = small
+    for number, each in enumerate(asked):
+        new = tmp_path / str(number) / "model.onnx"
+        report = optimize(path, new, calib=arrays, **each)
+        assert report.steps[-1].macs_after == report.after.macs, each
+        assert not inspect(new).reading.misses, each
+        path = new
+    assert forms(path) == ["collaborative", "reuse"]
+    assert len(record(path.parent)["lineage"]) == len(asked)
+    assert verify(small, path).mean_cosine > 0
+
+
+def test_a_source_of_an_earlier_call_stays_as_it_is(small: Path, arrays: Path, tmp_path: Path):
+    """Another layer goes on reading its probabilities, which would be computed for that alone."""
+    once = tmp_path / "a" / "model.onnx"
+    optimize(small, once, reuse={"2": {"0": ["1", 2]}})
+    reason = "attention_1.*: attention_2 takes its probabilities"
+    for asked in (
+        {"skip": ["1"]},
+        {"prune_heads": {"1": [1, 1, 0]}},
+        {"reuse": {"1": {"0": ["0", 0]}}},
+        {"prune": 0.5, "layers": ["1"]},
+        {"reuse": "full:1", "layers": ["1"]},
+    ):
+        with pytest.raises(CannotRewrite, match=reason):
+            optimize(once, tmp_path / "b.onnx", calib=arrays, **asked)
+    with pytest.raises(CannotRewrite, match="takes the probabilities of an earlier attention alre"):
+        optimize(once, tmp_path / "b.onnx", reuse={"2": {"1": ["0", 0]}})
+    report = optimize(once, tmp_path / "b.onnx", prune=0.3, calib=arrays)
+    assert "attention_1" not in report.plan.masks
+    assert any("attention_1 is left as it is: attention_2 takes" in w for w in report.warnings)
+
+
+def test_nothing_left_to_do_is_told(small: Path, arrays: Path, tmp_path: Path):
+    new = tmp_path / "new" / "model.onnx"
+    optimize(small, new, collab_dk=7)
+    for asked in ({"prune": 0.25}, {"collab_dk": 6}):
+        with pytest.raises(CannotRewrite, match=r"none of the 3 .* \(attention_0 .*collaborative"):
+            optimize(new, tmp_path / "two.onnx", calib=arrays, **asked)
+
+
+# The command line
+
+
+class Outcome(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Cli = Callable[..., Outcome]
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
+    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
+
+    def run(*arguments: object) -> Outcome:
+        capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        return Outcome(code, *capsys.readouterr())
+
+    return run
+
+
+def test_help_lists_every_option(cli: Cli, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    done = cli("optimize", "--help")
+    assert done.code == 0
+    for option in ("--reuse", "--align", "--prune", "--importance", "--prune-heads", "--skip",
+                   "--refit", "--no-refit"):  # fmt: skip
+        assert f"{option} " in done.out, option
+    for form in ("partial:K[:P]", "full:P", "alternate", "all-end", "auto", "energy|loo|voting",
+                 "similarity|index", "LAYER:constant"):  # fmt: skip
+        assert form in done.out, form
+
+
+def test_json_is_one_object_and_warnings_are_on_stderr(
+    cli: Cli, small: Path, arrays: Path, tmp_path: Path
+):
+    done = cli(
+        "optimize", small, "-o", tmp_path / "new.onnx", "--prune", 0.25, "--importance", "loo",
+        "--reuse", "partial:1", "--skip", "2:constant", "--collab-dk", 7, "--calib", arrays,
+        "--json",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    content = json.loads(done.out)
+    assert content["plan"]["skip"] == {"attention_2": "constant"}
+    assert content["steps"][-1]["macs_after"] == content["after"]["macs"]
+    assert content["warnings"] == [line[9:] for line in done.err.splitlines()]
+    assert all(line.startswith("warning: ") for line in done.err.splitlines())
+
+
+def test_the_table_shows_steps_and_heads_that_are_left(cli: Cli, small: Path, tmp_path: Path):
+    masks = tmp_path / "masks.json"
+    masks.write_text('{"attention_1": [1, 0, 1]}')
+    done = cli("optimize", small, "-o", tmp_path / "n.onnx", "--prune-heads", masks)
+    assert done.code == 0 and "own heads" in done.out and "attention_1" in done.out
+    assert "prune" in done.out and "parameters " in done.out
+    assert "warning: not calibrated" in done.err
+    edges = tmp_path / "edges.json"
+    edges.write_text('{"1": {"0": ["0", 1]}}')
+    done = cli(
+        "optimize", small, "-o", tmp_path / "e.onnx", "--reuse", edges, "--no-refit", "--dry-run"
+    )
+    assert done.code == 0 and "reuse" in done.out and "nothing was written" in done.out
+    assert not (tmp_path / "e.onnx").exists()
+
+
+def test_a_promise_that_is_broken_exits_1(cli: Cli, small: Path, arrays: Path, tmp_path: Path):
+    done = cli(
+        "optimize", small, "-o", tmp_path / "new.onnx", "--skip", 1, "--calib", arrays,
+        "--min-cosine", 1,
+    )  # fmt: skip
+    assert done.code == 1 and done.out == "" and len(done.err.splitlines()) <= 3
+    assert "nothing was written" in done.err and not any(tmp_path.iterdir())
+
+
+MISTAKES: dict[str, tuple[list[object], str]] = {
+    "nothing": ([], "no rewrite is asked for"),
+    "prune without data": (["--prune", 0.25], "--prune measures .* no data"),
+    "reuse without data": (["--reuse", "partial:1"], "--align index for the paper's own"),
+    "skip without data": (["--skip", 1], "give --calib FILE"),
+    "prune none": (["--prune", 0], "--prune 0.0: expected a share"),
+    "prune all": (["--prune", 1], "--prune 1.0: expected a share"),
+    "prune more": (["--prune", 1.5], "--prune 1.5: expected a share"),
+    "prune less": (["--prune", -0.1], "--prune -0.1: expected a share"),
+    "prune nan": (["--prune", "nan"], "--prune nan: expected a share"),
+    "prune text": (["--prune", "some"], "--prune"),
+    "prune twice": (["--prune", 0.5, "--prune-heads", "m.json"], "both say which heads go"),
+    "importance": (["--prune", 0.5, "--importance", "size"], "--importance"),
+    "align": (["--reuse", "full:1", "--align", "size"], "--align"),
+    "reuse unknown": (["--reuse", "some"], "--reuse 'some': expected partial:K"),
+    "reuse nothing": (["--reuse", ""], "--reuse '': expected partial:K"),
+    "reuse of a file that is not there": (["--reuse", "none.json"], "--reuse none.json: no such f"),
+    "mask that is not there": (["--prune-heads", "none.json"], "none.json: no such file"),
+    "too many layers": (["--reuse", "full:3", "--align", "index"], "3 layers of 3, expected at mo"),
+    "too many heads": (["--reuse", "partial:4", "--align", "index"], "attention_1 has 3 heads"),
+    "skip of an unknown layer": (["--skip", "7"], "--skip: no attention is called '7'"),
+    "skip of nothing": (["--skip", ""], "--skip: no attention is called ''"),
+    "other layers": (
+        ["--reuse", "full:1", "--align", "index", "--layers", "2"],
+        "--reuse full:1 is about layers 1 to 1, of which --layers names none",
+    ),
+    "calibration that is not there": (["--prune", 0.5, "--calib", "none.npz"], "no such file"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_exits_2_with_a_short_error(
+    cli: Cli, small: Path, tmp_path: Path, mistake: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    options, reason = MISTAKES[mistake]
+    done = cli("optimize", small, "-o", "a/new.onnx", *options)
+    told(done, reason)
+    assert not any(tmp_path.iterdir())
+
+
+def told(done: Outcome, reason: str) -> None:
+    assert done.code == 2 and done.out == "", done
+    lines = done.err.strip().splitlines()
+    assert 2 <= len(lines) <= 3 and lines[0].startswith("error: ")
+    with pytest.raises(AttnserveError, match=reason):
+        raise AttnserveError(" ".join(lines))
+    assert "Traceback" not in done.err and "unexpected" not in done.err
+
+
+FILES: dict[str, tuple[str, str, str]] = {
+    "a short mask": ("--prune-heads", '{"0": [1, 0]}', "has 2 entries, expected 3"),
+    "a mask of 2": ("--prune-heads", '{"0": [1, 0, 2]}', "expected a list of 0 and 1"),
+    "a mask of null": ("--prune-heads", '{"0": [1, 0, null]}', "expected a list of 0 and 1"),
+    "a list of masks": ("--prune-heads", "[[1, 0, 1]]", "expected an object"),
+    "a mask that is no JSON": ("--prune-heads", "heads", "not JSON"),
+    "no head left": (
+        "--prune-heads", json.dumps(dict.fromkeys("012", [0] * H)), "no attention would be left",
+    ),
+    "a forward edge": ("--reuse", '{"0": {"0": ["1", 0]}}', "must be an earlier layer"),
+    "an edge to itself": ("--reuse", '{"0": {"0": ["0", 0]}}', "must be an earlier layer"),
+    "a chain": ("--reuse", '{"1": {"0": ["0", 0]}, "2": {"0": ["1", 0]}}', "is reused itself"),
+    "a head that is not there": ("--reuse", '{"1": {"9": ["0", 0]}}', "has no head 9"),
+    "edges that are no JSON": ("--reuse", "{", "not JSON"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", FILES)
+def test_a_mistake_in_a_file_exits_2_and_names_it(
+    cli: Cli, small: Path, tmp_path: Path, mistake: str
+):
+    option, content, reason = FILES[mistake]
+    path = tmp_path / "asked.json"
+    path.write_text(content)
+    told(cli("optimize", small, "-o", tmp_path / "new.onnx", option, path), reason)
+    assert [each.name for each in tmp_path.iterdir()] == ["asked.json"]
+
+
+def test_what_contradicts_itself_exits_2(cli: Cli, small: Path, arrays: Path, tmp_path: Path):
+    masks, edges = tmp_path / "masks.json", tmp_path / "edges.json"
+    masks.write_text('{"1": [0, 1, 1]}')
+    edges.write_text('{"2": {"0": ["1", 0]}}')
+    out = ("-o", tmp_path / "new.onnx", "--calib", arrays)
+    for options, reason in (
+        (("--skip", 1, "--prune-heads", masks), "names attention_1, which --skip leaves out"),
+        (("--skip", 2, "--reuse", edges), "names attention_2, which --skip leaves out"),
+        (("--skip", 1, "--reuse", edges), "needs head 0 of attention_1, which is taken out"),
+        (("--prune-heads", masks, "--reuse", edges), "needs head 0 of attention_1"),
+    ):
+        told(cli("optimize", small, *out, *options), reason)
+    assert not (tmp_path / "new.onnx").exists()
+
+
+@pytest.mark.parametrize("opset", [13, 21])
+def test_models_of_any_opset_are_rewritten(tmp_path: Path, opset: int):
+    inputs = f"float[batch, sequence, {D}] x, {FLOAT_MASK}"
+    ir.save(layers(3, opset=opset, inputs=inputs), tmp_path / "m.onnx")
+    new = tmp_path / "new.onnx"
+    optimize(tmp_path / "m.onnx", new, prune_heads={"0": [1, 0, 1]}, reuse={"2": {"0": ["0", 2]}})
+    assert forms(new) == ["standard", "standard", "reuse"]
+    assert load_model(open_artifact(new)).graph.opset_imports[""] == opset
