@@ -85,7 +85,7 @@ class Request:
             )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Plan:
     """What is done, by layer, in the order in which it is done.
 
@@ -391,8 +391,8 @@ class _Maker:
                 )
         if not ranks and not (skip or masks or edges):
             raise CannotRewrite(
-                f"none of the {len(self.blocks)} attention blocks can be factored "
-                f"({self.warnings[0]})",
+                f"none of the {len(self.blocks)} attention blocks can be factored"
+                + (f" ({self.warnings[0]})" if self.warnings else ""),
                 "`attnserve inspect MODEL` says why, block by block",
             )
         return ranks

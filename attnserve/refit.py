@@ -40,6 +40,9 @@ Progress = Callable[[int, int], None]
 FOLDS = 5
 """Parts of the texts, each of which judges what was fitted on the others."""
 
+MOST_ROWS = 1024
+"""Tokens that are kept until they are summed."""
+
 RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, np.inf)
 """In units of the mean variance of what the projection reads; infinity keeps the old weights."""
 
@@ -278,7 +281,7 @@ def _moments(
         open_session(_up_to(graph, values), provider=provider, threads=threads)
         for graph, values in ((model, read), (original, wanted))
     ]
-    folds: dict[int, Moments] = {}
+    folds: dict[int, _Sum] = {}
     before = 0  # texts of earlier batches
     for index, batch in enumerate(batches):
         seen = dict(zip(read, run(sessions[0], batch), strict=True))
@@ -287,12 +290,34 @@ def _moments(
             c, t, texts = _tokens(site, seen, target, batch, turned)
             parts = (before + texts) % FOLDS
             for fold in np.unique(parts).tolist():
-                part = Moments.of(c[parts == fold], t[parts == fold])
-                folds[fold] = folds[fold] + part if fold in folds else part
+                folds.setdefault(fold, _Sum()).add(c[parts == fold], t[parts == fold])
         before += _texts(batch)
         report(index + 1, len(batches))
     _require_tokens(sites[0].name, len(folds))
-    return list(folds.values())
+    return [fold.moments() for fold in folds.values()]
+
+
+class _Sum:
+    """Moments of tokens that come in small pieces: a product of many rows costs hardly more than
+    one of few, so they are gathered first."""
+
+    def __init__(self) -> None:
+        self.whole: Moments | None = None
+        self.pieces: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def add(self, c: np.ndarray, t: np.ndarray) -> None:
+        self.pieces.append((c, t))
+        if sum(len(c) for c, _ in self.pieces) >= MOST_ROWS:
+            self.whole = self.moments()
+            self.pieces = []
+
+    def moments(self) -> Moments:
+        assert self.pieces or self.whole is not None
+        if not self.pieces:
+            assert self.whole is not None
+            return self.whole
+        part = Moments.of(*(np.concatenate(rows) for rows in zip(*self.pieces, strict=True)))
+        return part if self.whole is None else self.whole + part
 
 
 def _require_tokens(name: str, count: int) -> None:

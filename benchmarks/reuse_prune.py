@@ -45,8 +45,6 @@ CASES: Mapping[str, dict[str, Any]] = {
     "reuse chosen by measurement": {"reuse": "auto"},
     "25 % of heads pruned": {"prune": 0.25},
     "50 % of heads pruned": {"prune": 0.5},
-    "25 % of heads pruned, Voting-to-Stay": {"prune": 0.25, "importance": "voting"},
-    "layer 4 skipped, affine": {"skip": ["3"]},
     "25 % pruned, 3 of 12 reused, R = 192": {"prune": 0.25, "reuse": "partial:3", "collab_dk": 192},
 }
 """What is asked of ``optimize``; layers count from 1 in words and from 0 in code."""

@@ -28,6 +28,7 @@ from graph_passes.attention import AttentionBlock
 from graph_passes.collaborate import Collaborate, factor
 from graph_passes.cost import parameters
 from graph_passes.decompose import DecomposeAttention
+from graph_passes.find import find_attention
 from graph_passes.prune import PruneHeads
 from graph_passes.reuse import ReuseAttention
 from tests import architectures
@@ -174,7 +175,7 @@ def collaborated(model: ir.Model, names: frozenset[str]) -> ir.Model:
 HANDFUL = (
     Cell("GPT-2", "eager", "torchscript", 11),  # packed in a Gemm, causal
     Cell("Llama", "eager", "dynamo", 18),  # rotary positions, grouped key/value heads
-    Cell("T5", "eager", "torchscript", 17),  # biases by head, cross-attention
+    Cell("T5", "eager", "dynamo", 18),  # biases by head, cross-attention
     Cell("Qwen3", "eager", "dynamo", 18),  # q/k norm
     Cell("ALBERT", "sdpa", "torchscript", 17),  # one weight for all layers
     Cell("ViT", "sdpa", "dynamo", 23),  # a fused operator
@@ -208,7 +209,7 @@ def test_probabilities_of_earlier_layers_are_reused(
     path = outcome(cell).path
     model = decomposed(load_model(path)) if outcome(cell).read else None
     assert model is not None
-    edges = edges_of(read_attention(model).blocks, part)
+    edges = edges_of(find_attention(model)[0], part)
     assert edges
     ReuseAttention(edges)(model)
     reading = read_attention(model)
@@ -236,7 +237,7 @@ def edges_of(blocks: Sequence[AttentionBlock], part: int) -> dict[str, dict[int,
 
 def decomposed(model: ir.Model) -> ir.Model:
     """The model with its fused operators taken apart."""
-    fused = frozenset(block.name for block in read_attention(model).blocks if not block.logits)
+    fused = frozenset(block.name for block in find_attention(model)[0] if not block.logits)
     return DecomposeAttention(fused)(model).model if fused else model
 
 

@@ -298,6 +298,10 @@ def test_a_plan_as_json_is_a_request_again():
         calibrated=True,
     )
     assert again.to_json() == content
+    assert (again.skip, again.masks, again.edges, again.ranks) == (
+        found.skip, found.masks, found.edges, found.ranks
+    )  # fmt: skip
+    assert found == plan(skip=["2:constant"], prune=0.25, reuse="partial:1", collab_dk=6)
 
 
 def test_a_skipped_layer_is_not_pruned_nor_reused():
@@ -376,9 +380,12 @@ def test_nothing_left_to_factor_is_no_error_where_something_else_is_done():
     assert found.changed == [NAMES[1]] and not found.ranks
 
 
-# Layers that cannot be rewritten
+def test_sizes_of_no_layer_are_nothing_to_do():
+    with pytest.raises(CannotRewrite, match="none of the 4 attention blocks can be factored"):
+        plan(collab_dk={})
 
-CAPPED = {"mask": "\n capped = Tanh(s)\n m = Add(capped, mask)"}
+
+# Layers that cannot be rewritten
 
 
 def other_mask() -> ir.Model:

@@ -169,9 +169,9 @@ def test_a_pruned_head_takes_its_parameters_along(made: Made):
 
 
 def test_a_reused_head_takes_its_queries_and_keys_along(made: Made):
-    report = made("reuse", False).report
+    report = made("reuse").report
     assert [len(heads) for heads in report.plan.edges.values()] == [2]
-    assert report.before.parameters - report.after.parameters == 2 * (2 * 32 * 8)
+    assert report.before.parameters - report.after.parameters == 2 * (2 * 32 * 8) - 32  # a new bias
 
 
 def test_the_json_has_the_keys_of_the_contract(made: Made):
@@ -189,7 +189,7 @@ def test_the_json_has_the_keys_of_the_contract(made: Made):
     assert {name: entry[name] for name in content} == content
 
 
-@pytest.mark.parametrize("case", ["prune", "reuse"])
+@pytest.mark.parametrize("case", ["prune", pytest.param("reuse", marks=pytest.mark.slow)])
 def test_the_fit_is_closer_on_text_it_has_not_seen(made: Made, bert: Path, unseen: Path, case: str):
     fitted, plain = (
         verify(bert, made(case, refit).folder, data=unseen).outputs[0] for refit in (True, False)
@@ -200,9 +200,10 @@ def test_the_fit_is_closer_on_text_it_has_not_seen(made: Made, bert: Path, unsee
 
 
 def test_steps_say_how_far_each_layer_was_and_is(made: Made):
+    plain = made("prune", False).report.steps
+    assert [step.rewrite for step in plain] == ["prune"] * len(plain), "no fit, no step of it"
     for case in ("prune", "reuse"):
-        fitted, plain = made(case).report.steps, made(case, False).report.steps
-        assert [step.rewrite for step in plain] == [case] * len(plain), "no fit, no step of it"
+        fitted = made(case).report.steps
         fits = {step.block: step for step in fitted if step.rewrite == "refit"}
         for step in fitted:
             assert step.relative_error is not None
@@ -327,17 +328,17 @@ def test_a_seed_gives_the_same_bytes(small: Path, arrays: Path, tmp_path: Path):
 def test_a_dry_run_writes_nothing_and_the_plan_in_the_record_gives_the_same_graph(
     small: Path, arrays: Path, tmp_path: Path
 ):
-    asked = {"skip": ["2:constant"], "prune": 0.34, "reuse": "partial:1", "collab_dk": 7}
+    asked: dict[str, Any] = {"skip": ["2:constant"], "prune": 0.34, "reuse": "partial:1"}
     dry = optimize(small, tmp_path / "a" / "model.onnx", dry_run=True, calib=arrays, **asked)
     assert not any(tmp_path.iterdir())
     real = optimize(small, tmp_path / "a" / "model.onnx", calib=arrays, **asked)
     assert dry.to_json() == real.to_json()
     plan = record(tmp_path / "a")["lineage"][0]["plan"]
-    assert all(plan.values()), "something of each kind is done"
+    assert plan["skip"] and plan["prune_heads"] and plan["reuse"], "something of each kind is done"
     optimize(
         small, tmp_path / "b" / "model.onnx", calib=arrays,
         skip=[f"{name}:{kind}" for name, kind in plan["skip"].items()],
-        prune_heads=plan["prune_heads"], reuse=plan["reuse"], collab_dk=plan["collab_dk"],
+        prune_heads=plan["prune_heads"], reuse=plan["reuse"],
     )  # fmt: skip
     old, new = (tmp_path / name / "model.onnx" for name in ("a", "b"))
     assert new.read_bytes() == old.read_bytes()
