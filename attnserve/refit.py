@@ -156,6 +156,7 @@ def refit(
     batches: Sequence[Batch],
     *,
     fit: bool = True,
+    feed: Callable[[Batch], Batch] = lambda batch: batch,
     provider: Provider = "cpu",
     threads: int = 0,
     progress: Progress | None = None,
@@ -170,6 +171,7 @@ def refit(
         names: Of the rewritten blocks, those that ``SkipAttention`` left out included.
         batches: Inputs of both models.
         fit: False only measures: ``relative_error`` is then that before.
+        feed: A batch as the rewritten model takes it, whose caches may have other shapes.
 
     Raises:
         InvalidData: A model refuses a batch, or its activations are not finite.
@@ -191,7 +193,7 @@ def refit(
             if progress is not None:
                 progress(index * steps + step, len(groups) * steps)
 
-        folds = _moments(model, original, sites, targets, batches, provider, threads, report)
+        folds = _moments(model, original, sites, targets, batches, feed, provider, threads, report)
         done |= _fitted(model, sites, folds, fit=fit)
     share_constants(model, since=before.initializers)
     check(before, model, after="refit")
@@ -270,6 +272,7 @@ def _moments(
     sites: Sequence[_Site],
     targets: Mapping[str, OutputProjection],
     batches: Sequence[Batch],
+    feed: Callable[[Batch], Batch],
     provider: Provider,
     threads: int,
     report: Progress,
@@ -284,7 +287,7 @@ def _moments(
     folds: dict[int, _Sum] = {}
     before = 0  # texts of earlier batches
     for index, batch in enumerate(batches):
-        seen = dict(zip(read, run(sessions[0], batch), strict=True))
+        seen = dict(zip(read, run(sessions[0], feed(batch)), strict=True))
         for site, target in zip(sites, run(sessions[1], batch), strict=True):
             turned = targets[site.name].sequence_first
             c, t, texts = _tokens(site, seen, target, batch, turned)

@@ -37,6 +37,7 @@ from attnserve.verify import (
     empty_axes,
     random_batches,
     require_empty,
+    shaped_for,
 )
 from graph_passes.attention import AttentionBlock
 from graph_passes.collaborate import Collaborate, cache_width, factor
@@ -365,15 +366,16 @@ class _Run:
         names = list(dict.fromkeys(names))
         if not names:
             return
+        empty = empty_axes(self.original, self.graph)
         batches: Sequence[Batch]
         if self.data is not None:
             batches = self.data.fit
         else:
-            empty = empty_axes(self.original, self.graph)
             batches = random_batches(self.original, self.seed, empty=empty)
         found = refit(
             self.graph, self.original, names, batches,
-            fit=fit, provider=self.provider, threads=self.threads,
+            fit=fit, feed=lambda batch: shaped_for(self.graph, batch, empty),
+            provider=self.provider, threads=self.threads,
             progress=lambda done, total: self.report("fit again", done, total),
         )  # fmt: skip
         self.steps = [
@@ -601,8 +603,9 @@ def _write(
     with staged(target.parent) as stage:
         save_model(graph, stage / target.name, external=external_data)
         copy_companions(artifact, stage)
+        kinds = [step.rewrite for step in report.steps if step.rewrite != "refit"]
         entry = {
-            "rewrite": "+".join(dict.fromkeys(step.rewrite for step in report.steps)),
+            "rewrite": "+".join(dict.fromkeys(kinds)),
             "source": {"file": artifact.model.name, "sha256": _sha256(artifact.model)},
             "calibration": None if data is None else dict(data.source),
             "seed": seed,

@@ -24,6 +24,7 @@ __all__ = [
     "empty_axes",
     "random_batches",
     "require_empty",
+    "shaped_for",
     "verify",
 ]
 
@@ -183,7 +184,7 @@ def require_empty(batches: Sequence[Batch], empty: Collection[str]) -> None:
                 )
 
 
-def _shaped_for(model: ir.Model, batch: Batch, empty: Collection[str]) -> Batch:
+def shaped_for(model: ir.Model, batch: Batch, empty: Collection[str]) -> Batch:
     """The batch with empty caches of the shapes that a model takes."""
     feed = dict(batch)
     for value in model.graph.inputs:
@@ -235,7 +236,7 @@ def compare(
     sessions = [open_session(m, provider=provider, threads=threads) for m in (before, after)]
     tallies = [_Tally() for _ in cached]
     for done, batch in enumerate(batches, start=1):
-        feeds = [_shaped_for(model, batch, empty) for model in (before, after)]
+        feeds = [shaped_for(model, batch, empty) for model in (before, after)]
         results = [run(session, feed) for session, feed in zip(sessions, feeds, strict=True)]
         for tally, skip, a, b in zip(tallies, cached, *results, strict=True):
             if skip:

@@ -96,10 +96,10 @@ def check_mask(name: str, mask: Sequence[int], heads: int) -> None:
             f"the mask of {name} has {len(mask)} entries, expected {heads}: one a head",
             "write 1 for each head that stays and 0 for each that goes",
         )
-    odd = next((entry for entry in mask if entry not in (0, 1)), None)
-    if odd is not None:
+    odd = [entry for entry in mask if entry not in (0, 1)]
+    if odd:
         raise InvalidArgument(
-            f"the mask of {name} holds {odd!r}, expected 0 or 1",
+            f"the mask of {name} holds {odd[0]!r}, expected 0 or 1",
             "write 1 for each head that stays and 0 for each that goes",
         )
 
