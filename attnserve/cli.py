@@ -148,12 +148,13 @@ def inspect(
         applies = [rewrite for rewrite, reason in rewrites.items() if reason is True]
         grouped = block["num_kv_heads"] != block["num_heads"]
         heads = f"{block['num_heads']}" + (f"/{block['num_kv_heads']}" if grouped else "")
+        reused = f", {block['reused_heads']} reused" if block["reused_heads"] else ""
         table.add_row(
             str(index),
             name,
             block["form"] + (" cross" if block["kind"] == "cross" else ""),
-            f"{heads} x {block['head_size']}",
-            f"{block['scale']:.4g}",
+            "-" if block["form"] == "skip" else f"{heads} x {block['head_size']}{reused}",
+            "-" if block["form"] == "skip" else f"{block['scale']:.4g}",
             f"{block['macs'] / 1e6:.1f}",
             f"{block['max_abs_error']:.0e}",
             "all" if len(applies) == len(rewrites) else ", ".join(applies) or "none",
