@@ -26,8 +26,8 @@ class DecomposeAttention(ir.passes.InPlacePass):
     Before: context = Attention(q, k, v, mask).
     After:  context = safe_softmax(masked(scale q k^T)) v, in MatMul, Where, Add and Softmax.
     Exact; rows that are masked throughout stay zero. Heads that the operator itself projects or
-    splits are projected by nodes of their own. Refused (``why_not``) for operators that were not
-    read, for caches, and for grouped key/value heads.
+    splits are projected by nodes of their own; those that several query heads share are spread by a
+    Gather. Refused (``why_not``) for operators that were not read, and for caches.
 
     Attributes:
         names: The blocks to decompose.
@@ -56,8 +56,6 @@ def why_not(block: AttentionBlock) -> str:
         return "it has no scores: its heads take the probabilities of another layer"
     if block.logits is not None:
         return "its scores are in the graph already"
-    if block.num_kv_heads != block.num_heads:
-        return "its key/value heads are grouped"
     parts = (block.q, block.k, block.v)
     if any(part.past is not None and part.past.value in block.product.inputs for part in parts):
         return "its fused operator reads cached keys, which are inputs of the graph"
@@ -93,10 +91,15 @@ def _decompose(block: AttentionBlock) -> None:
 def _heads(block: AttentionBlock, part: Projection, name: str, scale: float) -> ir.Value:
     """An operand as (B, H, T, K): as it is, or projected again where the operator splits heads.
 
-    Then ``scale`` stands for that of the projection.
+    Then ``scale`` stands for that of the projection. Groups share heads as in the operators: each
+    key/value head serves as many query heads, one after the other.
     """
-    if part.layout == "B H T K":
-        assert part.output is not None
-        return part.output
     make = Inserter(block.graph, block.product, f"{block.name}/{name}")
-    return emit_heads(make, part, scale)
+    if part.layout != "B H T K":
+        return emit_heads(make, part, scale)
+    assert part.output is not None
+    groups, heads = part.num_distinct_heads, part.num_heads
+    if groups == heads:
+        return part.output
+    spread = make.constant(np.repeat(np.arange(groups), heads // groups), "groups")
+    return make.op("Gather", [part.output, spread], "spread", axis=1)

@@ -139,8 +139,6 @@ DECOMPOSED = [
     if case.runs and not why_not(find_attention(case.model())[0][0])
 ]
 REFUSED = {
-    "ai.onnx: grouped heads": "its key/value heads are grouped",
-    "GroupQueryAttention: no cache": "its key/value heads are grouped",
     "ai.onnx: past": "its fused operator reads cached keys, which are inputs of the graph",
     "Attention: past": "its fused operator reads cached keys, which are inputs of the graph",
     "MultiHeadAttention: keys and values handed in": (
@@ -154,6 +152,7 @@ def any_feeds(model: ir.Model, memory: int = 4) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(3)
     lengths = {"batch": 2, "sequence": S, "memory": memory}
     arrays: dict[str, np.ndarray] = {}
+    whole = any(value.name == "total" for value in model.graph.inputs)  # of a cache, all keys
     for value in model.graph.inputs:
         assert value.name is not None and value.shape is not None and value.dtype is not None
         shape = tuple(
@@ -161,6 +160,10 @@ def any_feeds(model: ir.Model, memory: int = 4) -> dict[str, np.ndarray]:
         )
         if value.dtype == ir.DataType.FLOAT:
             array = rng.standard_normal(shape)
+        elif value.name == "total":
+            array = np.array(S)
+        elif len(shape) == 1 and whole:
+            array = np.full(shape, S - 1)
         elif len(shape) == 1:
             array = rng.integers(1, S, shape)
         else:
@@ -211,7 +214,13 @@ def test_collaborative_heads_after_decomposing_are_exact(name: str) -> None:
 def test_most_forms_decompose_and_can_then_share_their_heads() -> None:
     """The parametrized tests above are over what applies; it must not be nothing."""
     assert {name.split(":")[0] for name in SHARED} == {"ai.onnx", "Attention", "MultiHeadAttention"}
-    assert set(DECOMPOSED) - set(SHARED) == {"ai.onnx: soft cap", "ai.onnx: soft cap and mask"}
+    assert set(DECOMPOSED) - set(SHARED) == {
+        "ai.onnx: soft cap",
+        "ai.onnx: soft cap and mask",
+        "ai.onnx: grouped heads",
+        "ai.onnx: one key/value head",
+        "GroupQueryAttention: no cache",
+    }
     assert len(SHARED) > 30
 
 
@@ -241,15 +250,19 @@ def test_operator_that_rotates_its_heads_inside_is_refused() -> None:
     assert why_not(block) == "the fused operator splits and rotates its heads inside"
 
 
-def test_grouped_heads_are_refused() -> None:
+def test_a_head_that_all_queries_share_is_spread() -> None:
     parts = {
         "k": "\n k0 = MatMul(x, Wk1)\n k2 = Reshape(k0, one_head)"
         "\n k = Transpose <perm = [0, 2, 1, 3]> (k2)",
         "v": "\n v0 = MatMul(x, Wv1)\n v2 = Reshape(v0, one_v_head)"
         "\n v = Transpose <perm = [0, 2, 1, 3]> (v2)",
     }
-    block = only(fused("Attention (q, k, v)", **parts))
-    assert why_not(block) == "its key/value heads are grouped"
+    model = decompose(fused("Attention (q, k, v)", **parts))
+    block = only(model)
+    assert (block.num_heads, block.num_kv_heads) == (H, 1)
+    arrays = {"x": tokens()}
+    expected = run(fused("Attention (q, k, v)", **parts), arrays)
+    np.testing.assert_allclose(run(model, arrays), expected, atol=1e-5, rtol=0)
 
 
 def test_plain_attention_and_unknown_names_are_refused() -> None:
