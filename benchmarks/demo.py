@@ -110,7 +110,7 @@ def summary(
     table.add_row(
         "attention layers",
         f"{certified} certified",
-        *(f"{len(r.steps)} rewritten" for r in reports.values()),
+        *(f"{len({step.block for step in r.steps})} rewritten" for r in reports.values()),
     )
     table.add_row(
         "parameters",
