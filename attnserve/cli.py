@@ -371,7 +371,7 @@ def optimize(
     names, legend = _short([step.block for step in report.steps], room=out.width - 40)
     table = _table(
         f"{report.output}" + (" (dry run: nothing was written)" if dry_run else ""),
-        ("block", "rewrite", ">own heads", ">R", ">relative error", ">MMACs"),
+        ("block", "rewrite", ">own heads", ">R", ">error", ">fitted", ">MMACs"),
     )
     for step, name in zip(report.steps, names, strict=True):
         cells = (step.heads, step.rank)
@@ -379,7 +379,7 @@ def optimize(
             name,
             step.rewrite,
             *("" if cell is None else str(cell) for cell in cells),
-            "-" if step.relative_error is None else f"{step.relative_error:.4f}",
+            *("-" if e is None else f"{e:.4f}" for e in (step.relative_error, step.fitted_error)),
             "-" if step.macs_after is None else f"{step.macs_after / 1e6:.1f}",
         )
     out.print(table)

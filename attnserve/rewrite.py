@@ -75,11 +75,13 @@ class Step:
     """One rewrite of one block, in the order in which they were done.
 
     Attributes:
-        rewrite: "skip", "prune", "reuse", "collaborate", or the "refit" of what these changed.
+        rewrite: "skip", "prune", "reuse" or "collaborate".
         relative_error: Of collaborative factors, in the metric that was minimized. Of all others,
             how far the attention's output is from the original's, over its variation there, on the
             calibration data (random inputs without); None where it cannot be seen.
         macs_after: Of the whole model.
+        fitted_error: How far the output is once its projection is fitted again, with all that was
+            done to the layer before; None where it was not.
         rank: R of collaborative heads.
         heads: How many heads compute probabilities of their own.
         cache_width: How many numbers of a token cached keys hold now, over all heads.
@@ -89,6 +91,7 @@ class Step:
     block: str
     relative_error: float | None
     macs_after: int | None
+    fitted_error: float | None = None
     rank: int | None = None
     heads: int | None = None
     cache_width: int | None = None
@@ -387,11 +390,11 @@ class _Run:
         if fit:
             _require(read_attention(self.graph, seed=self.seed),
                      set(found) - {gap.name for gap in skipped(self.graph)})  # fmt: skip
-            self.steps += [
-                Step("refit", name, done.relative_error, self.macs)
-                for name, done in found.items()
-                if done.ridge is not None
-            ]
+            last = {step.block: index for index, step in enumerate(self.steps)}
+            for name, done in found.items():
+                if done.ridge is not None:
+                    step = self.steps[last[name]]
+                    self.steps[last[name]] = replace(step, fitted_error=done.relative_error)
 
     def collaborate(self, *, caches: bool) -> None:
         ranks = self.plan.ranks
@@ -418,7 +421,7 @@ class _Run:
             width = None if block.k.past is None else cache_width(found)
             self._spend(now[name] - spent[name])
             self.steps.append(
-                Step("collaborate", name, found.relative_error, self.macs, found.rank,
+                Step("collaborate", name, found.relative_error, self.macs, None, found.rank,
                      block.q.num_heads, width)
             )  # fmt: skip
             self.exact = self.exact and found.relative_error == 0
@@ -603,7 +606,7 @@ def _write(
     with staged(target.parent) as stage:
         save_model(graph, stage / target.name, external=external_data)
         copy_companions(artifact, stage)
-        kinds = [step.rewrite for step in report.steps if step.rewrite != "refit"]
+        kinds = [step.rewrite for step in report.steps]
         entry = {
             "rewrite": "+".join(dict.fromkeys(kinds)),
             "source": {"file": artifact.model.name, "sha256": _sha256(artifact.model)},

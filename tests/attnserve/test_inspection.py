@@ -34,8 +34,9 @@ def test_every_export_of_the_tiny_bert_is_read_and_counted(
     assert content["missed"] == []
     first, second = content["attention"]
     assert list(first) == [
-        "name", "kind", "num_heads", "num_kv_heads", "head_size", "v_head_size", "input_size",
-        "scale", "position", "form", "idiom", "certified", "max_abs_error", "macs", "rewrites",
+        "name", "kind", "num_heads", "num_kv_heads", "reused_heads", "head_size", "v_head_size",
+        "input_size", "scale", "position", "form", "idiom", "certified", "max_abs_error", "macs",
+        "rewrites",
     ]  # fmt: skip
     expected = {
         "kind": "self",
