@@ -61,18 +61,6 @@ def test_its_fidelity_table_is_the_result_file():
         assert f"| {plain['rank']} | {cells[0]} | {cells[1]} |" in README
 
 
-def test_its_table_of_reuse_and_pruning_is_the_result_file():
-    result = json.loads((ROOT / "benchmarks/results/reuse_prune.json").read_text(encoding="utf-8"))
-    for row in result["results"]:
-        cells = [
-            f"{row[key]['mean_cosine']:.3f} | {row[key]['kept']:.1%}"
-            for key in ("without_refit", "refit")
-        ]
-        assert f"| {row['case']} | {cells[0]} | {cells[1]} |" in README
-    for row in result["speed"]:
-        assert f"{row['speedup']:.2f}x at {row['sequence']} tokens" in README
-
-
 def test_its_speed_is_the_result_file():
     result = json.loads((ROOT / "benchmarks/results/minilm.json").read_text(encoding="utf-8"))
     ratios = [f"{r['speedup_vs_first']:.2f}x" for r in result["results"] if r["model"] == "r128"]
