@@ -6,8 +6,6 @@ projections and scores use (spectra), and what each head is worth (importance).
 
 from __future__ import annotations
 
-import importlib.metadata
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -16,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
+from attnserve.artifact import versions
 from attnserve.calibrate import Dataset, collect_moments
 from attnserve.certify import read_attention
 from attnserve.importance import head_energy, leave_one_out, sensitivity
@@ -192,7 +191,7 @@ class Analysis:
             "model": dict(self.model),
             "calibration": dict(self.calibration),
             "seed": self.seed,
-            "versions": _versions(),
+            "versions": versions(),
             "layers": [_layer_json(layer) for layer in self.layers],
             "summary": [_rounded(asdict(line)) for line in self.summary()],
             "similarity": {
@@ -433,13 +432,3 @@ def _rounded(value: Any, digits: int = DIGITS) -> Any:
     if isinstance(value, float):
         return float(f"{value:.{digits}g}") if np.isfinite(value) else None
     return value
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for name in ("attnserve", "numpy", "onnx-ir", "onnxruntime", "onnxruntime-gpu"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions

@@ -6,9 +6,12 @@ itself; what lies beside it belongs to it: ``tokenizer.json`` and ``attnserve.js
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
 import json
 import math
 import os
+import platform
 import shutil
 import tempfile
 from collections.abc import Generator, Iterator
@@ -35,11 +38,24 @@ __all__ = [
     "merged_record",
     "open_artifact",
     "save_model",
+    "sha256",
     "staged",
+    "versions",
     "write_record",
 ]
 
 Pooling = Literal["mean", "cls", "none"]
+
+PACKAGES = (
+    "attnserve",
+    "numpy",
+    "onnx",
+    "onnx-ir",
+    "tensorly",
+    "onnxruntime",
+    "onnxruntime-gpu",
+)
+"""What the numbers of a rewrite or an analysis depend on."""
 
 RECORD = "attnserve.json"
 COMPANIONS = (
@@ -467,3 +483,18 @@ def _tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
                 sparse_tensors.append(attribute.sparse_tensor)
             for sparse in sparse_tensors:
                 yield from (sparse.values, sparse.indices)
+
+
+def sha256(path: Path) -> str:
+    """The checksum of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """Of what a result depends on, by package; what is not installed is left out."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found

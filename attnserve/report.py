@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shlex
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from typing import Any, cast
 import numpy as np
 
 from attnserve.analyse import Analysis, LayerAnalysis, Stage, analyze_graph
-from attnserve.artifact import check_output, load_model, open_artifact, staged
+from attnserve.artifact import check_output, load_model, open_artifact, sha256, staged
 from attnserve.calibrate import load_inputs
 from attnserve.figures import FIGURES
 from attnserve.rewrite import require_finite_weights
@@ -87,12 +86,14 @@ def analyze(
     graph = load_model(artifact)
     require_finite_weights(graph)
     data = load_inputs(calib, graph, artifact, tokenizer=tokenizer, split=False)
-    with artifact.model.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
     analysis = analyze_graph(
         graph,
         data,
-        source={"name": artifact.name, "file": artifact.model.name, "sha256": digest},
+        source={
+            "name": artifact.name,
+            "file": artifact.model.name,
+            "sha256": sha256(artifact.model),
+        },
         groups=groups,
         provider=provider,
         threads=threads,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
-import platform
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -21,7 +19,9 @@ from attnserve.artifact import (
     merged_record,
     open_artifact,
     save_model,
+    sha256,
     staged,
+    versions,
     write_record,
 )
 from attnserve.calibrate import Batch, Dataset, collect_moments, load_inputs
@@ -609,39 +609,16 @@ def _write(
         kinds = [step.rewrite for step in report.steps]
         entry = {
             "rewrite": "+".join(dict.fromkeys(kinds)),
-            "source": {"file": artifact.model.name, "sha256": _sha256(artifact.model)},
+            "source": {"file": artifact.model.name, "sha256": sha256(artifact.model)},
             "calibration": None if data is None else dict(data.source),
             "seed": seed,
             **report.to_json(),
-            "versions": _versions(),
+            "versions": versions(),
         }
         record = {
             **artifact.record,
             "format": 1,
-            "files": {p.name: _sha256(p) for p in sorted(stage.iterdir()) if p.suffix != ".json"},
+            "files": {p.name: sha256(p) for p in sorted(stage.iterdir()) if p.suffix != ".json"},
             "lineage": [*artifact.lineage, entry],
         }
         write_record(stage, merged_record(target, record))
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for name in (
-        "attnserve",
-        "numpy",
-        "onnx",
-        "onnx-ir",
-        "tensorly",
-        "onnxruntime",
-        "onnxruntime-gpu",
-    ):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
