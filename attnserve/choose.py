@@ -306,14 +306,22 @@ def masks_by_score(scores: Mapping[str, np.ndarray], fraction: float) -> Masks:
     return masks
 
 
-def masks_by_loss(orders: Mapping[str, tuple[Sequence[int], np.ndarray]], fraction: float) -> Masks:
+def masks_by_loss(
+    orders: Mapping[str, tuple[Sequence[int], np.ndarray]],
+    fraction: float,
+    effects: Mapping[str, np.ndarray],
+) -> Masks:
     """A share of all heads goes, layer by layer in the order of what their loss adds.
 
     Args:
-        orders: By layer, the heads from the first to go, and the loss once so many are gone.
+        orders: By layer, the heads from the first to go, and the share of the layer's own output
+            that is lost once so many are gone.
+        effects: By layer, what each head does to the model's output (``leave_one_out``). Summed,
+            they say what a loss in this layer costs there: later layers take back much of what is
+            lost in early ones.
     """
     steps = sorted(
-        (float(added), name, step)
+        (float(added) * float(np.sum(effects[name])), name, step)
         for name, (_, losses) in orders.items()
         for step, added in enumerate(np.maximum.accumulate(np.diff(losses))[:-1])
     )

@@ -47,6 +47,9 @@ AUTO_BUDGET = 0.04
 """Squared change of the output, over its variation, that ``--reuse auto`` allows before the fit:
 a cosine of about 0.98, and more after it."""
 
+WEIGHING_ROWS = 16
+"""Texts on which layers are weighed against each other: sums over heads need few."""
+
 LEAST_OWN = "its {heads} own heads hold {size} dimensions, so that R = {rank} shares nothing"
 
 
@@ -245,7 +248,11 @@ class _Maker:
             case "energy":
                 found = elimination_order(self.graph, blocks, batches, **self._how("measure heads"))
                 orders = {n: (e.order.tolist(), e.losses) for n, e in found.items()}
-                return masks_by_loss(orders, fraction)
+                effects = leave_one_out(
+                    self.graph, blocks, batches, most_rows=WEIGHING_ROWS,
+                    **self._how("weigh layers"),
+                )  # fmt: skip
+                return masks_by_loss(orders, fraction, effects)
             case "loo":
                 return masks_by_score(
                     leave_one_out(self.graph, blocks, batches, **self._how("leave heads out")),

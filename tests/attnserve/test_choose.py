@@ -379,7 +379,7 @@ def test_a_share_is_rounded_to_whole_heads(fraction: float, gone: int):
     masks = masks_by_score({"a": np.arange(4)}, fraction)
     assert masks["a"].count(0) == gone
     orders = {"a": ([0, 1, 2, 3], np.arange(5) / 4)}
-    assert masks_by_loss(orders, fraction) == masks
+    assert masks_by_loss(orders, fraction, {"a": np.ones(4)}) == masks
 
 
 @given(
@@ -399,7 +399,8 @@ def test_by_loss_heads_go_in_the_order_of_their_layer(
         f"layer {i}": (random.permutation(len(added)).tolist(), np.cumsum([0, *added]))
         for i, added in enumerate(steps)
     }
-    masks = masks_by_loss(orders, fraction)
+    effects = {name: random.uniform(0.1, 9, len(order)) for name, (order, _) in orders.items()}
+    masks = masks_by_loss(orders, fraction, effects)
     total = sum(map(len, steps))
     gone = {name: mask.count(0) for name, mask in masks.items()}
     assert sum(gone.values()) == min(round(fraction * total), total - len(steps))
@@ -421,7 +422,18 @@ def test_by_loss_the_cheapest_step_of_any_layer_is_next():
         4: ([0, 1, 0], [0, 0, 1]),
     }
     for heads, (a, b) in expected.items():
-        assert masks_by_loss(orders, heads / 6) == {"a": a, "b": b}
+        alike = {name: np.array([1, 1, 1]) for name in orders}
+        assert masks_by_loss(orders, heads / 6, alike) == {"a": a, "b": b}
+
+
+def test_by_loss_what_counts_is_what_becomes_of_it_at_the_output():
+    """Of equal losses, those go first that the layers after take back."""
+    orders = {name: ([0, 1, 2], np.array([0, 0.1, 0.3, 1])) for name in ("early", "last")}
+    effects = {"early": np.array([0.1, 0.1, 0.2]), "last": np.array([1, 1, 2])}
+    masks = [masks_by_loss(orders, heads / 6, effects) for heads in (1, 2, 3)]
+    assert masks[0] == {"early": [0, 1, 1], "last": [1, 1, 1]}
+    assert masks[1] == {"early": [0, 0, 1], "last": [1, 1, 1]}
+    assert masks[2] == {"early": [0, 0, 1], "last": [0, 1, 1]}
 
 
 # Names of layers
