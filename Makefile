@@ -21,7 +21,7 @@ demo: $(INSTALLED) ## Export, optimize, verify, measure and serve a real encoder
 	$(BIN)/python -m benchmarks.demo
 
 test: $(INSTALLED) ## Run all tests; ARGS="-m 'not slow' tests/attnserve" runs some
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses=logical --dist=worksteal $(ARGS)
 
 lint: $(INSTALLED) ## Check style and format (ruff)
 	$(BIN)/ruff check

@@ -67,6 +67,22 @@ def test_its_speed_is_the_result_file():
     assert "{}, {} and {}".format(*ratios) in README
 
 
+def test_what_reuse_and_pruning_keep_is_the_result_file():
+    path = ROOT / "benchmarks/results/reuse_prune.json"
+    result = json.loads(path.read_text(encoding="utf-8"))
+    for row in result["results"]:
+        cells = [
+            f"{row[key]['mean_cosine']:.3f} | {row[key]['kept']:.1%}"
+            for key in ("without_refit", "refit")
+        ]
+        assert f"| {row['case']} | {cells[0]} | {cells[1]} |" in README
+    for row in result["speed"]:
+        assert f"{row['speedup']:.2f}x at {row['sequence']} tokens" in README
+    for row in result["onnxsim"]:
+        if row["tool"] != "onnxsim, weights":
+            assert f"{row['mean_cosine']:.3f}" in README
+
+
 @pytest.mark.slow
 def test_make_demo_holds(minilm_folder):
     """Exported, rewritten, proved, measured, served and asked, in under four minutes."""

@@ -7,10 +7,9 @@ nothing at R = H*K. ``docs/support.md`` is what was found, and ``pytest --write-
 
 from __future__ import annotations
 
-import multiprocessing
+import os
 import re
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from operator import eq
@@ -63,42 +62,36 @@ class Outcome:
 
 
 @pytest.fixture(scope="session")
-def outcome(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Generator[Callable[[Cell], Outcome]]:
-    """Every cell is exported and read once a session.
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Cell], Outcome]:
+    """Every cell is exported once, by whichever test process asks first, and read once by each.
 
-    PyTorch takes seconds for each: two processes export what the selected tests will ask for.
+    PyTorch takes seconds for an export.
     """
     pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
     pytest.importorskip("transformers", reason="pip install 'attnserve[torch]'")
-    folder = tmp_path_factory.mktemp("architectures")
-    asked = dict.fromkeys(
-        cell
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and "outcome" in item.fixturenames
-        for cell in _asked_by(item)
-    )
-    paths = {cell: folder / f"{index}.onnx" for index, cell in enumerate(asked)}
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
-        exports = {cell: pool.submit(architectures.export, cell, paths[cell]) for cell in asked}
+    from filelock import FileLock
 
-        @cache
-        def build(cell: Cell) -> Outcome:
-            reason, path = exports[cell].result(), paths[cell]
-            if reason:
-                return Outcome(reason, path)
-            return Outcome("", path, inspect_graph(load_model(path), batch=2, sequence=8))
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # which all processes share
+    folder = folder / "architectures"
+    folder.mkdir(exist_ok=True)
 
-        yield build
-        pool.shutdown(cancel_futures=True)
+    @cache
+    def build(cell: Cell) -> Outcome:
+        path = folder / f"{CELLS.index(cell)}.onnx"
+        exported = path.with_suffix(".txt")
+        with FileLock(path.with_suffix(".lock")):
+            if not exported.exists():
+                exported.write_text(architectures.export(cell, path), encoding="utf-8")
+        if reason := exported.read_text(encoding="utf-8"):
+            return Outcome(reason, path)
+        return Outcome("", path, inspect_graph(load_model(path), batch=2, sequence=8))
 
-
-def _asked_by(item: pytest.Function) -> list[Cell]:
-    return [item.callspec.params["cell"]] if hasattr(item, "callspec") else CELLS
+    return build
 
 
-every_cell = pytest.mark.parametrize("cell", CELLS, ids=str)
+every_cell = pytest.mark.parametrize("cell", CELLS, ids=str, scope="module")
 
 
 @every_cell
@@ -185,7 +178,7 @@ HANDFUL = (
 """What PruneHeads and ReuseAttention may meet, one export each."""
 
 
-@pytest.mark.parametrize("cell", HANDFUL, ids=str)
+@pytest.mark.parametrize("cell", HANDFUL, ids=str, scope="module")
 def test_every_other_head_is_pruned(cell: Cell, outcome: Callable[[Cell], Outcome]):
     """Slicing heads out of every layer is masking them, and certified by the same names."""
     blocks, path = outcome(cell).read.reading.blocks, outcome(cell).path
@@ -200,7 +193,7 @@ def test_every_other_head_is_pruned(cell: Cell, outcome: Callable[[Cell], Outcom
     same_outputs(cell, model, masked(load_model(path), masks))
 
 
-@pytest.mark.parametrize("cell", HANDFUL, ids=str)
+@pytest.mark.parametrize("cell", HANDFUL, ids=str, scope="module")
 @pytest.mark.parametrize("part", [1, 2], ids=["all heads", "every other head"])
 def test_probabilities_of_earlier_layers_are_reused(
     cell: Cell, part: int, outcome: Callable[[Cell], Outcome]
