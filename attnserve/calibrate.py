@@ -16,9 +16,9 @@ from attnserve.artifact import Artifact
 from attnserve.session import Provider, open_session
 from attnserve.text import Encoding, TextEncoder, load_tokenizer, read_sentences
 from graph_passes.attention import AttentionBlock
-from graph_passes.cp import TokenMoments
 from graph_passes.edit import exposing
 from graph_passes.errors import InvalidData
+from graph_passes.moments import TokenMoments
 
 __all__ = ["Batch", "Dataset", "collect_moments", "load_inputs", "token_mask"]
 

@@ -42,9 +42,10 @@ from attnserve.verify import (
 from graph_passes.attention import AttentionBlock
 from graph_passes.collaborate import Collaborate, cache_width, factor
 from graph_passes.cost import Cost, break_even, macs_at, model_cost
-from graph_passes.cp import CollaborativeFactors, TokenMoments, pooled, with_mean
+from graph_passes.cp import CollaborativeFactors, with_mean
 from graph_passes.decompose import DecomposeAttention
 from graph_passes.errors import CheckFailed, InvalidModel
+from graph_passes.moments import TokenMoments, pooled
 from graph_passes.prune import PruneHeads
 from graph_passes.reuse import ReuseAttention
 from graph_passes.shapes import bind_axes, interpret

@@ -22,9 +22,9 @@ import onnx_ir as ir
 from attnserve.calibrate import Batch, Progress, run, token_mask
 from attnserve.session import Provider, open_session
 from graph_passes.attention import AttentionBlock
-from graph_passes.cp import TokenMoments
 from graph_passes.edit import exposing
 from graph_passes.errors import InvalidData
+from graph_passes.moments import TokenMoments
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int

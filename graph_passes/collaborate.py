@@ -18,12 +18,13 @@ from graph_passes.attention import (
     Weighted,
 )
 from graph_passes.caches import Cache, cache_of, heads_apart, why_not_cached
-from graph_passes.cp import CollaborativeFactors, TokenMoments, collaborative_factors
+from graph_passes.cp import CollaborativeFactors, collaborative_factors
 from graph_passes.edit import Inserter, remove_unused, replace_uses
 from graph_passes.emit import emit_heads
 from graph_passes.errors import CannotRewrite, InvalidArgument
 from graph_passes.find import find_attention
 from graph_passes.invariants import check, interface
+from graph_passes.moments import TokenMoments
 from graph_passes.trace import only_consumer
 
 __all__ = ["INSIDE_OPERATOR", "Collaborate", "cache_width", "factor", "why_not"]

@@ -24,9 +24,9 @@ from attnserve.spectra import (
     measure_ranks,
     text_lengths,
 )
-from graph_passes.cp import TokenMoments
 from graph_passes.edit import exposing
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
+from graph_passes.moments import TokenMoments
 from tests import architectures
 from tests.graph_passes.test_operators import READ as OPERATORS
 

@@ -18,7 +18,8 @@ import pytest
 
 from graph_passes.attention import AttentionBlock
 from graph_passes.collaborate import factor
-from graph_passes.cp import TokenMoments, collaborative_factors, relative_error
+from graph_passes.cp import collaborative_factors, relative_error
+from graph_passes.moments import TokenMoments
 from graph_passes.reference import softmax
 from tests.graph_passes.graphs import D, H, K, attention, only
 

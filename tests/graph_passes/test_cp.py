@@ -15,12 +15,12 @@ from tensorly.tenalg import unfolding_dot_khatri_rao
 
 from graph_passes.cp import (
     CollaborativeFactors,
-    TokenMoments,
-    _HeadStack,
     collaborative_factors,
     relative_error,
 )
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
+from graph_passes.head_stack import HeadStack
+from graph_passes.moments import TokenMoments
 
 DIMENSIONS = st.tuples(*(st.integers(1, 6) for _ in range(4)))  # H D E K
 SEEDS = st.integers(0, 2**32 - 1)
@@ -66,7 +66,7 @@ def test_products_equal_those_of_the_dense_stack(dimensions, rank, seed):
     H, D, E, _ = dimensions
     rng = np.random.default_rng(seed)
     M, P, Q = (rng.standard_normal((size, rank)) for size in (H, D, E))
-    stack = _HeadStack(queries, keys)
+    stack = HeadStack(queries, keys)
     WP, WQ = stack.query.T @ P, stack.key.T @ Q
     cp = (np.ones(rank), [M, P, Q])
     for mode, product in enumerate(

@@ -1,0 +1,80 @@
+"""The heads of a layer as one stack of matrices, and what least squares on it takes.
+
+    T_h = W_Q^h W_K^hT,   the slices of the stack T of equation 9 of arXiv 2006.16362
+
+Every slice has rank K, so (D x HK)(HK x R) products do; the H x D x E stack is never formed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+__all__ = ["RIDGE", "HeadStack", "gram", "side_by_side", "solve", "unit"]
+
+RIDGE = 1e-5  # weight of the components' energies against the residual's
+
+
+class HeadStack:
+    """The stack T as its factors, and what least squares needs of it.
+
+    The three ``over`` methods are the matricized tensor times Khatri-Rao products (MTTKRP), from
+    the projected factors WP = W_Q^T P and WQ = W_K^T Q, both (HK, R).
+    """
+
+    def __init__(self, queries: np.ndarray, keys: np.ndarray) -> None:
+        self.heads, _, self.head_size = queries.shape
+        self.query = side_by_side(queries)  # D HK
+        self.key = side_by_side(keys)  # E HK
+        grams = (queries.swapaxes(1, 2) @ queries) * (keys.swapaxes(1, 2) @ keys)
+        self.energy = float(grams.sum())  # |T|^2
+
+    def over_heads(self, WP: np.ndarray, WQ: np.ndarray) -> np.ndarray:
+        return (WP * WQ).reshape(self.heads, self.head_size, -1).sum(axis=1)  # H R
+
+    def over_query(self, mixing: np.ndarray, WQ: np.ndarray) -> np.ndarray:
+        return self.query @ (WQ * np.repeat(mixing, self.head_size, axis=0))  # D R
+
+    def over_key(self, mixing: np.ndarray, WP: np.ndarray) -> np.ndarray:
+        return self.key @ (WP * np.repeat(mixing, self.head_size, axis=0))  # E R
+
+    def error(self, overlap: float, energy: float) -> float:
+        """Relative, by |T - T~|^2 = |T|^2 - 2 <T, T~> + |T~|^2; the arguments are the last two."""
+        residual = max(self.energy - 2.0 * overlap + energy, 0.0)
+        return float(np.sqrt(residual / self.energy)) if self.energy > 0.0 else 0.0
+
+    def starts(self, rank: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """P and Q from singular triples and, where the widths allow R of them, eigenvectors."""
+        x, y = (np.stack(np.split(w, self.heads, axis=1)) for w in (self.query, self.key))  # H D K
+        (x_basis, x_triangle), (y_basis, y_triangle) = np.linalg.qr(x), np.linalg.qr(y)
+        core = x_triangle @ y_triangle.swapaxes(1, 2)
+        left, values, right = np.linalg.svd(core, full_matrices=False)
+        largest = np.argsort(-values, axis=None, kind="stable")[:rank]
+        spare = (0, 0), (0, rank - len(largest))  # K > D has fewer triples than HK
+        triples = [side_by_side(x_basis @ left), side_by_side(y_basis @ right.swapaxes(1, 2))]
+        query, key = (np.pad(vectors[:, largest], spare) for vectors in triples)
+        starts = [(query, key)]
+        if rank <= min(x.shape[1], y.shape[1]):
+            roots = x_basis @ core, y_basis @ core.swapaxes(1, 2)
+            query, key = (np.linalg.eigh(gram(side_by_side(root).T))[1] for root in roots)
+            starts.append((query[:, : -rank - 1 : -1], key[:, : -rank - 1 : -1]))
+        return starts
+
+
+def solve(normal: np.ndarray, products: np.ndarray) -> np.ndarray:
+    """X of X (normal + RIDGE I) = products."""
+    return np.linalg.solve(normal + RIDGE * np.eye(len(normal)), products.T).T
+
+
+def unit(factor: np.ndarray) -> np.ndarray:
+    """Columns of norm 1; a column of zeros stays."""
+    norms = np.linalg.norm(factor, axis=0)
+    return factor / np.where(norms == 0.0, 1.0, norms)
+
+
+def gram(factor: np.ndarray) -> np.ndarray:
+    return factor.T @ factor
+
+
+def side_by_side(heads: np.ndarray) -> np.ndarray:
+    """(H, D, K) to (D, HK)."""
+    return heads.swapaxes(0, 1).reshape(heads.shape[1], -1)
