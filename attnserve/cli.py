@@ -36,6 +36,7 @@ from attnserve.choose import Alignment
 from attnserve.evaluate import TaskName
 from attnserve.export import Attention, Exporter
 from attnserve.measure import Measurement
+from attnserve.mixing import Mixing
 from attnserve.plan import Importance
 from attnserve.session import Provider
 from attnserve.verify import check_cosine_bound
@@ -270,6 +271,17 @@ def optimize(
             help="Rewrite a decoder's cached keys too: its cache shrinks to R, and changes shape.",
         ),
     ] = False,
+    mixing: Annotated[
+        Mixing,
+        typer.Option(help="A head reads all shared dimensions, some, or what costs less."),
+    ] = "auto",
+    head_dk: Annotated[
+        int | None,
+        typer.Option(
+            help="Dimensions a head reads on average (sparse); its own without --collab-dk.",
+            show_default=False,
+        ),
+    ] = None,
     reuse: Annotated[
         str | None,
         typer.Option(
@@ -341,6 +353,8 @@ def optimize(
             output,
             collab_dk=ranks[0] if ranks is not None and len(ranks) == 1 else ranks,
             collab_cache=collab_cache,
+            mixing=mixing,
+            head_dk=head_dk,
             reuse=reuse,
             align=align,
             prune=prune,
@@ -374,7 +388,8 @@ def optimize(
         ("block", "rewrite", ">own heads", ">R", ">error", ">fitted", ">MMACs"),
     )
     for step, name in zip(report.steps, names, strict=True):
-        cells = (step.heads, step.rank)
+        rank = step.rank if step.head_size is None else f"{step.rank} ({step.head_size} a head)"
+        cells = (step.heads, rank)
         table.add_row(
             name,
             step.rewrite,

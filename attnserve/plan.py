@@ -28,6 +28,7 @@ from attnserve.choose import (
 )
 from attnserve.elimination import elimination_order
 from attnserve.importance import leave_one_out
+from attnserve.mixing import Mixing, choose_head_size, widest_head
 from attnserve.session import Provider
 from attnserve.similarity import HeadSimilarity, measure_similarity
 from attnserve.voting import voting_to_stay
@@ -62,6 +63,8 @@ class Request:
 
     collab_dk: Ranks | None = None
     collab_cache: bool = False
+    mixing: Mixing = "auto"
+    head_dk: int | None = None
     reuse: str | Path | Mapping[str, Any] | None = None
     align: Alignment = "similarity"
     prune: float | None = None
@@ -71,11 +74,21 @@ class Request:
     layers: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        given = (self.collab_dk, self.reuse, self.prune, self.prune_heads)
+        given = (self.collab_dk, self.head_dk, self.reuse, self.prune, self.prune_heads)
         if all(value is None for value in given) and not self.skip:
             raise InvalidArgument(
                 "no rewrite is asked for",
-                "give --collab-dk, --reuse, --prune, --prune-heads or --skip",
+                "give --collab-dk, --head-dk, --reuse, --prune, --prune-heads or --skip",
+            )
+        if self.head_dk is not None and self.mixing == "dense":
+            raise InvalidArgument(
+                f"--head-dk {self.head_dk} is about sparse mixing, and --mixing is dense: every "
+                "head reads all shared dimensions",
+                "leave one of them out",
+            )
+        if self.mixing != "auto" and self.collab_dk is None and self.head_dk is None:
+            raise InvalidArgument(
+                f"--mixing {self.mixing} is a form of collaborative heads", "give --collab-dk R"
             )
         if self.prune is not None and self.prune_heads is not None:
             raise InvalidArgument(
@@ -97,6 +110,7 @@ class Plan:
         masks: 1 for each head that stays; layers of which all stay are not in it.
         edges: Heads that take the probabilities of others, in the numbers of the original.
         ranks: R of layers that get collaborative heads.
+        head_sizes: Of these, the layers with sparse mixing, and how many dimensions a head reads.
         warnings: What was asked for and is not done, and why.
     """
 
@@ -104,6 +118,7 @@ class Plan:
     masks: Masks
     edges: MutableEdges
     ranks: dict[str, int]
+    head_sizes: dict[str, int]
     warnings: list[str] = field(default_factory=list[str])
 
     @property
@@ -117,7 +132,7 @@ class Plan:
             for name, heads in self.edges.items()
         }
         return {"skip": dict(self.skip), "prune_heads": self.masks, "reuse": edges,
-                "collab_dk": self.ranks}  # fmt: skip
+                "collab_dk": self.ranks, "head_dk": self.head_sizes}  # fmt: skip
 
 
 def make_plan(
@@ -129,9 +144,14 @@ def make_plan(
     provider: Provider = "cpu",
     threads: int = 0,
     seed: int = 0,
+    length: int = 128,
+    longest: int | None = None,
     report: Stage,
 ) -> Plan:
     """Turn a request into a plan, measuring on ``data`` what the request leaves open.
+
+    Args:
+        length, longest: In tokens: where costs are compared, and the most that the model takes.
 
     Raises:
         InvalidModel: The model has no attention.
@@ -139,12 +159,12 @@ def make_plan(
         CannotRewrite: A layer that was named cannot be rewritten, or no layer can.
     """
     require_attention(reading)
-    maker = _Maker(request, graph, reading, data, provider, threads, seed, report)
+    maker = _Maker(request, graph, reading, data, provider, threads, seed, length, longest, report)
     skip = maker.skip()
     masks = maker.masks(skip)
     edges = maker.edges(skip, masks)
-    ranks = maker.ranks(skip, masks, edges)
-    plan = Plan(skip, masks, edges, ranks, maker.warnings)
+    ranks, head_sizes = maker.ranks(skip, masks, edges)
+    plan = Plan(skip, masks, edges, ranks, head_sizes, maker.warnings)
     if not plan.changed:
         raise CannotRewrite(
             f"none of the {len(reading.blocks)} attention blocks can be rewritten as asked"
@@ -177,6 +197,8 @@ class _Maker:
     provider: Provider
     threads: int
     seed: int
+    length: int
+    longest: int | None
     report: Stage
     warnings: list[str] = field(default_factory=list[str])
     plain: ir.Model | None = None
@@ -360,11 +382,15 @@ class _Maker:
                     )
         return edges
 
-    def ranks(self, skip: Mapping[str, str], masks: Masks, edges: MutableEdges) -> dict[str, int]:
-        collab_dk = self.request.collab_dk
-        if collab_dk is None:
-            return {}
+    def ranks(
+        self, skip: Mapping[str, str], masks: Masks, edges: MutableEdges
+    ) -> tuple[dict[str, int], dict[str, int]]:
+        """R of each layer, and how many dimensions a head reads where mixing is sparse."""
+        collab_dk, head_dk = self.request.collab_dk, self.request.head_dk
+        if collab_dk is None and head_dk is None:
+            return {}, {}
         ranks = self._ranks(collab_dk)
+        head_sizes: dict[str, int] = {}
         named = self.request.layers is not None or isinstance(collab_dk, Mapping)
         gone = {name for name, mask in masks.items() if not any(mask)} | set(skip)
         for block in self.blocks:
@@ -373,6 +399,11 @@ class _Maker:
                 continue
             size = block.num_heads * block.head_size
             reason = rewrites.collaborate(block, caches=self.request.collab_cache)
+            if not reason and head_dk is not None and not 1 <= head_dk <= block.head_size:
+                raise InvalidArgument(
+                    f"--head-dk {head_dk}: expected 1 to {block.head_size} for {name}",
+                    f"{block.head_size} is the size of its heads",
+                )
             if not reason and not 1 <= rank <= size:
                 raise InvalidArgument(
                     f"--collab-dk {rank}: expected 1 to {size} for {name}, which has "
@@ -381,6 +412,8 @@ class _Maker:
                 )
             mask, taken = masks.get(name, [1] * block.num_heads), edges.get(name, {})
             own = sum(1 for head in block.own_heads.tolist() if mask[head] and head not in taken)
+            if collab_dk is None and head_dk is not None:
+                rank = ranks[name] = max(own, 1) * head_dk  # each head its own: truncation
             if name in gone or not (own or reason):
                 del ranks[name]  # nothing is left to factor
             elif reason or (own < block.num_heads and rank >= own * block.head_size):
@@ -391,20 +424,50 @@ class _Maker:
                 )
                 self.warnings.append(f"{name} is left as it is: {reason}")
                 del ranks[name]
-            elif self.data is not None and rank < size and self._hidden(block):
-                self.warnings.append(
-                    f"{name} lies in the body of another node, where calibration cannot see it: "
-                    "it is factored by its weights alone"
-                )
+            else:
+                if self.data is not None and rank < size and self._hidden(block):
+                    self.warnings.append(
+                        f"{name} lies in the body of another node, where calibration cannot see "
+                        "it: it is factored by its weights alone"
+                    )
+                sparse = self._head_size(block, own, rank)
+                if sparse is not None:
+                    head_sizes[name] = sparse
         if not ranks and not (skip or masks or edges):
             raise CannotRewrite(
                 f"none of the {len(self.blocks)} attention blocks can be factored"
                 + (f" ({self.warnings[0]})" if self.warnings else ""),
                 "`attnserve inspect MODEL` says why, block by block",
             )
-        return ranks
+        return ranks, head_sizes
 
-    def _ranks(self, collab_dk: Ranks) -> dict[str, int]:
+    def _head_size(self, block: AttentionBlock, own: int, rank: int) -> int | None:
+        """How many dimensions a head of a layer reads; all R, in dense mixing, is None."""
+        mixing, head_dk = self.request.mixing, self.request.head_dk
+        if mixing == "dense":
+            return None
+        if block.k.past is not None:
+            if mixing == "sparse" or head_dk is not None:
+                self.warnings.append(
+                    f"{block.name} gets dense mixing: its cache holds what all heads share"
+                )
+            return None
+        if head_dk is not None:
+            return head_dk
+        if mixing == "sparse":
+            return min(rank, widest_head(block.head_size) or block.head_size)
+        return choose_head_size(
+            rank,
+            heads=own,
+            head_size=block.head_size,
+            widths=(block.input_size, block.k.matrix().shape[0]),
+            length=self.length,
+            longest=self.longest,
+        )
+
+    def _ranks(self, collab_dk: Ranks | None) -> dict[str, int]:
+        if collab_dk is None:
+            return dict.fromkeys(self.asked, 1)  # set for each layer by its heads
         if isinstance(collab_dk, int):
             return dict.fromkeys(self.asked, collab_dk)
         if isinstance(collab_dk, Mapping):

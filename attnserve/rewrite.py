@@ -27,6 +27,7 @@ from attnserve.artifact import (
 from attnserve.calibrate import Batch, Dataset, collect_moments, load_inputs
 from attnserve.certify import Reading, read_attention
 from attnserve.choose import Alignment
+from attnserve.mixing import Mixing
 from attnserve.plan import Importance, Plan, Ranks, Request, make_plan
 from attnserve.refit import refit
 from attnserve.session import Provider
@@ -40,7 +41,7 @@ from attnserve.verify import (
     shaped_for,
 )
 from graph_passes.attention import AttentionBlock
-from graph_passes.collaborate import Collaborate, cache_width, factor
+from graph_passes.collaborate import Collaborate, factor
 from graph_passes.cost import Cost, break_even, macs_at, model_cost
 from graph_passes.cp import CollaborativeFactors, with_mean
 from graph_passes.decompose import DecomposeAttention
@@ -48,6 +49,7 @@ from graph_passes.errors import CheckFailed, InvalidModel
 from graph_passes.moments import TokenMoments, pooled
 from graph_passes.prune import PruneHeads
 from graph_passes.reuse import ReuseAttention
+from graph_passes.scores import cache_width
 from graph_passes.shapes import bind_axes, interpret
 from graph_passes.skip import AffineMap, SkipAttention, skipped
 
@@ -85,6 +87,7 @@ class Step:
             done to the layer before; None where it was not.
         rank: R of collaborative heads.
         heads: How many heads compute probabilities of their own.
+        head_size: How many dimensions a head reads on average in sparse mixing.
         cache_width: How many numbers of a token cached keys hold now, over all heads.
     """
 
@@ -95,6 +98,7 @@ class Step:
     fitted_error: float | None = None
     rank: int | None = None
     heads: int | None = None
+    head_size: int | None = None
     cache_width: int | None = None
 
 
@@ -137,6 +141,8 @@ def optimize(
     *,
     collab_dk: Ranks | None = None,
     collab_cache: bool = False,
+    mixing: Mixing = "auto",
+    head_dk: int | None = None,
     reuse: str | Path | Mapping[str, Any] | None = None,
     align: Alignment = "similarity",
     prune: float | None = None,
@@ -168,6 +174,11 @@ def optimize(
         collab_dk: R for every layer, one R a layer in order, or R by layer name.
         collab_cache: Rewrite cached keys of decoders too: the cache, an input and an output of the
             model, then holds R shared dimensions (and H content logits) a token instead of H*K.
+        mixing: "dense" lets every head multiply all R dimensions, as in the paper; "sparse" some
+            of them, as ordinary multi-head attention; "auto" takes the one with fewer MACs at
+            ``sequence`` among those that need no more than the original at any length.
+        head_dk: For sparse mixing, how many dimensions a head reads on average, from 1 to K. Every
+            head has its own where there is no ``collab_dk``.
         reuse: Heads that take the probabilities of earlier ones: ``partial:K[:P]``, ``full:P``,
             ``alternate``, ``all-end``, ``auto``, a .json file of edges or such an object
             (``choose.read_edges``).
@@ -197,8 +208,9 @@ def optimize(
         CheckFailed: The fidelity is below ``min_cosine``.
     """
     request = Request(
-        collab_dk, collab_cache, reuse, align, prune, importance, prune_heads, skip, layers
-    )
+        collab_dk, collab_cache, mixing, head_dk, reuse, align, prune, importance, prune_heads,
+        skip, layers,
+    )  # fmt: skip
     check_cosine_bound(min_cosine)
     artifact = open_artifact(model)
     graph = load_model(artifact)
@@ -209,15 +221,15 @@ def optimize(
     data = None
     if calib is not None:
         data = load_inputs(calib, graph, artifact, tokenizer=tokenizer)
+    length = sequence or (data.length if data is not None else DEFAULT_SEQUENCE)
     plan = make_plan(
         request, graph, reading, data, provider=provider, threads=threads, seed=seed,
-        report=report_stage,
+        length=length, longest=artifact.max_length, report=report_stage,
     )  # fmt: skip
     if data is not None:
         chosen = [block.k.past for block in reading.blocks if block.name in plan.ranks]
         caches = [past.value.name or "" for past in chosen if past is not None]
         require_empty([*data.fit, *data.held_out], caches)
-    length = sequence or (data.length if data is not None else DEFAULT_SEQUENCE)
     before = model_cost(graph)
     before_cost = _cost(before, graph, batch, length)
 
@@ -409,11 +421,14 @@ class _Run:
             _require(reading, ranks)
         blocks = [block for block in reading.blocks if block.name in ranks]
         factors = _factor(
-            self.graph, blocks, ranks, self.data,
+            self.graph, blocks, ranks, self.plan.head_sizes, self.data,
             provider=self.provider, threads=self.threads, report=self.report,
         )  # fmt: skip
         spent = self._macs_by_layer(reading)
-        Collaborate(factors, caches=caches)(self.graph)
+        sparse = {name: found for name, found in factors.items() if name in self.plan.head_sizes}
+        dense = {name: found for name, found in factors.items() if name not in sparse}
+        Collaborate(dense, caches=caches)(self.graph)
+        Collaborate(sparse, mixing="sparse")(self.graph)
         reading = read_attention(self.graph, seed=self.seed)
         _require(reading, ranks)
         now = self._macs_by_layer(reading)
@@ -423,7 +438,7 @@ class _Run:
             self._spend(now[name] - spent[name])
             self.steps.append(
                 Step("collaborate", name, found.relative_error, self.macs, None, found.rank,
-                     block.q.num_heads, width)
+                     block.q.num_heads, self.plan.head_sizes.get(name), width)
             )  # fmt: skip
             self.exact = self.exact and found.relative_error == 0
 
@@ -472,6 +487,7 @@ def _factor(
     graph: ir.Model,
     blocks: Sequence[AttentionBlock],
     ranks: Mapping[str, int],
+    head_sizes: Mapping[str, int],
     data: Dataset | None,
     *,
     provider: Provider,
@@ -483,18 +499,22 @@ def _factor(
     if data is not None:
         # What the body of an If computes is no output that a session could give.
         seen = [block for block in blocks if block.graph is graph.graph]
-        lossy = [b for b in seen if ranks[b.name] < b.q.num_heads * b.head_size]
+        lossy = [b for b in seen if ranks[b.name] < b.q.num_heads * b.head_size
+                 or head_sizes.get(b.name, b.head_size) < b.head_size]  # fmt: skip
         if lossy:
             moments = collect_moments(
                 graph, lossy, data.fit, threads=threads,
                 progress=lambda done, total: report("calibrate", done, total),
             )  # fmt: skip
     factors: dict[str, CollaborativeFactors] = {}
-    for uses in _sharing(blocks, ranks):
+    for uses in _sharing(blocks, ranks, head_sizes):
         first = uses[0]
         seen = [moments[block.name] for block in uses if block.name in moments]
         pool = pooled(seen) if len(uses) > 1 and len(seen) == len(uses) else None
-        whole = factor(first, ranks[first.name], moments=pool or (seen[0] if seen else None))
+        whole = factor(
+            first, ranks[first.name], head_size=head_sizes.get(first.name),
+            moments=pool or (seen[0] if seen else None),
+        )  # fmt: skip
         for block in uses:
             factors[block.name] = whole
             if pool is not None and whole.relative_error > 0:
@@ -505,15 +525,16 @@ def _factor(
 
 
 def _sharing(
-    blocks: Sequence[AttentionBlock], ranks: Mapping[str, int]
+    blocks: Sequence[AttentionBlock], ranks: Mapping[str, int], head_sizes: Mapping[str, int]
 ) -> list[list[AttentionBlock]]:
-    """Blocks grouped by what their scores are made of: the same weights and the same R."""
+    """Blocks grouped by what their scores are made of: the same weights and the same sizes."""
     groups: dict[tuple[Any, ...], list[AttentionBlock]] = {}
     for block in blocks:
         arrays = (block.q.heads(), block.q.offset, block.k.heads())
         digests = [hashlib.sha256(np.ascontiguousarray(a).tobytes()).digest() for a in arrays]
         shapes = [array.shape for array in arrays]
-        groups.setdefault((ranks[block.name], *digests, *shapes), []).append(block)
+        sizes = ranks[block.name], head_sizes.get(block.name)
+        groups.setdefault((*sizes, *digests, *shapes), []).append(block)
     return list(groups.values())
 
 

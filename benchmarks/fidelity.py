@@ -85,7 +85,9 @@ def main(arguments: list[str] | None = None) -> int:
             for kind, calib in (("plain", None), ("calibrated", calibration)):
                 output = folder / f"{kind}-{rank}"
                 # The decomposition alone, without what the fit of the outputs adds to it.
-                attnserve.optimize(original, output, collab_dk=rank, calib=calib, refit=False)
+                attnserve.optimize(
+                    original, output, collab_dk=rank, mixing="dense", calib=calib, refit=False
+                )
                 spearman = score(output, options.data)
                 fidelity = attnserve.verify(original, output, data=unseen)
                 kept = spearman / baseline

@@ -44,7 +44,12 @@ CASES: Mapping[str, dict[str, Any]] = {
     "reuse chosen by measurement": {"reuse": "auto"},
     "25 % of heads pruned": {"prune": 0.25},
     "50 % of heads pruned": {"prune": 0.5},
-    "25 % pruned, 3 of 12 reused, R = 192": {"prune": 0.25, "reuse": "partial:3", "collab_dk": 192},
+    "25 % pruned, 3 of 12 reused, R = 192": {
+        "prune": 0.25,
+        "reuse": "partial:3",
+        "collab_dk": 192,
+        "mixing": "dense",
+    },
 }
 """What is asked of ``optimize``; layers count from 1 in words and from 0 in code."""
 

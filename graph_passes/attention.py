@@ -490,7 +490,9 @@ class AttentionBlock:
     def form(self) -> Form:
         if self.reused:
             return "reuse"
-        return "collaborative" if self.is_collaborative else "standard"
+        if self.is_collaborative:
+            return "collaborative"
+        return "sparse" if self.is_sparse else "standard"
 
     @property
     def is_collaborative(self) -> bool:
@@ -498,6 +500,20 @@ class AttentionBlock:
         return self.q.num_heads > 1 and all(
             bool((read.columns == read.columns[0]).all()) for read in (self.q, self.k)
         )
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether each own head reads a few shared columns: some queries' column meets the same
+        keys' column in two heads, and in each the mixing gives it a weight of its own."""
+        if self.is_collaborative or self.q.weight is None or self.k.weight is None:
+            return False
+        reads = np.any(self.q.matrix(), axis=(0,))  # a column of zeros meets the content
+        counted = (self.q.gain != 0) & reads[self.q.columns]
+        pairs = [
+            set(zip(q[here].tolist(), k[here].tolist(), strict=True))
+            for q, k, here in zip(self.q.columns, self.k.columns, counted, strict=True)
+        ]
+        return sum(map(len, pairs)) > len(set[tuple[int, int]]().union(*pairs))
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -17,17 +19,19 @@ from graph_passes.attention import (
     PositionBias,
     Weighted,
 )
-from graph_passes.caches import Cache, cache_of, heads_apart, why_not_cached
+from graph_passes.caches import cache_of, heads_apart, why_not_cached
 from graph_passes.cp import CollaborativeFactors, collaborative_factors
-from graph_passes.edit import Inserter, remove_unused, replace_uses
+from graph_passes.edit import Inserter, remove_unused, replace_uses, share_constants
 from graph_passes.emit import emit_heads
 from graph_passes.errors import CannotRewrite, InvalidArgument
 from graph_passes.find import find_attention
 from graph_passes.invariants import check, interface
 from graph_passes.moments import TokenMoments
+from graph_passes.scores import cache_width, dense_logits, most_read, sparse_logits
+from graph_passes.sparse import sparse_factors
 from graph_passes.trace import only_consumer
 
-__all__ = ["INSIDE_OPERATOR", "Collaborate", "cache_width", "factor", "why_not"]
+__all__ = ["INSIDE_OPERATOR", "Collaborate", "factor", "why_not"]
 
 INSIDE_OPERATOR = "its scores are inside a fused operator: decompose it first"
 """The one reason of ``why_not`` that ``DecomposeAttention`` can take away; told last."""
@@ -43,6 +47,8 @@ class Collaborate(ir.passes.InPlacePass):
     Before: logits_h = s (x W_Q^h + b_Q^h)(y W_K^h + b_K^h)^T
     After:  logits_h = s [ (x W~Q) diag(m_h) (y W~K)^T + v_h^T y^T ]
 
+    Dense mixing multiplies all shared dimensions in every head; sparse mixing only those for which
+    m_h is not zero, as ordinary multi-head attention (see ``scores``). Both compute the same.
     The scale s is the graph's own, never one derived from R; the key bias is constant over the keys
     and is dropped; mask, softmax, values and output are not touched. Exact at R = H*K, lossy below.
     Refused (``CannotRewrite``) where ``why_not`` gives a reason.
@@ -58,36 +64,47 @@ class Collaborate(ir.passes.InPlacePass):
 
     Attributes:
         factors: W~Q, W~K, M and v for each block to rewrite, by the block's name (see ``factor``).
-            Blocks whose factors are the same arrays share the weights in the graph.
+            Layers with the same weights go on sharing them.
         caches: Rewrite cached keys too, which changes inputs and outputs of the graph.
+        mixing: Cached keys have dense mixing only.
     """
 
     factors: Mapping[str, CollaborativeFactors]
     caches: bool = False
+    mixing: Literal["dense", "sparse"] = "dense"
 
     def requires(self, model: ir.Model) -> None:
         blocks = {block.name: block for block in find_attention(model)[0]}
         for name in self.factors:
             if (block := blocks.get(name)) is None:
                 reason = "no attention has this name"
-            elif not (reason := why_not(block, caches=self.caches)):
-                inside = block.k.past is not None and block.graph is not model.graph
-                reason = "its cached keys stay inside the body of a node" if inside else ""
+            elif not (reason := why_not(block, caches=self.caches)) and block.k.past is not None:
+                if block.graph is not model.graph:
+                    reason = "its cached keys stay inside the body of a node"
+                elif self.mixing == "sparse":
+                    reason = "what it caches is shared by all heads: only dense mixing reads that"
             if reason:
                 raise CannotRewrite(f"{name}: {reason}", "leave this layer out with --layers")
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         before = interface(model)
-        shared: dict[tuple[int, str], ir.Value] = {}
         widths: dict[str, int] = {}
+        uses = Counter(id(factors.key) for factors in self.factors.values())
         for block in find_attention(model)[0]:
             if block.name in self.factors:
                 factors, cache = self.factors[block.name], cache_of(block.k)
                 if cache is not None:
                     held = (cache.past[0], cache.present)
                     widths |= {value.name or "": cache_width(factors) for value in held}
-                _rewrite(block, factors, cache, shared)
+                make = Inserter(block.graph, block.product, f"{block.name}/collaborative")
+                if self.mixing == "sparse":
+                    shared = uses[id(factors.key)] > 1
+                    logits = sparse_logits(make, block, factors, shared=shared)
+                else:
+                    logits = dense_logits(make, block, factors, cache)
+                _install(make, block, logits)
         remove_unused(model)
+        share_constants(model, since=before.initializers)
         check(before.with_caches(widths), model, after="Collaborate")
         return ir.passes.PassResult(model, modified=bool(self.factors))
 
@@ -100,7 +117,7 @@ def why_not(block: AttentionBlock, *, caches: bool = False) -> str:
     """
     if not block.q.num_heads:
         return "all its heads take the probabilities of another layer"
-    if block.is_collaborative:
+    if block.is_collaborative or block.is_sparse:
         return "its heads are collaborative already"
     if block.position == "rope":
         return "rotary positions stand between the projections and the scores"
@@ -155,6 +172,7 @@ def factor(
     block: AttentionBlock,
     rank: int,
     *,
+    head_size: int | None = None,
     moments: TokenMoments | None = None,
     progress: Callable[[int, float], None] | None = None,
 ) -> CollaborativeFactors:
@@ -163,6 +181,8 @@ def factor(
     Args:
         block: Any block that ``why_not`` has nothing against.
         rank: R, from 1 to H*K (exact there).
+        head_size: For sparse mixing, the dimensions that a head reads on average, from 1 to K. No
+            head reads so many that it would outgrow K, or what the average needs.
         moments: Of the tokens the block sees; without them the weights alone are approximated.
         progress: See ``cp.collaborative_factors``.
 
@@ -176,104 +196,22 @@ def factor(
             f"({block.q.num_heads} heads x {block.head_size})",
             f"choose R from 1 to {exact}; {exact} is exact",
         )
-    return collaborative_factors(
-        block.q.heads(),
-        block.k.heads(),
-        rank,
-        query_bias=block.q.offset,
-        moments=moments,
-        progress=progress,
-    )
+    q, k, bias = block.q.heads(), block.k.heads(), block.q.offset
+    if head_size is None:
+        return collaborative_factors(
+            q, k, rank, query_bias=bias, moments=moments, progress=progress
+        )
+    return sparse_factors(
+        q, k, rank, head_size, most=most_read(head_size, block.head_size), query_bias=bias,
+        moments=moments, progress=progress,
+    )  # fmt: skip
 
 
-def cache_width(factors: CollaborativeFactors) -> int:
-    """The numbers that cached keys take a token: R, and H where there are content logits."""
-    return factors.rank + (len(factors.content) if np.any(factors.content) else 0)
-
-
-def _rewrite(
-    block: AttentionBlock,
-    factors: CollaborativeFactors,
-    cache: Cache | None,
-    shared: dict[tuple[int, str], ir.Value],
-) -> None:
-    """``shared`` holds the constants made so far, by array, for layers that share their weights."""
-    make = Inserter(block.graph, block.product, f"{block.name}/collaborative")
-    dtype = block.q.dtype.numpy()
-    rank, heads = factors.rank, block.q.num_heads
-
-    def weight(array: np.ndarray, name: str) -> ir.Value:
-        return make.constant(array.astype(dtype), name)
-
-    def shared_weight(array: np.ndarray, shape: tuple[int, ...], name: str) -> ir.Value:
-        if (id(array), name) not in shared:
-            shared[id(array), name] = weight(array.reshape(shape), name)
-        return shared[id(array), name]
-
-    scale = weight(np.array(block.scale), "scale")
-    q = make.op(
-        "MatMul", [block.x, shared_weight(factors.query, (-1, rank), "query_weight")], "query"
-    )  # B S R
-    q = _one_head(make, make.op("Mul", [q, scale], "scaled_query"), rank, "query_tokens")
-    mixing = shared_weight(factors.mixing, (heads, 1, rank), "mixing")  # H 1 R
-    q = make.op("Mul", [q, mixing], "mixed_query")  # B H S R
-    content = None
-    has_content = bool(np.any(factors.content))
-    if cache is not None and has_content:
-        both = np.concatenate([factors.key, factors.content.T], axis=1)  # E R+H
-        key_weight = weight(both, "key_weight")
-    else:
-        key_weight = shared_weight(factors.key, (-1, rank), "key_weight")
-    if cache is not None:
-        k, content = _through_cache(block, cache, key_weight, rank)
-    else:
-        k = _one_head(make, make.op("MatMul", [block.y, key_weight], "key"), rank, "key_tokens")
-        if has_content:
-            content_weight = weight(factors.content.T, "content_weight")
-            content = make.op("MatMul", [block.y, content_weight], "content")
-            content = _one_head(make, content, heads, "content_tokens")
-    k = make.op("Transpose", [k], "shared_key", perm=[0, 1, 3, 2])  # B 1 R T
-    logits = make.op("MatMul", [q, k], "scores")  # B H S T
-    if content is not None:
-        content = make.op("Mul", [content, scale], "scaled_content")  # B 1 T H
-        content = make.op("Transpose", [content], "content_logits", perm=[0, 3, 1, 2])  # B H 1 T
-        logits = make.op("Add", [logits, content], "logits")
+def _install(make: Inserter, block: AttentionBlock, logits: ir.Value) -> None:
+    """Put new logits (B, H, S, T) into the place of a block's own."""
     _unpack_values(block)
     assert block.logits is not None
     replace_uses(block.logits, _laid_out(make, logits, block))
-
-
-def _one_head(make: Inserter, value: ir.Value, columns: int, name: str) -> ir.Value:
-    """Tokens (B, T, columns) as (B, 1, T, columns)."""
-    shape = make.constant(np.array([0, 1, -1, columns], np.int64), f"{name}_shape")
-    return make.op("Reshape", [value, shape], name)
-
-
-def _through_cache(
-    block: AttentionBlock, cache: Cache, weight: ir.Value, rank: int
-) -> tuple[ir.Value, ir.Value | None]:
-    """Shared keys (B, 1, P+T, R) and content (B, 1, P+T, H), of which the past is cached.
-
-    Args:
-        weight: (E, R), or (E, R+H) where there is content.
-    """
-    make = Inserter(block.graph, cache.join, f"{block.name}/collaborative")
-    assert weight.shape is not None
-    width = weight.shape.numpy()[1]
-    new = _one_head(make, make.op("MatMul", [block.y, weight], "key"), width, "key_tokens")
-    present = make.op("Concat", [cache.join.inputs[0], new], "present_key", axis=2)
-    for value, old in ((present, cache.present), *((past, past) for past in cache.past)):
-        if old.shape is not None:
-            value.shape = ir.Shape([old.shape[0], 1, old.shape[2], width])
-    replace_uses(cache.present, present)
-    if width == rank:
-        return present, None
-    axis = make.constant(np.array([3], np.int64), "last")
-    ends = [make.constant(np.array([n], np.int64), f"at_{n}") for n in (0, rank, width)]
-    return (
-        make.op("Slice", [present, *ends[:2], axis], "cached_key"),
-        make.op("Slice", [present, *ends[1:], axis], "cached_content"),
-    )
 
 
 def _laid_out(make: Inserter, logits: ir.Value, block: AttentionBlock) -> ir.Value:

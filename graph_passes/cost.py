@@ -275,14 +275,19 @@ def _group_query_attention(node: ir.Node, facts: Facts) -> int:
 
 
 def _mixing(node: ir.Node, facts: Facts) -> int:
-    """The elements of x * M, where a constant M spreads x over a new axis before a product."""
-    if not any(reader.op_type == "MatMul" for reader, _ in node.outputs[0].uses()):
-        return 0
-    out = _shape(node.outputs[0], facts)
+    """The elements of x * M, where a constant M spreads x over heads: over a new axis before a
+    product (dense mixing), or gathered from fewer elements (sparse mixing)."""
+    out = math.prod(_shape(node.outputs[0], facts))
     for activation, mixing in (node.inputs, tuple(reversed(node.inputs))):
-        if is_constant(mixing) and not is_constant(activation):
-            spreads = math.prod(_shape(activation, facts)) < math.prod(out)
-            return math.prod(out) if spreads and math.prod(_shape(mixing, facts)) > 1 else 0
+        if activation is None or not is_constant(mixing) or is_constant(activation):
+            continue
+        spread, gather = activation, activation.producer()
+        if gather is not None and gather.op_type == "Gather" and is_constant(gather.inputs[1]):
+            spread = gather.inputs[0]
+        elif not any(reader.op_type == "MatMul" for reader, _ in node.outputs[0].uses()):
+            return 0
+        spreads = math.prod(_shape(spread, facts)) < out
+        return out if spreads and math.prod(_shape(mixing, facts)) > 1 else 0
     return 0
 
 

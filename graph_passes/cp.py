@@ -166,9 +166,7 @@ def relative_error(
     queries, keys, _, moments = checked(queries, keys, None, moments)
     metric = Whitening.of(moments, len(queries))
     stack = metric.stack(queries, keys)
-    P, Q, M = metric.into(factors.query, factors.key, factors.mixing)
-    overlap = float(np.vdot(M, stack.over_heads(stack.query.T @ P, stack.key.T @ Q)))
-    return stack.error(overlap, float((gram(M) * gram(P) * gram(Q)).sum()))
+    return stack.residual(*metric.into(factors.query, factors.key, factors.mixing))
 
 
 class _Sweep(NamedTuple):

@@ -72,7 +72,7 @@ def why_not(block: AttentionBlock, facts: Facts | None = None) -> str:
     """
     if len(block.own_heads) < block.num_heads:
         return "some of its heads take the probabilities of another layer already"
-    if block.content is not None:
+    if block.content is not None or block.is_collaborative or block.is_sparse:
         return "its heads are collaborative: they share their queries and keys"
     for part in (block.q, block.k, block.v):
         if reason := _why_not_heads(part):

@@ -42,22 +42,37 @@ class HeadStack:
         residual = max(self.energy - 2.0 * overlap + energy, 0.0)
         return float(np.sqrt(residual / self.energy)) if self.energy > 0.0 else 0.0
 
+    def residual(self, query: np.ndarray, key: np.ndarray, mixing: np.ndarray) -> float:
+        """The relative error of factors P, Q and M."""
+        overlap = np.vdot(mixing, self.over_heads(self.query.T @ query, self.key.T @ key))
+        energy = (gram(mixing) * gram(query) * gram(key)).sum()
+        return self.error(float(overlap), float(energy))
+
+    def singular_triples(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of every T_h: left vectors (H, D, K), values (H, K) and right vectors (H, E, K)."""
+        left, core, right = self._cores()
+        u, values, v = np.linalg.svd(core, full_matrices=False)
+        return left @ u, values, right @ v.swapaxes(1, 2)
+
     def starts(self, rank: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """P and Q from singular triples and, where the widths allow R of them, eigenvectors."""
-        x, y = (np.stack(np.split(w, self.heads, axis=1)) for w in (self.query, self.key))  # H D K
-        (x_basis, x_triangle), (y_basis, y_triangle) = np.linalg.qr(x), np.linalg.qr(y)
-        core = x_triangle @ y_triangle.swapaxes(1, 2)
-        left, values, right = np.linalg.svd(core, full_matrices=False)
+        left, values, right = self.singular_triples()
         largest = np.argsort(-values, axis=None, kind="stable")[:rank]
         spare = (0, 0), (0, rank - len(largest))  # K > D has fewer triples than HK
-        triples = [side_by_side(x_basis @ left), side_by_side(y_basis @ right.swapaxes(1, 2))]
-        query, key = (np.pad(vectors[:, largest], spare) for vectors in triples)
+        query, key = (np.pad(side_by_side(vectors)[:, largest], spare) for vectors in (left, right))
         starts = [(query, key)]
-        if rank <= min(x.shape[1], y.shape[1]):
+        x_basis, core, y_basis = self._cores()
+        if rank <= min(x_basis.shape[1], y_basis.shape[1]):
             roots = x_basis @ core, y_basis @ core.swapaxes(1, 2)
             query, key = (np.linalg.eigh(gram(side_by_side(root).T))[1] for root in roots)
             starts.append((query[:, : -rank - 1 : -1], key[:, : -rank - 1 : -1]))
         return starts
+
+    def _cores(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """T_h = X C Y^T with orthonormal X (H, D, K) and Y (H, E, K)."""
+        x, y = (np.stack(np.split(w, self.heads, axis=1)) for w in (self.query, self.key))
+        (x_basis, x_triangle), (y_basis, y_triangle) = np.linalg.qr(x), np.linalg.qr(y)
+        return x_basis, x_triangle @ y_triangle.swapaxes(1, 2), y_basis
 
 
 def solve(normal: np.ndarray, products: np.ndarray) -> np.ndarray:

@@ -452,7 +452,7 @@ def test_what_lies_in_a_body_is_not_measured():
 
 
 def test_changed_layers_are_those_of_any_rewrite_once():
-    found = Plan({"a": "affine"}, {"b": [1, 0]}, {"c": {0: ("a", 0)}}, {"b": 3, "d": 3})
+    found = Plan({"a": "affine"}, {"b": [1, 0]}, {"c": {0: ("a", 0)}}, {"b": 3, "d": 3}, {"d": 2})
     assert found.changed == ["a", "b", "c", "d"]
     content: Mapping[str, Any] = found.to_json()
     assert content == {
@@ -460,4 +460,5 @@ def test_changed_layers_are_those_of_any_rewrite_once():
         "prune_heads": {"b": [1, 0]},
         "reuse": {"c": {"0": ["a", 0]}},
         "collab_dk": {"b": 3, "d": 3},
+        "head_dk": {"d": 2},
     }

@@ -109,27 +109,36 @@ def test_the_full_size_of_the_real_model_changes_outputs_by_at_most_1e_4(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("R", "kept"), [(192, 0.993), (128, 0.985)])
 def test_the_real_model_keeps_its_score(
-    minilm_export: Callable[[str, str, int], Path],
-    shared: Path,
-    tmp_path: Path,
-    R: int,
-    kept: float,
+    minilm_export: Callable[[str, str, int], Path], shared: Path, tmp_path: Path
 ):
+    """R = 128 of 384 without the fit, all read by each head or 24 of them: 98.5 % of Spearman.
+
+    Reading 24 costs at most 0.003 of the mean cosine.
+    """
     from attnserve.evaluate import evaluate
 
-    lines = (shared / "data/sts/stsb_train.tsv").read_text(encoding="utf-8").splitlines()
-    column = lines[0].split("\t").index("sentence1")
-    calib = tmp_path / "calib.txt"
-    calib.write_text("\n".join(line.split("\t")[column] for line in lines[1:801]), encoding="utf-8")
+    def column(name: str, rows: int) -> Path:
+        lines = (shared / f"data/sts/{name}.tsv").read_text(encoding="utf-8").splitlines()
+        at = lines[0].split("\t").index("sentence1")
+        path = tmp_path / f"{name}.txt"
+        path.write_text("\n".join(x.split("\t")[at] for x in lines[1 : rows + 1]), "utf-8")
+        return path
+
+    def spearman(path: Path) -> float:
+        return evaluate(path, task="sts", data=shared / "data/sts/stsb_dev.tsv").to_json()[
+            "spearman"
+        ]
+
+    calib, unseen = column("stsb_train", 800), column("stsb_dev", 500)
     folder = minilm_export("sdpa", "dynamo", 18)
-    optimize(folder, tmp_path / "new", collab_dk=R, calib=calib)
-    before, after = (
-        evaluate(path, task="sts", data=shared / "data/sts/stsb_dev.tsv").to_json()["spearman"]
-        for path in (folder, tmp_path / "new")
-    )
-    assert after >= kept * before
+    before, cosines = spearman(folder), dict[str, float]()
+    for name, options in {"dense": {"mixing": "dense"}, "sparse": {"head_dk": 24}}.items():
+        output = tmp_path / name
+        optimize(folder, output, collab_dk=128, calib=calib, refit=False, **options)
+        assert spearman(output) >= 0.985 * before, name
+        cosines[name] = verify(folder, output, data=unseen).mean_cosine
+    assert cosines["sparse"] >= cosines["dense"] - 0.003 >= 0.98
 
 
 # Which layers, which sizes
@@ -140,7 +149,7 @@ def forms(path: Path) -> list[tuple[str, int]]:
 
 
 def test_every_layer_may_have_its_own_size(tiny: Path, tmp_path: Path):
-    report = optimize(tiny, tmp_path / "new", collab_dk=[24, 12])
+    report = optimize(tiny, tmp_path / "new", collab_dk=[24, 12], mixing="dense")
     assert [step.rank for step in report.steps] == [24, 12]
     assert forms(tmp_path / "new") == [("collaborative", 24), ("collaborative", 12)]
 
@@ -149,13 +158,13 @@ def test_every_layer_may_have_its_own_size(tiny: Path, tmp_path: Path):
 def test_layers_are_chosen_by_index_or_name(tiny: Path, tmp_path: Path, by: str):
     names = [block.name for block in inspect(tiny).reading.blocks]
     layer = "1" if by == "index" else names[1]
-    report = optimize(tiny, tmp_path / "new", collab_dk=16, layers=[layer, layer])
+    report = optimize(tiny, tmp_path / "new", collab_dk=16, layers=[layer, layer], mixing="dense")
     assert [step.block for step in report.steps] == [names[1]]
     assert forms(tmp_path / "new") == [("standard", 8), ("collaborative", 16)]
 
 
 def test_sizes_may_be_given_by_layer(tiny: Path, tmp_path: Path):
-    optimize(tiny, tmp_path / "new", collab_dk={"1": 20})
+    optimize(tiny, tmp_path / "new", collab_dk={"1": 20}, mixing="dense")
     assert forms(tmp_path / "new") == [("standard", 8), ("collaborative", 20)]
 
 
@@ -218,7 +227,7 @@ def test_the_json_has_the_keys_of_the_contract(tiny: Path, sentences: Path, tmp_
 
 
 def test_costs_are_those_of_the_files(tiny: Path, tmp_path: Path):
-    report = optimize(tiny, tmp_path / "new", collab_dk=16, batch=2, sequence=10)
+    report = optimize(tiny, tmp_path / "new", collab_dk=16, batch=2, sequence=10, mixing="dense")
     assert (report.batch, report.sequence) == (2, 10)
     for path, cost in ((tiny, report.before), (tmp_path / "new", report.after)):
         read = inspect(path, batch=2, sequence=10)
@@ -296,7 +305,7 @@ def test_an_interrupt_while_writing_leaves_nothing(
 
 
 def test_optimizing_an_optimized_model_adds_to_its_lineage(tiny: Path, tmp_path: Path):
-    optimize(tiny, tmp_path / "one", collab_dk=16, layers=["0"])
+    optimize(tiny, tmp_path / "one", collab_dk=16, layers=["0"], mixing="dense")
     report = optimize(tmp_path / "one", tmp_path / "two", collab_dk=EXACT, layers=["1"])
     assert report.fidelity.min_cosine >= 1 - 1e-7, "measured against the model it was given"
     assert forms(tmp_path / "two") == [("collaborative", 16), ("collaborative", EXACT)]
@@ -394,7 +403,9 @@ def warnings(report: OptimizeReport) -> str:
 
 def test_warnings_say_on_which_side_of_the_break_even_a_length_is(tiny: Path, tmp_path: Path):
     def at(sequence: int) -> OptimizeReport:
-        return optimize(tiny, tmp_path / "new", collab_dk=16, sequence=sequence, dry_run=True)
+        return optimize(
+            tiny, tmp_path / "new", collab_dk=16, sequence=sequence, mixing="dense", dry_run=True
+        )
 
     even = at(1).break_even_sequence
     assert even is not None and 1 < even <= 64
@@ -410,7 +421,9 @@ def test_warnings_say_on_which_side_of_the_break_even_a_length_is(tiny: Path, tm
 def test_a_break_even_past_the_longest_text_is_no_warning(model: Path, tmp_path: Path):
     record = json.loads((model / "attnserve.json").read_text())
     (model / "attnserve.json").write_text(json.dumps(record | {"max_length": 4}))
-    report = optimize(model, tmp_path / "new", collab_dk=16, sequence=3, dry_run=True)
+    report = optimize(
+        model, tmp_path / "new", collab_dk=16, sequence=3, mixing="dense", dry_run=True
+    )
     assert report.break_even_sequence is not None and "MACs" not in warnings(report)
 
 

@@ -10,8 +10,10 @@ import onnx_ir as ir
 import pytest
 
 from attnserve.artifact import load_model
+from attnserve.mixing import Mixing
 from attnserve.rewrite import optimize
 from attnserve.session import open_session
+from attnserve.verify import verify
 from tests.graph_passes.graphs import PARTS, D, H, K, graph
 
 LAYERS = 3
@@ -58,13 +60,28 @@ def output(path: Path, feeds: dict[str, np.ndarray]) -> np.ndarray:
 
 @pytest.mark.parametrize("rank", [H * K, 6])
 def test_shared_projections_stay_shared(albert: Path, calibration: Path, tmp_path: Path, rank: int):
-    report = optimize(albert, tmp_path / "new.onnx", collab_dk=rank, calib=calibration)
+    report = optimize(
+        albert, tmp_path / "new.onnx", collab_dk=rank, mixing="dense", calib=calibration
+    )
     factored = [step for step in report.steps if step.rewrite == "collaborate"]
     assert len(factored) == LAYERS
     assert len({step.relative_error for step in factored}) == 1, "factored once"
     kept = weights(tmp_path / "new.onnx")
     assert [shape for shape in kept.values() if shape == (D, rank)] == [(D, rank)] * 2, "P and Q"
     assert [shape for shape in kept.values() if shape == (H, 1, rank)] == [(H, 1, rank)]
+
+
+@pytest.mark.parametrize("rank", [H * 3, 6])
+def test_sparse_projections_stay_shared_too(
+    albert: Path, calibration: Path, tmp_path: Path, rank: int
+):
+    optimize(
+        albert, tmp_path / "new.onnx", collab_dk=rank, mixing="sparse", head_dk=3, calib=calibration
+    )
+    kept = list(weights(tmp_path / "new.onnx").values())
+    one_more = kept.count((D, rank + 1))  # P, whose last column meets the content
+    assert (one_more, kept.count((D, rank)), kept.count((D, H))) == (1, 1, LAYERS)
+    assert verify(albert, tmp_path / "new.onnx", data=calibration).mean_cosine > 0.9
 
 
 def test_exact_factors_leave_every_use_as_it_was(albert: Path, tmp_path: Path):
@@ -78,8 +95,11 @@ def test_exact_factors_leave_every_use_as_it_was(albert: Path, tmp_path: Path):
     np.testing.assert_allclose(after, before, rtol=0, atol=1e-5)
 
 
-def test_each_use_folds_in_its_own_mean(albert: Path, calibration: Path, tmp_path: Path):
-    optimize(albert, tmp_path / "new.onnx", collab_dk=6, calib=calibration)
+@pytest.mark.parametrize("mixing", ["dense", "sparse"])
+def test_each_use_folds_in_its_own_mean(
+    albert: Path, calibration: Path, tmp_path: Path, mixing: Mixing
+):
+    optimize(albert, tmp_path / "new.onnx", collab_dk=6, mixing=mixing, calib=calibration)
     model = load_model(tmp_path / "new.onnx")
     content = [
         value.const_value.numpy()

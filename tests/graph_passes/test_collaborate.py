@@ -6,18 +6,22 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 
 from attnserve.certify import read_attention
+from graph_passes import rewrites
 from graph_passes.attention import AttentionBlock
 from graph_passes.collaborate import INSIDE_OPERATOR, Collaborate, factor, why_not
 from graph_passes.cost import macs_at, model_cost
+from graph_passes.cp import CollaborativeFactors
 from graph_passes.decompose import DecomposeAttention
 from graph_passes.errors import CannotRewrite, InvalidArgument
 from graph_passes.find import find_attention
+from graph_passes.scores import most_read, padded_head_size
 from graph_passes.shapes import bind_axes, interpret
 from tests.graph_passes.graphs import (
     BOOL_MASK,
@@ -379,3 +383,76 @@ def test_minilm_at_full_rank_is_minilm(minilm_export: Callable[[str, str, int], 
     arrays = {name.name or "": np.ones_like(ids) for name in original.graph.inputs}
     arrays["input_ids"] = ids
     np.testing.assert_allclose(run(model, arrays), run(original, arrays), atol=1e-4, rtol=0)
+
+
+# Sparse mixing
+
+
+def sparse(model: ir.Model, rank: int, head_size: int, mixing: Any = "sparse") -> ir.Model:
+    blocks, _ = find_attention(model)
+    factors = {b.name: factor(b, rank, head_size=head_size) for b in blocks}
+    return Collaborate(factors, mixing=mixing)(model).model
+
+
+@pytest.mark.parametrize("layout", APPLIES)
+def test_sparse_mixing_of_all_dimensions_changes_nothing(layout: str) -> None:
+    original = attention(constants=LAID_OUT, **APPLIES[layout])
+    rewritten = sparse(attention(constants=LAID_OUT, **APPLIES[layout]), EXACT, K)
+    arrays = feeds(original)
+    np.testing.assert_allclose(run(rewritten, arrays), run(original, arrays), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("rank", [5, EXACT])
+@pytest.mark.parametrize("layout", APPLIES)
+def test_dense_and_sparse_emission_compute_the_same(layout: str, rank: int) -> None:
+    """Gathered (R = 5 for 9 entries) and side by side: outputs within 1e-5."""
+    made = [
+        sparse(attention(constants=LAID_OUT, **APPLIES[layout]), rank, 3, mixing)
+        for mixing in ("dense", "sparse")
+    ]
+    arrays = feeds(made[0])
+    np.testing.assert_allclose(run(made[1], arrays), run(made[0], arrays), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("rank", "form"), [(5, "sparse"), (EXACT, "standard")])
+@pytest.mark.parametrize("layout", ["plain", "no query bias", "packed by Split"])
+def test_sparse_heads_are_read_back_as_attention(layout: str, rank: int, form: str) -> None:
+    """Three dimensions and the content make heads of size four; padding is read as nothing."""
+    before = only(attention(**APPLIES[layout]))
+    model = sparse(attention(**APPLIES[layout]), rank, 3)
+    after = only(model)
+    assert (after.form, after.num_heads, after.input_size) == (form, H, D)
+    assert after.head_size == (3 if layout == "no query bias" else 4)
+    assert after.content is None and after.scale == pytest.approx(before.scale, rel=1e-6)
+    blocks, misses = (reading := read_attention(model)).blocks, reading.misses
+    assert len(blocks) == 1 and not misses
+    gathers = [node for node in model.graph if node.op_type == "Gather" and "/coll" in node.name]
+    assert len(gathers) == (2 if form == "sparse" else 0)
+
+
+def test_heads_of_many_dimensions_are_padded_for_fused_kernels() -> None:
+    """10 dimensions a head and the content: 16, a multiple of 8, and no head outgrows that."""
+    rng = np.random.default_rng(2)
+    mixing = np.where(rng.random((3, 12)) < 0.8, 1.0, 0.0)
+    content = np.ones((3, 4))
+    made = CollaborativeFactors(np.ones((4, 12)), np.ones((4, 12)), mixing, content, 0.1, 1)
+    assert padded_head_size(made) == 16
+    assert [most_read(size, 32) for size in (3, 7, 8, 10, 15, 16, 31, 32)] == [
+        3, 7, 15, 15, 15, 23, 31, 32,
+    ]  # fmt: skip
+
+
+def test_sparse_mixing_costs_what_it_says() -> None:
+    """S(2DR + D) for q and k, D H for the content, S H K' to mix, S^2 H (K' + V) with K' = 4."""
+    rank, S, V = 5, 7, 2
+    model = sparse(attention(), rank, 3)
+    facts = interpret(model, bind_axes(model.graph, batch=1, sequence=S))
+    macs, uncounted = macs_at(facts, only(model).nodes)
+    assert uncounted == ()
+    read = S * (2 * D * rank + D + D * H) + S * H * 4
+    assert macs == read + S * 2 * D * H * V + S * S * H * (4 + V)
+
+
+@pytest.mark.parametrize("rewrite", [rewrites.prune, rewrites.collaborate, rewrites.truncate])
+def test_sparse_heads_are_not_rewritten_again(rewrite: Any) -> None:
+    assert "its heads are collaborative" in rewrite(only(sparse(attention(), 5, 3)))

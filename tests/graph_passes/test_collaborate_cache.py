@@ -247,3 +247,10 @@ def test_the_law_allows_the_caches_that_are_named_and_nothing_else() -> None:
     for wrong in ({}, {"pk": 5 + H}, {**widths, "keys": 5}, {**widths, "pv": 5 + H}):
         with pytest.raises(InvariantBroken, match="became"):
             check(before.with_caches(wrong), model, after="Collaborate")
+
+
+def test_cached_keys_take_dense_mixing_alone() -> None:
+    model = decoder()
+    factors = {block.name: factor(block, 5, head_size=3) for block in find_attention(model)[0]}
+    with pytest.raises(CannotRewrite, match="shared by all heads: only dense mixing reads that"):
+        Collaborate(factors, caches=True, mixing="sparse")(model)
