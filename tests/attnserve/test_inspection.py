@@ -126,7 +126,7 @@ def test_a_model_is_the_same_read_twice(tiny: Path):
 def test_a_rewritten_model_is_read_as_what_it_is(tiny: Path, tmp_path: Path):
     from attnserve.rewrite import optimize
 
-    optimize(tiny, tmp_path / "new", collab_dk=16, layers=["0"])
+    optimize(tiny, tmp_path / "new", collab_dk=16, mixing="dense", layers=["0"])
     first, second = inspect(tmp_path / "new", sequence=16).to_json()["attention"]
     assert (first["form"], first["num_heads"], first["head_size"]) == ("collaborative", 4, 16)
     already = "its heads are collaborative already"

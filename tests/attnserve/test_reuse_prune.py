@@ -181,7 +181,7 @@ def test_the_json_has_the_keys_of_the_contract(made: Made):
     for step in content["steps"]:
         assert {"rewrite", "block", "relative_error", "macs_after", "rank", "heads"} <= step.keys()
         assert step["relative_error"] is None or 0 <= step["relative_error"] < 100
-    assert list(content["plan"]) == ["skip", "prune_heads", "reuse", "collab_dk"]
+    assert list(content["plan"]) == ["skip", "prune_heads", "reuse", "collab_dk", "head_dk"]
     assert json.loads(json.dumps(content, allow_nan=False)) == content
     (entry,) = record(folder)["lineage"]
     assert entry["rewrite"] == "skip+prune+reuse+collaborate"
@@ -387,7 +387,7 @@ def test_any_rewrite_may_follow_any_other(small: Path, arrays: Path, tmp_path: P
         assert report.steps[-1].macs_after == report.after.macs, each
         assert not inspect(new).reading.misses, each
         path = new
-    assert forms(path) == ["collaborative", "reuse"]
+    assert forms(path) == ["sparse", "reuse"]
     assert len(record(path.parent)["lineage"]) == len(asked)
     assert verify(small, path).mean_cosine > 0
 
