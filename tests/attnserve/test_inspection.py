@@ -133,6 +133,7 @@ def test_a_rewritten_model_is_read_as_what_it_is(tiny: Path, tmp_path: Path):
     assert first["rewrites"] == EVERY | {
         "collaborate": already,
         "truncate": already,
+        "prune": "its heads are collaborative: they share their queries and keys",
         "reuse": FIRST,
     }
     assert second["form"] == "standard" and second["rewrites"] == EVERY
