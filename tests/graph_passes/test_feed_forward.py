@@ -16,7 +16,8 @@ from graph_passes.constants import constant_array, constant_type
 from graph_passes.cost import model_cost, parameters
 from graph_passes.edit import Inserter
 from graph_passes.errors import CannotRewrite
-from graph_passes.feed_forward import FeedForwardBlock, PruneNeurons, find_feed_forward, why_not
+from graph_passes.feed_forward import FeedForwardBlock, find_feed_forward
+from graph_passes.prune_neurons import PruneNeurons, why_not
 from tests.architectures import Cell, export
 from tests.graph_passes.graphs import PLAIN_INPUT, D, feeds, graph, run, text_of
 
