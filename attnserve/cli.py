@@ -311,6 +311,10 @@ def optimize(
             show_default=False,
         ),
     ] = None,
+    ffn: Annotated[
+        float | None,
+        typer.Option(help="Share of the feed-forward neurons that goes.", show_default=False),
+    ] = None,
     refit: Annotated[
         bool,
         typer.Option(
@@ -361,6 +365,7 @@ def optimize(
             importance=importance,
             prune_heads=prune_heads,
             skip=() if skip is None else _names(skip),
+            ffn=ffn,
             refit=refit,
             calib=calib,
             tokenizer=tokenizer,
@@ -385,11 +390,12 @@ def optimize(
     names, legend = _short([step.block for step in report.steps], room=out.width - 40)
     table = _table(
         f"{report.output}" + (" (dry run: nothing was written)" if dry_run else ""),
-        ("block", "rewrite", ">own heads", ">R", ">error", ">fitted", ">MMACs"),
+        ("block", "rewrite", ">left", ">R", ">error", ">fitted", ">MMACs"),
     )
     for step, name in zip(report.steps, names, strict=True):
         rank = step.rank if step.head_size is None else f"{step.rank} ({step.head_size} a head)"
-        cells = (step.heads, rank)
+        left = f"{step.neurons} neurons" if step.heads is None else f"{step.heads} heads"
+        cells = (left, rank)
         table.add_row(
             name,
             step.rewrite,

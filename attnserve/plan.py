@@ -29,13 +29,15 @@ from attnserve.choose import (
 from attnserve.elimination import elimination_order
 from attnserve.importance import leave_one_out
 from attnserve.mixing import Mixing, choose_head_size, widest_head
+from attnserve.neurons import MULTIPLE, layer_weights, masks_by_energy, neuron_energy
 from attnserve.session import Provider
 from attnserve.similarity import HeadSimilarity, measure_similarity
 from attnserve.voting import voting_to_stay
-from graph_passes import rewrites
+from graph_passes import prune_neurons, rewrites
 from graph_passes.attention import AttentionBlock
 from graph_passes.decompose import DecomposeAttention
 from graph_passes.errors import CannotRewrite, InvalidArgument, InvalidModel
+from graph_passes.feed_forward import FeedForwardBlock, find_feed_forward
 from graph_passes.find import find_attention
 
 __all__ = ["Importance", "Plan", "Ranks", "Request", "make_plan"]
@@ -50,6 +52,8 @@ a cosine of about 0.98, and more after it."""
 
 WEIGHING_ROWS = 16
 """Texts on which layers are weighed against each other: sums over heads need few."""
+
+INSIDE_BODY = "it lies in the body of another node, where nothing can be measured"
 
 LEAST_OWN = "its {heads} own heads hold {size} dimensions, so that R = {rank} shares nothing"
 
@@ -71,14 +75,15 @@ class Request:
     importance: Importance = "energy"
     prune_heads: Path | Mapping[str, Any] | None = None
     skip: Sequence[str] = ()
+    ffn: float | None = None
     layers: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        given = (self.collab_dk, self.head_dk, self.reuse, self.prune, self.prune_heads)
+        given = (self.collab_dk, self.head_dk, self.reuse, self.prune, self.prune_heads, self.ffn)
         if all(value is None for value in given) and not self.skip:
             raise InvalidArgument(
                 "no rewrite is asked for",
-                "give --collab-dk, --head-dk, --reuse, --prune, --prune-heads or --skip",
+                "give --collab-dk, --head-dk, --reuse, --prune, --prune-heads, --skip or --ffn",
             )
         if self.head_dk is not None and self.mixing == "dense":
             raise InvalidArgument(
@@ -99,6 +104,12 @@ class Request:
                 f"--prune {self.prune}: expected a share of the heads, more than 0 and less than 1",
                 "for example --prune 0.25",
             )
+        if self.ffn is not None and not 0 < self.ffn < 1:
+            raise InvalidArgument(
+                f"--ffn {self.ffn}: expected a share of the feed-forward neurons, more than 0 and "
+                "less than 1",
+                "for example --ffn 0.25",
+            )
 
 
 @dataclass(frozen=True)
@@ -111,6 +122,7 @@ class Plan:
         edges: Heads that take the probabilities of others, in the numbers of the original.
         ranks: R of layers that get collaborative heads.
         head_sizes: Of these, the layers with sparse mixing, and how many dimensions a head reads.
+        neurons: By feed-forward, 1 for each neuron that stays.
         warnings: What was asked for and is not done, and why.
     """
 
@@ -119,11 +131,12 @@ class Plan:
     edges: MutableEdges
     ranks: dict[str, int]
     head_sizes: dict[str, int]
+    neurons: Masks = field(default_factory=dict[str, list[int]])
     warnings: list[str] = field(default_factory=list[str])
 
     @property
     def changed(self) -> list[str]:
-        """Every layer that something is done to."""
+        """Every attention that something is done to."""
         return list(dict.fromkeys([*self.skip, *self.masks, *self.edges, *self.ranks]))
 
     def to_json(self) -> dict[str, Any]:
@@ -132,7 +145,8 @@ class Plan:
             for name, heads in self.edges.items()
         }
         return {"skip": dict(self.skip), "prune_heads": self.masks, "reuse": edges,
-                "collab_dk": self.ranks, "head_dk": self.head_sizes}  # fmt: skip
+                "collab_dk": self.ranks, "head_dk": self.head_sizes,
+                "prune_neurons": self.neurons}  # fmt: skip
 
 
 def make_plan(
@@ -164,8 +178,8 @@ def make_plan(
     masks = maker.masks(skip)
     edges = maker.edges(skip, masks)
     ranks, head_sizes = maker.ranks(skip, masks, edges)
-    plan = Plan(skip, masks, edges, ranks, head_sizes, maker.warnings)
-    if not plan.changed:
+    plan = Plan(skip, masks, edges, ranks, head_sizes, maker.neurons(), maker.warnings)
+    if not plan.changed and not plan.neurons:
         raise CannotRewrite(
             f"none of the {len(reading.blocks)} attention blocks can be rewritten as asked"
             + (f" ({maker.warnings[0]})" if maker.warnings else ""),
@@ -479,6 +493,32 @@ class _Maker:
             )
         return dict(zip(self.asked, collab_dk, strict=True))
 
+    def neurons(self) -> Masks:
+        """Which neurons of which feed-forwards stay."""
+        share = self.request.ffn
+        if share is None:
+            return {}
+        batches = self._batches("--ffn measures which neurons matter", "leave it out")
+        blocks: list[FeedForwardBlock] = []
+        for block in find_feed_forward(self.graph):
+            inside = block.graph is not self.graph.graph
+            reason = INSIDE_BODY if inside else prune_neurons.why_not(block)
+            if reason:
+                self.warnings.append(f"{block.name} keeps all its neurons: {reason}")
+            else:
+                blocks.append(block)
+        if not blocks:
+            self.warnings.append("--ffn: no feed-forward was found whose neurons could go")
+            return {}
+        energies = neuron_energy(self.graph, blocks, batches, **self._how("measure neurons"))
+        weights = layer_weights(
+            self.graph, blocks, energies, batches[0], **self._how("weigh feed-forwards")
+        )
+        masks = masks_by_energy(blocks, energies, weights, share)
+        if not masks:
+            self.warnings.append(f"--ffn {share} takes out less than {MULTIPLE} neurons a layer")
+        return masks
+
     def _able(self, names: Sequence[str], rewrite: str) -> list[AttentionBlock]:
         """The blocks that a rewrite applies to. Others that the user named are an error."""
         able: list[AttentionBlock] = []
@@ -504,7 +544,7 @@ class _Maker:
     def _hidden(self, block: AttentionBlock) -> str:
         if block.graph is self.graph.graph:
             return ""
-        return "it lies in the body of another node, where nothing can be measured"
+        return INSIDE_BODY
 
     def _handed_on(self, block: AttentionBlock) -> str:
         """Whether an earlier call gave its probabilities to another block, which goes on reading

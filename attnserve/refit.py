@@ -1,7 +1,7 @@
 """refit: after a lossy rewrite, the output projection that comes nearest to the original's output.
 
 For tokens c (what the projection reads in the rewritten model) and t (what the original attention
-adds to the same tokens) the projection becomes
+adds to the same tokens) the projection becomes, and so does the second matrix of a feed-forward,
 
     W, b = argmin sum |c W + b - t|^2 + ridge |W - W_O|^2          (b is free)
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -21,12 +21,14 @@ import onnx_ir as ir
 from attnserve.calibrate import Batch, run, token_mask
 from attnserve.session import Provider, open_session
 from graph_passes.attention import AttentionBlock, OutputProjection
+from graph_passes.constants import constant_array, origin
 from graph_passes.edit import Inserter, exposing, remove_unused, share_constants
 from graph_passes.emit import emit_affine
 from graph_passes.errors import InvalidData
+from graph_passes.feed_forward import FeedForwardBlock, find_feed_forward
 from graph_passes.find import find_attention
 from graph_passes.invariants import check, interface
-from graph_passes.names import pin_names
+from graph_passes.names import PINNED, pin_names
 from graph_passes.shapes import Facts, interpret_small
 from graph_passes.skip import AffineMap, Skipped, refill, skipped
 
@@ -140,13 +142,18 @@ class _Site:
     weight: np.ndarray
     bias: np.ndarray
     prior: np.ndarray
-    of: AttentionBlock | Skipped
+    of: AttentionBlock | Skipped | FeedForwardBlock
 
     @property
     def shared(self) -> object:
         """The same for sites of one weight."""
-        block = self.of
-        return block.output.weight if isinstance(block, AttentionBlock) and block.output else block
+        match self.of:
+            case AttentionBlock(output=OutputProjection(weight=weight)):
+                return weight
+            case FeedForwardBlock(second=second):
+                return origin(second.weight)
+            case _:
+                return self.of
 
 
 def refit(
@@ -168,7 +175,8 @@ def refit(
 
     Args:
         model: Rewritten; ``original`` is the model it was made from.
-        names: Of the rewritten blocks, those that ``SkipAttention`` left out included.
+        names: Of the rewritten blocks, those that ``SkipAttention`` left out and feed-forwards
+            included.
         batches: Inputs of both models.
         fit: False only measures: ``relative_error`` is then that before.
         feed: A batch as the rewritten model takes it, whose caches may have other shapes.
@@ -178,16 +186,20 @@ def refit(
     """
     before = interface(model)
     targets = {
-        block.name: block.output
+        block.name: _Target(block.output.output, block.output.sequence_first)
         for block in find_attention(original)[0]
         if block.output is not None and block.graph is original.graph
     }
+    if not targets.keys() >= set(names):
+        whole = [b for b in find_feed_forward(original) if b.graph is original.graph]
+        targets |= {block.name: _Target(block.output, False) for block in whole}
     chosen = [name for name in names if name in targets]
     pin_names(find_attention(model)[0])
     groups = _groups(model, chosen)
     done: dict[str, Refit] = {}
     for index, group in enumerate(groups):
-        sites = [_sites(model)[name] for name in group]
+        found = _sites(model, chosen)
+        sites = [found[name] for name in group]
 
         def report(step: int, steps: int, index: int = index) -> None:
             if progress is not None:
@@ -228,19 +240,29 @@ def context_moments(
     return found
 
 
+class _Target(NamedTuple):
+    """What the original makes; its tokens may count (S, B)."""
+
+    output: ir.Value
+    sequence_first: bool
+
+
 def _groups(model: ir.Model, names: Sequence[str]) -> list[list[str]]:
     """Names in order of execution; those that share a weight together."""
-    sites = _sites(model)
+    sites = _sites(model, names)
     groups: dict[object, list[str]] = {}
     for name in sorted(names, key=list(sites).index):
         groups.setdefault(sites[name].shared, []).append(name)
     return list(groups.values())
 
 
-def _sites(model: ir.Model) -> dict[str, _Site]:
-    """Every map that could be fitted, in order of execution."""
+def _sites(model: ir.Model, names: Sequence[str]) -> dict[str, _Site]:
+    """Every map that could be fitted, in order of execution; feed-forwards where they are named."""
     blocks = [_of_block(b) for b in find_attention(model)[0] if b.output is not None]
     found = [*blocks, *map(_of_skipped, skipped(model))]
+    known = {site.name for site in found}
+    if not known.issuperset(names):
+        found += [_of_feed_forward(b) for b in find_feed_forward(model) if b.name not in known]
     order = [value for node in _nodes(model) for value in node.outputs]
     place = {value: index for index, value in enumerate(order)}
     return {site.name: site for site in sorted(found, key=lambda site: place[site.output])}
@@ -258,6 +280,13 @@ def _of_block(block: AttentionBlock) -> _Site:
     return _Site(block.name, output.input, output.output, weight, bias, weight, block)
 
 
+def _of_feed_forward(block: FeedForwardBlock) -> _Site:
+    weight = block.second_matrix().astype(np.float64)
+    bias = np.zeros(1) if block.bias is None else constant_array(block.bias).reshape(-1)
+    bias = np.broadcast_to(bias, weight.shape[1:]).astype(np.float64)
+    return _Site(block.name, block.hidden, block.output, weight, bias, weight, block)
+
+
 def _of_skipped(gap: Skipped) -> _Site:
     """The map that stands for an attention is drawn towards nothing."""
     bias, weight = gap.affine.bias.astype(np.float64), gap.affine.weight
@@ -270,7 +299,7 @@ def _moments(
     model: ir.Model,
     original: ir.Model,
     sites: Sequence[_Site],
-    targets: Mapping[str, OutputProjection],
+    targets: Mapping[str, _Target],
     batches: Sequence[Batch],
     feed: Callable[[Batch], Batch],
     provider: Provider,
@@ -424,6 +453,11 @@ def _install(site: _Site, weight: np.ndarray, bias: np.ndarray, facts: Facts) ->
     """Let the graph compute tokens W + b."""
     if isinstance(site.of, Skipped):
         refill(site.of, AffineMap(None if site.tokens is None else weight, bias), facts)
+        return
+    if isinstance(site.of, FeedForwardBlock):
+        make = Inserter(site.of.graph, site.of.product, f"{site.name}/refit")
+        product = emit_affine(make, site.of.hidden, weight, bias, site.of.output, facts)
+        product.metadata_props[PINNED] = site.name
         return
     output = site.of.output
     assert output is not None

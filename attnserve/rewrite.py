@@ -46,8 +46,10 @@ from graph_passes.cost import Cost, break_even, macs_at, model_cost
 from graph_passes.cp import CollaborativeFactors, with_mean
 from graph_passes.decompose import DecomposeAttention
 from graph_passes.errors import CheckFailed, InvalidModel
+from graph_passes.feed_forward import find_feed_forward
 from graph_passes.moments import TokenMoments, pooled
 from graph_passes.prune import PruneHeads
+from graph_passes.prune_neurons import PruneNeurons
 from graph_passes.reuse import ReuseAttention
 from graph_passes.scores import cache_width
 from graph_passes.shapes import bind_axes, interpret
@@ -59,6 +61,8 @@ Stage = Callable[[str, int, int], None]
 """Progress: (what is being done, done, total)."""
 
 DEFAULT_SEQUENCE = 128
+
+DEFECT = "this is a defect of attnserve: please report it with the model; nothing was written"
 
 LOW_COSINE = 0.9
 """Below it a sentence encoder's scores suffer visibly (benchmarks/results/fidelity.json)."""
@@ -78,7 +82,7 @@ class Step:
     """One rewrite of one block, in the order in which they were done.
 
     Attributes:
-        rewrite: "skip", "prune", "reuse" or "collaborate".
+        rewrite: "skip", "prune", "reuse", "neurons" or "collaborate".
         relative_error: Of collaborative factors, in the metric that was minimized. Of all others,
             how far the attention's output is from the original's, over its variation there, on the
             calibration data (random inputs without); None where it cannot be seen.
@@ -87,6 +91,7 @@ class Step:
             done to the layer before; None where it was not.
         rank: R of collaborative heads.
         heads: How many heads compute probabilities of their own.
+        neurons: How many neurons a feed-forward has left.
         head_size: How many dimensions a head reads on average in sparse mixing.
         cache_width: How many numbers of a token cached keys hold now, over all heads.
     """
@@ -98,6 +103,7 @@ class Step:
     fitted_error: float | None = None
     rank: int | None = None
     heads: int | None = None
+    neurons: int | None = None
     head_size: int | None = None
     cache_width: int | None = None
 
@@ -149,6 +155,7 @@ def optimize(
     importance: Importance = "energy",
     prune_heads: Path | Mapping[str, Any] | None = None,
     skip: Sequence[str] = (),
+    ffn: float | None = None,
     refit: bool = True,
     calib: Path | None = None,
     tokenizer: Path | None = None,
@@ -166,7 +173,8 @@ def optimize(
 ) -> OptimizeReport:
     """Rewrite a model's attention and write it with attnserve.json beside it.
 
-    What is asked for is done in this order: skip, prune, reuse, fit again, collaborate, fit again.
+    What is asked for is done in this order: skip, prune, reuse, prune neurons, fit again,
+    collaborate, fit again.
 
     Args:
         model: An .onnx file or an artifact folder; never changed.
@@ -190,8 +198,10 @@ def optimize(
         prune_heads: Or a mask, as a .json file or an object by layer (``choose.read_masks``).
         skip: Layers whose attention is left out: the best affine map of their input stands for it,
             or a constant (``LAYER:constant``); needs ``calib``.
-        refit: Fit the output projections of rewritten layers to the original's output, where there
-            is ``calib``.
+        ffn: The share of all feed-forward neurons that goes, those first that write least; needs
+            ``calib``.
+        refit: Fit the output projections of rewritten layers, and the second matrices of
+            feed-forwards, to the original's output, where there is ``calib``.
         calib: Text (a sentence a line), .npz or a folder of .npz; without it the weights alone are
             approximated, at several times the error.
         layers: Names or indices of the layers to rewrite; all that can be by default.
@@ -209,7 +219,7 @@ def optimize(
     """
     request = Request(
         collab_dk, collab_cache, mixing, head_dk, reuse, align, prune, importance, prune_heads,
-        skip, layers,
+        skip, ffn, layers,
     )  # fmt: skip
     check_cosine_bound(min_cosine)
     artifact = open_artifact(model)
@@ -242,13 +252,15 @@ def optimize(
     run.skip()
     run.prune()
     run.reuse()
-    run.fit([*plan.skip, *plan.masks, *plan.edges], fit=fit)
+    run.neurons()
+    before_sharing = [*plan.skip, *plan.masks, *plan.edges, *plan.neurons]
+    run.fit(before_sharing, fit=fit)
     run.collaborate(caches=collab_cache)
     lossy = [
         step.block for step in run.steps if step.rewrite == "collaborate" and step.relative_error
     ]
     if fit and lossy:
-        run.fit(list(dict.fromkeys([*plan.skip, *plan.masks, *plan.edges, *lossy])), fit=True)
+        run.fit([*before_sharing, *lossy], fit=True)
 
     if data is not None:
         batches = data.held_out
@@ -337,6 +349,28 @@ class _Run:
         if inside:
             DecomposeAttention(frozenset(inside))(self.graph)
         self._do("reuse", ReuseAttention(edges), list(edges))
+
+    def neurons(self) -> None:
+        masks = self.plan.neurons
+        if not masks:
+            return
+        spent = self._macs_of_feed_forwards()
+        PruneNeurons(masks)(self.graph)
+        now, left = self._macs_of_feed_forwards(), find_feed_forward(self.graph)
+        neurons = {block.name: block.num_neurons for block in left}
+        for name, mask in masks.items():
+            if neurons.get(name) != sum(mask):
+                raise InvalidModel(f"{name} is not found after its neurons were pruned", DEFECT)
+            self._spend(now[name] - spent[name])
+            self.steps.append(Step("neurons", name, None, self.macs, neurons=neurons[name]))
+        self.exact = False
+
+    def _macs_of_feed_forwards(self) -> dict[str, int]:
+        facts = interpret(
+            self.graph, bind_axes(self.graph.graph, batch=self.batch, sequence=self.length)
+        )
+        blocks = find_feed_forward(self.graph)
+        return {b.name: macs_at(facts, (*b.products, b.product))[0] for b in blocks}
 
     def _numbered(self) -> dict[str, dict[int, tuple[str, int]]]:
         """The edges in the numbers of the heads that pruning left."""
@@ -438,7 +472,8 @@ class _Run:
             self._spend(now[name] - spent[name])
             self.steps.append(
                 Step("collaborate", name, found.relative_error, self.macs, None, found.rank,
-                     block.q.num_heads, self.plan.head_sizes.get(name), width)
+                     heads=block.q.num_heads, head_size=self.plan.head_sizes.get(name),
+                     cache_width=width)
             )  # fmt: skip
             self.exact = self.exact and found.relative_error == 0
 
@@ -479,7 +514,7 @@ def _require(reading: Reading, names: Collection[str]) -> None:
         reason = reading.misses[0].reason if reading.misses else "it is not found any more"
         raise InvalidModel(
             f"{lost[0]} is not certified after its rewrite: {reason}",
-            "this is a defect of attnserve: please report it with the model; nothing was written",
+            DEFECT,
         )
 
 

@@ -607,14 +607,21 @@ def emit_affine(
     bias: Float[np.ndarray, " D"],
     old: ir.Value,
     facts: Facts,
-) -> None:
-    """tokens (B, S, N) @ weight + bias takes the place of ``old``, (B, S, D) or flattened."""
+) -> ir.Node:
+    """tokens (B, S, N) @ weight + bias takes the place of ``old``, (B, S, D) or flattened.
+
+    Returns:
+        The product.
+    """
     dtype = type_of(old, facts) or ir.DataType.FLOAT
     constant, tokens = _Constants(make, dtype.numpy()), in_precision(make, tokens, dtype, facts)
     value = make.op("MatMul", [tokens, constant(weight, "output_weight")], "output_product")
+    product = value.producer()
+    assert product is not None
     if bias.any():
         value = make.op("Add", [value, constant(bias, "output_bias")], "output")
     _replace(make, old, value, weight.shape[1], facts)
+    return product
 
 
 def emit_constant(

@@ -9,7 +9,7 @@ from dataclasses import replace
 from graph_passes.attention import AttentionBlock
 from graph_passes.constants import is_constant
 
-__all__ = ["named", "pin_names"]
+__all__ = ["PINNED", "named", "pin_names"]
 
 REWRITTEN = re.compile("/(collaborative|pruned|reuse)/")
 """Stands in the names of what a rewrite puts into a graph, after the block's name."""
