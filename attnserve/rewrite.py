@@ -273,7 +273,8 @@ def optimize(
     )  # fmt: skip
     after = model_cost(graph)
     even = break_even(before.macs, after.macs) if before.macs and after.macs else None
-    changed = [block for block in reading.blocks if block.name in plan.changed]
+    widths = [block.input_size for block in reading.blocks if block.name in plan.changed]
+    widths += [sum(mask) for mask in plan.neurons.values()]  # each is a row of what is fitted
     report = OptimizeReport(
         output=target,
         before=before_cost,
@@ -285,7 +286,7 @@ def optimize(
         sequence=length,
         warnings=(
             *plan.warnings,
-            *_warn(even, length, artifact.max_length, data, changed, run.exact),
+            *_warn(even, length, artifact.max_length, data, widths, run.exact),
             *_warn_of_caches(reading.blocks, run.steps),
             *_warn_of_fidelity(fidelity),
         ),
@@ -435,8 +436,8 @@ class _Run:
             for step in self.steps
         ]
         if fit:
-            _require(read_attention(self.graph, seed=self.seed),
-                     set(found) - {gap.name for gap in skipped(self.graph)})  # fmt: skip
+            others = {gap.name for gap in skipped(self.graph)} | self.plan.neurons.keys()
+            _require(read_attention(self.graph, seed=self.seed), found.keys() - others)
             last = {step.block: index for index, step in enumerate(self.steps)}
             for name, done in found.items():
                 if done.ridge is not None:
@@ -588,7 +589,7 @@ def _warn(
     sequence: int,
     longest: int | None,
     data: Dataset | None,
-    blocks: Sequence[AttentionBlock],
+    widths: Sequence[int],
     exact: bool,
 ) -> list[str]:
     """What the reader may not expect, and is true of this model."""
@@ -610,11 +611,11 @@ def _warn(
     if data is None:
         warnings.append("not calibrated: --calib FILE cuts the error several times")
         return warnings
-    width = max(block.input_size for block in blocks)
+    width = max(widths)
     if data.source["fit_tokens"] < width:
         warnings.append(
-            f"calibrated on {data.source['fit_tokens']} tokens, fewer than the model's width "
-            f"{width}: more text gives a better fit"
+            f"calibrated on {data.source['fit_tokens']} tokens, fewer than the "
+            f"{width} features that a layer is fitted on: more text gives a better fit"
         )
     return warnings
 

@@ -461,4 +461,5 @@ def test_changed_layers_are_those_of_any_rewrite_once():
         "reuse": {"c": {"0": ["a", 0]}},
         "collab_dk": {"b": 3, "d": 3},
         "head_dk": {"d": 2},
+        "prune_neurons": {},
     }

@@ -435,7 +435,7 @@ def test_missing_and_scarce_calibration_is_told_where_it_matters(tiny: Path, tmp
     few.write_text("a man\na dog\n")
     assert "not calibrated" in warnings(optimize(tiny, tmp_path, collab_dk=16, dry_run=True))
     scarce = optimize(tiny, tmp_path, collab_dk=16, calib=few, dry_run=True)
-    assert "calibrated on 4 tokens, fewer than the model's width 32" in warnings(scarce)
+    assert "calibrated on 4 tokens, fewer than the 32 features" in warnings(scarce)
     exact = optimize(tiny, tmp_path, collab_dk=EXACT, dry_run=True)
     assert "calibrated" not in warnings(exact)
 
