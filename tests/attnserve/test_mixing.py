@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attnserve.artifact import load_model
 from attnserve.inspection import inspect
 from attnserve.mixing import choose_head_size, widest_head
 from attnserve.rewrite import optimize
 from attnserve.verify import verify
+from graph_passes.constants import is_constant
 from graph_passes.errors import InvalidArgument
 
 MINILM: dict[str, Any] = {"heads": 12, "head_size": 32, "widths": (384, 384)}
@@ -145,3 +147,20 @@ def test_heads_that_are_left_share_or_are_cut(tiny: Path, sentences: Path, tmp_p
     assert ranks == [12, 16]
     blocks = inspect(tmp_path / "new").reading.blocks
     assert [(b.num_heads, b.head_size) for b in blocks] == [(3, 5), (4, 5)]
+
+
+def test_sparse_heads_stay_quantizable(tiny: Path, sentences: Path, tmp_path: Path):
+    """Every product with a weight becomes one of integers, at a mean cosine of 0.99."""
+    from onnxruntime.quantization import quantize_dynamic
+
+    optimize(tiny, tmp_path / "new", collab_dk=12, mixing="sparse", calib=sentences)
+    path = tmp_path / "new" / "model.onnx"
+    quantize_dynamic(path, tmp_path / "int8.onnx")
+    nodes = [node.op_type for node in load_model(tmp_path / "int8.onnx").graph]
+    weighted = [
+        node
+        for node in load_model(path).graph
+        if node.op_type == "MatMul" and is_constant(node.inputs[1])
+    ]
+    assert nodes.count("MatMulInteger") == len(weighted)
+    assert verify(path, tmp_path / "int8.onnx").mean_cosine > 0.99
