@@ -356,7 +356,7 @@ def _no_spectrum(block: AttentionBlock) -> str:
     """Why W_Q and W_K say nothing of a block's heads; empty where they do."""
     if not block.q.num_heads:
         return "all its heads take the probabilities of another layer"
-    if block.is_collaborative:
+    if block.is_collaborative or block.is_sparse:
         return "its heads are collaborative already"
     if block.q.weight is None or block.k.weight is None:
         return "its keys are handed in by the caller: no projection in this graph makes them"

@@ -367,10 +367,11 @@ def exported(name: str, variant: Any, exporter: Any, folder: Path) -> tuple[Path
     return folder / "model.onnx", folder / "inputs.npz"
 
 
+@pytest.mark.parametrize("mixing", ["dense", "sparse"])
 def test_collaborative_heads_are_analysed_but_for_their_spectra(
-    tiny: Path, sentences: Path, tmp_path: Path
+    tiny: Path, sentences: Path, tmp_path: Path, mixing: Any
 ):
-    optimize(tiny, tmp_path / "new", collab_dk=16, layers=["1"])
+    optimize(tiny, tmp_path / "new", collab_dk=16, mixing=mixing, layers=["1"])
     first, second = analysis_of(tmp_path / "new", sentences).layers
     assert first.calibrated is not None and first.notes == ()
     assert second.weights is None and "collaborative already" in second.notes[0]
