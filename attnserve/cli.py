@@ -387,7 +387,7 @@ def optimize(
     if json:
         _print_json(report.to_json())
         return
-    names, legend = _short([step.block for step in report.steps], room=out.width - 40)
+    names, legend = _short([step.block for step in report.steps], room=out.width - 66)
     table = _table(
         f"{report.output}" + (" (dry run: nothing was written)" if dry_run else ""),
         ("block", "rewrite", ">left", ">R", ">error", ">fitted", ">MMACs"),
