@@ -30,7 +30,7 @@ __all__ = ["layer_weights", "masks_by_energy", "neuron_energy"]
 Progress = Callable[[int, int], None]
 
 MULTIPLE = 8
-"""Neurons of a layer stay in multiples of this, as matrix products run fastest."""
+"""Neurons of a layer stay in multiples of this: so many floats fill a vector register."""
 
 
 def neuron_energy(
@@ -50,23 +50,23 @@ def neuron_energy(
     hidden = [block.hidden for block in blocks]
     with exposing(model, hidden):
         session = open_session(model, provider=provider, threads=threads)
-    counts = 0
+    counts = [0] * len(blocks)  # an encoder and a decoder see different tokens
     sums = [np.zeros((2, block.num_neurons)) for block in blocks]
     for done, batch in enumerate(batches, start=1):
-        for block, total, array in zip(blocks, sums, run(session, batch), strict=True):
+        for index, (block, array) in enumerate(zip(blocks, run(session, batch), strict=True)):
             tokens = _real(array, batch).astype(np.float64)
             if not np.isfinite(tokens).all():
                 raise InvalidData(
                     f"{block.name}: the activations on the calibration data are not finite",
                     "check the model and the data",
                 )
-            total += tokens.sum(0), np.square(tokens).sum(0)
-            counts += len(tokens) if block is blocks[0] else 0
+            sums[index] += tokens.sum(0), np.square(tokens).sum(0)
+            counts[index] += len(tokens)
         if progress is not None:
             progress(done, len(batches))
     found: dict[str, np.ndarray] = {}
-    for block, (total, squares) in zip(blocks, sums, strict=True):
-        variance = squares / max(counts, 1) - np.square(total / max(counts, 1))
+    for block, (total, squares), count in zip(blocks, sums, counts, strict=True):
+        variance = squares / max(count, 1) - np.square(total / max(count, 1))
         norms = np.square(block.second_matrix().astype(np.float64)).sum(axis=1)
         found[block.name] = np.maximum(variance, 0.0) * norms
     return found

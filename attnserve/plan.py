@@ -110,6 +110,12 @@ class Request:
                 "less than 1",
                 "for example --ffn 0.25",
             )
+        others = (self.collab_dk, self.head_dk, self.reuse, self.prune)
+        if self.ffn is not None and self.layers is not None and all(o is None for o in others):
+            raise InvalidArgument(
+                "--layers names attentions, and --ffn takes neurons out of any layer",
+                "leave --layers out",
+            )
 
 
 @dataclass(frozen=True)
@@ -499,6 +505,8 @@ class _Maker:
         if share is None:
             return {}
         batches = self._batches("--ffn measures which neurons matter", "leave it out")
+        if self.request.layers is not None:
+            self.warnings.append("--layers names attentions: --ffn takes neurons out of any layer")
         blocks: list[FeedForwardBlock] = []
         for block in find_feed_forward(self.graph):
             inside = block.graph is not self.graph.graph

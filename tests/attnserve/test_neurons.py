@@ -67,6 +67,26 @@ def test_padding_is_no_token(
         np.testing.assert_allclose(energy, energies[name], rtol=1e-4)
 
 
+def test_each_feed_forward_counts_its_own_tokens():
+    """As an encoder and a decoder do: two texts of other lengths, and what each would be alone."""
+    one = "\n a0 = MatMul(x, W)\n a1 = Relu(a0)\n out = MatMul(a1, W2)"
+    two = "\n b0 = MatMul(y, W)\n b1 = Relu(b0)\n other = MatMul(b1, W2)\n last = Abs(other)"
+    rng = np.random.default_rng(3)
+    arrays = {"W": rng.standard_normal((12, 16)), "W2": rng.standard_normal((16, 12))}
+    arrays = {name: array.astype(np.float32) for name, array in arrays.items()}
+    x, y = "float[batch, sequence, 12] x", "float[batch, memory, 12] y"
+    both = graph(
+        one + two, inputs=f"{x}, {y}", constants=arrays,
+        output="float[batch, sequence, 12] out, float[batch, memory, 12] last",
+    )  # fmt: skip
+    batch = {n: rng.standard_normal((2, k, 12)).astype(np.float32) for n, k in (("x", 3), ("y", 9))}
+    found = neuron_energy(both, find_feed_forward(both), [batch], threads=1).values()
+    for name, energy in zip(("x", "y"), found, strict=True):
+        hidden = np.maximum(batch[name].astype(np.float64) @ arrays["W"], 0).reshape(-1, 16)
+        expected = hidden.var(axis=0) * np.square(arrays["W2"].astype(np.float64)).sum(axis=1)
+        np.testing.assert_allclose(energy, expected, rtol=1e-4)
+
+
 def test_activations_that_are_not_finite_are_refused(bert: ir.Model):
     body = "\n h0 = MatMul(x, W)\n h1 = Log(h0)\n out = MatMul(h1, W2)"
     arrays = {"W": -np.ones((12, 16), np.float32), "W2": np.ones((16, 12), np.float32)}
@@ -167,7 +187,7 @@ def test_a_share_too_small_for_any_layer_is_said(tiny: Path, sentences: Path, tm
     assert any("--ffn 0.01 takes out less than 8 neurons a layer" in w for w in report.warnings)
 
 
-@pytest.mark.parametrize("share", [0, 1, -0.5, 1.5])
+@pytest.mark.parametrize("share", [0, 1, -0.5, 1.5, float("nan")])
 def test_shares_that_cannot_be_are_refused(share: float, tiny: Path, tmp_path: Path):
     with pytest.raises(InvalidArgument, match="expected a share of the feed-forward neurons"):
         optimize(tiny, tmp_path / "new", ffn=share)
@@ -176,3 +196,13 @@ def test_shares_that_cannot_be_are_refused(share: float, tiny: Path, tmp_path: P
 def test_without_data_nothing_can_be_measured(tiny: Path, tmp_path: Path):
     with pytest.raises(InvalidArgument, match="--ffn measures which neurons matter"):
         optimize(tiny, tmp_path / "new", ffn=0.25)
+
+
+def test_layers_are_attentions(tiny: Path, sentences: Path, tmp_path: Path):
+    """Alone they say nothing of neurons, which is an error; beside --prune they narrow that."""
+    with pytest.raises(InvalidArgument, match="--layers names attentions, and --ffn"):
+        optimize(tiny, tmp_path / "new", ffn=0.25, layers=["1"], calib=sentences)
+    assert not any(tmp_path.iterdir())
+    options: dict[str, Any] = {"ffn": 0.25, "prune": 0.5, "layers": ["1"], "calib": sentences}
+    report = optimize(tiny, tmp_path / "new", **options, dry_run=True)
+    assert any("--ffn takes neurons out of any layer" in each for each in report.warnings)
