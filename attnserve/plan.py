@@ -424,6 +424,12 @@ class _Maker:
                     f"--head-dk {head_dk}: expected 1 to {block.head_size} for {name}",
                     f"{block.head_size} is the size of its heads",
                 )
+            if not reason and collab_dk is not None and head_dk is not None and head_dk > rank:
+                raise InvalidArgument(
+                    f"--head-dk {head_dk}: {name} has {rank} shared dimensions "
+                    "that a head can read",
+                    f"choose --head-dk from 1 to {rank}, or a larger --collab-dk",
+                )
             if not reason and not 1 <= rank <= size:
                 raise InvalidArgument(
                     f"--collab-dk {rank}: expected 1 to {size} for {name}, which has "

@@ -46,6 +46,14 @@ def sentences(path: Path, rows: int) -> list[str]:
     return [line for line in lines if line.strip()][:rows]
 
 
+def texts(folder: Path, train: Path, dev: Path, rows: int) -> tuple[Path, Path]:
+    """What is calibrated on, ``rows`` sentences of one file, and 500 unseen ones of the other."""
+    made = folder / "calibration.txt", folder / "unseen.txt"
+    for path, source, count in zip(made, (train, dev), (rows, 500), strict=True):
+        path.write_text("\n".join(sentences(source, count)), encoding="utf-8")
+    return made
+
+
 def score(model: Path, data: Path) -> float:
     return attnserve.evaluate(model, task="sts", data=data).to_json()["spearman"]
 
@@ -73,10 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
         table.add_column(heading, justify="right")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        calibration = folder / "calibration.txt"
-        calibration.write_text("\n".join(sentences(options.calib, options.rows)), encoding="utf-8")
-        unseen = folder / "unseen.txt"
-        unseen.write_text("\n".join(sentences(options.data, 500)), encoding="utf-8")
+        calibration, unseen = texts(folder, options.calib, options.data, options.rows)
         original = folder / "original"
         attnserve.export(minilm(), original)
         baseline = score(original, options.data)

@@ -24,7 +24,7 @@ from rich.table import Table
 
 import attnserve
 from attnserve.measure import describe_machine
-from benchmarks.fidelity import minilm, score, sentences
+from benchmarks.fidelity import minilm, score, texts
 
 RESULT = Path(__file__).parent / "results" / "mixing.json"
 
@@ -50,10 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     progress = Console(stderr=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        calibration = folder / "calibration.txt"
-        calibration.write_text("\n".join(sentences(options.train, options.rows)), encoding="utf-8")
-        unseen = folder / "unseen.txt"
-        unseen.write_text("\n".join(sentences(options.dev, 500)), encoding="utf-8")
+        calibration, unseen = texts(folder, options.train, options.dev, options.rows)
         paths = [folder / "original", *(folder / str(i) for i in range(len(CASES)))]
         attnserve.export(minilm(), paths[0])
         baseline = score(paths[0], options.dev)

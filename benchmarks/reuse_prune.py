@@ -31,7 +31,7 @@ import attnserve
 from attnserve.artifact import load_model, open_artifact
 from attnserve.calibrate import load_inputs
 from attnserve.measure import describe_machine
-from benchmarks.fidelity import minilm, score, sentences
+from benchmarks.fidelity import minilm, score, texts
 
 RESULT = Path(__file__).parent / "results" / "reuse_prune.json"
 
@@ -74,10 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        calibration = folder / "calibration.txt"
-        calibration.write_text("\n".join(sentences(options.train, options.rows)), encoding="utf-8")
-        unseen = folder / "unseen.txt"
-        unseen.write_text("\n".join(sentences(options.dev, 500)), encoding="utf-8")
+        calibration, unseen = texts(folder, options.train, options.dev, options.rows)
         original = folder / "original"
         attnserve.export(minilm(), original)
         baseline = score(original, options.dev)

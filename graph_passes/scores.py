@@ -96,7 +96,7 @@ def sparse_logits(
     """
     weight = _Weights(make, block)
     heads, size = len(factors.mixing), padded_head_size(factors)
-    layout = _laid_out(factors, size, gather=shared)
+    layout = _layout_of(factors, size, gather=shared)
     scale = weight(np.array(block.scale), "scale")
     q = make.op("MatMul", [block.x, weight(layout.query, "query_weight")], "query")
     q = make.op("Mul", [q, scale], "scaled_query")
@@ -146,7 +146,7 @@ class _Layout:
     mixing: np.ndarray  # H K'
 
 
-def _laid_out(factors: CollaborativeFactors, size: int, *, gather: bool) -> _Layout:
+def _layout_of(factors: CollaborativeFactors, size: int, *, gather: bool) -> _Layout:
     (heads, rank), content = factors.mixing.shape, _has_content(factors)
     query = np.pad(factors.query, ((0, 0), (0, int(content))))  # its last column meets the content
     key = np.hstack([factors.key, factors.content.T]) if content else factors.key

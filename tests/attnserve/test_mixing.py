@@ -128,6 +128,7 @@ def test_sparse_heads_come_close_to_dense_ones(tiny: Path, sentences: Path, tmp_
         ({"mixing": "sparse", "prune": 0.5}, "--mixing sparse is a form of collaborative heads"),
         ({"collab_dk": 16, "head_dk": 9}, "--head-dk 9: expected 1 to 8"),
         ({"head_dk": 0}, "--head-dk 0: expected 1 to 8"),
+        ({"collab_dk": 3, "head_dk": 4}, "has 3 shared dimensions that a head can read"),
     ],
 )
 def test_what_cannot_be_is_refused(
