@@ -13,7 +13,6 @@ import math
 import os
 import pickle
 import platform
-import shutil
 import signal
 import subprocess
 import sys
@@ -30,7 +29,13 @@ import numpy as np
 
 from attnserve.artifact import Artifact, load_model, open_artifact
 from attnserve.inputs import example_inputs
-from attnserve.session import Provider, open_session, require_runtime
+from attnserve.session import (
+    Provider,
+    cpu_name,
+    open_session,
+    output_of,
+    require_runtime,
+)
 from graph_passes.cost import model_cost
 from graph_passes.errors import AttnserveError, InvalidArgument, InvalidModel
 
@@ -227,9 +232,9 @@ def describe_machine(provider: Provider = "cpu", threads: int = 1) -> Machine:
         version = "not installed"
     affinity = getattr(os, "sched_getaffinity", None)  # not on macOS or Windows
     return Machine(
-        cpu=_cpu_name(),
+        cpu=cpu_name(),
         cores=len(affinity(0)) if affinity else os.cpu_count() or 1,
-        gpu=_output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader"),
+        gpu=output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader"),
         provider=provider,
         threads=threads,
         platform=platform.platform(),
@@ -462,25 +467,3 @@ def _peak_rss_bytes() -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
-
-
-def _cpu_name() -> str:
-    facts = Path("/proc/cpuinfo")
-    if facts.is_file():
-        for line in facts.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return (
-        _output_of("sysctl", "-n", "machdep.cpu.brand_string")
-        or platform.processor()
-        or platform.machine()
-    )
-
-
-def _output_of(program: str, *arguments: str) -> str | None:
-    """What a program prints, on one line; None where it is missing or fails."""
-    path = shutil.which(program)
-    if path is None:
-        return None
-    done = subprocess.run([path, *arguments], capture_output=True, text=True, check=False)
-    return ", ".join(done.stdout.split("\n")).strip(", ") or None if done.returncode == 0 else None

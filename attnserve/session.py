@@ -7,6 +7,9 @@ absence is reported with the extra to install.
 from __future__ import annotations
 
 import mmap
+import platform
+import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,8 +26,10 @@ if TYPE_CHECKING:
 __all__ = [
     "PROTOBUF_LIMIT_BYTES",
     "Provider",
+    "cpu_name",
     "external_files",
     "open_session",
+    "output_of",
     "require_runtime",
     "weight_bytes",
 ]
@@ -196,3 +201,26 @@ def _providers(ort: Any, provider: Provider) -> Sequence[Any]:
 def _first_sentence(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__
+
+
+def cpu_name() -> str:
+    """What the processor calls itself."""
+    facts = Path("/proc/cpuinfo")
+    if facts.is_file():
+        for line in facts.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return (
+        output_of("sysctl", "-n", "machdep.cpu.brand_string")
+        or platform.processor()
+        or platform.machine()
+    )
+
+
+def output_of(program: str, *arguments: str) -> str | None:
+    """What a program prints, on one line; None where it is missing or fails."""
+    path = shutil.which(program)
+    if path is None:
+        return None
+    done = subprocess.run([path, *arguments], capture_output=True, text=True, check=False)
+    return ", ".join(done.stdout.split("\n")).strip(", ") or None if done.returncode == 0 else None

@@ -1,0 +1,342 @@
+"""How long a part of a model takes: cut out, timed alone beside others, and remembered.
+
+What a block costs is measured and not counted: a product of half the size takes more than half the
+time, an even number of heads less than an odd one, and it all depends on the machine. A block is
+cut out as a small graph that is fed what the whole model feeds it, so that masks and shapes are
+true ones; forms of one block are timed in turns, so that a drift of the clock meets all alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+
+from attnserve.calibrate import Batch, run
+from attnserve.session import Provider, cpu_name, open_session, require_runtime
+from graph_passes.edit import exposing, remove_unused
+from graph_passes.shapes import Facts, bind_axes, interpret
+
+__all__ = ["Cut", "LatencyTable", "Part", "cut_out", "default_cache", "in_turns"]
+
+Progress = Callable[[int, int], None]
+
+GROUP_SECONDS = 6.0
+"""About how long the forms of one block are timed."""
+
+MIN_ROUNDS, MAX_ROUNDS = 7, 80
+
+SAMPLE_SECONDS = 5e-4
+"""A sample repeats a faster part up to this time."""
+
+SMALL = 64
+"""Elements of a constant that may change what is computed, not only on what."""
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A part of a model as a graph of its own, and what to feed it at each shape."""
+
+    model: ir.Model
+    feeds: tuple[Batch, ...]
+
+    def key(self, index: int) -> str:
+        """The same for parts that do the same work at a shape: weights count by their shape."""
+        shapes = sorted((array.dtype.str, array.shape) for array in self.feeds[index].values())
+        text = repr((_structure(self.model.graph), shapes))
+        return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+class Cut(NamedTuple):
+    """What makes ``output`` from ``sources``."""
+
+    output: ir.Value
+    sources: tuple[ir.Value, ...]
+
+
+def cut_out(
+    model: ir.Model, cuts: Sequence[Cut], feeds: Sequence[Batch], *, provider: Provider = "cpu"
+) -> list[Part]:
+    """Parts of a model, each of which makes one value from others.
+
+    What a part reads beside its sources and does not depend on them (masks, the probabilities of
+    another layer) is fed too, as the model computes it; only integers, which count lengths, are
+    computed in the part.
+
+    Args:
+        feeds: Inputs of the whole model, one a shape.
+
+    Raises:
+        InvalidData: The model refuses them.
+    """
+    inputs = _frontiers(model, cuts, feeds[0])
+    fed = list(dict.fromkeys(value for values in inputs for value in values))
+    made = [value for value in fed if not value.is_graph_input()]
+    with exposing(model, made):
+        session = open_session(model, provider=provider) if made else None
+    seen: list[dict[ir.Value, np.ndarray]] = []
+    for feed in feeds:
+        arrays = {} if session is None else dict(zip(made, run(session, feed), strict=True))
+        seen.append({**arrays, **{v: feed[v.name or ""] for v in fed if v.is_graph_input()}})
+    return [_part(model, cut, values, seen) for cut, values in zip(cuts, inputs, strict=True)]
+
+
+def _part(
+    model: ir.Model,
+    cut: Cut,
+    inputs: Sequence[ir.Value],
+    seen: Sequence[Mapping[ir.Value, np.ndarray]],
+) -> Part:
+    part = model.clone()
+    twins = dict(zip(_values(model), _values(part), strict=True))
+    part.graph.inputs.clear()
+    for value in inputs:
+        shapes = [arrays[value].shape for arrays in seen]
+        new = ir.Value(
+            name=_fed(value),
+            shape=ir.Shape([_dim(sizes) for sizes in zip(*shapes, strict=True)]),
+            type=ir.TensorType(ir.DataType.from_numpy(seen[0][value].dtype)),
+        )
+        ir.convenience.replace_all_uses_with(twins[value], new)
+        part.graph.inputs.append(new)
+    part.graph.outputs[:] = [twins[cut.output]]
+    remove_unused(part)
+    return Part(part, tuple({_fed(v): arrays[v] for v in inputs} for arrays in seen))
+
+
+def _fed(value: ir.Value) -> str:
+    return f"{value.name}/fed"
+
+
+def _dim(sizes: tuple[int, ...]) -> int | str:
+    """The size of an axis; a name where it differs from shape to shape."""
+    return sizes[0] if len(set(sizes)) == 1 else "sequence"
+
+
+def _values(model: ir.Model) -> list[ir.Value]:
+    """Inputs and what nodes of the main graph make, in order."""
+    return [*model.graph.inputs, *(value for node in model.graph for value in node.outputs)]
+
+
+def _frontiers(model: ir.Model, cuts: Sequence[Cut], feed: Batch) -> list[list[ir.Value]]:
+    """What each part must be fed, its sources first."""
+    batch, length = _sizes(feed)
+    facts = interpret(model, bind_axes(model.graph, batch=batch, sequence=length))
+    varying = _behind(model, model.graph.inputs)
+    return [_frontier(cut, varying, _behind(model, cut.sources), facts) for cut in cuts]
+
+
+def _behind(model: ir.Model, values: Collection[ir.Value]) -> set[ir.Value]:
+    """These, and all that depends on them."""
+    found = set(values)
+    for node in model.graph:
+        if not found.isdisjoint(_reads(node)):
+            found |= set(node.outputs)
+    return found
+
+
+def _frontier(
+    cut: Cut, varying: set[ir.Value], dependent: set[ir.Value], facts: Facts
+) -> list[ir.Value]:
+    found: dict[ir.Value, None] = dict.fromkeys(cut.sources)
+    seen, waiting = {cut.output, *cut.sources}, [cut.output]
+    while waiting:
+        value = waiting.pop()
+        node, fact = value.producer(), facts.known.get(value)
+        dtype = value.dtype if fact is None else fact.dtype
+        counts = dtype is not None and dtype.is_integer()
+        if node is None or (value in varying and not (value in dependent or counts)):
+            if value in varying:
+                found[value] = None
+            continue
+        for each in _reads(node):
+            if each not in seen:
+                seen.add(each)
+                waiting.append(each)
+    return list(found)
+
+
+def _sizes(feed: Batch) -> tuple[int, int]:
+    shapes = [array.shape for array in feed.values()]
+    length = next((shape[1] for shape in shapes if len(shape) == 2), 1)
+    return next((shape[0] for shape in shapes if shape), 1), length
+
+
+def _reads(node: ir.Node) -> Iterator[ir.Value]:
+    """What a node reads, in the bodies inside it too."""
+    yield from (value for value in node.inputs if value is not None)
+    for attribute in node.attributes.values():
+        graphs: Sequence[ir.Graph] = ()
+        if attribute.type == ir.AttributeType.GRAPH:
+            graphs = (attribute.as_graph(),)
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            graphs = attribute.as_graphs()
+        for graph in graphs:
+            own = {value for inner in graph for value in inner.outputs} | set(graph.inputs)
+            yield from (v for inner in graph for v in _reads(inner) if v not in own)
+
+
+def _structure(graph: ir.Graph) -> Hashable:
+    """What a graph does, without names and without what its weights hold."""
+    number: dict[ir.Value, int] = {value: i for i, value in enumerate(graph.inputs)}
+
+    def place(value: ir.Value | None) -> Hashable:
+        if value is None:
+            return None
+        tensor = value.const_value
+        if tensor is not None and value.producer() is None:
+            size = int(np.prod(tensor.shape.numpy()))
+            content = tensor.numpy().tolist() if size <= SMALL else None
+            return tensor.dtype.name, tuple(tensor.shape), str(content)
+        return number.setdefault(value, len(number))
+
+    rows: list[Hashable] = []
+    for node in graph:
+        attributes = tuple(sorted((n, _attribute(a)) for n, a in node.attributes.items()))
+        inputs = tuple(place(value) for value in node.inputs)
+        outputs = tuple(place(value) for value in node.outputs)
+        rows.append((node.domain, node.op_type, attributes, inputs, outputs))
+    return tuple(rows)
+
+
+def _attribute(attribute: ir.Attr) -> str:
+    match attribute.type:
+        case ir.AttributeType.GRAPH:
+            return repr(_structure(attribute.as_graph()))
+        case ir.AttributeType.TENSOR:
+            tensor = attribute.as_tensor()
+            small = int(np.prod(tensor.shape.numpy())) <= SMALL
+            content = tensor.numpy().tolist() if small else None
+            return f"{tensor.dtype.name} {tuple(tensor.shape)} {content}"
+        case _:
+            return repr(attribute.value)
+
+
+def in_turns(
+    sessions: Sequence[Any], feeds: Sequence[Batch], *, seconds: float = GROUP_SECONDS
+) -> list[np.ndarray]:
+    """Milliseconds a run of each session, a sample a round; rounds alternate their order."""
+    repeats: list[int] = []
+    spent = 0.0
+    for session, feed in zip(sessions, feeds, strict=True):
+        session.run(None, feed)  # allocates, and picks kernels
+        once = min(_seconds(session, feed, 1) for _ in range(2))
+        repeats.append(max(1, round(SAMPLE_SECONDS / once)))
+        spent += repeats[-1] * once
+    rounds = int(min(max(seconds / spent, MIN_ROUNDS), MAX_ROUNDS))
+    times = np.empty((rounds, len(sessions)))
+    order = list(range(len(sessions)))
+    for index in range(rounds):
+        for i in order if index % 2 else reversed(order):
+            times[index, i] = 1e3 * _seconds(sessions[i], feeds[i], repeats[i])
+    return list(times.T)
+
+
+def _seconds(session: Any, feed: Batch, repeats: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        session.run(None, feed)
+    return (time.perf_counter() - start) / repeats
+
+
+class LatencyTable:
+    """Milliseconds of parts on one machine, kept in a file for the next run.
+
+    Args:
+        path: The file; None keeps nothing.
+        provider, threads: Of the sessions. Times of other providers, numbers of threads, versions
+            of ONNX Runtime or processors are other entries of the same file.
+    """
+
+    def __init__(self, path: Path | None, *, provider: Provider = "cpu", threads: int = 0) -> None:
+        self.path, self.threads = path, threads
+        self.provider: Provider = provider
+        version = require_runtime().__version__
+        self.setting = f"{cpu_name()}, {provider}, {threads} threads, onnxruntime {version}"
+        self.times_ms: dict[str, float] = _read(path).get(self.setting, {})
+        self.measured = 0
+        """How many entries were measured in this run, not found."""
+
+    def measure(
+        self, parts: Mapping[str, Part], *, progress: Progress | None = None
+    ) -> dict[str, tuple[float, ...]]:
+        """Milliseconds of each part at each shape: by name, in the order of the feeds.
+
+        The first part is the one that others are compared with: where some are known and some are
+        not, those are timed beside it again, and their times are in proportion to what was known.
+        """
+        names, provider = list(parts), self.provider
+        first = parts[names[0]]
+        keys = {name: [part.key(i) for i in range(len(part.feeds))] for name, part in parts.items()}
+        missing = [n for n in names if any(key not in self.times_ms for key in keys[n])]
+        if missing:
+            chosen = list(dict.fromkeys([names[0], *missing]))
+            sessions = {
+                name: open_session(parts[name].model, provider=provider, threads=self.threads)
+                for name in chosen
+            }
+            for index in range(len(first.feeds)):
+                feeds = [parts[name].feeds[index] for name in chosen]
+                times = in_turns(
+                    list(sessions.values()), feeds, seconds=GROUP_SECONDS / len(first.feeds)
+                )
+                known = self.times_ms.get(keys[names[0]][index], float(np.median(times[0])))
+                for name, samples in zip(chosen, times, strict=True):
+                    ratio = float(np.median(samples / times[0]))
+                    self.times_ms.setdefault(keys[name][index], round(known * ratio, 5))
+                    self.measured += 1
+                if progress is not None:
+                    progress(index + 1, len(first.feeds))
+            self._save()
+        return {name: tuple(self.times_ms[key] for key in keys[name]) for name in names}
+
+    def _save(self) -> None:
+        """Together with what others wrote meanwhile; whole or not at all."""
+        if self.path is None:
+            return
+        content = _read(self.path)
+        content[self.setting] = {**content.get(self.setting, {}), **self.times_ms}
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(
+                "w", dir=self.path.parent, delete=False, suffix=".json"
+            ) as file:
+                json.dump(content, file, indent=1, sort_keys=True)
+            Path(file.name).replace(self.path)
+        except OSError:  # a cache that cannot be written is none
+            return
+
+
+def _read(path: Path | None) -> dict[str, dict[str, float]]:
+    """What a file holds; nothing where it is damaged: then everything is measured again."""
+    try:
+        content: Any = {} if path is None else json.loads(path.read_text(encoding="utf-8"))
+        return {
+            str(setting): {str(k): float(v) for k, v in times.items() if float(v) > 0}
+            for setting, times in content.items()
+        }
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
+
+
+def default_cache() -> Path:
+    """Where times are kept: $ATTNSERVE_CACHE, else the user's folder of caches."""
+    if given := os.environ.get("ATTNSERVE_CACHE"):
+        return Path(given) / "latency.json"
+    if sys.platform == "win32":
+        folder = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
+    elif sys.platform == "darwin":
+        folder = Path.home() / "Library" / "Caches"
+    else:
+        folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    return folder / "attnserve" / "latency.json"
