@@ -39,6 +39,7 @@ class Dataset:
         fit: What statistics are taken from.
         held_out: What fidelity is measured on; the same batches where one row is all there is.
         length: The median number of tokens (or of positions on axis 1); 128 where rows have none.
+        lengths: Of every row.
         source: For the record: file, rows, tokens and checksum.
     """
 
@@ -46,6 +47,7 @@ class Dataset:
     held_out: Sequence[Batch]
     length: int
     source: Mapping[str, Any]
+    lengths: Sequence[int] = ()
 
 
 def load_inputs(
@@ -102,7 +104,7 @@ def load_inputs(
     batches = cast(Callable[[Sequence[Any]], list[Batch]], make)
     fit = batches([rows[i] for i in kept])
     proof = batches([rows[i] for i in held])
-    return Dataset(fit, proof, int(np.median(lengths)), source)
+    return Dataset(fit, proof, int(np.median(lengths)), source, lengths)
 
 
 def token_mask(batch: Mapping[str, np.ndarray], tokens: Sequence[int]) -> np.ndarray:

@@ -12,8 +12,8 @@ import onnx_ir as ir
 
 from attnserve.calibrate import Batch, Dataset, collect_moments
 from attnserve.certify import Reading, read_attention
-from attnserve.plan import Plan
 from attnserve.refit import refit
+from attnserve.request import Plan
 from attnserve.session import Provider
 from attnserve.verify import empty_axes, random_batches, shaped_for
 from graph_passes.attention import AttentionBlock
@@ -23,6 +23,7 @@ from graph_passes.cp import CollaborativeFactors, with_mean
 from graph_passes.decompose import DecomposeAttention
 from graph_passes.errors import InvalidModel
 from graph_passes.feed_forward import find_feed_forward
+from graph_passes.fuse import Form, FuseAttention
 from graph_passes.moments import TokenMoments, pooled
 from graph_passes.prune import PruneHeads
 from graph_passes.prune_neurons import PruneNeurons
@@ -44,7 +45,7 @@ class Step:
     """One rewrite of one block, in the order in which they were done.
 
     Attributes:
-        rewrite: "skip", "prune", "reuse", "neurons" or "collaborate".
+        rewrite: "skip", "prune", "reuse", "neurons", "collaborate" or "fuse".
         relative_error: Of collaborative factors, in the metric that was minimized. Of all others,
             how far the attention's output is from the original's, over its variation there, on the
             calibration data (random inputs without); None where it cannot be seen.
@@ -95,7 +96,7 @@ def carry_out(
 ) -> CarriedOut:
     """Rewrite ``graph``, a copy of ``original``, in place.
 
-    The order is: skip, prune, reuse, prune neurons, fit again, collaborate, fit again.
+    The order is: skip, prune, reuse, prune neurons, fit again, collaborate, fit again, fuse.
 
     Args:
         fit: Fit the outputs of what was rewritten to the original's, on ``data``.
@@ -119,6 +120,7 @@ def carry_out(
     ]
     if fit and lossy:
         run.fit([*before_sharing, *lossy], fit=True)
+    run.fuse()
     return CarriedOut(tuple(run.steps), run.exact)
 
 
@@ -168,6 +170,19 @@ class _Run:
         if inside:
             DecomposeAttention(frozenset(inside))(self.graph)
         self._do("reuse", ReuseAttention(edges), list(edges))
+
+    def fuse(self) -> None:
+        forms: dict[str, Form] = {n: f for n, f in self.plan.forms.items() if self._stands(n)}
+        if not forms:
+            return
+        FuseAttention(forms)(self.graph)
+        _require(read_attention(self.graph, seed=self.seed), forms)
+        for name in forms:
+            self.steps.append(Step("fuse", name, None, self.macs))
+
+    def _stands(self, name: str) -> bool:
+        """Whether a layer has any heads left."""
+        return any(self.plan.masks.get(name, (1,)))
 
     def neurons(self) -> None:
         masks = self.plan.neurons

@@ -37,7 +37,9 @@ from attnserve.evaluate import TaskName
 from attnserve.export import Attention, Exporter
 from attnserve.measure import Measurement
 from attnserve.mixing import Mixing
-from attnserve.plan import Importance
+from attnserve.plan import PlanReport, Point
+from attnserve.precision import Precision
+from attnserve.request import Importance
 from attnserve.session import Provider
 from attnserve.verify import check_cosine_bound
 from graph_passes.errors import AttnserveError, CheckFailed, InvalidArgument
@@ -315,6 +317,37 @@ def optimize(
         float | None,
         typer.Option(help="Share of the feed-forward neurons that goes.", show_default=False),
     ] = None,
+    keep: Annotated[
+        float | None,
+        typer.Option(
+            help="Find the fastest model that keeps this much: of the mean output cosine, or with "
+            "--eval-data of the task's score.",
+            show_default=False,
+        ),
+    ] = None,
+    target_speedup: Annotated[
+        float | None,
+        typer.Option(
+            help="Or the model that loses least and is so much faster.", show_default=False
+        ),
+    ] = None,
+    eval_data: Annotated[
+        Path | None,
+        typer.Option(help="A .tsv to score on, for --keep.", show_default=False),
+    ] = None,
+    task: Annotated[
+        TaskName | None, typer.Option(help="What to score on --eval-data.", show_default=False)
+    ] = None,
+    allow: Annotated[
+        str | None,
+        typer.Option(help="What a search may change beyond attention: ffn.", show_default=False),
+    ] = None,
+    fp16: Annotated[bool, typer.Option("--fp16", help="16-bit weights, after all else.")] = False,
+    int8: Annotated[bool, typer.Option("--int8", help="8-bit weights, after all else.")] = False,
+    plan: Annotated[
+        Path | None,
+        typer.Option(help="Carry out what `attnserve plan` wrote.", show_default=False),
+    ] = None,
     refit: Annotated[
         bool,
         typer.Option(
@@ -328,10 +361,13 @@ def optimize(
         Path | None, typer.Option(help="Text (a sentence a line), .npz, or a folder of .npz.")
     ] = None,
     tokenizer: Tokenizer = None,
-    batch: Annotated[int, typer.Option(min=1, help="Batch size to report costs at.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size to be fast at.")] = 1,
     seq: Annotated[
         int | None,
-        typer.Option(min=1, help="Length to report costs at; the calibration's median, else 128."),
+        typer.Option(
+            min=1,
+            help="Length to be fast at, and to report costs at; the calibration's, else 128.",
+        ),
     ] = None,
     min_cosine: Annotated[
         float | None, typer.Option(help="Fail, and write nothing, below this mean cosine.")
@@ -348,7 +384,7 @@ def optimize(
     verbose: Verbose = False,
     seed: Seed = 0,
 ) -> None:
-    """Rewrite a model's attention: skip, prune, reuse, collaborate; prove it; write it."""
+    """Rewrite a model by hand (--prune ...) or by search (--keep); prove it; write it."""
     _setup(quiet, verbose)
     ranks = None if collab_dk is None else _integers("--collab-dk", collab_dk, least=None)
     with _progress(quiet) as stage:
@@ -366,6 +402,13 @@ def optimize(
             prune_heads=prune_heads,
             skip=() if skip is None else _names(skip),
             ffn=ffn,
+            keep=keep,
+            target_speedup=target_speedup,
+            eval_data=eval_data,
+            task=task,
+            allow=_allowed(allow),
+            plan=plan,
+            precision=_precision(fp16, int8),
             refit=refit,
             calib=calib,
             tokenizer=tokenizer,
@@ -387,14 +430,16 @@ def optimize(
     if json:
         _print_json(report.to_json())
         return
-    names, legend = _short([step.block for step in report.steps], room=out.width - 66)
+    steps = [step for step in report.steps if step.rewrite != "fuse"]
+    names, legend = _short([step.block for step in steps], room=out.width - 66)
     table = _table(
         f"{report.output}" + (" (dry run: nothing was written)" if dry_run else ""),
         ("block", "rewrite", ">left", ">R", ">error", ">fitted", ">MMACs"),
     )
-    for step, name in zip(report.steps, names, strict=True):
+    for step, name in zip(steps, names, strict=True):
         rank = step.rank if step.head_size is None else f"{step.rank} ({step.head_size} a head)"
-        left = f"{step.neurons} neurons" if step.heads is None else f"{step.heads} heads"
+        left = "" if step.heads is None else f"{step.heads} heads"
+        left = left if step.neurons is None else f"{step.neurons} neurons"
         cells = (left, rank)
         table.add_row(
             name,
@@ -417,6 +462,163 @@ def optimize(
         f"cosine to the original: mean {report.fidelity.mean_cosine:.4f}, "
         f"least {report.fidelity.min_cosine:.4f} ({report.fidelity.data})"
     )
+    if report.found is not None:
+        _line(report.found.verdict)
+
+
+@app.command()
+def plan(
+    model: Model,
+    calib: Annotated[
+        Path,
+        typer.Option(
+            help="Text (a sentence a line), .npz, or a folder of .npz.", show_default=False
+        ),
+    ],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", help="A .json file; a plot goes beside it.", show_default=False
+        ),
+    ],
+    keep: Annotated[
+        float | None,
+        typer.Option(
+            help="Find the fastest model that keeps this much: of the mean output cosine, or with "
+            "--eval-data of the task's score.",
+            show_default=False,
+        ),
+    ] = None,
+    target_speedup: Annotated[
+        float | None,
+        typer.Option(
+            help="Or the model that loses least and is so much faster.", show_default=False
+        ),
+    ] = None,
+    eval_data: Annotated[
+        Path | None,
+        typer.Option(help="A .tsv to score on, for --keep.", show_default=False),
+    ] = None,
+    task: Annotated[
+        TaskName | None, typer.Option(help="What to score on --eval-data.", show_default=False)
+    ] = None,
+    allow: Annotated[
+        str | None,
+        typer.Option(help="What a search may change beyond attention: ffn.", show_default=False),
+    ] = None,
+    fp16: Annotated[bool, typer.Option("--fp16", help="16-bit weights, after all else.")] = False,
+    int8: Annotated[bool, typer.Option("--int8", help="8-bit weights, after all else.")] = False,
+    tokenizer: Tokenizer = None,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size to be fast at.")] = 1,
+    seq: Annotated[
+        int | None,
+        typer.Option(min=1, help="Length to be fast at; the calibration text's, else 128."),
+    ] = None,
+    threads: Threads = 0,
+    provider: ProviderName = "cpu",
+    force: Force = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+    seed: Seed = 0,
+) -> None:
+    """Find the fastest form that keeps enough, by measurement; `optimize --plan` carries it out."""
+    _setup(quiet, verbose)
+    with _progress(quiet) as stage:
+        report = attnserve.plan(
+            model,
+            output,
+            calib=calib,
+            keep=keep,
+            target_speedup=target_speedup,
+            eval_data=eval_data,
+            task=task,
+            allow=_allowed(allow),
+            precision=_precision(fp16, int8),
+            tokenizer=tokenizer,
+            batch=batch,
+            sequence=seq,
+            provider=provider,
+            threads=threads,
+            seed=seed,
+            force=force,
+            progress=stage,
+        )
+    if json:
+        _print_json(report.to_json())
+        return
+    _show_plan(report)
+    _line(f"{output}, {output.with_suffix('.svg')}")
+
+
+def _allowed(text: str | None) -> list[Any]:
+    return [] if text is None else _names(text)
+
+
+def _precision(fp16: bool, int8: bool) -> Precision:
+    if fp16 and int8:
+        raise InvalidArgument("--fp16 and --int8 exclude each other", "give one of them")
+    return "float16" if fp16 else "int8" if int8 else "float32"
+
+
+def _show_plan(report: PlanReport) -> None:
+    """What was decided for each block, what was found on the way, and how fast it all is."""
+    if report.decisions:
+        names, legend = _short([d.block for d in report.decisions], room=out.width - 52)
+        table = _table(
+            "the plan, block by block",
+            ("block", "kept", "written", ">ms", ">before", ">speed-up", ">loss"),
+        )
+        for decision, name in zip(report.decisions, names, strict=True):
+            what = "heads" if decision.kind == "attention" else "neurons"
+            table.add_row(
+                name,
+                f"{decision.kept} of {decision.count} {what}",
+                decision.written,
+                f"{decision.ms_after:.3f}",
+                f"{decision.ms_before:.3f}",
+                f"{decision.ms_before / decision.ms_after:.2f}x",
+                f"{decision.predicted_loss:.4f}",
+            )
+        out.print(table)
+        if legend:
+            _line(legend)
+        for decision, name in zip(report.decisions, names, strict=True):
+            _line(f"{name}, {decision.kind.replace('_', '-')}: {decision.why}")
+    table = _table(
+        "the fastest choices found, by what they lose",
+        (">speed-up", ">cosine, predicted", ">measured", ">lost of the goal"),
+    )
+    for point in _few(report.front):
+        table.add_row(
+            f"{point.speedup:.2f}x",
+            f"{1 - point.predicted_loss:.4f}",
+            "" if point.cosine is None else f"{point.cosine:.4f}",
+            "" if point.measured_loss is None else f"{point.measured_loss:.4f}",
+        )
+    out.print(table)
+    if report.speeds:
+        table = _table(
+            f"the whole model, {report.asked['threads'] or 'all'} thread(s), "
+            f"{report.asked['provider']}",
+            (">batch x tokens", ">original ms", ">ms", ">speed-up"),
+        )
+        for speed in report.speeds:
+            table.add_row(
+                f"{speed.batch} x {speed.sequence}",
+                f"{speed.original_ms:.2f}",
+                f"{speed.ms:.2f}",
+                f"{speed.speedup:.2f}x",
+            )
+        out.print(table)
+    _line(report.verdict)
+
+
+def _few(points: Sequence[Point], most: int = 12) -> list[Point]:
+    """Those that were built, and some of the others between."""
+    built = [point for point in points if point.measured_loss is not None]
+    step = max(len(points) // max(most - len(built), 1), 1)
+    return [p for i, p in enumerate(points) if p.measured_loss is not None or i % step == 0]
 
 
 @app.command()

@@ -27,6 +27,7 @@ __all__ = [
     "scale_beside",
     "span",
     "svg",
+    "svg_file",
 ]
 
 INK, MUTED, GRID = "#0b0b01", "#0b0b02", "#0b0b03"
@@ -163,3 +164,20 @@ def _inline(content: str) -> str:
     for colour, role in ROLES.items():
         content = content.replace(colour, f"var(--{role})")
     return content
+
+
+def svg_file(draw: Callable[[Any], None], size: tuple[float, float]) -> str:
+    """The same as a file of its own, which follows the theme of whoever looks at it."""
+    content = svg(draw, size)
+    space = '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    return content.replace("<svg", space, 1).replace(">", f"><style>{THEME}</style>", 1) + "\n"
+
+
+THEME = """
+svg { font-family: system-ui, sans-serif; background: var(--paper);
+  --ink: #1a1f24; --muted: #66707a; --grid: #e3e7ea; --paper: #ffffff;
+  --c1: #2f6fcb; --c2: #c2571a; --c3: #3d8a4a; }
+@media (prefers-color-scheme: dark) { svg {
+  --ink: #e8eaed; --muted: #9aa4ae; --grid: #31373d; --paper: #16191c;
+  --c1: #6aa5f5; --c2: #f08d4f; --c3: #74c285; } }
+"""

@@ -27,7 +27,7 @@ from graph_passes.attention import AttentionBlock
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-__all__ = ["Elimination", "eliminate", "elimination_order"]
+__all__ = ["Elimination", "eliminate", "eliminate_neurons", "elimination_order"]
 
 RIDGE = 1e-3
 """In units of the mean variance of the context, so that no head is replaced by noise."""
@@ -98,3 +98,35 @@ def eliminate(
         inverse = inverse - inverse[:, at] @ np.linalg.solve(inverse[at, at], inverse[at])
         left.remove(head)
     return Elimination(np.array(order), np.array(losses))
+
+
+def eliminate_neurons(
+    covariance: Float[np.ndarray, "F F"], weight: Float[np.ndarray, "F D"], step: int
+) -> Elimination:
+    """The same for the neurons of a feed-forward, ``step`` of them at once.
+
+    Args:
+        covariance: Of the neurons.
+        weight: W_2.
+    """
+    count = len(covariance)
+    unit = float(np.trace(covariance)) / count or 1.0
+    inverse = np.linalg.inv(covariance + RIDGE * unit * np.eye(count))
+    left, x = np.arange(count), weight.astype(np.float64)
+    total = float(np.sum(weight * (covariance @ weight))) or 1.0
+    order: list[int] = []
+    losses = [0.0]
+    while len(left):
+        added = np.sum(x * x, axis=1) / np.maximum(np.diag(inverse), 1e-300)
+        gone = np.argsort(added, kind="stable")[:step]
+        stays = np.setdiff1d(np.arange(len(left)), gone)
+        solved = np.linalg.solve(inverse[np.ix_(gone, gone)], x[gone])
+        order += left[gone].tolist()
+        losses.append(losses[-1] + float(np.sum(x[gone] * solved)) / total)
+        across = inverse[np.ix_(stays, gone)]
+        pull = np.linalg.solve(inverse[np.ix_(gone, gone)], across.T)
+        x = x[stays] - across @ solved
+        inverse = inverse[np.ix_(stays, stays)] - across @ pull
+        left = left[stays]
+    ends = np.minimum(step * np.arange(len(losses)), count)
+    return Elimination(np.array(order), np.interp(np.arange(count + 1), ends, losses))

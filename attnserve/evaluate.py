@@ -35,11 +35,14 @@ if TYPE_CHECKING:
 __all__ = [
     "TASKS",
     "ClassificationScore",
+    "Share",
     "StsScore",
     "TaskName",
     "average_ranks",
     "evaluate",
     "pearson",
+    "score_session",
+    "share_kept",
     "spearman",
 ]
 
@@ -55,7 +58,8 @@ INTERVAL = (2.5, 97.5)
 class StsScore:
     """Correlation of the model's cosines with the scores given by people, -1 to 1.
 
-    ``cosines`` keeps the model's raw answers, one a row, in the order of the file.
+    ``cosines`` keeps the model's raw answers, one a row, in the order of the file, and ``gold`` the
+    scores given by people.
     """
 
     rows: int
@@ -63,6 +67,11 @@ class StsScore:
     pearson: float
     spearman_ci95: tuple[float, float]
     cosines: Float[np.ndarray, " N"] = field(repr=False)
+    gold: Float[np.ndarray, " N"] = field(repr=False)
+
+    @property
+    def value(self) -> float:
+        return self.spearman
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -78,13 +87,19 @@ class StsScore:
 class ClassificationScore:
     """The fraction of rows whose largest logit is the label's, 0 to 1.
 
-    ``predictions`` keeps the model's raw answers, one a row, in the order of the file.
+    ``predictions`` keeps the model's raw answers, one a row, in the order of the file, and ``gold``
+    the labels.
     """
 
     rows: int
     accuracy: float
     accuracy_ci95: tuple[float, float]
     predictions: Int[np.ndarray, " N"] = field(repr=False)
+    gold: Int[np.ndarray, " N"] = field(repr=False)
+
+    @property
+    def value(self) -> float:
+        return self.accuracy
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -135,18 +150,83 @@ def evaluate(
         raise InvalidArgument(f"--task {task}: expected {' or '.join(TASKS)}", "choose one")
     artifact = open_artifact(model)
     load_model(artifact)  # refuses what must not reach ONNX Runtime, such as data paths outside
-    run = _Run(
-        session=open_session(artifact.model, provider=provider, threads=threads),
-        encoder=load_tokenizer(
-            tokenizer or artifact.folder, max_length=max_length or artifact.max_length
-        ),
-        batch_size=batch_size,
-        progress=progress,
+    session = open_session(artifact.model, provider=provider, threads=threads)
+    return score_session(
+        session, artifact, task=task, data=data, pooling=pooling, max_length=max_length,
+        tokenizer=tokenizer, batch_size=batch_size, seed=seed, progress=progress,
+    )  # fmt: skip
+
+
+def score_session(
+    session: onnxruntime.InferenceSession,
+    artifact: Artifact,
+    *,
+    task: TaskName,
+    data: Path,
+    pooling: Pooling | None = None,
+    max_length: int | None = None,
+    tokenizer: Path | None = None,
+    batch_size: int = 32,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> StsScore | ClassificationScore:
+    """``evaluate`` for a session that is open, of a model with the files of ``artifact``."""
+    encoder = load_tokenizer(
+        tokenizer or artifact.folder, max_length=max_length or artifact.max_length
     )
+    run = _Run(session, encoder, batch_size, progress)
     rng = np.random.default_rng(seed)
     if task == "sts":
         return _sts(run, data, pooling or artifact.pooling, rng)
     return _classification(run, data, artifact, rng)
+
+
+@dataclass(frozen=True)
+class Share:
+    """How much of a score is kept, and how far chance moves that on rows such as these.
+
+    ``standard_error`` is that of a bootstrap which draws the same rows for both models: what both
+    get wrong alike does not count.
+    """
+
+    value: float
+    standard_error: float
+
+    @property
+    def lower(self) -> float:
+        """What is kept at least, but for one time in six."""
+        return self.value - self.standard_error
+
+
+def share_kept(
+    before: StsScore | ClassificationScore, after: StsScore | ClassificationScore, *, seed: int = 0
+) -> Share:
+    """The score of a model over that of the one it was made from, on the same rows.
+
+    Raises:
+        CheckFailed: The first has no positive score that could be kept.
+    """
+    if before.value <= 0:
+        raise CheckFailed(
+            f"the original's score is {before.value:.4f}: no share of it can be kept",
+            "check that the data, the task and the pooling fit the model",
+        )
+    resampled = [_resampled(score, np.random.default_rng(seed)) for score in (before, after)]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratios = resampled[1] / resampled[0]
+    ratios = ratios[np.isfinite(ratios)]
+    spread = float(np.std(ratios)) if len(ratios) > 1 else 0.0
+    return Share(after.value / before.value, spread)
+
+
+def _resampled(
+    score: StsScore | ClassificationScore, rng: np.random.Generator
+) -> Float[np.ndarray, " M"]:
+    if isinstance(score, StsScore):
+        return _resampled_spearman(score.cosines, score.gold, rng)
+    right = (score.predictions == score.gold).astype(np.float64)
+    counts = rng.multinomial(score.rows, np.full(score.rows, 1 / score.rows), RESAMPLES)
+    return counts @ right / score.rows
 
 
 @dataclass(frozen=True)
@@ -177,13 +257,14 @@ def _sts(run: _Run, data: Path, pooling: Pooling, rng: np.random.Generator) -> S
             "the model gives the same cosine for every pair: a correlation is undefined",
             "check the model's weights and the pooling",
         )
-    resampled = _bootstrap_spearman(cosines, scores, rng)
+    resampled = _resampled_spearman(cosines, scores, rng)
     return StsScore(
         len(rows),
         spearman(cosines, scores),
         pearson(cosines, scores),
-        _interval(resampled),
+        _interval(resampled[np.isfinite(resampled)]),
         cosines,
+        scores,
     )
 
 
@@ -218,7 +299,7 @@ def _classification(
     accuracy = float((predictions == labels).mean())
     # Resampling rows of right and wrong answers is drawing from a binomial distribution.
     resampled = rng.binomial(len(rows), accuracy, RESAMPLES) / len(rows)
-    return ClassificationScore(len(rows), accuracy, _interval(resampled), predictions)
+    return ClassificationScore(len(rows), accuracy, _interval(resampled), predictions, labels)
 
 
 def pearson(x: Float[np.ndarray, " N"], y: Float[np.ndarray, " N"]) -> float:
@@ -261,10 +342,10 @@ def _correlation(
         return (counts * x * y).sum(axis=-1) / norm
 
 
-def _bootstrap_spearman(
+def _resampled_spearman(
     x: Float[np.ndarray, " N"], y: Float[np.ndarray, " N"], rng: np.random.Generator
 ) -> Float[np.ndarray, " M"]:
-    """Spearman of ``RESAMPLES`` resamples of the rows, without those where it is undefined.
+    """Spearman of ``RESAMPLES`` resamples of the rows; NaN where it is undefined.
 
     A resample is how often each row was drawn, so values are sorted once and not once a resample.
     """
@@ -275,8 +356,7 @@ def _bootstrap_spearman(
         draws = min(block, RESAMPLES - start)
         counts = rng.multinomial(rows, np.full(rows, 1 / rows), draws).astype(np.float64)  # M N
         found.append(_correlation(_weighted_ranks(x, counts), _weighted_ranks(y, counts), counts))
-    values = np.concatenate(found)
-    return values[np.isfinite(values)]
+    return np.concatenate(found)
 
 
 def _interval(values: Float[np.ndarray, " M"]) -> tuple[float, float]:

@@ -1,618 +1,877 @@
-"""A plan: what is done to each layer. Made of what a user asks for and of what was measured."""
+"""plan: the fastest form of a model that keeps what it must, found by measurement.
+
+1. Every form of every block is timed on this machine (``options.time_blocks``).
+2. What the model's output loses when a part of one block goes is measured on calibration texts
+   (``options.loss_curves``); losses of different blocks add up nearly.
+3. ``pareto_front`` gives the fastest choice for every predicted loss.
+4. Choices are built, fitted, and judged on texts that no fit saw, until the allowed loss is used
+   up but not exceeded; then the whole model is timed beside the original, at every length.
+
+What is slower than the original somewhere is not returned: then the plan is to leave it as it is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+import numpy as np
 import onnx_ir as ir
 
-from attnserve.calibrate import Batch, Dataset
-from attnserve.certify import Reading
-from attnserve.choose import (
-    Alignment,
-    Masks,
-    MutableEdges,
-    Reuse,
-    edges_by_damage,
-    edges_of,
-    layer_name,
-    masks_by_loss,
-    masks_by_score,
-    parse_reuse,
-    read_edges,
-    read_masks,
-    reused_layers,
+from attnserve.artifact import (
+    Artifact,
+    check_output,
+    load_model,
+    open_artifact,
+    sha256,
+    staged,
+    versions,
 )
-from attnserve.elimination import elimination_order
-from attnserve.importance import leave_one_out
-from attnserve.mixing import Mixing, choose_head_size, widest_head
-from attnserve.neurons import MULTIPLE, layer_weights, masks_by_energy, neuron_energy
-from attnserve.session import Provider
-from attnserve.similarity import HeadSimilarity, measure_similarity
-from attnserve.voting import voting_to_stay
-from graph_passes import prune_neurons, rewrites
-from graph_passes.attention import AttentionBlock
-from graph_passes.decompose import DecomposeAttention
-from graph_passes.errors import CannotRewrite, InvalidArgument, InvalidModel
-from graph_passes.feed_forward import FeedForwardBlock, find_feed_forward
-from graph_passes.find import find_attention
+from attnserve.calibrate import Dataset, load_inputs, run
+from attnserve.carry_out import CarriedOut, Stage, carry_out
+from attnserve.certify import read_attention
+from attnserve.drawing import FIRST, GRID, INK, MUTED, SECOND, svg_file
+from attnserve.evaluate import TASKS, Share, TaskName, score_session, share_kept
+from attnserve.inputs import example_inputs
+from attnserve.latency import LatencyTable, Part, default_cache, in_turns
+from attnserve.options import (
+    Curve,
+    Group,
+    Timed,
+    group_blocks,
+    loss_curves,
+    options_of,
+    time_blocks,
+)
+from attnserve.pareto import Choice, Option, pareto_front
+from attnserve.precision import Precision, convert
+from attnserve.request import Plan, require_attention
+from attnserve.session import Provider, open_session
+from attnserve.verify import Fidelity, compare
+from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
 
-__all__ = ["Importance", "Plan", "Ranks", "Request", "make_plan"]
+__all__ = ["Allowed", "Goal", "PlanReport", "Searched", "plan", "search"]
 
-Importance = Literal["energy", "loo", "voting"]
-Ranks = int | Sequence[int] | Mapping[str, int]
-Stage = Callable[[str, int, int], None]
+Allowed = Literal["ffn"]
 
-AUTO_BUDGET = 0.04
-"""Squared change of the output, over its variation, that ``--reuse auto`` allows before the fit:
-a cosine of about 0.98, and more after it."""
+CHECKED = (16, 32, 64, 128, 256, 384, 512)
+"""Lengths at which the whole model is timed beside the original, where it takes them; no form of a
+block may be slower at the shortest and the longest."""
 
-WEIGHING_ROWS = 16
-"""Texts on which layers are weighed against each other: sums over heads need few."""
+SLOWEST = 0.97
+"""Of the original's speed, at any of these lengths: less is a loss, not noise."""
 
-INSIDE_BODY = "it lies in the body of another node, where nothing can be measured"
+LEAST_GAIN = 1.01
+"""Speed-up at the lengths asked for, below which a lossy model is not worth its loss."""
 
-LEAST_OWN = "its {heads} own heads hold {size} dimensions, so that R = {rank} shares nothing"
+MOST_BUILDS = 5
 
+TIGHT = 0.9
+"""The share of the allowed loss from which on it counts as used up."""
 
-@dataclass(frozen=True, eq=False)
-class Request:
-    """What a user asks for (see ``optimize`` for each).
+NEAR = 1.01
+"""Choices whose predicted speeds differ by less are not told apart by building both."""
 
-    ``layers`` narrows whatever does not name its layers itself.
-    """
+COSINE_A_POINT = 2.5
+"""A first guess: how much more of the cosine is lost than of a task's score."""
 
-    collab_dk: Ranks | None = None
-    collab_cache: bool = False
-    mixing: Mixing = "auto"
-    head_dk: int | None = None
-    reuse: str | Path | Mapping[str, Any] | None = None
-    align: Alignment = "similarity"
-    prune: float | None = None
-    importance: Importance = "energy"
-    prune_heads: Path | Mapping[str, Any] | None = None
-    skip: Sequence[str] = ()
-    ffn: float | None = None
-    layers: Sequence[str] | None = None
-
-    def __post_init__(self) -> None:
-        given = (self.collab_dk, self.head_dk, self.reuse, self.prune, self.prune_heads, self.ffn)
-        if all(value is None for value in given) and not self.skip:
-            raise InvalidArgument(
-                "no rewrite is asked for",
-                "give --collab-dk, --head-dk, --reuse, --prune, --prune-heads, --skip or --ffn",
-            )
-        if self.head_dk is not None and self.mixing == "dense":
-            raise InvalidArgument(
-                f"--head-dk {self.head_dk} is about sparse mixing, and --mixing is dense: every "
-                "head reads all shared dimensions",
-                "leave one of them out",
-            )
-        if self.mixing != "auto" and self.collab_dk is None and self.head_dk is None:
-            raise InvalidArgument(
-                f"--mixing {self.mixing} is a form of collaborative heads", "give --collab-dk R"
-            )
-        if self.prune is not None and self.prune_heads is not None:
-            raise InvalidArgument(
-                "--prune and --prune-heads both say which heads go", "give one of them"
-            )
-        if self.prune is not None and not 0 < self.prune < 1:
-            raise InvalidArgument(
-                f"--prune {self.prune}: expected a share of the heads, more than 0 and less than 1",
-                "for example --prune 0.25",
-            )
-        if self.ffn is not None and not 0 < self.ffn < 1:
-            raise InvalidArgument(
-                f"--ffn {self.ffn}: expected a share of the feed-forward neurons, more than 0 and "
-                "less than 1",
-                "for example --ffn 0.25",
-            )
-        others = (self.collab_dk, self.head_dk, self.reuse, self.prune)
-        if self.ffn is not None and self.layers is not None and all(o is None for o in others):
-            raise InvalidArgument(
-                "--layers names attentions, and --ffn takes neurons out of any layer",
-                "leave --layers out",
-            )
+CHECK_SECONDS = 1.2
+"""About how long the two models are timed at one length."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is done, by layer, in the order in which it is done.
+class Goal:
+    """What a plan must keep or reach, and what it may use.
 
     Attributes:
-        skip: Layers whose attention is left out, and what stands for it.
-        masks: 1 for each head that stays; layers of which all stay are not in it.
-        edges: Heads that take the probabilities of others, in the numbers of the original.
-        ranks: R of layers that get collaborative heads.
-        head_sizes: Of these, the layers with sparse mixing, and how many dimensions a head reads.
-        neurons: By feed-forward, 1 for each neuron that stays.
-        warnings: What was asked for and is not done, and why.
+        keep: The mean cosine of the outputs to the original's on held-out texts; with ``task`` the
+            share of the task's score.
+        target_speedup: Or how much faster it must be, at the least loss.
+        task, eval_data: The score, and the file it is measured on.
+        allow: Rewrites beyond attention.
+        precision: Of the weights, after all rewrites.
     """
 
-    skip: Mapping[str, Literal["affine", "constant"]]
-    masks: Masks
-    edges: MutableEdges
-    ranks: dict[str, int]
-    head_sizes: dict[str, int]
-    neurons: Masks = field(default_factory=dict[str, list[int]])
-    warnings: list[str] = field(default_factory=list[str])
+    keep: float | None = None
+    target_speedup: float | None = None
+    task: TaskName | None = None
+    eval_data: Path | None = None
+    allow: tuple[Allowed, ...] = ()
+    precision: Precision = "float32"
+
+    def __post_init__(self) -> None:
+        if (self.keep is None) == (self.target_speedup is None):
+            raise InvalidArgument(
+                "a plan needs one goal: how much to keep, or how much faster to be",
+                "give --keep X or --target-speedup S, not both",
+            )
+        if self.keep is not None and not 0 < self.keep <= 1:
+            raise InvalidArgument(
+                f"--keep {self.keep}: expected a share, more than 0 and at most 1",
+                "for example --keep 0.99",
+            )
+        if self.target_speedup is not None and not 1 <= self.target_speedup < 1000:
+            raise InvalidArgument(
+                f"--target-speedup {self.target_speedup}: expected a factor from 1 up",
+                "for example --target-speedup 1.5",
+            )
+        if (self.task is None) != (self.eval_data is None):
+            raise InvalidArgument(
+                "--eval-data and --task belong together: the file, and what to score on it",
+                f"give both; --task is {' or '.join(TASKS)}",
+            )
+        for name in self.allow:
+            if name not in get_args(Allowed):
+                raise InvalidArgument(
+                    f"--allow {name!r}: expected {', '.join(get_args(Allowed))}", "for example ffn"
+                )
 
     @property
-    def changed(self) -> list[str]:
-        """Every attention that something is done to."""
-        return list(dict.fromkeys([*self.skip, *self.masks, *self.edges, *self.ranks]))
+    def measure(self) -> str:
+        """What a loss is a loss of."""
+        return "mean output cosine" if self.task is None else f"share of the {self.task} score"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of one block, and why.
+
+    Attributes:
+        kept, count: Heads or neurons that stay, of how many.
+        written: How its attention is written.
+        ms_before, ms_after: Of the block alone, mean over the lengths asked for.
+        predicted_loss: Of the output's cosine, by this block alone.
+    """
+
+    block: str
+    kind: str
+    kept: int
+    count: int
+    written: str
+    ms_before: float
+    ms_after: float
+    predicted_loss: float
+    why: str
+
+
+@dataclass(frozen=True)
+class Point:
+    """A choice on the front; what was measured of it where it was built.
+
+    Attributes:
+        speedup: Predicted, of the whole model at the lengths asked for.
+        predicted_loss: One minus the cosine, predicted.
+        measured_loss: Of what the goal measures.
+    """
+
+    speedup: float
+    predicted_loss: float
+    measured_loss: float | None = None
+    cosine: float | None = None
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The new model beside the original at one length, in turns: medians over rounds."""
+
+    batch: int
+    sequence: int
+    original_ms: float
+    ms: float
+    speedup: float
+
+
+@dataclass(frozen=True, eq=False)
+class PlanReport:
+    """The plan, why it is what it is, and what it gives: the content of plan.json.
+
+    Attributes:
+        rewrites: What is done; nothing where the original is returned.
+        gain: Whether there is anything to gain.
+        speeds: Of the whole model, at all lengths that were checked.
+        share: Of the task's score, where there is one.
+        timed: Milliseconds of every form of every distinct block, by shape.
+    """
+
+    model: Mapping[str, str]
+    calibration: Mapping[str, Any]
+    asked: Mapping[str, Any]
+    rewrites: Plan
+    gain: bool
+    verdict: str
+    decisions: tuple[Decision, ...]
+    front: tuple[Point, ...]
+    speeds: tuple[Speed, ...]
+    fidelity: Fidelity
+    share: Share | None
+    timed: Sequence[Mapping[str, Any]]
+    versions: Mapping[str, str]
+    machine: str
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def speedup(self) -> float:
+        """At the lengths asked for, predicted lengths aside: the geometric mean."""
+        wanted = set(self.asked["sequences"])
+        chosen = [speed.speedup for speed in self.speeds if speed.sequence in wanted]
+        return float(np.exp(np.mean(np.log(chosen)))) if chosen else 1.0
+
+    def summary(self) -> dict[str, Any]:
+        """What is worth knowing of a model that was written."""
+        whole = self.to_json()
+        keys = ("asked", "verdict", "gain", "fidelity", "speedup", "speeds", "machine")
+        return {key: whole[key] for key in keys}
 
     def to_json(self) -> dict[str, Any]:
-        edges = {
-            name: {str(head): list(source) for head, source in heads.items()}
-            for name, heads in self.edges.items()
+        share = self.share and {
+            "value": self.share.value, "standard_error": self.share.standard_error,
+        }  # fmt: skip
+        return {
+            "format": 1,
+            "model": dict(self.model),
+            "calibration": dict(self.calibration),
+            "asked": dict(self.asked),
+            "verdict": self.verdict,
+            "gain": self.gain,
+            "fidelity": {
+                "mean_cosine": self.fidelity.mean_cosine,
+                "min_cosine": self.fidelity.min_cosine,
+                "data": self.fidelity.data,
+                "share": share,
+            },
+            "speedup": self.speedup,
+            "speeds": [asdict(speed) for speed in self.speeds],
+            "layers": [asdict(decision) for decision in self.decisions],
+            "rewrites": self.rewrites.to_json(),
+            "front": [asdict(point) for point in self.front],
+            "latency_ms": list(self.timed),
+            "machine": self.machine,
+            "versions": dict(self.versions),
+            "warnings": list(self.warnings),
         }
-        return {"skip": dict(self.skip), "prune_heads": self.masks, "reuse": edges,
-                "collab_dk": self.ranks, "head_dk": self.head_sizes,
-                "prune_neurons": self.neurons}  # fmt: skip
 
 
-def make_plan(
-    request: Request,
-    graph: ir.Model,
-    reading: Reading,
-    data: Dataset | None,
+@dataclass(frozen=True, eq=False)
+class Searched:
+    """A report, and the model that it is about.
+
+    Attributes:
+        exact: The rewritten model in float32; ``convert`` gives it its precision.
+    """
+
+    report: PlanReport
+    exact: ir.Model
+    done: CarriedOut
+
+
+def plan(
+    model: Path,
+    output: Path,
     *,
+    calib: Path,
+    keep: float | None = None,
+    target_speedup: float | None = None,
+    eval_data: Path | None = None,
+    task: TaskName | None = None,
+    allow: Sequence[Allowed] = (),
+    precision: Precision = "float32",
+    tokenizer: Path | None = None,
+    batch: int = 1,
+    sequence: int | None = None,
     provider: Provider = "cpu",
     threads: int = 0,
     seed: int = 0,
-    length: int = 128,
-    longest: int | None = None,
-    report: Stage,
-) -> Plan:
-    """Turn a request into a plan, measuring on ``data`` what the request leaves open.
+    force: bool = False,
+    progress: Stage | None = None,
+) -> PlanReport:
+    """Find a plan, and write it as .json with a plot (.svg) beside it; no model is written.
+
+    ``optimize(..., plan=FILE)`` carries it out; ``optimize(..., keep=X)`` does both.
 
     Args:
-        length, longest: In tokens: where costs are compared, and the most that the model takes.
+        model: An .onnx file or an artifact folder.
+        output: The .json file.
+        calib: Text (a sentence a line), .npz or a folder of .npz. One row in ten is kept from all
+            fits, to judge by.
+        keep: What must be kept of the mean output cosine, or of the task's score.
+        target_speedup: Or how much faster the model must be.
+        eval_data, task: The rows a score is measured on, and which.
+        allow: "ffn" lets the plan take neurons out of feed-forwards.
+        precision: "float16" or "int8" weights, after all rewrites.
+        batch, sequence: The shape to be fast at; the calibration data's lengths (its quartiles)
+            without a sequence.
+        threads: Of the sessions that are timed; all others use every core.
 
     Raises:
-        InvalidModel: The model has no attention.
-        InvalidArgument: The request does not fit the model, or needs data and there is none.
-        CannotRewrite: A layer that was named cannot be rewritten, or no layer can.
+        CheckFailed: The goal cannot be reached.
+        InvalidModel, InvalidArgument, InvalidData, InvalidOutput: See their texts.
     """
-    require_attention(reading)
-    maker = _Maker(request, graph, reading, data, provider, threads, seed, length, longest, report)
-    skip = maker.skip()
-    masks = maker.masks(skip)
-    edges = maker.edges(skip, masks)
-    ranks, head_sizes = maker.ranks(skip, masks, edges)
-    plan = Plan(skip, masks, edges, ranks, head_sizes, maker.neurons(), maker.warnings)
-    if not plan.changed and not plan.neurons:
-        raise CannotRewrite(
-            f"none of the {len(reading.blocks)} attention blocks can be rewritten as asked"
-            + (f" ({maker.warnings[0]})" if maker.warnings else ""),
-            "`attnserve inspect MODEL` says why, block by block",
+    goal = Goal(keep, target_speedup, task, eval_data, tuple(allow), precision)
+    artifact = open_artifact(model)
+    if output.suffix != ".json":
+        raise InvalidArgument(f"{output}: expected a .json file", "for example -o plan.json")
+    plot = output.with_suffix(".svg")
+    for path in (output, plot):
+        check_output(path, source=artifact.model, force=force)
+    graph = load_model(artifact)
+    data = load_inputs(calib, graph, artifact, tokenizer=tokenizer)
+    found = search(
+        goal, artifact, graph, data, tokenizer=tokenizer, batch=batch, sequence=sequence,
+        provider=provider, threads=threads, seed=seed, progress=progress,
+    )  # fmt: skip
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with staged(output.parent) as stage:
+        text = json.dumps(found.report.to_json(), indent=1)
+        (stage / output.name).write_text(text + "\n", encoding="utf-8")
+        (stage / plot.name).write_text(draw_front(found.report), encoding="utf-8")
+    return found.report
+
+
+def search(
+    goal: Goal,
+    artifact: Artifact,
+    graph: ir.Model,
+    data: Dataset,
+    *,
+    tokenizer: Path | None = None,
+    batch: int = 1,
+    sequence: int | None = None,
+    provider: Provider = "cpu",
+    threads: int = 0,
+    seed: int = 0,
+    progress: Stage | None = None,
+) -> Searched:
+    """See ``plan``.
+
+    What takes long (times, losses, what was built) is kept in the user's cache folder until the
+    plan is made, so that a search that was interrupted goes on where it stopped.
+    """
+    lengths = (sequence,) if sequence else _quartiles(data)
+    possible = _runnable(graph, batch, sorted({*lengths, *CHECKED}), seed)
+    if refused := [length for length in lengths if length not in possible]:
+        raise InvalidArgument(
+            f"the model does not run at batch {batch}, {refused[0]} tokens",
+            f"choose --seq up to {max(possible)}" if possible else "choose another --batch",
         )
-    return plan
+    asked = {
+        "keep": goal.keep,
+        "target_speedup": goal.target_speedup,
+        "measure": goal.measure,
+        "task": goal.task,
+        "eval_data": goal.eval_data and goal.eval_data.name,
+        "eval_data_sha256": goal.eval_data and _digest_of(goal.eval_data),
+        "allow": list(goal.allow),
+        "precision": goal.precision,
+        "batch": batch,
+        "sequences": list(lengths),
+        "provider": provider,
+        "threads": threads,
+        "seed": seed,
+    }
+    runner = _Search(
+        goal, artifact, graph, data, tokenizer, asked, lengths, possible, batch, provider, threads,
+        seed,
+        progress or (lambda what, done, total: None),
+    )  # fmt: skip
+    return runner.run()
 
 
-def require_attention(reading: Reading) -> None:
-    """Raises: InvalidModel: The model has no attention."""
-    if reading.blocks:
-        return
-    misses = "; ".join(f"{m.node.name or m.node.op_type}: {m.reason}" for m in reading.misses[:2])
-    raise InvalidModel(
-        "no attention was found"
-        + (f" ({misses[:400]})" if misses else ": the graph has no softmax"),
-        "`attnserve inspect MODEL` lists everything that was read and why the rest was not",
-    )
+def _quartiles(data: Dataset) -> tuple[int, ...]:
+    """The middle of each quarter of the calibration texts, by length."""
+    found = np.quantile(data.lengths, (0.125, 0.375, 0.625, 0.875)).round().astype(int)
+    return tuple(dict.fromkeys(max(int(length), 1) for length in found))
+
+
+def _runnable(graph: ir.Model, batch: int, lengths: Sequence[int], seed: int) -> list[int]:
+    """The lengths that the model takes: how many positions it has is often not to be seen."""
+    session, found = open_session(graph), list[int]()
+    for length in lengths:
+        try:
+            run(session, example_inputs(graph, batch, length, seed))
+        except (InvalidArgument, InvalidData):
+            continue
+        found.append(length)
+    return found
+
+
+def _digest_of(path: Path) -> str:
+    if not path.is_file():
+        raise InvalidData(f"{path}: no such file", "check the path")
+    return sha256(path)
 
 
 @dataclass(eq=False)
-class _Maker:
-    """Fills in a request, one kind of rewrite after the other."""
+class _Journal:
+    """What was measured so far, on disk: a search that is interrupted goes on from there."""
 
-    request: Request
+    path: Path
+    content: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    @classmethod
+    def open(cls, name: str) -> _Journal:
+        path = default_cache().parent / "plans" / f"{name}.json"
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            content = {}
+        return cls(path, content if isinstance(content, dict) else {})
+
+    def put(self, key: str, value: Any) -> None:
+        self.content[key] = value
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with staged(self.path.parent) as stage:
+                (stage / self.path.name).write_text(json.dumps(self.content), encoding="utf-8")
+        except OSError:  # then nothing is remembered
+            return
+
+    def close(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True, eq=False)
+class _Built:
+    choice: Choice
+    decided: Plan
+    exact: ir.Model
+    """In float32; ``graph`` in the precision asked for."""
     graph: ir.Model
-    reading: Reading
-    data: Dataset | None
+    done: CarriedOut
+    fidelity: Fidelity
+    share: Share | None
+    loss: float
+    """Of what the goal measures; with a task its share's lower bound."""
+
+
+@dataclass(eq=False)
+class _Search:
+    goal: Goal
+    artifact: Artifact
+    graph: ir.Model
+    data: Dataset
+    tokenizer: Path | None
+    asked: dict[str, Any]
+    lengths: tuple[int, ...]
+    possible: Sequence[int]
+    """Lengths to check at, those asked for included."""
+    batch: int
     provider: Provider
     threads: int
     seed: int
-    length: int
-    longest: int | None
     report: Stage
-    warnings: list[str] = field(default_factory=list[str])
-    plain: ir.Model | None = None
-    """The model with probabilities in the graph, made when they are first asked for."""
+    groups: list[Group] = field(default_factory=list[Group])
+    timed: dict[str, Timed] = field(default_factory=dict[str, Timed])
+    curves: dict[str, Curve] = field(default_factory=dict[str, Curve])
+    options: list[list[Option]] = field(default_factory=list[list[Option]])
+    front: list[Choice] = field(default_factory=list[Choice])
+    whole_ms: float = 0.0
+    now_ms: float = 0.0
+    before: Any = None
+    """The original's score on the task."""
+    builds: dict[tuple[int, ...], _Built] = field(default_factory=dict[tuple[int, ...], _Built])
+    measured: dict[tuple[int, ...], tuple[float, float]] = field(
+        default_factory=dict[tuple[int, ...], tuple[float, float]]
+    )
+    """(loss, cosine) of each choice that was built, now or before an interruption."""
+    journal: _Journal = field(default_factory=lambda: _Journal(Path("none")))
 
-    @property
-    def blocks(self) -> tuple[AttentionBlock, ...]:
-        return self.reading.blocks
-
-    @property
-    def names(self) -> list[str]:
-        return [block.name for block in self.blocks]
-
-    @property
-    def asked(self) -> list[str]:
-        """The layers that ``--layers`` names; all without it."""
-        layers = self.request.layers
-        if layers is None:
-            return self.names
-        return list(dict.fromkeys(layer_name(layer, self.names) for layer in layers))
-
-    def skip(self) -> dict[str, Literal["affine", "constant"]]:
-        chosen: dict[str, Literal["affine", "constant"]] = {}
-        for entry in self.request.skip:
-            layer, _, kind = entry.rpartition(":") if entry.endswith(KINDS) else (entry, "", "")
-            name = layer_name(layer, self.names, "--skip")
-            block = self.blocks[self.names.index(name)]
-            if reason := rewrites.skip(block) or self._handed_on(block) or self._hidden(block):
-                raise CannotRewrite(f"{name}: {reason}", "leave this layer out of --skip")
-            chosen[name] = "constant" if kind == "constant" else "affine"
-        if chosen and self.data is None:
-            raise InvalidArgument(
-                "--skip fits what stands for an attention to data, and there is none",
-                "give --calib FILE",
-            )
-        return chosen
-
-    def masks(self, skip: Mapping[str, str]) -> Masks:
-        request = self.request
-        if request.prune_heads is not None:
-            masks = read_masks(request.prune_heads, self.blocks)
-            masks = {name: mask for name, mask in masks.items() if not all(mask)}
-            if not masks:
-                self.warnings.append("--prune-heads takes no head out")
-            self._apart("--prune-heads", masks, skip)
-            for block in self.blocks:
-                reason = rewrites.prune(block) or self._handed_on(block)
-                if block.name in masks and reason:
-                    raise CannotRewrite(
-                        f"{block.name}: {reason}", "take this layer out of the mask"
-                    )
-            return masks
-        if request.prune is None:
-            return {}
-        batches = self._batches("--prune measures which heads matter", "--prune-heads FILE.json")
-        blocks = self._able([name for name in self.asked if name not in skip], "prune")
-        blocks = [block for block in blocks if self._seen(block)]
-        masks = self._measured_masks(blocks, request.prune, batches) if blocks else {}
-        masks = {name: mask for name, mask in masks.items() if not all(mask)}
-        if blocks and not masks:
-            heads = sum(block.num_heads for block in blocks)
-            self.warnings.append(f"--prune {request.prune} of {heads} heads is none")
-        return masks
-
-    def _measured_masks(
-        self, blocks: Sequence[AttentionBlock], fraction: float, batches: Sequence[Batch]
-    ) -> Masks:
-        match self.request.importance:
-            case "energy":
-                found = elimination_order(self.graph, blocks, batches, **self._how("measure heads"))
-                orders = {n: (e.order.tolist(), e.losses) for n, e in found.items()}
-                effects = leave_one_out(
-                    self.graph, blocks, batches, most_rows=WEIGHING_ROWS,
-                    **self._how("weigh layers"),
-                )  # fmt: skip
-                return masks_by_loss(orders, fraction, effects)
-            case "loo":
-                return masks_by_score(
-                    leave_one_out(self.graph, blocks, batches, **self._how("leave heads out")),
-                    fraction,
-                )
-            case "voting":
-                names = {block.name for block in blocks}
-                plain = [b for b in self._plain_blocks() if b.name in names]
-                groups = {
-                    b.name: max(1, b.num_heads - round(fraction * b.num_heads)) for b in plain
-                }
-                votes = voting_to_stay(
-                    self._plain(), plain, batches, groups=groups, seed=self.seed,
-                    **self._how("vote on heads"),
-                )  # fmt: skip
-                return {name: [int(x) for x in found.mask] for name, found in votes.items()}
-
-    def edges(self, skip: Mapping[str, str], masks: Masks) -> MutableEdges:
-        given = self.request.reuse
-        if given is None:
-            return {}
-        if not isinstance(given, str) or given.endswith(".json"):
-            source = Path(given) if isinstance(given, str) else given
-            return self._given_edges(read_edges(source, self.blocks), skip, masks)
-        reuse = parse_reuse(given)
-        within = reused_layers(reuse, len(self.blocks))
-        wanted = [self.names[i] for i in within if self.names[i] in self.asked]
-        if not wanted:
-            raise InvalidArgument(
-                f"--reuse {given} is about layers {within.start} to {within[-1]}, "
-                "of which --layers names none",
-                "widen --layers",
-            )
-        gone = {name for name, mask in masks.items() if not any(mask)} | set(skip)
-        able = self._able([name for name in wanted if name not in gone], "reuse")
-        if not able:
-            return {}
-        stays = [block for block in self.blocks if block.name not in gone]
-        edges = self._configured(reuse, [block.name for block in able], stays, masks)
-        if reuse.kind == "auto":
-            if not edges:
-                self.warnings.append("--reuse auto: every reuse would change the output too much")
-            return edges
-        reason = "no exact head of an earlier layer can be compared with its heads"
-        self.warnings += [
-            f"{block.name} is left as it is: {reason}" for block in able if block.name not in edges
+    def run(self) -> Searched:
+        reading = read_attention(self.graph, seed=self.seed)
+        require_attention(reading)
+        record = (sha256(self.artifact.model), self.data.source["sha256"], self.asked, versions())
+        key = hashlib.sha256(json.dumps(record, sort_keys=True, default=str).encode())
+        self.journal = _Journal.open(key.hexdigest()[:24])
+        self.groups = group_blocks(self.graph, reading.blocks, ffn="ffn" in self.goal.allow)
+        self._time()
+        self._weigh()
+        self.options = [
+            options_of(g, self.timed, self.curves.get(g.names[0]), target=len(self.lengths))
+            for g in self.groups
         ]
-        return edges
+        self.front = pareto_front(self.options)
+        best = self._fastest() if self.goal.target_speedup is None else self._at_speed()
+        searched = self._finish(best)
+        self.journal.close()
+        return searched
 
-    def _configured(
-        self,
-        reuse: Reuse,
-        names: Sequence[str],
-        blocks: Sequence[AttentionBlock],
-        masks: Masks,
-    ) -> MutableEdges:
-        if self.request.align == "index" and reuse.kind != "auto":
-            return edges_of(reuse, blocks, names, masks=masks, similarity=None)
-        batches = self._batches(
-            "--reuse aligns heads by how alike they attend, which is measured",
-            "--align index for the paper's own alignment",
-        )
-        seen = {block.name for block in self._plain_blocks()}
-        names = [name for name in names if name in seen]
-        blocks = [block for block in blocks if block.name in seen]
-        similarity = measure_similarity(
-            self._plain(), self._plain_blocks(), batches, **self._how("compare heads")
-        )
-        if reuse.kind == "auto":
-            return self._auto(names, blocks, masks, similarity, batches)
-        return edges_of(reuse, blocks, names, masks=masks, similarity=similarity)
-
-    def _auto(
-        self,
-        names: Sequence[str],
-        blocks: Sequence[AttentionBlock],
-        masks: Masks,
-        similarity: HeadSimilarity,
-        batches: Sequence[Batch],
-    ) -> MutableEdges:
-        chosen = [block for block in blocks if block.name in names]
-        effect = leave_one_out(self.graph, chosen, batches, **self._how("leave heads out"))
-        return edges_by_damage(
-            blocks, names, masks=masks, similarity=similarity, effect=effect, budget=AUTO_BUDGET
-        )
-
-    def _given_edges(
-        self, edges: MutableEdges, skip: Mapping[str, str], masks: Masks
-    ) -> MutableEdges:
-        self._apart("--reuse", edges, skip)
-        by_name = {block.name: block for block in self.blocks}
-        for name, heads in edges.items():
-            for head, (source, theirs) in heads.items():
-                for layer, number in ((name, head), (source, theirs)):
-                    if layer in skip or not masks.get(layer, (1,) * (number + 1))[number]:
-                        raise InvalidArgument(
-                            f"--reuse: the edge {name}[{head}] <- {source}[{theirs}] needs head "
-                            f"{number} of {layer}, which is taken out",
-                            "take this edge out, or leave the head in",
-                        )
-                block = by_name[name]
-                if reason := rewrites.reuse(block, [by_name[source]]) or self._handed_on(block):
-                    raise CannotRewrite(
-                        f"{name} cannot reuse {source}: {reason}", "take this edge out"
-                    )
-        return edges
-
-    def ranks(
-        self, skip: Mapping[str, str], masks: Masks, edges: MutableEdges
-    ) -> tuple[dict[str, int], dict[str, int]]:
-        """R of each layer, and how many dimensions a head reads where mixing is sparse."""
-        collab_dk, head_dk = self.request.collab_dk, self.request.head_dk
-        if collab_dk is None and head_dk is None:
-            return {}, {}
-        ranks = self._ranks(collab_dk)
-        head_sizes: dict[str, int] = {}
-        named = self.request.layers is not None or isinstance(collab_dk, Mapping)
-        gone = {name for name, mask in masks.items() if not any(mask)} | set(skip)
-        for block in self.blocks:
-            rank, name = ranks.get(block.name), block.name
-            if rank is None:
-                continue
-            size = block.num_heads * block.head_size
-            reason = rewrites.collaborate(block, caches=self.request.collab_cache)
-            if not reason and head_dk is not None and not 1 <= head_dk <= block.head_size:
-                raise InvalidArgument(
-                    f"--head-dk {head_dk}: expected 1 to {block.head_size} for {name}",
-                    f"{block.head_size} is the size of its heads",
-                )
-            if not reason and collab_dk is not None and head_dk is not None and head_dk > rank:
-                raise InvalidArgument(
-                    f"--head-dk {head_dk}: {name} has {rank} shared dimensions "
-                    "that a head can read",
-                    f"choose --head-dk from 1 to {rank}, or a larger --collab-dk",
-                )
-            if not reason and not 1 <= rank <= size:
-                raise InvalidArgument(
-                    f"--collab-dk {rank}: expected 1 to {size} for {name}, which has "
-                    f"{block.num_heads} heads x {block.head_size}",
-                    f"choose R from 1 to {size}; {size} is exact",
-                )
-            mask, taken = masks.get(name, [1] * block.num_heads), edges.get(name, {})
-            own = sum(1 for head in block.own_heads.tolist() if mask[head] and head not in taken)
-            if collab_dk is None and head_dk is not None:
-                rank = ranks[name] = max(own, 1) * head_dk  # each head its own: truncation
-            if name in gone or not (own or reason):
-                del ranks[name]  # nothing is left to factor
-            elif reason or (own < block.num_heads and rank >= own * block.head_size):
-                if named and reason:
-                    raise CannotRewrite(f"{name}: {reason}", "leave this layer out of --layers")
-                reason = reason or LEAST_OWN.format(
-                    heads=own, size=own * block.head_size, rank=rank
-                )
-                self.warnings.append(f"{name} is left as it is: {reason}")
-                del ranks[name]
-            else:
-                if self.data is not None and rank < size and self._hidden(block):
-                    self.warnings.append(
-                        f"{name} lies in the body of another node, where calibration cannot see "
-                        "it: it is factored by its weights alone"
-                    )
-                sparse = self._head_size(block, own, rank)
-                if sparse is not None:
-                    head_sizes[name] = sparse
-        if not ranks and not (skip or masks or edges):
-            raise CannotRewrite(
-                f"none of the {len(self.blocks)} attention blocks can be factored"
-                + (f" ({self.warnings[0]})" if self.warnings else ""),
-                "`attnserve inspect MODEL` says why, block by block",
-            )
-        return ranks, head_sizes
-
-    def _head_size(self, block: AttentionBlock, own: int, rank: int) -> int | None:
-        """How many dimensions a head of a layer reads; all R, in dense mixing, is None."""
-        mixing, head_dk = self.request.mixing, self.request.head_dk
-        if mixing == "dense":
-            return None
-        if block.k.past is not None:
-            if mixing == "sparse" or head_dk is not None:
-                self.warnings.append(
-                    f"{block.name} gets dense mixing: its cache holds what all heads share"
-                )
-            return None
-        if head_dk is not None:
-            return head_dk
-        if mixing == "sparse":
-            return min(rank, widest_head(block.head_size) or block.head_size)
-        return choose_head_size(
-            rank,
-            heads=own,
-            head_size=block.head_size,
-            widths=(block.input_size, block.k.matrix().shape[0]),
-            length=self.length,
-            longest=self.longest,
-        )
-
-    def _ranks(self, collab_dk: Ranks | None) -> dict[str, int]:
-        if collab_dk is None:
-            return dict.fromkeys(self.asked, 1)  # set for each layer by its heads
-        if isinstance(collab_dk, int):
-            return dict.fromkeys(self.asked, collab_dk)
-        if isinstance(collab_dk, Mapping):
-            return {layer_name(name, self.names): rank for name, rank in collab_dk.items()}
-        if len(collab_dk) != len(self.asked):
-            raise InvalidArgument(
-                f"--collab-dk names {len(collab_dk)} sizes for {len(self.asked)} layers",
-                "give one R, or one for each layer",
-            )
-        return dict(zip(self.asked, collab_dk, strict=True))
-
-    def neurons(self) -> Masks:
-        """Which neurons of which feed-forwards stay."""
-        share = self.request.ffn
-        if share is None:
-            return {}
-        batches = self._batches("--ffn measures which neurons matter", "leave it out")
-        if self.request.layers is not None:
-            self.warnings.append("--layers names attentions: --ffn takes neurons out of any layer")
-        blocks: list[FeedForwardBlock] = []
-        for block in find_feed_forward(self.graph):
-            inside = block.graph is not self.graph.graph
-            reason = INSIDE_BODY if inside else prune_neurons.why_not(block)
-            if reason:
-                self.warnings.append(f"{block.name} keeps all its neurons: {reason}")
-            else:
-                blocks.append(block)
-        if not blocks:
-            self.warnings.append("--ffn: no feed-forward was found whose neurons could go")
-            return {}
-        energies = neuron_energy(self.graph, blocks, batches, **self._how("measure neurons"))
-        weights = layer_weights(
-            self.graph, blocks, energies, batches[0], **self._how("weigh feed-forwards")
-        )
-        masks = masks_by_energy(blocks, energies, weights, share)
-        if not masks:
-            self.warnings.append(f"--ffn {share} takes out less than {MULTIPLE} neurons a layer")
-        return masks
-
-    def _able(self, names: Sequence[str], rewrite: str) -> list[AttentionBlock]:
-        """The blocks that a rewrite applies to. Others that the user named are an error."""
-        able: list[AttentionBlock] = []
-        for index, block in enumerate(self.blocks):
-            if block.name not in names:
-                continue
-            reason = rewrites.REWRITES[rewrite](block, self.blocks[:index])
-            reason = reason or self._handed_on(block)
-            if not reason:
-                able.append(block)
-            elif self.request.layers is not None:
-                raise CannotRewrite(f"{block.name}: {reason}", "leave this layer out of --layers")
-            else:
-                self.warnings.append(f"{block.name} is left as it is: {reason}")
-        return able
-
-    def _seen(self, block: AttentionBlock) -> bool:
-        """Whether a session can return what the block computes."""
-        if reason := self._hidden(block):
-            self.warnings.append(f"{block.name} is left as it is: {reason}")
-        return not reason
-
-    def _hidden(self, block: AttentionBlock) -> str:
-        if block.graph is self.graph.graph:
-            return ""
-        return INSIDE_BODY
-
-    def _handed_on(self, block: AttentionBlock) -> str:
-        """Whether an earlier call gave its probabilities to another block, which goes on reading
-        them: they would have to be computed beside whatever takes their place."""
-        owners: dict[ir.Value | None, str] = {}
-        for each in self.blocks:
-            for value in (each.probabilities, each.own_probabilities):
-                owners.setdefault(value, each.name)
-        for other in self.blocks:
-            for value in (reused.value for reused in other.reused):
-                node = value.producer()  # of a Reshape, where heads lie in the batch
-                laid_out = None if node is None else node.inputs[0]
-                if block.name == owners.get(value, laid_out and owners.get(laid_out)):
-                    return f"{other.name} takes its probabilities"
-        return ""
-
-    def _apart(self, option: str, layers: Mapping[str, Any], skip: Mapping[str, str]) -> None:
-        both = next((name for name in layers if name in skip), None)
-        if both is not None:
-            raise InvalidArgument(
-                f"{option} names {both}, which --skip leaves out altogether", "take it out of one"
-            )
-
-    def _batches(self, why: str, otherwise: str) -> Sequence[Batch]:
-        if self.data is None:
-            raise InvalidArgument(f"{why}: there is no data", f"give --calib FILE, or {otherwise}")
-        return self.data.fit
-
-    def _plain(self) -> ir.Model:
-        """The model with every fused operator decomposed that can be."""
-        if self.plain is None:
-            self.plain = self.graph.clone()
-            fused = [b for b in find_attention(self.plain)[0] if b.probabilities is None]
-            names = frozenset(b.name for b in fused if not rewrites.why_not_source(b))
-            DecomposeAttention(names)(self.plain)
-        return self.plain
-
-    def _plain_blocks(self) -> list[AttentionBlock]:
-        plain = self._plain()
-        names = set(self.names)
-        return [
-            block
-            for block in find_attention(plain)[0]
-            if block.name in names
-            and block.probabilities is not None
-            and block.graph is plain.graph
+    def _time(self) -> None:
+        others = [length for length in self.possible if length not in self.lengths]
+        guards = dict.fromkeys((*others[:1], *others[-1:]))
+        feeds = [
+            example_inputs(self.graph, self.batch, length, self.seed)
+            for length in (*self.lengths, *guards)
         ]
+        table = LatencyTable(default_cache(), provider=self.provider, threads=self.threads)
+        self.timed = time_blocks(
+            self.graph, self.groups, feeds, table, target=len(self.lengths),
+            precision=self.goal.precision, report=self.report,
+        )  # fmt: skip
+        whole = Part(self.graph, tuple(feeds))
+        if self.goal.precision != "float32":
+            whole = Part(convert(self.graph, self.goal.precision), tuple(feeds))
+        times = table.measure({"model": whole})["model"]
+        self.whole_ms = float(np.mean(times[: len(self.lengths)]))
+        names = [name for group in self.groups for name in group.names]
+        self.now_ms = float(
+            np.sum([self.timed[n].original[: len(self.lengths)] for n in names]) / len(self.lengths)
+        )
+        self.machine = table.setting
 
-    def _how(self, what: str) -> dict[str, Any]:
-        return {
-            "provider": self.provider,
-            "threads": self.threads,
-            "progress": lambda done, total: self.report(what, done, total),  # pyright: ignore
+    def _weigh(self) -> None:
+        known = self.journal.content.get("curves")
+        if known is None:
+            self.curves = loss_curves(
+                self.graph, self.groups, self.data.fit, provider=self.provider, report=self.report
+            )
+            self.journal.put("curves", {name: c.to_json() for name, c in self.curves.items()})
+            return
+        self.curves = {
+            name: Curve(**{key: tuple(value) for key, value in curve.items()})
+            for name, curve in known.items()
         }
 
+    def _predicted(self, choice: Choice) -> float:
+        """The speed-up of the whole model, against the original in the same precision."""
+        return self.whole_ms / max(self.whole_ms - self.now_ms + choice.ms, 1e-9)
 
-KINDS = (":affine", ":constant")
+    def _fastest(self) -> _Built:
+        """The fastest choice that keeps enough.
+
+        The measured loss rises with the predicted one, in a proportion that the first builds tell;
+        then the choices between the last that keeps enough and the first that does not are halved.
+        """
+        assert self.goal.keep is not None
+        allowed = 1 - self.goal.keep
+        exact = 0.0
+        if self.goal.precision != "float32" or self.goal.task is not None:
+            exact = self._loss(self.front[0])  # what the precision alone costs
+            if exact > allowed:
+                raise CheckFailed(
+                    f"{self.goal.precision} weights alone keep {1 - exact:.4f} of the "
+                    f"{self.goal.measure}, expected {self.goal.keep}",
+                    "lower --keep, or leave the precision as it is",
+                )
+        low, high = 0, len(self.front)  # kept enough; did not
+        guess = (allowed - exact) * (1.0 if self.goal.task is None else COSINE_A_POINT)
+        for _ in range(MOST_BUILDS):
+            index = min(max(self._index_of(guess), low + 1), high - 1)
+            if not low < index < high or self._are_near(low, high):
+                break
+            loss = self._loss(self.front[index])
+            if loss <= allowed:
+                low = index
+                if loss >= TIGHT * allowed:
+                    break
+            else:
+                high = index
+            guess = self._next_guess(low, high, allowed, exact)
+        return self._built(self.front[low])
+
+    def _are_near(self, low: int, high: int) -> bool:
+        """Whether nothing between two choices is worth building."""
+        if high == len(self.front):
+            return False
+        times = [self._predicted(self.front[index]) for index in (low, high)]
+        return times[1] < NEAR * times[0]
+
+    def _index_of(self, predicted_loss: float) -> int:
+        """The fastest choice that is predicted to lose no more."""
+        losses = [choice.loss for choice in self.front]
+        return int(np.searchsorted(losses, predicted_loss, side="right")) - 1
+
+    def _next_guess(self, low: int, high: int, allowed: float, exact: float) -> float:
+        """Where the allowed loss lies on the line through the nearest builds, within the bounds."""
+        below, above = self.front[low].loss, self.front[min(high, len(self.front) - 1)].loss
+        under = self.measured.get(self.front[low].picks, (exact, 1.0))[0]
+        if high == len(self.front):
+            gain = (allowed - exact) / max(under - exact, 1e-9)
+            return below * float(np.clip(0.98 * gain, 1.05, 3.0))
+        over = self.measured[self.front[high].picks][0]
+        share = (allowed - under) / max(over - under, 1e-9)
+        return below + float(np.clip(0.96 * share, 0.1, 0.9)) * (above - below)
+
+    def _at_speed(self) -> _Built:
+        """The least loss among the choices that are fast enough, as the whole model is timed."""
+        wanted = self.goal.target_speedup
+        assert wanted is not None
+        aim, reached = wanted, 1.0
+        for _ in range(MOST_BUILDS):
+            index = next(
+                (i for i, choice in enumerate(self.front) if self._predicted(choice) >= aim),
+                len(self.front) - 1,
+            )
+            built = self._built(self.front[index])
+            reached = self._speedup(built)
+            if reached >= wanted:
+                return built
+            if index == len(self.front) - 1:
+                break
+            aim = max(aim * wanted / reached, self._predicted(self.front[index + 1]))
+        raise CheckFailed(
+            f"--target-speedup {wanted}: the fastest model found runs {reached:.2f}x as fast",
+            "lower it" + ("" if "ffn" in self.goal.allow else ", or give --allow ffn"),
+        )
+
+    def _speedup(self, built: _Built) -> float:
+        speeds = self._speeds(built.graph, self.lengths)
+        return float(np.exp(np.mean([np.log(speed.speedup) for speed in speeds])))
+
+    def _loss(self, choice: Choice) -> float:
+        known = self.journal.content.get("builds", {}).get(json.dumps(choice.picks))
+        if known is not None:
+            self.measured[choice.picks] = known[0], known[1]
+            return known[0]
+        return self._built(choice).loss
+
+    def _built(self, choice: Choice) -> _Built:
+        if choice.picks in self.builds:
+            return self.builds[choice.picks]
+        decided, graph = self._decided(choice), self.graph.clone()
+
+        def report(what: str, done: int, total: int) -> None:
+            self.report(f"build {len(self.builds) + 1}: {what}", done, total)
+
+        done = carry_out(
+            decided, graph, self.graph, self.data, fit=True, batch=self.batch,
+            length=self.lengths[-1], provider=self.provider, seed=self.seed, report=report,
+        )  # fmt: skip
+        exact, graph = graph, convert(graph, self.goal.precision)
+        fidelity = compare(
+            self.graph, graph, self.data.held_out, f"held out of {self.data.source['file']}",
+            provider=self.provider,
+        )  # fmt: skip
+        share, loss = None, 1 - fidelity.mean_cosine
+        if self.goal.task is not None:
+            if self.before is None:
+                self.before = self._score(self.graph)
+            share = share_kept(self.before, self._score(graph), seed=self.seed)
+            loss = 1 - share.lower
+        built = _Built(choice, decided, exact, graph, done, fidelity, share, loss)
+        self.builds = {choice.picks: built}  # the last one; others can be built again
+        self.measured[choice.picks] = loss, fidelity.mean_cosine
+        self.journal.put("builds", {
+            json.dumps(picks): found for picks, found in self.measured.items()
+        })  # fmt: skip
+        return built
+
+    def _score(self, graph: ir.Model) -> Any:
+        assert self.goal.task is not None and self.goal.eval_data is not None
+        return score_session(
+            open_session(graph, provider=self.provider), self.artifact, task=self.goal.task,
+            data=self.goal.eval_data, tokenizer=self.tokenizer, seed=self.seed,
+        )  # fmt: skip
+
+    def _decided(self, choice: Choice) -> Plan:
+        masks: dict[str, list[int]] = {}
+        neurons: dict[str, list[int]] = {}
+        forms: dict[str, Any] = {}
+        for group, options, pick in zip(self.groups, self.options, choice.picks, strict=True):
+            kept = options[pick].kept
+            for name in group.names:
+                if kept < group.count:
+                    mask = self.curves[group.names[0]].mask(kept)
+                    (masks if group.kind == "attention" else neurons)[name] = mask
+                if self.timed[name].emission != "as exported":
+                    forms[name] = self.timed[name].emission
+        return Plan({}, masks, {}, {}, {}, neurons, forms=forms, precision=self.goal.precision)
+
+    def _speeds(self, graph: ir.Model, lengths: Sequence[int]) -> list[Speed]:
+        """The whole model beside the original, which is in float32 whatever was asked for."""
+        sessions = [
+            open_session(model, provider=self.provider, threads=self.threads)
+            for model in (self.graph, graph)
+        ]
+        speeds: list[Speed] = []
+        for done, length in enumerate(lengths, start=1):
+            feed = example_inputs(self.graph, self.batch, length, self.seed)
+            first, second = in_turns(sessions, [feed, feed], seconds=CHECK_SECONDS)
+            speeds.append(
+                Speed(self.batch, length, float(np.median(first)), float(np.median(second)),
+                      float(np.median(first / second)))
+            )  # fmt: skip
+            self.report("time the whole model", done, len(lengths))
+        return speeds
+
+    def _finish(self, best: _Built) -> Searched:
+        speeds = self._speeds(best.graph, self.possible)
+        wanted = [speed.speedup for speed in speeds if speed.sequence in self.lengths]
+        gain = float(np.exp(np.mean(np.log(wanted))))
+        slow = min(speeds, key=lambda speed: speed.speedup)
+        warnings: list[str] = []
+        verdict = ""
+        lossy = (
+            bool(best.decided.masks or best.decided.neurons) or best.decided.precision != "float32"
+        )
+        if not (lossy or best.decided.forms):
+            verdict = "no form of any block is faster within the allowed loss"
+        elif gain < (LEAST_GAIN if lossy else 1.0):
+            verdict = f"what was found runs at {gain:.2f}x the speed of the original"
+        elif slow.speedup < SLOWEST:
+            verdict = (
+                f"what was found runs at {slow.speedup:.2f}x the speed of the original at "
+                f"{slow.sequence} tokens"
+            )
+        if verdict:
+            return self._nothing(f"no gain: {verdict}; the original is returned", warnings)
+        kept = f"{best.fidelity.mean_cosine:.4f} mean output cosine"
+        if best.share is not None:
+            kept = (
+                f"{best.share.value:.2%} of the {self.goal.task} score "
+                f"(standard error {best.share.standard_error:.2%})"
+            )
+        verdict = f"{gain:.2f}x as fast, keeping {kept}"
+        report = self._reported(best.decided, verdict, True, best.fidelity, best.share, speeds,
+                                self._decisions(best.choice), warnings)  # fmt: skip
+        return Searched(report, best.exact, best.done)
+
+    def _nothing(self, verdict: str, warnings: list[str]) -> Searched:
+        """The plan that leaves the model as it is."""
+        same = Fidelity((), 1.0, 1.0, "the original itself")
+        empty = Plan({}, {}, {}, {}, {})
+        report = self._reported(empty, verdict, False, same, None, [], [], warnings)
+        return Searched(report, self.graph, CarriedOut((), exact=True))
+
+    def _reported(
+        self,
+        decided: Plan,
+        verdict: str,
+        gain: bool,
+        fidelity: Fidelity,
+        share: Share | None,
+        speeds: Sequence[Speed],
+        decisions: Sequence[Decision],
+        warnings: Sequence[str],
+    ) -> PlanReport:
+        return PlanReport(
+            model={"file": self.artifact.model.name, "sha256": sha256(self.artifact.model)},
+            calibration=dict(self.data.source),
+            asked=self.asked,
+            rewrites=decided,
+            gain=gain,
+            verdict=verdict,
+            decisions=tuple(decisions),
+            front=tuple(self._points()),
+            speeds=tuple(speeds),
+            fidelity=fidelity,
+            share=share,
+            timed=self._table(),
+            versions=versions(),
+            machine=self.machine,
+            warnings=tuple(warnings),
+        )
+
+    def _points(self) -> list[Point]:
+        """Some fifty choices of the front, evenly by their time, and all that were built."""
+        count = min(len(self.front), 50)
+        chosen = set(np.linspace(0, len(self.front) - 1, count).round().astype(int).tolist())
+        chosen |= {i for i, choice in enumerate(self.front) if choice.picks in self.measured}
+        points: list[Point] = []
+        for index in sorted(chosen):
+            choice = self.front[index]
+            loss, cosine = self.measured.get(choice.picks, (None, None))
+            points.append(Point(self._predicted(choice), choice.loss, loss, cosine))
+        return points
+
+    def _decisions(self, choice: Choice) -> list[Decision]:
+        found: list[Decision] = []
+        target = len(self.lengths)
+        for group, options, pick in zip(self.groups, self.options, choice.picks, strict=True):
+            option, curve = options[pick], self.curves.get(group.names[0])
+            for name in group.names:
+                timed = self.timed[name]
+                before = float(np.mean(timed.original[:target]))
+                after = float(np.mean(timed.sizes[option.kept][:target]))
+                why = _why(group, option, options, pick, curve, before, after)
+                written = timed.emission
+                found.append(
+                    Decision(name, group.kind, option.kept, group.count, written, before, after,
+                             option.loss, why)
+                )  # fmt: skip
+        return found
+
+    def _table(self) -> list[dict[str, Any]]:
+        """Every form of every block that differs from those before."""
+        rows: list[dict[str, Any]] = []
+        seen: set[int] = set()
+        for group in self.groups:
+            for name in group.names:
+                timed = self.timed[name]
+                if id(timed) in seen:
+                    continue
+                seen.add(id(timed))
+                rows.append({
+                    "block": name,
+                    "kind": group.kind,
+                    "as_exported": list(timed.original),
+                    "written": timed.emission,
+                    "kept": {str(kept): list(ms) for kept, ms in sorted(timed.sizes.items())},
+                })  # fmt: skip
+        return rows
+
+
+def _why(
+    group: Group,
+    option: Option,
+    options: Sequence[Option],
+    pick: int,
+    curve: Curve | None,
+    before: float,
+    after: float,
+) -> str:
+    """Why a block got what it got, in a sentence."""
+    what = "heads" if group.kind == "attention" else "neurons"
+    if group.why_not:
+        return f"nothing can be taken out: {group.why_not}"
+    if curve is None:
+        return f"it has too few {what} to take any out"
+    if len(options) == 1:
+        return f"no smaller number of {what} is faster here at every length"
+    parts: list[str] = []
+    if option.kept < group.count:
+        own = curve.own_loss[group.count - option.kept]
+        parts.append(
+            f"the {group.count - option.kept} {what} that go hold {own:.1%} of its output that "
+            "others cannot take over"
+        )
+    if pick + 1 < len(options):
+        next_one = options[pick + 1]
+        saved, lost = option.ms - next_one.ms, next_one.loss - option.loss
+        parts.append(
+            f"{option.kept - next_one.kept} fewer would save {saved:.3f} ms more and lose "
+            f"{lost:.4f} of cosine"
+        )
+    return "; ".join(parts)
+
+
+def draw_front(report: PlanReport) -> str:
+    """The Pareto front as an SVG file: speed-up against what is kept."""
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        axes.grid(color=GRID)
+        front = [(p.predicted_loss, p.speedup) for p in report.front]
+        if front:
+            losses, speeds = zip(*front, strict=True)
+            kept = [1 - loss for loss in losses]
+            axes.plot(kept, speeds, color=FIRST, label="predicted: the fastest for each loss")
+        built = [(p.cosine, p.speedup) for p in report.front if p.cosine is not None]
+        if built:
+            axes.plot(*zip(*built, strict=True), "o", color=SECOND, label="built and measured")
+        if report.gain:
+            axes.plot([report.fidelity.mean_cosine], [report.speedup], "D", color=INK,
+                      label="the plan: as the whole model was timed")  # fmt: skip
+        shown = [kept for kept, _ in built] or [1.0]
+        axes.set_xlim(min(*shown, 0.99) - 0.02, 1.002)
+        inside = [s for loss, s in front if 1 - loss >= min(*shown, 0.99) - 0.02]
+        axes.set_ylim(min([1.0, *inside]) - 0.03, max([1.05, report.speedup, *inside]) * 1.05)
+        axes.axhline(1.0, color=MUTED, linewidth=0.8, linestyle="--")
+        axes.set_xlabel("mean output cosine to the original")
+        axes.set_ylabel("speed-up")
+        axes.set_title(report.verdict)
+        axes.legend(loc="best")
+
+    return svg_file(draw, (7.0, 4.2))

@@ -11,15 +11,19 @@ layer by layer from the front, each on the activations of the model as it is rew
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from functools import cache
+from itertools import chain
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
+from scipy.linalg import cho_factor, cho_solve
 
 from attnserve.calibrate import Batch, run, token_mask
 from attnserve.session import Provider, open_session
+from attnserve.stepwise import Stepwise
 from graph_passes.attention import AttentionBlock, OutputProjection
 from graph_passes.constants import constant_array, origin
 from graph_passes.edit import Inserter, exposing, remove_unused, share_constants
@@ -35,7 +39,18 @@ from graph_passes.skip import AffineMap, Skipped, refill, skipped
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-__all__ = ["Moments", "Refit", "context_moments", "refit", "ridge_towards"]
+__all__ = [
+    "Moments",
+    "Refit",
+    "Site",
+    "Targets",
+    "collect_targets",
+    "context_moments",
+    "find_sites",
+    "install",
+    "refit",
+    "ridge_towards",
+]
 
 Progress = Callable[[int, int], None]
 
@@ -47,6 +62,9 @@ MOST_ROWS = 1024
 
 RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, np.inf)
 """In units of the mean variance of what the projection reads; infinity keeps the old weights."""
+
+FIRST = 1e-1
+"""The ridge that is tried first; weaker and stronger ones while the error falls."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +107,16 @@ class Moments:
             self.tt + other.tt,
         )
 
+    def __sub__(self, part: Moments) -> Moments:
+        return Moments(
+            self.count - part.count,
+            self.c - part.c,
+            self.t - part.t,
+            self.cc - part.cc,
+            self.ct - part.ct,
+            self.tt - part.tt,
+        )
+
     def error(self, weight: Float[np.ndarray, "N D"], bias: Float[np.ndarray, " D"]) -> float:
         """The sum of |c W + b - t|^2."""
         squares = self.tt - 2 * np.sum(weight * self.ct) + np.sum(weight * (self.cc @ weight))
@@ -110,25 +138,34 @@ def ridge_towards(
     moments: Moments, prior: Float[np.ndarray, "N D"], ridges: Sequence[float]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """For each ridge the best W (N, D) and b (D,), W being drawn towards ``prior``."""
-    n = max(moments.count, 1)
-    c, t = moments.c / n, moments.t / n
-    gram = moments.covariance
-    cross = moments.ct / n - np.outer(c, t)
-    values, vectors = np.linalg.eigh(gram)
-    values = np.maximum(values, 0.0)
-    unit = float(values.sum()) / max(len(values), 1) or 1.0
-    pull, start = vectors.T @ (cross - gram @ prior), prior
-    found: list[tuple[np.ndarray, np.ndarray]] = []
-    for ridge in ridges:
-        weight = start
-        if np.isfinite(ridge):  # W - prior solves the same with what the prior leaves over
-            weight = prior + vectors @ (pull / (values + ridge * unit)[:, None])
-        found.append((weight, t - c @ weight))
-    return found
+    equations = _Equations(moments, prior)
+    return [equations.solve(ridge) for ridge in ridges]
+
+
+class _Equations:
+    """W - prior solves the same as W does, with what the prior leaves over."""
+
+    def __init__(self, moments: Moments, prior: np.ndarray) -> None:
+        n, size = max(moments.count, 1), len(moments.c)
+        self.c, self.t, self.prior = moments.c / n, moments.t / n, prior
+        self.gram = moments.covariance
+        self.left = moments.ct / n - np.outer(self.c, self.t) - self.gram @ prior
+        self.unit = max(float(np.trace(self.gram)), 0.0) / max(size, 1) or 1.0
+        self.rounding = 4 * size * np.finfo(float).eps * float(np.trace(moments.cc)) / n
+
+    def solve(self, ridge: float) -> tuple[np.ndarray, np.ndarray]:
+        weight = self.prior
+        if np.isfinite(ridge) and weight.size:
+            gram = self.gram.copy()
+            gram.flat[:: len(gram) + 1] += max(ridge * self.unit, self.rounding)
+            # It is symmetric: turned, LAPACK takes it as it lies.
+            factor = cho_factor(gram.T, lower=True, overwrite_a=True, check_finite=False)
+            weight = weight + cho_solve(factor, self.left, check_finite=False)
+        return weight, self.t - self.c @ weight
 
 
 @dataclass(frozen=True, eq=False)
-class _Site:
+class Site:
     """A linear map whose weights may be fitted: an output projection, or what a skip left.
 
     Attributes:
@@ -143,6 +180,12 @@ class _Site:
     bias: np.ndarray
     prior: np.ndarray
     of: AttentionBlock | Skipped | FeedForwardBlock
+
+    @property
+    def sequence_first(self) -> bool:
+        """Whether tokens of the output count (S, B)."""
+        output = self.of.output if isinstance(self.of, AttentionBlock) else None
+        return output is not None and output.sequence_first
 
     @property
     def shared(self) -> object:
@@ -167,6 +210,7 @@ def refit(
     provider: Provider = "cpu",
     threads: int = 0,
     progress: Progress | None = None,
+    targets: Targets | None = None,
 ) -> dict[str, Refit]:
     """Fit the output projections of rewritten blocks, in place, and say how near they come.
 
@@ -180,33 +224,37 @@ def refit(
         batches: Inputs of both models.
         fit: False only measures: ``relative_error`` is then that before.
         feed: A batch as the rewritten model takes it, whose caches may have other shapes.
+        targets: Of the original on these batches, where several models are fitted to it; names
+            that it lacks are passed over. Without, what is kept of both models is bounded as in
+            ``Stepwise``.
 
     Raises:
         InvalidData: A model refuses a batch, or its activations are not finite.
     """
     before = interface(model)
-    targets = {
-        block.name: _Target(block.output.output, block.output.sequence_first)
-        for block in find_attention(original)[0]
-        if block.output is not None and block.graph is original.graph
-    }
-    if not targets.keys() >= set(names):
-        whole = [b for b in find_feed_forward(original) if b.graph is original.graph]
-        targets |= {block.name: _Target(block.output, False) for block in whole}
-    chosen = [name for name in names if name in targets]
+    theirs: _Theirs | Targets = targets or _Theirs(original, names, batches, provider, threads)
+    chosen = [name for name in names if name in theirs.sequence_first]
     pin_names(find_attention(model)[0])
     groups = _groups(model, chosen)
+    mine = Stepwise(model, batches, feed=feed, provider=provider, threads=threads)
     done: dict[str, Refit] = {}
     for index, group in enumerate(groups):
-        found = _sites(model, chosen)
-        sites = [found[name] for name in group]
-
-        def report(step: int, steps: int, index: int = index) -> None:
+        found = find_sites(model, chosen)
+        ahead = [_read(found[name] for name in each) for each in groups[index:]]
+        wanted, later = ahead[0], list(chain(*ahead[1:]))
+        if len(group) == 1:
+            read = mine.advance(wanted, later)
+        else:  # the first of them will change what the others read
+            for _ in mine.advance(_read([found[group[0]]]), [*wanted, *later]):
+                pass
+            read = mine.look(wanted)
+        folds = _Folds([found[name] for name in group], theirs.sequence_first)
+        pairs = zip(batches, read, theirs.of(group), strict=True)
+        for step, (batch, arrays, made) in enumerate(pairs, start=1):
+            folds.add(batch, dict(zip(wanted, arrays, strict=True)), made)
             if progress is not None:
-                progress(index * steps + step, len(groups) * steps)
-
-        folds = _moments(model, original, sites, targets, batches, feed, provider, threads, report)
-        done |= _fitted(model, sites, folds, fit=fit)
+                progress(index * len(batches) + step, len(groups) * len(batches))
+        done |= _fitted(model, folds.sites, folds.moments(), fit=fit)
     share_constants(model, since=before.initializers)
     check(before, model, after="refit")
     return done
@@ -214,49 +262,118 @@ def refit(
 
 def context_moments(
     model: ir.Model,
-    blocks: Sequence[AttentionBlock],
+    blocks: Sequence[AttentionBlock | FeedForwardBlock],
     batches: Sequence[Batch],
     *,
     provider: Provider = "cpu",
     threads: int = 0,
     progress: Progress | None = None,
 ) -> dict[str, Moments]:
-    """Of what the output projection of each block reads, and what it makes."""
-    sites = [_of_block(block) for block in blocks]
-    values = list(dict.fromkeys(v for s in sites for v in (s.tokens, s.output) if v is not None))
+    """Of what the last map of each block reads, and of what it makes."""
+    found = [
+        _of_feed_forward(b) if isinstance(b, FeedForwardBlock) else _of_block(b) for b in blocks
+    ]
+    values = list(dict.fromkeys(v for s in found for v in (s.tokens, s.output) if v is not None))
     session = open_session(_up_to(model, values), provider=provider, threads=threads)
-    found: dict[str, Moments] = {}
+    sums = {site.name: _Sum() for site in found}
     for done, batch in enumerate(batches, start=1):
         seen = dict(zip(values, run(session, batch), strict=True))
-        for site, block in zip(sites, blocks, strict=True):
-            assert block.output is not None
-            c, t, _ = _tokens(site, seen, seen[site.output], batch, block.output.sequence_first)
-            part = Moments.of(c, t)
-            found[site.name] = found[site.name] + part if site.name in found else part
+        for site in found:
+            turned = site.sequence_first
+            c, t, _ = _tokens(site, seen, seen[site.output], batch, turned)
+            sums[site.name].add(c, t)
         if progress is not None:
             progress(done, len(batches))
-    for name, moments in found.items():
-        _require_tokens(name, moments.count)
-    return found
+    moments = {name: each.moments() for name, each in sums.items()}
+    for name, each in moments.items():
+        _require_tokens(name, each.count)
+    return moments
 
 
-class _Target(NamedTuple):
-    """What the original makes; its tokens may count (S, B)."""
+@dataclass(frozen=True, eq=False)
+class Targets:
+    """What an original makes, for several fits to it: rows x D numbers a layer, padding included.
 
-    output: ir.Value
-    sequence_first: bool
+    Attributes:
+        arrays: By name, an array a batch.
+        sequence_first: By name, whether tokens may count (S, B).
+    """
+
+    arrays: Mapping[str, Sequence[np.ndarray]]
+    sequence_first: Mapping[str, bool]
+
+    def of(self, names: Sequence[str]) -> Iterator[list[np.ndarray]]:
+        return (list(arrays) for arrays in zip(*(self.arrays[n] for n in names), strict=True))
+
+
+def collect_targets(
+    original: ir.Model,
+    names: Sequence[str],
+    batches: Sequence[Batch],
+    *,
+    provider: Provider = "cpu",
+    threads: int = 0,
+) -> Targets:
+    """Run the original once, for every ``refit`` on the same batches.
+
+    Raises:
+        InvalidData: The model refuses a batch.
+    """
+    theirs = _Theirs(original, names, batches, provider, threads)
+    found = list(theirs.sequence_first)
+    arrays: dict[str, list[np.ndarray]] = {name: [] for name in found}
+    for made in theirs.of(found):
+        for name, array in zip(found, made, strict=True):
+            arrays[name].append(array)
+    return Targets(arrays, theirs.sequence_first)
+
+
+class _Theirs:
+    """Targets that are computed when they are asked for, and then forgotten."""
+
+    def __init__(
+        self,
+        original: ir.Model,
+        names: Sequence[str],
+        batches: Sequence[Batch],
+        provider: Provider,
+        threads: int,
+    ) -> None:
+        blocks = [
+            block
+            for block in find_attention(original)[0]
+            if block.output is not None and block.graph is original.graph
+        ]
+        outputs = {b.name: b.output.output for b in blocks if b.output is not None}
+        turned = {b.name: b.output.sequence_first for b in blocks if b.output is not None}
+        if not outputs.keys() >= set(names):
+            whole = [b for b in find_feed_forward(original) if b.graph is original.graph]
+            outputs |= {block.name: block.output for block in whole}
+            turned |= {block.name: False for block in whole}
+        self.outputs = {name: outputs[name] for name in names if name in outputs}
+        self.sequence_first = {name: turned.get(name, False) for name in self.outputs}
+        self.model = Stepwise(original, batches, provider=provider, threads=threads)
+
+    def of(self, names: Sequence[str]) -> Iterator[list[np.ndarray]]:
+        wanted = [self.outputs.pop(name) for name in names]
+        return self.model.advance(wanted, list(self.outputs.values()))
+
+
+def _read(sites: Iterable[Site]) -> list[ir.Value]:
+    """What the sites read, each value once."""
+    return list(dict.fromkeys(site.tokens for site in sites if site.tokens is not None))
 
 
 def _groups(model: ir.Model, names: Sequence[str]) -> list[list[str]]:
     """Names in order of execution; those that share a weight together."""
-    sites = _sites(model, names)
+    sites = find_sites(model, names)
     groups: dict[object, list[str]] = {}
     for name in sorted(names, key=list(sites).index):
         groups.setdefault(sites[name].shared, []).append(name)
     return list(groups.values())
 
 
-def _sites(model: ir.Model, names: Sequence[str]) -> dict[str, _Site]:
+def find_sites(model: ir.Model, names: Sequence[str]) -> dict[str, Site]:
     """Every map that could be fitted, in order of execution; feed-forwards where they are named."""
     blocks = [_of_block(b) for b in find_attention(model)[0] if b.output is not None]
     found = [*blocks, *map(_of_skipped, skipped(model))]
@@ -272,61 +389,51 @@ def _nodes(model: ir.Model) -> Iterator[ir.Node]:
     return iter(ir.traversal.RecursiveGraphIterator(model.graph))
 
 
-def _of_block(block: AttentionBlock) -> _Site:
+def _of_block(block: AttentionBlock) -> Site:
     output = block.output
     assert output is not None
     weight = output.matrix().astype(np.float64)
     bias = np.broadcast_to(output.offset(), weight.shape[1:]).astype(np.float64)
-    return _Site(block.name, output.input, output.output, weight, bias, weight, block)
+    return Site(block.name, output.input, output.output, weight, bias, weight, block)
 
 
-def _of_feed_forward(block: FeedForwardBlock) -> _Site:
+def _of_feed_forward(block: FeedForwardBlock) -> Site:
     weight = block.second_matrix().astype(np.float64)
     bias = np.zeros(1) if block.bias is None else constant_array(block.bias).reshape(-1)
     bias = np.broadcast_to(bias, weight.shape[1:]).astype(np.float64)
-    return _Site(block.name, block.hidden, block.output, weight, bias, weight, block)
+    return Site(block.name, block.hidden, block.output, weight, bias, weight, block)
 
 
-def _of_skipped(gap: Skipped) -> _Site:
+def _of_skipped(gap: Skipped) -> Site:
     """The map that stands for an attention is drawn towards nothing."""
     bias, weight = gap.affine.bias.astype(np.float64), gap.affine.weight
     tokens = None if weight is None else gap.input
     weight = np.zeros((0, len(bias))) if weight is None else weight.astype(np.float64)
-    return _Site(gap.name, tokens, gap.output, weight, bias, np.zeros_like(weight), gap)
+    return Site(gap.name, tokens, gap.output, weight, bias, np.zeros_like(weight), gap)
 
 
-def _moments(
-    model: ir.Model,
-    original: ir.Model,
-    sites: Sequence[_Site],
-    targets: Mapping[str, _Target],
-    batches: Sequence[Batch],
-    feed: Callable[[Batch], Batch],
-    provider: Provider,
-    threads: int,
-    report: Progress,
-) -> list[Moments]:
-    """Of what the sites read and should make, in ``FOLDS`` parts or as many as there are texts."""
-    read = list(dict.fromkeys(v for s in sites for v in (s.tokens, s.output) if v is not None))
-    wanted = [targets[site.name].output for site in sites]
-    sessions = [
-        open_session(_up_to(graph, values), provider=provider, threads=threads)
-        for graph, values in ((model, read), (original, wanted))
-    ]
-    folds: dict[int, _Sum] = {}
-    before = 0  # texts of earlier batches
-    for index, batch in enumerate(batches):
-        seen = dict(zip(read, run(sessions[0], feed(batch)), strict=True))
-        for site, target in zip(sites, run(sessions[1], batch), strict=True):
-            turned = targets[site.name].sequence_first
-            c, t, texts = _tokens(site, seen, target, batch, turned)
-            parts = (before + texts) % FOLDS
+class _Folds:
+    """What sites read and should make, in ``FOLDS`` parts or as many as there are texts."""
+
+    def __init__(self, sites: Sequence[Site], sequence_first: Mapping[str, bool]) -> None:
+        self.sites = sites
+        self.sequence_first = sequence_first
+        self.sums: dict[int, _Sum] = {}
+        self.texts = 0  # of earlier batches
+
+    def add(
+        self, batch: Batch, seen: Mapping[ir.Value, np.ndarray], targets: Sequence[np.ndarray]
+    ) -> None:
+        for site, target in zip(self.sites, targets, strict=True):
+            c, t, texts = _tokens(site, seen, target, batch, self.sequence_first[site.name])
+            parts = (self.texts + texts) % FOLDS
             for fold in np.unique(parts).tolist():
-                folds.setdefault(fold, _Sum()).add(c[parts == fold], t[parts == fold])
-        before += _texts(batch)
-        report(index + 1, len(batches))
-    _require_tokens(sites[0].name, len(folds))
-    return [fold.moments() for fold in folds.values()]
+                self.sums.setdefault(fold, _Sum()).add(c[parts == fold], t[parts == fold])
+        self.texts += _texts(batch)
+
+    def moments(self) -> list[Moments]:
+        _require_tokens(self.sites[0].name, len(self.sums))
+        return [part.moments() for part in self.sums.values()]
 
 
 class _Sum:
@@ -366,7 +473,7 @@ def _up_to(model: ir.Model, values: Sequence[ir.Value]) -> ir.Model:
 
 
 def _tokens(
-    site: _Site, seen: Mapping[ir.Value, np.ndarray], target: np.ndarray, batch: Batch, turned: bool
+    site: Site, seen: Mapping[ir.Value, np.ndarray], target: np.ndarray, batch: Batch, turned: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """One batch, padding left out: what is read (M, N), what should be made (M, D), and the number
     of the text that each token is of (M,)."""
@@ -408,38 +515,48 @@ def _text_of(target: np.ndarray, batch: Batch, turned: bool) -> np.ndarray:
 
 
 def _fitted(
-    model: ir.Model, sites: Sequence[_Site], folds: Sequence[Moments], *, fit: bool
+    model: ir.Model, sites: Sequence[Site], folds: Sequence[Moments], *, fit: bool
 ) -> dict[str, Refit]:
     """Choose a ridge, fit, and put the new weights into the graph."""
     whole = _total(folds)
     site = sites[0]
     varies = whole.variation > 1e-13 * whole.tt  # less is rounding: eps^2 of float32
     scale = whole.variation if varies else whole.tt or 1.0
-    error = (whole.error(site.weight, site.bias) / scale) ** 0.5
-    ridge = _choose_ridge(folds, site) if fit else None
+    as_it_is = whole.error(site.weight, site.bias)
+    error = (as_it_is / scale) ** 0.5
+    ridge = _choose_ridge(folds, site, as_it_is) if fit else None
     if ridge is None:
         return {each.name: Refit(error, error, None) for each in sites}
     weight, bias = ridge_towards(whole, site.prior, [ridge])[0]
     better = whole.error(weight, bias)
     facts = interpret_small(model, batch=2, sequence=5)
     for each in sites:
-        _install(each, weight, bias, facts)
+        install(each, weight, bias, facts)
     remove_unused(model)
     return {each.name: Refit(error, (better / scale) ** 0.5, ridge) for each in sites}
 
 
-def _choose_ridge(folds: Sequence[Moments], site: _Site) -> float | None:
-    """The ridge with the least error on texts it was not fitted to; None where that is still more
-    than without any fit. A single text judges nothing: only what has no weights yet is fitted."""
+def _choose_ridge(folds: Sequence[Moments], site: Site, as_it_is: float) -> float | None:
+    """The ridge with the least error on texts it was not fitted to, downhill from ``FIRST``; None
+    where that is still more than without any fit. A single text judges nothing: only what has no
+    weights yet is fitted."""
     if len(folds) < 2:
         return RIDGES[-2] if isinstance(site.of, Skipped) else None
-    errors = np.zeros(len(RIDGES))
-    for index, held in enumerate(folds):
-        rest = _total([fold for other, fold in enumerate(folds) if other != index])
-        errors += [held.error(w, b) for w, b in ridge_towards(rest, site.prior, RIDGES)]
-    best = int(np.argmin(errors))
-    as_it_is = sum(held.error(site.weight, site.bias) for held in folds)
-    return RIDGES[best] if errors[best] < as_it_is else None
+    whole = _total(folds)
+    equations = [_Equations(whole - held, site.prior) for held in folds]
+
+    @cache
+    def error(place: int) -> float:
+        if not 0 <= place < len(RIDGES):
+            return np.inf
+        pairs = zip(folds, equations, strict=True)
+        return sum(held.error(*rest.solve(RIDGES[place])) for held, rest in pairs)
+
+    best, place = -1, RIDGES.index(FIRST)
+    while place != best:
+        best = place
+        place = min((best, best - 1, best + 1), key=error)
+    return RIDGES[best] if error(best) < as_it_is else None
 
 
 def _total(folds: Sequence[Moments]) -> Moments:
@@ -449,16 +566,16 @@ def _total(folds: Sequence[Moments]) -> Moments:
     return whole
 
 
-def _install(site: _Site, weight: np.ndarray, bias: np.ndarray, facts: Facts) -> None:
-    """Let the graph compute tokens W + b."""
+def install(site: Site, weight: np.ndarray, bias: np.ndarray, facts: Facts) -> ir.Node | None:
+    """Let the graph compute tokens W + b; the product, of all but what a skip left."""
     if isinstance(site.of, Skipped):
         refill(site.of, AffineMap(None if site.tokens is None else weight, bias), facts)
-        return
+        return None
     if isinstance(site.of, FeedForwardBlock):
         make = Inserter(site.of.graph, site.of.product, f"{site.name}/refit")
         product = emit_affine(make, site.of.hidden, weight, bias, site.of.output, facts)
         product.metadata_props[PINNED] = site.name
-        return
+        return product
     output = site.of.output
     assert output is not None
     make = Inserter(site.of.graph, output.nodes[-1], f"{site.name}/refit")
@@ -466,4 +583,4 @@ def _install(site: _Site, weight: np.ndarray, bias: np.ndarray, facts: Facts) ->
     if len(facts.shape(tokens) or ()) == 4:
         merged = make.constant(np.array([0, 0, -1], np.int64), "merged")
         tokens = make.op("Reshape", [tokens, merged], "merged_heads")
-    emit_affine(make, tokens, weight, bias, output.output, facts)
+    return emit_affine(make, tokens, weight, bias, output.output, facts)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,13 @@ from attnserve.artifact import (
 )
 from attnserve.calibrate import Dataset, load_inputs
 from attnserve.carry_out import Stage, Step, carry_out, count_macs
-from attnserve.certify import read_attention
+from attnserve.certify import Reading, read_attention
 from attnserve.choose import Alignment
+from attnserve.evaluate import TaskName
 from attnserve.mixing import Mixing
-from attnserve.plan import Importance, Plan, Ranks, Request, make_plan
+from attnserve.plan import Allowed, Goal, PlanReport, search
+from attnserve.precision import Precision, convert
+from attnserve.request import MAKE_ONE, Importance, Plan, Ranks, Request, make_plan, read_plan
 from attnserve.session import Provider
 from attnserve.verify import (
     Fidelity,
@@ -40,7 +44,7 @@ from attnserve.verify import (
 )
 from graph_passes.attention import AttentionBlock
 from graph_passes.cost import Cost, break_even, model_cost
-from graph_passes.errors import CheckFailed, InvalidModel
+from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData, InvalidModel
 
 __all__ = ["ModelCost", "OptimizeReport", "optimize"]
 
@@ -61,7 +65,11 @@ class ModelCost:
 
 @dataclass(frozen=True)
 class OptimizeReport:
-    """What was done to a model, what it cost and what it saved."""
+    """What was done to a model, what it cost and what it saved.
+
+    ``found`` says how it was found, where it was searched for. Parameters and MACs are those of the
+    rewritten model in float32, bytes those of its weights as they are written.
+    """
 
     output: Path
     before: ModelCost
@@ -73,6 +81,7 @@ class OptimizeReport:
     sequence: int
     warnings: tuple[str, ...]
     plan: Plan
+    found: PlanReport | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -89,6 +98,7 @@ class OptimizeReport:
             "sequence": self.sequence,
             "warnings": list(self.warnings),
             "plan": self.plan.to_json(),
+            **({} if self.found is None else {"search": self.found.summary()}),
         }
 
 
@@ -107,6 +117,13 @@ def optimize(
     prune_heads: Path | Mapping[str, Any] | None = None,
     skip: Sequence[str] = (),
     ffn: float | None = None,
+    keep: float | None = None,
+    target_speedup: float | None = None,
+    eval_data: Path | None = None,
+    task: TaskName | None = None,
+    allow: Sequence[Allowed] = (),
+    plan: Path | None = None,
+    precision: Precision = "float32",
     refit: bool = True,
     calib: Path | None = None,
     tokenizer: Path | None = None,
@@ -125,7 +142,8 @@ def optimize(
     """Rewrite a model's attention and write it with attnserve.json beside it.
 
     What is asked for is done in this order: skip, prune, reuse, prune neurons, fit again,
-    collaborate, fit again.
+    collaborate, fit again, then change the precision. With ``keep`` or ``target_speedup`` the
+    rewrites are searched for (``attnserve.plan``), with ``plan`` they are read from a file.
 
     Args:
         model: An .onnx file or an artifact folder; never changed.
@@ -151,6 +169,14 @@ def optimize(
             or a constant (``LAYER:constant``); needs ``calib``.
         ffn: The share of all feed-forward neurons that goes, those first that write least; needs
             ``calib``.
+        keep: Find the fastest model that keeps this much of the mean output cosine, or of a task's
+            score; needs ``calib``. What is not faster is not written: the output is then the
+            original.
+        target_speedup: Or the model that loses least and is so much faster.
+        eval_data, task: The rows a score is measured on, and which score.
+        allow: "ffn" lets the search take neurons out of feed-forwards.
+        plan: What ``attnserve.plan`` wrote, carried out again: the same bytes on the same machine.
+        precision: "float16" or "int8" weights, once all rewrites are done.
         refit: Fit the output projections of rewritten layers, and the second matrices of
             feed-forwards, to the original's output, where there is ``calib``.
         calib: Text (a sentence a line), .npz or a folder of .npz; without it the weights alone are
@@ -166,12 +192,34 @@ def optimize(
 
     Raises:
         InvalidModel, InvalidArgument, InvalidData, InvalidOutput, CannotRewrite: See their texts.
-        CheckFailed: The fidelity is below ``min_cosine``.
+        CheckFailed: The fidelity is below ``min_cosine``, or the goal of a search is not reached.
     """
-    request = Request(
-        collab_dk, collab_cache, mixing, head_dk, reuse, align, prune, importance, prune_heads,
-        skip, ffn, layers,
-    )  # fmt: skip
+    given = (collab_dk, head_dk, reuse, prune, prune_heads, ffn, layers)
+    asked = any(value is not None for value in given) or bool(skip)
+    goal = request = None
+    if keep is not None or target_speedup is not None:
+        goal = Goal(keep, target_speedup, task, eval_data, tuple(allow), precision)
+    elif eval_data is not None or task is not None or allow:
+        raise InvalidArgument(
+            "--eval-data, --task and --allow are about what a search keeps and uses",
+            "give --keep X or --target-speedup S too",
+        )
+    if plan is not None and (goal is not None or precision != "float32"):
+        raise InvalidArgument(
+            "--plan says all that is done, its precision too", "leave the other options out"
+        )
+    if asked and (goal is not None or plan is not None):
+        raise InvalidArgument(
+            "rewrites were asked for, and a " + ("plan" if plan else "search") + " chooses its own",
+            "leave them out, or --plan, --keep and --target-speedup",
+        )
+    if (goal is not None or plan is not None) and calib is None:
+        raise InvalidArgument("a plan is fitted to data, and there is none", "give --calib FILE")
+    if goal is None and plan is None:
+        request = Request(
+            collab_dk, collab_cache, mixing, head_dk, reuse, align, prune, importance, prune_heads,
+            skip, ffn, layers, precision,
+        )  # fmt: skip
     check_cosine_bound(min_cosine)
     artifact = open_artifact(model)
     graph = load_model(artifact)
@@ -183,62 +231,106 @@ def optimize(
     if calib is not None:
         data = load_inputs(calib, graph, artifact, tokenizer=tokenizer)
     length = sequence or (data.length if data is not None else DEFAULT_SEQUENCE)
-    plan = make_plan(
-        request, graph, reading, data, provider=provider, threads=threads, seed=seed,
-        length=length, longest=artifact.max_length, report=report_stage,
-    )  # fmt: skip
-    if data is not None:
-        chosen = [block.k.past for block in reading.blocks if block.name in plan.ranks]
-        caches = [past.value.name or "" for past in chosen if past is not None]
-        require_empty([*data.fit, *data.held_out], caches)
     before = model_cost(graph)
     before_cost = _cost(before, graph, batch, length)
-
-    original = load_model(artifact)
-    done = carry_out(
-        plan, graph, original, data, fit=refit and data is not None, batch=batch, length=length,
-        caches=collab_cache, provider=provider, threads=threads, seed=seed, report=report_stage,
-    )  # fmt: skip
+    original, found = load_model(artifact), None
+    if goal is not None:
+        assert data is not None
+        found = search(
+            goal, artifact, graph, data, tokenizer=tokenizer, batch=batch, sequence=sequence,
+            provider=provider, threads=threads, seed=seed, progress=progress,
+        )  # fmt: skip
+        decided, graph, done = found.report.rewrites, found.exact, found.done
+    else:
+        if request is None:
+            assert plan is not None and data is not None
+            decided = _replayed(plan, artifact, reading, data)
+        else:
+            decided = make_plan(
+                request, graph, reading, data, provider=provider, threads=threads, seed=seed,
+                length=length, longest=artifact.max_length, report=report_stage,
+            )  # fmt: skip
+        if data is not None:
+            chosen = [block.k.past for block in reading.blocks if block.name in decided.ranks]
+            caches = [past.value.name or "" for past in chosen if past is not None]
+            require_empty([*data.fit, *data.held_out], caches)
+        done = carry_out(
+            decided, graph, original, data, fit=refit and data is not None, batch=batch,
+            length=length, caches=collab_cache, provider=provider, threads=threads, seed=seed,
+            report=report_stage,
+        )  # fmt: skip
+    converted = convert(graph, decided.precision)
     if data is not None:
         batches = data.held_out
     else:
         batches = random_batches(original, seed, empty=empty_axes(original, graph))
     source = f"held out of {calib.name}" if calib is not None else "random inputs"
     fidelity = compare(
-        original, graph, batches, source, provider=provider, threads=threads,
+        original, converted, batches, source, provider=provider, threads=threads,
         progress=lambda done, total: report_stage("verify", done, total),
     )  # fmt: skip
     after = model_cost(graph)
     even = break_even(before.macs, after.macs) if before.macs and after.macs else None
-    widths = [block.input_size for block in reading.blocks if block.name in plan.changed]
-    widths += [sum(mask) for mask in plan.neurons.values()]  # each is a row of what is fitted
+    widths = [block.input_size for block in reading.blocks if block.name in decided.changed]
+    widths += [sum(mask) for mask in decided.neurons.values()]  # each is a row of what is fitted
     report = OptimizeReport(
         output=target,
         before=before_cost,
-        after=_cost(after, graph, batch, length),
+        after=replace(_cost(after, graph, batch, length), bytes=_bytes(converted)),
         steps=done.steps,
         fidelity=fidelity,
         break_even_sequence=even,
         batch=batch,
         sequence=length,
         warnings=(
-            *plan.warnings,
+            *decided.warnings,
+            *((found.report.verdict,) if found and not found.report.gain else ()),
             *_warn(even, length, artifact.max_length, data, widths, done.exact),
             *_warn_of_caches(reading.blocks, done.steps),
             *_warn_of_fidelity(fidelity),
         ),
-        plan=plan,
+        plan=decided,
+        found=found and found.report,
     )
     if min_cosine is not None and fidelity.mean_cosine < min_cosine:
         raise CheckFailed(
             f"mean cosine {fidelity.mean_cosine:.4f} on {source}, expected at least {min_cosine}: "
             "nothing was written",
-            ("raise --collab-dk" if plan.ranks else "rewrite fewer heads or layers")
+            ("raise --collab-dk" if decided.ranks else "rewrite fewer heads or layers")
             + ("" if calib else ", or calibrate with --calib FILE"),
         )
     if not dry_run:
-        _write(artifact, graph, report, data, external_data, seed)
+        _write(artifact, converted, report, data, external_data, seed)
     return report
+
+
+def _replayed(path: Path, artifact: Artifact, reading: Reading, data: Dataset) -> Plan:
+    """The plan of a file, which was made for this model and this data."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise InvalidData(f"--plan {path}: no such file", "check the path") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidData(f"--plan {path}: not JSON: {error}", MAKE_ONE) from error
+    parts = content if isinstance(content, dict) else {}
+    rewrites = parts.get("rewrites")
+    if parts.get("format") != 1 or not isinstance(rewrites, dict):
+        raise InvalidData(f"--plan {path}: no plan of format 1", MAKE_ONE)
+    for what, ours in (("model", sha256(artifact.model)), ("calibration", data.source["sha256"])):
+        theirs = parts.get(what)
+        given = theirs.get("sha256") if isinstance(theirs, dict) else None
+        if given != ours:
+            name = theirs.get("file") if isinstance(theirs, dict) else None
+            raise InvalidArgument(
+                f"--plan {path}: it was made with another {what} ({name}, sha256 "
+                f"{str(given)[:12]}; this one is {str(ours)[:12]})",
+                "give the file that it was made with, or make a new plan",
+            )
+    return read_plan(rewrites, reading.blocks)
+
+
+def _bytes(graph: ir.Model) -> int:
+    return model_cost(graph).bytes
 
 
 def require_finite_weights(model: ir.Model) -> None:

@@ -44,11 +44,17 @@ class Inserter:
         self._taken = _names(graph)
 
     def op(
-        self, op_type: str, inputs: Sequence[ir.Value | None], name: str, **attributes: Any
+        self,
+        op_type: str,
+        inputs: Sequence[ir.Value | None],
+        name: str,
+        *,
+        domain: str = "",
+        **attributes: Any,
     ) -> ir.Value:
-        """A standard operator with one output, called ``prefix/name``."""
+        """An operator with one output, called ``prefix/name``; a standard one by default."""
         unique = self._unique(name)
-        node = ir.node(op_type, inputs, attributes=attributes, name=unique)
+        node = ir.node(op_type, inputs, attributes=attributes, domain=domain, name=unique)
         node.outputs[0].name = unique
         self.graph.insert_before(self.before, node)
         return node.outputs[0]

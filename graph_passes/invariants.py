@@ -51,6 +51,11 @@ class Interface:
             outputs=tuple(map(promised, self.outputs)),
         )
 
+    def with_opset(self, domain: str, version: int) -> Interface:
+        """The same promise, and a domain of operators beside those that are imported already."""
+        opsets = {domain: version} | dict(self.opsets)
+        return replace(self, opsets=tuple(sorted(opsets.items())))
+
 
 def interface(model: ir.Model) -> Interface:
     """Note what must not change."""

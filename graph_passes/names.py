@@ -11,7 +11,7 @@ from graph_passes.constants import is_constant
 
 __all__ = ["PINNED", "named", "pin_names"]
 
-REWRITTEN = re.compile("/(collaborative|pruned|reuse)/")
+REWRITTEN = re.compile("/(collaborative|fused|pruned|reuse)/")
 """Stands in the names of what a rewrite puts into a graph, after the block's name."""
 
 PINNED = "attnserve.name"

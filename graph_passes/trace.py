@@ -39,7 +39,7 @@ LAYOUT = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "
                     "Gather", "GatherND", "Expand", "Tile", "Identity", "Cast", "CastLike",
                     "Dropout"})  # fmt: skip
 HANDED_ON = frozenset({"Identity", "Cast", "CastLike", "Dropout"})
-ELEMENTWISE = frozenset({"Add", "Sub", "Mul", "Div", "Where"})
+ELEMENTWISE = frozenset({"Add", "Sub", "Mul", "Div", "Max", "Where"})
 LINEAR = frozenset({"MatMul", "Gemm", "FusedMatMul", "TransposeMatMul", "Einsum"})
 QUANTIZED = frozenset({"MatMulInteger", "DynamicQuantizeMatMul", "MatMulIntegerToFloat",
                        "MatMulNBits", "MatMulBnb4", "QLinearMatMul", "QGemm", "QuantizeLinear",

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 
 from attnserve.calibrate import Batch
 from attnserve.certify import read_attention
-from attnserve.refit import RIDGES, Moments, context_moments, refit, ridge_towards
+from attnserve.refit import (
+    RIDGES,
+    Moments,
+    collect_targets,
+    context_moments,
+    refit,
+    ridge_towards,
+)
 from attnserve.session import open_session
 from graph_passes.edit import exposing
 from graph_passes.errors import InvalidData
@@ -444,6 +451,46 @@ def test_a_layer_that_is_not_rewritten_keeps_the_weight_it_shared():
     graph = pruned(original, {ONE: (1, 0, 1)})
     refit(graph, original, [ONE], texts())
     np.testing.assert_array_equal(output_weights(graph)[1], weights()["Wo"])
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own weights", "the first and the third"])
+def test_one_fit_is_fits_of_one_weight_after_the_other(shared: bool):
+    """Each sees what was fitted before it: nothing that was computed before that is used."""
+    original = model(3)
+    if shared:
+        first, third = (block.output for block in find_attention(original)[0][::2])
+        assert first is not None and third is not None
+        ir.convenience.replace_all_uses_with(third.weight, first.weight)
+        ir.convenience.replace_all_uses_with(
+            original.graph.initializers["bo_2"], original.graph.initializers["bo_0"]
+        )
+    names = [ONE, TWO, "attention_2"]
+    steps = [[ONE, "attention_2"], [TWO]] if shared else [[name] for name in names]
+    once, stepwise = (pruned(original, dict.fromkeys(names, (1, 0, 1))) for _ in range(2))
+    found = refit(once, original, names, texts())
+    expected = {n: f for each in steps for n, f in refit(stepwise, original, each, texts()).items()}
+    assert found.keys() == expected.keys()
+    for name, done in found.items():
+        assert done.ridge == expected[name].ridge
+        assert done.relative_error == pytest.approx(expected[name].relative_error, rel=1e-4)
+    for mine, theirs in zip(output_weights(once), output_weights(stepwise), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-4)
+
+
+def test_targets_may_be_collected_once():
+    original, batches, names = model(), texts(), [ONE, TWO]
+    targets = collect_targets(original, [*names, "nothing"], batches)
+    assert list(targets.arrays) == names and list(map(len, targets.arrays.values())) == [6, 6]
+    candidates: list[dict[str, Sequence[int]]] = [
+        {ONE: (1, 0, 1), TWO: (0, 1, 1)},
+        {ONE: (1, 1, 0)},
+    ]
+    for masks in candidates:
+        mine, theirs = pruned(original, masks), pruned(original, masks)
+        found = refit(mine, original, list(masks), batches, targets=targets)
+        assert found == refit(theirs, original, list(masks), batches)
+        for a, b in zip(output_weights(mine), output_weights(theirs), strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 # Other rewrites

@@ -14,7 +14,7 @@ from attnserve.calibrate import Batch, Dataset
 from attnserve.certify import Reading, read_attention
 from attnserve.elimination import elimination_order
 from attnserve.importance import leave_one_out
-from attnserve.plan import Plan, Request, make_plan, require_attention
+from attnserve.request import Plan, Request, make_plan, require_attention
 from attnserve.similarity import measure_similarity
 from attnserve.voting import voting_to_stay
 from graph_passes.errors import CannotRewrite, InvalidArgument, InvalidModel
@@ -247,7 +247,7 @@ def test_a_layer_with_nothing_to_compare_it_with_is_left_and_told(monkeypatch: p
         found.matrix[: 2 * H, 2 * H :] = found.matrix[2 * H :, : 2 * H] = np.nan
         return found
 
-    monkeypatch.setattr("attnserve.plan.measure_similarity", incomparable)
+    monkeypatch.setattr("attnserve.request.measure_similarity", incomparable)
     found = plan(reuse="partial:1")
     assert list(found.edges) == [NAMES[1]]
     assert any(NAMES[2] in warning and "be compared" in warning for warning in found.warnings)

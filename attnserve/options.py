@@ -1,0 +1,418 @@
+"""What each block could become, how long that takes on this machine, and what it would lose.
+
+Times are measured on the block alone (``latency``). The loss of a few sizes is measured at the
+output of the whole model, with the block's last map fitted in closed form to what is left
+(``whatif``); between them it follows the share of the block's own output that others cannot take
+over (``elimination``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import numpy as np
+import onnx_ir as ir
+
+from attnserve.calibrate import Batch
+from attnserve.elimination import RIDGE, Elimination, eliminate, eliminate_neurons
+from attnserve.latency import Cut, LatencyTable, Part, cut_out
+from attnserve.pareto import Option
+from attnserve.precision import Precision, convert
+from attnserve.refit import Moments, context_moments
+from attnserve.session import Provider
+from attnserve.whatif import WhatIf
+from graph_passes import prune_neurons, rewrites
+from graph_passes.attention import AttentionBlock
+from graph_passes.constants import origin
+from graph_passes.errors import AttnserveError
+from graph_passes.feed_forward import FeedForwardBlock, find_feed_forward
+from graph_passes.find import find_attention
+from graph_passes.fuse import Form, FuseAttention
+from graph_passes.prune import PruneHeads
+from graph_passes.prune_neurons import PruneNeurons
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+__all__ = ["Curve", "Group", "Timed", "group_blocks", "loss_curves", "options_of", "time_blocks"]
+
+Stage = Callable[[str, int, int], None]
+Block = AttentionBlock | FeedForwardBlock
+Kind = Literal["attention", "feed_forward"]
+Emission = Form | Literal["as exported"]
+
+FORMS: Sequence[Form] = ("attention", "multi_head")
+
+SIZES = 24
+"""About how many sizes of a feed-forward, and at most of an attention, are timed."""
+
+MULTIPLE = 8
+"""Neurons stay in multiples of this: so many floats fill a vector register."""
+
+PROBES = (0.25, 0.5, 0.75)
+"""Shares of a block that are taken out to see what the output loses."""
+
+PROBE_ROWS = 48
+"""Texts that are asked."""
+
+NO_SLOWER = 1.03
+"""A form may take this many times what the block takes as it was exported, at every length: the
+speed of a whole model may nowhere fall below 0.97 of the original's."""
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Blocks that share their last weight, and so are rewritten alike; mostly one.
+
+    Attributes:
+        count: Heads or neurons.
+        why_not: Why nothing can be taken out; empty where it can.
+    """
+
+    kind: Kind
+    blocks: tuple[Block, ...]
+    count: int
+    why_not: str
+
+    @property
+    def names(self) -> list[str]:
+        return [block.name for block in self.blocks]
+
+
+@dataclass(frozen=True, eq=False)
+class Timed:
+    """Milliseconds of one block at each shape.
+
+    Attributes:
+        original: As it was exported.
+        emission: How its attention is written where that is faster.
+        sizes: By how many heads or neurons are kept.
+    """
+
+    original: tuple[float, ...]
+    emission: Emission
+    sizes: Mapping[int, tuple[float, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """What the model's output loses when parts of one group go.
+
+    Attributes:
+        order: Heads or neurons, from the first to go.
+        own_loss: The share of the block's own output that is lost once n are gone, n = 0 .. count.
+        gone, loss: How many were taken out, and one minus the cosine of the model's output.
+    """
+
+    order: tuple[int, ...]
+    own_loss: tuple[float, ...]
+    gone: tuple[int, ...]
+    loss: tuple[float, ...]
+
+    def at(self, gone: int) -> float:
+        """Between two probes the loss follows a power of the block's own loss."""
+        if gone == 0:
+            return 0.0
+        x = np.log(np.maximum([self.own_loss[n] for n in self.gone], 1e-12))
+        y = np.log(np.maximum(self.loss, 1e-12))
+        here = float(np.log(max(self.own_loss[gone], 1e-12)))
+        if len(x) == 1 or here <= x[0]:
+            return float(np.exp(y[0] + min(here - x[0], 0.0)))  # in proportion
+        place = min(int(np.searchsorted(x, here)), len(x) - 1)
+        run = max(float(x[place] - x[place - 1]), 1e-9)
+        slope = float(np.clip((y[place] - y[place - 1]) / run, 0.0, 4.0))
+        return float(np.exp(y[place - 1] + slope * (here - x[place - 1])))
+
+    def mask(self, kept: int) -> list[int]:
+        """1 for each that stays."""
+        stays = np.ones(len(self.order), int)
+        stays[list(self.order[: len(self.order) - kept])] = 0
+        return stays.tolist()
+
+    def to_json(self) -> dict[str, Any]:
+        return {"order": list(self.order), "own_loss": list(self.own_loss),
+                "gone": list(self.gone), "loss": list(self.loss)}  # fmt: skip
+
+
+def group_blocks(model: ir.Model, attention: Sequence[AttentionBlock], *, ffn: bool) -> list[Group]:
+    """Attentions that were certified and, where they may change, feed-forwards, in groups.
+
+    Blocks in the body of another node are left out: no session can look into them.
+    """
+    found: dict[object, list[Block]] = {}
+    for block in attention:
+        if block.graph is model.graph and block.output is not None:
+            found.setdefault(origin(block.output.weight), []).append(block)
+    for block in find_feed_forward(model) if ffn else ():
+        if block.graph is model.graph and not prune_neurons.why_not(block):
+            found.setdefault(origin(block.second.weight), []).append(block)
+    groups: list[Group] = []
+    for blocks in found.values():
+        first = blocks[0]
+        if isinstance(first, FeedForwardBlock):
+            groups.append(Group("feed_forward", tuple(blocks), first.num_neurons, ""))
+            continue
+        reasons = [_why_not(b, attention) for b in blocks if isinstance(b, AttentionBlock)]
+        reason = next(filter(None, reasons), "")
+        groups.append(Group("attention", tuple(blocks), first.num_heads, reason))
+    return groups
+
+
+def _why_not(block: AttentionBlock, others: Sequence[AttentionBlock]) -> str:
+    if reason := rewrites.prune(block):
+        return reason
+    for other in others:
+        if any(reused.value is block.probabilities for reused in other.reused):
+            return f"{other.name} takes its probabilities"
+    return ""
+
+
+def time_blocks(
+    model: ir.Model,
+    groups: Sequence[Group],
+    feeds: Sequence[Batch],
+    table: LatencyTable,
+    *,
+    target: int,
+    precision: Precision = "float32",
+    report: Stage,
+) -> dict[str, Timed]:
+    """Every form of every block, by the block's name.
+
+    Blocks that do the same work are timed once.
+
+    Args:
+        feeds: Inputs of the model at each shape, the first ``target`` being those to be fast at.
+    """
+    blocks = [block for group in groups for block in group.blocks]
+    parts = cut_out(model, [_cut(block) for block in blocks], feeds, provider=table.provider)
+    alike: dict[tuple[str, ...], list[tuple[Block, Part]]] = {}
+    for block, part in zip(blocks, parts, strict=True):
+        key = tuple(part.key(index) for index in range(len(feeds)))
+        alike.setdefault(key, []).append((block, part))
+    frozen = {name for group in groups if group.why_not for name in group.names}
+    found: dict[str, Timed] = {}
+    for done, same in enumerate(alike.values(), start=1):
+        block, part = same[0]
+        whole = any(block.name in frozen for block, _ in same)
+        timed = _time(block, part, table, target, precision, whole=whole)
+        found |= {each.name: timed for each, _ in same}
+        report("time blocks", done, len(alike))
+    return found
+
+
+def _cut(block: Block) -> Cut:
+    if isinstance(block, FeedForwardBlock):
+        return Cut(block.output, (block.x,))
+    assert block.output is not None
+    return Cut(block.output.output, tuple(dict.fromkeys((block.x, block.y))))
+
+
+def _time(
+    block: Block, part: Part, table: LatencyTable, target: int, precision: Precision, *, whole: bool
+) -> Timed:
+    original = _converted(part, precision)
+    if isinstance(block, FeedForwardBlock):
+        step = max(block.num_neurons // SIZES // MULTIPLE, 1) * MULTIPLE
+        counts = range(step, block.num_neurons, step)
+        forms = {n: _without_neurons(part, n, block.num_neurons) for n in counts}
+        times = _measure(table, original, forms, precision)
+        return Timed(
+            times[None], "as exported", {**times_of(times), block.num_neurons: times[None]}
+        )
+    fused: dict[Form, Part] = {f: made for f in FORMS if (made := _fused(part, f)) is not None}
+    times = _measure(table, original, fused, precision)
+    bounds = NO_SLOWER * np.array(times[None])
+    safe = [form for form in fused if (np.array(times[form]) <= bounds).all()]
+    fastest = cast(
+        Emission, min(safe, key=lambda form: _mean(times[form], target), default="as exported")
+    )
+    start = times[None] if fastest == "as exported" else times[fastest]
+    if whole:
+        return Timed(times[None], fastest, {block.num_heads: start})
+    step = max(block.num_heads // SIZES, 1)
+    less = {
+        n: made
+        for n in range(step, block.num_heads, step)
+        if (made := _without_heads(part, n, block.num_heads, fastest)) is not None
+    }
+    sizes = times_of(_measure(table, original, less, precision))
+    return Timed(times[None], fastest, {**sizes, block.num_heads: start})
+
+
+def times_of(times: Mapping[Any, tuple[float, ...]]) -> dict[int, tuple[float, ...]]:
+    return {key: value for key, value in times.items() if key is not None}
+
+
+def _mean(times: Sequence[float], target: int) -> float:
+    return float(np.mean(times[:target]))
+
+
+def _measure(
+    table: LatencyTable, original: Part, forms: Mapping[Any, Part], precision: Precision
+) -> dict[Any, tuple[float, ...]]:
+    """By form; None is the original."""
+    parts = {None: original, **{key: _converted(form, precision) for key, form in forms.items()}}
+    named = {str(key): part for key, part in parts.items()}
+    times = table.measure(named)
+    return {key: times[str(key)] for key in parts}
+
+
+def _converted(part: Part, precision: Precision) -> Part:
+    if precision == "float32":
+        return part
+    try:
+        return Part(convert(part.model, precision), part.feeds)
+    except AttnserveError:  # nothing in it that could be converted
+        return part
+
+
+def _without_neurons(part: Part, kept: int, count: int) -> Part:
+    small = part.model.clone()
+    name = find_feed_forward(small)[0].name
+    PruneNeurons({name: [1] * kept + [0] * (count - kept)})(small)
+    return Part(small, part.feeds)
+
+
+def _without_heads(part: Part, kept: int, count: int, emission: Emission) -> Part | None:
+    small = part.model.clone()
+    name = find_attention(small)[0][0].name
+    try:
+        PruneHeads({name: [1] * kept + [0] * (count - kept)})(small)
+    except AttnserveError:  # heads in groups of which a part cannot go
+        return None
+    made = Part(small, part.feeds)
+    return made if emission == "as exported" else _fused(made, emission)
+
+
+def _fused(part: Part, form: Form) -> Part | None:
+    """With one operator for the attention; None where there is none."""
+    small = part.model.clone()
+    found = find_attention(small)[0]
+    if not found:
+        return None
+    try:
+        FuseAttention({found[0].name: form})(small)
+    except AttnserveError:
+        return None
+    block = next(iter(find_attention(small)[0]), None)
+    if block is None or block.output is None:
+        return None
+    # What is made of masks is made once for all layers: it is fed, not timed.
+    return cut_out(small, [_cut(block)], part.feeds)[0]
+
+
+def loss_curves(
+    model: ir.Model,
+    groups: Sequence[Group],
+    batches: Sequence[Batch],
+    *,
+    provider: Provider = "cpu",
+    threads: int = 0,
+    report: Stage,
+) -> dict[str, Curve]:
+    """By the name of each group's first block, where something can be taken out.
+
+    Raises:
+        InvalidData: The model refuses a batch, or its activations are not finite.
+    """
+    able = [group for group in groups if not group.why_not]
+    if not able:
+        return {}
+    blocks = [block for group in able for block in group.blocks]
+    moments = context_moments(
+        model, blocks, batches, provider=provider, threads=threads,
+        progress=lambda done, total: report("measure blocks", done, total),
+    )  # fmt: skip
+    probes = _probe_batches(batches)
+    ask = WhatIf(model, [b.name for b in blocks], probes, provider=provider, threads=threads)
+    curves: dict[str, Curve] = {}
+    for done, group in enumerate(able, start=1):
+        total = _total([moments[name] for name in group.names])
+        found, rows, weight = _elimination(group, total)
+        count, gone, losses = group.count, list[int](), list[float]()
+        for share in PROBES:
+            n = max(round(share * count), 1)
+            if n >= count or n in gone:
+                continue
+            kept = np.setdiff1d(np.arange(count), found.order[:n])
+            fitted = _fitted(total, weight, rows[kept].reshape(-1))
+            gone.append(n)
+            losses.append(ask.cosine_loss(dict.fromkeys(group.names, fitted)))
+        rising = np.maximum.accumulate(np.maximum(losses, 1e-9)) if losses else np.zeros(0)
+        own = np.maximum.accumulate(found.losses)
+        if losses:
+            curves[group.names[0]] = Curve(
+                tuple(found.order.tolist()), tuple(own.tolist()), tuple(gone),
+                tuple(rising.tolist()),
+            )  # fmt: skip
+        report("weigh blocks", done, len(able))
+    return curves
+
+
+def _probe_batches(batches: Sequence[Batch]) -> list[Batch]:
+    """About ``PROBE_ROWS`` rows, of short and of long texts."""
+    rows = [max((len(a) for a in batch.values() if a.ndim), default=1) for batch in batches]
+    count = max(1, round(PROBE_ROWS / max(np.mean(rows), 1)))
+    places = np.linspace(0, len(batches) - 1, min(count + 2, len(batches)) if count > 1 else 3)
+    inner = places[1:-1] if len(places) > 2 else places
+    return [batches[index] for index in dict.fromkeys(inner.round().astype(int).tolist())]
+
+
+def _total(parts: Sequence[Moments]) -> Moments:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def _elimination(group: Group, moments: Moments) -> tuple[Elimination, np.ndarray, np.ndarray]:
+    """The order, which rows of the last weight each head or neuron owns, and that weight."""
+    block = group.blocks[0]
+    if isinstance(block, FeedForwardBlock):
+        weight = block.second_matrix().astype(np.float64)
+        rows = np.arange(block.num_neurons)[:, None]
+        step = max(block.num_neurons // (2 * SIZES) // MULTIPLE, 1) * MULTIPLE
+        return eliminate_neurons(moments.covariance, weight, step), rows, weight
+    assert block.output is not None
+    weight, rows = block.output.matrix().astype(np.float64), block.output.rows
+    flat = rows.reshape(-1)
+    found = eliminate(moments.covariance[np.ix_(flat, flat)], weight[flat], block.num_heads)
+    return found, rows, weight
+
+
+def _fitted(
+    moments: Moments, weight: Float[np.ndarray, "N D"], kept: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The map that comes nearest to what the whole weight makes, of these rows alone."""
+    gram = moments.covariance
+    unit = RIDGE * (float(np.trace(gram)) / len(gram) or 1.0)
+    fitted = np.zeros_like(weight)
+    inner = gram[np.ix_(kept, kept)] + unit * np.eye(len(kept))
+    fitted[kept] = np.linalg.solve(inner, gram[kept] @ weight + unit * weight[kept])
+    return fitted, (moments.t - moments.c @ fitted) / max(moments.count, 1)
+
+
+def options_of(
+    group: Group, timed: Mapping[str, Timed], curve: Curve | None, *, target: int
+) -> list[Option]:
+    """The forms of a group that are slower than it is now at no shape, the whole group first."""
+    times = [timed[name] for name in group.names]
+    original = np.sum([each.original for each in times], axis=0)
+    sizes = set.intersection(*(set(each.sizes) for each in times))
+    options: list[Option] = []
+    for kept in sorted(sizes, reverse=True):
+        ms = np.sum([each.sizes[kept] for each in times], axis=0)
+        if kept < group.count and (curve is None or (ms > NO_SLOWER * original).any()):
+            continue
+        loss = 0.0 if kept == group.count or curve is None else curve.at(group.count - kept)
+        options.append(Option(kept, loss, float(np.mean(ms[:target]))))
+    rising = [options[0]]
+    for option in options[1:]:  # a smaller form that is slower than a larger one is of no use
+        if option.ms < min(each.ms for each in rising):
+            rising.append(option)
+    assert all(a.loss <= b.loss for a, b in pairwise(rising))
+    return rising
