@@ -323,11 +323,11 @@ def loss_curves(
     if not able:
         return {}
     blocks = [block for group in able for block in group.blocks]
+    probes, rest = _apart(batches)
     moments = context_moments(
-        model, blocks, batches, provider=provider, threads=threads,
+        model, blocks, rest, provider=provider, threads=threads,
         progress=lambda done, total: report("measure blocks", done, total),
     )  # fmt: skip
-    probes = _probe_batches(batches)
     ask = WhatIf(model, [b.name for b in blocks], probes, provider=provider, threads=threads)
     curves: dict[str, Curve] = {}
     for done, group in enumerate(able, start=1):
@@ -353,13 +353,16 @@ def loss_curves(
     return curves
 
 
-def _probe_batches(batches: Sequence[Batch]) -> list[Batch]:
-    """About ``PROBE_ROWS`` rows, of short and of long texts."""
+def _apart(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
+    """About ``PROBE_ROWS`` rows of short and of long texts to ask about, and the others to fit to:
+    a block with many neurons fits its own texts better than any others."""
+    if len(batches) < 2:
+        return list(batches), list(batches)
     rows = [max((len(a) for a in batch.values() if a.ndim), default=1) for batch in batches]
-    count = max(1, round(PROBE_ROWS / max(np.mean(rows), 1)))
-    places = np.linspace(0, len(batches) - 1, min(count + 2, len(batches)) if count > 1 else 3)
-    inner = places[1:-1] if len(places) > 2 else places
-    return [batches[index] for index in dict.fromkeys(inner.round().astype(int).tolist())]
+    count = min(max(round(PROBE_ROWS / max(np.mean(rows), 1)), 1), len(batches) // 2)
+    places = np.linspace(0, len(batches) - 1, 2 * count + 1)[1::2].round().astype(int).tolist()
+    probes = [batches[index] for index in dict.fromkeys(places)]
+    return probes, [batch for index, batch in enumerate(batches) if index not in places]
 
 
 def _total(parts: Sequence[Moments]) -> Moments:

@@ -488,9 +488,11 @@ def test_targets_may_be_collected_once():
     for masks in candidates:
         mine, theirs = pruned(original, masks), pruned(original, masks)
         found = refit(mine, original, list(masks), batches, targets=targets)
-        assert found == refit(theirs, original, list(masks), batches)
+        for name, done in refit(theirs, original, list(masks), batches).items():
+            assert found[name].ridge == done.ridge
+            assert found[name].relative_error == pytest.approx(done.relative_error, rel=1e-4)
         for a, b in zip(output_weights(mine), output_weights(theirs), strict=True):
-            np.testing.assert_array_equal(a, b)
+            np.testing.assert_allclose(a, b, atol=1e-4)
 
 
 # Other rewrites
