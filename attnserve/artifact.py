@@ -34,6 +34,7 @@ __all__ = [
     "check_output",
     "check_target",
     "copy_companions",
+    "fingerprint",
     "load_model",
     "merged_record",
     "open_artifact",
@@ -489,6 +490,17 @@ def sha256(path: Path) -> str:
     """The checksum of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fingerprint(artifact: Artifact) -> str:
+    """A checksum of a model with all that decides what it computes: its external data too, and the
+    tokenizer beside it."""
+    digest = hashlib.sha256(sha256(artifact.model).encode())
+    files = [Path(path) for path in external_files(load_model(artifact))]
+    tokenizer = [] if artifact.tokenizer is None else [artifact.tokenizer]
+    for path in (*sorted(files), *tokenizer):
+        digest.update(f"{path.name} {sha256(path)}".encode())
+    return digest.hexdigest()
 
 
 def versions() -> dict[str, str]:

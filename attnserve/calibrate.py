@@ -99,12 +99,22 @@ def load_inputs(
         "rows": len(rows),
         "tokens": int(sum(lengths)),
         "fit_tokens": int(sum(lengths[i] for i in kept)),
-        "sha256": hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None,
+        "sha256": _checksum(path),
     }
     batches = cast(Callable[[Sequence[Any]], list[Batch]], make)
     fit = batches([rows[i] for i in kept])
     proof = batches([rows[i] for i in held])
     return Dataset(fit, proof, int(np.median(lengths)), source, lengths)
+
+
+def _checksum(path: Path) -> str:
+    """Of a file, or of all that is read of a folder."""
+    if path.is_file():
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    digest = hashlib.sha256()
+    for file in sorted(path.glob("*.npz")):
+        digest.update(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}".encode())
+    return digest.hexdigest()
 
 
 def token_mask(batch: Mapping[str, np.ndarray], tokens: Sequence[int]) -> np.ndarray:

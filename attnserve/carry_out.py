@@ -16,6 +16,7 @@ from attnserve.refit import refit
 from attnserve.request import Plan
 from attnserve.session import Provider
 from attnserve.verify import empty_axes, random_batches, shaped_for
+from graph_passes.activation import FuseGelu
 from graph_passes.attention import AttentionBlock
 from graph_passes.collaborate import Collaborate, factor
 from graph_passes.cost import macs_at
@@ -27,6 +28,7 @@ from graph_passes.fuse import Form, FuseAttention
 from graph_passes.moments import TokenMoments, pooled
 from graph_passes.prune import PruneHeads
 from graph_passes.prune_neurons import PruneNeurons
+from graph_passes.residual import SumResiduals
 from graph_passes.reuse import ReuseAttention
 from graph_passes.scores import cache_width
 from graph_passes.shapes import bind_axes, interpret
@@ -172,12 +174,16 @@ class _Run:
         self._do("reuse", ReuseAttention(edges), list(edges))
 
     def fuse(self) -> None:
+        """Write what is left in the operators that run fastest; nothing else changes."""
         forms: dict[str, Form] = {n: f for n, f in self.plan.forms.items() if self._stands(n)}
-        if not forms:
-            return
-        FuseAttention(forms)(self.graph)
-        _require(read_attention(self.graph, seed=self.seed), forms)
-        for name in forms:
+        if forms:
+            FuseAttention(forms)(self.graph)
+            _require(read_attention(self.graph, seed=self.seed), forms)
+        if self.plan.gelu:
+            FuseGelu(self.plan.gelu)(self.graph)
+        if self.plan.sums:
+            SumResiduals()(self.graph)
+        for name in (*forms, *self.plan.gelu):
             self.steps.append(Step("fuse", name, None, self.macs))
 
     def _stands(self, name: str) -> bool:

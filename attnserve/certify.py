@@ -33,7 +33,14 @@ from graph_passes.find import find_attention
 from graph_passes.reference import attention_reference, inputs_of, logits_reference, softmax
 from graph_passes.shapes import Fact, Facts, interpret_small, named_axes
 
-__all__ = ["TOLERANCE", "Certified", "Reading", "certify", "read_attention"]
+__all__ = [
+    "TOLERANCE",
+    "Certified",
+    "Reading",
+    "certify",
+    "read_attention",
+    "require_finite_weights",
+]
 
 TOLERANCE = 1e-4
 """Largest absolute difference of probabilities and output, relative above magnitude 1."""
@@ -82,6 +89,35 @@ class Reading:
     @property
     def blocks(self) -> tuple[AttentionBlock, ...]:
         return tuple(certified.block for certified in self.certified)
+
+
+def require_finite_weights(model: ir.Model) -> None:
+    """Refuse NaN and infinite weights, one tensor at a time.
+
+    Scalars and masks may hold -inf (that is how exporters write "forbidden"); weights may not.
+
+    Raises:
+        InvalidModel: Naming the first such weight.
+    """
+    for graph in model.graphs():
+        for name, value in graph.initializers.items():
+            tensor = value.const_value
+            if tensor is None or not tensor.dtype.is_floating_point():
+                continue
+            array = tensor.numpy()
+            with np.errstate(invalid="ignore"):
+                total = float(np.sum(array, dtype=np.float64))  # finite unless an element is not
+            if np.isfinite(total) or array.size == 1 or _is_mask(array):
+                continue
+            raise InvalidModel(
+                f"the weight {name!r} {tuple(array.shape)} holds a value that is NaN or infinite",
+                "export the model again from a sound checkpoint",
+            )
+
+
+def _is_mask(array: np.ndarray) -> bool:
+    """Only zeros and minus infinity, as a causal mask holds them."""
+    return bool(np.all((array == 0) | np.isneginf(array)))
 
 
 def read_attention(model: ir.Model, *, seed: int = 0) -> Reading:

@@ -357,15 +357,21 @@ def layer_name(layer: str, names: Sequence[str], option: str = "--layers") -> st
     )
 
 
-def read_masks(source: Path | Mapping[str, Any], blocks: Sequence[AttentionBlock]) -> Masks:
+def read_masks(
+    source: Path | Mapping[str, Any],
+    blocks: Sequence[AttentionBlock],
+    option: str = "--prune-heads",
+) -> Masks:
     """{"layer name or index": [0 or 1 for each head]}, checked against the model.
+
+    Args:
+        option: What the user gave them with, for errors.
 
     Raises:
         InvalidData: The file cannot be read, or is no such object.
         InvalidArgument: A layer is unknown or named twice, a mask has another length or entries
             that are neither 0 nor 1, or no head of the model is left.
     """
-    option = "--prune-heads"
     content = _object(source, option, '{"layer": [1, 0, ...]}')
     heads = {block.name: block.num_heads for block in blocks}
     masks: Masks = {}
@@ -379,7 +385,10 @@ def read_masks(source: Path | Mapping[str, Any], blocks: Sequence[AttentionBlock
                 f"{option}: {layer} has {_shown(mask)}, expected a list of 0 and 1",
                 "write 1 for each head that stays and 0 for each that goes",
             )
-        check_mask(name, entries, heads[name])
+        try:
+            check_mask(name, entries, heads[name])
+        except InvalidArgument as error:
+            raise InvalidArgument(f"{option}: {error.what}", error.fix) from error
         masks[name] = [int(entry) for entry in entries]
     if not any(sum(masks.get(name, [1])) for name in heads):
         raise InvalidArgument(
@@ -389,22 +398,27 @@ def read_masks(source: Path | Mapping[str, Any], blocks: Sequence[AttentionBlock
     return masks
 
 
-def read_edges(source: Path | Mapping[str, Any], blocks: Sequence[AttentionBlock]) -> MutableEdges:
+def read_edges(
+    source: Path | Mapping[str, Any], blocks: Sequence[AttentionBlock], option: str = "--reuse"
+) -> MutableEdges:
     """{"layer": {"head": ["source layer", head]}}, layers by name or index, heads from 0.
+
+    Args:
+        option: What the user gave them with, for errors.
 
     Raises:
         InvalidData: The file cannot be read, or is no such object.
         InvalidArgument: An edge is malformed or impossible.
     """
     form = '{"layer": {"head": ["earlier layer", head]}}'
-    content = _object(source, "--reuse", form)
+    content = _object(source, option, form)
     names = [block.name for block in blocks]
     edges: MutableEdges = {}
     for layer, heads in content.items():
-        name = layer_name(layer, names, "--reuse")
+        name = layer_name(layer, names, option)
         if not isinstance(heads, Mapping):
             raise InvalidArgument(
-                f"--reuse: {layer} has {_shown(heads)}, expected an object by head",
+                f"{option}: {layer} has {_shown(heads)}, expected an object by head",
                 f"write {form}",
             )
         given: dict[Any, Any] = dict(heads)  # pyright: ignore[reportUnknownArgumentType]
@@ -413,16 +427,19 @@ def read_edges(source: Path | Mapping[str, Any], blocks: Sequence[AttentionBlock
             head = _count(str(key))
             if head is None or not _is_edge(edge):
                 raise InvalidArgument(
-                    f"--reuse: {layer} has {_shown({str(key): edge})}, expected "
+                    f"{option}: {layer} has {_shown({str(key): edge})}, expected "
                     '{"head": ["earlier layer", head]}',
                     "count heads from 0",
                 )
             if head in taken:
                 raise InvalidArgument(
-                    f"--reuse: head {head} of {name} has two sources", "give each head one"
+                    f"{option}: head {head} of {name} has two sources", "give each head one"
                 )
-            taken[head] = layer_name(str(edge[0]), names, "--reuse"), int(edge[1])
-    check_edges(edges, blocks)
+            taken[head] = layer_name(str(edge[0]), names, option), int(edge[1])
+    try:
+        check_edges(edges, blocks)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{option}: {error.what}", error.fix) from error
     return {name: taken for name, taken in edges.items() if taken}
 
 

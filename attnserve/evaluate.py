@@ -50,6 +50,9 @@ TaskName = Literal["sts", "classification"]
 TASKS: tuple[TaskName, ...] = ("sts", "classification")
 
 RESAMPLES = 1000
+ONE_SIDED = 1.645
+"""Standard errors from a mean to the lower end of a one-sided interval of 95 %."""
+
 INTERVAL = (2.5, 97.5)
 """Percentiles: a 95 % interval."""
 
@@ -194,8 +197,8 @@ class Share:
 
     @property
     def lower(self) -> float:
-        """What is kept at least, but for one time in six."""
-        return self.value - self.standard_error
+        """What is kept at least, but for one time in twenty."""
+        return self.value - ONE_SIDED * self.standard_error
 
 
 def share_kept(

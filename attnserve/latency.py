@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.calibrate import Batch, run
-from attnserve.session import Provider, cpu_name, open_session, require_runtime
+from attnserve.session import Provider, cpu_name, open_session, output_of, require_runtime
 from graph_passes.edit import exposing, remove_unused
 from graph_passes.shapes import Facts, bind_axes, interpret
 
@@ -33,6 +34,9 @@ Progress = Callable[[int, int], None]
 
 GROUP_SECONDS = 6.0
 """About how long the forms of one block are timed."""
+
+MOST_OPEN = 8
+"""Sessions at once: each holds its part's weights, and what ONNX Runtime packs of them."""
 
 MIN_ROUNDS, MAX_ROUNDS = 7, 80
 
@@ -69,9 +73,9 @@ def cut_out(
 ) -> list[Part]:
     """Parts of a model, each of which makes one value from others.
 
-    What a part reads beside its sources and does not depend on them (masks, the probabilities of
-    another layer) is fed too, as the model computes it; only integers, which count lengths, are
-    computed in the part.
+    What a part reads beside its sources and does not depend on what they hold (masks, the
+    probabilities of another layer) is fed too, as the model computes it; only integers, which count
+    lengths, and numbers that follow from lengths are computed in the part.
 
     Args:
         feeds: Inputs of the whole model, one a shape.
@@ -81,14 +85,18 @@ def cut_out(
     """
     inputs = _frontiers(model, cuts, feeds[0])
     fed = list(dict.fromkeys(value for values in inputs for value in values))
+    given = [value for value in fed if value.is_graph_input()]
     made = [value for value in fed if not value.is_graph_input()]
     with exposing(model, made):
         session = open_session(model, provider=provider) if made else None
     seen: list[dict[ir.Value, np.ndarray]] = []
     for feed in feeds:
         arrays = {} if session is None else dict(zip(made, run(session, feed), strict=True))
-        seen.append({**arrays, **{v: feed[v.name or ""] for v in fed if v.is_graph_input()}})
-    return [_part(model, cut, values, seen) for cut, values in zip(cuts, inputs, strict=True)]
+        seen.append({**arrays, **{value: feed[value.name or ""] for value in given}})
+    sizes = [_sizes(feed) for feed in feeds]
+    return [
+        _part(model, cut, values, seen, sizes) for cut, values in zip(cuts, inputs, strict=True)
+    ]
 
 
 def _part(
@@ -96,20 +104,21 @@ def _part(
     cut: Cut,
     inputs: Sequence[ir.Value],
     seen: Sequence[Mapping[ir.Value, np.ndarray]],
+    sizes: Sequence[tuple[int, int]],
 ) -> Part:
     part = model.clone()
     twins = dict(zip(_values(model), _values(part), strict=True))
     part.graph.inputs.clear()
+    part.graph.outputs[:] = [twins[cut.output]]  # what is fed may have been an output
     for value in inputs:
         shapes = [arrays[value].shape for arrays in seen]
         new = ir.Value(
             name=_fed(value),
-            shape=ir.Shape([_dim(sizes) for sizes in zip(*shapes, strict=True)]),
+            shape=ir.Shape([_dim(i, along, sizes) for i, along in _along(shapes)]),
             type=ir.TensorType(ir.DataType.from_numpy(seen[0][value].dtype)),
         )
         ir.convenience.replace_all_uses_with(twins[value], new)
         part.graph.inputs.append(new)
-    part.graph.outputs[:] = [twins[cut.output]]
     remove_unused(part)
     return Part(part, tuple({_fed(v): arrays[v] for v in inputs} for arrays in seen))
 
@@ -118,9 +127,30 @@ def _fed(value: ir.Value) -> str:
     return f"{value.name}/fed"
 
 
-def _dim(sizes: tuple[int, ...]) -> int | str:
-    """The size of an axis; a name where it differs from shape to shape."""
-    return sizes[0] if len(set(sizes)) == 1 else "sequence"
+def _along(shapes: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Each axis, with its size at each shape."""
+    return enumerate(zip(*shapes, strict=True))
+
+
+def _dim(axis: int, along: tuple[int, ...], sizes: Sequence[tuple[int, int]]) -> int | str:
+    """The size of an axis; where it differs from shape to shape a name, the same for the same.
+
+    Args:
+        sizes: Batch and length at each shape.
+    """
+    if len(set(along)) == 1:
+        return along[0]
+    batches, lengths = zip(*sizes, strict=True)
+    named = {lengths: "sequence", batches: "batch"}
+    if axis == 0 and along == batches:  # where they are alike, too
+        return "batch"
+    if along in named:
+        return named[along]
+    if along == tuple(batch * length for batch, length in sizes):  # tokens of all texts in a row
+        both = (str(batches[0]) if len(set(batches)) == 1 else "batch",
+                str(lengths[0]) if len(set(lengths)) == 1 else "sequence")  # fmt: skip
+        return "*".join(both)
+    return "axis_" + "_".join(map(str, along))
 
 
 def _values(model: ir.Model) -> list[ir.Value]:
@@ -132,15 +162,20 @@ def _frontiers(model: ir.Model, cuts: Sequence[Cut], feed: Batch) -> list[list[i
     """What each part must be fed, its sources first."""
     batch, length = _sizes(feed)
     facts = interpret(model, bind_axes(model.graph, batch=batch, sequence=length))
-    varying = _behind(model, model.graph.inputs)
-    return [_frontier(cut, varying, _behind(model, cut.sources), facts) for cut in cuts]
+    # Old graphs list their initializers among the inputs.
+    inputs = [value for value in model.graph.inputs if value.name not in model.graph.initializers]
+    varying = _behind(model, inputs, shapes=True)
+    return [
+        _frontier(cut, varying, _behind(model, cut.sources, shapes=False), facts) for cut in cuts
+    ]
 
 
-def _behind(model: ir.Model, values: Collection[ir.Value]) -> set[ir.Value]:
-    """These, and all that depends on them."""
+def _behind(model: ir.Model, values: Collection[ir.Value], *, shapes: bool) -> set[ir.Value]:
+    """These, and all that depends on what they hold; with ``shapes`` on how long they are, too."""
     found = set(values)
     for node in model.graph:
-        if not found.isdisjoint(_reads(node)):
+        asks = node.op_type in ("Shape", "Size") and not node.domain
+        if (shapes or not asks) and not found.isdisjoint(_reads(node)):
             found |= set(node.outputs)
     return found
 
@@ -148,13 +183,15 @@ def _behind(model: ir.Model, values: Collection[ir.Value]) -> set[ir.Value]:
 def _frontier(
     cut: Cut, varying: set[ir.Value], dependent: set[ir.Value], facts: Facts
 ) -> list[ir.Value]:
-    found: dict[ir.Value, None] = dict.fromkeys(cut.sources)
+    found = dict.fromkeys(source for source in cut.sources if source in varying)
     seen, waiting = {cut.output, *cut.sources}, [cut.output]
     while waiting:
         value = waiting.pop()
         node, fact = value.producer(), facts.known.get(value)
         dtype = value.dtype if fact is None else fact.dtype
         counts = dtype is not None and dtype.is_integer()
+        if fact is not None and fact.constant is not None:  # 1 / sqrt(K), K asked of a shape
+            counts = counts or fact.constant.size <= 1
         if node is None or (value in varying and not (value in dependent or counts)):
             if value in varying:
                 found[value] = None
@@ -167,13 +204,14 @@ def _frontier(
 
 
 def _sizes(feed: Batch) -> tuple[int, int]:
+    """Batch and length of a model's input, or of a part's: ids, else tokens of some width."""
     shapes = [array.shape for array in feed.values()]
-    length = next((shape[1] for shape in shapes if len(shape) == 2), 1)
-    return next((shape[0] for shape in shapes if shape), 1), length
+    lengths = [shape[1] for rank in (2, 3) for shape in shapes if len(shape) == rank]
+    return next((shape[0] for shape in shapes if shape), 1), next(iter(lengths), 1)
 
 
 def _reads(node: ir.Node) -> Iterator[ir.Value]:
-    """What a node reads, in the bodies inside it too."""
+    """What a node reads, in the bodies inside it too, and what these return as it is."""
     yield from (value for value in node.inputs if value is not None)
     for attribute in node.attributes.values():
         graphs: Sequence[ir.Graph] = ()
@@ -183,7 +221,9 @@ def _reads(node: ir.Node) -> Iterator[ir.Value]:
             graphs = attribute.as_graphs()
         for graph in graphs:
             own = {value for inner in graph for value in inner.outputs} | set(graph.inputs)
+            own |= set(graph.initializers.values())
             yield from (v for inner in graph for v in _reads(inner) if v not in own)
+            yield from (value for value in graph.outputs if value not in own)
 
 
 def _structure(graph: ir.Graph) -> Hashable:
@@ -255,14 +295,14 @@ class LatencyTable:
     Args:
         path: The file; None keeps nothing.
         provider, threads: Of the sessions. Times of other providers, numbers of threads, versions
-            of ONNX Runtime or processors are other entries of the same file.
+            of ONNX Runtime, processors, numbers of cores that may be used, or GPUs are other
+            entries of the same file.
     """
 
     def __init__(self, path: Path | None, *, provider: Provider = "cpu", threads: int = 0) -> None:
         self.path, self.threads = path, threads
         self.provider: Provider = provider
-        version = require_runtime().__version__
-        self.setting = f"{cpu_name()}, {provider}, {threads} threads, onnxruntime {version}"
+        self.setting = _setting(provider, threads)
         self.times_ms: dict[str, float] = _read(path).get(self.setting, {})
         self.measured = 0
         """How many entries were measured in this run, not found."""
@@ -275,30 +315,47 @@ class LatencyTable:
         The first part is the one that others are compared with: where some are known and some are
         not, those are timed beside it again, and their times are in proportion to what was known.
         """
-        names, provider = list(parts), self.provider
-        first = parts[names[0]]
+        names = list(parts)
+        first = names[0]
         keys = {name: [part.key(i) for i in range(len(part.feeds))] for name, part in parts.items()}
         missing = [n for n in names if any(key not in self.times_ms for key in keys[n])]
         if missing:
-            chosen = list(dict.fromkeys([names[0], *missing]))
-            sessions = {
-                name: open_session(parts[name].model, provider=provider, threads=self.threads)
-                for name in chosen
-            }
-            for index in range(len(first.feeds)):
-                feeds = [parts[name].feeds[index] for name in chosen]
-                times = in_turns(
-                    list(sessions.values()), feeds, seconds=GROUP_SECONDS / len(first.feeds)
-                )
-                known = self.times_ms.get(keys[names[0]][index], float(np.median(times[0])))
-                for name, samples in zip(chosen, times, strict=True):
-                    ratio = float(np.median(samples / times[0]))
-                    self.times_ms.setdefault(keys[name][index], round(known * ratio, 5))
-                    self.measured += 1
+            others = [name for name in missing if name != first]
+            step = MOST_OPEN - 1
+            chunks = [
+                [first, *others[start : start + step]]
+                for start in range(0, max(len(others), 1), step)
+            ]
+            shapes = len(parts[first].feeds)
+            seconds = GROUP_SECONDS / shapes / sum(map(len, chunks))
+            for done, chunk in enumerate(chunks):
+                times = self._time({name: parts[name] for name in chunk}, seconds * len(chunk))
+                for index, samples in enumerate(times):
+                    self._note([keys[name][index] for name in chunk], samples)
                 if progress is not None:
-                    progress(index + 1, len(first.feeds))
+                    progress(done + 1, len(chunks))
             self._save()
         return {name: tuple(self.times_ms[key] for key in keys[name]) for name in names}
+
+    def _time(self, parts: Mapping[str, Part], seconds: float) -> list[list[np.ndarray]]:
+        """Samples by shape and part; the sessions are closed after it."""
+        chosen = list(parts.values())
+        sessions = [
+            open_session(part.model, provider=self.provider, threads=self.threads)
+            for part in chosen
+        ]
+        return [
+            in_turns(sessions, [part.feeds[index] for part in chosen], seconds=seconds)
+            for index in range(len(chosen[0].feeds))
+        ]
+
+    def _note(self, keys: Sequence[str], times: Sequence[np.ndarray]) -> None:
+        known = self.times_ms.get(keys[0], float(np.median(times[0])))
+        for key, samples in zip(keys, times, strict=True):
+            if key not in self.times_ms:
+                ratio = float(np.median(samples / times[0]))
+                self.times_ms[key] = round(known * ratio, 5)
+                self.measured += 1
 
     def _save(self) -> None:
         """Together with what others wrote meanwhile; whole or not at all."""
@@ -306,15 +363,34 @@ class LatencyTable:
             return
         content = _read(self.path)
         content[self.setting] = {**content.get(self.setting, {}), **self.times_ms}
+        written: Path | None = None
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(
                 "w", dir=self.path.parent, delete=False, suffix=".json"
             ) as file:
+                written = Path(file.name)
                 json.dump(content, file, indent=1, sort_keys=True)
-            Path(file.name).replace(self.path)
+            written.replace(self.path)
+            written = None
         except OSError:  # a cache that cannot be written is none
             return
+        finally:
+            if written is not None:
+                with suppress(OSError):
+                    written.unlink()
+
+
+def _setting(provider: Provider, threads: int) -> str:
+    """What times depend on beside the part."""
+    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS or Windows
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    machine = f"{cpu_name()}, {cores} cores"
+    if provider == "cuda":
+        gpu = output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+        machine += f", {gpu or 'an unknown GPU'}"
+    version = require_runtime().__version__
+    return f"{machine}, {provider}, {threads} threads, onnxruntime {version}"
 
 
 def _read(path: Path | None) -> dict[str, dict[str, float]]:

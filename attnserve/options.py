@@ -9,9 +9,8 @@ over (``elimination``).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, cast
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -24,7 +23,8 @@ from attnserve.precision import Precision, convert
 from attnserve.refit import Moments, context_moments
 from attnserve.session import Provider
 from attnserve.whatif import WhatIf
-from graph_passes import prune_neurons, rewrites
+from graph_passes import activation, emit, fuse, prune_neurons, rewrites
+from graph_passes.activation import FuseGelu
 from graph_passes.attention import AttentionBlock
 from graph_passes.constants import origin
 from graph_passes.errors import AttnserveError
@@ -33,16 +33,28 @@ from graph_passes.find import find_attention
 from graph_passes.fuse import Form, FuseAttention
 from graph_passes.prune import PruneHeads
 from graph_passes.prune_neurons import PruneNeurons
+from graph_passes.residual import SumResiduals, find_residuals
+from graph_passes.shapes import Facts, interpret_small
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-__all__ = ["Curve", "Group", "Timed", "group_blocks", "loss_curves", "options_of", "time_blocks"]
+__all__ = [
+    "Block",
+    "Curve",
+    "Group",
+    "Timed",
+    "group_blocks",
+    "loss_curves",
+    "options_of",
+    "sums_are_faster",
+    "time_blocks",
+]
 
 Stage = Callable[[str, int, int], None]
 Block = AttentionBlock | FeedForwardBlock
 Kind = Literal["attention", "feed_forward"]
-Emission = Form | Literal["as exported"]
+Emission = Form | Literal["gelu", "as exported"]
 
 FORMS: Sequence[Form] = ("attention", "multi_head")
 
@@ -138,7 +150,7 @@ class Curve:
 
 
 def group_blocks(model: ir.Model, attention: Sequence[AttentionBlock], *, ffn: bool) -> list[Group]:
-    """Attentions that were certified and, where they may change, feed-forwards, in groups.
+    """Attentions that were certified, and feed-forwards, in groups.
 
     Blocks in the body of another node are left out: no session can look into them.
     """
@@ -146,23 +158,31 @@ def group_blocks(model: ir.Model, attention: Sequence[AttentionBlock], *, ffn: b
     for block in attention:
         if block.graph is model.graph and block.output is not None:
             found.setdefault(origin(block.output.weight), []).append(block)
-    for block in find_feed_forward(model) if ffn else ():
-        if block.graph is model.graph and not prune_neurons.why_not(block):
+    for block in find_feed_forward(model):
+        if block.graph is model.graph:
             found.setdefault(origin(block.second.weight), []).append(block)
     groups: list[Group] = []
+    taken = {block.name for block in attention}
     for blocks in found.values():
         first = blocks[0]
         if isinstance(first, FeedForwardBlock):
-            groups.append(Group("feed_forward", tuple(blocks), first.num_neurons, ""))
+            ours = [block for block in blocks if isinstance(block, FeedForwardBlock)]
+            reason = next(filter(None, map(prune_neurons.why_not, ours)), "")
+            if taken & {block.name for block in ours}:
+                continue  # nothing could tell it from the attention of that name
+            reason = reason or ("" if ffn else "neurons stay unless --allow ffn is given")
+            groups.append(Group("feed_forward", tuple(blocks), first.num_neurons, reason))
             continue
-        reasons = [_why_not(b, attention) for b in blocks if isinstance(b, AttentionBlock)]
+        facts = interpret_small(model, batch=2, sequence=5)
+        theirs = [block for block in blocks if isinstance(block, AttentionBlock)]
+        reasons = [_why_not(block, attention, facts) for block in theirs]
         reason = next(filter(None, reasons), "")
         groups.append(Group("attention", tuple(blocks), first.num_heads, reason))
     return groups
 
 
-def _why_not(block: AttentionBlock, others: Sequence[AttentionBlock]) -> str:
-    if reason := rewrites.prune(block):
+def _why_not(block: AttentionBlock, others: Sequence[AttentionBlock], facts: Facts) -> str:
+    if reason := rewrites.prune(block) or emit.why_not(block, facts):
         return reason
     for other in others:
         if any(reused.value is block.probabilities for reused in other.reused):
@@ -179,8 +199,8 @@ def time_blocks(
     target: int,
     precision: Precision = "float32",
     report: Stage,
-) -> dict[str, Timed]:
-    """Every form of every block, by the block's name.
+) -> dict[Block, Timed]:
+    """Every way to write a block, and every size of it in the fastest of them.
 
     Blocks that do the same work are timed once.
 
@@ -189,19 +209,27 @@ def time_blocks(
     """
     blocks = [block for group in groups for block in group.blocks]
     parts = cut_out(model, [_cut(block) for block in blocks], feeds, provider=table.provider)
-    alike: dict[tuple[str, ...], list[tuple[Block, Part]]] = {}
+    alike: dict[tuple[Any, ...], list[tuple[Block, Part]]] = {}
+    facts = interpret_small(model, batch=2, sequence=5)
+    frozen = {block for group in groups if group.why_not for block in group.blocks}
+    forms = {block: _forms(block, facts, model.opset_imports) for block in blocks}
     for block, part in zip(blocks, parts, strict=True):
-        key = tuple(part.key(index) for index in range(len(feeds)))
-        alike.setdefault(key, []).append((block, part))
-    frozen = {name for group in groups if group.why_not for name in group.names}
-    found: dict[str, Timed] = {}
-    for done, same in enumerate(alike.values(), start=1):
+        keys = (part.key(index) for index in range(len(feeds)))
+        alike.setdefault((*keys, forms[block], block in frozen), []).append((block, part))
+    found: dict[Block, Timed] = {}
+    for done, ((*_, able, whole), same) in enumerate(alike.items(), start=1):
         block, part = same[0]
-        whole = any(block.name in frozen for block, _ in same)
-        timed = _time(block, part, table, target, precision, whole=whole)
-        found |= {each.name: timed for each, _ in same}
+        timed = _time(block, part, table, target, precision, able, whole=whole)
+        found |= {each: timed for each, _ in same}
         report("time blocks", done, len(alike))
     return found
+
+
+def _forms(block: Block, facts: Facts, opsets: Mapping[str, int]) -> tuple[Emission, ...]:
+    """The operators that a block can be written in, where it stands in the whole model."""
+    if isinstance(block, FeedForwardBlock):
+        return () if activation.why_not(block, facts, opsets) else ("gelu",)
+    return tuple(form for form in FORMS if not fuse.why_not(block, form, facts))
 
 
 def _cut(block: Block) -> Cut:
@@ -212,39 +240,45 @@ def _cut(block: Block) -> Cut:
 
 
 def _time(
-    block: Block, part: Part, table: LatencyTable, target: int, precision: Precision, *, whole: bool
+    block: Block,
+    part: Part,
+    table: LatencyTable,
+    target: int,
+    precision: Precision,
+    forms: Sequence[Emission],
+    *,
+    whole: bool,
 ) -> Timed:
+    """Ways to write the block first, then its sizes in the fastest of them."""
     original = _converted(part, precision)
-    if isinstance(block, FeedForwardBlock):
-        step = max(block.num_neurons // SIZES // MULTIPLE, 1) * MULTIPLE
-        counts = range(step, block.num_neurons, step)
-        forms = {n: _without_neurons(part, n, block.num_neurons) for n in counts}
-        times = _measure(table, original, forms, precision)
-        return Timed(
-            times[None], "as exported", {**times_of(times), block.num_neurons: times[None]}
-        )
-    fused: dict[Form, Part] = {f: made for f in FORMS if (made := _fused(part, f)) is not None}
-    times = _measure(table, original, fused, precision)
+    written: dict[Emission, Part] = {}
+    for form in forms:
+        if (made := _written(part, form)) is not None:
+            written[form] = made
+    times = _measure(table, original, written, precision)
     bounds = NO_SLOWER * np.array(times[None])
-    safe = [form for form in fused if (np.array(times[form]) <= bounds).all()]
-    fastest = cast(
-        Emission, min(safe, key=lambda form: _mean(times[form], target), default="as exported")
-    )
-    start = times[None] if fastest == "as exported" else times[fastest]
+    safe = {form: times[form] for form in written if (np.array(times[form]) <= bounds).all()}
+    fastest: Emission = "as exported"
+    for form in written:
+        if form in safe and _mean(safe[form], target) < _mean(
+            safe.get(fastest, times[None]), target
+        ):
+            fastest = form
+    start = safe.get(fastest, times[None])
+    count = block.num_neurons if isinstance(block, FeedForwardBlock) else block.num_heads
     if whole:
-        return Timed(times[None], fastest, {block.num_heads: start})
-    step = max(block.num_heads // SIZES, 1)
-    less = {
-        n: made
-        for n in range(step, block.num_heads, step)
-        if (made := _without_heads(part, n, block.num_heads, fastest)) is not None
-    }
-    sizes = times_of(_measure(table, original, less, precision))
-    return Timed(times[None], fastest, {**sizes, block.num_heads: start})
-
-
-def times_of(times: Mapping[Any, tuple[float, ...]]) -> dict[int, tuple[float, ...]]:
-    return {key: value for key, value in times.items() if key is not None}
+        return Timed(times[None], fastest, {count: start})
+    multiple = MULTIPLE if isinstance(block, FeedForwardBlock) else 1
+    step = max(count // SIZES // multiple, 1) * multiple
+    smaller: dict[int, Part] = {}
+    for kept in range(step, count, step):
+        less = _smaller(part, kept, count)
+        made = less if less is None or fastest == "as exported" else _written(less, fastest)
+        if made is not None:
+            smaller[kept] = made
+    found = _measure(table, original, smaller, precision)
+    sizes = {kept: found[kept] for kept in smaller}
+    return Timed(times[None], fastest, {**sizes, count: start})
 
 
 def _mean(times: Sequence[float], target: int) -> float:
@@ -270,32 +304,36 @@ def _converted(part: Part, precision: Precision) -> Part:
         return part
 
 
-def _without_neurons(part: Part, kept: int, count: int) -> Part:
+def _smaller(part: Part, kept: int, count: int) -> Part | None:
+    """With fewer heads or neurons; None where a part of them cannot go."""
     small = part.model.clone()
-    name = find_feed_forward(small)[0].name
-    PruneNeurons({name: [1] * kept + [0] * (count - kept)})(small)
+    mask = [1] * kept + [0] * (count - kept)
+    attention, neurons = find_attention(small)[0], find_feed_forward(small)
+    try:
+        if attention:
+            PruneHeads({attention[0].name: mask})(small)
+        elif neurons:
+            PruneNeurons({neurons[0].name: mask})(small)
+        else:
+            return None
+    except AttnserveError:  # heads in groups of which a part cannot go
+        return None
     return Part(small, part.feeds)
 
 
-def _without_heads(part: Part, kept: int, count: int, emission: Emission) -> Part | None:
+def _written(part: Part, form: Emission) -> Part | None:
+    """With operators of ONNX Runtime; None where there is none for it."""
     small = part.model.clone()
-    name = find_attention(small)[0][0].name
+    attention, neurons = find_attention(small)[0], find_feed_forward(small)
     try:
-        PruneHeads({name: [1] * kept + [0] * (count - kept)})(small)
-    except AttnserveError:  # heads in groups of which a part cannot go
-        return None
-    made = Part(small, part.feeds)
-    return made if emission == "as exported" else _fused(made, emission)
-
-
-def _fused(part: Part, form: Form) -> Part | None:
-    """With one operator for the attention; None where there is none."""
-    small = part.model.clone()
-    found = find_attention(small)[0]
-    if not found:
-        return None
-    try:
-        FuseAttention({found[0].name: form})(small)
+        if form == "gelu":
+            if not neurons:
+                return None
+            FuseGelu([neurons[0].name])(small)
+            return Part(small, part.feeds)
+        if form == "as exported" or not attention:
+            return None
+        FuseAttention({attention[0].name: form})(small)
     except AttnserveError:
         return None
     block = next(iter(find_attention(small)[0]), None)
@@ -303,6 +341,38 @@ def _fused(part: Part, form: Form) -> Part | None:
         return None
     # What is made of masks is made once for all layers: it is fed, not timed.
     return cut_out(small, [_cut(block)], part.feeds)[0]
+
+
+def sums_are_faster(
+    model: ir.Model,
+    feeds: Sequence[Batch],
+    table: LatencyTable,
+    *,
+    target: int,
+    precision: Precision = "float32",
+) -> float:
+    """Milliseconds that ``SumResiduals`` saves of a whole run, mean over the target shapes; 0 where
+    it is slower at any shape."""
+    norms = [node for node in find_residuals(model) if node.graph is model.graph]
+    cuts: list[Cut] = []
+    for norm in norms:
+        added = norm.inputs[0]
+        node = None if added is None else added.producer()
+        assert node is not None
+        cuts.append(Cut(norm.outputs[0], tuple(v for v in node.inputs if v is not None)))
+    saved: list[np.ndarray] = []
+    known: dict[str, np.ndarray] = {}
+    for part in cut_out(model, cuts, feeds, provider=table.provider) if cuts else ():
+        key = part.key(0)
+        if key not in known:
+            summed = part.model.clone()
+            SumResiduals()(summed)
+            original = _converted(part, precision)
+            times = _measure(table, original, {"sum": Part(summed, part.feeds)}, precision)
+            known[key] = np.array(times[None]) - np.array(times["sum"])
+        saved.append(known[key])
+    total = np.sum(saved, axis=0) if saved else np.zeros(1)
+    return float(np.mean(total[:target])) if (total > 0).all() else 0.0
 
 
 def loss_curves(
@@ -314,7 +384,7 @@ def loss_curves(
     threads: int = 0,
     report: Stage,
 ) -> dict[str, Curve]:
-    """By the name of each group's first block, where something can be taken out.
+    """By kind and name of each group's first block, where something can be taken out.
 
     Raises:
         InvalidData: The model refuses a batch, or its activations are not finite.
@@ -345,7 +415,7 @@ def loss_curves(
         rising = np.maximum.accumulate(np.maximum(losses, 1e-9)) if losses else np.zeros(0)
         own = np.maximum.accumulate(found.losses)
         if losses:
-            curves[group.names[0]] = Curve(
+            curves[f"{group.kind} {group.names[0]}"] = Curve(
                 tuple(found.order.tolist()), tuple(own.tolist()), tuple(gone),
                 tuple(rising.tolist()),
             )  # fmt: skip
@@ -400,10 +470,10 @@ def _fitted(
 
 
 def options_of(
-    group: Group, timed: Mapping[str, Timed], curve: Curve | None, *, target: int
+    group: Group, timed: Mapping[Block, Timed], curve: Curve | None, *, target: int
 ) -> list[Option]:
     """The forms of a group that are slower than it is now at no shape, the whole group first."""
-    times = [timed[name] for name in group.names]
+    times = [timed[block] for block in group.blocks]
     original = np.sum([each.original for each in times], axis=0)
     sizes = set.intersection(*(set(each.sizes) for each in times))
     options: list[Option] = []
@@ -417,5 +487,5 @@ def options_of(
     for option in options[1:]:  # a smaller form that is slower than a larger one is of no use
         if option.ms < min(each.ms for each in rising):
             rising.append(option)
-    assert all(a.loss <= b.loss for a, b in pairwise(rising))
-    return rising
+    losses = np.maximum.accumulate([option.loss for option in rising]).tolist()  # but for rounding
+    return [replace(option, loss=loss) for option, loss in zip(rising, losses, strict=True)]

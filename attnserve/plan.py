@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -25,6 +26,7 @@ import onnx_ir as ir
 from attnserve.artifact import (
     Artifact,
     check_output,
+    fingerprint,
     load_model,
     open_artifact,
     sha256,
@@ -33,18 +35,20 @@ from attnserve.artifact import (
 )
 from attnserve.calibrate import Dataset, load_inputs, run
 from attnserve.carry_out import CarriedOut, Stage, carry_out
-from attnserve.certify import read_attention
+from attnserve.certify import read_attention, require_finite_weights
 from attnserve.drawing import FIRST, GRID, INK, MUTED, SECOND, svg_file
 from attnserve.evaluate import TASKS, Share, TaskName, score_session, share_kept
 from attnserve.inputs import example_inputs
-from attnserve.latency import LatencyTable, Part, default_cache, in_turns
+from attnserve.latency import LatencyTable, Part, default_cache
 from attnserve.options import (
+    Block,
     Curve,
     Group,
     Timed,
     group_blocks,
     loss_curves,
     options_of,
+    sums_are_faster,
     time_blocks,
 )
 from attnserve.pareto import Choice, Option, pareto_front
@@ -52,7 +56,8 @@ from attnserve.precision import Precision, convert
 from attnserve.request import Plan, require_attention
 from attnserve.session import Provider, open_session
 from attnserve.verify import Fidelity, compare
-from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
+from graph_passes.errors import AttnserveError, CheckFailed, InvalidArgument, InvalidData
+from graph_passes.fuse import Form
 
 __all__ = ["Allowed", "Goal", "PlanReport", "Searched", "plan", "search"]
 
@@ -79,8 +84,8 @@ NEAR = 1.01
 COSINE_A_POINT = 2.5
 """A first guess: how much more of the cosine is lost than of a task's score."""
 
-CHECK_SECONDS = 1.2
-"""About how long the two models are timed at one length."""
+ROUNDING = 1e-4
+"""Of a loss: what is the same but for rounding keeps everything."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +216,6 @@ class PlanReport:
     timed: Sequence[Mapping[str, Any]]
     versions: Mapping[str, str]
     machine: str
-    warnings: tuple[str, ...] = ()
 
     @property
     def speedup(self) -> float:
@@ -251,7 +255,6 @@ class PlanReport:
             "latency_ms": list(self.timed),
             "machine": self.machine,
             "versions": dict(self.versions),
-            "warnings": list(self.warnings),
         }
 
 
@@ -420,17 +423,33 @@ class _Journal:
             content = {}
         return cls(path, content if isinstance(content, dict) else {})
 
+    def curves(self) -> dict[str, Curve] | None:
+        try:
+            known = self.content["curves"]
+            return {n: Curve(**{k: tuple(v) for k, v in c.items()}) for n, c in known.items()}
+        except (KeyError, TypeError, AttributeError):
+            return None
+
+    def built(self, key: str) -> tuple[float, float] | None:
+        """(loss, cosine) of what was built."""
+        try:
+            loss, cosine = self.content["builds"][key]
+            return float(loss), float(cosine)
+        except (KeyError, TypeError, ValueError):
+            return None
+
     def put(self, key: str, value: Any) -> None:
         self.content[key] = value
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with staged(self.path.parent) as stage:
                 (stage / self.path.name).write_text(json.dumps(self.content), encoding="utf-8")
-        except OSError:  # then nothing is remembered
+        except (OSError, AttnserveError):  # then nothing is remembered
             return
 
     def close(self) -> None:
-        self.path.unlink(missing_ok=True)
+        with suppress(OSError):
+            self.path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -463,16 +482,20 @@ class _Search:
     threads: int
     seed: int
     report: Stage
+    timed_at: list[int] = field(default_factory=list[int])
     groups: list[Group] = field(default_factory=list[Group])
-    timed: dict[str, Timed] = field(default_factory=dict[str, Timed])
+    timed: dict[Block, Timed] = field(default_factory=dict[Block, Timed])
     curves: dict[str, Curve] = field(default_factory=dict[str, Curve])
     options: list[list[Option]] = field(default_factory=list[list[Option]])
     front: list[Choice] = field(default_factory=list[Choice])
-    whole_ms: float = 0.0
-    now_ms: float = 0.0
+    table: LatencyTable = field(default_factory=lambda: LatencyTable(None))
+    rest_ms: float = 0.0
+    """What the model takes beside its blocks, once residuals are written as is fastest."""
+    saved_ms: float = 0.0
+    """By writing residuals in another operator."""
     before: Any = None
     """The original's score on the task."""
-    builds: dict[tuple[int, ...], _Built] = field(default_factory=dict[tuple[int, ...], _Built])
+    last: _Built | None = None
     measured: dict[tuple[int, ...], tuple[float, float]] = field(
         default_factory=dict[tuple[int, ...], tuple[float, float]]
     )
@@ -480,16 +503,26 @@ class _Search:
     journal: _Journal = field(default_factory=lambda: _Journal(Path("none")))
 
     def run(self) -> Searched:
+        require_finite_weights(self.graph)
         reading = read_attention(self.graph, seed=self.seed)
         require_attention(reading)
-        record = (sha256(self.artifact.model), self.data.source["sha256"], self.asked, versions())
+        if self.goal.precision != "float32":
+            convert(self.graph, self.goal.precision)  # what cannot be converted is said at once
+        if self.goal.task is not None:
+            self.before = self._score(self.graph, "score the original")
+        elif all(v.shape is not None and v.shape[-1:] == (1,) for v in self.graph.graph.outputs):
+            raise InvalidArgument(
+                "the model's output is one number, whose cosine says nothing",
+                "give --eval-data FILE and --task, to keep a share of a score",
+            )
+        record = (fingerprint(self.artifact), self.data.source, self.asked, versions())
         key = hashlib.sha256(json.dumps(record, sort_keys=True, default=str).encode())
         self.journal = _Journal.open(key.hexdigest()[:24])
         self.groups = group_blocks(self.graph, reading.blocks, ffn="ffn" in self.goal.allow)
         self._time()
         self._weigh()
         self.options = [
-            options_of(g, self.timed, self.curves.get(g.names[0]), target=len(self.lengths))
+            options_of(g, self.timed, self.curves.get(_key(g)), target=len(self.lengths))
             for g in self.groups
         ]
         self.front = pareto_front(self.options)
@@ -499,64 +532,68 @@ class _Search:
         return searched
 
     def _time(self) -> None:
+        target = len(self.lengths)
         others = [length for length in self.possible if length not in self.lengths]
         guards = dict.fromkeys((*others[:1], *others[-1:]))
+        self.timed_at = [*self.lengths, *guards]
         feeds = [
-            example_inputs(self.graph, self.batch, length, self.seed)
-            for length in (*self.lengths, *guards)
+            example_inputs(self.graph, self.batch, length, self.seed) for length in self.timed_at
         ]
-        table = LatencyTable(default_cache(), provider=self.provider, threads=self.threads)
+        self.table = LatencyTable(default_cache(), provider=self.provider, threads=self.threads)
         self.timed = time_blocks(
-            self.graph, self.groups, feeds, table, target=len(self.lengths),
+            self.graph, self.groups, feeds, self.table, target=target,
             precision=self.goal.precision, report=self.report,
         )  # fmt: skip
-        whole = Part(self.graph, tuple(feeds))
-        if self.goal.precision != "float32":
-            whole = Part(convert(self.graph, self.goal.precision), tuple(feeds))
-        times = table.measure({"model": whole})["model"]
-        self.whole_ms = float(np.mean(times[: len(self.lengths)]))
-        names = [name for group in self.groups for name in group.names]
-        self.now_ms = float(
-            np.sum([self.timed[n].original[: len(self.lengths)] for n in names]) / len(self.lengths)
+        self.saved_ms = sums_are_faster(
+            self.graph, feeds, self.table, target=target, precision=self.goal.precision
         )
-        self.machine = table.setting
+        model = convert(self.graph, self.goal.precision)
+        times = self.table.measure({"model": Part(model, tuple(feeds))})["model"]
+        blocks = [block for group in self.groups for block in group.blocks]
+        now = sum(float(np.mean(self.timed[block].original[:target])) for block in blocks)
+        # Alone, blocks may take longer than together: then the rest is taken to be nothing.
+        self.rest_ms = max(float(np.mean(times[:target])) - now - self.saved_ms, 0.0)
 
     def _weigh(self) -> None:
-        known = self.journal.content.get("curves")
+        known = self.journal.curves()
         if known is None:
-            self.curves = loss_curves(
+            known = loss_curves(
                 self.graph, self.groups, self.data.fit, provider=self.provider, report=self.report
             )
-            self.journal.put("curves", {name: c.to_json() for name, c in self.curves.items()})
-            return
-        self.curves = {
-            name: Curve(**{key: tuple(value) for key, value in curve.items()})
-            for name, curve in known.items()
-        }
+            self.journal.put("curves", {name: c.to_json() for name, c in known.items()})
+        self.curves = known
 
     def _predicted(self, choice: Choice) -> float:
-        """The speed-up of the whole model, against the original in the same precision."""
-        return self.whole_ms / max(self.whole_ms - self.now_ms + choice.ms, 1e-9)
+        """Milliseconds of the whole model, mean over the lengths asked for."""
+        return self.rest_ms + choice.ms
 
-    def _fastest(self) -> _Built:
-        """The fastest choice that keeps enough.
+    def _speedup_of(self, choice: Choice) -> float:
+        """Against the original as it is, in the precision asked for."""
+        target = len(self.lengths)
+        blocks = [block for group in self.groups for block in group.blocks]
+        now = sum(float(np.mean(self.timed[block].original[:target])) for block in blocks)
+        return (self.rest_ms + self.saved_ms + now) / max(self._predicted(choice), 1e-9)
+
+    def _fastest(self) -> _Built | None:
+        """The fastest choice that keeps enough; None where the first, which takes nothing out,
+        does not.
 
         The measured loss rises with the predicted one, in a proportion that the first builds tell;
         then the choices between the last that keeps enough and the first that does not are halved.
         """
         assert self.goal.keep is not None
-        allowed = 1 - self.goal.keep
-        exact = 0.0
-        if self.goal.precision != "float32" or self.goal.task is not None:
-            exact = self._loss(self.front[0])  # what the precision alone costs
-            if exact > allowed:
-                raise CheckFailed(
-                    f"{self.goal.precision} weights alone keep {1 - exact:.4f} of the "
-                    f"{self.goal.measure}, expected {self.goal.keep}",
-                    "lower --keep, or leave the precision as it is",
-                )
+        allowed = max(1 - self.goal.keep, ROUNDING)
+        whole = self._loss(self.front[0])  # what the operators and the precision cost
+        if whole > allowed:
+            if self.goal.precision == "float32":
+                return None
+            raise CheckFailed(
+                f"{self.goal.precision} weights alone keep {1 - whole:.4f} of the "
+                f"{self.goal.measure}, expected {self.goal.keep}",
+                "lower --keep, or leave the precision as it is",
+            )
         low, high = 0, len(self.front)  # kept enough; did not
-        guess = (allowed - exact) * (1.0 if self.goal.task is None else COSINE_A_POINT)
+        guess = (allowed - whole) * (1.0 if self.goal.task is None else COSINE_A_POINT)
         for _ in range(MOST_BUILDS):
             index = min(max(self._index_of(guess), low + 1), high - 1)
             if not low < index < high or self._are_near(low, high):
@@ -568,72 +605,94 @@ class _Search:
                     break
             else:
                 high = index
-            guess = self._next_guess(low, high, allowed, exact)
+            guess = self._next_guess(low, high, allowed, whole)
         return self._built(self.front[low])
 
     def _are_near(self, low: int, high: int) -> bool:
         """Whether nothing between two choices is worth building."""
         if high == len(self.front):
             return False
-        times = [self._predicted(self.front[index]) for index in (low, high)]
-        return times[1] < NEAR * times[0]
+        slow, fast = (self._predicted(self.front[index]) for index in (low, high))
+        return slow < NEAR * fast
 
     def _index_of(self, predicted_loss: float) -> int:
         """The fastest choice that is predicted to lose no more."""
         losses = [choice.loss for choice in self.front]
         return int(np.searchsorted(losses, predicted_loss, side="right")) - 1
 
-    def _next_guess(self, low: int, high: int, allowed: float, exact: float) -> float:
-        """Where the allowed loss lies on the line through the nearest builds, within the bounds."""
-        below, above = self.front[low].loss, self.front[min(high, len(self.front) - 1)].loss
-        under = self.measured.get(self.front[low].picks, (exact, 1.0))[0]
+    def _next_guess(self, low: int, high: int, allowed: float, whole: float) -> float:
+        """Where the allowed loss lies on the line through the nearest builds, within bounds."""
+        below = self.front[low].loss
+        under = self.measured[self.front[low].picks][0]
         if high == len(self.front):
-            gain = (allowed - exact) / max(under - exact, 1e-9)
+            gain = (allowed - whole) / max(under - whole, 1e-9)
             return below * float(np.clip(0.98 * gain, 1.05, 3.0))
-        over = self.measured[self.front[high].picks][0]
+        above, over = self.front[high].loss, self.measured[self.front[high].picks][0]
         share = (allowed - under) / max(over - under, 1e-9)
         return below + float(np.clip(0.96 * share, 0.1, 0.9)) * (above - below)
 
     def _at_speed(self) -> _Built:
-        """The least loss among the choices that are fast enough, as the whole model is timed."""
+        """The least loss among the choices that are fast enough, as whole models are timed."""
         wanted = self.goal.target_speedup
         assert wanted is not None
-        aim, reached = wanted, 1.0
-        for _ in range(MOST_BUILDS):
-            index = next(
-                (i for i, choice in enumerate(self.front) if self._predicted(choice) >= aim),
-                len(self.front) - 1,
+        first = self._speedup(self._built(self.front[0]))
+        if first >= wanted:
+            return self._built(self.front[0])
+        low, high = 0, len(self.front) - 1  # too slow; fast enough, or the fastest there is
+        fast = self._speedup(self._built(self.front[high]))
+        if fast < wanted:
+            raise CheckFailed(
+                f"--target-speedup {wanted}: the fastest model found runs {fast:.2f}x as fast",
+                "lower it" + ("" if "ffn" in self.goal.allow else ", or give --allow ffn"),
             )
-            built = self._built(self.front[index])
-            reached = self._speedup(built)
-            if reached >= wanted:
-                return built
-            if index == len(self.front) - 1:
+        reached = {low: first, high: fast}
+        for _ in range(MOST_BUILDS):
+            index = self._between(low, high, wanted, reached)
+            if index is None:
                 break
-            aim = max(aim * wanted / reached, self._predicted(self.front[index + 1]))
-        raise CheckFailed(
-            f"--target-speedup {wanted}: the fastest model found runs {reached:.2f}x as fast",
-            "lower it" + ("" if "ffn" in self.goal.allow else ", or give --allow ffn"),
-        )
+            reached[index] = self._speedup(self._built(self.front[index]))
+            if reached[index] >= wanted:
+                high = index
+                if reached[index] < NEAR * wanted:
+                    break
+            else:
+                low = index
+        return self._built(self.front[high])
+
+    def _between(
+        self, low: int, high: int, wanted: float, reached: Mapping[int, float]
+    ) -> int | None:
+        """The choice that should just be fast enough, by the times of the two around it; None where
+        nothing lies between them."""
+        if high - low < 2 or self._are_near(low, high):
+            return None
+        slow, fast = (1 / reached[index] for index in (low, high))
+        ends = [self._predicted(self.front[index]) for index in (low, high)]
+        share = min(max((slow - 1 / wanted) / max(slow - fast, 1e-9), 0.05), 0.95)
+        aim = ends[0] + share * (ends[1] - ends[0])
+        times = np.array([self._predicted(choice) for choice in self.front])
+        index = int(np.searchsorted(-times, -aim))
+        return min(max(index, low + 1), high - 1)
 
     def _speedup(self, built: _Built) -> float:
         speeds = self._speeds(built.graph, self.lengths)
         return float(np.exp(np.mean([np.log(speed.speedup) for speed in speeds])))
 
     def _loss(self, choice: Choice) -> float:
-        known = self.journal.content.get("builds", {}).get(json.dumps(choice.picks))
+        known = self.journal.built(_digest(self._decided(choice)))
         if known is not None:
-            self.measured[choice.picks] = known[0], known[1]
+            self.measured[choice.picks] = known
             return known[0]
         return self._built(choice).loss
 
     def _built(self, choice: Choice) -> _Built:
-        if choice.picks in self.builds:
-            return self.builds[choice.picks]
+        if self.last is not None and self.last.choice.picks == choice.picks:
+            return self.last
         decided, graph = self._decided(choice), self.graph.clone()
+        number = len(self.measured) + (choice.picks not in self.measured)
 
         def report(what: str, done: int, total: int) -> None:
-            self.report(f"build {len(self.builds) + 1}: {what}", done, total)
+            self.report(f"build {number}: {what}", done, total)
 
         done = carry_out(
             decided, graph, self.graph, self.data, fit=True, batch=self.batch,
@@ -642,81 +701,98 @@ class _Search:
         exact, graph = graph, convert(graph, self.goal.precision)
         fidelity = compare(
             self.graph, graph, self.data.held_out, f"held out of {self.data.source['file']}",
-            provider=self.provider,
+            provider=self.provider, progress=lambda done, total: report("verify", done, total),
         )  # fmt: skip
         share, loss = None, 1 - fidelity.mean_cosine
         if self.goal.task is not None:
-            if self.before is None:
-                self.before = self._score(self.graph)
-            share = share_kept(self.before, self._score(graph), seed=self.seed)
+            score = self._score(graph, f"build {number}: score")
+            share = share_kept(self.before, score, seed=self.seed)
             loss = 1 - share.lower
-        built = _Built(choice, decided, exact, graph, done, fidelity, share, loss)
-        self.builds = {choice.picks: built}  # the last one; others can be built again
+        self.last = _Built(choice, decided, exact, graph, done, fidelity, share, loss)
         self.measured[choice.picks] = loss, fidelity.mean_cosine
-        self.journal.put("builds", {
-            json.dumps(picks): found for picks, found in self.measured.items()
-        })  # fmt: skip
-        return built
+        builds = self.journal.content.get("builds")
+        known = builds if isinstance(builds, dict) else {}
+        self.journal.put("builds", {**known, _digest(decided): (loss, fidelity.mean_cosine)})
+        return self.last
 
-    def _score(self, graph: ir.Model) -> Any:
+    def _score(self, graph: ir.Model, what: str) -> Any:
         assert self.goal.task is not None and self.goal.eval_data is not None
         return score_session(
             open_session(graph, provider=self.provider), self.artifact, task=self.goal.task,
             data=self.goal.eval_data, tokenizer=self.tokenizer, seed=self.seed,
+            progress=lambda done, total: self.report(what, done, total),
         )  # fmt: skip
 
     def _decided(self, choice: Choice) -> Plan:
         masks: dict[str, list[int]] = {}
         neurons: dict[str, list[int]] = {}
-        forms: dict[str, Any] = {}
+        forms: dict[str, Form] = {}
+        gelu: list[str] = []
         for group, options, pick in zip(self.groups, self.options, choice.picks, strict=True):
             kept = options[pick].kept
-            for name in group.names:
+            for block in group.blocks:
                 if kept < group.count:
-                    mask = self.curves[group.names[0]].mask(kept)
-                    (masks if group.kind == "attention" else neurons)[name] = mask
-                if self.timed[name].emission != "as exported":
-                    forms[name] = self.timed[name].emission
-        return Plan({}, masks, {}, {}, {}, neurons, forms=forms, precision=self.goal.precision)
+                    mask = self.curves[_key(group)].mask(kept)
+                    (masks if group.kind == "attention" else neurons)[block.name] = mask
+                match self.timed[block].emission:
+                    case "as exported":
+                        pass
+                    case "gelu":
+                        gelu.append(block.name)
+                    case form:
+                        forms[block.name] = form
+        return Plan(
+            {}, masks, {}, {}, {}, neurons, forms=forms, gelu=gelu, sums=self.saved_ms > 0,
+            precision=self.goal.precision,
+        )  # fmt: skip
 
     def _speeds(self, graph: ir.Model, lengths: Sequence[int]) -> list[Speed]:
         """The whole model beside the original, which is in float32 whatever was asked for."""
-        sessions = [
-            open_session(model, provider=self.provider, threads=self.threads)
-            for model in (self.graph, graph)
-        ]
-        speeds: list[Speed] = []
-        for done, length in enumerate(lengths, start=1):
-            feed = example_inputs(self.graph, self.batch, length, self.seed)
-            first, second = in_turns(sessions, [feed, feed], seconds=CHECK_SECONDS)
-            speeds.append(
-                Speed(self.batch, length, float(np.median(first)), float(np.median(second)),
-                      float(np.median(first / second)))
-            )  # fmt: skip
-            self.report("time the whole model", done, len(lengths))
-        return speeds
+        feeds = [example_inputs(self.graph, self.batch, n, self.seed) for n in lengths]
+        parts = {"original": Part(self.graph, tuple(feeds)), "new": Part(graph, tuple(feeds))}
 
-    def _finish(self, best: _Built) -> Searched:
+        def report(done: int, total: int) -> None:
+            self.report("time the whole model", done, total)
+
+        times = self.table.measure(parts, progress=report)
+        pairs = list(zip(times["original"], times["new"], strict=True))
+        if slow := [i for i, (before, after) in enumerate(pairs) if before < SLOWEST * after]:
+            for part in parts.values():  # once more, to be sure
+                for index in slow:
+                    self.table.times_ms.pop(part.key(index), None)
+            times = self.table.measure(parts, progress=report)
+            pairs = list(zip(times["original"], times["new"], strict=True))
+        return [
+            Speed(self.batch, length, before, after, before / after)
+            for length, (before, after) in zip(lengths, pairs, strict=True)
+        ]
+
+    def _finish(self, best: _Built | None) -> Searched:
+        if best is None:
+            built = self._built(self.front[0])
+            why = (
+                f"written in the fastest operators the model keeps {1 - built.loss:.4f} of the "
+                f"{self.goal.measure}"
+            )
+            return self._nothing(why, built, [])
+        decided = best.decided
         speeds = self._speeds(best.graph, self.possible)
         wanted = [speed.speedup for speed in speeds if speed.sequence in self.lengths]
         gain = float(np.exp(np.mean(np.log(wanted))))
         slow = min(speeds, key=lambda speed: speed.speedup)
-        warnings: list[str] = []
-        verdict = ""
-        lossy = (
-            bool(best.decided.masks or best.decided.neurons) or best.decided.precision != "float32"
-        )
-        if not (lossy or best.decided.forms):
-            verdict = "no form of any block is faster within the allowed loss"
-        elif gain < (LEAST_GAIN if lossy else 1.0):
-            verdict = f"what was found runs at {gain:.2f}x the speed of the original"
-        elif slow.speedup < SLOWEST:
-            verdict = (
+        lossy = bool(decided.masks or decided.neurons) or decided.precision != "float32"
+        if not (lossy or decided.forms or decided.gelu or decided.sums):
+            why = "no form of any block is faster within the allowed loss"
+            return self._nothing(why, best, speeds)
+        if gain < (LEAST_GAIN if lossy else 1.0):
+            why = f"what was found runs at {gain:.2f}x the speed of the original"
+            return self._nothing(why, best, speeds)
+        if slow.speedup < SLOWEST:
+            why = (
                 f"what was found runs at {slow.speedup:.2f}x the speed of the original at "
                 f"{slow.sequence} tokens"
             )
-        if verdict:
-            return self._nothing(f"no gain: {verdict}; the original is returned", warnings)
+            return self._nothing(why, best, speeds)
         kept = f"{best.fidelity.mean_cosine:.4f} mean output cosine"
         if best.share is not None:
             kept = (
@@ -724,44 +800,42 @@ class _Search:
                 f"(standard error {best.share.standard_error:.2%})"
             )
         verdict = f"{gain:.2f}x as fast, keeping {kept}"
-        report = self._reported(best.decided, verdict, True, best.fidelity, best.share, speeds,
-                                self._decisions(best.choice), warnings)  # fmt: skip
+        report = self._reported(best, decided, verdict, True, best.fidelity, best.share, speeds)
         return Searched(report, best.exact, best.done)
 
-    def _nothing(self, verdict: str, warnings: list[str]) -> Searched:
+    def _nothing(self, why: str, best: _Built, speeds: Sequence[Speed]) -> Searched:
         """The plan that leaves the model as it is."""
         same = Fidelity((), 1.0, 1.0, "the original itself")
+        verdict = f"no gain: {why}; the original is returned"
         empty = Plan({}, {}, {}, {}, {})
-        report = self._reported(empty, verdict, False, same, None, [], [], warnings)
+        report = self._reported(best, empty, verdict, False, same, None, speeds)
         return Searched(report, self.graph, CarriedOut((), exact=True))
 
     def _reported(
         self,
+        best: _Built,
         decided: Plan,
         verdict: str,
         gain: bool,
         fidelity: Fidelity,
         share: Share | None,
         speeds: Sequence[Speed],
-        decisions: Sequence[Decision],
-        warnings: Sequence[str],
     ) -> PlanReport:
         return PlanReport(
-            model={"file": self.artifact.model.name, "sha256": sha256(self.artifact.model)},
+            model={"file": self.artifact.model.name, "sha256": fingerprint(self.artifact)},
             calibration=dict(self.data.source),
             asked=self.asked,
             rewrites=decided,
             gain=gain,
             verdict=verdict,
-            decisions=tuple(decisions),
+            decisions=tuple(self._decisions(best.choice)),
             front=tuple(self._points()),
             speeds=tuple(speeds),
             fidelity=fidelity,
             share=share,
             timed=self._table(),
             versions=versions(),
-            machine=self.machine,
-            warnings=tuple(warnings),
+            machine=self.table.setting,
         )
 
     def _points(self) -> list[Point]:
@@ -773,23 +847,22 @@ class _Search:
         for index in sorted(chosen):
             choice = self.front[index]
             loss, cosine = self.measured.get(choice.picks, (None, None))
-            points.append(Point(self._predicted(choice), choice.loss, loss, cosine))
+            points.append(Point(self._speedup_of(choice), choice.loss, loss, cosine))
         return points
 
     def _decisions(self, choice: Choice) -> list[Decision]:
         found: list[Decision] = []
         target = len(self.lengths)
         for group, options, pick in zip(self.groups, self.options, choice.picks, strict=True):
-            option, curve = options[pick], self.curves.get(group.names[0])
-            for name in group.names:
-                timed = self.timed[name]
+            option, curve = options[pick], self.curves.get(_key(group))
+            for block in group.blocks:
+                timed = self.timed[block]
                 before = float(np.mean(timed.original[:target]))
                 after = float(np.mean(timed.sizes[option.kept][:target]))
                 why = _why(group, option, options, pick, curve, before, after)
-                written = timed.emission
                 found.append(
-                    Decision(name, group.kind, option.kept, group.count, written, before, after,
-                             option.loss, why)
+                    Decision(block.name, group.kind, option.kept, group.count, timed.emission,
+                             before, after, option.loss, why)
                 )  # fmt: skip
         return found
 
@@ -798,19 +871,30 @@ class _Search:
         rows: list[dict[str, Any]] = []
         seen: set[int] = set()
         for group in self.groups:
-            for name in group.names:
-                timed = self.timed[name]
+            for block in group.blocks:
+                timed = self.timed[block]
                 if id(timed) in seen:
                     continue
                 seen.add(id(timed))
                 rows.append({
-                    "block": name,
+                    "block": block.name,
                     "kind": group.kind,
+                    "sequences": self.timed_at,
                     "as_exported": list(timed.original),
                     "written": timed.emission,
                     "kept": {str(kept): list(ms) for kept, ms in sorted(timed.sizes.items())},
                 })  # fmt: skip
         return rows
+
+
+def _key(group: Group) -> str:
+    """Of a group in what is kept by name: attentions and feed-forwards may be called alike."""
+    return f"{group.kind} {group.names[0]}"
+
+
+def _digest(decided: Plan) -> str:
+    text = json.dumps(decided.to_json(), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def _why(

@@ -18,8 +18,8 @@ import numpy as np
 from attnserve.analyse import Analysis, LayerAnalysis, Stage, analyze_graph
 from attnserve.artifact import check_output, load_model, open_artifact, sha256, staged
 from attnserve.calibrate import load_inputs
+from attnserve.certify import require_finite_weights
 from attnserve.figures import FIGURES
-from attnserve.rewrite import require_finite_weights
 from attnserve.session import Provider
 from graph_passes.errors import InvalidOutput
 

@@ -6,15 +6,15 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-import numpy as np
 import onnx_ir as ir
 
 from attnserve.artifact import (
     Artifact,
     check_target,
     copy_companions,
+    fingerprint,
     load_model,
     merged_record,
     open_artifact,
@@ -26,7 +26,7 @@ from attnserve.artifact import (
 )
 from attnserve.calibrate import Dataset, load_inputs
 from attnserve.carry_out import Stage, Step, carry_out, count_macs
-from attnserve.certify import Reading, read_attention
+from attnserve.certify import Reading, read_attention, require_finite_weights
 from attnserve.choose import Alignment
 from attnserve.evaluate import TaskName
 from attnserve.mixing import Mixing
@@ -44,7 +44,8 @@ from attnserve.verify import (
 )
 from graph_passes.attention import AttentionBlock
 from graph_passes.cost import Cost, break_even, model_cost
-from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData, InvalidModel
+from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
+from graph_passes.feed_forward import find_feed_forward
 
 __all__ = ["ModelCost", "OptimizeReport", "optimize"]
 
@@ -208,12 +209,20 @@ def optimize(
         raise InvalidArgument(
             "--plan says all that is done, its precision too", "leave the other options out"
         )
-    if asked and (goal is not None or plan is not None):
+    searched = goal is not None or plan is not None
+    odd = collab_cache or mixing != "auto" or align != "similarity" or importance != "energy"
+    if searched and (odd or not refit):
+        raise InvalidArgument(
+            "--collab-cache, --mixing, --align, --importance and --no-refit are about rewrites "
+            "that are asked for by hand",
+            "leave them out, or --plan, --keep and --target-speedup",
+        )
+    if asked and searched:
         raise InvalidArgument(
             "rewrites were asked for, and a " + ("plan" if plan else "search") + " chooses its own",
             "leave them out, or --plan, --keep and --target-speedup",
         )
-    if (goal is not None or plan is not None) and calib is None:
+    if searched and calib is None:
         raise InvalidArgument("a plan is fitted to data, and there is none", "give --calib FILE")
     if goal is None and plan is None:
         request = Request(
@@ -234,6 +243,7 @@ def optimize(
     before = model_cost(graph)
     before_cost = _cost(before, graph, batch, length)
     original, found = load_model(artifact), None
+    fit_provider, fit_threads = provider, threads
     if goal is not None:
         assert data is not None
         found = search(
@@ -244,7 +254,8 @@ def optimize(
     else:
         if request is None:
             assert plan is not None and data is not None
-            decided = _replayed(plan, artifact, reading, data)
+            decided, seed, fit_provider = _replayed(plan, artifact, reading, data, graph)
+            fit_threads = 0  # as the search itself has it
         else:
             decided = make_plan(
                 request, graph, reading, data, provider=provider, threads=threads, seed=seed,
@@ -256,8 +267,8 @@ def optimize(
             require_empty([*data.fit, *data.held_out], caches)
         done = carry_out(
             decided, graph, original, data, fit=refit and data is not None, batch=batch,
-            length=length, caches=collab_cache, provider=provider, threads=threads, seed=seed,
-            report=report_stage,
+            length=length, caches=collab_cache, provider=fit_provider, threads=fit_threads,
+            seed=seed, report=report_stage,
         )  # fmt: skip
     converted = convert(graph, decided.precision)
     if data is not None:
@@ -304,8 +315,11 @@ def optimize(
     return report
 
 
-def _replayed(path: Path, artifact: Artifact, reading: Reading, data: Dataset) -> Plan:
-    """The plan of a file, which was made for this model and this data."""
+def _replayed(
+    path: Path, artifact: Artifact, reading: Reading, data: Dataset, graph: ir.Model
+) -> tuple[Plan, int, Provider]:
+    """The plan of a file, which was made for this model and this data, with its seed and the
+    provider that it was fitted on."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -316,50 +330,28 @@ def _replayed(path: Path, artifact: Artifact, reading: Reading, data: Dataset) -
     rewrites = parts.get("rewrites")
     if parts.get("format") != 1 or not isinstance(rewrites, dict):
         raise InvalidData(f"--plan {path}: no plan of format 1", MAKE_ONE)
-    for what, ours in (("model", sha256(artifact.model)), ("calibration", data.source["sha256"])):
+    ours = {"model": fingerprint(artifact), "calibration": data.source["sha256"]}
+    for what, mine in ours.items():
         theirs = parts.get(what)
         given = theirs.get("sha256") if isinstance(theirs, dict) else None
-        if given != ours:
+        if given != mine:
             name = theirs.get("file") if isinstance(theirs, dict) else None
             raise InvalidArgument(
                 f"--plan {path}: it was made with another {what} ({name}, sha256 "
-                f"{str(given)[:12]}; this one is {str(ours)[:12]})",
+                f"{str(given)[:12]}; this one is {str(mine)[:12]})",
                 "give the file that it was made with, or make a new plan",
             )
-    return read_plan(rewrites, reading.blocks)
+    asked = parts.get("asked")
+    asked = asked if isinstance(asked, dict) else {}
+    seed, provider = asked.get("seed", 0), asked.get("provider", "cpu")
+    if not isinstance(seed, int) or provider not in get_args(Provider):
+        raise InvalidData(f"--plan {path}: seed {seed!r}, provider {provider!r}", MAKE_ONE)
+    neurons = {block.name: block.num_neurons for block in find_feed_forward(graph)}
+    return read_plan(rewrites, reading.blocks, feed_forwards=neurons), seed, provider
 
 
 def _bytes(graph: ir.Model) -> int:
     return model_cost(graph).bytes
-
-
-def require_finite_weights(model: ir.Model) -> None:
-    """Refuse NaN and infinite weights, one tensor at a time.
-
-    Scalars and masks may hold -inf (that is how exporters write "forbidden"); weights may not.
-
-    Raises:
-        InvalidModel: Naming the first such weight.
-    """
-    for graph in model.graphs():
-        for name, value in graph.initializers.items():
-            tensor = value.const_value
-            if tensor is None or not tensor.dtype.is_floating_point():
-                continue
-            array = tensor.numpy()
-            with np.errstate(invalid="ignore"):
-                total = float(np.sum(array, dtype=np.float64))  # finite unless an element is not
-            if np.isfinite(total) or array.size == 1 or _is_mask(array):
-                continue
-            raise InvalidModel(
-                f"the weight {name!r} {tuple(array.shape)} holds a value that is NaN or infinite",
-                "export the model again from a sound checkpoint",
-            )
-
-
-def _is_mask(array: np.ndarray) -> bool:
-    """Only zeros and minus infinity, as a causal mask holds them."""
-    return bool(np.all((array == 0) | np.isneginf(array)))
 
 
 def _cost(cost: Cost, graph: ir.Model, batch: int, sequence: int) -> ModelCost:
@@ -447,8 +439,9 @@ def _write(
         save_model(graph, stage / target.name, external=external_data)
         copy_companions(artifact, stage)
         kinds = [step.rewrite for step in report.steps]
+        precision = [] if report.plan.precision == "float32" else [report.plan.precision]
         entry = {
-            "rewrite": "+".join(dict.fromkeys(kinds)),
+            "rewrite": "+".join(dict.fromkeys([*kinds, *precision])) or "none",
             "source": {"file": artifact.model.name, "sha256": sha256(artifact.model)},
             "calibration": None if data is None else dict(data.source),
             "seed": seed,

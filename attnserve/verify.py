@@ -19,6 +19,7 @@ from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 __all__ = [
     "Fidelity",
     "OutputFidelity",
+    "Tally",
     "check_cosine_bound",
     "compare",
     "empty_axes",
@@ -234,7 +235,7 @@ def compare(
     pairs = zip(before.graph.outputs, after.graph.outputs, strict=True)
     cached = [bool(empty) and _is_cache(a, b) for a, b in pairs]
     sessions = [open_session(m, provider=provider, threads=threads) for m in (before, after)]
-    tallies = [_Tally() for _ in cached]
+    tallies = [Tally() for _ in cached]
     for done, batch in enumerate(batches, start=1):
         feeds = [shaped_for(model, batch, empty) for model in (before, after)]
         results = [run(session, feed) for session, feed in zip(sessions, feeds, strict=True)]
@@ -262,7 +263,7 @@ def compare(
     )
 
 
-class _Tally:
+class Tally:
     """Running sums over batches of one output."""
 
     def __init__(self) -> None:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.calibrate import Batch, run, token_mask
+from attnserve.calibrate import Batch, run
 from attnserve.refit import find_sites, install
 from attnserve.session import Provider, open_session
+from attnserve.verify import Tally
 from graph_passes.shapes import interpret_small
 
 if TYPE_CHECKING:
@@ -72,19 +73,12 @@ class WhatIf:
         self.whole = [self._run(batch, {}) for batch in batches]
 
     def cosine_loss(self, maps: Maps) -> float:
-        """One minus the mean cosine of the outputs to the model's own, token by token."""
-        total = count = 0.0
+        """One minus the mean cosine to the model's own outputs, as ``verify.compare`` has it."""
+        tallies = [Tally() for _ in self.whole[0]]
         for batch, before in zip(self.batches, self.whole, strict=True):
-            for a, b in zip(before, self._run(batch, maps), strict=True):
-                if a.dtype.kind != "f" or a.ndim < 2:
-                    continue
-                real = token_mask(batch, a.shape[:2]) if a.ndim > 2 else np.ones(len(a), bool)
-                x, y = a[real].astype(np.float64), b[real].astype(np.float64)
-                x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
-                lengths = np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1)
-                total += float(np.sum(1 - (x * y).sum(1) / np.where(lengths > 0, lengths, 1.0)))
-                count += len(x)
-        return total / max(count, 1.0)
+            for tally, a, b in zip(tallies, before, self._run(batch, maps), strict=True):
+                tally.add(a, b, batch)
+        return 1 - float(np.mean([tally.result("").mean_cosine for tally in tallies]))
 
     def _run(self, batch: Batch, maps: Maps) -> list[np.ndarray]:
         feed = dict(batch)

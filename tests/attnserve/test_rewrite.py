@@ -17,11 +17,11 @@ from onnx import numpy_helper
 
 from attnserve.artifact import load_model, open_artifact
 from attnserve.inspection import inspect
+from attnserve.certify import require_finite_weights
 from attnserve.rewrite import (
     OptimizeReport,
     _warn_of_fidelity,
     optimize,
-    require_finite_weights,
 )
 from attnserve.session import open_session
 from attnserve.verify import Fidelity, verify

