@@ -25,6 +25,7 @@ import onnx_ir as ir
 
 from attnserve.calibrate import Batch, run
 from attnserve.session import Provider, cpu_name, open_session, output_of, require_runtime
+from graph_passes.constants import origin
 from graph_passes.edit import exposing, remove_unused
 from graph_passes.shapes import Facts, bind_axes, interpret
 
@@ -57,7 +58,7 @@ class Part:
     def key(self, index: int) -> str:
         """The same for parts that do the same work at a shape: weights count by their shape."""
         shapes = sorted((array.dtype.str, array.shape) for array in self.feeds[index].values())
-        text = repr((_structure(self.model.graph), shapes))
+        text = repr((_structure(self.model.graph, {}), shapes))
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
@@ -141,11 +142,10 @@ def _dim(axis: int, along: tuple[int, ...], sizes: Sequence[tuple[int, int]]) ->
     if len(set(along)) == 1:
         return along[0]
     batches, lengths = zip(*sizes, strict=True)
-    named = {lengths: "sequence", batches: "batch"}
-    if axis == 0 and along == batches:  # where they are alike, too
+    if along == batches and (axis == 0 or batches != lengths):
         return "batch"
-    if along in named:
-        return named[along]
+    if along == lengths:
+        return "sequence"
     if along == tuple(batch * length for batch, length in sizes):  # tokens of all texts in a row
         both = (str(batches[0]) if len(set(batches)) == 1 else "batch",
                 str(lengths[0]) if len(set(lengths)) == 1 else "sequence")  # fmt: skip
@@ -226,13 +226,17 @@ def _reads(node: ir.Node) -> Iterator[ir.Value]:
             yield from (value for value in graph.outputs if value not in own)
 
 
-def _structure(graph: ir.Graph) -> Hashable:
-    """What a graph does, without names and without what its weights hold."""
-    number: dict[ir.Value, int] = {value: i for i, value in enumerate(graph.inputs)}
+def _structure(graph: ir.Graph, number: dict[ir.Value, int]) -> Hashable:
+    """What a graph does, without names, the order of its nodes and what its weights hold.
+
+    Args:
+        number: Of values that were met before, of graphs around it too.
+    """
 
     def place(value: ir.Value | None) -> Hashable:
         if value is None:
             return None
+        value = origin(value)  # one of two layers that share a constant may read it by Identity
         tensor = value.const_value
         if tensor is not None and value.producer() is None:
             size = int(np.prod(tensor.shape.numpy()))
@@ -241,18 +245,35 @@ def _structure(graph: ir.Graph) -> Hashable:
         return number.setdefault(value, len(number))
 
     rows: list[Hashable] = []
-    for node in graph:
-        attributes = tuple(sorted((n, _attribute(a)) for n, a in node.attributes.items()))
+    for node in _in_order(graph):
+        attributes = tuple(sorted((n, _attribute(a, number)) for n, a in node.attributes.items()))
         inputs = tuple(place(value) for value in node.inputs)
         outputs = tuple(place(value) for value in node.outputs)
         rows.append((node.domain, node.op_type, attributes, inputs, outputs))
-    return tuple(rows)
+    return tuple(rows), tuple(place(value) for value in graph.outputs)
 
 
-def _attribute(attribute: ir.Attr) -> str:
+def _in_order(graph: ir.Graph) -> list[ir.Node]:
+    """The nodes behind the outputs, each after those that it reads, however they are listed."""
+    order: dict[ir.Node, None] = {}
+    pending = [origin(value).producer() for value in reversed(graph.outputs)]
+    while pending:
+        node = pending[-1]
+        if node is None or node in order or node.graph is not graph:
+            pending.pop()
+            continue
+        makers = [origin(value).producer() for value in _reads(node)]
+        missing = [m for m in makers if m is not None and m.graph is graph and m not in order]
+        pending += reversed(missing)
+        if not missing:
+            order[node] = None
+    return list(order)
+
+
+def _attribute(attribute: ir.Attr, number: dict[ir.Value, int]) -> str:
     match attribute.type:
         case ir.AttributeType.GRAPH:
-            return repr(_structure(attribute.as_graph()))
+            return repr(_structure(attribute.as_graph(), number))
         case ir.AttributeType.TENSOR:
             tensor = attribute.as_tensor()
             small = int(np.prod(tensor.shape.numpy())) <= SMALL

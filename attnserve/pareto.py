@@ -74,7 +74,7 @@ def _thinned(losses: np.ndarray, kept: np.ndarray, most: int) -> np.ndarray:
     """At most so many, evenly by the logarithm of their loss; of those alike the fastest."""
     if len(kept) <= most:
         return kept
-    scale = np.log(losses[kept] + 1e-9)
+    scale = np.log(np.maximum(losses[kept], 0.0) + 1e-9)
     cells = np.floor((scale - scale[0]) / (scale[-1] - scale[0]) * (most - 1)).astype(int)
     last = np.concatenate([cells[1:] != cells[:-1], [True]])  # the fastest of its cell
     last[0] = True

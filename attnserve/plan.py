@@ -582,9 +582,9 @@ class _Search:
         then the choices between the last that keeps enough and the first that does not are halved.
         """
         assert self.goal.keep is not None
-        allowed = max(1 - self.goal.keep, ROUNDING)
+        allowed = 1 - self.goal.keep
         whole = self._loss(self.front[0])  # what the operators and the precision cost
-        if whole > allowed:
+        if whole > max(allowed, ROUNDING):
             if self.goal.precision == "float32":
                 return None
             raise CheckFailed(
@@ -592,6 +592,8 @@ class _Search:
                 f"{self.goal.measure}, expected {self.goal.keep}",
                 "lower --keep, or leave the precision as it is",
             )
+        if whole >= allowed:
+            return self._built(self.front[0])
         low, high = 0, len(self.front)  # kept enough; did not
         guess = (allowed - whole) * (1.0 if self.goal.task is None else COSINE_A_POINT)
         for _ in range(MOST_BUILDS):

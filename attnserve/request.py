@@ -165,7 +165,7 @@ class Plan:
     head_sizes: dict[str, int]
     neurons: Masks = field(default_factory=dict[str, list[int]])
     forms: Mapping[str, Form] = field(default_factory=dict[str, Form])
-    gelu: Sequence[str] = ()
+    gelu: Sequence[str] = field(default_factory=list[str])
     sums: bool = False
     precision: Precision = "float32"
     warnings: list[str] = field(default_factory=list[str])
@@ -675,19 +675,24 @@ def read_plan(
     """
     if odd := [str(key) for key in content if key not in PARTS]:
         raise InvalidArgument(f"--plan: {odd[0][:100]!r} is none of {', '.join(PARTS)}", MAKE_ONE)
-    reader = _PlanReader(content, {block.name: block for block in blocks}, blocks)
+    reader = _PlanReader(content, {block.name: block for block in blocks}, blocks, feed_forwards)
     skips, masks, edges = reader.skips(), reader.masks(), reader.edges()
     reader.check_left_out(skips, masks, edges)
     ranks = reader.ranks(skips, masks, edges)
-    sizes = reader.head_sizes(ranks)
-    forms = reader.forms(skips, ranks)
-    neurons = reader.neurons(feed_forwards)
-    precision = _one_of("precision", content.get("precision", "float32"), get_args(Precision))
-    return Plan(skips, masks, edges, ranks, sizes, neurons, forms, precision)
+    return Plan(
+        skips, masks, edges, ranks,
+        reader.head_sizes(ranks),
+        reader.neurons(),
+        forms=reader.forms(skips, edges, ranks),
+        gelu=reader.gelu(),
+        sums=_one_of("sum_residuals", content.get("sum_residuals", False), (False, True)),
+        precision=_one_of("precision", content.get("precision", "float32"), get_args(Precision)),
+    )  # fmt: skip
 
 
 PARTS = ("skip", "prune_heads", "reuse", "collab_dk", "head_dk", "prune_neurons", "fuse",
-         "precision")  # fmt: skip
+         "fuse_gelu", "sum_residuals", "precision")  # fmt: skip
+"""What ``Plan.to_json`` writes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -697,6 +702,7 @@ class _PlanReader:
     content: Mapping[str, Any]
     by_name: Mapping[str, AttentionBlock]
     blocks: Sequence[AttentionBlock]
+    feed_forwards: Mapping[str, int] | None
 
     def skips(self) -> dict[str, Literal["affine", "constant"]]:
         found: dict[str, Literal["affine", "constant"]] = {}
@@ -769,24 +775,27 @@ class _PlanReader:
             _within(f"head_dk of {name}", size, min(self.by_name[name].head_size, ranks[name]))
         return sizes
 
-    def forms(self, skips: Mapping[str, str], ranks: Mapping[str, int]) -> dict[str, Form]:
+    def forms(
+        self, skips: Mapping[str, str], edges: MutableEdges, ranks: Mapping[str, int]
+    ) -> dict[str, Form]:
+        """No operator reads the probabilities of another, returns its own or shares dimensions."""
         forms = self._layers("fuse")
         _apart("fuse", forms, skips)
-        both = next((name for name in forms if name in ranks), None)
-        if both is not None:
-            raise InvalidArgument(
-                f"--plan: fuse and collab_dk both name {both}, and no operator has such heads",
-                MAKE_ONE,
-            )
+        sources = {source for heads in edges.values() for source, _ in heads.values()}
+        for kind, layers in (("reuse", {*edges, *sources}), ("collab_dk", {*ranks})):
+            both = next((name for name in forms if name in layers), None)
+            if both is not None:
+                raise InvalidArgument(
+                    f"--plan: fuse and {kind} both name {both}, and no operator holds that",
+                    MAKE_ONE,
+                )
         return {n: _one_of(f"fuse of {n}", form, get_args(Form)) for n, form in forms.items()}
 
-    def neurons(self, feed_forwards: Mapping[str, int] | None) -> Masks:
+    def neurons(self) -> Masks:
         found: Masks = {}
         for name, text in self._object("prune_neurons").items():
+            count = self._neurons_of("prune_neurons", name)
             label = f"--plan: prune_neurons of {name[:100]}"
-            count = None if feed_forwards is None else feed_forwards.get(name)
-            if feed_forwards is not None and count is None:
-                raise InvalidArgument(f"{label}: no feed-forward has this name", MAKE_ONE)
             try:
                 if not isinstance(text, str):
                     raise ValueError(f"{reprlib.repr(text)} is no mask")
@@ -802,6 +811,24 @@ class _PlanReader:
             if not all(mask):
                 found[name] = mask
         return found
+
+    def gelu(self) -> list[str]:
+        names: Any = self.content.get("fuse_gelu", [])
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise InvalidArgument(
+                f"--plan: fuse_gelu is {reprlib.repr(names)}, expected a list of names", MAKE_ONE
+            )
+        for name in names:
+            self._neurons_of("fuse_gelu", name)
+        return list(dict.fromkeys(names))
+
+    def _neurons_of(self, kind: str, name: str) -> int | None:
+        """How many a feed-forward has; None where nothing is known of any."""
+        if self.feed_forwards is not None and name not in self.feed_forwards:
+            raise InvalidArgument(
+                f"--plan: {kind} names {name[:100]!r}, and no feed-forward has this name", MAKE_ONE
+            )
+        return None if self.feed_forwards is None else self.feed_forwards[name]
 
     def _object(self, kind: str) -> dict[str, Any]:
         given = self.content.get(kind, {})
@@ -846,9 +873,10 @@ def _apart(kind: str, layers: Mapping[str, Any], skips: Mapping[str, str]) -> No
 
 
 def _one_of(what: str, value: Any, allowed: tuple[Any, ...]) -> Any:
-    if not isinstance(value, str) or value not in allowed:
+    if not isinstance(value, str | bool) or value not in allowed:
         raise InvalidArgument(
-            f"--plan: {what} is {reprlib.repr(value)}, expected one of {', '.join(allowed)}",
+            f"--plan: {what} is {reprlib.repr(value)}, expected one of "
+            + ", ".join(map(str, allowed)),
             MAKE_ONE,
         )
     return value

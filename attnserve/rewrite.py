@@ -344,7 +344,7 @@ def _replayed(
     asked = parts.get("asked")
     asked = asked if isinstance(asked, dict) else {}
     seed, provider = asked.get("seed", 0), asked.get("provider", "cpu")
-    if not isinstance(seed, int) or provider not in get_args(Provider):
+    if type(seed) is not int or seed < 0 or provider not in get_args(Provider):
         raise InvalidData(f"--plan {path}: seed {seed!r}, provider {provider!r}", MAKE_ONE)
     neurons = {block.name: block.num_neurons for block in find_feed_forward(graph)}
     return read_plan(rewrites, reading.blocks, feed_forwards=neurons), seed, provider

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -44,4 +45,4 @@ def speeds(search: Any, graph: ir.Model, lengths: Sequence[int]) -> list[Speed]:
 
 def count_instead_of_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attnserve.latency.LatencyTable.measure", measure)
-    monkeypatch.setattr("attnserve.plan._Search._speeds", speeds)
+    monkeypatch.setattr(import_module("attnserve.plan")._Search, "_speeds", speeds)

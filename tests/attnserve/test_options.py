@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ from attnserve.artifact import load_model, open_artifact
 from attnserve.calibrate import Batch, load_inputs
 from attnserve.certify import read_attention
 from attnserve.elimination import eliminate_neurons
-from attnserve.export import export
 from attnserve.inputs import example_inputs
 from attnserve.latency import LatencyTable
 from attnserve.options import (
+    Block,
     Curve,
     Group,
     Timed,
@@ -26,6 +27,7 @@ from attnserve.options import (
     options_of,
     time_blocks,
 )
+from tests.architectures import ARCHITECTURES, cells_of, export
 from tests.attnserve.costs import measure
 
 Build = Callable[..., Path]
@@ -55,6 +57,10 @@ def curves(bert: ir.Model, groups: list[Group], data: list[Batch]) -> dict[str, 
     return loss_curves(bert, groups, data, threads=1, report=silent)
 
 
+def key(group: Group) -> str:
+    return f"{group.kind} {group.names[0]}"
+
+
 # Groups
 
 
@@ -67,15 +73,25 @@ def test_every_block_is_a_group_of_its_own(groups: list[Group]):
     ]
 
 
-def test_feed_forwards_are_left_out_unless_allowed(bert: ir.Model):
+def test_neurons_stay_unless_that_is_allowed(bert: ir.Model):
     found = group_blocks(bert, read_attention(bert).blocks, ffn=False)
-    assert [group.kind for group in found] == ["attention", "attention"]
+    reasons = {group.kind: group.why_not for group in found}
+    assert reasons == {
+        "attention": "",
+        "feed_forward": "neurons stay unless --allow ffn is given",
+    }
 
 
 def test_layers_that_share_their_weights_are_one_group(tmp_path: Path):
-    from tests.architectures import albert  # noqa: F401
-
-    pytest.skip("replaced below")
+    """ALBERT: rewritten alike, or the model would grow."""
+    cell = cells_of(ARCHITECTURES["ALBERT"])[0]
+    assert not export(cell, tmp_path / "model.onnx")
+    model = load_model(tmp_path / "model.onnx")
+    groups = group_blocks(model, read_attention(model).blocks, ffn=True)
+    assert [(group.kind, len(group.blocks) > 1) for group in groups] == [
+        ("attention", True),
+        ("feed_forward", True),
+    ]
 
 
 # Times
@@ -84,16 +100,16 @@ def test_layers_that_share_their_weights_are_one_group(tmp_path: Path):
 @pytest.fixture
 def timed(
     bert: ir.Model, groups: list[Group], monkeypatch: pytest.MonkeyPatch
-) -> dict[str, Timed]:
+) -> dict[Block, Timed]:
     monkeypatch.setattr(LatencyTable, "measure", measure)
     feeds = [example_inputs(bert, 1, length) for length in (16, 32)]
     table = LatencyTable(None, threads=1)
     return time_blocks(bert, groups, feeds, table, target=1, report=silent)
 
 
-def test_every_size_of_every_block_is_timed(timed: dict[str, Timed], groups: list[Group]):
+def test_every_size_of_every_block_is_timed(timed: dict[Block, Timed], groups: list[Group]):
     for group in groups:
-        sizes = timed[group.names[0]].sizes
+        sizes = timed[group.blocks[0]].sizes
         wanted = range(1, 5) if group.kind == "attention" else range(8, 65, 8)
         assert sorted(sizes) == list(wanted)
         for shorter, longer in sizes.values():
@@ -102,14 +118,15 @@ def test_every_size_of_every_block_is_timed(timed: dict[str, Timed], groups: lis
         assert first == sorted(first)
 
 
-def test_attention_is_written_as_is_fastest(timed: dict[str, Timed], groups: list[Group]):
+def test_attention_is_written_as_is_fastest(timed: dict[Block, Timed], groups: list[Group]):
     for group in groups:
-        found = timed[group.names[0]]
+        found = timed[group.blocks[0]]
         if group.kind == "attention":
             assert found.emission == "attention"
             assert found.sizes[4][0] < found.original[0]
         else:
-            assert found.emission == "as exported" and found.sizes[64] == found.original
+            assert found.emission == "gelu"
+            assert found.sizes[64][0] < found.original[0]
 
 
 def test_a_form_that_is_slower_at_any_length_is_not_taken(
@@ -127,9 +144,10 @@ def test_a_form_that_is_slower_at_any_length_is_not_taken(
     feeds = [example_inputs(bert, 1, length) for length in (16, 32)]
     found = time_blocks(bert, groups, feeds, LatencyTable(None), target=1, report=silent)
     for group in groups:
-        assert found[group.names[0]].emission == "as exported"
+        assert found[group.blocks[0]].emission == "as exported"
         options = options_of(group, found, None, target=1)
         assert [option.kept for option in options] == [group.count]
+        assert options[0].ms == found[group.blocks[0]].original[0]
 
 
 # Losses
@@ -137,7 +155,7 @@ def test_a_form_that_is_slower_at_any_length_is_not_taken(
 
 def test_taking_more_out_loses_more(curves: dict[str, Curve], groups: list[Group]):
     for group in groups:
-        curve = curves[group.names[0]]
+        curve = curves[key(group)]
         losses = [curve.at(gone) for gone in range(group.count)]
         assert losses[0] == 0.0
         assert losses == sorted(losses) and losses[-1] > 0
@@ -166,20 +184,20 @@ def test_a_curve_survives_being_written(curves: dict[str, Curve]):
 
 def test_one_text_is_enough_to_fit_and_to_ask(bert: ir.Model, groups: list[Group], data: Any):
     found = loss_curves(bert, groups, data[:1], threads=1, report=silent)
-    assert set(found) == {group.names[0] for group in groups}
+    assert set(found) == {key(group) for group in groups}
 
 
 # Options
 
 
 def test_options_get_faster_and_lose_more(
-    timed: dict[str, Timed], groups: list[Group], curves: dict[str, Curve]
+    timed: dict[Block, Timed], groups: list[Group], curves: dict[str, Curve]
 ):
     for group in groups:
-        options = options_of(group, timed, curves[group.names[0]], target=1)
+        options = options_of(group, timed, curves[key(group)], target=1)
         assert options[0].kept == group.count and options[0].loss == 0
         assert len(options) > 1
-        for a, b in zip(options, options[1:], strict=False):
+        for a, b in pairwise(options):
             assert a.kept > b.kept and a.ms > b.ms and a.loss <= b.loss
 
 
@@ -193,7 +211,7 @@ def test_a_neuron_that_another_repeats_goes_first_and_costs_nothing():
     weight = random.standard_normal((6, 3))
     found = eliminate_neurons(np.cov(tokens.T, bias=True), weight, 1)
     assert found.order[0] in (1, 4)
-    assert found.losses[1] < 1e-3 < 0.05 < found.losses[2]
+    assert found.losses[1] < 1e-3 < 0.04 < found.losses[2]
 
 
 def test_the_loss_is_that_of_the_best_map_of_what_is_left():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given
@@ -57,7 +57,7 @@ def test_it_is_the_front_of_all_combinations(pairs: list[list[tuple[float, float
     }
     front = pareto_front(given_parts)
     assert {(choice.loss, choice.ms) for choice in front} == best
-    assert all(a.loss < b.loss and a.ms > b.ms for a, b in zip(front, front[1:], strict=False))
+    assert all(a.loss < b.loss and a.ms > b.ms for a, b in pairwise(front))
     for choice in front:  # the picks are what the sums are of
         chosen = [options[pick] for options, pick in zip(given_parts, choice.picks, strict=True)]
         assert choice.loss == sum(o.loss for o in chosen)

@@ -16,8 +16,8 @@ import pytest
 from onnx import numpy_helper
 
 from attnserve.artifact import load_model, open_artifact
-from attnserve.inspection import inspect
 from attnserve.certify import require_finite_weights
+from attnserve.inspection import inspect
 from attnserve.rewrite import (
     OptimizeReport,
     _warn_of_fidelity,

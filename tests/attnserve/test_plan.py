@@ -1,0 +1,484 @@
+"""The planner: the fastest model that keeps what it must, found by measurement.
+
+Times are counted here, not measured (``costs``): what is decided is then the same everywhere. One
+slow test plans the real encoder by a real clock; ``benchmarks/planner.py`` measures what it gives.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+import attnserve
+from attnserve.artifact import load_model, open_artifact
+from attnserve.calibrate import load_inputs
+from attnserve.cli import main
+from attnserve.evaluate import share_kept
+from attnserve.plan import Goal, PlanReport, Speed
+from attnserve.verify import verify
+from graph_passes.errors import AttnserveError, CheckFailed, InvalidArgument, InvalidData
+from tests.attnserve.costs import count_instead_of_timing
+
+Build = Callable[..., Path]
+MODULE = import_module("attnserve.plan")  # whose name in the package is that of its function
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("ATTNSERVE_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    count_instead_of_timing(monkeypatch)
+
+
+def planned(model: Path, sentences: Path, output: Path, **how: Any) -> PlanReport:
+    asked = {"calib": sentences, "keep": 0.97, "sequence": 32, "threads": 1, **how}
+    if "target_speedup" in how:
+        del asked["keep"]
+    return attnserve.plan(model, output, **asked)
+
+
+def optimized(model: Path, sentences: Path, output: Path, **how: Any) -> Any:
+    asked = {"calib": sentences, "sequence": 32, "threads": 1, **how}
+    return attnserve.optimize(model, output, **asked)
+
+
+# What is asked for
+
+
+@pytest.mark.parametrize(
+    ("goal", "match"),
+    [
+        ({}, "one goal"),
+        ({"keep": 0.9, "target_speedup": 2.0}, "one goal"),
+        ({"keep": 0.0}, "--keep 0.0: expected a share"),
+        ({"keep": 1.01}, "--keep 1.01: expected a share"),
+        ({"keep": float("nan")}, "--keep nan: expected a share"),
+        ({"target_speedup": 0.5}, "--target-speedup 0.5: expected a factor"),
+        ({"target_speedup": float("nan")}, "--target-speedup nan"),
+        ({"keep": 0.9, "task": "sts"}, "belong together"),
+        ({"keep": 0.9, "eval_data": Path("x.tsv")}, "belong together"),
+        ({"keep": 0.9, "allow": ("everything",)}, "--allow 'everything': expected ffn"),
+    ],
+)
+def test_an_impossible_goal_is_refused(goal: dict[str, Any], match: str):
+    with pytest.raises(InvalidArgument, match=match):
+        Goal(**goal)
+
+
+@pytest.mark.parametrize(
+    ("how", "match"),
+    [
+        ({"keep": 0.9, "prune": 0.5}, "a search chooses its own"),
+        ({"keep": 0.9, "refit": False}, "asked for by hand"),
+        ({"keep": 0.9, "calib": None}, "there is none"),
+        ({"task": "sts"}, "about what a search keeps"),
+        ({"allow": ["ffn"], "prune": 0.5}, "about what a search keeps"),
+        ({"keep": 0.9, "plan": Path("p.json")}, "--plan says all"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(
+    how: dict[str, Any], match: str, model: Path, sentences: Path, tmp_path: Path
+):
+    with pytest.raises(InvalidArgument, match=match):
+        optimized(model, sentences, tmp_path / "out.onnx", **how)
+    assert not (tmp_path / "out.onnx").exists()
+
+
+# What is found
+
+
+def test_the_promise_is_kept_and_used_up(
+    model: Path, sentences: Path, tmp_path: Path, counted: None
+):
+    found = {
+        keep: planned(model, sentences, tmp_path / f"{keep}.json", keep=keep, allow=["ffn"])
+        for keep in (0.999, 0.97, 0.9)
+    }
+    for keep, report in found.items():
+        assert report.gain
+        assert report.fidelity.mean_cosine >= keep
+    speeds = [report.speedup for report in found.values()]
+    assert speeds == sorted(speeds) and speeds[-1] > 1.2 * speeds[0]
+    measured = found[0.9].fidelity.mean_cosine
+    assert measured < 0.97  # a larger allowance is used
+
+
+def test_without_allowance_nothing_is_taken_out(
+    model: Path, sentences: Path, tmp_path: Path, counted: None
+):
+    report = planned(model, sentences, tmp_path / "p.json", keep=1.0, allow=["ffn"])
+    assert report.gain and not report.rewrites.masks and not report.rewrites.neurons
+    assert report.fidelity.mean_cosine > 1 - 1e-5
+    assert {d.written for d in report.decisions} == {"attention", "gelu"}
+
+
+def test_neurons_stay_unless_allowed(model: Path, sentences: Path, tmp_path: Path, counted: None):
+    report = planned(model, sentences, tmp_path / "p.json", keep=0.9)
+    assert report.rewrites.masks and not report.rewrites.neurons
+    kinds = {d.kind: d for d in report.decisions}
+    assert "--allow ffn" in kinds["feed_forward"].why
+
+
+def test_every_block_says_why(model: Path, sentences: Path, tmp_path: Path, counted: None):
+    report = planned(model, sentences, tmp_path / "p.json", keep=0.9, allow=["ffn"])
+    assert len(report.decisions) == 4
+    for decision in report.decisions:
+        assert decision.why
+        assert decision.ms_after <= decision.ms_before
+    assert any("others cannot take over" in decision.why for decision in report.decisions)
+
+
+def test_a_speed_is_reached_at_less_loss_than_a_higher_one(
+    model: Path, sentences: Path, tmp_path: Path, counted: None
+):
+    found = [
+        planned(model, sentences, tmp_path / f"{speed}.json", target_speedup=speed, allow=["ffn"])
+        for speed in (1.2, 1.6)
+    ]
+    for wanted, report in zip((1.2, 1.6), found, strict=True):
+        assert wanted <= report.speedup < 1.25 * wanted
+    assert found[0].fidelity.mean_cosine > found[1].fidelity.mean_cosine
+
+
+def test_a_speed_out_of_reach_fails_and_writes_nothing(
+    model: Path, sentences: Path, tmp_path: Path, counted: None
+):
+    with pytest.raises(CheckFailed, match=r"fastest model found runs \d\.\d+x as fast"):
+        planned(model, sentences, tmp_path / "p.json", target_speedup=900.0)
+    assert not list(tmp_path.glob("p.*"))
+
+
+def test_no_gain_returns_the_original_and_says_so(
+    model: Path, sentences: Path, tmp_path: Path, counted: None, monkeypatch: pytest.MonkeyPatch
+):
+    """Whatever is done, the whole model is no faster at 64 tokens."""
+
+    def slow(search: Any, graph: ir.Model, lengths: Any) -> list[Speed]:
+        return [Speed(1, n, 1.0, 1.1 if n == 64 else 0.8, 0.91 if n == 64 else 1.25)
+                for n in lengths]  # fmt: skip
+
+    monkeypatch.setattr(MODULE._Search, "_speeds", slow)
+    report = optimized(model, sentences, tmp_path / "out.onnx", keep=0.9)
+    assert report.found is not None and not report.found.gain
+    verdict = "no gain: what was found runs at 0.91x the speed of the original at 64 tokens"
+    assert report.found.verdict.startswith(verdict)
+    assert any(warning.startswith("no gain") for warning in report.warnings)
+    same = verify(model, tmp_path / "out.onnx")
+    assert same.outputs[0].max_abs_error == 0
+    assert report.after.parameters == report.before.parameters
+
+
+def test_a_task_is_kept_by_its_lower_bound(
+    model: Path, sentences: Path, tmp_path: Path, counted: None
+):
+    rows = pairs(tmp_path / "pairs.tsv", sentences)
+    report = planned(model, sentences, tmp_path / "p.json", keep=0.9, eval_data=rows, task="sts",
+                     allow=["ffn"])  # fmt: skip
+    share = report.share
+    assert share is not None and share.lower >= 0.9
+    assert share.lower == pytest.approx(share.value - 1.645 * share.standard_error)
+    assert report.asked["measure"] == "share of the sts score"
+
+
+def pairs(path: Path, sentences: Path) -> Path:
+    """Sentences that share many words are scored high."""
+    lines = sentences.read_text(encoding="utf-8").splitlines()
+    rows = ["score\tsentence1\tsentence2"]
+    for a, b in pairwise(lines):
+        first, second = set(a.split()), set(b.split())
+        rows.append(f"{5 * len(first & second) / len(first | second):.3f}\t{a}\t{b}")
+    path.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return path
+
+
+# plan.json, and carrying it out
+
+
+def test_the_file_says_all_and_the_plot_shows_it(
+    model: Path, sentences: Path, tmp_path: Path, counted: None
+):
+    report = planned(model, sentences, tmp_path / "new" / "p.json", keep=0.95, allow=["ffn"])
+    content = json.loads((tmp_path / "new" / "p.json").read_text(encoding="utf-8"))
+    assert content == json.loads(json.dumps(report.to_json()))
+    assert content["format"] == 1
+    assert {layer["block"] for layer in content["layers"]} == {d.block for d in report.decisions}
+    assert all(layer["why"] for layer in content["layers"])
+    losses = [point["predicted_loss"] for point in content["front"]]
+    assert losses == sorted(losses) and len(losses) > 5
+    plot = (tmp_path / "new" / "p.svg").read_text(encoding="utf-8")
+    assert plot.startswith("<svg xmlns") and report.verdict in plot
+
+
+def test_the_same_asked_twice_is_the_same_plan(
+    model: Path, sentences: Path, tmp_path: Path, counted: None
+):
+    texts = []
+    for name in ("a", "b"):
+        planned(model, sentences, tmp_path / f"{name}.json", keep=0.95, allow=["ffn"])
+        texts.append((tmp_path / f"{name}.json").read_text(encoding="utf-8"))
+    assert texts[0] == texts[1]
+
+
+def test_carrying_a_plan_out_gives_the_same_bytes(
+    model: Path, sentences: Path, tmp_path: Path, counted: None
+):
+    planned(model, sentences, tmp_path / "p.json", keep=0.95, allow=["ffn"])
+    asked = {"keep": 0.95, "allow": ["ffn"]}
+    optimized(model, sentences, tmp_path / "searched.onnx", **asked)
+    for name in ("first", "second"):
+        optimized(model, sentences, tmp_path / f"{name}.onnx", plan=tmp_path / "p.json")
+    contents = {path.read_bytes() for path in tmp_path.glob("*.onnx")}
+    assert len(contents) == 1
+
+
+def test_what_was_written_keeps_what_was_promised(
+    model: Path, sentences: Path, tmp_path: Path, counted: None
+):
+    report = optimized(model, sentences, tmp_path / "out.onnx", keep=0.95, allow=["ffn"])
+    assert report.fidelity.mean_cosine >= 0.95
+    assert report.after.parameters < report.before.parameters
+    record = json.loads((tmp_path / "attnserve.json").read_text(encoding="utf-8"))
+    entry = record["lineage"][-1]
+    assert entry["search"]["verdict"] == report.found.verdict
+    assert entry["search"]["asked"]["keep"] == 0.95
+    again = verify(model, tmp_path / "out.onnx", data=sentences)
+    assert again.mean_cosine > 0.93
+
+
+def test_int8_comes_after_the_rewrites_and_counts(
+    model: Path, sentences: Path, tmp_path: Path, counted: None
+):
+    report = optimized(
+        model, sentences, tmp_path / "out.onnx", keep=0.9, allow=["ffn"], precision="int8"
+    )
+    assert report.fidelity.mean_cosine >= 0.9
+    assert report.after.bytes < 0.6 * report.before.bytes
+    kinds = {node.op_type for node in load_model(tmp_path / "out.onnx").graph}
+    assert kinds & {"MatMulInteger", "DynamicQuantizeLinear", "QAttention"}
+
+
+def test_a_precision_that_loses_too_much_alone_fails(
+    model: Path, sentences: Path, tmp_path: Path, counted: None
+):
+    with pytest.raises(CheckFailed, match=r"int8 weights alone keep 0\.\d+ of the mean output"):
+        optimized(model, sentences, tmp_path / "out.onnx", keep=1.0, precision="int8")
+    assert not (tmp_path / "out.onnx").exists()
+
+
+def test_a_precision_may_be_asked_for_alone(model: Path, sentences: Path, tmp_path: Path):
+    report = attnserve.optimize(model, tmp_path / "out.onnx", precision="int8", calib=sentences)
+    assert report.after.bytes < 0.6 * report.before.bytes
+    assert report.after.parameters == report.before.parameters
+    assert report.fidelity.mean_cosine > 0.9
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        ("", "not JSON"),
+        ("[]", "no plan of format 1"),
+        ("{}", "no plan of format 1"),
+        ('{"format": 1}', "no plan of format 1"),
+        ('{"format": 2, "rewrites": {}}', "no plan of format 1"),
+        ('{"format": 1, "rewrites": {}}', "made with another model"),
+        ('{"format": 1, "rewrites": {}, "model": {"sha256": "0"}}', "made with another model"),
+    ],
+)
+def test_a_broken_plan_is_refused(
+    content: str, match: str, model: Path, sentences: Path, tmp_path: Path
+):
+    path = tmp_path / "p.json"
+    path.write_text(content)
+    with pytest.raises(AttnserveError, match=match):
+        optimized(model, sentences, tmp_path / "out.onnx", plan=path)
+
+
+def test_a_plan_of_other_data_is_refused(
+    model: Path, sentences: Path, tmp_path: Path, counted: None
+):
+    planned(model, sentences, tmp_path / "p.json")
+    other = tmp_path / "other.txt"
+    other.write_text(sentences.read_text(encoding="utf-8") + "one more\n", encoding="utf-8")
+    with pytest.raises(InvalidArgument, match="made with another calibration"):
+        optimized(model, other, tmp_path / "out.onnx", plan=tmp_path / "p.json")
+    with pytest.raises(InvalidData, match="no such file"):
+        optimized(model, sentences, tmp_path / "out.onnx", plan=tmp_path / "none.json")
+
+
+# Interrupted
+
+
+def test_a_search_goes_on_where_it_was_interrupted(
+    model: Path,
+    sentences: Path,
+    tmp_path: Path,
+    cache: Path,
+    counted: None,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    whole = planned(model, sentences, tmp_path / "whole.json", keep=0.95)
+    original = MODULE.compare
+    calls: list[int] = []
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(MODULE, "compare", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        planned(model, sentences, tmp_path / "p.json", keep=0.95)
+    assert len(list((cache / "plans").glob("*.json"))) == 1
+    assert not (tmp_path / "p.json").exists()
+
+    def measured_again(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("the losses are known")
+
+    monkeypatch.setattr(MODULE, "loss_curves", measured_again)
+    report = planned(model, sentences, tmp_path / "p.json", keep=0.95)
+    assert report.to_json()["rewrites"] == whole.to_json()["rewrites"]
+    assert not list((cache / "plans").glob("*.json"))  # done: nothing is left behind
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"curves": 3, "builds": []}', '{"curves": {"a": 1}}']
+)
+def test_a_damaged_journal_is_begun_anew(
+    content: str,
+    model: Path,
+    sentences: Path,
+    tmp_path: Path,
+    counted: None,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    opened = MODULE._Journal.open.__func__
+
+    def damaged(cls: Any, name: str) -> Any:
+        path = tmp_path / "cache" / "plans" / f"{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+        return opened(cls, name)
+
+    monkeypatch.setattr(MODULE._Journal, "open", classmethod(damaged))
+    assert planned(model, sentences, tmp_path / "p.json", keep=0.97).gain
+
+
+# Models that cannot be planned, and little to go by
+
+
+def test_a_length_that_the_model_does_not_take_is_refused(
+    model: Path, sentences: Path, tmp_path: Path
+):
+    with pytest.raises(InvalidArgument, match="does not run at batch 1, 65 tokens"):
+        planned(model, sentences, tmp_path / "p.json", sequence=65)
+
+
+def test_without_a_length_the_texts_say(
+    model: Path, sentences: Path, tmp_path: Path, counted: None
+):
+    report = planned(model, sentences, tmp_path / "p.json", sequence=None)
+    graph = load_model(model / "model.onnx")
+    lengths = load_inputs(sentences, graph, open_artifact(model)).lengths
+    low, *_, high = report.asked["sequences"]
+    assert np.quantile(lengths, 0.1) <= low < high <= np.quantile(lengths, 0.9)
+
+
+def test_an_output_of_one_number_needs_a_task(tiny_bert: Build, sentences: Path, tmp_path: Path):
+    source = tiny_bert(cls="BertForSequenceClassification", num_labels=1)
+    attnserve.export(str(source), tmp_path / "model", task="sequence-classification")
+    with pytest.raises(InvalidArgument, match="one number, whose cosine says nothing"):
+        planned(tmp_path / "model", sentences, tmp_path / "p.json")
+
+
+def test_an_output_that_exists_is_left_alone(model: Path, sentences: Path, tmp_path: Path):
+    (tmp_path / "p.svg").write_text("mine")
+    with pytest.raises(AttnserveError, match="exists"):
+        planned(model, sentences, tmp_path / "p.json")
+    assert (tmp_path / "p.svg").read_text() == "mine"
+
+
+def test_a_share_of_no_score_is_an_error(model: Path, sentences: Path, tmp_path: Path):
+    score = attnserve.evaluate(model, task="sts", data=pairs(tmp_path / "p.tsv", sentences))
+    with pytest.raises(CheckFailed, match="no share of it can be kept"):
+        share_kept(replace(score, spearman=-0.1), score)  # type: ignore[type-var]
+
+
+def test_the_same_score_is_kept_whole(model: Path, sentences: Path, tmp_path: Path):
+    score = attnserve.evaluate(model, task="sts", data=pairs(tmp_path / "p.tsv", sentences))
+    share = share_kept(score, score)
+    assert share.value == 1 and share.standard_error == 0 and share.lower == 1
+
+
+# The command line
+
+
+def test_plan_prints_the_table_the_front_and_the_verdict(
+    model: Path,
+    sentences: Path,
+    tmp_path: Path,
+    counted: None,
+    capsys: pytest.CaptureFixture[str],
+):
+    output = tmp_path / "p.json"
+    arguments = ["plan", str(model), "--calib", str(sentences), "-o", str(output), "--keep", "0.95",
+                 "--seq", "32", "--threads", "1", "--allow", "ffn"]  # fmt: skip
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    for part in ("block by block", "heads", "neurons", "fastest choices", "as fast, keeping"):
+        assert part in shown
+    assert str(output) in shown.replace("\n", "")
+    assert max(map(len, shown.splitlines()[:12])) <= 100
+    assert main([*arguments, "--json", "--force"]) == 0
+    assert json.loads(capsys.readouterr().out)["gain"] is True
+    assert main([*arguments[:-2], "--fp16", "--int8", "--force"]) == 2
+    assert "--fp16 and --int8 exclude each other" in capsys.readouterr().err
+
+
+def test_a_goal_that_cannot_be_reached_exits_with_1(
+    model: Path,
+    sentences: Path,
+    tmp_path: Path,
+    counted: None,
+    capsys: pytest.CaptureFixture[str],
+):
+    arguments = ["optimize", str(model), "--calib", str(sentences), "-o", str(tmp_path / "o.onnx"),
+                 "--target-speedup", "500", "--seq", "32"]  # fmt: skip
+    assert main(arguments) == 1
+    assert "--target-speedup 500.0: the fastest model found" in capsys.readouterr().err
+    assert not (tmp_path / "o.onnx").exists()
+
+
+@pytest.mark.slow
+def test_a_real_encoder_gets_faster_by_a_real_clock(
+    minilm_export: Any, shared: Path, tmp_path: Path
+):
+    """The promise holds on sentences of another file within 0.003."""
+    lines = (shared / "data/sts/stsb_train.tsv").read_text(encoding="utf-8").splitlines()[1:]
+    calib = tmp_path / "calib.txt"
+    calib.write_text("\n".join(line.split("\t")[1] for line in lines[::12]), encoding="utf-8")
+    unseen = tmp_path / "unseen.txt"
+    unseen.write_text("\n".join(line.split("\t")[2] for line in lines[5::12]), encoding="utf-8")
+    source = Path(shutil.copytree(minilm_export("sdpa", "dynamo", 18), tmp_path / "model"))
+    report = attnserve.optimize(
+        source, tmp_path / "out", calib=calib, keep=0.98, allow=["ffn"], sequence=128, threads=1
+    )
+    assert report.found is not None and report.found.gain
+    assert report.found.speedup > 1.1
+    assert min(speed.speedup for speed in report.found.speeds) > 0.97
+    assert verify(source, tmp_path / "out", data=unseen).mean_cosine > 0.98 - 0.003
