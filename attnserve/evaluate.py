@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -50,6 +50,9 @@ TaskName = Literal["sts", "classification"]
 TASKS: tuple[TaskName, ...] = ("sts", "classification")
 
 RESAMPLES = 1000
+BLOCKS = 10
+"""Into which rows are cut where two models are compared on them."""
+
 ONE_SIDED = 1.645
 """Standard errors from a mean to the lower end of a one-sided interval of 95 %."""
 
@@ -189,7 +192,9 @@ class Share:
     """How much of a score is kept, and how far chance moves that on rows such as these.
 
     ``standard_error`` is that of a bootstrap which draws the same rows for both models: what both
-    get wrong alike does not count.
+    get wrong alike does not count. It draws them in ``BLOCKS`` blocks as they lie in the file
+    (Kuensch 1989): files are often sorted by where texts come from, and other texts will come in
+    other proportions.
     """
 
     value: float
@@ -225,11 +230,20 @@ def share_kept(
 def _resampled(
     score: StsScore | ClassificationScore, rng: np.random.Generator
 ) -> Float[np.ndarray, " M"]:
+    block = np.arange(score.rows) * min(BLOCKS, score.rows) // score.rows
+    count = int(block[-1]) + 1
+
+    def draw(draws: int) -> np.ndarray:
+        return rng.multinomial(count, np.full(count, 1 / count), draws)[:, block].astype(float)
+
     if isinstance(score, StsScore):
-        return _resampled_spearman(score.cosines, score.gold, rng)
+        return _resampled_spearman(score.cosines, score.gold, draw)
     right = (score.predictions == score.gold).astype(np.float64)
-    counts = rng.multinomial(score.rows, np.full(score.rows, 1 / score.rows), RESAMPLES)
-    return counts @ right / score.rows
+    parts: list[np.ndarray] = []
+    for draws in _in_parts(score.rows):
+        counts = draw(draws)
+        parts.append(counts @ right / np.maximum(counts.sum(axis=1), 1.0))
+    return np.concatenate(parts)
 
 
 @dataclass(frozen=True)
@@ -260,7 +274,7 @@ def _sts(run: _Run, data: Path, pooling: Pooling, rng: np.random.Generator) -> S
             "the model gives the same cosine for every pair: a correlation is undefined",
             "check the model's weights and the pooling",
         )
-    resampled = _resampled_spearman(cosines, scores, rng)
+    resampled = _resampled_spearman(cosines, scores, _draw_rows(len(rows), rng))
     return StsScore(
         len(rows),
         spearman(cosines, scores),
@@ -346,20 +360,31 @@ def _correlation(
 
 
 def _resampled_spearman(
-    x: Float[np.ndarray, " N"], y: Float[np.ndarray, " N"], rng: np.random.Generator
+    x: Float[np.ndarray, " N"],
+    y: Float[np.ndarray, " N"],
+    draw: Callable[[int], Float[np.ndarray, "M N"]],
 ) -> Float[np.ndarray, " M"]:
     """Spearman of ``RESAMPLES`` resamples of the rows; NaN where it is undefined.
 
     A resample is how often each row was drawn, so values are sorted once and not once a resample.
     """
-    rows = len(x)
-    block = max(1, 2**21 // rows)  # 16 MiB of float64 a temporary array
     found: list[np.ndarray] = []
-    for start in range(0, RESAMPLES, block):
-        draws = min(block, RESAMPLES - start)
-        counts = rng.multinomial(rows, np.full(rows, 1 / rows), draws).astype(np.float64)  # M N
+    for draws in _in_parts(len(x)):
+        counts = draw(draws)  # M N
         found.append(_correlation(_weighted_ranks(x, counts), _weighted_ranks(y, counts), counts))
     return np.concatenate(found)
+
+
+def _in_parts(rows: int) -> Iterator[int]:
+    """``RESAMPLES`` in parts of at most 16 MiB of float64 a temporary array."""
+    block = max(1, 2**21 // rows)
+    for start in range(0, RESAMPLES, block):
+        yield min(block, RESAMPLES - start)
+
+
+def _draw_rows(rows: int, rng: np.random.Generator) -> Callable[[int], np.ndarray]:
+    share = np.full(rows, 1 / rows)
+    return lambda draws: rng.multinomial(rows, share, draws).astype(np.float64)
 
 
 def _interval(values: Float[np.ndarray, " M"]) -> tuple[float, float]:

@@ -95,6 +95,45 @@ def test_what_reuse_and_pruning_keep_is_the_result_file():
             assert f"{row['mean_cosine']:.3f}" in README
 
 
+PLANNED = json.loads((ROOT / "benchmarks/results/planner.json").read_text(encoding="utf-8"))
+
+
+def test_what_the_planner_finds_is_the_result_file():
+    for row in PLANNED["plans"]:
+        dev, unseen = row["kept"].values()
+        cells = [
+            f"{row['mean_cosine']:.3f}",
+            f"{dev:.1%}",
+            f"{unseen:.1%}",
+            f"{row['seconds']:.0f} s",
+        ]
+        assert f"| {row['goal']} | {row['calibrated_on']} | {' | '.join(cells)} |" in README
+    for name in dict.fromkeys(row["model"] for row in PLANNED["speeds"]):
+        mine = [row for row in PLANNED["speeds"] if row["model"] == name]
+        cells = [f"{row['vs_exported']:.2f}x" for row in mine]
+        assert f"| {name} | {' | '.join(cells)} |" in README
+
+
+def test_what_the_planner_promises_holds_where_it_was_measured():
+    """Against the fastest of the exported model and two optimizers; kept on pairs it never saw."""
+    speeds = {(row["model"], row["sequence"]): row for row in PLANNED["speeds"]}
+    plans = {row["goal"]: row for row in PLANNED["plans"] if row["calibrated_on"] == "--train"}
+    for goal, share, at_128, at_512 in (
+        ("attention", 0.99, 1.14, 1.27),
+        ("with feed-forwards", 0.99, 1.5, 1.5),
+        ("with feed-forwards, int8", 0.985, 2.5, 2.3),
+    ):
+        assert speeds[goal, 128]["vs_best"] >= at_128
+        assert speeds[goal, 512]["vs_best"] >= at_512
+        assert plans[goal]["seconds"] <= 180
+        assert min(plans[goal]["kept"].values()) >= share - 0.003
+        assert min(row["vs_exported"] for (name, _), row in speeds.items() if name == goal) >= 0.97
+    for length in (128, 512):
+        assert speeds["with feed-forwards, int8", length]["vs_int8"] >= 1.15
+    by_hand = [row for (name, _), row in speeds.items() if name == "R = 128 by hand"]
+    assert min(row["vs_exported"] for row in by_hand) >= 0.97
+
+
 @pytest.mark.slow
 def test_make_demo_holds(minilm_folder):
     """Exported, rewritten, proved, measured, served and asked, in under four minutes."""

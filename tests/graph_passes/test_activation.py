@@ -33,8 +33,7 @@ def operators(model) -> Counter[str]:
     ids=["erf", "tanh", "ai.onnx Gelu", "with reshapes"],
 )
 def test_it_is_one_operator_and_the_same_numbers(body: str, operator: str):
-    options = {"opset": 20} if "Gelu" in body else {}
-    model = build(body, **options)
+    model = build(body)
     arrays = feeds(model)
     before = run(model, arrays)
     assert FuseGelu([NAME])(model).modified
@@ -89,7 +88,7 @@ def test_what_is_nearly_a_gelu_is_left_alone(activation: str):
     ],
 )
 def test_why_not(form: str, reason: str):
-    model = build(FORMS[form], **({"opset": 20} if form == "gated by GELU" else {}))
+    model = build(FORMS[form])
     (block,) = find_feed_forward(model)
     facts = interpret_small(model, batch=2, sequence=5)
     assert reason in why_not(block, facts, model.opset_imports)
