@@ -392,4 +392,7 @@ def test_activations_that_are_not_finite_are_refused():
 def test_the_source_can_be_written_down(tiny: Path, sentences: Path, tmp_path: Path):
     assert json.dumps(dict(read(sentences, open_artifact(tiny)).source), allow_nan=False)
     np.savez(tmp_path / "c.npz", **arrays())
-    assert read(tmp_path, open_artifact(tiny)).source["sha256"] is None, "a folder has none"
+    first = read(tmp_path, open_artifact(tiny)).source["sha256"]
+    assert len(first) == 64
+    np.savez(tmp_path / "d.npz", **arrays())
+    assert read(tmp_path, open_artifact(tiny)).source["sha256"] != first, "a folder's is of all files"

@@ -181,7 +181,8 @@ def test_the_json_has_the_keys_of_the_contract(made: Made):
     for step in content["steps"]:
         assert {"rewrite", "block", "relative_error", "macs_after", "rank", "heads"} <= step.keys()
         assert step["relative_error"] is None or 0 <= step["relative_error"] < 100
-    kinds = ["skip", "prune_heads", "reuse", "collab_dk", "head_dk", "prune_neurons"]
+    kinds = ["skip", "prune_heads", "reuse", "collab_dk", "head_dk", "prune_neurons", "fuse",
+             "fuse_gelu", "sum_residuals", "precision"]  # fmt: skip
     assert list(content["plan"]) == kinds
     assert json.loads(json.dumps(content, allow_nan=False)) == content
     (entry,) = record(folder)["lineage"]
