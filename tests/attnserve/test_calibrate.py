@@ -395,4 +395,5 @@ def test_the_source_can_be_written_down(tiny: Path, sentences: Path, tmp_path: P
     first = read(tmp_path, open_artifact(tiny)).source["sha256"]
     assert len(first) == 64
     np.savez(tmp_path / "d.npz", **arrays())
-    assert read(tmp_path, open_artifact(tiny)).source["sha256"] != first, "a folder's is of all files"
+    second = read(tmp_path, open_artifact(tiny)).source["sha256"]
+    assert second != first, "a folder's is of all its files"
