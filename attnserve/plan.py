@@ -89,7 +89,7 @@ COSINE_A_POINT = 2.5
 DRIFT = 3.5
 """How much more of the cosine than of a score may be lost. A score of some hundred rows can stay
 while the function drifts, and other rows then lose: for all-MiniLM-L6-v2 99.5 % on STS-B's dev set
-went with 98.2 % on 5000 other pairs at a cosine of 0.937, 99.8 % with 99.2 % at 0.965."""
+went with 98.2 % on some 4,000 other pairs at a cosine of 0.937, 99.8 % with 99.2 % at 0.965."""
 
 ROUNDING = 1e-4
 """Of a loss: what is the same but for rounding keeps everything."""
@@ -957,7 +957,7 @@ def draw_front(report: PlanReport) -> str:
             axes.plot(kept, speeds, color=FIRST, label="predicted: the fastest for each loss")
         built = [(p.cosine, p.speedup) for p in report.front if p.cosine is not None]
         if built:
-            axes.plot(*zip(*built, strict=True), "o", color=SECOND, label="built and measured")
+            axes.plot(*zip(*built, strict=True), "o", color=SECOND, label="built and judged")
         if report.gain:
             axes.plot([report.fidelity.mean_cosine], [report.speedup], "D", color=INK,
                       label="the plan: as the whole model was timed")  # fmt: skip
