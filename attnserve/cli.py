@@ -74,6 +74,30 @@ ProviderName = Annotated[Provider, typer.Option(help="Execution provider.")]
 Tokenizer = Annotated[
     Path | None, typer.Option(help="tokenizer.json, where it is not beside the model.")
 ]
+Keep = Annotated[
+    float | None,
+    typer.Option(
+        help="Find the fastest model that keeps this much: of the mean output cosine, or with "
+        "--eval-data of the task's score.",
+        show_default=False,
+    ),
+]
+TargetSpeedup = Annotated[
+    float | None,
+    typer.Option(help="Or the model that loses least and is so much faster.", show_default=False),
+]
+EvalData = Annotated[
+    Path | None, typer.Option(help="A .tsv to score on, for --keep.", show_default=False)
+]
+ScoredTask = Annotated[
+    TaskName | None, typer.Option(help="What to score on --eval-data.", show_default=False)
+]
+Allow = Annotated[
+    str | None,
+    typer.Option(help="What a search may change beyond attention: ffn.", show_default=False),
+]
+Fp16 = Annotated[bool, typer.Option("--fp16", help="16-bit weights, after all else.")]
+Int8 = Annotated[bool, typer.Option("--int8", help="8-bit weights, after all else.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite an existing output.")]
 
 
@@ -317,33 +341,13 @@ def optimize(
         float | None,
         typer.Option(help="Share of the feed-forward neurons that goes.", show_default=False),
     ] = None,
-    keep: Annotated[
-        float | None,
-        typer.Option(
-            help="Find the fastest model that keeps this much: of the mean output cosine, or with "
-            "--eval-data of the task's score.",
-            show_default=False,
-        ),
-    ] = None,
-    target_speedup: Annotated[
-        float | None,
-        typer.Option(
-            help="Or the model that loses least and is so much faster.", show_default=False
-        ),
-    ] = None,
-    eval_data: Annotated[
-        Path | None,
-        typer.Option(help="A .tsv to score on, for --keep.", show_default=False),
-    ] = None,
-    task: Annotated[
-        TaskName | None, typer.Option(help="What to score on --eval-data.", show_default=False)
-    ] = None,
-    allow: Annotated[
-        str | None,
-        typer.Option(help="What a search may change beyond attention: ffn.", show_default=False),
-    ] = None,
-    fp16: Annotated[bool, typer.Option("--fp16", help="16-bit weights, after all else.")] = False,
-    int8: Annotated[bool, typer.Option("--int8", help="8-bit weights, after all else.")] = False,
+    keep: Keep = None,
+    target_speedup: TargetSpeedup = None,
+    eval_data: EvalData = None,
+    task: ScoredTask = None,
+    allow: Allow = None,
+    fp16: Fp16 = False,
+    int8: Int8 = False,
     plan: Annotated[
         Path | None,
         typer.Option(help="Carry out what `attnserve plan` wrote.", show_default=False),
@@ -481,33 +485,13 @@ def plan(
             "--output", "-o", help="A .json file; a plot goes beside it.", show_default=False
         ),
     ],
-    keep: Annotated[
-        float | None,
-        typer.Option(
-            help="Find the fastest model that keeps this much: of the mean output cosine, or with "
-            "--eval-data of the task's score.",
-            show_default=False,
-        ),
-    ] = None,
-    target_speedup: Annotated[
-        float | None,
-        typer.Option(
-            help="Or the model that loses least and is so much faster.", show_default=False
-        ),
-    ] = None,
-    eval_data: Annotated[
-        Path | None,
-        typer.Option(help="A .tsv to score on, for --keep.", show_default=False),
-    ] = None,
-    task: Annotated[
-        TaskName | None, typer.Option(help="What to score on --eval-data.", show_default=False)
-    ] = None,
-    allow: Annotated[
-        str | None,
-        typer.Option(help="What a search may change beyond attention: ffn.", show_default=False),
-    ] = None,
-    fp16: Annotated[bool, typer.Option("--fp16", help="16-bit weights, after all else.")] = False,
-    int8: Annotated[bool, typer.Option("--int8", help="8-bit weights, after all else.")] = False,
+    keep: Keep = None,
+    target_speedup: TargetSpeedup = None,
+    eval_data: EvalData = None,
+    task: ScoredTask = None,
+    allow: Allow = None,
+    fp16: Fp16 = False,
+    int8: Int8 = False,
     tokenizer: Tokenizer = None,
     batch: Annotated[int, typer.Option(min=1, help="Batch size to be fast at.")] = 1,
     seq: Annotated[

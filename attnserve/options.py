@@ -93,6 +93,11 @@ class Group:
     def names(self) -> list[str]:
         return [block.name for block in self.blocks]
 
+    @property
+    def key(self) -> str:
+        """What it is called where things are kept by name."""
+        return f"{self.kind} {self.names[0]}"
+
 
 @dataclass(frozen=True, eq=False)
 class Timed:
@@ -100,7 +105,7 @@ class Timed:
 
     Attributes:
         original: As it was exported.
-        emission: How its attention is written where that is faster.
+        emission: How it is written, where another way than the exporter's is faster.
         sizes: By how many heads or neurons are kept.
     """
 
@@ -384,7 +389,7 @@ def loss_curves(
     threads: int = 0,
     report: Stage,
 ) -> dict[str, Curve]:
-    """By kind and name of each group's first block, where something can be taken out.
+    """By the key of each group of which something can be taken out.
 
     Raises:
         InvalidData: The model refuses a batch, or its activations are not finite.
@@ -415,7 +420,7 @@ def loss_curves(
         rising = np.maximum.accumulate(np.maximum(losses, 1e-9)) if losses else np.zeros(0)
         own = np.maximum.accumulate(found.losses)
         if losses:
-            curves[f"{group.kind} {group.names[0]}"] = Curve(
+            curves[group.key] = Curve(
                 tuple(found.order.tolist()), tuple(own.tolist()), tuple(gone),
                 tuple(rising.tolist()),
             )  # fmt: skip

@@ -7,7 +7,7 @@
    (``options.loss_curves``); losses of different blocks add up nearly.
 3. ``pareto_front`` gives the fastest choice for every predicted loss.
 4. Choices are built, fitted, and judged on texts that no fit saw, until the allowed loss is used
-   up but not exceeded; then the whole model is timed beside the original, at every length.
+   up but not exceeded; then the whole model is timed beside the original, at seven lengths.
 
 What is slower than the original somewhere is not returned: then the plan is to leave it as it is.
 """
@@ -154,7 +154,7 @@ class Decision:
 
     Attributes:
         kept, count: Heads or neurons that stay, of how many.
-        written: How its attention is written.
+        written: In which operators.
         ms_before, ms_after: Of the block alone, mean over the lengths asked for.
         predicted_loss: Of the output's cosine, by this block alone.
     """
@@ -226,7 +226,7 @@ class PlanReport:
 
     @property
     def speedup(self) -> float:
-        """At the lengths asked for, predicted lengths aside: the geometric mean."""
+        """At the lengths asked for, measured: the geometric mean."""
         wanted = set(self.asked["sequences"])
         chosen = [speed.speedup for speed in self.speeds if speed.sequence in wanted]
         return float(np.exp(np.mean(np.log(chosen)))) if chosen else 1.0
@@ -533,7 +533,7 @@ class _Search:
         self._time()
         self._weigh()
         self.options = [
-            options_of(g, self.timed, self.curves.get(_key(g)), target=len(self.lengths))
+            options_of(g, self.timed, self.curves.get(g.key), target=len(self.lengths))
             for g in self.groups
         ]
         self.front = pareto_front(self.options)
@@ -745,7 +745,7 @@ class _Search:
             kept = options[pick].kept
             for block in group.blocks:
                 if kept < group.count:
-                    mask = self.curves[_key(group)].mask(kept)
+                    mask = self.curves[group.key].mask(kept)
                     (masks if group.kind == "attention" else neurons)[block.name] = mask
                 match self.timed[block].emission:
                     case "as exported":
@@ -867,7 +867,7 @@ class _Search:
         found: list[Decision] = []
         target = len(self.lengths)
         for group, options, pick in zip(self.groups, self.options, choice.picks, strict=True):
-            option, curve = options[pick], self.curves.get(_key(group))
+            option, curve = options[pick], self.curves.get(group.key)
             for block in group.blocks:
                 timed = self.timed[block]
                 before = float(np.mean(timed.original[:target]))
@@ -898,11 +898,6 @@ class _Search:
                     "kept": {str(kept): list(ms) for kept, ms in sorted(timed.sizes.items())},
                 })  # fmt: skip
         return rows
-
-
-def _key(group: Group) -> str:
-    """Of a group in what is kept by name: attentions and feed-forwards may be called alike."""
-    return f"{group.kind} {group.names[0]}"
 
 
 def _digest(decided: Plan) -> str:

@@ -57,10 +57,6 @@ def curves(bert: ir.Model, groups: list[Group], data: list[Batch]) -> dict[str, 
     return loss_curves(bert, groups, data, threads=1, report=silent)
 
 
-def key(group: Group) -> str:
-    return f"{group.kind} {group.names[0]}"
-
-
 # Groups
 
 
@@ -155,7 +151,7 @@ def test_a_form_that_is_slower_at_any_length_is_not_taken(
 
 def test_taking_more_out_loses_more(curves: dict[str, Curve], groups: list[Group]):
     for group in groups:
-        curve = curves[key(group)]
+        curve = curves[group.key]
         losses = [curve.at(gone) for gone in range(group.count)]
         assert losses[0] == 0.0
         assert losses == sorted(losses) and losses[-1] > 0
@@ -184,7 +180,7 @@ def test_a_curve_survives_being_written(curves: dict[str, Curve]):
 
 def test_one_text_is_enough_to_fit_and_to_ask(bert: ir.Model, groups: list[Group], data: Any):
     found = loss_curves(bert, groups, data[:1], threads=1, report=silent)
-    assert set(found) == {key(group) for group in groups}
+    assert set(found) == {group.key for group in groups}
 
 
 # Options
@@ -194,7 +190,7 @@ def test_options_get_faster_and_lose_more(
     timed: dict[Block, Timed], groups: list[Group], curves: dict[str, Curve]
 ):
     for group in groups:
-        options = options_of(group, timed, curves[key(group)], target=1)
+        options = options_of(group, timed, curves[group.key], target=1)
         assert options[0].kept == group.count and options[0].loss == 0
         assert len(options) > 1
         for a, b in pairwise(options):
