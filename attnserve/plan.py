@@ -326,6 +326,8 @@ def plan(
         raise InvalidArgument(f"{output}: expected a .json file", "for example -o plan.json")
     plot = output.with_suffix(".svg")
     for path in (output, plot):
+        if path.is_dir():  # said now, not once the search is done
+            raise InvalidArgument(f"{path} is a folder: expected a file", "choose another -o")
         check_output(path, source=artifact.model, force=force)
     graph = load_model(artifact)
     data = load_inputs(calib, graph, artifact, tokenizer=tokenizer)

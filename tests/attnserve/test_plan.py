@@ -410,6 +410,16 @@ def test_an_output_that_exists_is_left_alone(model: Path, sentences: Path, tmp_p
     assert (tmp_path / "p.svg").read_text() == "mine"
 
 
+@pytest.mark.parametrize("name", ["p.json", "p.svg"])
+def test_a_folder_in_the_way_is_refused_before_the_search(
+    name: str, model: Path, sentences: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(MODULE, "search", lambda *_, **__: pytest.fail("the search has begun"))
+    (tmp_path / name).mkdir()
+    with pytest.raises(InvalidArgument, match=f"{name} is a folder: expected a file"):
+        planned(model, sentences, tmp_path / "p.json", force=True)
+
+
 def test_a_share_of_no_score_is_an_error(model: Path, sentences: Path, tmp_path: Path):
     score = attnserve.evaluate(model, task="sts", data=pairs(tmp_path / "p.tsv", sentences))
     with pytest.raises(CheckFailed, match="no share of it can be kept"):
