@@ -24,6 +24,7 @@ from graph_passes.cp import CollaborativeFactors, with_mean
 from graph_passes.decompose import DecomposeAttention
 from graph_passes.errors import InvalidModel
 from graph_passes.feed_forward import find_feed_forward
+from graph_passes.fold_biases import FoldBiases
 from graph_passes.fuse import Form, FuseAttention
 from graph_passes.moments import TokenMoments, pooled
 from graph_passes.prune import PruneHeads
@@ -182,6 +183,7 @@ class _Run:
         if self.plan.gelu:
             FuseGelu(self.plan.gelu)(self.graph)
         if self.plan.sums:
+            FoldBiases()(self.graph)
             SumResiduals()(self.graph)
         for name in (*forms, *self.plan.gelu):
             self.steps.append(Step("fuse", name, None, self.macs))

@@ -225,7 +225,8 @@ def _biases(model: ir.Model, blocks: Sequence[AttentionBlock], facts: Facts) -> 
             continue
         same = [(type(step), *vars(step).items()) for step in steps]
         lengths = _lengths(block, steps, (facts, apart))
-        key = (block.graph, block.num_heads, block.q.dtype, *same, lengths)
+        heads = block.num_heads if any(_by_head(step, facts) for step in steps) else 1
+        key = (block.graph, heads, block.q.dtype, *same, lengths)
         if key not in made:
             made[key] = _emit_bias(replace(block, steps=tuple(steps)), facts)
         biases[block.name] = made[key]
@@ -263,6 +264,16 @@ def _everywhere(value: ir.Value | None) -> float | None:
 def _hiding(step: LogitStep) -> LogitStep:
     """A step that sets scores to a low number hides them, whatever the number."""
     return replace(step, fill=-np.inf) if isinstance(step, Mask | KeyLengths) else step
+
+
+def _by_head(step: LogitStep, facts: Facts) -> bool:
+    """Whether a step may tell heads apart: then layers of other heads have a bias of their own."""
+    if not isinstance(step, Mask | PositionBias):
+        return not isinstance(step, KeyMask | KeyLengths | Causal)
+    shape = facts.shape(step.value)
+    if step.axes is not None or shape is None:
+        return True
+    return len(shape) > 2 and (len(shape) != 4 or shape[1] != 1)
 
 
 def _lengths(block: AttentionBlock, steps: Sequence[LogitStep], runs: Sequence[Facts]) -> Hashable:
