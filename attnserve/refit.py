@@ -1,18 +1,26 @@
 """refit: after a lossy rewrite, the output projection that comes nearest to the original's output.
 
-For tokens c (what the projection reads in the rewritten model) and t (what the original attention
-adds to the same tokens) the projection becomes, and so does the second matrix of a feed-forward,
+For tokens c (what the projection reads in the rewritten model) and t (what it should add to the
+same tokens) the projection becomes, and so does the second matrix of a feed-forward,
 
     W, b = argmin sum |c W + b - t|^2 + ridge |W - W_O|^2          (b is free)
 
 layer by layer from the front, each on the activations of the model as it is rewritten so far
 (arXiv 2110.06821 trains instead). Only Gram matrices are kept, so data of any length will do.
+
+What should be added is what brings the residual stream back to the original's: t = s - r, s being
+the sum that the original makes there and r what the rewritten model adds to. Where layers in front
+changed nothing that is the original's own output; else a layer makes up for what they lost
+(all-MiniLM-L6-v2 with a third of its heads and a fifth of its neurons gone: cosine 0.972, where
+aiming at the original's output gave 0.967). Without a residual, and where layers share one weight,
+the original's output is what is aimed at.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -32,6 +40,7 @@ from graph_passes.feed_forward import FeedForwardBlock, find_feed_forward
 from graph_passes.find import find_attention
 from graph_passes.invariants import check, interface
 from graph_passes.names import PINNED, pin_names
+from graph_passes.residual import residual_of
 from graph_passes.shapes import Facts, interpret_small
 from graph_passes.skip import AffineMap, Skipped, refill, skipped
 
@@ -68,7 +77,7 @@ FIRST = 1e-1
 
 @dataclass(frozen=True)
 class Refit:
-    """How far an attention's output is from the original's, over its variation there.
+    """How far what a layer adds is from what it should add, over the variation of that.
 
     Attributes:
         relative_error_before, relative_error: Root mean square, on the calibration data.
@@ -169,6 +178,7 @@ class Site:
 
     Attributes:
         tokens: What it reads; None where it is a constant.
+        beside: What its output is added to; None where it is aimed at the original's output.
         weight, bias: As they are, and ``prior`` what the weight is drawn towards.
     """
 
@@ -179,6 +189,7 @@ class Site:
     bias: np.ndarray
     prior: np.ndarray
     of: AttentionBlock | Skipped | FeedForwardBlock
+    beside: ir.Value | None = None
 
     @property
     def sequence_first(self) -> bool:
@@ -239,6 +250,10 @@ def refit(
     done: dict[str, Refit] = {}
     for index, group in enumerate(groups):
         found = find_sites(model, chosen)
+        for name in theirs.summed & found.keys():
+            beside = residual_of(found[name].output)
+            assert beside is not None, f"{name}: its residual is gone"
+            found[name] = replace(found[name], beside=beside[0])
         ahead = [_read(found[name] for name in each) for each in groups[index:]]
         wanted, later = ahead[0], list(chain(*ahead[1:]))
         if len(group) == 1:
@@ -296,10 +311,12 @@ class Targets:
     Attributes:
         arrays: By name, an array a batch.
         sequence_first: By name, whether tokens may count (S, B).
+        summed: The names whose arrays are sums with the residual.
     """
 
     arrays: Mapping[str, Sequence[np.ndarray]]
     sequence_first: Mapping[str, bool]
+    summed: frozenset[str] = frozenset()
 
     def of(self, names: Sequence[str]) -> Iterator[list[np.ndarray]]:
         return (list(arrays) for arrays in zip(*(self.arrays[n] for n in names), strict=True))
@@ -324,7 +341,7 @@ def collect_targets(
     for made in theirs.of(found):
         for name, array in zip(found, made, strict=True):
             arrays[name].append(array)
-    return Targets(arrays, theirs.sequence_first)
+    return Targets(arrays, theirs.sequence_first, theirs.summed)
 
 
 class _Theirs:
@@ -338,19 +355,16 @@ class _Theirs:
         provider: Provider,
         threads: int,
     ) -> None:
-        blocks = [
-            block
-            for block in find_attention(original)[0]
-            if block.output is not None and block.graph is original.graph
-        ]
-        outputs = {b.name: b.output.output for b in blocks if b.output is not None}
-        turned = {b.name: b.output.sequence_first for b in blocks if b.output is not None}
-        if not outputs.keys() >= set(names):
-            whole = [b for b in find_feed_forward(original) if b.graph is original.graph]
-            outputs |= {block.name: block.output for block in whole}
-            turned |= {block.name: False for block in whole}
-        self.outputs = {name: outputs[name] for name in names if name in outputs}
-        self.sequence_first = {name: turned.get(name, False) for name in self.outputs}
+        found = find_sites(original, names)
+        sites = {name: found[name] for name in names if _is_target(found.get(name), original)}
+        uses = Counter(site.shared for site in sites.values())
+        # Of layers that share a weight, the later ones read what the fit is yet to change.
+        alone = {name: site for name, site in sites.items() if uses[site.shared] == 1}
+        pairs = {name: residual_of(site.output) for name, site in alone.items()}
+        sums = {name: pair[1] for name, pair in pairs.items() if pair is not None}
+        self.outputs = {name: sums.get(name, site.output) for name, site in sites.items()}
+        self.sequence_first = {name: site.sequence_first for name, site in sites.items()}
+        self.summed = frozenset(sums)
         self.model = Stepwise(original, batches, provider=provider, threads=threads)
 
     def of(self, names: Sequence[str]) -> Iterator[list[np.ndarray]]:
@@ -358,9 +372,15 @@ class _Theirs:
         return self.model.advance(wanted, list(self.outputs.values()))
 
 
+def _is_target(site: Site | None, original: ir.Model) -> bool:
+    """Whether a session can look at it, and it is what a layer really makes."""
+    return site is not None and not isinstance(site.of, Skipped) and site.of.graph is original.graph
+
+
 def _read(sites: Iterable[Site]) -> list[ir.Value]:
-    """What the sites read, each value once."""
-    return list(dict.fromkeys(site.tokens for site in sites if site.tokens is not None))
+    """What the sites read and are added to, each value once."""
+    values = (value for site in sites for value in (site.tokens, site.beside))
+    return list(dict.fromkeys(value for value in values if value is not None))
 
 
 def _groups(model: ir.Model, names: Sequence[str]) -> list[list[str]]:
@@ -476,6 +496,8 @@ def _tokens(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """One batch, padding left out: what is read (M, N), what should be made (M, D), and the number
     of the text that each token is of (M,)."""
+    if site.beside is not None:
+        target = target - seen[site.beside]
     texts = _text_of(target, batch, turned)
     real = texts >= 0
     t = target.reshape(-1, target.shape[-1])[real].astype(np.float64)

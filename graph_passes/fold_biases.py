@@ -1,4 +1,4 @@
-"""FoldBiases: what a sublayer adds to every token, added by the norm that its residual comes from."""
+"""FoldBiases: what a layer adds to every token is added by the norm that its residual is of."""
 
 from __future__ import annotations
 
@@ -141,13 +141,15 @@ def _map(user: ir.Node, place: int) -> _Map | None:
     weight = user.inputs[1]
     assert weight is not None
     if user.op_identifier() == MICROSOFT_ATTENTION:
-        return _Map(weight, user, 2) if len(user.inputs) > 2 and _is_vector(user.inputs[2]) else None
+        return (
+            _Map(weight, user, 2) if len(user.inputs) > 2 and _is_vector(user.inputs[2]) else None
+        )
     if (user.domain, user.op_type) != ("", "MatMul"):
         return None
     product = user.outputs[0]
     if len(product.uses()) != 1 or product.is_graph_output():
         return None
-    adds = product.uses()[0].node
+    ((adds, _),) = product.uses()
     at = _vector_at(adds)
     return None if at is None else _Map(weight, adds, at)
 

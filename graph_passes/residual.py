@@ -10,7 +10,7 @@ from graph_passes.constants import is_constant
 from graph_passes.edit import Inserter, remove_unused, replace_uses
 from graph_passes.invariants import check, interface
 
-__all__ = ["SumResiduals", "find_residuals"]
+__all__ = ["SumResiduals", "find_residuals", "residual_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,3 +53,18 @@ def find_residuals(model: ir.Model) -> list[ir.Node]:
         if not any(value is None or is_constant(value) for value in adds.inputs):
             found.append(node)
     return found
+
+
+def residual_of(output: ir.Value) -> tuple[ir.Value, ir.Value] | None:
+    """What a sublayer's output is added to, and the sum; None where it is read by anything but one
+    addition of two computed values."""
+    users = [user for user, _ in output.uses()]
+    if len(users) != 1 or output.is_graph_output() or len(users[0].inputs) != 2:
+        return None
+    adds = users[0]
+    if adds.domain or adds.op_type not in ("Add", "Sum"):
+        return None
+    others = [value for value in adds.inputs if value is not output]
+    if len(others) != 1 or others[0] is None or is_constant(others[0]):
+        return None
+    return others[0], adds.outputs[0]

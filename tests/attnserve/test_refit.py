@@ -26,6 +26,7 @@ from graph_passes.edit import exposing
 from graph_passes.errors import InvalidData
 from graph_passes.find import find_attention
 from graph_passes.prune import PruneHeads
+from graph_passes.residual import residual_of
 from graph_passes.reuse import ReuseAttention
 from graph_passes.skip import AffineMap, SkipAttention, skipped
 from tests.graph_passes.graphs import PARTS, D, H, V, layers, run, text_of, weights
@@ -183,23 +184,29 @@ def pruned(original: ir.Model, masks: dict[str, Sequence[int]] | None = None) ->
 def distance(
     graph: ir.Model, original: ir.Model, batches: Sequence[Batch], names: Sequence[str]
 ) -> dict[str, float]:
-    """How far attention outputs are from the original's, over real tokens; found without refit."""
+    """How far what attentions add is from what they should add: what is missing to the original's
+    sum with the residual. Over real tokens; found without refit."""
     found: dict[str, float] = {}
     for name in names:
-        sides: list[np.ndarray] = []
+        sides: list[list[np.ndarray]] = []
         for side in (graph, original):
             places = {block.name: block.output for block in find_attention(side)[0]}
             places |= {gap.name: gap for gap in skipped(side)}
-            with exposing(side, [places[name].output]):
+            output = places[name].output
+            beside, _ = residual_of(output) or (None, None)
+            values = [output] if beside is None else [output, beside]
+            with exposing(side, values):
                 session = open_session(side, threads=1)
             rows = [
-                np.asarray(session.run(None, batch)[-1])[batch["attention_mask"].astype(bool)]
+                [made[batch["attention_mask"].astype(bool)] for made in
+                 session.run(None, batch)[-len(values) :]]
                 for batch in batches
-            ]
-            sides.append(np.concatenate(rows).astype(np.float64))
-        new, old = sides
+            ]  # fmt: skip
+            sides.append([np.concatenate(part).astype(np.float64) for part in zip(*rows)])  # noqa: B905
+        (new, *beside_new), (old, *beside_old) = sides
+        wanted = old + beside_old[0] - beside_new[0] if beside_old else old
         found[name] = float(
-            (np.sum((new - old) ** 2) / np.sum((old - old.mean(0)) ** 2)) ** 0.5
+            (np.sum((new - wanted) ** 2) / np.sum((wanted - wanted.mean(0)) ** 2)) ** 0.5
         )  # fmt: skip
     return found
 
@@ -268,6 +275,18 @@ def test_other_weights_and_other_layers_stay():
     for name in before.keys() & after.keys():
         np.testing.assert_array_equal(after[name], before[name])
     np.testing.assert_array_equal(output_weights(graph)[1], weights(1)["Wo"])
+
+
+def test_a_layer_makes_up_for_what_those_before_it_lost():
+    """The second layer is whole, and computes what it did: what is missing is in the residual."""
+    original = model()
+    graph = pruned(original, {ONE: (1, 0, 1)})
+    before = distance(graph, original, texts(), [ONE, TWO])
+    found = refit(graph, original, [TWO], texts())
+    after = distance(graph, original, texts(), [ONE, TWO])
+    assert after[ONE] == before[ONE]
+    assert found[TWO].relative_error == pytest.approx(after[TWO], rel=1e-3)
+    assert after[TWO] < 0.85 * before[TWO]
 
 
 def test_without_fit_nothing_changes_but_the_distance_is_told():
