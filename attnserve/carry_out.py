@@ -116,7 +116,8 @@ def carry_out(
     run.reuse()
     run.neurons()
     before_sharing = [*plan.skip, *plan.masks, *plan.edges, *plan.neurons]
-    run.fit(before_sharing, fit=fit)
+    if not plan.ranks or plan.ranks.keys() - plan.head_sizes.keys() or not fit:
+        run.fit(before_sharing, fit=fit)  # shorter heads are fitted once, when all is done
     run.collaborate(caches=caches)
     lossy = [
         step.block for step in run.steps if step.rewrite == "collaborate" and step.relative_error

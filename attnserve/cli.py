@@ -555,9 +555,10 @@ def _show_plan(report: PlanReport) -> None:
         )
         for decision, name in zip(report.decisions, names, strict=True):
             what = "heads" if decision.kind == "attention" else "neurons"
+            cut = "" if decision.head_size is None else f" x {decision.head_size}"
             table.add_row(
                 name,
-                f"{decision.kept} of {decision.count} {what}",
+                f"{decision.kept} of {decision.count} {what}{cut}",
                 decision.written,
                 f"{decision.ms_after:.3f}",
                 f"{decision.ms_before:.3f}",

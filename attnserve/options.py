@@ -8,14 +8,15 @@ over (``elimination``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.calibrate import Batch
+from attnserve.calibrate import Batch, collect_moments
 from attnserve.elimination import RIDGE, Elimination, eliminate, eliminate_neurons
 from attnserve.latency import Cut, LatencyTable, Part, cut_out
 from attnserve.pareto import Option
@@ -26,11 +27,14 @@ from attnserve.whatif import WhatIf
 from graph_passes import activation, emit, fuse, prune_neurons, rewrites
 from graph_passes.activation import FuseGelu
 from graph_passes.attention import AttentionBlock
+from graph_passes.collaborate import Collaborate, factor
 from graph_passes.constants import origin
+from graph_passes.decompose import DecomposeAttention
 from graph_passes.errors import AttnserveError
 from graph_passes.feed_forward import FeedForwardBlock, find_feed_forward
 from graph_passes.find import find_attention
 from graph_passes.fuse import Form, FuseAttention
+from graph_passes.moments import TokenMoments
 from graph_passes.prune import PruneHeads
 from graph_passes.prune_neurons import PruneNeurons
 from graph_passes.residual import SumResiduals, find_residuals
@@ -43,6 +47,7 @@ __all__ = [
     "Block",
     "Curve",
     "Group",
+    "Size",
     "Timed",
     "group_blocks",
     "loss_curves",
@@ -70,9 +75,28 @@ PROBES = (0.25, 0.5, 0.75)
 PROBE_ROWS = 48
 """Texts that are asked."""
 
+MOMENT_ROWS = 300
+"""About how many texts tell which dimensions of queries and keys matter."""
+
 NO_SLOWER = 1.03
 """A form may take this many times what the block takes as it was exported, at every length: the
 speed of a whole model may nowhere fall below 0.97 of the original's."""
+
+
+class Size(NamedTuple):
+    """How much of a block is left.
+
+    Attributes:
+        kept: Heads or neurons.
+        head_size: Dimensions of queries and keys, the content term's among them, where they are
+            cut to the strongest of each head; None where they are as they were.
+    """
+
+    kept: int
+    head_size: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.kept}" if self.head_size is None else f"{self.kept} x {self.head_size}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,12 +130,12 @@ class Timed:
     Attributes:
         original: As it was exported.
         emission: How it is written, where another way than the exporter's is faster.
-        sizes: By how many heads or neurons are kept.
+        sizes: By how much is kept.
     """
 
     original: tuple[float, ...]
     emission: Emission
-    sizes: Mapping[int, tuple[float, ...]]
+    sizes: Mapping[Size, tuple[float, ...]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,12 +146,20 @@ class Curve:
         order: Heads or neurons, from the first to go.
         own_loss: The share of the block's own output that is lost once n are gone, n = 0 .. count.
         gone, loss: How many were taken out, and one minus the cosine of the model's output.
+        shorter: (head size, loss) where all heads stay and their queries and keys are cut.
     """
 
     order: tuple[int, ...]
     own_loss: tuple[float, ...]
     gone: tuple[int, ...]
     loss: tuple[float, ...]
+    shorter: tuple[tuple[int, float], ...] = ()
+
+    def of(self, size: Size) -> float:
+        """Losses add up nearly; heads that are gone lose nothing by being cut."""
+        share = size.kept / len(self.order)
+        cut = 0.0 if size.head_size is None else share * dict(self.shorter)[size.head_size]
+        return self.at(len(self.order) - size.kept) + cut
 
     def at(self, gone: int) -> float:
         """Between two probes the loss follows a power of the block's own loss."""
@@ -151,7 +183,8 @@ class Curve:
 
     def to_json(self) -> dict[str, Any]:
         return {"order": list(self.order), "own_loss": list(self.own_loss),
-                "gone": list(self.gone), "loss": list(self.loss)}  # fmt: skip
+                "gone": list(self.gone), "loss": list(self.loss),
+                "shorter": [list(pair) for pair in self.shorter]}  # fmt: skip
 
 
 def group_blocks(model: ir.Model, attention: Sequence[AttentionBlock], *, ffn: bool) -> list[Group]:
@@ -272,18 +305,28 @@ def _time(
     start = safe.get(fastest, times[None])
     count = block.num_neurons if isinstance(block, FeedForwardBlock) else block.num_heads
     if whole:
-        return Timed(times[None], fastest, {count: start})
+        return Timed(times[None], fastest, {Size(count): start})
     multiple = MULTIPLE if isinstance(block, FeedForwardBlock) else 1
     step = max(count // SIZES // multiple, 1) * multiple
-    smaller: dict[int, Part] = {}
-    for kept in range(step, count, step):
-        less = _smaller(part, kept, count)
+    wanted = [Size(kept) for kept in range(step, count, step)]
+    if isinstance(block, AttentionBlock) and (cut := _shorter(block)) is not None:
+        wanted += [Size(kept, cut) for kept in (*range(step, count, step), count)]
+    smaller: dict[Size, Part] = {}
+    for size in wanted:
+        less = _smaller(part, size, count)
         made = less if less is None or fastest == "as exported" else _written(less, fastest)
         if made is not None:
-            smaller[kept] = made
+            smaller[size] = made
     found = _measure(table, original, smaller, precision)
-    sizes = {kept: found[kept] for kept in smaller}
-    return Timed(times[None], fastest, {**sizes, count: start})
+    sizes = {size: found[size] for size in smaller}
+    return Timed(times[None], fastest, {**sizes, Size(count): start})
+
+
+def _shorter(block: AttentionBlock) -> int | None:
+    """Half of a head's dimensions, where queries and keys can be cut to so many."""
+    half = block.head_size // 2
+    able = half and half % MULTIPLE == 0 and block.k.past is None and not rewrites.truncate(block)
+    return half if able else None
 
 
 def _mean(times: Sequence[float], target: int) -> float:
@@ -309,14 +352,17 @@ def _converted(part: Part, precision: Precision) -> Part:
         return part
 
 
-def _smaller(part: Part, kept: int, count: int) -> Part | None:
-    """With fewer heads or neurons; None where a part of them cannot go."""
+def _smaller(part: Part, size: Size, count: int) -> Part | None:
+    """With fewer heads or neurons, or shorter heads; None where a part of them cannot go."""
     small = part.model.clone()
-    mask = [1] * kept + [0] * (count - kept)
+    mask = [1] * size.kept + [0] * (count - size.kept)
     attention, neurons = find_attention(small)[0], find_feed_forward(small)
     try:
         if attention:
-            PruneHeads({attention[0].name: mask})(small)
+            if size.kept < count:
+                PruneHeads({attention[0].name: mask})(small)
+            if size.head_size is not None:
+                _shorten(small, attention[0].name, size.head_size, None)
         elif neurons:
             PruneNeurons({neurons[0].name: mask})(small)
         else:
@@ -324,6 +370,23 @@ def _smaller(part: Part, kept: int, count: int) -> Part | None:
     except AttnserveError:  # heads in groups of which a part cannot go
         return None
     return Part(small, part.feeds)
+
+
+def _shorten(model: ir.Model, name: str, head_size: int, moments: TokenMoments | None) -> None:
+    """Cut the queries and keys of one attention: one dimension is that of the content term."""
+    _decompose(model, [name])
+    block = next(block for block in find_attention(model)[0] if block.name == name)
+    rank = block.num_heads * block.head_size  # nothing is shared
+    found = factor(block, rank, head_size=head_size - 1, moments=moments)
+    Collaborate({name: found}, mixing="sparse")(model)
+
+
+def _decompose(model: ir.Model, names: Collection[str]) -> None:
+    """Give these attentions logits and probabilities that are values of the graph."""
+    blocks = [block for block in find_attention(model)[0] if block.name in names]
+    inside = [block.name for block in blocks if block.logits is None or not block.probabilities]
+    if inside:
+        DecomposeAttention(frozenset(inside))(model)
 
 
 def _written(part: Part, form: Emission) -> Part | None:
@@ -425,7 +488,48 @@ def loss_curves(
                 tuple(rising.tolist()),
             )  # fmt: skip
         report("weigh blocks", done, len(able))
+    cuts = {group: cut for group in able if (cut := _cut_of(group)) is not None}
+    cuts = {group: cut for group, cut in cuts.items() if group.key in curves}
+    losses = _losses_of_cuts(model, cuts, ask, rest, provider, threads, report)
+    for key, pair in losses.items():
+        curves[key] = replace(curves[key], shorter=(pair,))
     return curves
+
+
+def _cut_of(group: Group) -> int | None:
+    """The shorter head size to weigh; none for layers that share their weights."""
+    block = group.blocks[0]
+    if isinstance(block, FeedForwardBlock) or len(group.blocks) > 1:
+        return None
+    return _shorter(block)
+
+
+def _losses_of_cuts(
+    model: ir.Model,
+    cuts: Mapping[Group, int],
+    ask: WhatIf,
+    batches: Sequence[Batch],
+    provider: Provider,
+    threads: int,
+    report: Stage,
+) -> dict[str, tuple[int, float]]:
+    """(head size, loss) by the key of each group whose queries and keys can be cut."""
+    if not cuts:
+        return {}
+    names = [group.names[0] for group in cuts]
+    plain = model.clone()
+    _decompose(plain, names)
+    blocks = [block for block in find_attention(plain)[0] if block.name in names]
+    some = batches[:: max(len(batches) * PROBE_ROWS // MOMENT_ROWS // len(ask.batches), 1)]
+    moments = collect_moments(plain, blocks, some, provider=provider, threads=threads)
+    found: dict[str, tuple[int, float]] = {}
+    for done, (group, cut) in enumerate(cuts.items(), start=1):
+        name, changed = group.names[0], plain.clone()
+        with suppress(AttnserveError):  # then it is no candidate
+            _shorten(changed, name, cut, moments[name])
+            found[group.key] = cut, max(ask.loss_of(changed), 1e-9)
+        report("weigh shorter heads", done, len(cuts))
+    return found
 
 
 def _apart(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
@@ -480,17 +584,19 @@ def options_of(
     """The forms of a group that are slower than it is now at no shape, the whole group first."""
     times = [timed[block] for block in group.blocks]
     original = np.sum([each.original for each in times], axis=0)
-    sizes = set.intersection(*(set(each.sizes) for each in times))
+    whole = Size(group.count)
     options: list[Option] = []
-    for kept in sorted(sizes, reverse=True):
-        ms = np.sum([each.sizes[kept] for each in times], axis=0)
-        if kept < group.count and (curve is None or (ms > NO_SLOWER * original).any()):
+    for size in set.intersection(*(set(each.sizes) for each in times)):
+        ms = np.sum([each.sizes[size] for each in times], axis=0)
+        if size != whole and (curve is None or (ms > NO_SLOWER * original).any()):
             continue
-        loss = 0.0 if kept == group.count or curve is None else curve.at(group.count - kept)
-        options.append(Option(kept, loss, float(np.mean(ms[:target]))))
-    rising = [options[0]]
-    for option in options[1:]:  # a smaller form that is slower than a larger one is of no use
-        if option.ms < min(each.ms for each in rising):
+        if curve is not None and size.head_size not in (None, *dict(curve.shorter)):
+            continue
+        loss = 0.0 if size == whole or curve is None else curve.of(size)
+        options.append(Option(size.kept, loss, float(np.mean(ms[:target])), size.head_size))
+    options.sort(key=lambda option: (option.loss, option.ms))
+    rising = options[:1]
+    for option in options[1:]:  # what loses more and is no faster is of no use
+        if option.ms < rising[-1].ms:
             rising.append(option)
-    losses = np.maximum.accumulate([option.loss for option in rising]).tolist()  # but for rounding
-    return [replace(option, loss=loss) for option, loss in zip(rising, losses, strict=True)]
+    return rising

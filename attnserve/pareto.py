@@ -27,11 +27,13 @@ class Option:
         kept: How many heads or neurons are left.
         loss: Predicted, of the whole model's output: one minus the cosine.
         ms: Mean over the target shapes.
+        head_size: Of queries and keys, where it is cut.
     """
 
     kept: int
     loss: float
     ms: float
+    head_size: int | None = None
 
 
 @dataclass(frozen=True)

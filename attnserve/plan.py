@@ -1,8 +1,7 @@
 """plan: the fastest form of a model that keeps what it must, found by measurement.
 
-1. Every size of every block (heads, neurons), in the operators that are fastest here, is timed on
-   this machine (``options.time_blocks``). Shared queries and keys, reuse and skips are asked for by
-   hand: they are no candidates yet.
+1. Every size of every block (heads, neurons, dimensions of queries and keys), in the operators that
+   are fastest here, is timed on this machine (``options.time_blocks``).
 2. What the model's output loses when a part of one block goes is measured on calibration texts
    (``options.loss_curves``); losses of different blocks add up nearly.
 3. ``pareto_front`` gives the fastest choice for every predicted loss.
@@ -46,6 +45,7 @@ from attnserve.options import (
     Block,
     Curve,
     Group,
+    Size,
     Timed,
     group_blocks,
     loss_curves,
@@ -58,6 +58,7 @@ from attnserve.precision import Precision, convert
 from attnserve.request import Plan, require_attention
 from attnserve.session import Provider, open_session
 from attnserve.verify import Fidelity, compare
+from graph_passes.attention import AttentionBlock
 from graph_passes.errors import AttnserveError, CheckFailed, InvalidArgument, InvalidData
 from graph_passes.fuse import Form
 
@@ -154,6 +155,7 @@ class Decision:
 
     Attributes:
         kept, count: Heads or neurons that stay, of how many.
+        head_size: Of queries and keys, where they are cut.
         written: In which operators.
         ms_before, ms_after: Of the block alone, mean over the lengths asked for.
         predicted_loss: Of the output's cosine, by this block alone.
@@ -163,6 +165,7 @@ class Decision:
     kind: str
     kept: int
     count: int
+    head_size: int | None
     written: str
     ms_before: float
     ms_after: float
@@ -743,9 +746,14 @@ class _Search:
         neurons: dict[str, list[int]] = {}
         forms: dict[str, Form] = {}
         gelu: list[str] = []
+        ranks: dict[str, int] = {}
+        head_sizes: dict[str, int] = {}
         for group, options, pick in zip(self.groups, self.options, choice.picks, strict=True):
-            kept = options[pick].kept
+            kept, cut = options[pick].kept, options[pick].head_size
             for block in group.blocks:
+                if isinstance(block, AttentionBlock) and cut is not None:
+                    ranks[block.name] = kept * block.head_size  # nothing is shared
+                    head_sizes[block.name] = cut - 1  # beside the content term
                 if kept < group.count:
                     mask = self.curves[group.key].mask(kept)
                     (masks if group.kind == "attention" else neurons)[block.name] = mask
@@ -757,8 +765,8 @@ class _Search:
                     case form:
                         forms[block.name] = form
         return Plan(
-            {}, masks, {}, {}, {}, neurons, forms=forms, gelu=gelu, sums=self.saved_ms > 0,
-            precision=self.goal.precision,
+            {}, masks, {}, ranks, head_sizes, neurons,
+            forms=forms, gelu=gelu, sums=self.saved_ms > 0, precision=self.goal.precision,
         )  # fmt: skip
 
     def _speeds(self, graph: ir.Model, lengths: Sequence[int]) -> list[Speed]:
@@ -795,7 +803,8 @@ class _Search:
         wanted = [speed.speedup for speed in speeds if speed.sequence in self.lengths]
         gain = float(np.exp(np.mean(np.log(wanted))))
         slow = min(speeds, key=lambda speed: speed.speedup)
-        lossy = bool(decided.masks or decided.neurons) or decided.precision != "float32"
+        lossy = bool(decided.masks or decided.ranks or decided.neurons)
+        lossy = lossy or decided.precision != "float32"
         if not (lossy or decided.forms or decided.gelu or decided.sums):
             why = "no form of any block is faster within the allowed loss"
             return self._nothing(why, best, speeds)
@@ -873,11 +882,12 @@ class _Search:
             for block in group.blocks:
                 timed = self.timed[block]
                 before = float(np.mean(timed.original[:target]))
-                after = float(np.mean(timed.sizes[option.kept][:target]))
+                size = Size(option.kept, option.head_size)
+                after = float(np.mean(timed.sizes[size][:target]))
                 why = _why(group, option, options, pick, curve, before, after)
                 found.append(
-                    Decision(block.name, group.kind, option.kept, group.count, timed.emission,
-                             before, after, option.loss, why)
+                    Decision(block.name, group.kind, option.kept, group.count, option.head_size,
+                             timed.emission, before, after, option.loss, why)
                 )  # fmt: skip
         return found
 
@@ -897,9 +907,13 @@ class _Search:
                     "sequences": self.timed_at,
                     "as_exported": list(timed.original),
                     "written": timed.emission,
-                    "kept": {str(kept): list(ms) for kept, ms in sorted(timed.sizes.items())},
+                    "kept": {str(s): list(timed.sizes[s]) for s in sorted(timed.sizes, key=_order)},
                 })  # fmt: skip
         return rows
+
+
+def _order(size: Size) -> tuple[int, int]:
+    return size.head_size or 0, size.kept
 
 
 def _digest(decided: Plan) -> str:
@@ -931,12 +945,15 @@ def _why(
             f"the {group.count - option.kept} {what} that go hold {own:.1%} of its output that "
             "others cannot take over"
         )
+    if option.head_size is not None:
+        lost = curve.of(Size(option.kept, option.head_size)) - curve.of(Size(option.kept))
+        parts.append(f"queries and keys of {option.head_size} dimensions lose {lost:.4f} of cosine")
     if pick + 1 < len(options):
         next_one = options[pick + 1]
         saved, lost = option.ms - next_one.ms, next_one.loss - option.loss
+        smaller = Size(next_one.kept, next_one.head_size)
         parts.append(
-            f"{option.kept - next_one.kept} fewer would save {saved:.3f} ms more and lose "
-            f"{lost:.4f} of cosine"
+            f"{smaller} {what} would save {saved:.3f} ms more and lose {lost:.4f} of cosine"
         )
     return "; ".join(parts)
 

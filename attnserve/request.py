@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -679,11 +679,11 @@ def read_plan(
     skips, masks, edges = reader.skips(), reader.masks(), reader.edges()
     reader.check_left_out(skips, masks, edges)
     ranks = reader.ranks(skips, masks, edges)
+    head_sizes = reader.head_sizes(ranks)
     return Plan(
-        skips, masks, edges, ranks,
-        reader.head_sizes(ranks),
+        skips, masks, edges, ranks, head_sizes,
         reader.neurons(),
-        forms=reader.forms(skips, edges, ranks),
+        forms=reader.forms(skips, edges, ranks.keys() - head_sizes.keys()),
         gelu=reader.gelu(),
         sums=_one_of("sum_residuals", content.get("sum_residuals", False), (False, True)),
         precision=_one_of("precision", content.get("precision", "float32"), get_args(Precision)),
@@ -776,13 +776,14 @@ class _PlanReader:
         return sizes
 
     def forms(
-        self, skips: Mapping[str, str], edges: MutableEdges, ranks: Mapping[str, int]
+        self, skips: Mapping[str, str], edges: MutableEdges, dense: Collection[str]
     ) -> dict[str, Form]:
-        """No operator reads the probabilities of another, returns its own or shares dimensions."""
+        """No operator reads the probabilities of another, returns its own or has all heads share
+        all dimensions."""
         forms = self._layers("fuse")
         _apart("fuse", forms, skips)
         sources = {source for heads in edges.values() for source, _ in heads.values()}
-        for kind, layers in (("reuse", {*edges, *sources}), ("collab_dk", {*ranks})):
+        for kind, layers in (("reuse", {*edges, *sources}), ("collab_dk", dense)):
             both = next((name for name in forms if name in layers), None)
             if both is not None:
                 raise InvalidArgument(

@@ -7,7 +7,7 @@ the remaining rows, so that a candidate costs one run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -46,6 +46,8 @@ class WhatIf:
         threads: int = 0,
     ) -> None:
         self.batches = batches
+        self.provider: Provider = provider
+        self.threads = threads
         part = model.clone()
         found = find_sites(part, names)
         self.maps = {name: (found[name].weight, found[name].bias) for name in names}
@@ -74,9 +76,17 @@ class WhatIf:
 
     def cosine_loss(self, maps: Maps) -> float:
         """One minus the mean cosine to the model's own outputs, as ``verify.compare`` has it."""
+        return self._loss(lambda batch: self._run(batch, maps))
+
+    def loss_of(self, other: ir.Model) -> float:
+        """The same for a model that was rewritten in other ways."""
+        session = open_session(other, provider=self.provider, threads=self.threads)
+        return self._loss(lambda batch: run(session, batch))
+
+    def _loss(self, outputs: Callable[[Batch], list[np.ndarray]]) -> float:
         tallies = [Tally() for _ in self.whole[0]]
         for batch, before in zip(self.batches, self.whole, strict=True):
-            for tally, a, b in zip(tallies, before, self._run(batch, maps), strict=True):
+            for tally, a, b in zip(tallies, before, outputs(batch), strict=True):
                 tally.add(a, b, batch)
         return 1 - float(np.mean([tally.result("").mean_cosine for tally in tallies]))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from attnserve.options import (
     Block,
     Curve,
     Group,
+    Size,
     Timed,
     group_blocks,
     loss_curves,
@@ -107,7 +109,7 @@ def test_every_size_of_every_block_is_timed(timed: dict[Block, Timed], groups: l
     for group in groups:
         sizes = timed[group.blocks[0]].sizes
         wanted = range(1, 5) if group.kind == "attention" else range(8, 65, 8)
-        assert sorted(sizes) == list(wanted)
+        assert sorted(sizes) == [Size(kept) for kept in wanted]
         for shorter, longer in sizes.values():
             assert shorter < longer
         first = [sizes[kept][0] for kept in sorted(sizes)]
@@ -119,10 +121,10 @@ def test_attention_is_written_as_is_fastest(timed: dict[Block, Timed], groups: l
         found = timed[group.blocks[0]]
         if group.kind == "attention":
             assert found.emission == "attention"
-            assert found.sizes[4][0] < found.original[0]
+            assert found.sizes[Size(4)][0] < found.original[0]
         else:
             assert found.emission == "gelu"
-            assert found.sizes[64][0] < found.original[0]
+            assert found.sizes[Size(64)][0] < found.original[0]
 
 
 def test_a_form_that_is_slower_at_any_length_is_not_taken(
@@ -230,3 +232,63 @@ def test_steps_that_do_not_divide_the_neurons_take_all_of_them():
     assert sorted(found.order.tolist()) == list(range(7))
     assert len(found.losses) == 8
     assert found.losses[-1] == pytest.approx(1, rel=0.01)
+
+
+# Queries and keys with fewer dimensions
+
+
+@pytest.fixture
+def short_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiny model's heads have 8 dimensions: half of them is no multiple of 8."""
+    monkeypatch.setattr("attnserve.options.MULTIPLE", 4)
+
+
+def cut_attention(group: Group) -> bool:
+    return group.kind == "attention"
+
+
+def test_shorter_heads_are_timed_in_every_number(
+    short_enough: None, timed: dict[Block, Timed], groups: list[Group]
+):
+    for group in filter(cut_attention, groups):
+        sizes = timed[group.blocks[0]].sizes
+        assert sorted(s.kept for s in sizes if s.head_size == 4) == [1, 2, 3, 4]
+        for kept in range(1, 5):
+            assert sizes[Size(kept, 4)] < sizes[Size(kept)]
+
+
+@pytest.mark.parametrize("export", [("eager", "dynamo", 18), ("sdpa", "dynamo", 23)], ids=str)
+def test_their_loss_is_measured_at_the_output(
+    short_enough: None, tiny_export: Build, sentences: Path, export: tuple[Any, ...]
+):
+    """However the attention is written; and heads that are gone lose nothing by being cut."""
+    folder = tiny_export(*export)
+    model = load_model(folder / "model.onnx")
+    batches = list(load_inputs(sentences, model, open_artifact(folder), split=False).fit)
+    groups = group_blocks(model, read_attention(model).blocks, ffn=False)
+    found = loss_curves(model, groups, batches, threads=1, report=silent)
+    for group in filter(cut_attention, groups):
+        curve = found[group.key]
+        ((size, loss),) = curve.shorter
+        assert size == 4 and 0 < loss < 0.5
+        assert curve.of(Size(4, 4)) == loss
+        assert curve.of(Size(2, 4)) == pytest.approx(curve.at(2) + loss / 2)
+        assert curve.of(Size(2)) == curve.at(2)
+
+
+def test_heads_of_a_size_that_kernels_do_not_like_stay(curves: dict[str, Curve]):
+    assert all(curve.shorter == () for curve in curves.values())
+
+
+def test_a_cut_without_a_known_loss_is_no_option(
+    short_enough: None, timed: dict[Block, Timed], groups: list[Group], curves: dict[str, Curve]
+):
+    for group in filter(cut_attention, groups):
+        without = options_of(group, timed, curves[group.key], target=1)
+        assert all(option.head_size is None for option in without)
+        known = replace(curves[group.key], shorter=((4, 1e-9),))
+        options = options_of(group, timed, known, target=1)
+        assert {option.head_size for option in options} == {None, 4}
+        assert options[0].kept == 4 and options[0].loss == 0
+        for a, b in pairwise(options):
+            assert a.ms > b.ms and a.loss <= b.loss

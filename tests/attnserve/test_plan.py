@@ -102,6 +102,25 @@ def test_options_that_contradict_each_other_are_refused(
 # What is found
 
 
+def test_queries_and_keys_are_cut_where_that_costs_least(
+    model: Path, sentences: Path, tmp_path: Path, counted: None, monkeypatch: pytest.MonkeyPatch
+):
+    """And the plan says so, is carried out again to the same bytes, and is read as attention."""
+    monkeypatch.setattr("attnserve.options.MULTIPLE", 4)
+    report = planned(model, sentences, tmp_path / "plan.json", keep=0.9)
+    cut = [decision for decision in report.decisions if decision.head_size is not None]
+    assert cut and all(decision.head_size == 4 for decision in cut)
+    assert all("queries and keys of 4 dimensions lose" in decision.why for decision in cut)
+    assert report.rewrites.head_sizes == {decision.block: 3 for decision in cut}
+    assert report.fidelity.mean_cosine >= 0.9
+    for name in ("a.onnx", "b.onnx"):
+        optimized(model, sentences, tmp_path / name, plan=tmp_path / "plan.json")
+    assert (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
+    again = {row.block.name: row.block.head_size
+             for row in attnserve.inspect(tmp_path / "a.onnx").reading.certified}  # fmt: skip
+    assert again == {d.block: d.head_size or 8 for d in report.decisions if d.kind == "attention"}
+
+
 def test_the_promise_is_kept_and_used_up(
     model: Path, sentences: Path, tmp_path: Path, counted: None
 ):
