@@ -476,7 +476,10 @@ def _object(source: Path | Mapping[str, Any], option: str, form: str) -> dict[st
         content = json.loads(source.read_text(encoding="utf-8"), object_pairs_hook=_once)
     except FileNotFoundError as error:
         raise InvalidData(f"{option} {source}: no such file", "check the path") from error
-    except (ValueError, OSError, RecursionError) as error:
+    except OSError as error:
+        why = f"{option} {source}: cannot be read: {error.strerror}"
+        raise InvalidData(why, "check the path") from error
+    except (ValueError, RecursionError) as error:
         raise InvalidData(f"{option} {source}: not JSON: {error}", f"write {form}") from error
     if not isinstance(content, dict) or not content:
         raise InvalidData(f"{option} {source}: expected an object, {form}", "see the README")

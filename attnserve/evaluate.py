@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 __all__ = [
+    "ONE_SIDED",
     "TASKS",
     "ClassificationScore",
     "Share",

@@ -38,7 +38,7 @@ from attnserve.calibrate import Dataset, load_inputs, run
 from attnserve.carry_out import CarriedOut, Stage, carry_out
 from attnserve.certify import read_attention, require_finite_weights
 from attnserve.drawing import FIRST, GRID, INK, MUTED, SECOND, svg_file
-from attnserve.evaluate import TASKS, Share, TaskName, score_session, share_kept
+from attnserve.evaluate import ONE_SIDED, TASKS, Share, TaskName, score_session, share_kept
 from attnserve.inputs import example_inputs
 from attnserve.latency import LatencyTable, Part, default_cache
 from attnserve.options import (
@@ -101,8 +101,8 @@ class Goal:
     """What a plan must keep or reach, and what it may use.
 
     Attributes:
-        keep: The mean cosine of the outputs to the original's on held-out texts; with ``task`` the
-            share of the task's score.
+        keep: The mean cosine of the outputs to the original's on held-out texts, by the lower end
+            of its 95 % interval; with ``task`` the share of the task's score, likewise.
         target_speedup: Or how much faster it must be, at the least loss.
         task, eval_data: The score, and the file it is measured on.
         allow: Rewrites beyond attention.
@@ -479,7 +479,7 @@ class _Built:
     fidelity: Fidelity
     share: Share | None
     loss: float
-    """Of what the goal measures; with a task by the lower bound of its share, and by ``DRIFT``."""
+    """Of what the goal measures, by its lower bound; with a task also by ``DRIFT``."""
 
 
 @dataclass(eq=False)
@@ -722,7 +722,9 @@ class _Search:
             provider=self.provider, progress=lambda done, total: report("verify", done, total),
         )  # fmt: skip
         share, loss = None, 1 - fidelity.mean_cosine
-        if self.goal.task is not None:
+        if self.goal.task is None:
+            loss += ONE_SIDED * fidelity.standard_error
+        else:
             score = self._score(graph, f"build {number}: score")
             share = share_kept(self.before, score, seed=self.seed)
             loss = max(1 - share.lower, loss / DRIFT)

@@ -324,7 +324,10 @@ def _replayed(
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise InvalidData(f"--plan {path}: no such file", "check the path") from error
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        why = f"--plan {path}: cannot be read: {error.strerror}"
+        raise InvalidData(why, "check the path") from error
+    except (ValueError, RecursionError) as error:
         raise InvalidData(f"--plan {path}: not JSON: {error}", MAKE_ONE) from error
     parts = content if isinstance(content, dict) else {}
     rewrites = parts.get("rewrites")

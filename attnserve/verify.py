@@ -47,12 +47,17 @@ class OutputFidelity:
 
 @dataclass(frozen=True)
 class Fidelity:
-    """All outputs, the mean and least cosine over them, and what it was measured on."""
+    """All outputs, the mean and least cosine over them, and what it was measured on.
+
+    Attributes:
+        standard_error: Of the mean cosine, texts (not tokens) being what was drawn; 0 for one text.
+    """
 
     outputs: tuple[OutputFidelity, ...]
     mean_cosine: float
     min_cosine: float
     data: str
+    standard_error: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -260,6 +265,7 @@ def compare(
         float(np.mean([o.mean_cosine for o in outputs])),
         min(o.min_cosine for o in outputs),
         source,
+        max(t.standard_error for t, skip in zip(tallies, cached, strict=True) if not skip),
     )
 
 
@@ -270,16 +276,19 @@ class Tally:
         self.count = self.tokens = 0
         self.max = self.sum = self.squares = self.reference = self.cosines = 0.0
         self.least = 1.0
+        self.texts: list[tuple[float, int]] = []  # sum of cosines and tokens of each
 
     def add(self, original: np.ndarray, new: np.ndarray, batch: Batch) -> None:
         a = np.atleast_2d(original.astype(np.float64))
         b = np.atleast_2d(new.astype(np.float64))
         mask = token_mask(batch, a.shape[:2])  # one number a token, or a vector a token
         mask = mask.reshape(*mask.shape, *(1,) * (a.ndim - 2))
+        text = np.repeat(np.arange(len(a)), a[0, ..., 0].size if len(a) else 0)
         a, b, real = (
             array.reshape(-1, a.shape[-1]) for array in (a, b, np.broadcast_to(mask, a.shape))
         )  # tokens D
-        a, b, real = (array[real.any(axis=1)] for array in (a, b, real))
+        some = real.any(axis=1)
+        a, b, real, text = (array[some] for array in (a, b, real, text))
         if not a.size:
             return
         with np.errstate(invalid="ignore", over="ignore"):
@@ -299,6 +308,18 @@ class Tally:
         self.reference += float((np.where(np.isfinite(a), a, 0.0) ** 2).sum())
         self.cosines += float(cosines.sum())
         self.least = min(self.least, float(cosines.min()))
+        sums, counts = np.bincount(text, cosines), np.bincount(text)
+        self.texts += [(s, n) for s, n in zip(sums.tolist(), counts.tolist(), strict=True) if n]
+
+    @property
+    def standard_error(self) -> float:
+        """Of the mean cosine, a ratio of sums over texts (Cochran 1977, section 6.4)."""
+        if len(self.texts) < 2:
+            return 0.0
+        sums, counts = np.array(self.texts).T
+        apart = sums - counts * sums.sum() / counts.sum()
+        spread = float(np.square(apart).sum()) * len(sums) / (len(sums) - 1)
+        return spread**0.5 / float(counts.sum())
 
     def result(self, name: str) -> OutputFidelity:
         count, tokens = max(self.count, 1), max(self.tokens, 1)

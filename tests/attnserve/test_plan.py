@@ -326,6 +326,11 @@ def test_a_broken_plan_is_refused(
         optimized(model, sentences, tmp_path / "out.onnx", plan=path)
 
 
+def test_a_folder_is_no_plan(model: Path, sentences: Path, tmp_path: Path):
+    with pytest.raises(InvalidData, match=r"cannot be read: .*directory"):
+        optimized(model, sentences, tmp_path / "out.onnx", plan=tmp_path)
+
+
 def test_a_plan_of_other_data_is_refused(
     model: Path, sentences: Path, tmp_path: Path, counted: None
 ):

@@ -11,7 +11,7 @@ import pytest
 from onnx import parser
 
 from attnserve.artifact import load_model
-from attnserve.verify import check_cosine_bound, compare, random_batches, verify
+from attnserve.verify import Tally, check_cosine_bound, compare, random_batches, verify
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 
 HEADER = '<ir_version: 8, opset_import: ["" : 17]> g'
@@ -222,3 +222,34 @@ def test_a_bound_that_is_no_cosine_is_refused(bound: float):
 @pytest.mark.parametrize("bound", [None, -1, 0, 0.98, 1])
 def test_a_bound_that_is_a_cosine_is_not(bound: float | None):
     check_cosine_bound(bound)
+
+
+def test_the_standard_error_counts_texts_not_tokens():
+    """Four texts whose cosines are 1, 1, 0 and 0: a mean of 0.5, known to 0.29."""
+    a = np.zeros((4, 50, 2))
+    a[..., 0] = 1.0
+    b = a.copy()
+    b[2:] = b[2:, :, ::-1]  # at right angles
+    tally = Tally()
+    for half in (slice(0, 2), slice(2, 4)):
+        tally.add(a[half], b[half], {"attention_mask": np.ones((2, 50), np.int64)})
+    assert tally.result("").mean_cosine == 0.5
+    assert tally.standard_error == pytest.approx((0.25 / 4 * 4 / 3) ** 0.5)
+
+
+def test_longer_texts_weigh_more_and_padding_nothing():
+    a = np.ones((2, 30, 2))
+    b = a.copy()
+    b[1, 10:] = -1.0
+    mask = np.ones((2, 30), np.int64)
+    mask[1, 10:] = 0
+    tally = Tally()
+    tally.add(a, b, {"attention_mask": mask})
+    assert tally.result("").mean_cosine == pytest.approx(1.0)
+    assert tally.standard_error == pytest.approx(0.0, abs=1e-12)
+
+
+def test_one_text_tells_nothing_of_others():
+    tally = Tally()
+    tally.add(np.ones((1, 5, 2)), -np.ones((1, 5, 2)), {})
+    assert tally.standard_error == 0.0
