@@ -6,11 +6,13 @@ import asyncio
 import logging
 import re
 import uuid
-from collections.abc import Callable, Coroutine
+import zlib
+from collections.abc import Callable, Coroutine, Sequence
 from time import perf_counter
 from typing import Any, TypeVar
 from urllib.parse import quote
 
+import numpy as np
 import orjson
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ValidationError
@@ -35,6 +37,8 @@ __all__ = [
     "describe_bodies",
     "json_response",
     "parse_body",
+    "parse_json",
+    "read_body",
     "respond",
     "served",
     "unless_gone",
@@ -77,21 +81,65 @@ def served(request: Request, name: str | None = None) -> Engine:
 async def parse_body(request: Request, schema: type[B]) -> B:
     """Read, parse and validate the body of ``request``, whatever its Content-Type says.
 
+    Raises:
+        TooLarge, MalformedRequest, InvalidData: See ``read_body`` and ``parse_json``.
+    """
+    return parse_json(await read_body(request), schema)
+
+
+async def read_body(request: Request) -> bytes | bytearray:
+    """The body of ``request``; one that arrives in one piece is not copied.
+
     The clock of x-total-ms starts here, at the last byte: how fast a client sends is its own
     affair.
 
     Raises:
-        TooLarge: More bytes than ``max_body_bytes``, whatever Content-Length says.
+        TooLarge: More bytes than ``max_body_bytes``, whatever Content-Length says, also unpacked.
+        MalformedRequest: It is compressed otherwise than it says, or than is known here.
+    """
+    limit = served(request).settings.max_body_bytes
+    body: bytes | bytearray = b""
+    async for chunk in request.stream():
+        if not body:
+            body = chunk
+        elif chunk:
+            if isinstance(body, bytes):
+                body = bytearray(body)
+            body += chunk
+        if len(body) > limit:
+            raise TooLarge(f"the body is larger than {limit} bytes", "split the request")
+    body = _unpacked(body, request.headers.get("content-encoding", "identity"), limit)
+    request.state.started = perf_counter()
+    return body
+
+
+def _unpacked(body: bytes | bytearray, encoding: str, limit: int) -> bytes | bytearray:
+    """``body`` decompressed, but never more than ``limit`` bytes of it."""
+    if encoding == "identity":
+        return body
+    if encoding not in {"gzip", "deflate"}:
+        raise MalformedRequest(
+            f"content-encoding {encoding[:32]!r} is not served", "send gzip, deflate or neither"
+        )
+    unpacker = zlib.decompressobj(wbits=47)  # either, by what its first bytes say
+    try:
+        unpacked = unpacker.decompress(body, limit + 1)
+    except zlib.error as error:
+        raise MalformedRequest(f"the body is not {encoding}: {error}") from error
+    if len(unpacked) > limit:
+        raise TooLarge(f"the body unpacks to more than {limit} bytes", "split the request")
+    if not unpacker.eof or unpacker.unused_data:
+        raise MalformedRequest(f"the body is not {encoding}: it ends too early or too late")
+    return unpacked
+
+
+def parse_json(body: bytes | bytearray | memoryview, schema: type[B]) -> B:
+    """``body`` as a ``schema``.
+
+    Raises:
         MalformedRequest: Not JSON, or not UTF-8.
         InvalidData: JSON that does not fit ``schema``.
     """
-    limit = served(request).settings.max_body_bytes
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit:
-            raise TooLarge(f"the body is larger than {limit} bytes", "split the request")
-    request.state.started = perf_counter()
     try:
         content = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -129,6 +177,7 @@ def respond(
     answer: Answer,
     outputs: Any,
     envelope: Callable[[orjson.Fragment, dict[str, int | float]], dict[str, Any]],
+    raw: Sequence[np.ndarray] = (),
 ) -> Response:
     """The response of an inference route, with what it cost in its headers and in the metrics.
 
@@ -136,6 +185,7 @@ def respond(
         outputs: What was computed. It is written before the clock stops: for large outputs that is
             much of the time.
         envelope: The body, made of the written outputs and the cost.
+        raw: Tensors that follow it as they are in memory.
     """
     written = orjson.Fragment(orjson.dumps(outputs, option=JSON))
     total_ms = (perf_counter() - request.state.started) * 1e3
@@ -144,7 +194,12 @@ def respond(
     metrics.inference(engine.name, cost)
     # Headers are ASCII; a model may be called anything.
     headers = as_headers(cost) | {"x-model": quote(engine.name)}
-    return json_response(envelope(written, cost), headers=headers)
+    if not raw:
+        return json_response(envelope(written, cost), headers=headers)
+    head = orjson.dumps(envelope(written, cost), option=JSON)
+    headers["inference-header-content-length"] = str(len(head))
+    body = b"".join([head, *raw])
+    return Response(body, 200, headers, media_type="application/octet-stream")
 
 
 def accepts(schema: type[BaseModel]) -> dict[str, Any]:

@@ -100,7 +100,9 @@ def test_aligned_bytes_are_not_copied() -> None:
     assert array[0] == 7
 
 
-@pytest.mark.parametrize("header", ["", "-1", "+1", "1.0", "0x1", " 1", "\u0661", "9" * 20, "x" * 99])
+@pytest.mark.parametrize(
+    "header", ["", "-1", "+1", "1.0", "0x1", " 1", "\u0661", "9" * 20, "x" * 99]
+)
 def test_a_header_that_is_no_length(header: str) -> None:
     with pytest.raises(MalformedRequest, match="expected the bytes of JSON"):
         split(b"{}", header)
