@@ -173,6 +173,73 @@ class ServerMetadata(Body):
     extensions: list[str]
 
 
+class ModelConfig(BaseModel):
+    """Triton's ModelConfig in JSON: the fields that mean something here."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str
+    platform: str
+    backend: str
+    max_batch_size: int = Field(description="0 where a request's rows are no batch.")
+    input: list[dict[str, Any]]
+    output: list[dict[str, Any]]
+
+
+class Duration(Body):
+    count: int
+    ns: int
+
+
+class InferStatistics(Body):
+    success: Duration
+    fail: Duration
+    queue: Duration
+    compute_input: Duration
+    compute_infer: Duration
+    compute_output: Duration
+    cache_hit: Duration = Field(description="There is no cache: always 0, as cache_miss.")
+    cache_miss: Duration
+
+
+class BatchStatistics(Body):
+    batch_size: int
+    compute_input: Duration
+    compute_infer: Duration
+    compute_output: Duration
+
+
+class VersionStatistics(Body):
+    name: str
+    version: str
+    last_inference: int = Field(description="Milliseconds since 1970; 0 where there was none.")
+    inference_count: int = Field(description="Rows that were answered.")
+    execution_count: int = Field(description="Runs of the model.")
+    inference_stats: InferStatistics
+    batch_stats: list[BatchStatistics]
+
+
+class ModelStatistics(Body):
+    """Exact counts and nanoseconds."""
+
+    model_stats: list[VersionStatistics]
+
+
+class IndexRequest(Body):
+    ready: bool = Field(False, description="Only what serves.")
+
+
+class IndexEntry(Body):
+    name: str
+    version: str
+    state: Literal["READY", "LOADING", "UNAVAILABLE"]
+    reason: str = Field(description="Why it is not ready.")
+
+
+class RepositoryRequest(Body):
+    parameters: Parameters = {}
+
+
 class Live(Body):
     live: bool
 
@@ -215,7 +282,7 @@ def _one_kind(value: Any) -> Any:
 
 # Afterwards a list of texts, or a list of lists of ids.
 Inputs = Annotated[
-    list[str] | list[list[int]],
+    Annotated[list[str], FailFast()] | Annotated[list[list[int]], FailFast()],
     BeforeValidator(_one_kind),
     WithJsonSchema(
         {

@@ -2,7 +2,7 @@
 
 https://kserve.github.io/website/docs/concepts/architecture/data-plane/v2-protocol
 
-``protocols/tensors.py`` is the codec.
+``protocols/tensors.py`` is the codec; ``protocols/triton.py`` has what Triton adds to the protocol.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from fastapi import APIRouter, Request, Response
 
 from attnserve import __version__
 from graph_passes.errors import InvalidData
-from service.engine import Tensor
-from service.errors import NotFound, NotReady
 from service.http import (
     accepts,
+    deadline,
     json_response,
     parse_json,
     read_body,
@@ -27,6 +26,7 @@ from service.http import (
     served,
     unless_gone,
 )
+from service.model import Tensor
 from service.protocols.tensors import HEADER_LENGTH, NAMES, decode_all, encode_all, split
 from service.schemas import (
     InferRequest,
@@ -40,14 +40,23 @@ from service.schemas import (
 
 __all__ = ["router"]
 
-VERSION = "1"
-"""Of every model: one is served, in the one version that was given."""
+EXTENSIONS = (
+    "binary_tensor_data",
+    "model_configuration",
+    "model_repository",
+    "model_repository(unload_dependents)",
+    "parameters",
+    "schedule_policy",
+    "statistics",
+)
+"""By the names that Triton gives them. Not served: classification, sequences, shared memory."""
 
 BINARY = {"schema": {"type": "string", "format": "binary"}}
-"""A body of JSON and raw tensors; Inference-Header-Content-Length says where the JSON ends."""
+"""A body of JSON and raw tensors."""
 
 INFER = accepts(InferRequest) | {
-    "responses": {200: {"content": {"application/octet-stream": BINARY}}}
+    "response_model": InferResponse,
+    "responses": {200: {"content": {"application/octet-stream": BINARY}}},
 }
 INFER["openapi_extra"]["requestBody"]["content"]["application/octet-stream"] = BINARY
 INFER["openapi_extra"]["parameters"] = [
@@ -60,7 +69,82 @@ INFER["openapi_extra"]["parameters"] = [
     }
 ]
 
+MODEL_READY = {"response_model": ModelReady, "responses": {503: {"model": ModelReady}}}
+
 router = APIRouter(prefix="/v2", tags=["Open Inference Protocol v2"])
+
+
+@router.get("", response_model=ServerMetadata)
+async def server_metadata() -> Response:
+    return json_response(
+        {"name": "attnserve", "version": __version__, "extensions": list(EXTENSIONS)}
+    )
+
+
+@router.get("/health/live", response_model=Live)
+async def live() -> Response:
+    """The process answers."""
+    return json_response({"live": True})
+
+
+@router.get("/health/ready", response_model=Ready, responses={503: {"model": Ready}})
+async def ready(request: Request) -> Response:
+    """Models are loaded, and all of them run; a full queue is no reason to say no."""
+    is_ready = request.app.state.repository.ready
+    return json_response({"ready": is_ready}, 200 if is_ready else 503)
+
+
+@router.get("/models/{name}", response_model=ModelMetadata)
+@router.get("/models/{name}/versions/{version}", response_model=ModelMetadata)
+async def model_metadata(request: Request, name: str) -> Response:
+    engine = served(request, name, request.path_params.get("version"))
+    return json_response(
+        {
+            "name": engine.name,
+            "versions": request.app.state.repository.versions(name),
+            "platform": "onnxruntime_onnx",
+            "inputs": _describe(engine.model.inputs),
+            "outputs": _describe(engine.model.outputs),
+        }
+    )
+
+
+@router.get("/models/{name}/ready", **MODEL_READY)
+@router.get("/models/{name}/versions/{version}/ready", **MODEL_READY)
+async def model_ready(request: Request, name: str) -> Response:
+    engine = served(request, name, request.path_params.get("version"))
+    return json_response({"name": engine.name, "ready": engine.ready}, 200 if engine.ready else 503)
+
+
+@router.post("/models/{name}/infer", **INFER)
+@router.post("/models/{name}/versions/{version}/infer", **INFER)
+async def infer(request: Request, name: str) -> Response:
+    """Run the model on tensors. What the answer cost is in its headers and its parameters."""
+    engine = served(request, name, request.path_params.get("version"))
+    head, raw = split(await read_body(request), request.headers.get(HEADER_LENGTH))
+    body = parse_json(head, InferRequest)
+    _refuse_unserved(body)
+    answer = await unless_gone(
+        request,
+        engine.infer(
+            decode_all(body.inputs, raw),
+            [output.name for output in body.outputs],
+            _deadline(request, body),
+        ),
+    )
+    identity = {} if body.id is None else {"id": body.id}
+
+    def envelope(outputs: orjson.Fragment, cost: dict[str, int | float]) -> dict[str, Any]:
+        return {
+            "model_name": engine.name,
+            "model_version": engine.version,
+            **identity,
+            "parameters": cost,
+            "outputs": outputs,
+        }
+
+    outputs, raw_outputs = encode_all(answer.outputs, _binary_outputs(body, answer.outputs))
+    return respond(request, engine, answer, outputs, envelope, raw_outputs)
 
 
 def _describe(tensors: Sequence[Tensor]) -> list[dict[str, Any]]:
@@ -74,83 +158,11 @@ def _describe(tensors: Sequence[Tensor]) -> list[dict[str, Any]]:
     ]
 
 
-def _check_version(request: Request) -> None:
-    asked = request.path_params.get("version", VERSION)
-    if asked != VERSION:
-        raise NotFound(f"unknown version {asked!r}: every model here has version {VERSION}")
-
-
-@router.get("", response_model=ServerMetadata)
-async def server_metadata() -> Response:
-    return json_response({"name": "attnserve", "version": __version__, "extensions": []})
-
-
-@router.get("/health/live", response_model=Live)
-async def live() -> Response:
-    """The process answers."""
-    return json_response({"live": True})
-
-
-@router.get("/health/ready", response_model=Ready, responses={503: {"model": Ready}})
-async def ready(request: Request) -> Response:
-    """The model is loaded and takes requests."""
-    try:
-        served(request)
-    except NotReady:
-        return json_response({"ready": False}, 503)
-    return json_response({"ready": True})
-
-
-@router.get("/models/{name}", response_model=ModelMetadata)
-@router.get("/models/{name}/versions/{version}", response_model=ModelMetadata)
-async def model_metadata(request: Request, name: str) -> Response:
-    engine = served(request, name)
-    _check_version(request)
-    return json_response(
-        {
-            "name": engine.name,
-            "versions": [VERSION],
-            "platform": "onnxruntime_onnx",
-            "inputs": _describe(engine.inputs),
-            "outputs": _describe(engine.outputs),
-        }
-    )
-
-
-@router.get("/models/{name}/ready", response_model=ModelReady)
-@router.get("/models/{name}/versions/{version}/ready", response_model=ModelReady)
-async def model_ready(request: Request, name: str) -> Response:
-    engine = served(request, name)
-    _check_version(request)
-    return json_response({"name": engine.name, "ready": True})
-
-
-@router.post("/models/{name}/infer", response_model=InferResponse, **INFER)
-@router.post("/models/{name}/versions/{version}/infer", response_model=InferResponse, **INFER)
-async def infer(request: Request, name: str) -> Response:
-    """Run the model on tensors. What the answer cost is in its headers and its parameters."""
-    engine = served(request, name)
-    _check_version(request)
-    head, raw = split(await read_body(request), request.headers.get(HEADER_LENGTH))
-    body = parse_json(head, InferRequest)
-    _refuse_unserved(body)
-    inputs = decode_all(body.inputs, raw)
-    answer = await unless_gone(
-        request, engine.infer(inputs, [output.name for output in body.outputs])
-    )
-    identity = {} if body.id is None else {"id": body.id}
-
-    def envelope(outputs: orjson.Fragment, cost: dict[str, int | float]) -> dict[str, Any]:
-        return {
-            "model_name": engine.name,
-            "model_version": VERSION,
-            **identity,
-            "parameters": cost,
-            "outputs": outputs,
-        }
-
-    outputs, raw_outputs = encode_all(answer.outputs, _binary_outputs(body, answer.outputs))
-    return respond(request, engine, answer, outputs, envelope, raw_outputs)
+def _deadline(request: Request, body: InferRequest) -> float:
+    """The earlier one, of the header (or setting) and of the ``timeout`` in microseconds."""
+    latest = deadline(request)
+    timeout = body.parameters.timeout
+    return min(latest, request.state.started + timeout / 1e6) if timeout else latest
 
 
 def _binary_outputs(body: InferRequest, names: Iterable[str]) -> set[str]:
