@@ -19,6 +19,7 @@ from graph_passes.errors import InvalidData
 from service.http import (
     accepts,
     deadline,
+    find,
     json_response,
     parse_json,
     read_body,
@@ -97,7 +98,7 @@ async def ready(request: Request) -> Response:
 @router.get("/models/{name}", response_model=ModelMetadata)
 @router.get("/models/{name}/versions/{version}", response_model=ModelMetadata)
 async def model_metadata(request: Request, name: str) -> Response:
-    engine = served(request, name, request.path_params.get("version"))
+    engine = find(request, name, request.path_params.get("version"))
     return json_response(
         {
             "name": engine.name,
@@ -112,7 +113,7 @@ async def model_metadata(request: Request, name: str) -> Response:
 @router.get("/models/{name}/ready", **MODEL_READY)
 @router.get("/models/{name}/versions/{version}/ready", **MODEL_READY)
 async def model_ready(request: Request, name: str) -> Response:
-    engine = served(request, name, request.path_params.get("version"))
+    engine = find(request, name, request.path_params.get("version"))
     return json_response({"name": engine.name, "ready": engine.ready}, 200 if engine.ready else 503)
 
 
@@ -120,14 +121,17 @@ async def model_ready(request: Request, name: str) -> Response:
 @router.post("/models/{name}/versions/{version}/infer", **INFER)
 async def infer(request: Request, name: str) -> Response:
     """Run the model on tensors. What the answer cost is in its headers and its parameters."""
-    engine = served(request, name, request.path_params.get("version"))
+    version = request.path_params.get("version")
+    find(request, name, version)
     head, raw = split(await read_body(request), request.headers.get(HEADER_LENGTH))
     body = parse_json(head, InferRequest)
     _refuse_unserved(body)
+    inputs = decode_all(body.inputs, raw)
+    engine = served(request, name, version)
     answer = await unless_gone(
         request,
         engine.infer(
-            decode_all(body.inputs, raw),
+            inputs,
             [output.name for output in body.outputs],
             _deadline(request, body),
         ),

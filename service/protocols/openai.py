@@ -22,6 +22,7 @@ from service.errors import FORMS, InvalidField, UnknownModel
 from service.http import (
     accepts,
     deadline,
+    find,
     json_response,
     parse_body,
     respond,
@@ -119,7 +120,7 @@ async def models(request: Request) -> Response:
 
 @router.get("/models/{name}", response_model=ModelCard)
 async def model(request: Request, name: str) -> Response:
-    return json_response(_card(served(request, name)))
+    return json_response(_card(find(request, name)))
 
 
 def _card(engine: Engine) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from graph_passes.errors import InvalidData
 from service.engine import Engine
-from service.http import accepts, json_response, parse_json, read_body, served
+from service.http import accepts, find, json_response, parse_json, read_body
 from service.model import Tensor
 from service.protocols.tensors import NAMES
 from service.repository import Repository
@@ -39,12 +39,12 @@ async def all_statistics(request: Request) -> Response:
 async def model_statistics(request: Request, name: str) -> Response:
     """Of every version of a model."""
     repository: Repository = request.app.state.repository
-    return _statistics([served(request, name, one) for one in repository.versions(name)])
+    return _statistics([find(request, name, one) for one in repository.versions(name)])
 
 
 @router.get("/models/{name}/versions/{version}/stats", response_model=ModelStatistics)
 async def version_statistics(request: Request, name: str, version: str) -> Response:
-    return _statistics([served(request, name, version)])
+    return _statistics([find(request, name, version)])
 
 
 @router.get("/models/{name}/config", response_model=ModelConfig)
@@ -55,7 +55,7 @@ async def model_config(request: Request, name: str) -> Response:
     ``max_batch_size`` is 0 where a request's rows are no batch; else the first axis of every tensor
     is the batch, and is not among its ``dims``.
     """
-    return json_response(configuration(served(request, name, request.path_params.get("version"))))
+    return json_response(configuration(find(request, name, request.path_params.get("version"))))
 
 
 # Its body is optional.
