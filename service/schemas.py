@@ -266,6 +266,25 @@ Texts = Annotated[
 ]
 
 
+class EmbedRequest(Body):
+    """Texts to embed. An unknown field is refused: it would not do what its sender expects."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    inputs: Texts
+    truncate: bool = Field(True, description="Cut texts that are too long; false refuses them.")
+
+
+class Usage(Body):
+    tokens: int = Field(description="Special tokens included, padding not.")
+
+
+class EmbedResponse(Body):
+    embeddings: list[list[float]] = Field(description="One vector a text, in the order sent.")
+    model: str
+    usage: Usage
+
+
 def _one_kind(value: Any) -> Any:
     """Say what is wrong with an input in one sentence, not once for each form it may have."""
     items = value if type(value) is list else [value]
@@ -300,25 +319,6 @@ Inputs = Annotated[
         }
     ),
 ]
-
-
-class EmbedRequest(Body):
-    """Texts to embed. An unknown field is refused: it would not do what its sender expects."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    inputs: Texts
-    truncate: bool = Field(True, description="Cut texts that are too long; false refuses them.")
-
-
-class Usage(Body):
-    tokens: int = Field(description="Special tokens included, padding not.")
-
-
-class EmbedResponse(Body):
-    embeddings: list[list[float]] = Field(description="One vector a text, in the order sent.")
-    model: str
-    usage: Usage
 
 
 class EmbeddingsRequest(Body):
