@@ -301,7 +301,7 @@ def _one_kind(value: Any) -> Any:
 
 # Afterwards a list of texts, or a list of lists of ids.
 Inputs = Annotated[
-    Annotated[list[str], FailFast()] | Annotated[list[list[int]], FailFast()],
+    list[str] | list[list[int]],
     BeforeValidator(_one_kind),
     WithJsonSchema(
         {
