@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 import uuid
 import zlib
@@ -20,21 +21,20 @@ from pydantic.json_schema import models_json_schema
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from graph_passes.errors import InvalidData
-from service.engine import Answer, Engine
-from service.errors import (
-    ClientGone,
-    MalformedRequest,
-    NotFound,
-    NotReady,
-    TooLarge,
-    error_response,
-)
+from service.answer import Answer
+from service.engine import Engine
+from service.errors import ClientGone, InvalidField, MalformedRequest, TooLarge, error_response
 from service.metrics import Metrics, as_headers, cost_of
+from service.repository import Repository
+from service.settings import Settings
 
 __all__ = [
     "ObserveRequests",
     "accepts",
+    "conclude",
+    "deadline",
     "describe_bodies",
+    "find",
     "json_response",
     "parse_body",
     "parse_json",
@@ -52,6 +52,8 @@ access = logging.getLogger("attnserve.access")
 
 SANE_ID = re.compile(rb"[\w.:/+=@-]{1,128}", re.ASCII)
 JSON = orjson.OPT_SERIALIZE_NUMPY
+LONGEST_MS = 86_400_000
+"""A day: no deadline is later."""
 
 
 def json_response(
@@ -63,41 +65,68 @@ def json_response(
     )
 
 
-def served(request: Request, name: str | None = None) -> Engine:
-    """The engine that serves model ``name`` (None: the only one).
+def find(request: Request, name: str | None = None, version: str | None = None) -> Engine:
+    """The engine that serves a model now; to run something on it, take it from ``served``.
+
+    Raises:
+        NotFound, NotReady: See ``served``.
+    """
+    repository: Repository = request.app.state.repository
+    return repository.engine(name, version)
+
+
+def served(request: Request, name: str | None = None, version: str | None = None) -> Engine:
+    """The engine that serves a model, kept open until this request is answered.
+
+    Call it when the body is there: a client that is slow to send must not keep an old model alive.
+
+    Args:
+        name: None for the only model there is.
+        version: None for the highest.
 
     Raises:
         NotReady: It is not loaded yet, or unloaded already.
-        NotFound: There is no such model.
+        NotFound: There is no such model or version.
     """
-    engine: Engine | None = request.app.state.engine
-    if engine is None:
-        raise NotReady("the model is not loaded", "wait until /v2/health/ready answers 200")
-    if name not in (None, engine.name):
-        raise NotFound(f"unknown model {name!r}: this server has {engine.name!r}")
+    engine = find(request, name, version)
+    engine.acquire()
+    request.scope["attnserve.engines"].append(engine)
     return engine
 
 
-async def parse_body(request: Request, schema: type[B]) -> B:
-    """Read, parse and validate the body of ``request``, whatever its Content-Type says.
+def deadline(request: Request) -> float:
+    """When the answer must be there, on the clock of ``perf_counter``.
+
+    The time starts with the last byte of the body (``parse_body``).
 
     Raises:
-        TooLarge, MalformedRequest, InvalidData: See ``read_body`` and ``parse_json``.
+        InvalidData: x-timeout-ms is no positive number.
     """
-    return parse_json(await read_body(request), schema)
+    settings: Settings = request.app.state.settings
+    given = request.headers.get("x-timeout-ms")
+    timeout_ms = settings.timeout_ms
+    if given is not None:
+        try:
+            timeout_ms = float(given)
+        except ValueError:
+            timeout_ms = math.nan
+        if not 0 < timeout_ms <= LONGEST_MS:
+            raise InvalidData(f"x-timeout-ms is {given!r}: expected milliseconds above 0")
+    return request.state.started + timeout_ms / 1e3
 
 
 async def read_body(request: Request) -> bytes | bytearray:
-    """The body of ``request``; one that arrives in one piece is not copied.
+    """The whole body of ``request``, unpacked; one that comes in one piece is not copied.
 
-    The clock of x-total-ms starts here, at the last byte: how fast a client sends is its own
-    affair.
+    The clock of x-total-ms and of the deadline starts here, at the last byte: how fast a client
+    sends is its own affair.
 
     Raises:
         TooLarge: More bytes than ``max_body_bytes``, whatever Content-Length says, also unpacked.
         MalformedRequest: It is compressed otherwise than it says, or than is known here.
     """
-    limit = served(request).settings.max_body_bytes
+    settings: Settings = request.app.state.settings
+    limit = settings.max_body_bytes
     body: bytes | bytearray = b""
     async for chunk in request.stream():
         if not body:
@@ -133,12 +162,23 @@ def _unpacked(body: bytes | bytearray, encoding: str, limit: int) -> bytes | byt
     return unpacked
 
 
+async def parse_body(request: Request, schema: type[B]) -> B:
+    """Read, parse and validate the body of ``request``, whatever its Content-Type says.
+
+    Raises:
+        TooLarge: See ``read_body``.
+        MalformedRequest: Not JSON, not UTF-8, or not unpacked.
+        InvalidField: JSON that does not fit ``schema``.
+    """
+    return parse_json(await read_body(request), schema)
+
+
 def parse_json(body: bytes | bytearray | memoryview, schema: type[B]) -> B:
-    """``body`` as a ``schema``.
+    """``body`` as JSON that fits ``schema``.
 
     Raises:
         MalformedRequest: Not JSON, or not UTF-8.
-        InvalidData: JSON that does not fit ``schema``.
+        InvalidField: JSON that does not fit ``schema``.
     """
     try:
         content = orjson.loads(body)
@@ -149,7 +189,8 @@ def parse_json(body: bytes | bytearray | memoryview, schema: type[B]) -> B:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         where = ".".join(map(str, first["loc"])) or "the body"
-        raise InvalidData(f"{where}: {first['msg']}") from error
+        field = str(first["loc"][0]) if first["loc"] else ""
+        raise InvalidField(f"{where}: {first['msg']}", field=field) from error
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -188,12 +229,7 @@ def respond(
         raw: Tensors that follow it as they are in memory.
     """
     written = orjson.Fragment(orjson.dumps(outputs, option=JSON))
-    total_ms = (perf_counter() - request.state.started) * 1e3
-    cost = cost_of(engine, answer, total_ms)
-    metrics: Metrics = request.app.state.metrics
-    metrics.inference(engine.name, cost)
-    # Headers are ASCII; a model may be called anything.
-    headers = as_headers(cost) | {"x-model": quote(engine.name)}
+    cost, headers = conclude(request, engine, answer)
     if not raw:
         return json_response(envelope(written, cost), headers=headers)
     head = orjson.dumps(envelope(written, cost), option=JSON)
@@ -202,11 +238,29 @@ def respond(
     return Response(body, 200, headers, media_type="application/octet-stream")
 
 
-def accepts(schema: type[BaseModel]) -> dict[str, Any]:
+def conclude(
+    request: Request, engine: Engine, answer: Answer
+) -> tuple[dict[str, int | float], dict[str, str]]:
+    """(what ``answer`` cost, its headers); the clock stops, and the metrics are told."""
+    total_ms = (perf_counter() - request.state.started) * 1e3
+    cost = cost_of(answer, total_ms, engine.settings.provider)
+    engine.metrics.told(cost)
+    # Headers are ASCII; a model may be called anything.
+    headers = as_headers(cost) | {
+        "x-model": quote(engine.name),
+        "x-model-version": engine.version,
+    }
+    if engine.model.plan_id is not None:
+        headers["x-plan"] = engine.model.plan_id
+    request.scope["attnserve.cost"] = {"model": engine.name, "version": engine.version, **cost}
+    return cost, headers
+
+
+def accepts(schema: type[BaseModel], *, required: bool = True) -> dict[str, Any]:
     """What a route that calls ``parse_body`` tells the OpenAPI document."""
     reference = {"$ref": f"#/components/schemas/{schema.__name__}"}
     content = {"application/json": {"schema": reference}}
-    return {"openapi_extra": {"requestBody": {"required": True, "content": content}}}
+    return {"openapi_extra": {"requestBody": {"required": required, "content": content}}}
 
 
 def describe_bodies(app: FastAPI, *schemas: type[BaseModel]) -> None:
@@ -228,6 +282,8 @@ def describe_bodies(app: FastAPI, *schemas: type[BaseModel]) -> None:
 class ObserveRequests:
     """ASGI middleware: x-request-id on every answer, a log line and a count for each.
 
+    The engines that a request holds (``served``) are let go when it is answered.
+
     A client's own id is kept where it is short and harmless, so that it can be found in its logs
     and in ours. A defect of ours ends here: the log has the trace, the client a 500 and the id.
     """
@@ -243,6 +299,8 @@ class ObserveRequests:
         given = next((value for key, value in scope["headers"] if key == b"x-request-id"), b"")
         request_id = given if SANE_ID.fullmatch(given) else uuid.uuid4().hex.encode()
         started, status = perf_counter(), 0
+        engines: list[Engine] = []
+        scope["attnserve.engines"] = engines
 
         async def observed(message: Message) -> None:
             nonlocal status
@@ -257,20 +315,21 @@ class ObserveRequests:
             log.exception("request %s failed", request_id.decode())
             if status:  # half an answer is out: the connection can only be dropped
                 raise
-            await error_response(500, "internal error")(scope, receive, observed)
+            answer = error_response(scope["path"], 500, "internal error")
+            await answer(scope, receive, observed)
         finally:
+            for engine in engines:
+                engine.release()
             # The route's pattern, not the path: a client must not make up series without end.
             route = getattr(scope.get("route"), "path", "unknown")
             self._metrics.request(route, status)
             if access.isEnabledFor(logging.INFO):
-                access.info(
-                    orjson.dumps(
-                        {
-                            "method": scope["method"],
-                            "path": scope["path"],
-                            "status": status,
-                            "ms": round((perf_counter() - started) * 1e3, 3),
-                            "request_id": request_id.decode(),
-                        }
-                    ).decode()
-                )
+                line = {
+                    "method": scope["method"],
+                    "path": scope["path"],
+                    "status": status,
+                    "ms": round((perf_counter() - started) * 1e3, 3),
+                    "request_id": request_id.decode(),
+                    **scope.get("attnserve.cost", {}),
+                }
+                access.info(orjson.dumps(line).decode())
