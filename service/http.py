@@ -234,7 +234,7 @@ def respond(
         return json_response(envelope(written, cost), headers=headers)
     head = orjson.dumps(envelope(written, cost), option=JSON)
     headers["inference-header-content-length"] = str(len(head))
-    body = b"".join([head, *raw])
+    body = b"".join([head, *(tensor.data for tensor in raw)])
     return Response(body, 200, headers, media_type="application/octet-stream")
 
 

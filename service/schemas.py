@@ -83,7 +83,7 @@ class Extensible(Body):
 
 class TensorParameters(Extensible):
     binary_data_size: int | None = Field(
-        None, ge=0, description="Bytes of this tensor after the JSON, instead of ``data``."
+        default=None, ge=0, description="Bytes of this tensor after the JSON, instead of ``data``."
     )
 
 
@@ -93,13 +93,13 @@ class InputTensor(Body):
     name: Name
     shape: list[Annotated[int, Field(ge=0)]] = Field(max_length=32, examples=[[1, 3]])
     datatype: Annotated[Datatype, BeforeValidator(_no_bytes)]
-    data: list[Any] | None = Field(None, examples=[[101, 7592, 102]])
+    data: list[Any] | None = Field(default=None, examples=[[101, 7592, 102]])
     parameters: TensorParameters = TensorParameters()
 
 
 class OutputParameters(Extensible):
     binary_data: bool | None = Field(
-        None, description="As raw bytes after the JSON; overrides ``binary_data_output``."
+        default=None, description="As raw bytes after the JSON; overrides ``binary_data_output``."
     )
 
 
@@ -110,12 +110,17 @@ class RequestedOutput(Body):
 
 class InferParameters(Extensible):
     binary_data_output: bool | None = Field(
-        None, description="Outputs as raw bytes after the JSON, where they do not say themselves."
+        default=None,
+        description="Outputs as raw bytes after the JSON, where they do not say themselves.",
     )
     timeout: int | None = Field(
-        None, ge=0, description="Microseconds after which nobody needs the answer: 504. 0: none."
+        default=None,
+        ge=0,
+        description="Microseconds after which nobody needs the answer: 504. 0: none.",
     )
-    priority: int | None = Field(None, ge=0, description="All requests have the same: ignored.")
+    priority: int | None = Field(
+        default=None, ge=0, description="All requests have the same: ignored."
+    )
 
 
 class InferRequest(Body):

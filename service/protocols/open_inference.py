@@ -55,7 +55,7 @@ EXTENSIONS = (
 BINARY = {"schema": {"type": "string", "format": "binary"}}
 """A body of JSON and raw tensors."""
 
-INFER = accepts(InferRequest) | {
+INFER: dict[str, Any] = accepts(InferRequest) | {
     "response_model": InferResponse,
     "responses": {200: {"content": {"application/octet-stream": BINARY}}},
 }
@@ -70,7 +70,10 @@ INFER["openapi_extra"]["parameters"] = [
     }
 ]
 
-MODEL_READY = {"response_model": ModelReady, "responses": {503: {"model": ModelReady}}}
+MODEL_READY: dict[str, Any] = {
+    "response_model": ModelReady,
+    "responses": {503: {"model": ModelReady}},
+}
 
 router = APIRouter(prefix="/v2", tags=["Open Inference Protocol v2"])
 
