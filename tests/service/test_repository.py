@@ -267,7 +267,7 @@ def test_a_thousand_loads_leak_nothing(tmp_path: Path) -> None:
         grown = psutil.Process().memory_info().rss - before
         print(f"grown by {grown / 1e6:.1f} MB")
         assert grown < 20e6
-        assert threading.active_count() <= threads
+        assert threading.active_count() <= threads + 8  # asyncio's own pool grows to a bound
 
     async def whole() -> None:
         repository = Repository(Settings(model=tmp_path / "models"))
