@@ -20,7 +20,10 @@ from tests.service.tiny import write_encoder
 @contextmanager
 def listening(app: Any) -> Iterator[str]:
     """The address of ``app`` behind uvicorn, on a free port of this machine."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, access_log=False))
+    config = uvicorn.Config(
+        app, port=0, log_config=None, access_log=False, timeout_keep_alive=600
+    )  # a client that a busy machine holds up for seconds keeps its connection
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
