@@ -24,14 +24,17 @@ from service.auth import RequireKey, read_keys
 from service.errors import install_handlers
 from service.http import ObserveRequests, describe_bodies, json_response
 from service.metrics import Metrics
-from service.protocols import open_inference, texts
+from service.protocols import open_inference, openai, texts, triton
 from service.report import report
 from service.repository import Repository
 from service.schemas import (
+    EmbeddingsRequest,
     EmbedRequest,
     Error,
+    IndexRequest,
     InferRequest,
     PredictRequest,
+    RepositoryRequest,
     SimilarityRequest,
     TokenizeRequest,
 )
@@ -89,7 +92,9 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
         )
     app.add_middleware(ObserveRequests, metrics=metrics)
     install_handlers(app)
+    app.include_router(triton.router)  # first: /v2/models/stats is no model
     app.include_router(open_inference.router)
+    app.include_router(openai.router)
     app.include_router(texts.router)
 
     @app.get("/metrics", response_class=Response, tags=["Metrics"])
@@ -103,7 +108,15 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
         return json_response(report(models))
 
     describe_bodies(
-        app, InferRequest, EmbedRequest, PredictRequest, SimilarityRequest, TokenizeRequest
+        app,
+        EmbeddingsRequest,
+        EmbedRequest,
+        IndexRequest,
+        InferRequest,
+        PredictRequest,
+        RepositoryRequest,
+        SimilarityRequest,
+        TokenizeRequest,
     )
     return app
 

@@ -325,8 +325,12 @@ class Engine:
                     f"text {index} has {len(text)} tokens, more than the limit of {limit}",
                     "shorten it, or ask for truncation",
                 )
-            if max(text) >= 2**31 or min(text) < 0:
-                raise InvalidData(f"text {index} holds a number that is no token id")
+            # Here and not in its batch: strangers would be refused with it.
+            bound = self.model.vocabulary
+            if wrong := [token for token in text if not 0 <= token < bound]:
+                raise InvalidData(
+                    f"text {index} holds {wrong[0]}: expected ids from 0 to {bound - 1}"
+                )
             ids = list(text)[:limit]
             found.append(Encoding(ids, [0] * len(ids)))
         return found

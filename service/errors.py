@@ -35,6 +35,7 @@ __all__ = [
     "STATUS",
     "ClientGone",
     "DeadlineExceeded",
+    "InvalidField",
     "MalformedRequest",
     "ModelFailed",
     "NotFound",
@@ -44,6 +45,7 @@ __all__ = [
     "ServiceError",
     "TooLarge",
     "Unauthorized",
+    "UnknownModel",
     "error_response",
     "explain",
     "install_handlers",
@@ -62,6 +64,18 @@ class MalformedRequest(ServiceError):
 
 class NotFound(ServiceError):
     """There is no such model or version, or the model cannot do what the route does."""
+
+
+class UnknownModel(NotFound):
+    """There is no model of this name."""
+
+
+class InvalidField(InvalidData):
+    """One field of the body cannot be what it is; empty where it is the body itself."""
+
+    def __init__(self, what: str, fix: str = "", *, field: str) -> None:
+        super().__init__(what, fix)
+        self.field = field
 
 
 class TooLarge(ServiceError):
@@ -115,11 +129,11 @@ STATUS: Mapping[type[Exception], int] = {
 RETRY_AFTER = {Overloaded: "1", NotReady: "5"}
 """Seconds after which asking again makes sense."""
 
-Form = Callable[[int, str, Exception | None], Any]
-"""The body of an error answer, of its status, its text and the error where there is one."""
+Form = Callable[[int, str, Exception | None], tuple[int, Any]]
+"""(status, body) of an error answer, by its status, its text and the error where there is one."""
 
 FORMS: dict[str, Form] = {}
-"""The forms of protocols that have one of their own, by the start of their paths."""
+"""The forms of protocols that have one of their own, by the first part of their paths."""
 
 
 def install_handlers(app: FastAPI) -> None:
@@ -138,8 +152,8 @@ def error_response(
     error: Exception | None = None,
 ) -> Response:
     """``{"error": text}``, or what the protocol of ``path`` has in its place."""
-    form = next((form for start, form in FORMS.items() if path.startswith(start)), None)
-    body = {"error": text} if form is None else form(status, text, error)
+    form = FORMS.get("/" + path.split("/", 2)[1] if path.startswith("/") else path)
+    status, body = (status, {"error": text}) if form is None else form(status, text, error)
     return Response(orjson.dumps(body), status, headers, media_type="application/json")
 
 

@@ -7,11 +7,13 @@ import logging
 import math
 import re
 import uuid
-from collections.abc import Callable, Coroutine
+import zlib
+from collections.abc import Callable, Coroutine, Sequence
 from time import perf_counter
 from typing import Any, TypeVar
 from urllib.parse import quote
 
+import numpy as np
 import orjson
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ValidationError
@@ -21,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from graph_passes.errors import InvalidData
 from service.answer import Answer
 from service.engine import Engine
-from service.errors import ClientGone, MalformedRequest, TooLarge, error_response
+from service.errors import ClientGone, InvalidField, MalformedRequest, TooLarge, error_response
 from service.metrics import Metrics, as_headers, cost_of
 from service.repository import Repository
 from service.settings import Settings
@@ -114,23 +116,50 @@ def deadline(request: Request) -> float:
 
 
 async def read_body(request: Request) -> bytes | bytearray:
-    """The whole body of ``request``.
+    """The whole body of ``request``, unpacked; one that comes in one piece is not copied.
 
     The clock of x-total-ms and of the deadline starts here, at the last byte: how fast a client
     sends is its own affair.
 
     Raises:
-        TooLarge: More bytes than ``max_body_bytes``, whatever Content-Length says.
+        TooLarge: More bytes than ``max_body_bytes``, whatever Content-Length says, also unpacked.
+        MalformedRequest: It is compressed otherwise than it says, or than is known here.
     """
     settings: Settings = request.app.state.settings
     limit = settings.max_body_bytes
-    body = bytearray()
+    body: bytes | bytearray = b""
     async for chunk in request.stream():
-        body += chunk
+        if not body:
+            body = chunk
+        elif chunk:
+            if isinstance(body, bytes):
+                body = bytearray(body)
+            body += chunk
         if len(body) > limit:
             raise TooLarge(f"the body is larger than {limit} bytes", "split the request")
+    body = _unpacked(body, request.headers.get("content-encoding", "identity"), limit)
     request.state.started = perf_counter()
     return body
+
+
+def _unpacked(body: bytes | bytearray, encoding: str, limit: int) -> bytes | bytearray:
+    """``body`` decompressed, but never more than ``limit`` bytes of it."""
+    if encoding == "identity":
+        return body
+    if encoding not in {"gzip", "deflate"}:
+        raise MalformedRequest(
+            f"content-encoding {encoding[:32]!r} is not served", "send gzip, deflate or neither"
+        )
+    unpacker = zlib.decompressobj(wbits=47)  # either, by what its first bytes say
+    try:
+        unpacked = unpacker.decompress(body, limit + 1)
+    except zlib.error as error:
+        raise MalformedRequest(f"the body is not {encoding}: {error}") from error
+    if len(unpacked) > limit:
+        raise TooLarge(f"the body unpacks to more than {limit} bytes", "split the request")
+    if not unpacker.eof or unpacker.unused_data:
+        raise MalformedRequest(f"the body is not {encoding}: it ends too early or too late")
+    return unpacked
 
 
 async def parse_body(request: Request, schema: type[B]) -> B:
@@ -138,8 +167,8 @@ async def parse_body(request: Request, schema: type[B]) -> B:
 
     Raises:
         TooLarge: See ``read_body``.
-        MalformedRequest: Not JSON, or not UTF-8.
-        InvalidData: JSON that does not fit ``schema``.
+        MalformedRequest: Not JSON, not UTF-8, or not unpacked.
+        InvalidField: JSON that does not fit ``schema``.
     """
     return parse_json(await read_body(request), schema)
 
@@ -149,7 +178,7 @@ def parse_json(body: bytes | bytearray | memoryview, schema: type[B]) -> B:
 
     Raises:
         MalformedRequest: Not JSON, or not UTF-8.
-        InvalidData: JSON that does not fit ``schema``.
+        InvalidField: JSON that does not fit ``schema``.
     """
     try:
         content = orjson.loads(body)
@@ -160,7 +189,8 @@ def parse_json(body: bytes | bytearray | memoryview, schema: type[B]) -> B:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         where = ".".join(map(str, first["loc"])) or "the body"
-        raise InvalidData(f"{where}: {first['msg']}") from error
+        field = str(first["loc"][0]) if first["loc"] else ""
+        raise InvalidField(f"{where}: {first['msg']}", field=field) from error
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -188,6 +218,7 @@ def respond(
     answer: Answer,
     outputs: Any,
     envelope: Callable[[orjson.Fragment, dict[str, int | float]], dict[str, Any]],
+    raw: Sequence[np.ndarray] = (),
 ) -> Response:
     """The response of an inference route, with what it cost in its headers and in the metrics.
 
@@ -195,10 +226,16 @@ def respond(
         outputs: What was computed. It is written before the clock stops: for large outputs that is
             much of the time.
         envelope: The body, made of the written outputs and the cost.
+        raw: Tensors that follow it as they are in memory.
     """
     written = orjson.Fragment(orjson.dumps(outputs, option=JSON))
     cost, headers = conclude(request, engine, answer)
-    return json_response(envelope(written, cost), headers=headers)
+    if not raw:
+        return json_response(envelope(written, cost), headers=headers)
+    head = orjson.dumps(envelope(written, cost), option=JSON)
+    headers["inference-header-content-length"] = str(len(head))
+    body = b"".join([head, *(tensor.data for tensor in raw)])
+    return Response(body, 200, headers, media_type="application/octet-stream")
 
 
 def conclude(
@@ -219,11 +256,11 @@ def conclude(
     return cost, headers
 
 
-def accepts(schema: type[BaseModel]) -> dict[str, Any]:
+def accepts(schema: type[BaseModel], *, required: bool = True) -> dict[str, Any]:
     """What a route that calls ``parse_body`` tells the OpenAPI document."""
     reference = {"$ref": f"#/components/schemas/{schema.__name__}"}
     content = {"application/json": {"schema": reference}}
-    return {"openapi_extra": {"requestBody": {"required": True, "content": content}}}
+    return {"openapi_extra": {"requestBody": {"required": required, "content": content}}}
 
 
 def describe_bodies(app: FastAPI, *schemas: type[BaseModel]) -> None:

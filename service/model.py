@@ -249,6 +249,11 @@ class Model:
         return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:12]
 
     @property
+    def vocabulary(self) -> int:
+        """How many token ids there are, as far as its graph tells."""
+        return self._id_bounds.get("input_ids") or 2**31
+
+    @property
     def takes_mask(self) -> bool:
         """Whether texts of different lengths can share a batch."""
         return any(tensor.name == "attention_mask" for tensor in self.inputs)

@@ -20,7 +20,7 @@ from typing import Literal
 from attnserve.artifact import Artifact, check_files, open_artifact
 from graph_passes.errors import AttnserveError, InvalidModel
 from service.engine import Engine
-from service.errors import NotFound, NotReady
+from service.errors import NotFound, NotReady, UnknownModel
 from service.metrics import Metrics
 from service.model import Model
 from service.probe import Prover
@@ -100,7 +100,7 @@ class Repository:
             if name in self._known:
                 raise NotReady(f"the model {name!r} is not loaded", "load it, or wait until it is")
             known = ", ".join(map(repr, sorted(self._engines))) or "no model"
-            raise NotFound(f"unknown model {name!r}: this server has {known}")
+            raise UnknownModel(f"unknown model {name!r}: this server has {known}")
         if version is None:
             return loaded[max(loaded, key=int)]
         if version not in loaded:
@@ -191,7 +191,7 @@ class Repository:
         async with await self._lock(name):
             places = (await asyncio.to_thread(self._find)).get(name)
             if not places:
-                raise NotFound(f"unknown model {name!r}: there is none on disk")
+                raise UnknownModel(f"unknown model {name!r}: there is none on disk")
             serving = self._engines.get(name, {})
             following: dict[str, Engine] = {}
             first: AttnserveError | None = None
@@ -258,7 +258,7 @@ class Repository:
         """
         await asyncio.to_thread(self._find)
         if name not in self._known and name not in self._engines:
-            raise NotFound(f"unknown model {name!r}: there is none on disk")
+            raise UnknownModel(f"unknown model {name!r}: there is none on disk")
         return self._locks.setdefault(name, asyncio.Lock())
 
     def _only(self) -> str:

@@ -2,7 +2,7 @@
 
 They validate what ``orjson`` has parsed, and they are the OpenAPI document. Types are strict: a
 ``"3"`` is no number and a 1 is no boolean. Tensor ``data`` is left as parsed: the codec of
-``protocols/open_inference.py`` checks it, in numpy.
+``protocols/tensors.py`` checks it, in numpy.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 __all__ = [
     "Datatype",
@@ -56,6 +57,14 @@ Parameters = dict[str, Any]
 Name = Annotated[str, Field(max_length=1024)]
 
 
+def _no_bytes(value: Any) -> Any:
+    if value == "BYTES":
+        raise PydanticCustomError(
+            "bytes", "models here take numbers, no BYTES; texts go to /embed and /predict"
+        )
+    return value
+
+
 class Body(BaseModel):
     model_config = ConfigDict(strict=True)
 
@@ -66,26 +75,59 @@ class Error(Body):
     error: str
 
 
+class Extensible(Body):
+    """Parameters that mean something here; others belong to extensions and are ignored."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class TensorParameters(Extensible):
+    binary_data_size: int | None = Field(
+        default=None, ge=0, description="Bytes of this tensor after the JSON, instead of ``data``."
+    )
+
+
 class InputTensor(Body):
-    """One input: ``data`` flat in row-major order, or nested as ``shape`` says."""
+    """One input: ``data`` flat in row-major order or nested as ``shape`` says; or raw bytes."""
 
     name: Name
     shape: list[Annotated[int, Field(ge=0)]] = Field(max_length=32, examples=[[1, 3]])
-    datatype: Datatype
-    data: list[Any] = Field(examples=[[101, 7592, 102]])
-    parameters: Parameters = {}
+    datatype: Annotated[Datatype, BeforeValidator(_no_bytes)]
+    data: list[Any] | None = Field(default=None, examples=[[101, 7592, 102]])
+    parameters: TensorParameters = TensorParameters()
+
+
+class OutputParameters(Extensible):
+    binary_data: bool | None = Field(
+        default=None, description="As raw bytes after the JSON; overrides ``binary_data_output``."
+    )
 
 
 class RequestedOutput(Body):
     name: Name
-    parameters: Parameters = {}
+    parameters: OutputParameters = OutputParameters()
+
+
+class InferParameters(Extensible):
+    binary_data_output: bool | None = Field(
+        default=None,
+        description="Outputs as raw bytes after the JSON, where they do not say themselves.",
+    )
+    timeout: int | None = Field(
+        default=None,
+        ge=0,
+        description="Microseconds after which nobody needs the answer: 504. 0: none.",
+    )
+    priority: int | None = Field(
+        default=None, ge=0, description="All requests have the same: ignored."
+    )
 
 
 class InferRequest(Body):
     """Open Inference Protocol v2, inference request. Unknown fields are extensions: ignored."""
 
     id: str | None = Field(None, max_length=1024)
-    parameters: Parameters = {}
+    parameters: InferParameters = InferParameters()
     inputs: Annotated[list[InputTensor], FailFast()] = Field(min_length=1)
     outputs: Annotated[list[RequestedOutput], FailFast()] = Field(
         [], description="All of them where left out."
@@ -93,12 +135,17 @@ class InferRequest(Body):
 
 
 class OutputTensor(Body):
-    """One output: ``data`` flat in row-major order. JSON has no NaN and no infinity: both null."""
+    """One output: ``data`` flat in row-major order. JSON has no NaN and no infinity: both null.
+
+    Raw bytes follow the JSON where ``parameters`` have a ``binary_data_size`` and there is no
+    ``data``.
+    """
 
     name: str
     shape: list[int]
     datatype: Datatype
-    data: list[Any]
+    data: list[Any] | None = None
+    parameters: TensorParameters | None = None
 
 
 class InferResponse(Body):
@@ -136,6 +183,73 @@ class ServerMetadata(Body):
     name: str
     version: str
     extensions: list[str]
+
+
+class ModelConfig(BaseModel):
+    """Triton's ModelConfig in JSON: the fields that mean something here."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str
+    platform: str
+    backend: str
+    max_batch_size: int = Field(description="0 where a request's rows are no batch.")
+    input: list[dict[str, Any]]
+    output: list[dict[str, Any]]
+
+
+class Duration(Body):
+    count: int
+    ns: int
+
+
+class InferStatistics(Body):
+    success: Duration
+    fail: Duration
+    queue: Duration
+    compute_input: Duration
+    compute_infer: Duration
+    compute_output: Duration
+    cache_hit: Duration = Field(description="There is no cache: always 0, as cache_miss.")
+    cache_miss: Duration
+
+
+class BatchStatistics(Body):
+    batch_size: int
+    compute_input: Duration
+    compute_infer: Duration
+    compute_output: Duration
+
+
+class VersionStatistics(Body):
+    name: str
+    version: str
+    last_inference: int = Field(description="Milliseconds since 1970; 0 where there was none.")
+    inference_count: int = Field(description="Rows that were answered.")
+    execution_count: int = Field(description="Runs of the model.")
+    inference_stats: InferStatistics
+    batch_stats: list[BatchStatistics]
+
+
+class ModelStatistics(Body):
+    """Exact counts and nanoseconds."""
+
+    model_stats: list[VersionStatistics]
+
+
+class IndexRequest(Body):
+    ready: bool = Field(False, description="Only what serves.")
+
+
+class IndexEntry(Body):
+    name: str
+    version: str
+    state: Literal["READY", "LOADING", "UNAVAILABLE"]
+    reason: str = Field(description="Why it is not ready.")
+
+
+class RepositoryRequest(Body):
+    parameters: Parameters = {}
 
 
 class Live(Body):
@@ -236,3 +350,100 @@ class EmbedResponse(Body):
     embeddings: list[list[float]] = Field(description="One vector a text, in the order sent.")
     model: str
     usage: Usage
+
+
+def _one_kind(value: Any) -> Any:
+    """Say what is wrong with an input in one sentence, not once for each form it may have."""
+    items = value if type(value) is list else [value]
+    if type(value) is list and value and set(map(type, value)) <= {int}:
+        items = [value]  # the ids of one text
+    kinds = set(map(type, items))
+    ids = kinds == {list} and all(one and set(map(type, one)) == {int} for one in items)
+    if kinds == {str} or ids:
+        return items
+    raise PydanticCustomError(
+        "input", "expected a text, texts, or one or several not empty lists of token ids"
+    )
+
+
+# Afterwards a list of texts, or a list of lists of ids.
+Inputs = Annotated[
+    list[str] | list[list[int]],
+    BeforeValidator(_one_kind),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1},
+                {"type": "array", "items": {"type": "integer"}, "minItems": 1},
+                {
+                    "type": "array",
+                    "items": {"type": "array", "items": {"type": "integer"}, "minItems": 1},
+                    "minItems": 1,
+                },
+            ],
+            "examples": ["What is attention?", ["a text", "another"], [101, 7592, 102]],
+        }
+    ),
+]
+
+
+class EmbeddingsRequest(Body):
+    """OpenAI's request for embeddings. An unknown field is refused, as OpenAI does."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: Name
+    input: Inputs
+    encoding_format: Literal["float", "base64"] = Field(
+        "float", description="Base64 is of little-endian float32."
+    )
+    dimensions: int | None = Field(
+        None, ge=1, description="The model's own number: vectors are not cut."
+    )
+    user: str | None = Field(None, description="Ignored.")
+
+
+class Embedding(Body):
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class OpenAIUsage(Body):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingsResponse(Body):
+    """Vectors in the order of the inputs."""
+
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: OpenAIUsage
+
+
+class ModelCard(Body):
+    id: str
+    object: Literal["model"] = "model"
+    created: int = Field(description="When its file was written, in seconds since 1970.")
+    owned_by: str
+
+
+class ModelCards(Body):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class OpenAIErrorDetail(Body):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class OpenAIError(Body):
+    """Every answer below /v1 that is not a success."""
+
+    error: OpenAIErrorDetail

@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import uvicorn
 from starlette.testclient import TestClient
 
 from service.app import create_app
 from service.settings import Settings
 from tests.service.tiny import write_encoder
+
+
+@contextmanager
+def listening(app: Any) -> Iterator[str]:
+    """The address of ``app`` behind uvicorn, on a free port of this machine."""
+    config = uvicorn.Config(
+        app, port=0, log_config=None, access_log=False, timeout_keep_alive=600
+    )  # a client that a busy machine holds up for seconds keeps its connection
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive(), "the server does not come up"
+            thread.join(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 @pytest.fixture

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gzip
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -61,7 +63,7 @@ REQUESTS: dict[str, tuple[Any, int, str]] = {
     "no name": (without("name"), 422, "inputs.0.name: Field required"),
     "no shape": (without("shape"), 422, "inputs.0.shape: Field required"),
     "no datatype": (without("datatype"), 422, "inputs.0.datatype: Field required"),
-    "no data": (without("data"), 422, "inputs.0.data: Field required"),
+    "no data": (without("data"), 422, "input 'input_ids' has no data; give 'data', or"),
     "name no text": (changed(name=3), 422, "inputs.0.name: Input should be a valid string"),
     "negative shape": (changed(shape=[1, -3]), 422, "greater than or equal to 0"),
     "shape of floats": (changed(shape=[1.0, 3.0]), 422, "inputs.0.shape.0"),
@@ -86,7 +88,7 @@ REQUESTS: dict[str, tuple[Any, int, str]] = {
     "data nested otherwise": (changed(data=[[2], [4], [3]]), 422, "data nested as [3, 1]"),
     "data nested deep": (changed(shape=[1, 1], data=nested(200)), 422, "data nested as [1, 1, 1"),
     "unknown datatype": (changed(datatype="INT65"), 422, "inputs.0.datatype"),
-    "bytes": (changed(datatype="BYTES"), 422, "inputs.0.datatype"),
+    "bytes": (changed(datatype="BYTES"), 422, "inputs.0.datatype: models here take numbers"),
     "wrong datatype": (changed(datatype="INT32"), 422, "'input_ids' is int32: expected int64"),
     "floats for ids": (changed(datatype="FP32"), 422, "'input_ids' is float32: expected int64"),
     "wrong rank": (changed(shape=[3]), 422, "has shape [3]: expected [-1, -1]"),
@@ -104,6 +106,31 @@ REQUESTS: dict[str, tuple[Any, int, str]] = {
     "output twice": (GOOD | {"outputs": [{"name": "kept"}] * 2}, 422, "'kept' is given 2 times"),
     "outputs no list": (GOOD | {"outputs": 1}, 422, "outputs: Input should be a valid list"),
     "id no text": (GOOD | {"id": 7}, 422, "id: Input should be a valid string"),
+    "raw bytes that are missing": (
+        {"inputs": [IDS | {"data": None, "parameters": {"binary_data_size": 24}}, MASK]},
+        422,
+        "input 'input_ids': binary_data_size is 24, but 0 bytes are left in the body",
+    ),
+    "size no number": (changed(parameters={"binary_data_size": "8"}), 422, "binary_data_size"),
+    "sequence": (GOOD | {"parameters": {"sequence_id": 3}}, 422, "keep no state between requests"),
+    "negative timeout": (GOOD | {"parameters": {"timeout": -1}}, 422, "parameters.timeout"),
+    "timeout no number": (GOOD | {"parameters": {"timeout": "1s"}}, 422, "parameters.timeout"),
+    "priority no number": (GOOD | {"parameters": {"priority": "1"}}, 422, "parameters.priority"),
+    "binary no boolean": (
+        GOOD | {"outputs": [{"name": "kept", "parameters": {"binary_data": 1}}]},
+        422,
+        "outputs.0.parameters.binary_data: Input should be a valid boolean",
+    ),
+    "classification": (
+        GOOD | {"outputs": [{"name": "kept", "parameters": {"classification": 2}}]},
+        422,
+        "output 'kept': classification is not served here; ask for the scores",
+    ),
+    "shared memory": (
+        changed(parameters={"shared_memory_region": "x", "shared_memory_byte_size": 24}),
+        422,
+        "input 'input_ids': shared memory is not served; send the bytes",
+    ),
     "parameters no object": (GOOD | {"parameters": []}, 422, "parameters"),
 }
 
@@ -166,11 +193,24 @@ def test_routes(client: TestClient, method: str, path: str, status: int, text: s
     check(client.request(method, path), status, text)
 
 
-def test_binary_tensors_are_refused_in_words(client: TestClient) -> None:
+@pytest.mark.parametrize(
+    ("header", "tail", "status", "text"),
+    [
+        ("x", b"", 400, "inference-header-content-length is 'x': expected the bytes of JSON"),
+        ("-1", b"", 400, "is '-1'"),
+        ("99999", b"", 400, "is 99999, but the body has"),
+        ("0", b"", 400, "the body is not JSON"),
+        (None, b"\0" * 4, 400, "the body is not JSON"),
+        ("all", b"\0" * 4, 422, "4 bytes follow the last tensor; does each binary input say"),
+    ],
+)
+def test_binary(
+    client: TestClient, header: str | None, tail: bytes, status: int, text: str
+) -> None:
     body = orjson.dumps(GOOD)
-    headers = {"inference-header-content-length": str(len(body))}
-    answer = client.post(INFER, content=body + b"\0\0\0\0", headers=headers)
-    check(answer, 400, "binary tensors are not served")
+    headers = {"inference-header-content-length": str(len(body)) if header == "all" else header}
+    sent = {key: value for key, value in headers.items() if value is not None}
+    check(client.post(INFER, content=body + tail, headers=sent), status, text)
 
 
 def test_a_large_body_is_refused(start: Callable[..., TestClient], encoder: Path) -> None:
@@ -183,6 +223,32 @@ def test_a_large_body_is_refused(start: Callable[..., TestClient], encoder: Path
     assert client.post("/embed", content=b'{"inputs":"a"}'.ljust(1000)).status_code == 200
     check(client.post("/embed", content=b'{"inputs":"a"}'.ljust(1001)), 413, "1000 bytes")
     check(client.post(INFER, content=chunks()), 413, "the body is larger than 1000 bytes")
+
+
+PACKED: dict[str, tuple[str, bytes, int, str]] = {
+    "unknown": ("br", b"{}", 400, "content-encoding 'br' is not served; send gzip, deflate or"),
+    "not packed": ("gzip", b"{}", 400, "the body is not gzip: Error -3"),
+    "nothing": ("gzip", b"", 400, "the body is not gzip: it ends too early or too late"),
+    "cut": ("gzip", gzip.compress(b"{}")[:-1], 400, "ends too early or too late"),
+    "more behind": ("deflate", zlib.compress(b"{}") + b"{}", 400, "ends too early or too late"),
+    "one too many": ("gzip", gzip.compress(b" " * 2_000_001), 413, "unpacks to more than 2000000"),
+    "a bomb": ("gzip", gzip.compress(b" " * 100_000_000, 1), 413, "unpacks to more than 2000000"),
+    "twice": ("gzip", gzip.compress(gzip.compress(b"{}")), 400, "the body is not JSON"),
+}
+
+
+@pytest.mark.parametrize(("encoding", "content", "status", "text"), PACKED.values(), ids=PACKED)
+def test_packed(client: TestClient, encoding: str, content: bytes, status: int, text: str) -> None:
+    headers = {"content-encoding": encoding}
+    check(client.post(INFER, content=content, headers=headers), status, text)
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zlib.compress], ids=["as gzip", "as zlib"])
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+def test_packed_well(client: TestClient, pack: Callable[[bytes], bytes], encoding: str) -> None:
+    headers = {"content-encoding": encoding}
+    answer = client.post(INFER, content=pack(orjson.dumps(GOOD)), headers=headers)
+    assert answer.status_code == 200
 
 
 def test_nothing_is_served_before_it_is_loaded(encoder: Path) -> None:

@@ -7,89 +7,9 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 from starlette.testclient import TestClient
 
-from graph_passes.errors import InvalidData
-from service.protocols.open_inference import DATATYPES, decode, encode
-from service.schemas import InputTensor
 from tests.service.tiny import ECHO, hidden_states, ids_request, write_model
-
-
-def finite_arrays(dtype: np.dtype[Any]) -> st.SearchStrategy[np.ndarray]:
-    elements = None
-    if dtype.kind == "f":
-        elements = hnp.from_dtype(dtype, allow_nan=False, allow_infinity=False)
-    shapes = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4)
-    return hnp.arrays(dtype, shapes, elements=elements)
-
-
-@given(
-    array=st.sampled_from(sorted(DATATYPES)).flatmap(lambda name: finite_arrays(DATATYPES[name])),
-    nested=st.booleans(),
-)
-def test_what_is_encoded_decodes_to_itself(array: np.ndarray, nested: bool) -> None:
-    tensor = orjson.loads(orjson.dumps(encode("x", array), option=orjson.OPT_SERIALIZE_NUMPY))
-    if nested and array.ndim and array.size:
-        tensor["data"] = array.tolist()
-    decoded = decode(InputTensor.model_validate(tensor))
-    assert decoded.dtype == array.dtype
-    np.testing.assert_array_equal(decoded, array, strict=True)
-
-
-@given(
-    datatype=st.sampled_from(sorted(DATATYPES)),
-    shape=st.lists(st.integers(0, 2**63), max_size=5),
-    data=st.recursive(
-        st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(),
-        lambda inner: st.lists(inner, max_size=4),
-    ),
-)
-def test_any_other_data_is_refused_or_is_what_it_says(
-    datatype: Any, shape: list[int], data: Any
-) -> None:
-    tensor = InputTensor.model_construct(
-        name="x", shape=shape, datatype=datatype, data=data if isinstance(data, list) else [data]
-    )
-    try:
-        array = decode(tensor)
-    except InvalidData:
-        return
-    assert array.dtype == DATATYPES[datatype]
-    assert list(array.shape) == shape
-
-
-@pytest.mark.parametrize(
-    ("datatype", "value"),
-    [
-        ("INT64", 2**63),
-        ("INT64", 1.0),
-        ("INT64", True),
-        ("INT8", -129),
-        ("UINT8", 256),
-        ("UINT64", -1),
-        ("BOOL", 1),
-        ("FP16", 70000),
-        ("FP32", 1e39),
-        ("FP32", False),
-        ("FP64", "1.0"),
-        ("FP64", None),
-    ],
-)
-def test_a_number_is_never_bent_to_its_datatype(datatype: Any, value: Any) -> None:
-    tensor = InputTensor.model_construct(name="x", shape=[1], datatype=datatype, data=[value])
-    with pytest.raises(InvalidData, match=r"not all of|out of the range of"):
-        decode(tensor)
-
-
-def test_a_long_string_among_short_ones_costs_no_memory() -> None:
-    """numpy would give each of them the width of the longest: 400 GB."""
-    data = ["x" * 1_000_000, *[""] * 100_000]
-    tensor = InputTensor.model_construct(name="x", shape=[len(data)], datatype="FP32", data=data)
-    with pytest.raises(InvalidData, match="not all of FP32"):
-        decode(tensor)
 
 
 def test_metadata(client: TestClient) -> None:
@@ -131,10 +51,102 @@ def test_infer(client: TestClient, route: str) -> None:
 
 
 def test_outputs_are_those_asked_for_in_their_order(client: TestClient) -> None:
-    asked = [{"name": "kept"}, {"name": "last_hidden_state", "parameters": {"binary_data": True}}]
+    asked = [{"name": "kept"}, {"name": "last_hidden_state"}]
     answer = client.post("/v2/models/tiny/infer", json=ids_request([2, 3]) | {"outputs": asked})
     assert [output["name"] for output in answer.json()["outputs"]] == ["kept", "last_hidden_state"]
     assert "id" not in answer.json()
+
+
+def binary_request(ids: np.ndarray, **fields: Any) -> tuple[bytes, dict[str, str]]:
+    """(body, headers) of a request of the encoder with raw tensors."""
+    tensors = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+    inputs = [
+        {
+            "name": name,
+            "shape": array.shape,
+            "datatype": "INT64",
+            "parameters": {"binary_data_size": array.nbytes},
+        }
+        for name, array in tensors.items()
+    ]
+    head = orjson.dumps({"inputs": inputs, **fields})
+    body = b"".join([head, *tensors.values()])
+    return body, {"inference-header-content-length": str(len(head))}
+
+
+def read_binary(answer: Any) -> tuple[dict[str, Any], bytes]:
+    length = int(answer.headers["inference-header-content-length"])
+    return orjson.loads(answer.content[:length]), answer.content[length:]
+
+
+@pytest.mark.parametrize("spaces", range(8))
+def test_raw_tensors_go_in_and_come_out(client: TestClient, spaces: int) -> None:
+    """Wherever in memory they lie."""
+    ids = np.array([[2, 4, 5, 3], [2, 6, 7, 3]])
+    asked = {"id": " " * spaces, "parameters": {"binary_data_output": True}}
+    body, headers = binary_request(ids, **asked)
+    answer = client.post("/v2/models/tiny/infer", content=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == "application/octet-stream"
+    assert int(answer.headers["content-length"]) == len(answer.content)
+    told, raw = read_binary(answer)
+    expected = hidden_states(ids)
+    assert told["outputs"] == [
+        {
+            "name": "last_hidden_state",
+            "shape": [2, 4, 4],
+            "datatype": "FP32",
+            "parameters": {"binary_data_size": 128},
+        },
+        {
+            "name": "kept",
+            "shape": [2, 4],
+            "datatype": "BOOL",
+            "parameters": {"binary_data_size": 8},
+        },
+    ]
+    assert raw == expected.astype("<f4").tobytes() + b"\1" * 8
+    assert told["parameters"]["tokens"] == 8
+    assert answer.headers["x-tokens"] == "8"
+
+
+def test_an_outputs_own_word_comes_before_that_of_the_request(client: TestClient) -> None:
+    asked = {
+        "parameters": {"binary_data_output": True},
+        "outputs": [
+            {"name": "last_hidden_state", "parameters": {"binary_data": False}},
+            {"name": "kept"},
+        ],
+    }
+    answer = client.post("/v2/models/tiny/infer", json=ids_request([2, 3]) | asked)
+    told, raw = read_binary(answer)
+    hidden, kept = told["outputs"]
+    assert hidden["data"] == hidden_states(np.array([[2, 3]])).ravel().tolist()
+    assert "parameters" not in hidden
+    assert kept["parameters"] == {"binary_data_size": 2}
+    assert raw == b"\1\1"
+
+
+def test_raw_tensors_in_json_out(client: TestClient) -> None:
+    body, headers = binary_request(np.array([[2, 4, 3]]))
+    answer = client.post("/v2/models/tiny/infer", content=body, headers=headers)
+    assert answer.headers["content-type"] == "application/json"
+    assert "inference-header-content-length" not in answer.headers
+    assert answer.json()["outputs"][1]["data"] == [True] * 3
+
+
+def test_what_cannot_be_told_in_json_can_be_told_in_bytes(
+    start: Callable[..., TestClient], tmp_path: Path
+) -> None:
+    text = """
+    <ir_version: 10, opset_import: ["": 18]>
+    log (float[n] x) => (float[n] y) { y = Log(x) }
+    """
+    client = start(write_model(tmp_path / "log.onnx", text))
+    inputs = [{"name": "x", "datatype": "FP32", "shape": [3], "data": [0, -1, 1]}]
+    asked = {"inputs": inputs, "parameters": {"binary_data_output": True}}
+    _, raw = read_binary(client.post("/v2/models/log/infer", json=asked))
+    np.testing.assert_array_equal(np.frombuffer(raw, "<f4"), [-np.inf, np.nan, 0])
 
 
 def test_no_content_type_is_needed(client: TestClient) -> None:

@@ -1,0 +1,102 @@
+"""The OpenAPI document at its word: what it allows and what it forbids is sent to each route."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.core.result import Ok
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+from starlette.testclient import TestClient
+
+from tests.service.tiny import ids_request
+
+CASES = 12
+CONFORMS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+]
+
+
+def error_has_its_protocols_form(path: str, content: bytes) -> None:
+    body = orjson.loads(content)
+    assert list(body) == ["error"], path
+    if path.startswith("/v1/"):
+        assert list(body["error"]) == ["message", "type", "param", "code"]
+        assert isinstance(body["error"]["message"], str)
+    else:
+        assert isinstance(body["error"], str)
+
+
+def test_every_route_keeps_to_its_description(
+    start: Callable[..., TestClient], encoder: Path
+) -> None:
+    client = start(encoder)
+    document = schemathesis.openapi.from_asgi("/openapi.json", client.app)
+    modes = [GenerationMode.POSITIVE, GenerationMode.NEGATIVE]
+    tried: set[tuple[str, int]] = set()
+
+    for result in document.get_all_operations():
+        assert isinstance(result, Ok)
+        operation = result.ok()
+
+        @settings(max_examples=CASES, suppress_health_check=list(HealthCheck), deadline=None)
+        @given(
+            case=st.one_of([operation.as_strategy(generation_mode=mode) for mode in modes]),
+            known=st.booleans(),
+        )
+        def check(case: schemathesis.Case, known: bool) -> None:
+            if known:  # few names that are made up are that of the model
+                names = {"name": "tiny", "version": "1"}
+                case.path_parameters = {key: names[key] for key in case.path_parameters}
+                if isinstance(case.body, dict) and "model" in case.body:
+                    case.body["model"] = "tiny"
+            answer = case.call(session=client)
+            case.validate_response(answer, checks=CONFORMS)
+            if answer.status_code >= 400:
+                error_has_its_protocols_form(case.path, answer.content)
+            tried.add((f"{case.method} {case.path}", answer.status_code))
+            if case.path.endswith("/unload") and answer.status_code == 200:
+                assert client.post("/v2/repository/models/tiny/load").status_code == 200
+
+        check()
+    for route in ("POST /embed", "POST /v2/repository/index"):
+        assert (route, 200) in tried, route
+    assert ("POST /v1/embeddings", 400) in tried
+    assert ("POST /v2/models/{name}/infer", 422) in tried
+    assert ("POST /v2/repository/models/{name}/unload", 200) in tried
+
+
+def test_good_answers_are_what_the_document_says(
+    start: Callable[..., TestClient], encoder: Path
+) -> None:
+    """What is made up is seldom good."""
+    client = start(encoder)
+    document = schemathesis.openapi.from_asgi("/openapi.json", client.app)
+    infer, binary = "/v2/models/{name}/infer", {"parameters": {"binary_data_output": True}}
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        (infer, ids_request([2, 4, 3])),
+        (infer, ids_request([2, 4, 3]) | binary),
+        ("/v1/embeddings", {"model": "tiny", "input": "a"}),
+        ("/v1/embeddings", {"model": "tiny", "input": [2, 3], "encoding_format": "base64"}),
+    ]
+    for path, body in bodies:
+        case = document[path]["POST"].Case(
+            path_parameters={"name": "tiny"}, body=body, media_type="application/json"
+        )
+        answer = case.call(session=client)
+        assert answer.status_code == 200
+        case.validate_response(answer, checks=CONFORMS)
