@@ -775,6 +775,55 @@ def serve(
     )
 
 
+deploy = typer.Typer(
+    help="Put a model into another server: Triton, Ray Serve.", no_args_is_help=True
+)
+app.add_typer(deploy, name="deploy")
+
+
+@deploy.command()
+def triton(
+    repository: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Triton's repository.", show_default=False)
+    ],
+    model: Annotated[
+        Path, typer.Option(help="An .onnx file or an artifact folder.", show_default=False)
+    ],
+    name: Annotated[
+        str | None, typer.Option(help="Of the model there; its own by default.")
+    ] = None,
+    max_batch: Annotated[
+        int | None,
+        typer.Option(help="Rows of a batch; 0 for none; 32 where the model can.", min=0),
+    ] = None,
+    max_delay_us: Annotated[
+        int, typer.Option(help="Microseconds to wait for a batch to fill.", min=0)
+    ] = 0,
+    instances: Annotated[int, typer.Option(help="Copies that run at once.", min=1)] = 1,
+    threads: Threads = 0,
+    provider: ProviderName = "cpu",
+    force: Force = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Write a Triton model repository: config.pbtxt, the model, and warm-up requests."""
+    from service.deploy.triton import write_repository
+
+    _setup(quiet, verbose)
+    written = write_repository(
+        model, repository, name=name, max_batch=max_batch, instances=instances,
+        provider=provider, threads=threads, max_delay_us=max_delay_us, force=force,
+    )  # fmt: skip
+    if json:
+        _print_json(written.to_json())
+        return
+    batches = (
+        f"batches of up to {written.max_batch_size}" if written.max_batch_size else "no batches"
+    )
+    _line(f"{written.folder}: {batches}, {written.instances} instance(s), {written.provider}")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code, after one short error where there is one."""
     given = list(sys.argv[1:] if arguments is None else arguments)
