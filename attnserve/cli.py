@@ -824,6 +824,46 @@ def triton(
     _line(f"{written.folder}: {batches}, {written.instances} instance(s), {written.provider}")
 
 
+@deploy.command("ray")
+def deploy_ray(
+    model: Model,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    replicas: Annotated[int | None, typer.Option(min=1, help="The least that run.")] = None,
+    max_replicas: Annotated[
+        int | None, typer.Option(min=1, help="Scale up to so many; left out, no scaling.")
+    ] = None,
+    target_ongoing: Annotated[
+        float | None, typer.Option(help="Requests a replica has before another starts.")
+    ] = None,
+    cpus: Annotated[float | None, typer.Option(min=0, help="Cores a replica reserves.")] = None,
+    gpus: Annotated[float | None, typer.Option(min=0, help="GPUs a replica reserves.")] = None,
+    address: Annotated[
+        str | None, typer.Option(help="Of a running Ray cluster; else one is started here.")
+    ] = None,
+    threads: Threads = 0,
+    provider: ProviderName = "cpu",
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Serve on Ray Serve: replicas, autoscaling, several machines."""
+    from service.deploy.ray import RaySettings, run
+    from service.settings import Settings
+
+    given = {
+        "replicas": replicas, "max_replicas": max_replicas, "target_ongoing": target_ongoing,
+        "cpus": cpus, "gpus": gpus, "address": address,
+    }  # fmt: skip
+    level = "error" if quiet else "debug" if verbose else "info"
+    run(
+        Settings(
+            model=model.resolve(), host=host, port=port, threads=threads, provider=provider,
+            log_level=level,
+        ),
+        RaySettings.model_validate({k: v for k, v in given.items() if v is not None}),
+    )  # fmt: skip
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code, after one short error where there is one."""
     given = list(sys.argv[1:] if arguments is None else arguments)
