@@ -54,7 +54,7 @@ from benchmarks.fidelity import minilm
 
 ROOT = Path(__file__).parents[1]
 PROGRAMS = Path(__file__).parent / "serving"
-RESULT = Path(__file__).parent / "results" / "serving.json"
+RESULT = Path(os.environ.get("SERVING_RESULT", Path(__file__).parent / "results" / "serving.json"))
 
 IN_FLIGHT = 64
 """Requests in flight at saturation."""
@@ -481,7 +481,7 @@ def throughput(setup: Setup) -> dict[str, Any]:
         name: str, start: Any, bodies: Sequence[str], in_flight: int, texts: int
     ) -> float:
         with start as (port, process):
-            warm, phase = load(
+            _, phase = load(
                 setup,
                 port,
                 bodies,
@@ -725,7 +725,7 @@ def memory(setup: Setup) -> dict[str, Any]:
             while not stop.wait(2):
                 series.append((round(time.monotonic() - started, 1), family_rss(process)))
 
-        (warm,) = load(setup, port, bodies, [{"concurrency": 32, "requests": first}])
+        load(setup, port, bodies, [{"concurrency": 32, "requests": first}])
         before = family_rss(process)
         watcher = threading.Thread(target=watch)
         watcher.start()
