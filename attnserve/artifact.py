@@ -31,6 +31,7 @@ from graph_passes.errors import InvalidModel, InvalidOutput
 __all__ = [
     "Artifact",
     "Pooling",
+    "check_files",
     "check_output",
     "check_target",
     "copy_companions",
@@ -74,11 +75,13 @@ class Artifact:
 
     ``record`` is the parsed attnserve.json, empty where there is none. Its keys: ``pooling``,
     ``normalize``, ``max_length`` (tokens) and ``source`` from ``export``; ``lineage`` (a list, one
-    entry a rewrite, oldest first) from ``optimize``.
+    entry a rewrite, oldest first) from ``optimize``. ``shared`` is a folder whose tokenizer serves
+    where none lies beside the model: the one above the versions of a model.
     """
 
     model: Path
     record: dict[str, Any] = field(default_factory=dict[str, Any])
+    shared: Path | None = None
 
     @property
     def folder(self) -> Path:
@@ -92,8 +95,13 @@ class Artifact:
 
     @property
     def tokenizer(self) -> Path | None:
-        path = self.folder / "tokenizer.json"
-        return path if path.is_file() else None
+        return self.companion("tokenizer.json")
+
+    def companion(self, name: str) -> Path | None:
+        """The file ``name`` that belongs to the model; None where there is none."""
+        folders = (self.folder, *(() if self.shared is None else (self.shared,)))
+        paths = (folder / name for folder in folders)
+        return next((path for path in paths if path.is_file()), None)
 
     @property
     def pooling(self) -> Pooling:
@@ -117,8 +125,11 @@ class Artifact:
         return list(self.record.get("lineage", ()))
 
 
-def open_artifact(path: Path) -> Artifact:
+def open_artifact(path: Path, shared: Path | None = None) -> Artifact:
     """The artifact at ``path``: an .onnx file, or a folder with one.
+
+    Args:
+        shared: A folder whose tokenizer and record serve where there are none beside the model.
 
     Raises:
         InvalidModel: There is nothing there, or a folder without exactly one model.
@@ -137,7 +148,33 @@ def open_artifact(path: Path) -> Artifact:
         model = path
     else:
         raise InvalidModel(f"{path}: no such file or folder", "check the path")
-    return Artifact(model, _read_record(model))
+    record = _read_record(model)
+    if not record and shared is not None and (shared / RECORD).is_file():
+        record = _parse_record(shared / RECORD)
+        record.pop("files", None)  # they are those of another folder
+    return Artifact(model, record, shared)
+
+
+def check_files(artifact: Artifact) -> None:
+    """Compare the files of an artifact with the checksums in its record.
+
+    Raises:
+        InvalidModel: One of them is missing, or is not the file that was written.
+    """
+    record = artifact.model.with_name(RECORD)
+    for name, expected in artifact.record.get("files", {}).items():
+        path = artifact.folder / name
+        if Path(name).name != name or not isinstance(expected, str):
+            raise InvalidModel(f"{record}: 'files' names {name!r}: expected a file beside it")
+        if not path.is_file():
+            raise InvalidModel(f"{path}: missing, and {record.name} names it", "copy it again")
+        found = sha256(path)
+        if found != expected.lower():
+            raise InvalidModel(
+                f"{path}: not the file that {record.name} describes: its sha256 is {found[:12]}..,"
+                f" expected {expected[:12]}..",
+                "copy the whole artifact again, or export or optimize it again",
+            )
 
 
 def load_model(source: Artifact | Path, *, in_place: bool = False) -> ir.Model:

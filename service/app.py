@@ -1,27 +1,40 @@
-"""The application: one engine, the protocols it is spoken to in, and its metrics."""
+"""The application: a repository of models, the protocols they are spoken to in, and their metrics."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
+from types import FrameType
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
+from fastapi.middleware.cors import CORSMiddleware
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from attnserve import __version__
 from graph_passes.errors import InvalidArgument
-from service.engine import Engine
+from service.auth import RequireKey, read_keys
 from service.errors import install_handlers
-from service.http import ObserveRequests, describe_bodies
+from service.http import ObserveRequests, describe_bodies, json_response
 from service.metrics import Metrics
-from service.protocols import embed, open_inference
-from service.schemas import EmbedRequest, Error, InferRequest
+from service.protocols import open_inference, texts
+from service.report import report
+from service.repository import Repository
+from service.schemas import (
+    EmbedRequest,
+    Error,
+    InferRequest,
+    PredictRequest,
+    SimilarityRequest,
+    TokenizeRequest,
+)
 from service.settings import Settings
 
 __all__ = ["create_app", "serve"]
@@ -29,27 +42,28 @@ __all__ = ["create_app", "serve"]
 log = logging.getLogger("attnserve")
 
 
-def create_app(settings: Settings | None = None, engine: Engine | None = None) -> FastAPI:
+def create_app(settings: Settings | None = None, repository: Repository | None = None) -> FastAPI:
     """The application that serves ``settings.model``.
 
     Args:
         settings: What to serve, and its limits; None for what the environment says.
-        engine: Where the model is loaded already; else it is loaded when the application starts,
-            which then raises what ``Engine`` raises.
+        repository: Where the models are loaded already; else they are loaded when the application
+            starts, which then raises what ``Repository.start`` raises.
+
+    Raises:
+        InvalidArgument: The file with the API keys cannot be read.
     """
     chosen = settings or Settings()  # pyright: ignore[reportCallIssue]  (from the environment)
-    metrics = Metrics()
+    models = repository or Repository(chosen, Metrics())
+    metrics = models.metrics
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        loaded = engine or await asyncio.to_thread(Engine, chosen)
-        metrics.watch(loaded)
-        app.state.engine = loaded
+        await models.start()
         try:
             yield
         finally:
-            app.state.engine = None
-            loaded.close()
+            await models.close()
 
     app = FastAPI(
         title="attnserve",
@@ -59,49 +73,108 @@ def create_app(settings: Settings | None = None, engine: Engine | None = None) -
         redirect_slashes=False,
         responses={"4XX": {"model": Error}, "5XX": {"model": Error}},
     )
-    app.state.engine = None
+    app.state.settings = chosen
+    app.state.repository = models
     app.state.metrics = metrics
+    # The last one added sees a request first: refusals are counted, and have an id, too.
+    if keys := read_keys(chosen):
+        app.add_middleware(RequireKey, keys=keys)
+    if chosen.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(chosen.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["*"],
+        )
     app.add_middleware(ObserveRequests, metrics=metrics)
     install_handlers(app)
     app.include_router(open_inference.router)
-    app.include_router(embed.router)
+    app.include_router(texts.router)
 
     @app.get("/metrics", response_class=Response, tags=["Metrics"])
     async def prometheus(request: Request) -> Response:
         """All series, in Prometheus' text format."""
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
-    describe_bodies(app, InferRequest, EmbedRequest)
+    @app.get("/stats.json", tags=["Metrics"])
+    async def stats(request: Request) -> Response:
+        """The last minute, by model and second, and what the models are."""
+        return json_response(report(models))
+
+    describe_bodies(
+        app, InferRequest, EmbedRequest, PredictRequest, SimilarityRequest, TokenizeRequest
+    )
     return app
 
 
 def serve(settings: Settings) -> None:
-    """Serve until interrupted; stdout stays silent, the log goes to stderr.
+    """Serve until told to stop; stdout stays silent, the log goes to stderr.
+
+    Told to stop (SIGTERM, SIGINT), it says that it is not ready, answers what it has accepted, and
+    returns.
 
     Raises:
-        InvalidArgument: The address cannot be listened on, or the provider is not available here.
-        InvalidModel: The model cannot be read.
+        InvalidArgument: The address cannot be listened on, the provider is not available here, or
+            the file with the API keys cannot be read.
+        InvalidModel: No model can be loaded.
         MissingExtra: ONNX Runtime is not installed.
     """
     logging.basicConfig(
         stream=sys.stderr, level=settings.log_level.upper(), format="%(message)s", force=True
     )
     with _bound_socket(settings) as listener:
+        repository = Repository(settings, Metrics())
+        app = create_app(settings, repository)
         # Loaded here and not at startup: what is wrong with it is an error like any other.
-        engine = Engine(settings)
+        asyncio.run(repository.start())
         host, port = listener.getsockname()[:2]
         config = uvicorn.Config(
-            create_app(settings, engine),
+            app,
             log_config=None,
             log_level="warning",
             access_log=False,
             server_header=False,
         )
-        log.info(
-            "serving %s at http://%s:%d", engine.name, f"[{host}]" if ":" in host else host, port
-        )
-        with suppress(KeyboardInterrupt):  # uvicorn has shut down already, and raises it again
-            uvicorn.Server(config).run(sockets=[listener])
+        names = ", ".join(dict.fromkeys(engine.name for engine in repository.engines()))
+        address = f"[{host}]" if ":" in host else host
+        log.info("serving %s at http://%s:%d", names, address, port)
+        _Server(config, repository).run(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, which drains: what was accepted is answered, and then the process ends well."""
+
+    def __init__(self, config: uvicorn.Config, repository: Repository) -> None:
+        super().__init__(config)
+        self._repository = repository
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        # uvicorn raises the signals that it has caught again when it is done: nobody else needs them.
+        before = {number: signal.signal(number, _ignore) for number in STOPS}
+        try:
+            super().run(sockets)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._repository.draining = True
+        super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        delay = self._repository.settings.drain_delay_s
+        while delay > 0 and not self.force_exit:  # still answering, no longer ready
+            await asyncio.sleep(min(delay, 0.1))
+            delay -= 0.1
+        await super().shutdown(sockets)
+
+
+STOPS = (signal.SIGINT, signal.SIGTERM)
+
+
+def _ignore(number: int, frame: Any) -> None:
+    """uvicorn has shut down already."""
 
 
 def _bound_socket(settings: Settings) -> socket.socket:

@@ -1,252 +1,434 @@
-"""The engine: one model, its tokenizer and its cost, run off the event loop.
+"""The engine: one loaded model behind its batcher.
 
-Routes hand over named arrays or texts and await an ``Answer``. A request passes three gates: what
-it holds is checked against the model, it is admitted (or refused: ``Overloaded``), and it waits for
-a worker. Work runs in threads, because ONNX Runtime and the tokenizer release the interpreter's
-lock; a request that is cancelled while it waits is never computed.
+A request is checked against the model, admitted (or refused: ``Overloaded``), split into rows, and
+rejoined from the batches that its rows ran in. Texts are tokenized in a thread of their own. When a
+session breaks the engine is not ready: it tries the session again, reloads it where that does not
+help, and is ready again only when the model runs.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from time import perf_counter
+from time import perf_counter, perf_counter_ns
 from typing import Any, TypeVar
 
 import numpy as np
 
-from attnserve.artifact import load_model, open_artifact
-from attnserve.inputs import id_bound
-from attnserve.session import open_session
-from attnserve.text import load_tokenizer, model_inputs, pool
-from graph_passes.cost import model_cost
-from graph_passes.errors import CheckFailed, InvalidData, InvalidModel
-from service.errors import NotFound, NotReady, Overloaded, TooLarge
+from attnserve.text import Encoding
+from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
+from service.answer import Answer
+from service.batcher import Batcher, Outcome, Ran, Row
+from service.errors import DeadlineExceeded, NotFound, NotReady, Overloaded, TooLarge
+from service.metrics import Metrics, ModelMetrics
+from service.model import Model, TextTask
 from service.settings import Settings
 
-__all__ = ["Answer", "Engine", "Tensor"]
+__all__ = ["Engine", "Text"]
 
 T = TypeVar("T")
 
-DTYPES: Mapping[str, np.dtype[Any]] = {
-    "tensor(bool)": np.dtype(np.bool_),
-    "tensor(uint8)": np.dtype(np.uint8),
-    "tensor(uint16)": np.dtype(np.uint16),
-    "tensor(uint32)": np.dtype(np.uint32),
-    "tensor(uint64)": np.dtype(np.uint64),
-    "tensor(int8)": np.dtype(np.int8),
-    "tensor(int16)": np.dtype(np.int16),
-    "tensor(int32)": np.dtype(np.int32),
-    "tensor(int64)": np.dtype(np.int64),
-    "tensor(float16)": np.dtype(np.float16),
-    "tensor(float)": np.dtype(np.float32),
-    "tensor(double)": np.dtype(np.float64),
+Text = str | Sequence[int]
+"""A text, or the ids of its tokens, special ones included."""
+
+RETRY_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+"""How long to wait before a broken model is reloaded again; the last one from then on."""
+
+REASONS: Mapping[type[BaseException], str] = {
+    Overloaded: "overloaded",
+    DeadlineExceeded: "deadline",
+    asyncio.CancelledError: "gone",
+    TooLarge: "too_large",
+    InvalidData: "invalid",
+    InvalidArgument: "invalid",
+    NotFound: "invalid",
+    NotReady: "not_ready",
+    CheckFailed: "not_finite",
+    BaseException: "error",
 }
-"""What ONNX Runtime calls the types that can be served."""
+"""Why a request has no answer, as the metrics say it."""
 
+KNOWN_MACS = 1024
+"""Shapes whose cost is remembered."""
 
-@dataclass(frozen=True)
-class Tensor:
-    """An input or output of the model.
-
-    ``axes`` are sizes, or the names of axes that any size fits (None: without a name). ONNX Runtime
-    says no axes for a scalar and for a tensor of any rank alike.
-    """
-
-    name: str
-    dtype: np.dtype[Any]
-    axes: tuple[int | str | None, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """What was computed, and what it cost.
-
-    ``queue_ms`` is the time spent waiting for a worker; ``tokens`` are without padding; ``macs``
-    are exact at the true (padded) shape, None where the graph cannot be counted.
-    """
-
-    outputs: dict[str, np.ndarray]
-    queue_ms: float
-    tokenize_ms: float = 0.0
-    compute_ms: float
-    tokens: int
-    macs: int | None
+log = logging.getLogger("attnserve")
 
 
 class Engine:
-    """A loaded model.
+    """A model that serves.
 
     Args:
-        settings: What to load, and its limits.
-
-    Raises:
-        InvalidModel: The model cannot be read, or has an input or output that is no plain tensor.
-        InvalidArgument: The provider is not available here.
-        MissingExtra: ONNX Runtime is not installed.
+        model: Loaded and warm; it belongs to the engine from here on.
+        settings: How to batch, and the limits of requests.
+        metrics: Where to report.
+        reload: Loads the same model anew, for when its session is broken; called in a thread.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        self.artifact = open_artifact(settings.model)
+    def __init__(
+        self,
+        model: Model,
+        settings: Settings,
+        metrics: ModelMetrics | None = None,
+        reload: Callable[[], Model] | None = None,
+    ) -> None:
+        self.model = model
         self.settings = settings
-        model = load_model(self.artifact)
-        self._cost = model_cost(model)
-        self._id_bounds = {
-            value.name: bound for value in model.graph.inputs if (bound := id_bound(value))
-        }
-        self._session = open_session(
-            self.artifact.model, provider=settings.provider, threads=settings.threads
+        self.metrics = metrics or Metrics().of(model.name, model.version)
+        self.batcher = Batcher(
+            self._run,
+            budget=settings.batch_tokens,
+            overhead=settings.overhead_tokens,
+            max_rows=model.max_rows,
+            max_wait_ms=settings.max_wait_ms,
+            max_queue=settings.max_queue,
+            concurrency=settings.concurrency,
+            ran=self.metrics.ran,
+            failed=self._failed,
         )
-        self.inputs = tuple(_tensor(value) for value in self._session.get_inputs())
-        self.outputs = tuple(_tensor(value) for value in self._session.get_outputs())
-        path = self.artifact.tokenizer
-        self._encoder = load_tokenizer(path, max_length=self.artifact.max_length) if path else None
+        self._reload = reload
         self._in_flight = 0
-        # Texts have a thread of their own: a short text does not wait behind long runs.
+        self._users = 0
+        self._unused: asyncio.Event | None = None
+        self._broken: str | None = None
+        self._recovering: asyncio.Task[None] | None = None
         self._tokenizing = ThreadPoolExecutor(1, "tokenize")
-        self._computing = ThreadPoolExecutor(settings.concurrency, "compute")
+        self._macs: OrderedDict[tuple[Any, ...], int | None] = OrderedDict()
 
     @property
     def name(self) -> str:
-        return self.artifact.name
+        return self.model.name
+
+    @property
+    def version(self) -> str:
+        return self.model.version
 
     @property
     def in_flight(self) -> int:
         """Requests that wait or run."""
         return self._in_flight
 
-    def close(self) -> None:
-        """Finish the runs that have begun, drop the others."""
-        self._tokenizing.shutdown(wait=False, cancel_futures=True)
-        self._computing.shutdown(wait=True, cancel_futures=True)
+    @property
+    def ready(self) -> bool:
+        """Whether the model runs; a full queue is no reason why it should not."""
+        return self._broken is None
 
-    async def infer(self, inputs: Mapping[str, np.ndarray], outputs: Sequence[str] = ()) -> Answer:
-        """Run the model.
+    @property
+    def reason(self) -> str:
+        """Why it is not ready."""
+        return self._broken or ""
+
+    def statistics(self) -> dict[str, Any]:
+        """Exact statistics, in the shape of the v2 protocol."""
+        return self.metrics.statistics()
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    async def infer(
+        self,
+        inputs: Mapping[str, np.ndarray],
+        outputs: Sequence[str] = (),
+        deadline: float | None = None,
+    ) -> Answer:
+        """Run the model on tensors.
 
         Args:
             inputs: Every input of the model, by name.
             outputs: The names of the outputs to return, in this order; all where empty.
+            deadline: On the clock of ``perf_counter``; None for none.
 
         Raises:
             InvalidData: The inputs do not fit the model, or there is no such output.
-            TooLarge: More tokens than one request may have.
-            Overloaded: Too many requests wait.
-            NotReady: Memory ran out.
+            TooLarge: More tokens or bytes than one request may have.
+            Overloaded: Too many rows wait.
+            DeadlineExceeded: There was no answer in time.
+            NotReady: The model is broken, or memory ran out.
         """
-        known = [output.name for output in self.outputs]
-        for name in outputs:
-            if name not in known:
-                raise InvalidData(f"unknown output {name!r}: expected one of {', '.join(known)}")
-        self._check(inputs)
-        with self._admitted():
-            results, queue_ms, compute_ms = await _timed(
-                self._computing, self._run, inputs, outputs or known
+        with self._counted() as stages:
+            model = self.model
+            model.check_outputs(outputs)
+            model.check(inputs)
+            self._check_size(inputs)
+            names = tuple(outputs or (output.name for output in model.outputs))
+            rows = self._tensor_rows(inputs, names)
+            self.batcher.check_room(len(rows))
+            outcome = await self.batcher.submit(rows, deadline)
+            started = perf_counter_ns()
+            parts = outcome.results
+            joined = parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts, strict=True))
+            answer = self._answer(
+                dict(zip(names, joined, strict=True)),
+                outcome,
+                tokens=model.tokens(inputs),
+                padded=math.prod(model.ids(inputs).shape[:2]),
             )
-        return Answer(
-            outputs=results,
-            queue_ms=queue_ms,
-            compute_ms=compute_ms,
-            tokens=self._tokens(inputs),
-            macs=self._macs(inputs),
-        )
+            _add_stages(stages, outcome, output_ns=perf_counter_ns() - started)
+        return answer
 
-    async def embed(self, texts: Sequence[str], *, truncate: bool) -> Answer:
+    async def embed(
+        self, texts: Sequence[Text], *, truncate: bool = True, deadline: float | None = None
+    ) -> Answer:
         """A vector for each text, as ``outputs["embeddings"]`` of shape (texts, hidden size).
 
         Args:
             texts: At least one.
             truncate: Cut texts that are too long; False refuses them.
+            deadline: On the clock of ``perf_counter``; None for none.
 
         Raises:
-            NotFound: There is no tokenizer beside the model, or its outputs are no embeddings.
-            InvalidData: A text is too long.
-            TooLarge: More texts or tokens than one request may have.
-            Overloaded: Too many requests wait.
-            NotReady: Memory ran out.
+            NotFound: There is no tokenizer beside the model.
+            InvalidData: A text is too long, or the model takes no texts.
+            InvalidArgument: Its outputs are no embeddings.
+            TooLarge: More texts, characters or tokens than one request may have.
+            Overloaded, DeadlineExceeded, NotReady: See ``infer``.
         """
-        if self._encoder is None:
+        return await self._texts("embed", "embeddings", texts, truncate, deadline)
+
+    async def classify(
+        self, texts: Sequence[Text], *, truncate: bool = True, deadline: float | None = None
+    ) -> Answer:
+        """A score for each text and class, as ``outputs["scores"]`` of shape (texts, classes).
+
+        Those of a text sum to one; a single class has the sigmoid of its logit.
+
+        Args, Raises: See ``embed``; NotFound also where the model has no classes.
+        """
+        if not self.model.classifies:
             raise NotFound(
-                f"{self.name} has no tokenizer.json beside it, which embedding texts needs",
-                f"send token ids to /v2/models/{self.name}/infer",
+                f"{self.name} has no classes: no output 'logits' of shape [batch, classes]",
+                "use /embed for vectors",
             )
-        if len(texts) > self.settings.max_inputs:
-            raise TooLarge(
-                f"{len(texts)} texts in one request: at most {self.settings.max_inputs}",
-                "send them in several requests",
-            )
-        with self._admitted():
-            inputs, queue_ms, tokenize_ms = await _timed(
-                self._tokenizing, self._tokenize, texts, truncate
-            )
-            self._check(inputs)
-            vectors, more_queue_ms, compute_ms = await _timed(self._computing, self._embed, inputs)
-        return Answer(
-            outputs={"embeddings": vectors},
-            queue_ms=queue_ms + more_queue_ms,
-            tokenize_ms=tokenize_ms,
-            compute_ms=compute_ms,
-            tokens=self._tokens(inputs),
-            macs=self._macs(inputs),
-        )
+        return await self._texts("classify", "scores", texts, truncate, deadline)
+
+    async def tokenize(self, texts: Sequence[str], *, truncate: bool = False) -> list[Encoding]:
+        """The tokens of each text.
+
+        Raises:
+            NotFound: There is no tokenizer beside the model.
+            InvalidData: It is no text.
+            TooLarge: More texts or characters than one request may have.
+        """
+        self.model.require_tokenizer()
+        self._check_texts(texts)
+        encodings, _, _ = await self._timed(self._encode, texts, truncate)
+        return encodings
+
+    # -- life -------------------------------------------------------------------------------------
+
+    def acquire(self) -> None:
+        """Keep the engine open until ``release``."""
+        self._users += 1
+
+    def release(self) -> None:
+        self._users -= 1
+        if not self._users and not self._in_flight and self._unused is not None:
+            self._unused.set()
+
+    async def retire(self) -> None:
+        """Answer all that was accepted, then free the session."""
+        self._unused = asyncio.Event()
+        while self._users or self._in_flight:
+            self._unused.clear()
+            await self._unused.wait()
+        if self._recovering is not None:
+            self._recovering.cancel()
+        await asyncio.to_thread(self.close)
+
+    def close(self) -> None:
+        """Finish the runs that have begun, drop the others, free the session."""
+        self._tokenizing.shutdown(wait=True, cancel_futures=True)
+        self.batcher.close()
+        self.model.close()
+
+    # -- inside -----------------------------------------------------------------------------------
 
     @contextmanager
-    def _admitted(self) -> Iterator[None]:
-        if self._in_flight >= self.settings.max_queue + self.settings.concurrency:
-            raise Overloaded(f"{self._in_flight} requests wait already", "try again later")
+    def _counted(self) -> Iterator[dict[str, int]]:
+        """Count a request; its stages are filled in by who answers it."""
+        started = perf_counter_ns()
+        stages: dict[str, int] = {}
         self._in_flight += 1
         try:
-            yield
+            if self._broken is not None:
+                raise NotReady(f"{self.name} is not ready: {self._broken}", "try again later")
+            yield stages
+        except BaseException as error:
+            kind = next(kind for kind in type(error).__mro__ if kind in REASONS)
+            self.metrics.failed(perf_counter_ns() - started, REASONS[kind])
+            raise
+        else:
+            self.metrics.succeeded(perf_counter_ns() - started, stages)
         finally:
             self._in_flight -= 1
+            if not self._users and not self._in_flight and self._unused is not None:
+                self._unused.set()
 
-    def _run(self, inputs: Mapping[str, np.ndarray], outputs: Sequence[str]) -> dict[str, Any]:
-        try:
-            results = self._session.run(list(outputs), dict(inputs))
-        except Exception as error:  # onnxruntime raises a class of its own for each status
-            raise _run_failed(error, inputs) from error
-        return dict(zip(outputs, results, strict=True))
-
-    def _tokenize(self, texts: Sequence[str], truncate: bool) -> dict[str, np.ndarray]:
-        assert self._encoder is not None
-        encodings = self._encoder.encode(texts, truncate=truncate)
-        return self._encoder.batch_inputs(encodings, model_inputs(self._session))
-
-    def _embed(self, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
-        first = self.outputs[0].name
-        hidden = self._run(inputs, [first])[first]
-        mask = inputs.get("attention_mask")
-        if mask is None:  # without a mask there is no padding
-            mask = np.ones(hidden.shape[:2], dtype=np.bool_)
-        vectors = pool(hidden, mask, self.artifact.pooling, self.artifact.normalize)
-        if not np.isfinite(vectors).all():
-            raise CheckFailed(
-                f"{self.name} gives NaN or infinite numbers for these texts",
-                "check its weights, and that it does not overflow in half precision",
+    async def _texts(
+        self,
+        task: TextTask,
+        output: str,
+        texts: Sequence[Text],
+        truncate: bool,
+        deadline: float | None,
+    ) -> Answer:
+        with self._counted() as stages:
+            model = self.model
+            model.require_tokenizer()
+            self._check_texts(texts)
+            with self.batcher.admitted(len(texts)):
+                encodings, waited_ms, tokenize_ms = await self._timed(self._encode, texts, truncate)
+            tokens = sum(map(len, encodings))
+            if tokens > self.settings.max_tokens:
+                raise TooLarge(
+                    f"{tokens} tokens in one request: at most {self.settings.max_tokens}",
+                    "send them in several requests",
+                )
+            rows = [
+                Row((task,) if model.takes_mask else (task, len(one)), len(one), one)
+                for one in encodings
+            ]
+            outcome = await self.batcher.submit(rows, deadline)
+            started = perf_counter_ns()
+            answer = self._answer(
+                {output: np.stack(outcome.results)},
+                outcome,
+                tokens=tokens,
+                padded=sum(count * batch.longest for batch, count in outcome.batches),
+                tokenize_ms=tokenize_ms,
+                waited_ms=waited_ms,
             )
-        return vectors
+            _add_stages(
+                stages,
+                outcome,
+                waited_ms=waited_ms,
+                input_ns=int(tokenize_ms * 1e6),
+                output_ns=perf_counter_ns() - started,
+            )
+        return answer
 
-    def _check(self, inputs: Mapping[str, np.ndarray]) -> None:
-        """Refuse, in words, what the runtime would refuse in its own, or answer with nonsense."""
-        expected = [tensor.name for tensor in self.inputs]
-        for name in inputs:
-            if name not in expected:
+    def _encode(self, texts: Sequence[Text], truncate: bool) -> list[Encoding]:
+        if all(isinstance(text, str) for text in texts):
+            return self.model.encode([str(text) for text in texts], truncate=truncate)
+        limit = self.model.encoder.max_length if self.model.encoder else None
+        found: list[Encoding] = []
+        for index, text in enumerate(texts):
+            if isinstance(text, str):
+                raise InvalidData("texts and token ids in one request", "send them apart")
+            if not text:
+                raise InvalidData(f"text {index} has no tokens", "remove empty texts")
+            if limit is not None and len(text) > limit and not truncate:
                 raise InvalidData(
-                    f"unknown input {name!r}: {self.name} takes {', '.join(expected)}"
+                    f"text {index} has {len(text)} tokens, more than the limit of {limit}",
+                    "shorten it, or ask for truncation",
                 )
-        for name in expected:
-            if name not in inputs:
-                raise InvalidData(
-                    f"missing input {name!r}: {self.name} takes {', '.join(expected)}"
-                )
-        sizes: dict[str, tuple[int, str]] = {}
-        for tensor in self.inputs:
-            self._check_tensor(tensor, inputs[tensor.name], sizes)
-        padded = math.prod(self._ids(inputs).shape[:2])
+            if max(text) >= 2**31 or min(text) < 0:
+                raise InvalidData(f"text {index} holds a number that is no token id")
+            ids = list(text)[:limit]
+            found.append(Encoding(ids, [0] * len(ids)))
+        return found
+
+    def _tensor_rows(self, inputs: Mapping[str, np.ndarray], names: tuple[str, ...]) -> list[Row]:
+        ids = self.model.ids(inputs)
+        length = max(1, ids.shape[1] if ids.ndim > 1 else 1)
+        counts = {array.shape[:1] for array in inputs.values()}
+        if not self.model.rows_are_independent or len(counts) != 1 or () in counts:
+            count = ids.shape[0] if ids.ndim else 1
+            return [Row(("alone", names, object()), length * max(1, count), dict(inputs))]
+        key = ("together", names, tuple((name, inputs[name].shape[1:]) for name in sorted(inputs)))
+        return [
+            Row(key, length, {name: array[at : at + 1] for name, array in inputs.items()})
+            for at in range(ids.shape[0])
+        ]
+
+    def _run(self, key: Hashable, payloads: list[Any]) -> Ran:
+        """Run one batch, in a worker."""
+        assert isinstance(key, tuple)
+        model, started = self.model, perf_counter_ns()
+        if key[0] in ("alone", "together"):
+            inputs: dict[str, np.ndarray] = payloads[0]
+            if len(payloads) > 1:
+                inputs = {
+                    name: np.concatenate([payload[name] for payload in payloads]) for name in inputs
+                }
+            ready = perf_counter_ns()
+            outputs = tuple(model.run(inputs, key[1]).values())
+            ran = perf_counter_ns()
+            if key[0] == "alone" or len(payloads) == 1:
+                results: Sequence[Any] = [outputs]
+            else:
+                results = [
+                    tuple(output[at : at + 1] for output in outputs) for at in range(len(payloads))
+                ]
+        else:
+            inputs = model.text_inputs(payloads)
+            ready = perf_counter_ns()
+            name = model.text_output(key[0])
+            output = model.run(inputs, [name])[name]
+            ran = perf_counter_ns()
+            results = model.vectors(key[0], inputs, output)[: len(payloads)]  # type: ignore[assignment]
+        macs = self._macs_of(inputs)
+        ended = perf_counter_ns()
+        return Ran(results, macs, ready - started, ran - ready, ended - ran)
+
+    def _macs_of(self, inputs: Mapping[str, np.ndarray]) -> int | None:
+        shapes = tuple((name, array.shape) for name, array in inputs.items())
+        if shapes not in self._macs:
+            self._macs[shapes] = self.model.macs(inputs)
+            if len(self._macs) > KNOWN_MACS:
+                self._macs.popitem(last=False)
+        return self._macs.get(shapes)
+
+    def _answer(
+        self,
+        outputs: dict[str, np.ndarray],
+        outcome: Outcome,
+        *,
+        tokens: int,
+        padded: int,
+        tokenize_ms: float = 0.0,
+        waited_ms: float = 0.0,
+    ) -> Answer:
+        macs: int | None = 0
+        for batch, count in outcome.batches:
+            if batch.ran.macs is None or macs is None:
+                macs = None
+            else:
+                macs += batch.ran.macs * count // batch.rows
+        return Answer(
+            outputs=outputs,
+            queue_ms=outcome.queue_ms + waited_ms,
+            tokenize_ms=tokenize_ms,
+            compute_ms=outcome.compute_ms,
+            tokens=tokens,
+            padded_tokens=padded,
+            macs=macs,
+            batch_rows=tuple(batch.rows for batch, _ in outcome.batches),
+        )
+
+    async def _timed(self, work: Callable[..., T], *args: Any) -> tuple[T, float, float]:
+        """(result of ``work``, milliseconds it waited, milliseconds it took), in the tokenizer's
+        thread: a short text does not wait behind long runs."""
+        submitted = perf_counter()
+
+        def run() -> tuple[T, float, float]:
+            started = perf_counter()
+            result = work(*args)
+            return result, (started - submitted) * 1e3, (perf_counter() - started) * 1e3
+
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, run)
+
+    def _check_size(self, inputs: Mapping[str, np.ndarray]) -> None:
+        size = sum(array.nbytes for array in inputs.values())
+        if size > self.settings.max_tensor_bytes:
+            raise TooLarge(
+                f"{size} bytes of tensors in one request: at most {self.settings.max_tensor_bytes}",
+                "send fewer rows at a time",
+            )
+        padded = math.prod(self.model.ids(inputs).shape[:2])
         if padded > self.settings.max_tokens:
             raise TooLarge(
                 f"{padded} tokens in one request, padding included:"
@@ -254,87 +436,71 @@ class Engine:
                 "send them in several requests",
             )
 
-    def _check_tensor(
-        self, tensor: Tensor, array: np.ndarray, sizes: dict[str, tuple[int, str]]
-    ) -> None:
-        what = f"input {tensor.name!r}"
-        if array.dtype != tensor.dtype:
-            raise InvalidData(f"{what} is {array.dtype}: expected {tensor.dtype}")
-        fixed = [axis if isinstance(axis, int) else -1 for axis in tensor.axes]
-        if fixed and (
-            array.ndim != len(fixed)
-            or any(want not in (-1, got) for want, got in zip(fixed, array.shape, strict=True))
-        ):
-            raise InvalidData(f"{what} has shape {list(array.shape)}: expected {fixed}")
-        # Ids and masks are never empty; the cache of a decoder is, at its first step.
-        if array.size == 0 and array.ndim <= 2:
-            raise InvalidData(f"{what} has shape {list(array.shape)}: it is empty")
-        # The runtime would broadcast where it can: another answer, at another cost.
-        for axis, size in zip(tensor.axes, array.shape, strict=False):
-            if isinstance(axis, str) and (known := sizes.setdefault(axis, (size, what)))[0] != size:
-                raise InvalidData(
-                    f"{what} has shape {list(array.shape)}: its axis {axis!r} is {size},"
-                    f" but {known[0]} in {known[1]}"
+    def _check_texts(self, texts: Sequence[Text]) -> None:
+        settings = self.settings
+        if len(texts) > settings.max_inputs:
+            raise TooLarge(
+                f"{len(texts)} texts in one request: at most {settings.max_inputs}",
+                "send them in several requests",
+            )
+        for index, text in enumerate(texts):
+            if len(text) > settings.max_text_chars:
+                raise TooLarge(
+                    f"text {index} has {len(text)} characters: at most {settings.max_text_chars}",
+                    "cut it into parts",
                 )
-        # A CUDA Gather reads outside of its table without a word, and -1 is nobody's token.
-        bound = self._id_bounds.get(tensor.name)
-        if bound and array.size and (array.min() < 0 or array.max() >= bound):
-            wrong = array[(array < 0) | (array >= bound)].flat[0]
-            raise InvalidData(f"{what} holds {wrong}: expected ids from 0 to {bound - 1}")
 
-    def _ids(self, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
-        """The input whose first two axes count tokens."""
-        return inputs["input_ids"] if "input_ids" in inputs else inputs[self.inputs[0].name]
+    # -- when it breaks ---------------------------------------------------------------------------
 
-    def _tokens(self, inputs: Mapping[str, np.ndarray]) -> int:
-        mask = inputs.get("attention_mask")
-        if mask is not None:
-            return int(np.count_nonzero(mask))
-        return math.prod(self._ids(inputs).shape[:2])
+    def _failed(self, error: NotReady) -> None:
+        """A run failed for a reason that is not its request's: not ready until it runs again."""
+        if self._broken is not None:
+            return
+        self._broken = error.what
+        log.error("%s version %s is not ready: %s", self.name, self.version, error.what)
+        self.batcher.pause()
+        self._recovering = asyncio.get_running_loop().create_task(self._recover())
 
-    def _macs(self, inputs: Mapping[str, np.ndarray]) -> int | None:
-        return self._cost.macs_of({name: array.shape for name, array in inputs.items()})
+    async def _recover(self) -> None:
+        """Try the session again, then reload it, until it runs."""
+        try:
+            await asyncio.to_thread(self.model.warm_up)
+        except Exception as error:
+            self.batcher.refuse_waiting(NotReady(f"{self.name} is not ready: {error}"))
+            await self._replace()
+        self._broken = None
+        log.warning("%s version %s is ready again", self.name, self.version)
+        self.batcher.resume()
 
-
-async def _timed(
-    executor: ThreadPoolExecutor, work: Callable[..., T], *args: Any
-) -> tuple[T, float, float]:
-    """(result of ``work``, milliseconds it waited, milliseconds it took)."""
-    submitted = perf_counter()
-
-    def run() -> tuple[T, float, float]:
-        started = perf_counter()
-        result = work(*args)
-        return result, (started - submitted) * 1e3, (perf_counter() - started) * 1e3
-
-    return await asyncio.get_running_loop().run_in_executor(executor, run)
-
-
-def _tensor(value: Any) -> Tensor:
-    if value.type not in DTYPES:
-        raise InvalidModel(
-            f"{value.name!r} is a {value.type}: only tensors of numbers and booleans are served",
-            "export the model without it",
-        )
-    return Tensor(value.name, DTYPES[value.type], tuple(value.shape))
+    async def _replace(self) -> None:
+        attempt = 0
+        while True:
+            await asyncio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)])
+            attempt += 1
+            try:
+                if self._reload is None:
+                    await asyncio.to_thread(self.model.warm_up)
+                    return
+                # The old session goes first: there may be no memory for both.
+                self.model.close()
+                self.model = await asyncio.to_thread(self._reload)
+                return
+            except Exception as error:
+                self._broken = str(error).splitlines()[0]
+                log.error("%s version %s: %s", self.name, self.version, self._broken)
 
 
-def _run_failed(error: Exception, inputs: Mapping[str, np.ndarray]) -> Exception:
-    """What a failed run means: no memory, a broken device, or inputs that the graph cannot take.
-
-    Types, ranks and names are checked before a run, and a graph that loads is well formed, so what
-    is left of a failure on the host lies in the sizes and values of the inputs: most often a
-    sequence longer than the model's positions.
-    """
-    text = str(error)
-    if re.search(r"allocat|out of memory", text, re.IGNORECASE):
-        return NotReady("out of memory for this request", "send fewer or shorter texts at a time")
-    if type(error).__name__ == "EPFail" or "CUDA failure" in text:
-        return error
-    detail = text.strip().rpartition("Status Message: ")[2]
-    detail = re.sub(r"^/\S+:\d+ [^)]*\) ", "", detail).splitlines()  # where in its C++ sources
-    shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in inputs.items())
-    return InvalidData(
-        f"the model cannot run {shapes}: {detail[0][:300] if detail else type(error).__name__}",
-        "is the sequence longer than the model's positions?",
-    )
+def _add_stages(
+    stages: dict[str, int],
+    outcome: Outcome,
+    *,
+    waited_ms: float = 0.0,
+    input_ns: int = 0,
+    output_ns: int = 0,
+) -> None:
+    """Nanoseconds of one request, by stage of the v2 protocol."""
+    runs = [batch.ran for batch, _ in outcome.batches]
+    stages["queue"] = int((outcome.queue_ms + waited_ms) * 1e6)
+    stages["compute_input"] = input_ns + sum(ran.input_ns for ran in runs)
+    stages["compute_infer"] = sum(ran.infer_ns for ran in runs)
+    stages["compute_output"] = output_ns + sum(ran.output_ns for ran in runs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 import uuid
 from collections.abc import Callable, Coroutine
@@ -18,23 +19,24 @@ from pydantic.json_schema import models_json_schema
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from graph_passes.errors import InvalidData
-from service.engine import Answer, Engine
-from service.errors import (
-    ClientGone,
-    MalformedRequest,
-    NotFound,
-    NotReady,
-    TooLarge,
-    error_response,
-)
+from service.answer import Answer
+from service.engine import Engine
+from service.errors import ClientGone, MalformedRequest, TooLarge, error_response
 from service.metrics import Metrics, as_headers, cost_of
+from service.repository import Repository
+from service.settings import Settings
 
 __all__ = [
     "ObserveRequests",
     "accepts",
+    "conclude",
+    "deadline",
     "describe_bodies",
+    "find",
     "json_response",
     "parse_body",
+    "parse_json",
+    "read_body",
     "respond",
     "served",
     "unless_gone",
@@ -48,6 +50,8 @@ access = logging.getLogger("attnserve.access")
 
 SANE_ID = re.compile(rb"[\w.:/+=@-]{1,128}", re.ASCII)
 JSON = orjson.OPT_SERIALIZE_NUMPY
+LONGEST_MS = 86_400_000
+"""A day: no deadline is later."""
 
 
 def json_response(
@@ -59,39 +63,94 @@ def json_response(
     )
 
 
-def served(request: Request, name: str | None = None) -> Engine:
-    """The engine that serves model ``name`` (None: the only one).
+def find(request: Request, name: str | None = None, version: str | None = None) -> Engine:
+    """The engine that serves a model now; to run something on it, take it from ``served``.
+
+    Raises:
+        NotFound, NotReady: See ``served``.
+    """
+    repository: Repository = request.app.state.repository
+    return repository.engine(name, version)
+
+
+def served(request: Request, name: str | None = None, version: str | None = None) -> Engine:
+    """The engine that serves a model, kept open until this request is answered.
+
+    Call it when the body is there: a client that is slow to send must not keep an old model alive.
+
+    Args:
+        name: None for the only model there is.
+        version: None for the highest.
 
     Raises:
         NotReady: It is not loaded yet, or unloaded already.
-        NotFound: There is no such model.
+        NotFound: There is no such model or version.
     """
-    engine: Engine | None = request.app.state.engine
-    if engine is None:
-        raise NotReady("the model is not loaded", "wait until /v2/health/ready answers 200")
-    if name not in (None, engine.name):
-        raise NotFound(f"unknown model {name!r}: this server has {engine.name!r}")
+    engine = find(request, name, version)
+    engine.acquire()
+    request.scope["attnserve.engines"].append(engine)
     return engine
 
 
-async def parse_body(request: Request, schema: type[B]) -> B:
-    """Read, parse and validate the body of ``request``, whatever its Content-Type says.
+def deadline(request: Request) -> float:
+    """When the answer must be there, on the clock of ``perf_counter``.
 
-    The clock of x-total-ms starts here, at the last byte: how fast a client sends is its own
-    affair.
+    The time starts with the last byte of the body (``parse_body``).
+
+    Raises:
+        InvalidData: x-timeout-ms is no positive number.
+    """
+    settings: Settings = request.app.state.settings
+    given = request.headers.get("x-timeout-ms")
+    timeout_ms = settings.timeout_ms
+    if given is not None:
+        try:
+            timeout_ms = float(given)
+        except ValueError:
+            timeout_ms = math.nan
+        if not 0 < timeout_ms <= LONGEST_MS:
+            raise InvalidData(f"x-timeout-ms is {given!r}: expected milliseconds above 0")
+    return request.state.started + timeout_ms / 1e3
+
+
+async def read_body(request: Request) -> bytes | bytearray:
+    """The whole body of ``request``.
+
+    The clock of x-total-ms and of the deadline starts here, at the last byte: how fast a client
+    sends is its own affair.
 
     Raises:
         TooLarge: More bytes than ``max_body_bytes``, whatever Content-Length says.
-        MalformedRequest: Not JSON, or not UTF-8.
-        InvalidData: JSON that does not fit ``schema``.
     """
-    limit = served(request).settings.max_body_bytes
+    settings: Settings = request.app.state.settings
+    limit = settings.max_body_bytes
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
         if len(body) > limit:
             raise TooLarge(f"the body is larger than {limit} bytes", "split the request")
     request.state.started = perf_counter()
+    return body
+
+
+async def parse_body(request: Request, schema: type[B]) -> B:
+    """Read, parse and validate the body of ``request``, whatever its Content-Type says.
+
+    Raises:
+        TooLarge: See ``read_body``.
+        MalformedRequest: Not JSON, or not UTF-8.
+        InvalidData: JSON that does not fit ``schema``.
+    """
+    return parse_json(await read_body(request), schema)
+
+
+def parse_json(body: bytes | bytearray | memoryview, schema: type[B]) -> B:
+    """``body`` as JSON that fits ``schema``.
+
+    Raises:
+        MalformedRequest: Not JSON, or not UTF-8.
+        InvalidData: JSON that does not fit ``schema``.
+    """
     try:
         content = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -138,13 +197,26 @@ def respond(
         envelope: The body, made of the written outputs and the cost.
     """
     written = orjson.Fragment(orjson.dumps(outputs, option=JSON))
-    total_ms = (perf_counter() - request.state.started) * 1e3
-    cost = cost_of(engine, answer, total_ms)
-    metrics: Metrics = request.app.state.metrics
-    metrics.inference(engine.name, cost)
-    # Headers are ASCII; a model may be called anything.
-    headers = as_headers(cost) | {"x-model": quote(engine.name)}
+    cost, headers = conclude(request, engine, answer)
     return json_response(envelope(written, cost), headers=headers)
+
+
+def conclude(
+    request: Request, engine: Engine, answer: Answer
+) -> tuple[dict[str, int | float], dict[str, str]]:
+    """(what ``answer`` cost, its headers); the clock stops, and the metrics are told."""
+    total_ms = (perf_counter() - request.state.started) * 1e3
+    cost = cost_of(answer, total_ms, engine.settings.provider)
+    engine.metrics.told(cost)
+    # Headers are ASCII; a model may be called anything.
+    headers = as_headers(cost) | {
+        "x-model": quote(engine.name),
+        "x-model-version": engine.version,
+    }
+    if engine.model.plan_id is not None:
+        headers["x-plan"] = engine.model.plan_id
+    request.scope["attnserve.cost"] = {"model": engine.name, "version": engine.version, **cost}
+    return cost, headers
 
 
 def accepts(schema: type[BaseModel]) -> dict[str, Any]:
@@ -173,6 +245,8 @@ def describe_bodies(app: FastAPI, *schemas: type[BaseModel]) -> None:
 class ObserveRequests:
     """ASGI middleware: x-request-id on every answer, a log line and a count for each.
 
+    The engines that a request holds (``served``) are let go when it is answered.
+
     A client's own id is kept where it is short and harmless, so that it can be found in its logs
     and in ours. A defect of ours ends here: the log has the trace, the client a 500 and the id.
     """
@@ -188,6 +262,8 @@ class ObserveRequests:
         given = next((value for key, value in scope["headers"] if key == b"x-request-id"), b"")
         request_id = given if SANE_ID.fullmatch(given) else uuid.uuid4().hex.encode()
         started, status = perf_counter(), 0
+        engines: list[Engine] = []
+        scope["attnserve.engines"] = engines
 
         async def observed(message: Message) -> None:
             nonlocal status
@@ -202,20 +278,21 @@ class ObserveRequests:
             log.exception("request %s failed", request_id.decode())
             if status:  # half an answer is out: the connection can only be dropped
                 raise
-            await error_response(500, "internal error")(scope, receive, observed)
+            answer = error_response(scope["path"], 500, "internal error")
+            await answer(scope, receive, observed)
         finally:
+            for engine in engines:
+                engine.release()
             # The route's pattern, not the path: a client must not make up series without end.
             route = getattr(scope.get("route"), "path", "unknown")
             self._metrics.request(route, status)
             if access.isEnabledFor(logging.INFO):
-                access.info(
-                    orjson.dumps(
-                        {
-                            "method": scope["method"],
-                            "path": scope["path"],
-                            "status": status,
-                            "ms": round((perf_counter() - started) * 1e3, 3),
-                            "request_id": request_id.decode(),
-                        }
-                    ).decode()
-                )
+                line = {
+                    "method": scope["method"],
+                    "path": scope["path"],
+                    "status": status,
+                    "ms": round((perf_counter() - started) * 1e3, 3),
+                    "request_id": request_id.decode(),
+                    **scope.get("attnserve.cost", {}),
+                }
+                access.info(orjson.dumps(line).decode())

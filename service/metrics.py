@@ -1,24 +1,38 @@
-"""What every answer cost: measured once, told in headers, in v2 parameters and to Prometheus."""
+"""What every answer cost: measured once, told in headers, in v2 parameters and to Prometheus.
+
+All series of a process are made here, in one registry. The exact v2 statistics are counters like the
+others: what the routes report is read back from the registry.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections import Counter as Tally
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
+from time import time
 from typing import Any
 
+import numpy as np
 import psutil
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from service.engine import Answer, Engine
+from service.answer import Answer
+from service.batcher import Batch
 
-__all__ = ["Metrics", "as_headers", "cost_of", "gpu_bytes", "rss_bytes"]
+__all__ = ["Metrics", "ModelMetrics", "as_headers", "cost_of", "gpu_bytes", "rss_bytes"]
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+STAGES = ("queue", "compute_input", "compute_infer", "compute_output")
+WINDOW_S = 60
+"""How far back /stats.json looks."""
 
 
-def cost_of(engine: Engine, answer: Answer, total_ms: float) -> dict[str, int | float]:
+def cost_of(answer: Answer, total_ms: float, provider: str) -> dict[str, int | float]:
     """What ``answer`` cost, by the names of v2 parameters, which are those of the headers.
 
     ``macs`` and ``flops`` are left out where the graph cannot be counted, ``gpu_bytes`` without a
@@ -30,11 +44,12 @@ def cost_of(engine: Engine, answer: Answer, total_ms: float) -> dict[str, int | 
         "compute_ms": round(answer.compute_ms, 3),
         "total_ms": round(total_ms, 3),
         "tokens": answer.tokens,
+        "padding_waste": round(answer.padding_waste, 4),
     }
     if answer.macs is not None:
         cost |= {"macs": answer.macs, "flops": 2 * answer.macs}
     cost["rss_bytes"] = rss_bytes()
-    if engine.settings.provider == "cuda" and (used := gpu_bytes()) is not None:
+    if provider == "cuda" and (used := gpu_bytes()) is not None:
         cost["gpu_bytes"] = used
     return cost
 
@@ -67,61 +82,281 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._requests = Counter(
-            "attnserve_requests", "Requests answered.", ["route", "status"], registry=self.registry
-        )
-        self._latency = Histogram(
-            "attnserve_request_seconds",
+        self._models: dict[tuple[str, str], ModelMetrics] = {}
+        self._requests = self._counter("requests", "Requests answered.", "route", "status")
+        of_model = ("model", "version")
+        self.latency = self._histogram(
+            "request_seconds",
             "Inference requests, from the last byte of the body to the answer.",
-            ["model"],
-            buckets=SECONDS,
-            registry=self.registry,
+            SECONDS,
+            *of_model,
         )
-        self._stages = Histogram(
-            "attnserve_stage_seconds",
+        self.stages = self._histogram(
+            "stage_seconds",
             "Where the time of inference requests went: queue, tokenize or compute.",
-            ["model", "stage"],
-            buckets=SECONDS,
-            registry=self.registry,
+            SECONDS,
+            *of_model,
+            "stage",
         )
-        self._lengths = Histogram(
-            "attnserve_request_tokens",
+        self.lengths = self._histogram(
+            "request_tokens",
             "Tokens of inference requests, padding not counted.",
-            ["model"],
-            buckets=TOKENS,
-            registry=self.registry,
+            TOKENS,
+            *of_model,
         )
-        self._macs = Counter(
-            "attnserve_macs",
+        self.batch_rows = self._histogram("batch_rows", "Rows of a run.", ROWS, *of_model)
+        self.batch_tokens = self._histogram(
+            "batch_tokens", "Tokens of a run, padding included.", TOKENS, *of_model
+        )
+        self.padding = self._counter(
+            "padding_tokens", "Tokens of runs that were padding.", *of_model
+        )
+        self.macs = self._counter(
+            "macs",
             "Multiply-accumulates at the true shapes, where the graph can be counted.",
-            ["model"],
-            registry=self.registry,
+            *of_model,
         )
-        self._in_flight = Gauge(
-            "attnserve_in_flight", "Requests that wait or run.", ["model"], registry=self.registry
+        self.rejects = self._counter(
+            "rejects", "Inference requests without an answer, by reason.", *of_model, "reason"
         )
-        rss = Gauge("process_resident_memory_bytes", "Resident memory.", registry=self.registry)
-        rss.set_function(rss_bytes)
+        self.counts = self._counter(
+            "inferences", "Requests, rows and runs: the v2 statistics.", *of_model, "what"
+        )
+        self.nanoseconds = self._counter(
+            "inference_ns", "Time of requests by stage: the v2 statistics.", *of_model, "what"
+        )
+        self.sizes = self._counter(
+            "batches", "Runs by their number of rows: the v2 statistics.", *of_model, "rows"
+        )
+        self.size_ns = self._counter(
+            "batch_ns", "Time of runs by rows and stage.", *of_model, "rows", "what"
+        )
+        self._queue = self._gauge("queue_rows", "Rows that wait for a run.", *of_model)
+        self._in_flight = self._gauge("in_flight", "Requests that wait or run.", *of_model)
+        self._ready = self._gauge("model_ready", "1 where the model runs.", *of_model)
+        self._rss = Gauge("process_resident_memory_bytes", "Memory.", registry=self.registry)
+        self._gpu = self._gauge("gpu_memory_bytes", "Memory in use on the first GPU.")
+        self.watch: Callable[[], list[tuple[str, str, int, int, bool]]] = list
+        """(model, version, rows waiting, requests in flight, ready) of what is loaded."""
 
-    def watch(self, engine: Engine) -> None:
-        """Report the requests in flight of ``engine`` from now on."""
-        self._in_flight.labels(engine.name).set_function(lambda: engine.in_flight)
+    def of(self, model: str, version: str) -> ModelMetrics:
+        """The series of one version; they go on where it is loaded again."""
+        key = (model, version)
+        if key not in self._models:
+            self._models[key] = ModelMetrics(self, model, version)
+        return self._models[key]
 
     def request(self, route: str, status: int) -> None:
         """Count an answer of any kind."""
         self._requests.labels(route, status).inc()
 
-    def inference(self, model: str, cost: Mapping[str, int | float]) -> None:
-        """Record what one inference answer cost."""
-        self._latency.labels(model).observe(cost["total_ms"] / 1e3)
-        for stage in ("queue", "tokenize", "compute"):
-            self._stages.labels(model, stage).observe(cost[f"{stage}_ms"] / 1e3)
-        self._lengths.labels(model).observe(cost["tokens"])
-        self._macs.labels(model).inc(cost.get("macs", 0))
-
     def render(self) -> bytes:
         """All series, in Prometheus' text format."""
+        for gauge in (self._queue, self._in_flight, self._ready):
+            gauge.clear()
+        for model, version, waiting, in_flight, ready in self.watch():
+            self._queue.labels(model, version).set(waiting)
+            self._in_flight.labels(model, version).set(in_flight)
+            self._ready.labels(model, version).set(ready)
+        self._rss.set(rss_bytes())
+        if (used := gpu_bytes()) is not None:
+            self._gpu.set(used)
         return generate_latest(self.registry)
+
+    def samples(self, counter: Counter, model: str, version: str) -> dict[tuple[str, ...], int]:
+        """The values of ``counter`` for one version, by its further labels."""
+        return {
+            tuple(
+                value for key, value in sample.labels.items() if key not in ("model", "version")
+            ): int(sample.value)
+            for family in counter.collect()
+            for sample in family.samples
+            if sample.name.endswith("_total")
+            and (sample.labels["model"], sample.labels["version"]) == (model, version)
+        }
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"attnserve_{name}", text, labels, registry=self.registry)
+
+    def _histogram(
+        self, name: str, text: str, buckets: tuple[float, ...], *labels: str
+    ) -> Histogram:
+        return Histogram(f"attnserve_{name}", text, labels, buckets=buckets, registry=self.registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"attnserve_{name}", text, labels, registry=self.registry)
+
+
+@dataclass
+class Second:
+    """What happened in one second."""
+
+    second: int
+    latencies_ms: list[float] = field(default_factory=list)
+    rows: int = 0
+    tokens: int = 0
+    padded_tokens: int = 0
+    macs: int = 0
+    batch_rows: Tally[int] = field(default_factory=Tally)
+    rejects: Tally[str] = field(default_factory=Tally)
+
+
+class ModelMetrics:
+    """The series of one version of a model, and what it did in the last minute."""
+
+    def __init__(self, metrics: Metrics, model: str, version: str) -> None:
+        self._metrics, self._of = metrics, (model, version)
+        of = self._of
+        # A look-up by labels costs a microsecond, and there are twenty an answer: once is enough.
+        self._latency = metrics.latency.labels(*of)
+        self._stages = {
+            stage: metrics.stages.labels(*of, stage) for stage in ("queue", "tokenize", "compute")
+        }
+        self._lengths = metrics.lengths.labels(*of)
+        self._macs = metrics.macs.labels(*of)
+        self._batch_rows = metrics.batch_rows.labels(*of)
+        self._batch_tokens = metrics.batch_tokens.labels(*of)
+        self._padding = metrics.padding.labels(*of)
+        self._counts = {
+            what: metrics.counts.labels(*of, what) for what in ("success", "fail", "rows", "runs")
+        }
+        self._ns = {
+            what: metrics.nanoseconds.labels(*of, what) for what in ("success", "fail", *STAGES)
+        }
+        self._seconds: deque[Second] = deque()
+        self.last_inference_ms = 0
+
+    def ran(self, batch: Batch) -> None:
+        """Record a run."""
+        ran, rows = batch.ran, str(batch.rows)
+        padding = batch.padded_tokens - batch.tokens
+        self._batch_rows.observe(batch.rows)
+        self._batch_tokens.observe(batch.padded_tokens)
+        self._padding.inc(padding)
+        self._counts["rows"].inc(batch.rows)
+        self._counts["runs"].inc()
+        self._metrics.sizes.labels(*self._of, rows).inc()
+        for what, ns in zip(STAGES[1:], (ran.input_ns, ran.infer_ns, ran.output_ns), strict=True):
+            self._metrics.size_ns.labels(*self._of, rows, what).inc(ns)
+        self.last_inference_ms = int(time() * 1e3)
+        now = self._now()
+        now.rows += batch.rows
+        now.tokens += batch.tokens
+        now.padded_tokens += batch.padded_tokens
+        now.batch_rows[batch.rows] += 1
+        if ran.macs is not None:
+            self._macs.inc(ran.macs)
+            now.macs += ran.macs
+
+    def succeeded(self, ns: int, stages: Mapping[str, int]) -> None:
+        """Record a request that was answered: nanoseconds in all, and by stage."""
+        self._counts["success"].inc()
+        self._ns["success"].inc(ns)
+        for stage, spent in stages.items():
+            self._ns[stage].inc(spent)
+
+    def failed(self, ns: int, reason: str) -> None:
+        """Record a request that was not answered."""
+        self._counts["fail"].inc()
+        self._ns["fail"].inc(ns)
+        self._metrics.rejects.labels(*self._of, reason).inc()
+        self._now().rejects[reason] += 1
+
+    def told(self, cost: Mapping[str, int | float]) -> None:
+        """Record what one inference answer cost, as its client is told."""
+        self._latency.observe(cost["total_ms"] / 1e3)
+        for stage, series in self._stages.items():
+            series.observe(cost[f"{stage}_ms"] / 1e3)
+        self._lengths.observe(cost["tokens"])
+        self._now().latencies_ms.append(cost["total_ms"])
+
+    def statistics(self) -> dict[str, Any]:
+        """Exact statistics, in the shape of the v2 protocol."""
+        metrics, of = self._metrics, self._of
+        counts = metrics.samples(metrics.counts, *of)
+        spent = metrics.samples(metrics.nanoseconds, *of)
+        success = counts["success",]
+
+        def told(count: int, what: str) -> dict[str, int]:
+            return {"count": count, "ns": spent[what,]}
+
+        sizes = metrics.samples(metrics.sizes, *of)
+        size_ns = metrics.samples(metrics.size_ns, *of)
+        return {
+            "name": of[0],
+            "version": of[1],
+            "last_inference": self.last_inference_ms,
+            "inference_count": counts["rows",],
+            "execution_count": counts["runs",],
+            "inference_stats": {
+                "success": told(success, "success"),
+                "fail": told(counts["fail",], "fail"),
+                **{stage: told(success, stage) for stage in STAGES},
+                "cache_hit": {"count": 0, "ns": 0},
+                "cache_miss": {"count": 0, "ns": 0},
+            },
+            "batch_stats": [
+                {
+                    "batch_size": int(rows),
+                    **{what: {"count": count, "ns": size_ns[rows, what]} for what in STAGES[1:]},
+                }
+                for (rows,), count in sorted(sizes.items(), key=lambda item: int(item[0][0]))
+            ],
+        }
+
+    def window(self) -> dict[str, Any]:
+        """The last minute, by second, oldest first; the second that still runs is left out.
+
+        Percentiles are exact, null where nothing was answered.
+        """
+        end = int(time())
+        known = {second.second: second for second in self._seconds}
+        seconds = [known.get(at) or Second(at) for at in range(end - WINDOW_S, end)]
+        every = [ms for second in seconds for ms in second.latencies_ms]
+        tokens = sum(second.tokens for second in seconds)
+        padded = sum(second.padded_tokens for second in seconds)
+        rows, rejects = Tally[int](), Tally[str]()
+        for second in seconds:
+            rows.update(second.batch_rows)
+            rejects.update(second.rejects)
+        return {
+            "seconds": [
+                {
+                    "at": second.second,
+                    **_percentiles(second.latencies_ms),
+                    "requests": len(second.latencies_ms),
+                    "rows": second.rows,
+                    "tokens": second.tokens,
+                    "macs": second.macs,
+                    "rejects": second.rejects.total(),
+                }
+                for second in seconds
+            ],
+            **_percentiles(every),
+            "requests_per_second": len(every) / WINDOW_S,
+            "rows_per_second": sum(second.rows for second in seconds) / WINDOW_S,
+            "tokens_per_second": tokens / WINDOW_S,
+            "macs_per_second": sum(second.macs for second in seconds) / WINDOW_S,
+            "padding_waste": 1 - tokens / padded if padded else 0.0,
+            "batch_rows": {str(size): rows[size] for size in sorted(rows)},
+            "rejects": dict(sorted(rejects.items())),
+        }
+
+    def _now(self) -> Second:
+        second = int(time())
+        if not self._seconds or self._seconds[-1].second != second:
+            self._seconds.append(Second(second))
+            while self._seconds[0].second < second - WINDOW_S:
+                self._seconds.popleft()
+        return self._seconds[-1]
+
+
+def _percentiles(values: list[float]) -> dict[str, float | None]:
+    names = {"p50_ms": 50, "p90_ms": 90, "p99_ms": 99}
+    if not values:
+        return dict.fromkeys(names)
+    found = np.percentile(values, list(names.values()))
+    return {name: round(float(value), 3) for name, value in zip(names, found, strict=True)}
 
 
 @cache

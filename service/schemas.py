@@ -23,10 +23,17 @@ __all__ = [
     "ModelMetadata",
     "ModelReady",
     "OutputTensor",
+    "PredictRequest",
+    "PredictResponse",
+    "Prediction",
     "Ready",
     "RequestedOutput",
     "ServerMetadata",
+    "SimilarityRequest",
+    "SimilarityResponse",
     "TensorMetadata",
+    "TokenizeRequest",
+    "TokenizeResponse",
     "Usage",
 ]
 
@@ -139,6 +146,8 @@ class Ready(Body):
     ready: bool
 
 
+Pair = Annotated[list[str], FailFast(), Field(min_length=2, max_length=2)]
+
 # One text is a list of one. (A union would answer bad lists with what is wrong with a string.)
 Texts = Annotated[
     list[str],
@@ -157,17 +166,70 @@ Texts = Annotated[
 ]
 
 
-class EmbedRequest(Body):
-    """Texts to embed. An unknown field is refused: it would not do what its sender expects."""
+class TextBody(Body):
+    """What requests with texts share. An unknown field is refused: it would not do what its sender
+    expects."""
 
     model_config = ConfigDict(extra="forbid")
 
-    inputs: Texts
+    model: Name | None = Field(None, description="Needed where several models are served.")
+    version: Name | None = Field(None, description="Of the model; the highest where left out.")
     truncate: bool = Field(True, description="Cut texts that are too long; false refuses them.")
+
+
+class EmbedRequest(TextBody):
+    """Texts to embed."""
+
+    inputs: Texts
+
+
+class PredictRequest(TextBody):
+    """Texts to classify."""
+
+    inputs: Texts
+    top_k: int | None = Field(None, ge=1, description="The likeliest classes; all where left out.")
+
+
+class SimilarityRequest(TextBody):
+    """Texts to compare: ``pairs``, or ``source`` with each of ``targets``."""
+
+    pairs: list[Pair] | None = Field(None, min_length=1)
+    source: str | None = None
+    targets: list[str] | None = Field(None, min_length=1)
+
+
+class TokenizeRequest(TextBody):
+    """Texts to tokenize."""
+
+    inputs: Texts
+    truncate: bool = Field(False, description="Cut texts that are too long for the model.")
 
 
 class Usage(Body):
     tokens: int = Field(description="Special tokens included, padding not.")
+
+
+class Prediction(Body):
+    label: str
+    score: float
+
+
+class PredictResponse(Body):
+    predictions: list[list[Prediction]] = Field(description="Of each text, the likeliest first.")
+    model: str
+    usage: Usage
+
+
+class SimilarityResponse(Body):
+    similarities: list[float] = Field(description="Cosines, -1 to 1, in the order sent.")
+    model: str
+    usage: Usage
+
+
+class TokenizeResponse(Body):
+    tokens: list[list[int]] = Field(description="Ids of each text, special tokens included.")
+    model: str
+    usage: Usage
 
 
 class EmbedResponse(Body):

@@ -1,12 +1,12 @@
-"""What an operator can set, by argument or by environment (``ATTNSERVE_PORT=9000``)."""
+"""What an operator can set, by option or by environment (``ATTNSERVE_PORT=9000``)."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import BeforeValidator, Field, SecretStr
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from attnserve.session import Provider
 
@@ -14,13 +14,34 @@ __all__ = ["LogLevel", "Settings"]
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
+BATCH_TOKENS = {"cpu": 1024, "cuda": 16_384}
+"""On a CPU a larger batch is no faster than two smaller ones, and answers later."""
+
+RUN_OVERHEAD = {"cpu": 8, "cuda": 512}
+"""What starting a run costs, in tokens: below it padding is cheaper than another run."""
+
+
+def _listed(value: object) -> object:
+    return (
+        [part.strip() for part in value.split(",") if part.strip()]
+        if isinstance(value, str)
+        else value
+    )
+
+
+Listed = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)]
+Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_listed)]
+
 
 class Settings(BaseSettings):
-    """How one process serves one model."""
+    """How one process serves its models."""
 
     model_config = SettingsConfigDict(env_prefix="ATTNSERVE_", frozen=True)
 
-    model: Path = Field(description="An .onnx file, or an artifact folder.")
+    model: Path = Field(
+        description="An .onnx file, an artifact folder, or a folder of models"
+        " (NAME/VERSION/model.onnx or NAME/model.onnx)."
+    )
     host: str = Field(default="127.0.0.1", description="Address to listen on; 0.0.0.0 for all.")
     port: int = Field(default=8000, ge=0, le=65535, description="0 takes any free port.")
     provider: Provider = Field(default="cpu", description="Execution provider.")
@@ -32,18 +53,80 @@ class Settings(BaseSettings):
         ge=1,
         description="Runs at once: more than one where threads is less than the cores.",
     )
+
+    max_batch_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Padded tokens of a batch, rows x longest; by default"
+        f" {BATCH_TOKENS['cpu']} on a CPU and {BATCH_TOKENS['cuda']} on CUDA.",
+    )
+    run_overhead_tokens: int | None = Field(
+        default=None,
+        ge=0,
+        description="Padding that a row may bring into a batch, in tokens: what starting a run"
+        f" costs. By default {RUN_OVERHEAD['cpu']} on a CPU and {RUN_OVERHEAD['cuda']} on CUDA.",
+    )
+    max_wait_ms: float = Field(
+        default=0,
+        ge=0,
+        le=60_000,
+        description="How long a free slot waits for a batch to fill; 0 starts at once.",
+    )
     max_queue: int = Field(
         default=512,
         ge=0,
-        description="Requests that may wait for a run; past it the answer is 429.",
+        description="Rows (texts) that may wait for a run; past it the answer is 429.",
     )
+    timeout_ms: float = Field(
+        default=30_000,
+        gt=0,
+        description="Time of a request that names none (x-timeout-ms); past it the answer is 504.",
+    )
+
     max_body_bytes: int = Field(default=2_000_000, ge=1, description="Bytes of one request's body.")
-    max_inputs: int = Field(default=32, ge=1, description="Texts of one /embed request.")
+    max_inputs: int = Field(default=32, ge=1, description="Texts of one request.")
+    max_text_chars: int = Field(default=200_000, ge=1, description="Characters of one text.")
     max_tokens: int = Field(
-        default=16_384,
-        ge=1,
-        description="Tokens of one request, padding included: bounds its memory.",
+        default=16_384, ge=1, description="Tokens of one request: bounds its memory."
+    )
+    max_tensor_bytes: int = Field(
+        default=64_000_000, ge=1, description="Bytes of one request's tensors."
+    )
+
+    api_keys: Secrets = Field(
+        default=(), description="Keys that are let in, separated by commas; none lets all in."
+    )
+    api_keys_file: Path | None = Field(
+        default=None, description="A file with a key a line; lines that start with # are comments."
+    )
+    cors_origins: Listed = Field(
+        default=(), description="Origins whose pages may ask, separated by commas; * for all."
+    )
+
+    probe: bool = Field(
+        default=True,
+        description="Load and run a model in a process of its own before it is trusted.",
+    )
+    probe_timeout_s: float = Field(
+        default=300, gt=0, description="Time for a model to load and run once."
+    )
+    drain_delay_s: float = Field(
+        default=0,
+        ge=0,
+        description="Seconds between not being ready and not listening any more, when told to stop:"
+        " time for a balancer to notice.",
     )
     log_level: LogLevel = Field(
         default="info", description="From info on, a line for every request."
     )
+
+    @property
+    def batch_tokens(self) -> int:
+        """``max_batch_tokens``, by default that of the provider."""
+        return self.max_batch_tokens or BATCH_TOKENS[self.provider]
+
+    @property
+    def overhead_tokens(self) -> int:
+        """``run_overhead_tokens``, by default that of the provider."""
+        given = self.run_overhead_tokens
+        return RUN_OVERHEAD[self.provider] if given is None else given

@@ -20,10 +20,12 @@ from fastapi import APIRouter, Request, Response
 
 from attnserve import __version__
 from graph_passes.errors import InvalidData
-from service.engine import Tensor
-from service.errors import MalformedRequest, NotFound, NotReady
+from service.model import Tensor
+from service.errors import MalformedRequest
 from service.http import (
     accepts,
+    deadline,
+    find,
     json_response,
     parse_body,
     respond,
@@ -42,9 +44,6 @@ from service.schemas import (
 )
 
 __all__ = ["DATATYPES", "decode", "encode", "router"]
-
-VERSION = "1"
-"""Of every model: one is served, in the one version that was given."""
 
 DATATYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
@@ -135,12 +134,6 @@ def _describe(tensors: Sequence[Tensor]) -> list[dict[str, Any]]:
     ]
 
 
-def _check_version(request: Request) -> None:
-    asked = request.path_params.get("version", VERSION)
-    if asked != VERSION:
-        raise NotFound(f"unknown version {asked!r}: every model here has version {VERSION}")
-
-
 @router.get("", response_model=ServerMetadata)
 async def server_metadata() -> Response:
     return json_response({"name": "attnserve", "version": __version__, "extensions": []})
@@ -154,36 +147,37 @@ async def live() -> Response:
 
 @router.get("/health/ready", response_model=Ready, responses={503: {"model": Ready}})
 async def ready(request: Request) -> Response:
-    """The model is loaded and takes requests."""
-    try:
-        served(request)
-    except NotReady:
-        return json_response({"ready": False}, 503)
-    return json_response({"ready": True})
+    """Models are loaded, and all of them run; a full queue is no reason to say no."""
+    is_ready = request.app.state.repository.ready
+    return json_response({"ready": is_ready}, 200 if is_ready else 503)
 
 
 @router.get("/models/{name}", response_model=ModelMetadata)
 @router.get("/models/{name}/versions/{version}", response_model=ModelMetadata)
 async def model_metadata(request: Request, name: str) -> Response:
-    engine = served(request, name)
-    _check_version(request)
+    engine = find(request, name, request.path_params.get("version"))
     return json_response(
         {
             "name": engine.name,
-            "versions": [VERSION],
+            "versions": request.app.state.repository.versions(name),
             "platform": "onnxruntime_onnx",
-            "inputs": _describe(engine.inputs),
-            "outputs": _describe(engine.outputs),
+            "inputs": _describe(engine.model.inputs),
+            "outputs": _describe(engine.model.outputs),
         }
     )
 
 
-@router.get("/models/{name}/ready", response_model=ModelReady)
-@router.get("/models/{name}/versions/{version}/ready", response_model=ModelReady)
+@router.get(
+    "/models/{name}/ready", response_model=ModelReady, responses={503: {"model": ModelReady}}
+)
+@router.get(
+    "/models/{name}/versions/{version}/ready",
+    response_model=ModelReady,
+    responses={503: {"model": ModelReady}},
+)
 async def model_ready(request: Request, name: str) -> Response:
-    engine = served(request, name)
-    _check_version(request)
-    return json_response({"name": engine.name, "ready": True})
+    engine = find(request, name, request.path_params.get("version"))
+    return json_response({"name": engine.name, "ready": engine.ready}, 200 if engine.ready else 503)
 
 
 @router.post("/models/{name}/infer", response_model=InferResponse, **accepts(InferRequest))
@@ -194,8 +188,8 @@ async def model_ready(request: Request, name: str) -> Response:
 )
 async def infer(request: Request, name: str) -> Response:
     """Run the model on tensors. What the answer cost is in its headers and its parameters."""
-    engine = served(request, name)
-    _check_version(request)
+    version = request.path_params.get("version")
+    find(request, name, version)
     if "inference-header-content-length" in request.headers:
         raise MalformedRequest(
             "binary tensors are not served", "send JSON (tritonclient: binary_data=False)"
@@ -204,15 +198,17 @@ async def infer(request: Request, name: str) -> Response:
     _refuse_repeats("input", [tensor.name for tensor in body.inputs])
     _refuse_repeats("output", [output.name for output in body.outputs])
     inputs = {tensor.name: decode(tensor) for tensor in body.inputs}
+    engine = served(request, name, version)
     answer = await unless_gone(
-        request, engine.infer(inputs, [output.name for output in body.outputs])
+        request,
+        engine.infer(inputs, [output.name for output in body.outputs], deadline(request)),
     )
     identity = {} if body.id is None else {"id": body.id}
 
     def envelope(outputs: orjson.Fragment, cost: dict[str, int | float]) -> dict[str, Any]:
         return {
             "model_name": engine.name,
-            "model_version": VERSION,
+            "model_version": engine.version,
             **identity,
             "parameters": cost,
             "outputs": outputs,

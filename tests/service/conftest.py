@@ -15,11 +15,15 @@ from tests.service.tiny import write_encoder
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., TestClient]]:
-    """Start an application on the given settings; it stops with the test."""
+    """Start an application on the given settings; it stops with the test.
+
+    Models that are made here are trusted: a process of its own for each takes seconds.
+    """
     started: list[TestClient] = []
 
     def client(model: Path, **settings: object) -> TestClient:
-        app = create_app(Settings.model_validate({"model": model, **settings}))
+        chosen = {"model": model, "probe": False, **settings}
+        app = create_app(Settings.model_validate(chosen))
         started.append(TestClient(app).__enter__())
         return started[-1]
 
@@ -36,6 +40,6 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def client(encoder: Path) -> Iterator[TestClient]:
     """The tiny encoder, served."""
-    app = create_app(Settings(model=encoder))
+    app = create_app(Settings(model=encoder, probe=False))
     with TestClient(app) as client:
         yield client

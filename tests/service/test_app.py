@@ -27,7 +27,7 @@ from starlette.testclient import TestClient
 import service
 from graph_passes.errors import InvalidArgument
 from service.app import create_app, serve
-from service.engine import Engine
+from service.model import Model
 from service.settings import Settings
 from tests.service.tiny import hidden_states, ids_request, write_encoder
 
@@ -73,7 +73,7 @@ def test_every_answer_says_what_it_cost(
             for key, value in answer.json()["parameters"].items()
         }
         assert told.items() <= dict(headers).items()
-        assert len(told) == 8
+        assert len(told) == 9
 
 
 def test_what_cannot_be_counted_is_left_out(
@@ -83,8 +83,10 @@ def test_what_cannot_be_counted_is_left_out(
         def macs_of(self, shapes: Any) -> None:
             assert shapes == {"input_ids": (1, 2), "attention_mask": (1, 2)}
 
-    monkeypatch.setattr("service.engine.model_cost", lambda model: Uncountable())
-    answer = start(encoder).post(INFER, json=ids_request([2, 3]))
+    client = start(encoder)
+    model = client.app.state.repository.engine().model  # type: ignore[attr-defined]
+    monkeypatch.setattr(model, "cost", Uncountable())
+    answer = client.post(INFER, json=ids_request([2, 3]))
     assert answer.status_code == 200
     assert not {"x-macs", "x-flops"} & set(answer.headers)
     assert not {"macs", "flops"} & set(answer.json()["parameters"])
@@ -101,7 +103,7 @@ def test_gpu_memory_is_told_where_there_is_a_gpu(
             memory._obj[:] = [100, 93, 7]
             return 0
 
-    engine = client.app.state.engine  # type: ignore[attr-defined]
+    engine = client.app.state.repository.engine()  # type: ignore[attr-defined]
     monkeypatch.setattr(engine, "settings", engine.settings.model_copy(update={"provider": "cuda"}))
     monkeypatch.setattr("service.metrics._nvml", Driver)
     answer = client.post(INFER, json=ids_request([2, 3]))
@@ -133,12 +135,12 @@ def test_metrics(start: Callable[..., TestClient], encoder: Path) -> None:
     assert told["attnserve_requests_total route=/embed status=200"] == 1
     assert told["attnserve_requests_total route=/v2/models/{name}/infer status=422"] == 1
     assert told["attnserve_requests_total route=unknown status=404"] == 1
-    assert told["attnserve_request_seconds_count model=tiny"] == 2
+    assert told["attnserve_request_seconds_count model=tiny version=1"] == 2
     for stage in ("queue", "tokenize", "compute"):
-        assert told[f"attnserve_stage_seconds_count model=tiny stage={stage}"] == 2
-    assert told["attnserve_request_tokens_sum model=tiny"] == 5
-    assert told["attnserve_macs_total model=tiny"] == 5 * 4 * 4
-    assert told["attnserve_in_flight model=tiny"] == 0
+        assert told[f"attnserve_stage_seconds_count model=tiny stage={stage} version=1"] == 2
+    assert told["attnserve_request_tokens_sum model=tiny version=1"] == 5
+    assert told["attnserve_macs_total model=tiny version=1"] == 5 * 4 * 4
+    assert told["attnserve_in_flight model=tiny version=1"] == 0
     assert told["process_resident_memory_bytes"] > 1_000_000
     assert not any("route=/embed" in key for key in samples(other))
 
@@ -159,15 +161,15 @@ def test_fifty_at_once(client: TestClient) -> None:
 def test_an_overloaded_server_says_when_to_come_back(
     start: Callable[..., TestClient], encoder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go, running, run = threading.Event(), threading.Event(), Engine._run
+    go, running, run = threading.Event(), threading.Event(), Model.run
 
     def held(*args: Any) -> Any:
         running.set()
         assert go.wait(10)
         return run(*args)
 
-    monkeypatch.setattr(Engine, "_run", held)
     client = start(encoder, max_queue=0)
+    monkeypatch.setattr(Model, "run", held)
     with ThreadPoolExecutor(1) as thread:
         first = thread.submit(client.post, INFER, json=ids_request([2, 3]))
         assert running.wait(10)
@@ -175,7 +177,7 @@ def test_an_overloaded_server_says_when_to_come_back(
         go.set()
         assert first.result().status_code == 200
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-    assert refused.json() == {"error": "1 requests wait already; try again later"}
+    assert refused.json() == {"error": "0 rows wait already, and at most 0 may; try again later"}
 
 
 def test_any_model_name_fits_in_a_header(start: Callable[..., TestClient], tmp_path: Path) -> None:
@@ -189,6 +191,7 @@ def test_any_model_name_fits_in_a_header(start: Callable[..., TestClient], tmp_p
 def test_settings_come_from_the_environment(encoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNSERVE_MODEL", str(encoder))
     monkeypatch.setenv("ATTNSERVE_MAX_INPUTS", "1")
+    monkeypatch.setenv("ATTNSERVE_PROBE", "false")
     with TestClient(create_app()) as client:
         assert client.post("/embed", json={"inputs": ["a", "b"]}).status_code == 413
 
@@ -200,8 +203,18 @@ def test_the_log_has_a_line_for_each_request_and_none_of_its_text(
     client.post("/embed", json={"inputs": "a secret"}, headers={"x-request-id": "one"})
     (line,) = [record.message for record in caplog.records if record.name == "attnserve.access"]
     told = orjson.loads(line)
-    assert told.pop("ms") > 0
-    assert told == {"method": "POST", "path": "/embed", "status": 200, "request_id": "one"}
+    assert told["ms"] >= told["total_ms"] > 0
+    expected = {
+        "method": "POST",
+        "path": "/embed",
+        "status": 200,
+        "request_id": "one",
+        "model": "tiny",
+        "version": "1",
+        "tokens": 4,
+    }
+    assert told.items() >= expected.items()
+    assert "secret" not in line
 
 
 def test_the_openapi_document_describes_the_bodies(client: TestClient) -> None:
@@ -340,7 +353,7 @@ def test_real_http_that_lies(server: tuple[str, subprocess.Popen[str]]) -> None:
 
 def test_a_client_that_hangs_up_is_dropped_from_the_queue(encoder: Path) -> None:
     """The ASGI server says ``http.disconnect``; the work that waits is cancelled."""
-    app = create_app(Settings(model=encoder))
+    app = create_app(Settings(model=encoder, probe=False))
     body = orjson.dumps(ids_request([2, 3]))
     messages = iter([{"type": "http.request", "body": body}, {"type": "http.disconnect"}])
     sent: list[Any] = []
@@ -372,7 +385,7 @@ def test_a_client_that_hangs_up_is_dropped_from_the_queue(encoder: Path) -> None
 
     async def ask() -> None:
         async with app.router.lifespan_context(app):
-            app.state.engine.infer = never
+            app.state.repository.engine().infer = never
             await asyncio.wait_for(app(scope, receive, send), 5)
 
     asyncio.run(ask())

@@ -10,10 +10,18 @@ import numpy as np
 import pytest
 
 from graph_passes.errors import InvalidModel
+from attnserve.artifact import open_artifact
 from service.engine import Engine
 from service.errors import NotReady, Overloaded
+from service.model import Model
 from service.settings import Settings
 from tests.service.tiny import HIDDEN, hidden_states, write_encoder, write_model
+
+
+def open_engine(path: Path, **settings: Any) -> Engine:
+    model = Model(open_artifact(path))
+    model.warm_up()
+    return Engine(model, Settings.model_validate({"model": path, **settings}))
 
 
 def tokens(*rows: list[int], mask: list[list[int]] | None = None) -> dict[str, np.ndarray]:
@@ -24,7 +32,7 @@ def tokens(*rows: list[int], mask: list[list[int]] | None = None) -> dict[str, n
 
 @pytest.fixture
 def engine(encoder: Path) -> Iterator[Engine]:
-    engine = Engine(Settings(model=encoder, max_queue=2))
+    engine = open_engine(encoder, max_queue=2)
     yield engine
     engine.close()
 
@@ -33,14 +41,14 @@ class Held:
     """Holds every run of an engine until it is let go."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.runs, self.go, run = 0, threading.Event(), engine._run
+        self.runs, self.go, run = 0, threading.Event(), engine.model.run
 
-        def held(inputs: Mapping[str, np.ndarray], outputs: Sequence[str]) -> dict[str, Any]:
+        def held(inputs: Mapping[str, np.ndarray], outputs: Sequence[str] = ()) -> dict[str, Any]:
             self.runs += 1
             assert self.go.wait(10)
             return run(inputs, outputs)
 
-        monkeypatch.setattr(engine, "_run", held)
+        monkeypatch.setattr(engine.model, "run", held)
 
     async def reached(self, runs: int) -> None:
         while self.runs < runs:
@@ -48,7 +56,7 @@ class Held:
 
 
 def test_every_request_gets_its_own_answer(encoder: Path) -> None:
-    engine = Engine(Settings(model=encoder, concurrency=4))
+    engine = open_engine(encoder, concurrency=4)
     rng = np.random.default_rng(0)
     requests = [rng.integers(0, 8, (1, length)) for length in rng.integers(1, 9, 50)]
 
@@ -81,7 +89,7 @@ def test_macs_that_cannot_be_counted_are_none(tmp_path: Path) -> None:
         }
         """,
     )
-    engine = Engine(Settings(model=path))
+    engine = open_engine(path)
     inputs = {"which": np.array(True), "x": np.ones(3, dtype=np.float32)}
     answer = asyncio.run(engine.infer(inputs))
     np.testing.assert_array_equal(answer.outputs["y"], [2, 2, 2])
@@ -98,7 +106,7 @@ def test_past_the_queue_requests_are_refused_at_once(
         waiting = [asyncio.ensure_future(engine.infer(tokens([2, 3]))) for _ in range(3)]
         await held.reached(1)
         assert engine.in_flight == 3  # one runs, two wait
-        with pytest.raises(Overloaded, match="3 requests wait already"):
+        with pytest.raises(Overloaded, match="2 rows wait already, and at most 2 may"):
             await engine.infer(tokens([2, 3]))
         held.go.set()
         answers = await asyncio.gather(*waiting)
@@ -137,7 +145,7 @@ def test_no_memory_is_not_the_clients_fault(
         def run(self, *_: Any) -> None:
             raise RuntimeError("[ONNXRuntimeError] : 6 : Failed to allocate memory for 7 bytes")
 
-    monkeypatch.setattr(engine, "_session", Session())
+    monkeypatch.setattr(engine.model, "_session", Session())
     with pytest.raises(NotReady, match="out of memory"):
         asyncio.run(engine.infer(tokens([2, 3])))
 
@@ -148,14 +156,14 @@ def test_what_cannot_be_served_is_refused_when_it_is_loaded(tmp_path: Path) -> N
     words (string[n] x) => (string[n] y) { y = Identity(x) }
     """
     with pytest.raises(InvalidModel, match=r"'x' is a tensor\(string\)"):
-        Engine(Settings(model=write_model(tmp_path / "words.onnx", text)))
+        open_engine(write_model(tmp_path / "words.onnx", text))
     with pytest.raises(InvalidModel, match="no such file"):
-        Engine(Settings(model=tmp_path / "nothing.onnx"))
+        open_engine(tmp_path / "nothing.onnx")
 
 
 def test_a_model_is_named_for_its_folder_or_its_file(tmp_path: Path) -> None:
     folder = write_encoder(tmp_path / "modèle 1")
     (folder / "model.onnx").rename(folder / "small.onnx")
-    engine = Engine(Settings(model=folder / "small.onnx"))
+    engine = open_engine(folder / "small.onnx")
     assert engine.name == "small"
     engine.close()

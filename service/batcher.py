@@ -1,0 +1,446 @@
+"""Rows in, batches out: what waits is put together so that it costs little, and nobody starves.
+
+A **row** is what may share a run with others: one text, or one index of the batch axis of tensors.
+Rows of equal key fit into one batch, padded to its longest row; a batch costs its padded tokens,
+rows x longest, and stays within a budget. A row that is longer than the budget runs alone.
+
+``Queue`` decides which rows run together. It is pure: no clock, no threads. ``Batcher`` runs what it
+takes in a pool of threads, and gives every request its own results.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+from service.errors import DeadlineExceeded, NotReady, Overloaded
+
+__all__ = ["Batch", "Batcher", "Outcome", "Queue", "Ran", "Row"]
+
+FORGET = 0.9
+"""How much of the longest recent run is remembered from one run to the next."""
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """What may share a run with others of its ``key``; ``tokens`` is its length, at least 1."""
+
+    key: Hashable
+    tokens: int
+    payload: Any
+    request: Any = None
+    index: int = 0
+    number: int = 0
+
+
+class Queue:
+    """The rows that wait, and which of them run together.
+
+    A batch is the oldest row and its neighbours by length, taken one by one, the closest first,
+    while the budget holds and while each saves more than it adds: a row joins where the padding
+    that it brings costs no more than a run of its own would.
+
+    Args:
+        budget: Padded tokens of a batch: rows x longest row. A longer row runs alone.
+        overhead: What starting a run costs, in tokens: padding that a row may bring at most.
+        max_rows: Rows of a batch; None for as many as the budget holds.
+    """
+
+    def __init__(self, budget: int, overhead: int, max_rows: int | None = None) -> None:
+        self.budget, self.overhead, self.max_rows = budget, overhead, max_rows
+        self._arrived: OrderedDict[int, Row] = OrderedDict()
+        self._sorted: dict[Hashable, list[tuple[int, int, Row]]] = {}
+        self._next = 0
+        self.tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._arrived)
+
+    def __iter__(self) -> Iterator[Row]:
+        """The oldest first."""
+        return iter(self._arrived.values())
+
+    @property
+    def oldest(self) -> Row:
+        return next(iter(self._arrived.values()))
+
+    def add(self, row: Row) -> None:
+        row.number = self._next
+        self._next += 1
+        self._arrived[row.number] = row
+        insort(self._sorted.setdefault(row.key, []), (row.tokens, row.number, row))
+        self.tokens += row.tokens
+
+    def discard(self, row: Row) -> None:
+        """Take ``row`` out, where it still waits."""
+        if self._arrived.get(row.number) is row:
+            rows = self._sorted[row.key]
+            at = bisect_left(rows, (row.tokens, row.number))
+            self._remove(rows, at, at + 1)
+
+    def take(self) -> list[Row]:
+        """The next batch, shortest row first; there must be a row that waits."""
+        first = self.oldest
+        rows = self._sorted[first.key]
+        low = bisect_left(rows, (first.tokens, first.number))
+        high = low + 1  # the batch is rows[low:high]
+        while self.max_rows is None or high - low < self.max_rows:
+            size, longest = high - low + 1, rows[high - 1][0]
+            below = longest - rows[low - 1][0] if low > 0 else None
+            above = (size - 1) * (rows[high][0] - longest) if high < len(rows) else None
+            if below is not None and (below > self.overhead or size * longest > self.budget):
+                below = None
+            if above is not None and (above > self.overhead or size * rows[high][0] > self.budget):
+                above = None
+            if below is None and above is None:
+                break
+            if above is None or (below is not None and below <= above):
+                low -= 1
+            else:
+                high += 1
+        return self._remove(rows, low, high)
+
+    def _remove(self, rows: list[tuple[int, int, Row]], low: int, high: int) -> list[Row]:
+        taken = [row for _, _, row in rows[low:high]]
+        del rows[low:high]
+        for row in taken:
+            del self._arrived[row.number]
+            self.tokens -= row.tokens
+        if not rows:
+            del self._sorted[taken[0].key]
+        return taken
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a run gave: a result for each row, and nanoseconds before, in and after the session.
+
+    ``macs`` are those of the whole batch, padding included; None where they cannot be counted.
+    """
+
+    results: Sequence[Any]
+    macs: int | None = None
+    input_ns: int = 0
+    infer_ns: int = 0
+    output_ns: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """One run: ``rows`` of one key, ``tokens`` of them without padding, and when it ran (s)."""
+
+    rows: int
+    longest: int
+    tokens: int
+    started: float
+    ended: float
+    ran: Ran
+
+    @property
+    def padded_tokens(self) -> int:
+        return self.rows * self.longest
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one request got: a result for each of its rows, in their order.
+
+    ``batches`` pairs each run that had rows of this request with how many. ``compute_ms`` is the
+    time in which at least one of them ran, ``queue_ms`` the rest.
+    """
+
+    results: list[Any]
+    queue_ms: float
+    compute_ms: float
+    batches: list[tuple[Batch, int]]
+
+
+@dataclass(eq=False)
+class _Request:
+    rows: list[Row]
+    future: asyncio.Future[Outcome]
+    submitted: float
+    deadline: float | None
+    results: list[Any]
+    left: int
+    queued: bool = False
+    batches: list[tuple[Batch, int]] = field(default_factory=list)
+    timer: asyncio.TimerHandle | None = None
+
+
+class Batcher:
+    """Runs rows in batches.
+
+    Args:
+        run: Computes the payloads of rows of one key; called in a thread. A result a payload.
+        budget, overhead, max_rows: See ``Queue``.
+        max_wait_ms: How long a free slot may wait for the budget to fill; 0 starts at once.
+        max_queue: Rows that may wait.
+        concurrency: Runs at once.
+        ran: Called on the event loop with every batch that ran.
+        failed: Called on the event loop with every error that was not the request's own.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Hashable, list[Any]], Ran],
+        *,
+        budget: int,
+        overhead: int = 0,
+        max_rows: int | None = None,
+        max_wait_ms: float = 0,
+        max_queue: int = 512,
+        concurrency: int = 1,
+        ran: Callable[[Batch], None] | None = None,
+        failed: Callable[[NotReady], None] | None = None,
+    ) -> None:
+        self.queue = Queue(budget, overhead, max_rows)
+        self.max_queue = max_queue
+        self._run, self._ran, self._failed = run, ran, failed
+        self._max_wait = max_wait_ms / 1e3
+        self._pool = ThreadPoolExecutor(concurrency, "compute")
+        # A worker takes its next batch by itself: the loop may be busy with other requests. What
+        # both touch is touched under this lock; it is never held for longer than a selection.
+        self._lock = threading.Lock()
+        self._free = concurrency
+        self._paused = False
+        self._reserved = 0
+        self._typical_s = 0.0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def waiting(self) -> int:
+        """Rows that wait, those included that are being tokenized."""
+        return len(self.queue) + self._reserved
+
+    def check_room(self, rows: int) -> None:
+        """Whether ``rows`` may wait; where nothing waits and a slot is free, any request may.
+
+        Raises:
+            Overloaded: Too many rows wait already: all or none of a request is taken.
+        """
+        waiting = self.waiting
+        if (waiting or not self._free) and waiting + rows > self.max_queue:
+            raise Overloaded(
+                f"{waiting} rows wait already, and at most {self.max_queue} may", "try again later"
+            )
+
+    @contextmanager
+    def admitted(self, rows: int) -> Iterator[None]:
+        """Room for ``rows`` while they are made ready to be submitted.
+
+        Raises:
+            Overloaded: See ``check_room``.
+        """
+        self.check_room(rows)
+        self._reserved += rows
+        try:
+            yield
+        finally:
+            self._reserved -= rows
+
+    async def submit(self, rows: Sequence[Row], deadline: float | None = None) -> Outcome:
+        """Run ``rows``, which were admitted, in one or more batches.
+
+        Args:
+            rows: At least one. They belong to this request from here on.
+            deadline: On the clock of ``perf_counter``; None for none.
+
+        Raises:
+            DeadlineExceeded: It has passed, or would before the run is over.
+            asyncio.CancelledError: What still waited is never computed.
+            Exception: What ``run`` raised for one of these rows.
+        """
+        loop = self._loop = asyncio.get_running_loop()
+        now = perf_counter()
+        if deadline is not None and now >= deadline:
+            raise DeadlineExceeded("the deadline has passed", "allow more time, or send less")
+        request = _Request(
+            rows=list(rows),
+            future=loop.create_future(),
+            submitted=now,
+            deadline=deadline,
+            results=[None] * len(rows),
+            left=len(rows),
+        )
+        for index, row in enumerate(rows):
+            row.request, row.index = request, index
+        with self._lock:
+            request.queued = not self._free or self._paused
+            for row in rows:
+                self.queue.add(row)
+        self._start()
+        if deadline is not None and not request.future.done():
+            request.timer = loop.call_later(deadline - now, self._expire, request)
+        try:
+            return await request.future
+        finally:
+            if request.timer is not None:
+                request.timer.cancel()
+            if request.left:
+                self._withdraw(request)
+
+    def pause(self) -> None:
+        """Begin no more runs."""
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+        self._start()
+
+    def refuse_waiting(self, error: Exception) -> None:
+        """Answer all that waits with ``error``."""
+        with self._lock:
+            requests = {row.request for row in self.queue}
+        for request in requests:
+            self._fail(request, error)
+
+    def close(self) -> None:
+        """Wait for the runs that have begun; what waits is refused."""
+        self.pause()
+        self.refuse_waiting(NotReady("the model is unloaded", "load it again"))
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    # -- on the loop ------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """Give what is due to the slots that are free."""
+        assert self._loop is not None or not len(self.queue)
+        while True:
+            with self._lock:
+                batch = self._next(perf_counter()) if self._free else None
+                if batch is None:
+                    return
+                self._free -= 1
+            self._pool.submit(self._work, batch)
+
+    def _expire(self, request: _Request) -> None:
+        self._fail(
+            request,
+            DeadlineExceeded("the deadline passed before the answer", "allow more time"),
+        )
+
+    def _fail(self, request: _Request, error: Exception) -> None:
+        self._withdraw(request)
+        if not request.future.done():
+            request.future.set_exception(error)
+
+    def _withdraw(self, request: _Request) -> None:
+        with self._lock:
+            for row in request.rows:
+                self.queue.discard(row)
+
+    def _deliver(self, done: list[tuple[list[Row], Batch | Exception]]) -> None:
+        for rows, result in done:
+            if isinstance(result, Exception):
+                for request in {row.request for row in rows}:
+                    self._fail(request, result)
+                if isinstance(result, NotReady) and self._failed is not None:
+                    self._failed(result)
+                continue
+            if self._ran is not None:
+                self._ran(result)
+            counts: dict[_Request, int] = {}
+            for row, value in zip(rows, result.ran.results, strict=True):
+                row.request.results[row.index] = value
+                counts[row.request] = counts.get(row.request, 0) + 1
+            for request, count in counts.items():
+                request.batches.append((result, count))
+                request.left -= count
+                if not request.left and not request.future.done():
+                    request.future.set_result(_outcome(request))
+
+    def _arm(self, delay: float) -> None:
+        """Look again when the oldest row has waited long enough."""
+        if self._timer is not None:
+            self._timer.cancel()
+        assert self._loop is not None
+        self._timer = self._loop.call_later(delay, self._start)
+
+    # -- in a worker ------------------------------------------------------------------------------
+
+    def _work(self, batch: list[Row]) -> None:
+        assert self._loop is not None
+        while True:
+            done = self._compute(batch)
+            self._loop.call_soon_threadsafe(self._deliver, done)
+            with self._lock:
+                following = self._next(perf_counter())
+                if following is None:
+                    self._free += 1
+                    return
+                batch = following
+
+    def _compute(self, rows: list[Row]) -> list[tuple[list[Row], Batch | Exception]]:
+        """Run a batch; where it fails, each of its requests alone: it fails for its own rows."""
+        started = perf_counter()
+        try:
+            ran = self._run(rows[0].key, [row.payload for row in rows])
+        except Exception as error:
+            requests: dict[Any, list[Row]] = {}
+            for row in rows:
+                requests.setdefault(row.request, []).append(row)
+            if len(requests) == 1:
+                return [(rows, error)]
+            return [done for each in requests.values() for done in self._compute(each)]
+        ended = perf_counter()
+        self._typical_s = max(ended - started, self._typical_s * FORGET)
+        tokens = sum(row.tokens for row in rows)
+        return [(rows, Batch(len(rows), rows[-1].tokens, tokens, started, ended, ran))]
+
+    # -- under the lock ---------------------------------------------------------------------------
+
+    def _next(self, now: float) -> list[Row] | None:
+        """The batch that is due; None where nothing is."""
+        while len(self.queue) and not self._paused:
+            if self._max_wait and self.queue.tokens < self.queue.budget:
+                wait = self.queue.oldest.request.submitted + self._max_wait - now
+                if wait > 0:
+                    assert self._loop is not None
+                    self._loop.call_soon_threadsafe(self._arm, wait)
+                    return None
+            batch = [row for row in self.queue.take() if not self._hopeless(row.request, now)]
+            if batch:
+                return batch
+        return None
+
+    def _hopeless(self, request: _Request, now: float) -> bool:
+        """Whether a request that had to wait would be answered too late: then it is not computed.
+
+        What could start at once is always tried, so that the length of a run stays known.
+        """
+        if request.future.done():
+            return True
+        late = (
+            request.queued
+            and request.deadline is not None
+            and now + self._typical_s > request.deadline
+        )
+        if late:
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(self._expire, request)
+        return late
+
+
+def _outcome(request: _Request) -> Outcome:
+    spans = sorted((batch.started, batch.ended) for batch, _ in request.batches)
+    busy, total = _union(spans), max(end for _, end in spans) - request.submitted
+    return Outcome(request.results, max(total - busy, 0) * 1e3, busy * 1e3, request.batches)
+
+
+def _union(spans: Iterable[tuple[float, float]]) -> float:
+    """Length of what intervals cover together, given in order of their starts."""
+    covered, until = 0.0, float("-inf")
+    for start, end in spans:
+        covered += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return covered

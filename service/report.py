@@ -1,0 +1,73 @@
+"""What the dashboard shows: the last minute, memory, and what each model is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attnserve.artifact import Artifact
+from service.engine import Engine
+from service.metrics import gpu_bytes, rss_bytes
+from service.repository import Repository
+
+__all__ = ["report"]
+
+
+def report(repository: Repository) -> dict[str, Any]:
+    """The body of GET /stats.json. Milliseconds, bytes, multiply-accumulates."""
+    return {
+        "ready": repository.ready,
+        "memory": {"rss_bytes": rss_bytes(), "gpu_bytes": gpu_bytes()},
+        "models": [_model(engine) for engine in repository.engines()],
+    }
+
+
+def _model(engine: Engine) -> dict[str, Any]:
+    statistics = engine.statistics()
+    return {
+        "name": engine.name,
+        "version": engine.version,
+        "ready": engine.ready,
+        "reason": engine.reason,
+        "queue_rows": engine.batcher.waiting,
+        "in_flight": engine.in_flight,
+        "requests": statistics["inference_stats"]["success"]["count"],
+        "failures": statistics["inference_stats"]["fail"]["count"],
+        "rows": statistics["inference_count"],
+        "runs": statistics["execution_count"],
+        "window": engine.metrics.window(),
+        "card": card(engine),
+    }
+
+
+def card(engine: Engine) -> dict[str, Any]:
+    """What the model is, and what was done to it."""
+    model, artifact = engine.model, engine.model.artifact
+    return {
+        "parameters": model.cost.parameters,
+        "max_length": model.encoder.max_length if model.encoder else None,
+        "pooling": artifact.pooling,
+        "normalize": artifact.normalize,
+        "takes_text": model.encoder is not None,
+        "classifies": model.classifies,
+        "provider": model.provider,
+        "source": artifact.record.get("source"),
+        "plan": model.plan_id,
+        "optimization": _optimization(artifact),
+    }
+
+
+def _optimization(artifact: Artifact) -> dict[str, Any] | None:
+    """Before the first rewrite and after the last; None where nothing was rewritten."""
+    entries = [entry for entry in artifact.lineage if isinstance(entry, dict)]
+    if not entries:
+        return None
+    last = entries[-1]
+    return {
+        "rewrites": [entry.get("rewrite") for entry in entries],
+        "before": entries[0].get("before"),
+        "after": last.get("after"),
+        "fidelity": last.get("fidelity"),
+        "batch": last.get("batch"),
+        "sequence": last.get("sequence"),
+        "break_even_sequence": last.get("break_even_sequence"),
+    }
