@@ -25,6 +25,7 @@ import base64
 import csv
 import json
 import os
+import re
 import shutil
 import socket
 import statistics
@@ -408,10 +409,25 @@ def cosines(found: np.ndarray, reference: np.ndarray) -> dict[str, float]:
     return {"texts": len(each), "min": float(each.min()), "mean": float(each.mean())}
 
 
-def histogram(rows: np.ndarray) -> dict[str, int]:
-    """How many batches had so many rows, where each answer of a row names its batch's rows."""
-    answers = Counter(int(size) for size in rows if size)
-    return {str(size): round(count / size) for size, count in sorted(answers.items())}
+def batch_counts(port: int) -> Counter[int]:
+    """How many runs had so many rows so far, by the server's own counters."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    found = re.findall(r'^attnserve_batches_total{.*rows="(\d+)".*} (\S+)$', text, re.MULTILINE)
+    return Counter({int(rows): int(float(count)) for rows, count in found})
+
+
+def histogram(counts: Counter[int]) -> dict[str, int]:
+    return {str(rows): count for rows, count in sorted(counts.items())}
+
+
+def per_text(answers: Mapping[str, np.ndarray], texts: int = 1) -> dict[str, float]:
+    """What a text costs on average, by the answers' headers."""
+    return {
+        "tokens": float(answers["tokens"].mean() / texts),
+        "macs": float(answers["macs"].mean() / texts),
+        "padding_waste": float(answers["padding_waste"].mean()),
+    }
 
 
 def family_rss(process: psutil.Process) -> int:
@@ -502,7 +518,8 @@ def throughput(setup: Setup) -> dict[str, Any]:
             }
             if done["compute_ms"].any():
                 details[name] |= {key: percentiles(done[key]) for key in ("queue_ms", "compute_ms")}
-                details[name]["batches"] = histogram(done["batch_rows"])
+                details[name]["batches"] = histogram(batch_counts(port))
+                details[name]["per_text"] = per_text(done, texts)
             return len(done["due_s"]) * texts / last
 
     def encode(name: str, batch: int | None) -> float:
@@ -622,6 +639,7 @@ def overload(setup: Setup) -> dict[str, Any]:
     headers = {"x-timeout-ms": str(setup.deadline_ms)}
     with ours(setup) as (port, process):
         capacity = short_rate(setup, port)
+        idle = batch_counts(port)
         before, over, after = load(
             setup,
             port,
@@ -634,6 +652,7 @@ def overload(setup: Setup) -> dict[str, Any]:
             connections=8192,
             headers=headers,
         )
+        batches = batch_counts(port) - idle
         healthy = embeddings(port, setup.texts[:1]).shape[0] == 1
         rss = family_rss(process)
     accepted = over.answered()
@@ -666,12 +685,12 @@ def overload(setup: Setup) -> dict[str, Any]:
                 "queue_ms": percentiles(phase.answered()["queue_ms"]),
                 "tokenize_ms": percentiles(phase.answered()["tokenize_ms"]),
                 "compute_ms": percentiles(phase.answered()["compute_ms"]),
-                "batches": histogram(phase.answered()["batch_rows"]),
                 "sent_late_ms": percentiles(phase.columns["late_ms"]),
                 "generator_cpu_share": round(phase.cpu_share, 3),
             }
             for name, phase in (("before", before), ("overload", over), ("after", after))
         },
+        "batches": histogram(batches),
         "recovery_s": recovery,
         "recovered_means": f"from then on all are answered, in at most {2 * usual:.0f} ms",
         "rss_bytes": rss,

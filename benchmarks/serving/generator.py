@@ -10,7 +10,8 @@ Bodies are taken in their order, again from the first after the last.
 
 Each phase answers parallel lists: when a request was due (seconds from the start of the phase),
 latency (ms), how late it was sent (ms), status (0: the connection failed or nothing came), and the
-queue, tokenize and compute milliseconds, tokens and batch rows that the answer's headers name.
+queue, tokenize and compute milliseconds, tokens, padding waste and MACs that the answer's headers
+name.
 Only the standard library: what is measured is the server, not this.
 """
 
@@ -35,7 +36,8 @@ NUMBERS = {
     b"x-tokenize-ms": "tokenize_ms",
     b"x-compute-ms": "compute_ms",
     b"x-tokens": "tokens",
-    b"x-batch-rows": "batch_rows",
+    b"x-padding-waste": "padding_waste",
+    b"x-macs": "macs",
 }
 
 
@@ -160,7 +162,9 @@ class Load:
         deadline = perf_counter() + ANSWER_TIMEOUT_S
         while self.in_flight and perf_counter() < deadline:
             await asyncio.sleep(0.005)
-        self.rows[-1] += [(0.0, ANSWER_TIMEOUT_S * 1e3, 0.0, 0, *[0] * 5)] * self.in_flight
+        self.rows[-1] += [
+            (0.0, ANSWER_TIMEOUT_S * 1e3, 0.0, 0, *[0] * len(NUMBERS))
+        ] * self.in_flight
         self.in_flight = 0
 
     def _send(self, at: float) -> None:
