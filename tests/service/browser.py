@@ -42,9 +42,13 @@ class Browser:
         self._command(f"element/{self._find(selector)}/value", {"text": keys})
 
     def complaints(self) -> list[str]:
-        """What the page wrote to the console: errors, and whatever its policy forbade."""
+        """Errors of the page, and whatever its policy forbade; not what a server refused."""
         entries = self._command("se/log", {"type": "browser"})
-        return [entry["message"] for entry in entries if entry["level"] == "SEVERE"]
+        return [
+            entry["message"]
+            for entry in entries
+            if entry["level"] == "SEVERE" and "the server responded with" not in entry["message"]
+        ]
 
     def screenshot(self, path: Path) -> Path:
         path.write_bytes(base64.b64decode(self._command("screenshot", None)))
