@@ -55,7 +55,7 @@ from benchmarks.fidelity import minilm
 
 ROOT = Path(__file__).parents[1]
 PROGRAMS = Path(__file__).parent / "serving"
-RESULT = Path(os.environ.get("SERVING_RESULT", Path(__file__).parent / "results" / "serving.json"))
+RESULT = Path(__file__).parent / "results" / "serving.json"
 
 IN_FLIGHT = 64
 """Requests in flight at saturation."""
@@ -83,7 +83,7 @@ UNCONSTRAINED = {"sentence-transformers"}
 BOUNDS = {"plain": 2.0, "litserve": 1.5, "sentence-transformers": 1.2}
 """How many times their throughput ours should be."""
 
-console = Console(stderr=True, highlight=False)
+console = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True)
@@ -535,6 +535,14 @@ def throughput(setup: Setup) -> dict[str, Any]:
         lines.close()
         return found["texts"] / found["seconds"]
 
+    def session(name: str, batch: int) -> float:
+        lines = Lines(setup, sys.executable, PROGRAMS / "bare.py", setup.model, setup.threads)
+        asked = {"texts": setup.texts, "batch": batch}
+        lines.ask({**asked, "seconds": 1})
+        found = lines.ask({**asked, "seconds": setup.seconds})
+        lines.close()
+        return found["texts_per_s"]
+
     single, chunked = single_texts(setup), chunks(setup)
     systems: dict[str, Callable[[str], float]] = {
         "attnserve": lambda name: over_http(name, ours(setup), single, IN_FLIGHT, 1),
@@ -557,6 +565,9 @@ def throughput(setup: Setup) -> dict[str, Any]:
         ),
         "sentence-transformers": lambda name: encode(name, BATCH),
         "sentence-transformers, one call": lambda name: encode(name, None),
+        # No server: what batching alone could gain here.
+        "bare session, one by one": lambda name: session(name, 1),
+        "bare session, 8 of like length": lambda name: session(name, 8),
     }
     order = list(systems)
     rates: dict[str, list[float]] = {name: [] for name in systems}
@@ -588,6 +599,14 @@ def throughput(setup: Setup) -> dict[str, Any]:
         "median_texts_per_s": {name: statistics.median(found) for name, found in rates.items()},
         "ratios": ratios,
         "median_ratio": medians,
+        "batching_alone": statistics.median(
+            many / one
+            for one, many in zip(
+                rates["bare session, one by one"],
+                rates["bare session, 8 of like length"],
+                strict=True,
+            )
+        ),
         "compared": against,
         "last_round": details,
         "versions": {peer: versions_of(setup, peer) for peer in PEERS},

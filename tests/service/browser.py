@@ -99,12 +99,13 @@ def chromium(width: int = 1280, height: int = 1500, *, dark: bool = False) -> It
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
             session = _session(client, {"capabilities": {"alwaysMatch": capabilities}})
-            client.base_url = f"http://127.0.0.1:{port}/session/{session}/"
+            at = f"/session/{session}"
+            client.base_url = f"http://127.0.0.1:{port}{at}/"
             try:
                 yield Browser(client)
             finally:
                 with suppress(httpx.HTTPError):
-                    client.delete("")
+                    httpx.delete(f"http://127.0.0.1:{port}{at}", timeout=30)
     finally:
         process.terminate()
         process.wait(timeout=10)
