@@ -14,7 +14,7 @@ __all__ = ["LogLevel", "Settings"]
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
-BATCH_TOKENS = {"cpu": 1024, "cuda": 16_384}
+BATCH_TOKENS = {"cpu": 256, "cuda": 16_384}
 """On a CPU a larger batch is no faster than two smaller ones, and answers later."""
 
 RUN_OVERHEAD = {"cpu": 8, "cuda": 512}
