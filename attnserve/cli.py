@@ -755,22 +755,91 @@ def _latency_cells(result: Measurement) -> Sequence[str]:
 
 @app.command()
 def serve(
-    model: Model,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port.")] = 8000,
-    threads: Threads = 0,
-    provider: ProviderName = "cpu",
+    model: Annotated[
+        Path,
+        typer.Argument(
+            help="An .onnx file, an artifact folder, or a folder of models"
+            " (NAME/VERSION/model.onnx or NAME/model.onnx)."
+        ),
+    ],
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on; 127.0.0.1 where left out.")
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="8000 where left out; 0 takes any free port."),
+    ] = None,
+    provider: Annotated[
+        str | None, typer.Option(help="cpu (where left out) or cuda.", show_default=False)
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=0, help="Threads of one run; 0 leaves it to ONNX Runtime.")
+    ] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Runs at once; 1 where left out.")
+    ] = None,
+    max_batch_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Padded tokens of a batch: rows x longest.")
+    ] = None,
+    max_wait_ms: Annotated[
+        float | None,
+        typer.Option(min=0, help="How long a free slot waits for a batch to fill; 0: not at all."),
+    ] = None,
+    max_queue: Annotated[
+        int | None, typer.Option(min=0, help="Rows that may wait; past it the answer is 429.")
+    ] = None,
+    timeout_ms: Annotated[
+        float | None, typer.Option(help="Time of a request that names none; past it 504.")
+    ] = None,
+    api_keys_file: Annotated[
+        Path | None, typer.Option(help="A file with an API key a line; else everybody may ask.")
+    ] = None,
+    cors_origins: Annotated[
+        str | None, typer.Option(help="Origins whose pages may ask, separated by commas.")
+    ] = None,
+    probe: Annotated[
+        bool | None,
+        typer.Option(
+            "--probe/--no-probe",
+            help="Load and run a model in a process of its own before it is trusted.",
+        ),
+    ] = None,
+    probe_timeout_s: Annotated[
+        float | None, typer.Option(help="Time for a model to load and run once; 300.")
+    ] = None,
+    drain_delay_s: Annotated[
+        float | None,
+        typer.Option(min=0, help="Seconds between not being ready and not listening any more."),
+    ] = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Serve a model over HTTP; further settings by environment (see service/settings.py)."""
-    from service.app import serve as run
-    from service.settings import Settings
+    """Serve models over HTTP.
 
-    level = "error" if quiet else "debug" if verbose else "info"
+    What is not given here comes from the environment (ATTNSERVE_PORT=9000); limits of requests do
+    only: see service/settings.py.
+    """
+    from service.app import serve as run
+    from service.settings import read_settings
+
     run(
-        Settings(
-            model=model, host=host, port=port, threads=threads, provider=provider, log_level=level
+        read_settings(
+            model=model,
+            host=host,
+            port=port,
+            provider=provider,
+            threads=threads,
+            concurrency=concurrency,
+            max_batch_tokens=max_batch_tokens,
+            max_wait_ms=max_wait_ms,
+            max_queue=max_queue,
+            timeout_ms=timeout_ms,
+            api_keys_file=api_keys_file,
+            cors_origins=cors_origins,
+            probe=probe,
+            probe_timeout_s=probe_timeout_s,
+            drain_delay_s=drain_delay_s,
+            log_level="error" if quiet else "debug" if verbose else None,
         )
     )
 

@@ -211,7 +211,7 @@ class Batcher:
         # both touch is touched under this lock; it is never held for longer than a selection.
         self._lock = threading.Lock()
         self._free = concurrency
-        self._paused = False
+        self._paused = self._closed = False
         self._reserved = 0
         self._typical_s = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -257,9 +257,12 @@ class Batcher:
 
         Raises:
             DeadlineExceeded: It has passed, or would before the run is over.
+            NotReady: The batcher is closed.
             asyncio.CancelledError: What still waited is never computed.
             Exception: What ``run`` raised for one of these rows.
         """
+        if self._closed:
+            raise NotReady("the model is unloaded", "load it again")
         loop = self._loop = asyncio.get_running_loop()
         now = perf_counter()
         if deadline is not None and now >= deadline:
@@ -306,6 +309,7 @@ class Batcher:
 
     def close(self) -> None:
         """Wait for the runs that have begun; what waits is refused."""
+        self._closed = True
         self.pause()
         self.refuse_waiting(NotReady("the model is unloaded", "load it again"))
         self._pool.shutdown(wait=True, cancel_futures=True)

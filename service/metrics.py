@@ -7,6 +7,8 @@ others: what the routes report is read back from the registry.
 from __future__ import annotations
 
 import ctypes
+import mmap
+import os
 from collections import Counter as Tally
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -28,6 +30,7 @@ SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5
 TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 STAGES = ("queue", "compute_input", "compute_infer", "compute_output")
+PAGE_BYTES = mmap.PAGESIZE
 WINDOW_S = 60
 """How far back /stats.json looks."""
 
@@ -61,7 +64,11 @@ def as_headers(cost: Mapping[str, int | float]) -> dict[str, str]:
 
 def rss_bytes() -> int:
     """Resident memory of this process."""
-    return _process().memory_info().rss
+    file = _statm()
+    if file is None:
+        return psutil.Process().memory_info().rss
+    # Asked with every answer: a file that stays open takes 2 us, psutil 50.
+    return int(os.pread(file, 64, 0).split()[1]) * PAGE_BYTES
 
 
 def gpu_bytes() -> int | None:
@@ -360,8 +367,12 @@ def _percentiles(values: list[float]) -> dict[str, float | None]:
 
 
 @cache
-def _process() -> psutil.Process:
-    return psutil.Process()
+def _statm() -> int | None:
+    """Where Linux tells of the memory of this process, in pages; None elsewhere."""
+    try:
+        return os.open("/proc/self/statm", os.O_RDONLY)
+    except OSError:
+        return None
 
 
 @cache

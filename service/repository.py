@@ -163,6 +163,7 @@ class Repository:
         """
         if self._started:
             return
+        self.draining = False
         names = await asyncio.to_thread(self._find)
         first: AttnserveError | None = None
         for name in sorted(names):
@@ -246,6 +247,7 @@ class Repository:
             for engine in self._engines.pop(name).values():
                 self._retire(engine)
         await self.settled()
+        self._started = False
 
     # -- inside -----------------------------------------------------------------------------------
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, SecretStr
+from pydantic import BeforeValidator, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from attnserve.session import Provider
+from graph_passes.errors import InvalidArgument
 
-__all__ = ["LogLevel", "Settings"]
+__all__ = ["LogLevel", "Settings", "read_settings"]
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -130,3 +131,21 @@ class Settings(BaseSettings):
         """``run_overhead_tokens``, by default that of the provider."""
         given = self.run_overhead_tokens
         return RUN_OVERHEAD[self.provider] if given is None else given
+
+
+def read_settings(**given: Any) -> Settings:
+    """``given`` (what is None is not), and for the rest what the environment says.
+
+    Raises:
+        InvalidArgument: A value cannot work.
+    """
+    try:
+        return Settings(**{name: value for name, value in given.items() if value is not None})
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        name = ".".join(map(str, first["loc"][:1])) or "settings"
+        shown = "" if name == "api_keys" else f" {first['input']!r}"
+        raise InvalidArgument(
+            f"{name}{shown}: {first['msg']}",
+            f"mend --{name.replace('_', '-')} or ATTNSERVE_{name.upper()}",
+        ) from error

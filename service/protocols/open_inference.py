@@ -20,7 +20,6 @@ from fastapi import APIRouter, Request, Response
 
 from attnserve import __version__
 from graph_passes.errors import InvalidData
-from service.model import Tensor
 from service.errors import MalformedRequest
 from service.http import (
     accepts,
@@ -32,6 +31,7 @@ from service.http import (
     served,
     unless_gone,
 )
+from service.model import Tensor
 from service.schemas import (
     InferRequest,
     InferResponse,

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from graph_passes.errors import InvalidModel
 from attnserve.artifact import open_artifact
+from graph_passes.errors import InvalidModel
 from service.engine import Engine
 from service.errors import NotReady, Overloaded
 from service.model import Model

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from tests.service.tiny import ECHO, hidden_states, write_encoder, write_model
+from tests.service.tiny import ECHO, hidden_states, ids_request, write_encoder, write_model
 
 
 def mean(ids: list[int]) -> np.ndarray:
@@ -94,3 +96,162 @@ def test_a_model_that_takes_no_text_says_so(
     answer = client.post("/embed", json={"inputs": "a"})
     assert answer.status_code == 422
     assert "expected int64 or int32 tokens" in answer.json()["error"]
+
+
+# -- /predict -------------------------------------------------------------------------------------
+
+# The logits of three classes: how often a, b and c are in the text.
+CLASSIFIER = """
+<ir_version: 10, opset_import: ["": 18]>
+counts (int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask)
+  => (float[batch, 3] logits)
+  <int64[3] letters = {4, 5, 6}, int64[1] last = {2}, int64[1] middle = {1}>
+{
+    ids = Unsqueeze(input_ids, last)
+    same = Equal(ids, letters)
+    ones = Cast<to = 1>(same)
+    logits = ReduceSum<keepdims = 0>(ones, middle)
+}
+"""
+
+
+def write_classifier(folder: Path, encoder: Path, **record: object) -> Path:
+    folder.mkdir()
+    write_model(folder / "model.onnx", CLASSIFIER)
+    (folder / "tokenizer.json").write_bytes((encoder / "tokenizer.json").read_bytes())
+    (folder / "attnserve.json").write_text(json.dumps(record))
+    return folder
+
+
+def test_classes_the_likeliest_first(
+    start: Callable[..., TestClient], encoder: Path, tmp_path: Path
+) -> None:
+    folder = write_classifier(tmp_path / "c", encoder, id2label={"0": "A", "1": "B", "2": "C"})
+    answer = start(folder).post("/predict", json={"inputs": ["b b c", "a"]})
+    assert answer.status_code == 200, answer.text
+    first, second = answer.json()["predictions"]
+    assert [one["label"] for one in first] == ["B", "C", "A"]
+    assert [one["label"] for one in second] == ["A", "B", "C"]  # a tie keeps its order
+    powers = np.exp([2, 1, 0])
+    np.testing.assert_allclose([one["score"] for one in first], powers / powers.sum(), rtol=1e-6)
+    assert answer.json()["usage"] == {"tokens": 8}
+    assert int(answer.headers["x-tokens"]) == 8
+
+
+def test_labels_of_config_json_or_numbers(
+    start: Callable[..., TestClient], encoder: Path, tmp_path: Path
+) -> None:
+    folder = write_classifier(tmp_path / "c", encoder)
+    body = {"inputs": "c", "top_k": 1}
+    (found,) = start(folder).post("/predict", json=body).json()["predictions"]
+    assert [one["label"] for one in found] == ["2"]
+    (folder / "config.json").write_text('{"id2label": {"2": "sea"}}')
+    (found,) = start(folder).post("/predict", json=body).json()["predictions"]
+    assert [one["label"] for one in found] == ["sea"]
+
+
+def test_a_model_without_classes_says_so(client: TestClient) -> None:
+    answer = client.post("/predict", json={"inputs": "a"})
+    assert answer.status_code == 404
+    assert answer.json()["error"].startswith("tiny has no classes")
+
+
+# -- /similarity ----------------------------------------------------------------------------------
+
+
+def cosine(one: list[int], other: list[int]) -> float:
+    a, b = mean(one), mean(other)
+    return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
+
+
+def test_one_text_with_many_and_pairs(client: TestClient) -> None:
+    expected = [1.0, cosine([2, 4, 3], [2, 5, 6, 3])]
+    many = client.post("/similarity", json={"source": "a", "targets": ["a", "b c"]})
+    np.testing.assert_allclose(many.json()["similarities"], expected, rtol=1e-5)
+    assert many.json()["usage"] == {"tokens": 7}  # a text that comes twice is run once
+    pairs = client.post("/similarity", json={"pairs": [["a", "a"], ["b c", "a"]]})
+    np.testing.assert_allclose(pairs.json()["similarities"], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({}, "expected either 'pairs', or 'source' and 'targets'"),
+        ({"source": "a"}, "expected either"),
+        ({"targets": ["a"]}, "expected either"),
+        ({"pairs": [["a", "b"]], "source": "a", "targets": ["b"]}, "expected either"),
+        ({"pairs": []}, "pairs: List should have at least 1 item"),
+        ({"pairs": [["a"]]}, "pairs.0: List should have at least 2 items"),
+        ({"pairs": [["a", "b", "c"]]}, "pairs.0: List should have at most 2 items"),
+        ({"source": "a", "targets": []}, "targets: List should have at least 1 item"),
+    ],
+)
+def test_what_cannot_be_compared(client: TestClient, body: Any, text: str) -> None:
+    answer = client.post("/similarity", json=body)
+    assert answer.status_code == 422
+    assert text in answer.json()["error"]
+
+
+# -- /tokenize ------------------------------------------------------------------------------------
+
+
+def test_tokens(client: TestClient) -> None:
+    body = client.post("/tokenize", json={"inputs": ["a b", ""]}).json()
+    assert body == {"tokens": [[2, 4, 5, 3], [2, 3]], "model": "tiny", "usage": {"tokens": 6}}
+    long = client.post("/tokenize", json={"inputs": "a " * 9})
+    assert long.status_code == 422
+    cut = client.post("/tokenize", json={"inputs": "a " * 9, "truncate": True})
+    assert len(cut.json()["tokens"][0]) == 8
+
+
+# -- which model ----------------------------------------------------------------------------------
+
+
+def test_a_model_and_a_version_by_name(start: Callable[..., TestClient], tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    write_encoder(tmp_path / "one" / "1")
+    write_encoder(tmp_path / "one" / "2", normalize=True)
+    write_encoder(tmp_path / "other")
+    client = start(tmp_path)
+
+    def norm(**which: str) -> float:
+        answer = client.post("/embed", json={"inputs": "a", **which})
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-model"] == which["model"]
+        return float(np.linalg.norm(answer.json()["embeddings"][0]))
+
+    assert norm(model="one") == norm(model="one", version="2") == pytest.approx(1)
+    assert norm(model="one", version="1") == norm(model="other") != pytest.approx(1)
+    unnamed = client.post("/embed", json={"inputs": "a"})
+    assert unnamed.status_code == 404
+    assert "several models: one, other" in unnamed.json()["error"]
+
+
+# -- rows that may not share ----------------------------------------------------------------------
+
+
+def test_a_model_that_mixes_its_rows_never_shares_a_batch(
+    start: Callable[..., TestClient], encoder: Path, tmp_path: Path
+) -> None:
+    """It takes the mean of the whole batch away: in company a text would have another vector."""
+    text = """
+    <ir_version: 10, opset_import: ["": 18]>
+    mixer (int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask)
+      => (float[batch, 1] y) <int64[1] sequence_axis = {1}>
+    {
+        ids = Cast<to = 1>(input_ids)
+        sums = ReduceSum(ids, sequence_axis)
+        all = ReduceMean<keepdims = 1>(sums)
+        y = Sub(sums, all)
+    }
+    """
+    write_model(tmp_path / "mixer.onnx", text)
+    (tmp_path / "tokenizer.json").write_bytes((encoder / "tokenizer.json").read_bytes())
+    client = start(tmp_path / "mixer.onnx")
+    model = client.app.state.repository.engine().model  # type: ignore[attr-defined]
+    assert (model.rows_are_independent, model.max_rows) == (False, 1)
+    answer = client.post("/embed", json={"inputs": ["a", "b", "c"]})
+    assert answer.json()["embeddings"] == [[0.0], [0.0], [0.0]]
+    # Tensors that come together run together: that is what their sender asked for.
+    y = client.post("/v2/models/mixer/infer", json=ids_request([2], [4])).json()["outputs"][0]
+    assert y["data"] == [-1.0, 1.0]

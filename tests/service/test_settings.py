@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnserve import cli
+from graph_passes.errors import InvalidArgument
+from service.settings import Settings, read_settings
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
+    """What the command line would serve."""
+    seen: list[Settings] = []
+    monkeypatch.setattr("service.app.serve", seen.append)
+    return seen
+
+
+def test_options_win_over_the_environment_and_that_over_defaults(
+    told: list[Settings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATTNSERVE_PORT", "9000")
+    monkeypatch.setenv("ATTNSERVE_MAX_QUEUE", "7")
+    assert cli.main(["serve", "model", "--port", "9001", "--no-probe"]) == 0
+    (settings,) = told
+    assert settings.model == Path("model")
+    assert (settings.port, settings.max_queue, settings.probe) == (9001, 7, False)
+    assert (settings.host, settings.timeout_ms) == ("127.0.0.1", 30_000)
+
+
+def test_every_option(told: list[Settings], tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "host": "0.0.0.0",
+        "port": 1,
+        "provider": "cuda",
+        "threads": 2,
+        "concurrency": 3,
+        "max_batch_tokens": 4,
+        "max_wait_ms": 5.0,
+        "max_queue": 6,
+        "timeout_ms": 7.0,
+        "api_keys_file": tmp_path / "keys",
+        "cors_origins": "a, b",
+        "probe_timeout_s": 8.0,
+        "drain_delay_s": 9.0,
+    }
+    given = [
+        part for name, v in options.items() for part in (f"--{name.replace('_', '-')}", str(v))
+    ]
+    assert cli.main(["serve", "model", *given, "--quiet"]) == 0
+    (settings,) = told
+    options["cors_origins"] = ("a", "b")
+    assert {name: getattr(settings, name) for name in options} == options
+    assert settings.log_level == "error"
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"provider": "tpu"}, "provider 'tpu': Input should be 'cpu' or 'cuda'"),
+        ({"timeout_ms": 0}, "timeout_ms 0: Input should be greater than 0"),
+        ({"max_batch_tokens": 0}, "mend --max-batch-tokens or ATTNSERVE_MAX_BATCH_TOKENS"),
+    ],
+)
+def test_a_value_that_cannot_work_is_refused(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidArgument, match=text):
+        read_settings(model="m", **given)
+
+
+def test_batches_are_as_large_as_their_provider_likes(tmp_path: Path) -> None:
+    cpu, cuda = (Settings(model=tmp_path, provider=name) for name in ("cpu", "cuda"))
+    assert cpu.batch_tokens < cuda.batch_tokens == 16_384
+    assert cpu.overhead_tokens < cuda.overhead_tokens
+    chosen = Settings(model=tmp_path, max_batch_tokens=5, run_overhead_tokens=0)
+    assert (chosen.batch_tokens, chosen.overhead_tokens) == (5, 0)
