@@ -14,9 +14,9 @@ class Answer:
     """What was computed, and what it cost.
 
     ``compute_ms`` is the time in which a part of the request ran, ``queue_ms`` the time in which it
-    only waited. ``tokens`` are without padding, ``padded_tokens`` with it; ``macs`` are the request's
-    share of its batches at their true (padded) shapes, None where the graph cannot be counted.
-    ``batch_rows`` are the sizes of the batches that it ran in.
+    only waited. ``tokens`` are without padding, ``padded_tokens`` with it; ``macs`` are the share
+    of the request in its batches at their true (padded) shapes, None where the graph cannot be
+    counted. ``batch_rows`` are the sizes of the batches that it ran in.
     """
 
     outputs: dict[str, np.ndarray]

@@ -1,4 +1,4 @@
-"""The application: a repository of models, the protocols they are spoken to in, and their metrics."""
+"""The application: models from a repository, the protocols they are spoken to in, their metrics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from types import FrameType
 from typing import Any
@@ -59,7 +59,7 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
     metrics = models.metrics
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
         await models.start()
         try:
             yield
@@ -152,7 +152,7 @@ class _Server(uvicorn.Server):
         self._repository = repository
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        # uvicorn raises the signals that it has caught again when it is done: nobody else needs them.
+        # uvicorn raises the signals that it has caught again at its end: nobody else needs them.
         before = {number: signal.signal(number, _ignore) for number in STOPS}
         try:
             super().run(sockets)

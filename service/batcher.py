@@ -4,8 +4,8 @@ A **row** is what may share a run with others: one text, or one index of the bat
 Rows of equal key fit into one batch, padded to its longest row; a batch costs its padded tokens,
 rows x longest, and stays within a budget. A row that is longer than the budget runs alone.
 
-``Queue`` decides which rows run together. It is pure: no clock, no threads. ``Batcher`` runs what it
-takes in a pool of threads, and gives every request its own results.
+``Queue`` decides which rows run together. It is pure: no clock, no threads. ``Batcher`` runs what
+it takes in a pool of threads, and gives every request its own results.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import asyncio
 import threading
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -235,7 +235,7 @@ class Batcher:
             )
 
     @contextmanager
-    def admitted(self, rows: int) -> Iterator[None]:
+    def admitted(self, rows: int) -> Generator[None]:
         """Room for ``rows`` while they are made ready to be submitted.
 
         Raises:

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from time import perf_counter, perf_counter_ns
@@ -247,7 +247,7 @@ class Engine:
     # -- inside -----------------------------------------------------------------------------------
 
     @contextmanager
-    def _counted(self) -> Iterator[dict[str, int]]:
+    def _counted(self) -> Generator[dict[str, int]]:
         """Count a request; its stages are filled in by who answers it."""
         started = perf_counter_ns()
         stages: dict[str, int] = {}

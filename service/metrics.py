@@ -1,7 +1,7 @@
 """What every answer cost: measured once, told in headers, in v2 parameters and to Prometheus.
 
-All series of a process are made here, in one registry. The exact v2 statistics are counters like the
-others: what the routes report is read back from the registry.
+All series of a process are made here, in one registry. The exact v2 statistics are counters like
+the others: what the routes report is read back from the registry.
 """
 
 from __future__ import annotations

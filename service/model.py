@@ -105,7 +105,7 @@ class Model:
             value.name: bound for value in graph.graph.inputs if (bound := id_bound(value))
         }
         self._examples = _examples(graph)
-        self._session = open_session(artifact.model, provider=provider, threads=threads)
+        self._session: Any = open_session(artifact.model, provider=provider, threads=threads)
         self.inputs = tuple(_tensor(value) for value in self._session.get_inputs())
         self.outputs = tuple(_tensor(value) for value in self._session.get_outputs())
         path = artifact.tokenizer
@@ -372,7 +372,8 @@ def _scores(logits: np.ndarray) -> np.ndarray:
     """Softmax over the classes; of a single one, its sigmoid."""
     if logits.ndim != 2:
         raise InvalidData(
-            f"the model gives an output of shape {list(logits.shape)}: classes need [batch, classes]",
+            f"the model gives an output of shape {list(logits.shape)}:"
+            " classes need [batch, classes]",
             "use /embed, or a model with a classification head",
         )
     logits = logits.astype(np.float64)

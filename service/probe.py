@@ -1,8 +1,8 @@
 """A child process that loads a model and runs it once, before the server trusts it.
 
-A graph is input of a stranger: it may crash the runtime, or never come back. It does so in the child,
-whose death or silence becomes an error like any other. What has passed is remembered by content, so
-that loading the same files again costs no more than reading them.
+A graph is input of a stranger: it may crash the runtime, or never come back. It does so in the
+child, whose death or silence becomes an error like any other. What has passed is remembered by
+content, so that loading the same files again costs no more than reading them.
 """
 
 from __future__ import annotations

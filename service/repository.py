@@ -104,9 +104,8 @@ class Repository:
         if version is None:
             return loaded[max(loaded, key=int)]
         if version not in loaded:
-            raise NotFound(
-                f"unknown version {version!r} of {name!r}: it has {', '.join(sorted(loaded, key=int))}"
-            )
+            has = ", ".join(sorted(loaded, key=int))
+            raise NotFound(f"unknown version {version!r} of {name!r}: it has {has}")
         return loaded[version]
 
     def versions(self, name: str) -> list[str]:
@@ -302,9 +301,9 @@ class Repository:
         trusted = not self.settings.probe
         content = (self._prover.identify if trusted else self._prover.prove)(artifact)
         current = self._engines.get(name, {}).get(version)
-        if current is not None and current.ready and not anyway:
-            if self._contents.get(current) == content:
-                return content, None
+        unchanged = current is not None and self._contents.get(current) == content
+        if unchanged and not anyway and current is not None and current.ready:
+            return content, None
         model = Model(
             artifact,
             name=name,

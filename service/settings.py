@@ -15,10 +15,10 @@ __all__ = ["LogLevel", "Settings", "read_settings"]
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
-BATCH_TOKENS = {"cpu": 256, "cuda": 16_384}
+BATCH_TOKENS = {"cpu": 512, "cuda": 16_384}
 """On a CPU a larger batch is no faster than two smaller ones, and answers later."""
 
-RUN_OVERHEAD = {"cpu": 8, "cuda": 512}
+RUN_OVERHEAD = {"cpu": 16, "cuda": 512}
 """What starting a run costs, in tokens: below it padding is cheaper than another run."""
 
 

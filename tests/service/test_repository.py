@@ -112,7 +112,7 @@ def test_a_path_without_models(tmp_path: Path, make: Callable[[Path], None]) -> 
     async def script(repository: Repository) -> None:
         raise AssertionError
 
-    with pytest.raises(InvalidModel, match="models: (no such file|holds no model)"):
+    with pytest.raises(InvalidModel, match=r"models: (no such file|holds no model)"):
         play(tmp_path / "models", script)
 
 
