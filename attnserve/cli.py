@@ -896,41 +896,54 @@ def triton(
 @deploy.command("ray")
 def deploy_ray(
     model: Model,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
-    replicas: Annotated[int | None, typer.Option(min=1, help="The least that run.")] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on; 127.0.0.1 where left out.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="8000 where left out.")] = None,
+    replicas: Annotated[
+        int | None, typer.Option(min=1, help="The least that run; 1 where left out.")
+    ] = None,
     max_replicas: Annotated[
         int | None, typer.Option(min=1, help="Scale up to so many; left out, no scaling.")
     ] = None,
     target_ongoing: Annotated[
-        float | None, typer.Option(help="Requests a replica has before another starts.")
+        float | None,
+        typer.Option(help="Requests a replica has before another starts; 16 where left out."),
     ] = None,
-    cpus: Annotated[float | None, typer.Option(min=0, help="Cores a replica reserves.")] = None,
-    gpus: Annotated[float | None, typer.Option(min=0, help="GPUs a replica reserves.")] = None,
+    cpus: Annotated[
+        float | None, typer.Option(min=0, help="Cores a replica reserves; 1 where left out.")
+    ] = None,
+    gpus: Annotated[
+        float | None, typer.Option(min=0, help="GPUs a replica reserves; none where left out.")
+    ] = None,
     address: Annotated[
         str | None, typer.Option(help="Of a running Ray cluster; else one is started here.")
     ] = None,
-    threads: Threads = 0,
-    provider: ProviderName = "cpu",
+    threads: Annotated[
+        int | None, typer.Option(min=0, help="Threads of one run; 0 leaves it to ONNX Runtime.")
+    ] = None,
+    provider: Annotated[
+        str | None, typer.Option(help="cpu (where left out) or cuda.", show_default=False)
+    ] = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Serve on Ray Serve: replicas, autoscaling, several machines."""
-    from service.deploy.ray import RaySettings, run
-    from service.settings import Settings
+    """Serve on Ray Serve: replicas, autoscaling, several machines.
 
+    What is not given here comes from the environment (ATTNSERVE_RAY_REPLICAS=4).
+    """
+    from service.deploy.ray import RaySettings, run
+    from service.settings import read, read_settings
+
+    settings = read_settings(
+        model=model.resolve(), host=host, port=port, threads=threads, provider=provider,
+        log_level="error" if quiet else "debug" if verbose else None,
+    )  # fmt: skip
     given = {
         "replicas": replicas, "max_replicas": max_replicas, "target_ongoing": target_ongoing,
         "cpus": cpus, "gpus": gpus, "address": address,
     }  # fmt: skip
-    level = "error" if quiet else "debug" if verbose else "info"
-    run(
-        Settings(
-            model=model.resolve(), host=host, port=port, threads=threads, provider=provider,
-            log_level=level,
-        ),
-        RaySettings.model_validate({k: v for k, v in given.items() if v is not None}),
-    )  # fmt: skip
+    run(settings, read(RaySettings, given))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

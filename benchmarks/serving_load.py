@@ -38,7 +38,7 @@ import urllib.error
 import urllib.request
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -193,7 +193,7 @@ def free_port() -> int:
 @contextmanager
 def served(
     setup: Setup, command: Sequence[str], health: str, port: int
-) -> Iterator[psutil.Process]:
+) -> Generator[psutil.Process]:
     """A server, from when it answers ``health`` until the end of the block."""
     process = subprocess.Popen(
         [str(part) for part in command],
@@ -224,7 +224,7 @@ def served(
 
 
 @contextmanager
-def ours(setup: Setup, *options: str) -> Iterator[tuple[int, psutil.Process]]:
+def ours(setup: Setup, *options: str) -> Generator[tuple[int, psutil.Process]]:
     port = free_port()
     command = [sys.executable, "-m", "attnserve.cli", "serve", str(setup.model), "--port", port]
     command += ["--threads", setup.threads, "--quiet", *options]
@@ -233,7 +233,7 @@ def ours(setup: Setup, *options: str) -> Iterator[tuple[int, psutil.Process]]:
 
 
 @contextmanager
-def plain(setup: Setup, handler: str, threads: int) -> Iterator[tuple[int, psutil.Process]]:
+def plain(setup: Setup, handler: str, threads: int) -> Generator[tuple[int, psutil.Process]]:
     port = free_port()
     command = [python_of(setup, "plain"), PROGRAMS / "peer_plain.py", setup.model, port]
     with served(setup, [*map(str, command), str(threads), handler], "/health", port) as process:
@@ -241,7 +241,7 @@ def plain(setup: Setup, handler: str, threads: int) -> Iterator[tuple[int, psuti
 
 
 @contextmanager
-def litserve(setup: Setup, batch: int, timeout_s: float) -> Iterator[tuple[int, psutil.Process]]:
+def litserve(setup: Setup, batch: int, timeout_s: float) -> Generator[tuple[int, psutil.Process]]:
     port = free_port()
     command = [python_of(setup, "litserve"), PROGRAMS / "peer_litserve.py", setup.model, port]
     command += [setup.threads, batch, timeout_s]

@@ -82,7 +82,7 @@ class Connection(asyncio.Protocol):
             self.transport = None
         self._done(int(self.buffer[9:12]), headers)
 
-    def connection_lost(self, error: Exception | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:
         self.transport = None
         if self.due is not None:
             self._done(0, {})

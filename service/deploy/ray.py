@@ -12,6 +12,8 @@ import os
 import signal
 import sys
 import threading
+from importlib import import_module
+from types import FrameType
 from typing import Any
 
 from pydantic import Field
@@ -115,9 +117,7 @@ def run(settings: Settings, ray: RaySettings | None = None) -> None:
     app = application(settings, chosen)
     # Ray reports to its makers unless told not to: whoever wants that can say so.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    import ray as runtime
-    from ray import serve
-
+    runtime, serve = import_module("ray"), _require_serve()
     try:
         runtime.init(
             address=chosen.address,
@@ -142,8 +142,12 @@ def run(settings: Settings, ray: RaySettings | None = None) -> None:
         log.info("serving %s on Ray at http://%s:%d", settings.model, settings.host, settings.port)
         if chosen.address is None:
             stopped = threading.Event()
+
+            def stop(number: int, frame: FrameType | None) -> None:
+                stopped.set()
+
             for number in (signal.SIGINT, signal.SIGTERM):  # Ray has set its own until here
-                signal.signal(number, lambda *_: stopped.set())
+                signal.signal(number, stop)
             while not stopped.wait(1):  # in steps: a wait without end takes no signal on Windows
                 pass
             serve.shutdown()
@@ -153,10 +157,9 @@ def run(settings: Settings, ray: RaySettings | None = None) -> None:
 
 def _require_serve() -> Any:
     try:
-        from ray import serve
+        return import_module("ray.serve")
     except ImportError as error:
         raise MissingExtra("Ray Serve is not installed.", "pip install 'attnserve[ray]'") from error
-    return serve
 
 
 def _last_line(error: Exception) -> str:

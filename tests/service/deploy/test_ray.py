@@ -62,6 +62,12 @@ def test_our_own_queue_bound_answers_before_ray_s(encoder: Path):
     assert deployment_options(settings, RaySettings())["max_ongoing_requests"] > 100
 
 
+def test_a_wrong_value_is_one_error(encoder: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["deploy", "ray", str(encoder), "--target-ongoing", "-1"]) == 2
+    told = capsys.readouterr().err
+    assert "target_ongoing -1.0" in told and "ATTNSERVE_RAY_TARGET_ONGOING" in told
+
+
 @pytest.mark.skipif(HAS_RAY, reason="Ray is installed")
 def test_without_ray_the_error_names_the_extra(encoder: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["deploy", "ray", str(encoder)]) == 2
