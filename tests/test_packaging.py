@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 
 BASE = {
     "fastapi",
+    "httptools",
     "jinja2",
     "matplotlib",
     "numpy",
@@ -34,6 +35,7 @@ BASE = {
     "tokenizers",
     "typer",
     "uvicorn",
+    "uvloop",
 }
 TARGETS = {"help", "venv", "demo", "test", "lint", "types", "bench", "clean"}
 

@@ -411,6 +411,32 @@ def test_a_model_that_kills_its_probe_is_an_error_and_the_server_lives(
     assert client.get("/v2/health/ready").status_code == 200
 
 
+def test_a_graph_that_never_comes_back(tmp_path: Path) -> None:
+    """It loads, and its first run counts to 2 ** 62."""
+    text = """
+    <ir_version: 10, opset_import: ["": 18]>
+    forever (float[n] x) => (float[n] y) <int64 trips = {4611686018427387904}, bool go = {1}> {
+        y = Loop(trips, go, x) <
+            body = step (int64 i, bool on, float[n] a) => (bool still, float[n] b) {
+                still = Identity(on)
+                b = Add(a, a)
+            }
+        >
+    }
+    """
+    write_scale(tmp_path / "good", 2)
+    (tmp_path / "forever").mkdir()
+    write_model(tmp_path / "forever" / "model.onnx", text)
+
+    async def script(repository: Repository) -> None:
+        forever, good = repository.index()
+        assert (forever.state, good.state) == ("UNAVAILABLE", "READY")
+        assert "did not load and run within 8 s" in forever.reason
+        assert await ask(repository, "good") == 2
+
+    play(tmp_path, script, probe=True, probe_timeout_s=8)
+
+
 def test_what_has_run_once_is_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[Path] = []
 
