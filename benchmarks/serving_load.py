@@ -130,10 +130,14 @@ def main(arguments: list[str] | None = None) -> int:
     results = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
     for name in wanted:
         console.print(f"[bold]{name}[/bold]")
+        busy = psutil.cpu_percent(interval=2)
+        if busy > 10:
+            console.print(f"others keep this machine {busy:.0f} % busy: the figures will show it")
         found = SECTIONS[name](setup)
         results[name] = {
             **found,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "busy_percent_before": busy,
             "machine": asdict(describe_machine(threads=setup.threads)),
             "server_cores": setup.server_cores,
             "generator_cores": setup.generator_cores,
