@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import sys
-import threading
+import time
 from importlib import import_module
 from types import FrameType
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from graph_passes.errors import InvalidArgument, MissingExtra
+from graph_passes.errors import InvalidArgument, InvalidModel, MissingExtra
 from service.app import create_app
 from service.settings import Settings
 
@@ -107,14 +107,17 @@ def run(settings: Settings, ray: RaySettings | None = None) -> None:
 
     Raises:
         MissingExtra: Ray is not installed.
-        InvalidArgument: The address of the cluster, or the numbers of replicas, cannot work.
-        InvalidModel: The replicas could not load the model.
+        InvalidModel: There is nothing at the path of the model.
+        InvalidArgument: The address of the cluster or the numbers of replicas cannot work, or the
+            replicas did not start.
     """
     logging.basicConfig(
         stream=sys.stderr, level=settings.log_level.upper(), format="%(message)s", force=True
     )
     chosen = ray or RaySettings()
     app = application(settings, chosen)
+    if chosen.address is None and not settings.model.exists():
+        raise InvalidModel(f"{settings.model}: no such file or folder", "check the path")
     # Ray reports to its makers unless told not to: whoever wants that can say so.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     runtime, serve = import_module("ray"), _require_serve()
@@ -130,6 +133,8 @@ def run(settings: Settings, ray: RaySettings | None = None) -> None:
             f"--address {chosen.address}: no Ray cluster answers there",
             "check it with `ray status`",
         ) from error
+    for number in STOPS:  # Ray has set its own
+        signal.signal(number, _stop)
     try:
         serve.start(http_options={"host": settings.host, "port": settings.port})
         try:
@@ -140,19 +145,23 @@ def run(settings: Settings, ray: RaySettings | None = None) -> None:
                 "try the same model with `attnserve serve`; every machine needs it at this path",
             ) from error
         log.info("serving %s on Ray at http://%s:%d", settings.model, settings.host, settings.port)
+        while chosen.address is None:
+            time.sleep(1)
+    except KeyboardInterrupt:
+        for number in STOPS:  # once is enough: what follows is not interrupted
+            signal.signal(number, signal.SIG_IGN)
         if chosen.address is None:
-            stopped = threading.Event()
-
-            def stop(number: int, frame: FrameType | None) -> None:
-                stopped.set()
-
-            for number in (signal.SIGINT, signal.SIGTERM):  # Ray has set its own until here
-                signal.signal(number, stop)
-            while not stopped.wait(1):  # in steps: a wait without end takes no signal on Windows
-                pass
             serve.shutdown()
     finally:
         runtime.shutdown()
+
+
+STOPS = (signal.SIGINT, signal.SIGTERM)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    """Also while the replicas start, which Ray waits for without looking at anything else."""
+    raise KeyboardInterrupt
 
 
 def _require_serve() -> Any:
