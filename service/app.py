@@ -21,6 +21,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from attnserve import __version__
 from graph_passes.errors import InvalidArgument
 from service.auth import RequireKey, read_keys
+from service.dashboard import router as dashboard
 from service.errors import install_handlers
 from service.http import ObserveRequests, describe_bodies, json_response
 from service.metrics import Metrics
@@ -96,6 +97,7 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
     app.include_router(open_inference.router)
     app.include_router(openai.router)
     app.include_router(texts.router)
+    app.include_router(dashboard)
 
     @app.get("/metrics", response_class=Response, tags=["Metrics"])
     async def prometheus(request: Request) -> Response:
