@@ -150,6 +150,7 @@ def serve(settings: Settings) -> None:
             log_level="warning",
             access_log=False,
             server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
         )
         names = ", ".join(dict.fromkeys(engine.name for engine in repository.engines()))
         address = f"[{host}]" if ":" in host else host
@@ -186,6 +187,10 @@ class _Server(uvicorn.Server):
 
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
+
+KEEP_ALIVE_S = 75
+"""An idle connection is closed after this. uvicorn's own 5 s race clients that ask now and then: a
+request that is on its way when the connection is closed gets no answer."""
 
 
 def _ignore(number: int, frame: Any) -> None:
