@@ -99,7 +99,9 @@ class SharedRepository(Repository):
     # -- load and unload --------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Load what is desired; every model on disk where this is the first worker.
+        """Load what is desired: the first worker says what that is, which is what it finds on disk.
+
+        The others wait for it: what is wrong with the models is found, and said, once.
 
         Raises:
             InvalidModel: The files are not those that the other workers serve, or see ``load``.
@@ -107,7 +109,8 @@ class SharedRepository(Repository):
         if self._started:
             return
         self.draining = False
-        desired = self._runtime.desired()
+        while (desired := self._runtime.desired()) is None and self._worker > 0:
+            await asyncio.sleep(TICK_S / 5)
         if desired is None:
             await super().start()
             async with self._runtime.changing():

@@ -1,8 +1,8 @@
 """``--workers N``: processes that serve as one, and the parent that keeps them alive.
 
-The parent serves nothing and loads nothing. It holds the address, starts the workers, one first
-(what is wrong with the models is found once), puts another in the place of one that dies, passes
-SIGTERM and SIGINT on as SIGTERM, and waits until every worker has answered what it accepted.
+The parent serves nothing and loads nothing. It holds the address, starts the workers, puts another
+in the place of one that dies, passes SIGTERM and SIGINT on as SIGTERM, and waits until every worker
+has answered what it accepted.
 
 On Linux each worker listens on a socket of its own (SO_REUSEPORT): the kernel spreads connections
 over those that live, and what dies takes only its own connections along. Elsewhere they share one.
@@ -108,7 +108,7 @@ def _signals() -> Generator[_Wake]:
         wake.stopping = True
 
     # A handler for SIGCHLD, though it does nothing: else nobody wakes when a worker dies.
-    handlers = dict.fromkeys(STOPS, stop) | {signal.SIGCHLD: lambda number, frame: None}
+    handlers = dict.fromkeys(STOPS, stop) | {signal.SIGCHLD: _notice}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     previous = signal.set_wakeup_fd(writer.fileno())
     try:
@@ -119,6 +119,10 @@ def _signals() -> Generator[_Wake]:
             signal.signal(number, handler)
         reader.close()
         writer.close()
+
+
+def _notice(number: int, frame: Any) -> None:
+    """The wait has ended: that is all."""
 
 
 @dataclass
@@ -165,9 +169,7 @@ class _Supervisor:
                 if status is not None and status.serving and status.pid == process.pid:
                     worker.serving_since = monotonic()
                     self._serves(worker)
-        # What is wrong with the models, the first worker finds out for all.
-        loaded = self._runtime.desired() is not None
-        for worker in self._workers if loaded else self._workers[:1]:
+        for worker in self._workers:
             if worker.process is None and monotonic() >= worker.start_at:
                 self._start(worker)
 
