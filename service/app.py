@@ -136,16 +136,20 @@ def serve(settings: Settings) -> None:
     returns.
 
     Raises:
-        InvalidArgument: The address cannot be listened on, the provider is not available here, or
-            the file with the API keys cannot be read.
+        InvalidArgument: The address cannot be listened on, the provider is not available here, the
+            file with the API keys cannot be read, or this system has no several workers.
         InvalidModel: No model can be loaded.
         MissingExtra: ONNX Runtime is not installed.
         ServiceError: Of several workers, none could be started, or one did not end well.
     """
+    if settings.workers > 1 and os.name != "posix":  # no sockets for children, no file locks
+        raise InvalidArgument(
+            f"--workers {settings.workers} needs Linux or macOS", "serve with one worker"
+        )
     start_log(settings)
     with bound_socket(settings) as listener:
         if settings.workers > 1:
-            from service.supervisor import supervise  # not where there are no processes to start
+            from service.supervisor import supervise  # it imports what only POSIX has
 
             supervise(settings, listener)
             return

@@ -300,7 +300,7 @@ class _Now(Collector):
             runs.add_metric((model, version), ready)
         yield from (queue, in_flight, runs)
         yield GaugeMetricFamily(
-            "process_resident_memory_bytes", "Memory.", value=self._metrics.rss()
+            "process_resident_memory_bytes", "Of all that serve.", value=self._metrics.rss()
         )
         if (used := gpu_bytes()) is not None:
             yield GaugeMetricFamily(

@@ -2,7 +2,7 @@
 
 The parent serves nothing and loads nothing. It holds the address, starts the workers, puts another
 in the place of one that dies, passes SIGTERM and SIGINT on as SIGTERM, and waits until every worker
-has answered what it accepted.
+has answered what it accepted. A second SIGINT is passed on as it is: nothing is waited for.
 
 On Linux each worker listens on a socket of its own (SO_REUSEPORT): the kernel spreads connections
 over those that live, and what dies takes only its own connections along. Elsewhere they share one.
@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,6 @@ from typing import Any
 
 import orjson
 
-from graph_passes.errors import InvalidArgument
 from service.app import say_serving
 from service.errors import ServiceError
 from service.probe import environment, python
@@ -61,12 +60,9 @@ def supervise(settings: Settings, address: socket.socket) -> None:
         address: Bound, not listening. It is held as long as this runs.
 
     Raises:
-        InvalidArgument: This system cannot hand sockets to its children.
         ServiceError: No worker can be started, or one did not end well when told to stop.
         AttnserveError: What a worker said is wrong with its models or its settings.
     """
-    if os.name != "posix":
-        raise InvalidArgument("--workers needs Linux or macOS", "serve with one worker")
     settings = settings.model_copy(update={"threads": threads_of_each(settings)})
     with ExitStack() as stack:
         path = Path(tempfile.mkdtemp(prefix="attnserve-"))
@@ -87,10 +83,14 @@ def threads_of_each(settings: Settings) -> int:
 
 @dataclass
 class _Wake:
-    """What ends a wait: a signal of any kind; ``stopping`` from the first that says to stop."""
+    """What ends a wait: a signal of any kind; ``stopping`` from the first that says to stop.
+
+    ``hurry`` is called by a SIGINT that comes later.
+    """
 
     reader: socket.socket
     stopping: bool = False
+    hurry: Callable[[], None] = lambda: None
 
     def wait(self, seconds: float) -> None:
         if select.select([self.reader], [], [], seconds)[0]:
@@ -105,6 +105,8 @@ def _signals() -> Generator[_Wake]:
     wake = _Wake(reader)
 
     def stop(number: int, frame: Any) -> None:
+        if wake.stopping and number == signal.SIGINT:
+            wake.hurry()
         wake.stopping = True
 
     # A handler for SIGCHLD, though it does nothing: else nobody wakes when a worker dies.
@@ -142,6 +144,7 @@ class _Supervisor:
     ) -> None:
         self._settings, self._address = settings, address
         self._runtime, self._wake = runtime, wake
+        wake.hurry = self._hurry
         self._workers = [_Worker(number) for number in range(settings.workers)]
         self._own_sockets = sys.platform == "linux"
         if self._own_sockets:
@@ -187,6 +190,7 @@ class _Supervisor:
                 stdin=subprocess.PIPE,
                 env=environment(),
                 pass_fds=[listener.fileno()],
+                process_group=0,  # what a terminal sends comes here alone, and is passed on
             )
             told = {
                 "settings": _told(self._settings),
@@ -273,8 +277,6 @@ class _Supervisor:
         Raises:
             ServiceError: One of them did not end well.
         """
-        # SIGINT too becomes SIGTERM: a terminal sends it to every process, and a second one of
-        # the same kind tells a worker to drop what it has accepted.
         for worker in self._workers:
             if worker.process is not None:
                 worker.process.send_signal(signal.SIGTERM)
@@ -283,14 +285,20 @@ class _Supervisor:
             process = worker.process
             if process is not None:
                 # One that was just being started knows no better than to die of it.
-                dies_of_it = worker.serving_since is None and -process.wait() in STOPS
-                if process.wait() and not dies_of_it:
+                starting = worker.serving_since is None
+                if process.wait() and not (starting and process.returncode == -signal.SIGTERM):
                     bad.append(f"worker {worker.number} {_ended(process.returncode)}")
                 self._take_away(worker, process)
         if bad and must_end_well:
             raise ServiceError(
                 f"{bad[0]} when it was to stop", "requests that it had accepted may be lost"
             )
+
+    def _hurry(self) -> None:
+        """Told to stop for a second time: drop what is not answered yet."""
+        for worker in self._workers:
+            if worker.process is not None:
+                worker.process.send_signal(signal.SIGINT)
 
 
 def _told(settings: Settings) -> dict[str, Any]:

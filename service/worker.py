@@ -56,7 +56,6 @@ def main() -> int:
     settings = Settings(**told["settings"])
     runtime, worker = Runtime(Path(told["runtime"]), settings.workers), told["worker"]
     start_log(settings)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no trace of a start that is broken off
     orphaned = threading.Event()
     threading.Thread(target=_watch_parent, args=(orphaned,), daemon=True).start()
     share_series(runtime.metrics, worker)
