@@ -31,7 +31,7 @@ types: $(INSTALLED) ## Check types (pyright, strict on graph_passes and attnserv
 	$(BIN)/pyright
 
 bench: $(INSTALLED) ## Run every benchmark that needs no data; each writes into benchmarks/results
-	@set -e; for file in $(filter-out benchmarks/demo.py benchmarks/fidelity.py benchmarks/mixing.py benchmarks/reuse_prune.py,$(wildcard benchmarks/[a-z]*.py)); do \
+	@set -e; for file in $(filter-out benchmarks/demo.py benchmarks/fidelity.py benchmarks/mixing.py benchmarks/reuse_prune.py benchmarks/serving_load.py,$(wildcard benchmarks/[a-z]*.py)); do \
 		echo "$$file"; $(BIN)/python $$file; \
 	done
 

@@ -850,6 +850,108 @@ def serve(
     )
 
 
+deploy = typer.Typer(
+    help="Put a model into another server: Triton, Ray Serve.", no_args_is_help=True
+)
+app.add_typer(deploy, name="deploy")
+
+
+@deploy.command()
+def triton(
+    repository: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Triton's repository.", show_default=False)
+    ],
+    model: Annotated[
+        Path, typer.Option(help="An .onnx file or an artifact folder.", show_default=False)
+    ],
+    name: Annotated[
+        str | None, typer.Option(help="Of the model there; its own by default.")
+    ] = None,
+    max_batch: Annotated[
+        int | None,
+        typer.Option(help="Rows of a batch; 0 for none; 32 where the model can.", min=0),
+    ] = None,
+    max_delay_us: Annotated[
+        int, typer.Option(help="Microseconds to wait for a batch to fill.", min=0)
+    ] = 0,
+    instances: Annotated[int, typer.Option(help="Copies that run at once.", min=1)] = 1,
+    threads: Threads = 0,
+    provider: ProviderName = "cpu",
+    force: Force = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Write a Triton model repository: config.pbtxt, the model, and warm-up requests."""
+    from service.deploy.triton import write_repository
+
+    _setup(quiet, verbose)
+    written = write_repository(
+        model, repository, name=name, max_batch=max_batch, instances=instances,
+        provider=provider, threads=threads, max_delay_us=max_delay_us, force=force,
+    )  # fmt: skip
+    if json:
+        _print_json(written.to_json())
+        return
+    batches = (
+        f"batches of up to {written.max_batch_size}" if written.max_batch_size else "no batches"
+    )
+    _line(f"{written.folder}: {batches}, {written.instances} instance(s), {written.provider}")
+
+
+@deploy.command("ray")
+def deploy_ray(
+    model: Model,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on; 127.0.0.1 where left out.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="8000 where left out.")] = None,
+    replicas: Annotated[
+        int | None, typer.Option(min=1, help="The least that run; 1 where left out.")
+    ] = None,
+    max_replicas: Annotated[
+        int | None, typer.Option(min=1, help="Scale up to so many; left out, no scaling.")
+    ] = None,
+    target_ongoing: Annotated[
+        float | None,
+        typer.Option(help="Requests a replica has before another starts; 16 where left out."),
+    ] = None,
+    cpus: Annotated[
+        float | None, typer.Option(min=0, help="Cores a replica reserves; 1 where left out.")
+    ] = None,
+    gpus: Annotated[
+        float | None, typer.Option(min=0, help="GPUs a replica reserves; none where left out.")
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option(help="Of a running Ray cluster; else one is started here.")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=0, help="Threads of one run; 0 leaves it to ONNX Runtime.")
+    ] = None,
+    provider: Annotated[
+        str | None, typer.Option(help="cpu (where left out) or cuda.", show_default=False)
+    ] = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Serve on Ray Serve: replicas, autoscaling, several machines.
+
+    What is not given here comes from the environment (ATTNSERVE_RAY_REPLICAS=4).
+    """
+    from service.deploy.ray import RaySettings, run
+    from service.settings import read, read_settings
+
+    settings = read_settings(
+        model=model.resolve(), host=host, port=port, threads=threads, provider=provider,
+        log_level="error" if quiet else "debug" if verbose else None,
+    )  # fmt: skip
+    given = {
+        "replicas": replicas, "max_replicas": max_replicas, "target_ongoing": target_ongoing,
+        "cpus": cpus, "gpus": gpus, "address": address,
+    }  # fmt: skip
+    run(settings, read(RaySettings, given))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code, after one short error where there is one."""
     given = list(sys.argv[1:] if arguments is None else arguments)

@@ -21,6 +21,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from attnserve import __version__
 from graph_passes.errors import InvalidArgument
 from service.auth import RequireKey, read_keys
+from service.dashboard import router as dashboard
 from service.errors import install_handlers
 from service.http import ObserveRequests, describe_bodies, json_response
 from service.metrics import Metrics
@@ -104,6 +105,7 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
     app.include_router(open_inference.router)
     app.include_router(openai.router)
     app.include_router(texts.router)
+    app.include_router(dashboard)
 
     @app.get("/metrics", response_class=Response, tags=["Metrics"])
     async def prometheus(request: Request) -> Response:
@@ -178,7 +180,12 @@ def say_serving(listener: socket.socket, names: Iterable[str]) -> None:
 def server_config(app: FastAPI) -> uvicorn.Config:
     """How uvicorn serves ``app``: we log, not it."""
     return uvicorn.Config(
-        app, log_config=None, log_level="warning", access_log=False, server_header=False
+        app,
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
     )
 
 
@@ -211,6 +218,10 @@ class Server(uvicorn.Server):
 
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
+
+KEEP_ALIVE_S = 75
+"""An idle connection is closed after this. uvicorn's own 5 s race clients that ask now and then: a
+request that is on its way when the connection is closed gets no answer."""
 
 
 def _ignore(number: int, frame: Any) -> None:

@@ -214,6 +214,7 @@ class Batcher:
         self._paused = self._closed = False
         self._reserved = 0
         self._typical_s = 0.0
+        self._lag_s = 0.0  # how long the loop takes to come to what is due
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -351,6 +352,7 @@ class Batcher:
                 if isinstance(result, NotReady) and self._failed is not None:
                     self._failed(result)
                 continue
+            self._lag_s = max(perf_counter() - result.ended, self._lag_s * FORGET)
             if self._ran is not None:
                 self._ran(result)
             counts: dict[_Request, int] = {}
@@ -420,14 +422,15 @@ class Batcher:
     def _hopeless(self, request: _Request, now: float) -> bool:
         """Whether a request that had to wait would be answered too late: then it is not computed.
 
-        What could start at once is always tried, so that the length of a run stays known.
+        A busy loop is late twice: when it reads a request, whose clock starts only then, and when
+        it answers. What could start at once is always tried, so that a run's length stays known.
         """
         if request.future.done():
             return True
         late = (
             request.queued
             and request.deadline is not None
-            and now + self._typical_s > request.deadline
+            and now + self._typical_s + 2 * self._lag_s > request.deadline
         )
         if late:
             assert self._loop is not None

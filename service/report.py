@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Any
 
 from attnserve.artifact import Artifact
@@ -53,10 +54,19 @@ def card(engine: Engine) -> dict[str, Any]:
         "takes_text": model.encoder is not None,
         "classifies": model.classifies,
         "provider": model.provider,
-        "source": artifact.record.get("source"),
+        "source": _source(artifact),
         "plan": model.plan_id,
         "optimization": _optimization(artifact),
     }
+
+
+def _source(artifact: Artifact) -> str | None:
+    """What it was exported from; of a folder its end alone, for paths are nobody's business."""
+    source = artifact.record.get("source")
+    if not isinstance(source, str):
+        return None
+    path = PurePath(source)
+    return "/".join(path.parts[-2:]) if path.is_absolute() else source
 
 
 def _optimization(artifact: Artifact) -> dict[str, Any] | None:

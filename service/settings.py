@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -11,7 +12,9 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from attnserve.session import Provider
 from graph_passes.errors import InvalidArgument
 
-__all__ = ["LogLevel", "Settings", "read_settings"]
+__all__ = ["LogLevel", "Settings", "read", "read_settings"]
+
+Kind = TypeVar("Kind", bound=BaseSettings)
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -146,13 +149,19 @@ def read_settings(**given: Any) -> Settings:
     Raises:
         InvalidArgument: A value cannot work.
     """
+    return read(Settings, given)
+
+
+def read(kind: type[Kind], given: Mapping[str, Any]) -> Kind:
+    """Settings of a kind: see ``read_settings``."""
     try:
-        return Settings(**{name: value for name, value in given.items() if value is not None})
+        return kind(**{name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         name = ".".join(map(str, first["loc"][:1])) or "settings"
         shown = "" if name == "api_keys" else f" {first['input']!r}"
+        prefix = kind.model_config.get("env_prefix", "")
         raise InvalidArgument(
             f"{name}{shown}: {first['msg']}",
-            f"mend --{name.replace('_', '-')} or ATTNSERVE_{name.upper()}",
+            f"mend --{name.replace('_', '-')} or {prefix}{name.upper()}",
         ) from error

@@ -70,7 +70,7 @@ def test_serving_and_optimizing_need_neither_torch_nor_a_chosen_runtime(project:
 
 def test_the_extras_bring_a_runtime_torch_the_demo_and_the_tools(project: dict[str, Any]):
     extras = {name: requirements(lines) for name, lines in project["optional-dependencies"].items()}
-    assert extras.keys() == {"cpu", "gpu", "torch", "demo", "dev"}
+    assert extras.keys() == {"cpu", "gpu", "ray", "torch", "demo", "dev"}
     assert extras["cpu"].keys() == {"onnxruntime"}
     assert extras["gpu"].keys() == {"onnxruntime-gpu", "nvidia-cublas"}
     assert extras["gpu"]["onnxruntime-gpu"].extras == {"cuda", "cudnn"}

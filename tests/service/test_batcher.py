@@ -223,13 +223,13 @@ def test_a_wait_fills_a_batch_and_has_a_bound() -> None:
         assert not ran
         outcome, _ = await asyncio.gather(first, batcher.submit(rows(2)))
         assert ran == [[1, 2]]
-        assert 40 <= outcome.queue_ms < 1000
+        assert 350 <= outcome.queue_ms < 5000
         # A full budget waits for nobody.
         started = perf_counter()
         await batcher.submit(rows(*range(20)))
-        assert perf_counter() - started < 0.045
+        assert perf_counter() - started < 0.35
 
-    play(script, run, max_wait_ms=50)
+    play(script, run, max_wait_ms=400)
 
 
 def test_the_queue_has_a_bound_for_whole_requests() -> None:

@@ -281,7 +281,9 @@ def test_what_the_dashboard_shows(
             "sequence": 128,
         }
     ]
-    client = start(write_encoder(tmp_path / "tiny", lineage=lineage))
+    client = start(
+        write_encoder(tmp_path / "tiny", lineage=lineage, source="/home/somebody/models/big")
+    )
     clock = [1000.5]
     monkeypatch.setattr("service.metrics.time", lambda: clock[0])
     answer = client.post("/embed", json={"inputs": ["", "a b c d"]})
@@ -300,6 +302,7 @@ def test_what_the_dashboard_shows(
     assert sum(window["batch_rows"].values()) in (1, 2)
     card = model["card"]
     assert card["parameters"] == 32 + 32 + 16
+    assert card["source"] == "models/big"  # where it lay is nobody's business
     assert card["optimization"]["before"] == lineage[0]["before"]
     assert card["optimization"]["after"] == lineage[0]["after"]
     assert card["optimization"]["fidelity"] == lineage[0]["fidelity"]

@@ -1,0 +1,175 @@
+"""The load benchmark: its generator, its numbers, and what docs/scale.md says of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.serving_load import (
+    MARKS,
+    PROGRAMS,
+    RESULT,
+    SCALE,
+    _recovery,
+    cosines,
+    pack,
+    percentiles,
+    scaled,
+    unpack,
+)
+
+
+@contextmanager
+def server(delay_s: float = 0.0, *, hang_up_every: int = 0) -> Iterator[tuple[int, list[str]]]:
+    """An HTTP server that answers POSTs after a while; (its port, the bodies that it got)."""
+    bodies: list[str] = []
+    loop = asyncio.new_event_loop()
+    started = threading.Event()
+    port = 0
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while head := await reader.readuntil(b"\r\n\r\n"):
+            length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            bodies.append((await reader.readexactly(length)).decode())
+            if hang_up_every and len(bodies) % hang_up_every == 0:
+                break
+            await asyncio.sleep(delay_s)
+            # In two pieces: an answer need not come at once.
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\nX-Tokens: 7\r\n")
+            await writer.drain()
+            writer.write(b"\r\nfour")
+        writer.close()
+
+    async def quietly(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await answer(reader, writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+    async def run() -> None:
+        nonlocal port
+        listening = await asyncio.start_server(quietly, "127.0.0.1", 0)
+        port = listening.sockets[0].getsockname()[1]
+        started.set()
+        await stop.wait()
+        listening.close()
+
+    stop = asyncio.Event()
+    thread = threading.Thread(target=loop.run_until_complete, args=(run(),))
+    thread.start()
+    started.wait()
+    try:
+        yield port, bodies
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
+
+
+def generate(port: int, *phases: dict[str, Any], connections: int = 16) -> list[dict[str, Any]]:
+    plan = {"port": port, "path": "/embed", "bodies": ["one", "two"], "phases": phases}
+    done = subprocess.run(
+        [sys.executable, PROGRAMS / "generator.py"],
+        input=json.dumps({**plan, "connections": connections}),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout)
+
+
+def column(phase: dict[str, Any], name: str) -> list[float]:
+    return [row[phase["columns"].index(name)] for row in phase["rows"]]
+
+
+def test_closed_loop_sends_as_many_as_asked_in_their_order():
+    with server() as (port, bodies):
+        (phase,) = generate(port, {"concurrency": 1, "requests": 5})
+    assert bodies == ["one", "two", "one", "two", "one"]
+    assert column(phase, "status") == [200] * 5 and column(phase, "tokens") == [7] * 5
+
+
+def test_closed_loop_keeps_so_many_in_flight():
+    with server(0.05) as (port, _):
+        (phase,) = generate(port, {"concurrency": 4, "seconds": 0.5})
+    assert 20 <= len(phase["rows"]) <= 4 * 11
+    assert min(column(phase, "latency_ms")) >= 50
+
+
+def test_open_loop_sends_at_its_rate_whatever_the_answers_do():
+    """All but one connection wait; latency counts from when a request was due."""
+    with server(0.1) as (port, _):
+        (phase,) = generate(port, {"rate": 50, "seconds": 1}, connections=1)
+    assert 25 <= len(phase["rows"]) <= 80
+    assert max(column(phase, "latency_ms")) > 1000
+    assert all(
+        late <= latency
+        for late, latency in zip(column(phase, "late_ms"), column(phase, "latency_ms"), strict=True)
+    )
+
+
+def test_an_answer_belongs_to_the_phase_that_asked():
+    with server(0.3) as (port, _):
+        first, second = generate(
+            port, {"rate": 40, "seconds": 0.5}, {"rate": 40, "seconds": 0.5}, connections=64
+        )
+    for phase in (first, second):
+        assert min(column(phase, "due_s")) >= 0 and max(column(phase, "due_s")) <= 0.5
+
+
+def test_connections_that_break_are_counted():
+    with server(hang_up_every=5) as (port, _):
+        (phase,) = generate(port, {"concurrency": 1, "requests": 20})
+    assert column(phase, "status").count(0) == 4 and column(phase, "status").count(200) == 16
+
+
+def test_nobody_listens():
+    with server() as (port, _):
+        pass
+    (phase,) = generate(port, {"concurrency": 2, "requests": 6})
+    assert column(phase, "status") == [0] * 6
+
+
+def test_samples_are_kept_to_ten_microseconds():
+    samples = np.array([0.0, 0.014, 3.14159, 30_000.0])
+    assert np.allclose(unpack(pack(samples)), samples, atol=0.005)
+    assert len(pack(np.full(10_000, 1.5))) < 200
+
+
+def test_percentiles_and_cosines():
+    assert percentiles(np.arange(101.0))["p90"] == 90 and percentiles(np.array([])) == {}
+    found = cosines(np.array([[1.0, 0], [2, 2]]), np.array([[3.0, 0], [1, 1]]))
+    assert found == {"texts": 2, "min": pytest.approx(1), "mean": pytest.approx(1)}
+
+
+@pytest.mark.parametrize(
+    ("unwell_until", "expected"), [(0.0, 0.0), (1.5, 1.49), (99.0, float("inf"))]
+)
+def test_recovery_is_when_the_last_of_the_aftermath_was_due(unwell_until: float, expected: float):
+    due = np.arange(0, 5, 0.01)
+    assert _recovery(due, due < unwell_until) == pytest.approx(expected, abs=0.011)
+
+
+def test_recovery_forgives_one_slow_answer_in_a_second():
+    due = np.arange(0, 5, 0.01)
+    assert _recovery(due, np.isclose(due, 3.0)) == 0
+
+
+def test_scale_says_what_was_measured():
+    text = SCALE.read_text(encoding="utf-8")
+    assert all(text.count(mark) == 1 for mark in MARKS)
+    if not RESULT.is_file():
+        pytest.skip("nothing was measured yet")
+    assert scaled(text, json.loads(RESULT.read_text(encoding="utf-8"))) == text

@@ -1,0 +1,151 @@
+"""The application on Ray Serve. What needs Ray runs where it is installed ([ray] extra)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from attnserve.cli import main
+from graph_passes.errors import InvalidArgument
+from service.deploy.ray import RaySettings, deployment_options
+from service.settings import Settings
+from tests.service.tiny import write_encoder
+
+ROOT = Path(__file__).parents[3]
+HAS_RAY = importlib.util.find_spec("ray") is not None
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_encoder(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def test_a_fixed_number_of_replicas(encoder: Path):
+    options = deployment_options(Settings(model=encoder), RaySettings(replicas=3, cpus=2, gpus=1))
+    assert options["num_replicas"] == 3 and "autoscaling_config" not in options
+    assert options["ray_actor_options"] == {"num_cpus": 2, "num_gpus": 1}
+
+
+def test_autoscaling(encoder: Path):
+    settings = RaySettings(replicas=1, max_replicas=4, target_ongoing=8)
+    options = deployment_options(Settings(model=encoder), settings)
+    assert "num_replicas" not in options
+    assert options["autoscaling_config"] == {
+        "min_replicas": 1, "max_replicas": 4, "target_ongoing_requests": 8,
+    }  # fmt: skip
+
+
+def test_by_environment(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ATTNSERVE_RAY_REPLICAS", "5")
+    assert RaySettings().replicas == 5
+
+
+def test_fewer_at_most_than_at_least(encoder: Path):
+    with pytest.raises(InvalidArgument, match="--max-replicas 1: fewer than the 2"):
+        deployment_options(Settings(model=encoder), RaySettings(replicas=2, max_replicas=1))
+
+
+def test_our_own_queue_bound_answers_before_ray_s(encoder: Path):
+    settings = Settings(model=encoder, max_queue=100)
+    assert deployment_options(settings, RaySettings())["max_ongoing_requests"] > 100
+
+
+def test_a_wrong_value_is_one_error(encoder: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["deploy", "ray", str(encoder), "--target-ongoing", "-1"]) == 2
+    told = capsys.readouterr().err
+    assert "target_ongoing -1.0" in told and "ATTNSERVE_RAY_TARGET_ONGOING" in told
+
+
+@pytest.mark.skipif(HAS_RAY, reason="Ray is installed")
+def test_without_ray_the_error_names_the_extra(encoder: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["deploy", "ray", str(encoder)]) == 2
+    assert "pip install 'attnserve[ray]'" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def url(encoder: Path) -> Iterator[str]:
+    """Two replicas on this machine."""
+    if not HAS_RAY:
+        pytest.skip("Ray is not installed: pip install 'attnserve[ray]'")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "attnserve.cli", "deploy", "ray", str(encoder)]
+    options = ["--port", str(port), "--replicas", "2", "--cpus", "0.25"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": ""}
+    process = subprocess.Popen([*command, *options], env=environment, cwd=ROOT)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        eventually(lambda: ready(url) and len(replicas(process)) == 2, 120)
+        yield f"{process.pid} {url}"
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 0
+
+
+def ready(url: str) -> bool:
+    with suppress(httpx.HTTPError):
+        return httpx.get(f"{url}/v2/health/ready", timeout=5).status_code == 200
+    return False
+
+
+def replicas(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    found = []
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with suppress(psutil.Error):
+            if "ServeReplica" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
+
+
+def eventually(holds: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come about in time"
+        time.sleep(0.2)
+
+
+@pytest.mark.slow
+def test_two_replicas_answer_and_a_killed_one_is_replaced(url: str):
+    pid, _, address = url.partition(" ")
+    process = psutil.Process(int(pid))
+
+    def running() -> list[psutil.Process]:
+        return replicas(process)  # pyright: ignore[reportArgumentType]
+
+    with httpx.Client(base_url=address, timeout=30) as client:
+        wanted = client.post("/embed", json={"inputs": ["a b", "c"]}).json()["embeddings"]
+        assert len(wanted) == 2
+        (victim, survivor) = running()
+        victim.kill()
+        good = 0
+        for _ in range(100):
+            with suppress(httpx.HTTPError):
+                answer = client.post("/embed", json={"inputs": ["a b", "c"]})
+                if answer.status_code == 200:
+                    assert answer.json()["embeddings"] == wanted
+                    assert "x-compute-ms" in answer.headers
+                    good += 1
+        assert good >= 90
+        # Ray notices by its health checks, 10 s apart.
+        eventually(lambda: len(running()) == 2 and victim not in running(), 60)
+        assert survivor in running()
+
+
+@pytest.mark.slow
+def test_errors_keep_their_form(url: str):
+    address = url.partition(" ")[2]
+    answer = httpx.post(f"{address}/v2/models/nobody/infer", json={"inputs": []}, timeout=30)
+    assert answer.status_code in (404, 422) and set(answer.json()) == {"error"}

@@ -1,0 +1,199 @@
+"""The dashboard: what the page may do, and what it shows in a browser."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import uvicorn
+from starlette.testclient import TestClient
+
+from service.app import create_app
+from service.dashboard import PAGE, POLICY
+from service.settings import Settings
+from tests.service.browser import Browser, chromium
+from tests.service.tiny import write_encoder
+
+KEY = "open-sesame"
+OPTIMIZED = {
+    "lineage": [
+        {
+            "rewrite": "collaborate",
+            "before": {"parameters": 2000, "macs": 4000, "bytes": 8000},
+            "after": {"parameters": 1500, "macs": 3000, "bytes": 6000},
+            "fidelity": {"mean_cosine": 0.9876, "min_cosine": 0.9, "data": "held out"},
+            "batch": 1,
+            "sequence": 128,
+        }
+    ]
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    write_encoder(folder / "original")
+    write_encoder(folder / "small", **OPTIMIZED)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def url(models: Path) -> Iterator[str]:
+    yield from served(Settings(model=models, probe=False))
+
+
+@pytest.fixture(scope="module")
+def locked(models: Path) -> Iterator[str]:
+    settings = Settings.model_validate({"model": models / "small", "probe": False, "api_keys": KEY})
+    yield from served(settings)
+
+
+def served(settings: Settings) -> Iterator[str]:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.bind(("127.0.0.1", 0))
+    config = uvicorn.Config(create_app(settings), log_config=None, log_level="error")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server.should_exit = True
+    thread.join()
+    listener.close()
+
+
+@pytest.fixture
+def page(url: str) -> Iterator[Browser]:
+    with chromium() as browser:
+        browser.open(url)
+        browser.until(lambda: browser.text("#state") == "ready")
+        yield browser
+        assert browser.complaints() == []
+
+
+def test_the_page_is_at_the_root_and_loads_nothing_from_elsewhere(client: TestClient):
+    answer = client.get("/")
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
+    assert answer.content == PAGE
+    links = re.findall(rb"""(?:src|href)\s*=\s*["']([^"']+)""", PAGE)
+    assert links and all(
+        link.startswith((b"#", b"data:", b"stats.json", b"metrics")) for link in links
+    )
+    assert b"@import" not in PAGE and b"url(" not in PAGE
+
+
+def test_the_policy_lets_in_one_script_one_style_and_nothing_else(client: TestClient):
+    assert client.get("/").headers["content-security-policy"] == POLICY
+    assert "unsafe" not in POLICY and "http" not in POLICY and "*" not in POLICY
+    assert POLICY.startswith("default-src 'none'; script-src 'sha256-")
+    assert POLICY.count("'sha256-") == 2 == PAGE.count(b"<script>") + PAGE.count(b"<style>")
+    assert not re.search(rb"<[^>]+\s(style|on\w+)=", PAGE)
+
+
+def test_the_page_is_no_part_of_the_api(client: TestClient):
+    assert "/" not in client.get("/openapi.json").json()["paths"]
+
+
+def test_what_it_shows_of_an_idle_server(page: Browser):
+    assert "nothing was asked" in page.text("#latency")
+    assert page.text("#which").split("\n") == ["original 1", "small 1"]
+    assert "Models, side by side" in page.text("#models-card")
+
+
+def test_it_answers_texts_and_draws_what_they_cost(page: Browser, tmp_path: Path):
+    page.run("document.querySelector('#texts').value = 'a b\\nc d\\na b'")
+    page.click("#send")
+    shown = page.until(lambda: page.text("#answer") if "cosine" in page.text("#answer") else "")
+    assert "1.000" in shown and "tokens 12" in shown and "compute" in shown
+    page.until(lambda: "last 60 s: p50" in page.text("#latency"))
+    page.until(lambda: page.run("return document.querySelectorAll('#batches .bar').length"))
+    assert page.screenshot(tmp_path / "page.png").stat().st_size > 10_000
+
+
+def test_errors_of_the_server_are_told(page: Browser):
+    page.run("document.querySelector('#texts').value = Array(40).fill('a').join('\\n')")
+    page.click("#send")
+    page.until(lambda: page.text("#answer").startswith("413: 40 texts in one request"))
+
+
+def test_the_card_has_before_and_after(page: Browser):
+    page.run(
+        "const which = document.querySelector('#which'); which.value = 'small 1';"
+        "which.dispatchEvent(new Event('change'))"
+    )
+    table = page.text("#optimization")
+    assert "1.5 k" in table and "75 %" in table and "0.9876" in table
+    assert "at 1 x 128 tokens" in table
+    assert "collaborate" in page.text("#facts")
+
+
+def test_charts_are_read_by_keyboard(page: Browser):
+    page.run("document.querySelector('#throughput svg').focus()")
+    press = (
+        "document.activeElement.dispatchEvent(new KeyboardEvent('keydown', {key: arguments[0]}))"
+    )
+    page.run(press, "ArrowLeft")
+    assert page.text("#throughput > .readout").startswith("1 s ago: rows")
+    page.run(press, "Home")
+    label = page.run("return document.activeElement.getAttribute('aria-label')")
+    assert label.startswith("Throughput. 60 s ago: rows")
+    page.run(press, "Escape")
+    assert page.text("#throughput > .readout").startswith("last 60 s")
+
+
+def test_light_and_dark(page: Browser):
+    ground = "return getComputedStyle(document.documentElement).backgroundColor"
+    before = page.run(ground)
+    page.click("#theme")
+    assert page.run(ground) != before
+
+
+def test_everything_can_be_reached_by_tab(page: Browser):
+    names = page.run(
+        "return [...document.querySelectorAll('button, select, textarea, input, svg.chart')]"
+        ".filter(e => e.tabIndex < 0 || !(e.labels?.length || e.innerText || e.ariaLabel"
+        " || e.getAttribute('aria-label'))).map(e => e.outerHTML)"
+    )
+    assert names == []
+
+
+def test_texts_are_text(page: Browser):
+    """What a model or a user is called does not become a part of the page."""
+    page.run("document.querySelector('#texts').value = '<img src=x onerror=document.title=1>'")
+    page.click("#send")
+    page.until(lambda: "cosine" in page.text("#answer"))
+    assert "<img src=x" in page.text("#answer")
+    assert page.run("return document.querySelectorAll('img').length") == 0
+
+
+def test_a_server_that_stops_is_told_from_one_that_is_well(models: Path):
+    serving = served(Settings(model=models / "small", probe=False))
+    address = next(serving)
+    with chromium() as browser:
+        browser.open(address)
+        browser.until(lambda: browser.text("#state") == "ready")
+        next(serving, None)
+        browser.until(lambda: browser.text("#state") == "unreachable")
+        assert "what it said last" in browser.text("#notice")
+
+
+def test_with_api_keys_the_page_asks_for_one(locked: str):
+    assert httpx.get(f"{locked}/stats.json").status_code == 401
+    with chromium() as browser:
+        browser.open(locked)
+        browser.until(lambda: browser.text("#state") == "locked")
+        browser.type("#key", "wrong")
+        browser.click("#key-form button")
+        browser.until(lambda: "does not know that key" in browser.text("#notice"))
+        browser.run("document.querySelector('#key').value = ''")
+        browser.type("#key", KEY)
+        browser.click("#key-form button")
+        browser.until(lambda: browser.text("#state") == "ready")
+        assert browser.run("return document.querySelector('#notice').hidden")
