@@ -770,6 +770,10 @@ def serve(
         int | None,
         typer.Option(min=0, max=65535, help="8000 where left out; 0 takes any free port."),
     ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, max=256, help="Processes that serve, as one; 1 where left out."),
+    ] = None,
     provider: Annotated[
         str | None, typer.Option(help="cpu (where left out) or cuda.", show_default=False)
     ] = None,
@@ -828,6 +832,7 @@ def serve(
             model=model,
             host=host,
             port=port,
+            workers=workers,
             provider=provider,
             threads=threads,
             concurrency=concurrency,

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import asynccontextmanager
 from types import FrameType
 from typing import Any
@@ -41,7 +41,15 @@ from service.schemas import (
 )
 from service.settings import Settings
 
-__all__ = ["create_app", "serve"]
+__all__ = [
+    "Server",
+    "bound_socket",
+    "create_app",
+    "say_serving",
+    "serve",
+    "server_config",
+    "start_log",
+]
 
 log = logging.getLogger("attnserve")
 
@@ -130,35 +138,58 @@ def serve(settings: Settings) -> None:
     returns.
 
     Raises:
-        InvalidArgument: The address cannot be listened on, the provider is not available here, or
-            the file with the API keys cannot be read.
+        InvalidArgument: The address cannot be listened on, the provider is not available here, the
+            file with the API keys cannot be read, or this system has no several workers.
         InvalidModel: No model can be loaded.
         MissingExtra: ONNX Runtime is not installed.
+        ServiceError: Of several workers, none could be started, or one did not end well.
     """
-    logging.basicConfig(
-        stream=sys.stderr, level=settings.log_level.upper(), format="%(message)s", force=True
-    )
-    with _bound_socket(settings) as listener:
+    if settings.workers > 1 and os.name != "posix":  # no sockets for children, no file locks
+        raise InvalidArgument(
+            f"--workers {settings.workers} needs Linux or macOS", "serve with one worker"
+        )
+    start_log(settings)
+    with bound_socket(settings) as listener:
+        if settings.workers > 1:
+            from service.supervisor import supervise  # it imports what only POSIX has
+
+            supervise(settings, listener)
+            return
         repository = Repository(settings, Metrics())
         app = create_app(settings, repository)
         # Loaded here and not at startup: what is wrong with it is an error like any other.
         asyncio.run(repository.start())
-        host, port = listener.getsockname()[:2]
-        config = uvicorn.Config(
-            app,
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-        )
-        names = ", ".join(dict.fromkeys(engine.name for engine in repository.engines()))
-        address = f"[{host}]" if ":" in host else host
-        log.info("serving %s at http://%s:%d", names, address, port)
-        _Server(config, repository).run(sockets=[listener])
+        say_serving(listener, (engine.name for engine in repository.engines()))
+        Server(server_config(app), repository).run(sockets=[listener])
 
 
-class _Server(uvicorn.Server):
+def start_log(settings: Settings) -> None:
+    """Log to stderr, plain lines."""
+    logging.basicConfig(
+        stream=sys.stderr, level=settings.log_level.upper(), format="%(message)s", force=True
+    )
+
+
+def say_serving(listener: socket.socket, names: Iterable[str]) -> None:
+    """The first line of the log."""
+    host, port = listener.getsockname()[:2]
+    address = f"[{host}]" if ":" in host else host
+    log.info("serving %s at http://%s:%d", ", ".join(dict.fromkeys(names)), address, port)
+
+
+def server_config(app: FastAPI) -> uvicorn.Config:
+    """How uvicorn serves ``app``: we log, not it."""
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+    )
+
+
+class Server(uvicorn.Server):
     """uvicorn, which drains: what was accepted is answered, and then the process ends well."""
 
     def __init__(self, config: uvicorn.Config, repository: Repository) -> None:
@@ -197,7 +228,12 @@ def _ignore(number: int, frame: Any) -> None:
     """uvicorn has shut down already."""
 
 
-def _bound_socket(settings: Settings) -> socket.socket:
+def bound_socket(settings: Settings) -> socket.socket:
+    """A socket at the address of ``settings``, which does not listen yet.
+
+    Raises:
+        InvalidArgument: The address is taken, or not one of this machine.
+    """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     # asyncio turns Nagle's algorithm off only for sockets that say TCP: else 40 ms an answer.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)

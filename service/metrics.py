@@ -1,7 +1,8 @@
 """What every answer cost: measured once, told in headers, in v2 parameters and to Prometheus.
 
 All series of a process are made here, in one registry. The exact v2 statistics are counters like
-the others: what the routes report is read back from the registry.
+the others: what the routes report is read back from the registry, or from the files that hold the
+series of all workers (``share_series``).
 """
 
 from __future__ import annotations
@@ -11,20 +12,41 @@ import mmap
 import os
 from collections import Counter as Tally
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from time import time
 from typing import Any
 
 import numpy as np
 import psutil
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Metric,
+    generate_latest,
+    values,
+)
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
 
 from service.answer import Answer
 from service.batcher import Batch
 
-__all__ = ["Metrics", "ModelMetrics", "as_headers", "cost_of", "gpu_bytes", "rss_bytes"]
+__all__ = [
+    "WINDOW_S",
+    "Metrics",
+    "ModelMetrics",
+    "as_headers",
+    "cost_of",
+    "gpu_bytes",
+    "rss_bytes",
+    "share_series",
+]
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -84,10 +106,26 @@ def gpu_bytes() -> int | None:
     return memory[2]
 
 
-class Metrics:
-    """The series of one application, in a registry of their own."""
+def share_series(folder: Path, worker: int) -> None:
+    """Keep the series that this process makes from here on in ``folder``, as those of ``worker``.
 
-    def __init__(self) -> None:
+    They are mapped into memory: they outlive a worker that is killed, and the one that takes its
+    number counts on from there.
+    """
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
+    values.ValueClass = values.MultiProcessValue(lambda: worker)  # type: ignore[assignment]
+
+
+class Metrics:
+    """The series of one application, in a registry of their own.
+
+    Args:
+        folder: Where the series of all workers are (``share_series``); None for those of this
+            process.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
         self.registry = CollectorRegistry()
         self._models: dict[tuple[str, str], ModelMetrics] = {}
         self._requests = self._counter("requests", "Requests answered.", "route", "status")
@@ -138,13 +176,29 @@ class Metrics:
         self.size_ns = self._counter(
             "batch_ns", "Time of runs by rows and stage.", *of_model, "rows", "what"
         )
-        self._queue = self._gauge("queue_rows", "Rows that wait for a run.", *of_model)
-        self._in_flight = self._gauge("in_flight", "Requests that wait or run.", *of_model)
-        self._ready = self._gauge("model_ready", "1 where the model runs.", *of_model)
-        self._rss = Gauge("process_resident_memory_bytes", "Memory.", registry=self.registry)
-        self._gpu = self._gauge("gpu_memory_bytes", "Memory in use on the first GPU.")
+        self.last_inference = Gauge(
+            "attnserve_last_inference_timestamp_seconds",
+            "When the last run ended; 0 where there was none.",
+            of_model,
+            registry=self.registry,
+            multiprocess_mode="max",
+        )
         self.watch: Callable[[], list[tuple[str, str, int, int, bool]]] = list
         """(model, version, rows waiting, requests in flight, ready) of what is loaded."""
+        self.rss: Callable[[], int] = rss_bytes
+        """Resident memory of all processes that serve."""
+        self.workers: Callable[[], int] | None = None
+        """How many processes serve; None where it is but one."""
+        self.delay_s = 0
+        """How old the last second of a window is."""
+        self.seconds: Callable[[tuple[str, str], int, int], dict[int, Second]] = self._seconds
+        """What a version did from one second to before another, in all processes."""
+        if folder is None:
+            self._told = self.registry
+        else:
+            self._told = CollectorRegistry()
+            self._told.register(_Files(folder))
+        self._told.register(_Now(self))
 
     def of(self, model: str, version: str) -> ModelMetrics:
         """The series of one version; they go on where it is loaded again."""
@@ -159,28 +213,41 @@ class Metrics:
 
     def render(self) -> bytes:
         """All series, in Prometheus' text format."""
-        for gauge in (self._queue, self._in_flight, self._ready):
-            gauge.clear()
-        for model, version, waiting, in_flight, ready in self.watch():
-            self._queue.labels(model, version).set(waiting)
-            self._in_flight.labels(model, version).set(in_flight)
-            self._ready.labels(model, version).set(ready)
-        self._rss.set(rss_bytes())
-        if (used := gpu_bytes()) is not None:
-            self._gpu.set(used)
-        return generate_latest(self.registry)
+        return generate_latest(self._told)
 
-    def samples(self, counter: Counter, model: str, version: str) -> dict[tuple[str, ...], int]:
-        """The values of ``counter`` for one version, by its further labels."""
-        return {
-            tuple(
-                value for key, value in sample.labels.items() if key not in ("model", "version")
-            ): int(sample.value)
-            for family in counter.collect()
-            for sample in family.samples
-            if sample.name.endswith("_total")
-            and (sample.labels["model"], sample.labels["version"]) == (model, version)
-        }
+    def statistics(self, model: str, version: str) -> dict[str, dict[tuple[str, ...], float]]:
+        """The series of the v2 statistics of one version: name -> further labels -> value."""
+        read: dict[str, dict[tuple[str, ...], float]] = {}
+        ours = (self.counts, self.nanoseconds, self.sizes, self.size_ns, self.last_inference)
+        families = (
+            (family for series in ours for family in series.collect())
+            if self._folder is None
+            else _merged(self._folder, "counter_*.db", "gauge_*.db")
+        )
+        for family in families:
+            for sample in family.samples:
+                if sample.name.endswith("_created"):
+                    continue
+                labels = dict(sample.labels)
+                if (labels.pop("model", None), labels.pop("version", None)) != (model, version):
+                    continue
+                key = tuple(labels[label] for label in sorted(labels))  # files keep no other order
+                name = sample.name.removeprefix("attnserve_").removesuffix("_total")
+                read.setdefault(name, {})[key] = sample.value
+        return read
+
+    def did(self, second: int) -> list[tuple[str, str, Second]]:
+        """What each version did in one second, in this process; those that did nothing are left
+        out."""
+        return [
+            (*of, did)
+            for of, model in list(self._models.items())
+            if (did := model.did(second)) is not None
+        ]
+
+    def _seconds(self, of: tuple[str, str], first: int, end: int) -> dict[int, Second]:
+        model = self._models[of]
+        return {at: did for at in range(first, end) if (did := model.did(at)) is not None}
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"attnserve_{name}", text, labels, registry=self.registry)
@@ -190,8 +257,59 @@ class Metrics:
     ) -> Histogram:
         return Histogram(f"attnserve_{name}", text, labels, buckets=buckets, registry=self.registry)
 
-    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(f"attnserve_{name}", text, labels, registry=self.registry)
+
+def _merged(folder: Path, *patterns: str) -> Iterator[Metric]:
+    """The series of all workers, alive or dead."""
+    # A file is empty for the moment until it has its first size.
+    files = [
+        str(path) for pattern in patterns for path in folder.glob(pattern) if path.stat().st_size
+    ]
+    return iter(MultiProcessCollector.merge(files))
+
+
+class _Files(Collector):
+    """The series of all workers, from where they keep them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def collect(self) -> Iterator[Metric]:
+        return _merged(self._folder, "*.db")
+
+
+class _Now(Collector):
+    """What is true at the moment it is asked for."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        of_model = ("model", "version")
+        queue = GaugeMetricFamily(
+            "attnserve_queue_rows", "Rows that wait for a run.", labels=of_model
+        )
+        in_flight = GaugeMetricFamily(
+            "attnserve_in_flight", "Requests that wait or run.", labels=of_model
+        )
+        runs = GaugeMetricFamily(
+            "attnserve_model_ready", "1 where the model runs.", labels=of_model
+        )
+        for model, version, waiting, flying, ready in self._metrics.watch():
+            queue.add_metric((model, version), waiting)
+            in_flight.add_metric((model, version), flying)
+            runs.add_metric((model, version), ready)
+        yield from (queue, in_flight, runs)
+        yield GaugeMetricFamily(
+            "process_resident_memory_bytes", "Of all that serve.", value=self._metrics.rss()
+        )
+        if (used := gpu_bytes()) is not None:
+            yield GaugeMetricFamily(
+                "attnserve_gpu_memory_bytes", "Memory in use on the first GPU.", value=used
+            )
+        if self._metrics.workers is not None:
+            yield GaugeMetricFamily(
+                "attnserve_workers", "Processes that serve.", value=self._metrics.workers()
+            )
 
 
 @dataclass
@@ -206,6 +324,14 @@ class Second:
     macs: int = 0
     batch_rows: Tally[int] = field(default_factory=Tally)
     rejects: Tally[str] = field(default_factory=Tally)
+
+    def add(self, told: Mapping[str, Any]) -> None:
+        """Add what another worker did in this second, as it wrote it down."""
+        self.latencies_ms += told["latencies_ms"]
+        for what in ("rows", "tokens", "padded_tokens", "macs"):
+            setattr(self, what, getattr(self, what) + told[what])
+        self.batch_rows.update({int(rows): runs for rows, runs in told["batch_rows"].items()})
+        self.rejects.update(told["rejects"])
 
 
 class ModelMetrics:
@@ -230,8 +356,8 @@ class ModelMetrics:
         self._ns = {
             what: metrics.nanoseconds.labels(*of, what) for what in ("success", "fail", *STAGES)
         }
+        self._last_inference = metrics.last_inference.labels(*of)
         self._seconds: deque[Second] = deque()
-        self.last_inference_ms = 0
 
     def ran(self, batch: Batch) -> None:
         """Record a run."""
@@ -245,7 +371,7 @@ class ModelMetrics:
         self._metrics.sizes.labels(*self._of, rows).inc()
         for what, ns in zip(STAGES[1:], (ran.input_ns, ran.infer_ns, ran.output_ns), strict=True):
             self._metrics.size_ns.labels(*self._of, rows, what).inc(ns)
-        self.last_inference_ms = int(time() * 1e3)
+        self._last_inference.set(time())
         now = self._now()
         now.rows += batch.rows
         now.tokens += batch.tokens
@@ -280,21 +406,20 @@ class ModelMetrics:
     def statistics(self) -> dict[str, Any]:
         """Exact statistics, in the shape of the v2 protocol."""
         metrics, of = self._metrics, self._of
-        counts = metrics.samples(metrics.counts, *of)
-        spent = metrics.samples(metrics.nanoseconds, *of)
-        success = counts["success",]
+        read = metrics.statistics(*of)
+        counts, spent = read["inferences"], read["inference_ns"]
+        success = int(counts["success",])
 
-        def told(count: int, what: str) -> dict[str, int]:
-            return {"count": count, "ns": spent[what,]}
+        def told(count: float, what: str) -> dict[str, int]:
+            return {"count": int(count), "ns": int(spent[what,])}
 
-        sizes = metrics.samples(metrics.sizes, *of)
-        size_ns = metrics.samples(metrics.size_ns, *of)
+        sizes, size_ns = read.get("batches", {}), read.get("batch_ns", {})
         return {
             "name": of[0],
             "version": of[1],
-            "last_inference": self.last_inference_ms,
-            "inference_count": counts["rows",],
-            "execution_count": counts["runs",],
+            "last_inference": round(read["last_inference_timestamp_seconds"][()] * 1e3),
+            "inference_count": int(counts["rows",]),
+            "execution_count": int(counts["runs",]),
             "inference_stats": {
                 "success": told(success, "success"),
                 "fail": told(counts["fail",], "fail"),
@@ -305,19 +430,27 @@ class ModelMetrics:
             "batch_stats": [
                 {
                     "batch_size": int(rows),
-                    **{what: {"count": count, "ns": size_ns[rows, what]} for what in STAGES[1:]},
+                    # Another worker counts a run just before it counts its time.
+                    **{
+                        what: {"count": int(count), "ns": int(size_ns.get((rows, what), 0))}
+                        for what in STAGES[1:]
+                    },
                 }
                 for (rows,), count in sorted(sizes.items(), key=lambda item: int(item[0][0]))
             ],
         }
+
+    def did(self, second: int) -> Second | None:
+        """What happened in one of the last seconds, in this process; None for nothing."""
+        return next((one for one in list(self._seconds) if one.second == second), None)
 
     def window(self) -> dict[str, Any]:
         """The last minute, by second, oldest first; the second that still runs is left out.
 
         Percentiles are exact, null where nothing was answered.
         """
-        end = int(time())
-        known = {second.second: second for second in self._seconds}
+        end = int(time()) - self._metrics.delay_s
+        known = self._metrics.seconds(self._of, end - WINDOW_S, end)
         seconds = [known.get(at) or Second(at) for at in range(end - WINDOW_S, end)]
         every = [ms for second in seconds for ms in second.latencies_ms]
         tokens = sum(second.tokens for second in seconds)

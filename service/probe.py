@@ -12,7 +12,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from attnserve.artifact import Artifact, load_model, open_artifact, sha256
 from attnserve.session import Provider, external_files
 from graph_passes.errors import AttnserveError, InvalidArgument, InvalidModel, MissingExtra
 
-__all__ = ["Prover"]
+__all__ = ["Prover", "environment", "python"]
 
 COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "attnserve.json", "config.json")
 """What decides, beside the model, how it is served."""
@@ -79,6 +79,19 @@ class Prover:
         external = sorted(external_files(load_model(artifact)))
         return self._identity(content, _Proof(tuple((path, _sha256(path)) for path in external)))
 
+    def proofs(self) -> dict[str, list[tuple[str, str]]]:
+        """What has passed, for a prover in another process to ``learn``."""
+        return {
+            content: [(str(path), checksum) for path, checksum in proof.external]
+            for content, proof in self._proofs.items()
+        }
+
+    def learn(self, proofs: Mapping[str, Sequence[tuple[str, str]]]) -> None:
+        """Trust what another prover of the same settings has tried."""
+        for content, external in proofs.items():
+            found = tuple((Path(path), checksum) for path, checksum in external)
+            self._proofs.setdefault(content, _Proof(found))
+
     def _content(self, artifact: Artifact) -> str:
         """Of everything but external data: only a process that may crash asks for its names."""
         digest = hashlib.sha256(_sha256(artifact.model).encode())
@@ -101,19 +114,16 @@ class Prover:
             "threads": self._threads,
         }
         name = artifact.model
-        # Of this installation and nothing else; it is told no secret.
-        paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("ATTNSERVE_")}
         try:
             done = subprocess.run(
-                [sys.executable, "-P", "-m", "service.probe"],
+                python("service.probe"),
                 input=json.dumps(asked),
                 capture_output=True,
                 text=True,
                 errors="replace",
                 timeout=self._timeout_s,
                 check=False,
-                env=environment | {"PYTHONPATH": paths},
+                env=environment(),
             )
         except subprocess.TimeoutExpired:
             raise InvalidModel(
@@ -133,6 +143,18 @@ class Prover:
         if "error" in told:
             raise TOLD.get(told["error"], InvalidModel)(told["what"], told["fix"])
         return [Path(path) for path in told["external"]]
+
+
+def python(module: str) -> list[str]:
+    """The command that runs a module of this installation, in ``environment``."""
+    return [sys.executable, "-P", "-m", module]
+
+
+def environment() -> dict[str, str]:
+    """Of a child: it finds this installation and nothing else, and is told no secret."""
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("ATTNSERVE_")}
+    return kept | {"PYTHONPATH": paths}
 
 
 def _sha256(path: Path) -> str:

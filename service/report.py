@@ -7,7 +7,7 @@ from typing import Any
 
 from attnserve.artifact import Artifact
 from service.engine import Engine
-from service.metrics import gpu_bytes, rss_bytes
+from service.metrics import gpu_bytes
 from service.repository import Repository
 
 __all__ = ["report"]
@@ -17,20 +17,23 @@ def report(repository: Repository) -> dict[str, Any]:
     """The body of GET /stats.json. Milliseconds, bytes, multiply-accumulates."""
     return {
         "ready": repository.ready,
-        "memory": {"rss_bytes": rss_bytes(), "gpu_bytes": gpu_bytes()},
-        "models": [_model(engine) for engine in repository.engines()],
+        "memory": {"rss_bytes": repository.metrics.rss(), "gpu_bytes": gpu_bytes()},
+        "workers": dict(zip(("wanted", "serving"), repository.workers, strict=True)),
+        "models": [_model(repository, engine) for engine in repository.engines()],
     }
 
 
-def _model(engine: Engine) -> dict[str, Any]:
+def _model(repository: Repository, engine: Engine) -> dict[str, Any]:
     statistics = engine.statistics()
+    key = (engine.name, engine.version)
+    waiting, in_flight = {told[:2]: told[2:4] for told in repository.metrics.watch()}[key]
     return {
         "name": engine.name,
         "version": engine.version,
-        "ready": engine.ready,
+        "ready": repository.runs(engine),
         "reason": engine.reason,
-        "queue_rows": engine.batcher.waiting,
-        "in_flight": engine.in_flight,
+        "queue_rows": waiting,
+        "in_flight": in_flight,
         "requests": statistics["inference_stats"]["success"]["count"],
         "failures": statistics["inference_stats"]["fail"]["count"],
         "rows": statistics["inference_count"],

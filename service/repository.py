@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,6 +135,15 @@ class Repository:
             and all(engine.ready for engine in self.engines())
         )
 
+    def runs(self, engine: Engine) -> bool:
+        """Whether ``engine`` runs, wherever a request for it may go."""
+        return engine.ready
+
+    @property
+    def workers(self) -> tuple[int, int]:
+        """(processes that are to serve, those that do)."""
+        return 1, 1
+
     def index(self) -> list[Entry]:
         """Every version on disk or loaded, by name and version."""
         found = {
@@ -178,18 +187,23 @@ class Repository:
             )
         self._started = True
 
-    async def load(self, name: str) -> None:
+    async def load(self, name: str, versions: Collection[str] | None = None) -> None:
         """Load what is on disk under ``name``, in the place of what is loaded.
 
         A version whose files are as they were stays as it is. One that cannot be loaded leaves the
         one that serves in its place; the others are loaded all the same.
+
+        Args:
+            versions: Only these of those on disk; None for all.
 
         Raises:
             NotFound: There is no such model on disk.
             InvalidModel: A version cannot be loaded.
         """
         async with await self._lock(name):
-            places = (await asyncio.to_thread(self._find)).get(name)
+            places = (await asyncio.to_thread(self._find)).get(name, {})
+            if versions is not None:
+                places = {version: places[version] for version in versions if version in places}
             if not places:
                 raise UnknownModel(f"unknown model {name!r}: there is none on disk")
             serving = self._engines.get(name, {})

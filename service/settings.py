@@ -48,6 +48,13 @@ class Settings(BaseSettings):
     )
     host: str = Field(default="127.0.0.1", description="Address to listen on; 0.0.0.0 for all.")
     port: int = Field(default=8000, ge=0, le=65535, description="0 takes any free port.")
+    workers: int = Field(
+        default=1,
+        ge=1,
+        le=256,
+        description="Processes that serve, each with its own copy of the models; limits of rows,"
+        " runs and requests are those of each.",
+    )
     provider: Provider = Field(default="cpu", description="Execution provider.")
     threads: int = Field(
         default=0, ge=0, description="Threads of one run; 0 leaves it to ONNX Runtime."

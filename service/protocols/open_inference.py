@@ -29,6 +29,7 @@ from service.http import (
 )
 from service.model import Tensor
 from service.protocols.tensors import HEADER_LENGTH, NAMES, decode_all, encode_all, split
+from service.repository import Repository
 from service.schemas import (
     InferRequest,
     InferResponse,
@@ -117,7 +118,9 @@ async def model_metadata(request: Request, name: str) -> Response:
 @router.get("/models/{name}/versions/{version}/ready", **MODEL_READY)
 async def model_ready(request: Request, name: str) -> Response:
     engine = find(request, name, request.path_params.get("version"))
-    return json_response({"name": engine.name, "ready": engine.ready}, 200 if engine.ready else 503)
+    repository: Repository = request.app.state.repository
+    is_ready = repository.runs(engine)
+    return json_response({"name": engine.name, "ready": is_ready}, 200 if is_ready else 503)
 
 
 @router.post("/models/{name}/infer", **INFER)
