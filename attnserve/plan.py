@@ -647,7 +647,10 @@ class _Search:
             return below * float(np.clip(0.98 * gain, 1.05, 3.0))
         above, over = self.front[high].loss, self.measured[self.front[high].picks][0]
         share = (allowed - under) / max(over - under, 1e-9)
-        return below + float(np.clip(0.96 * share, 0.1, 0.9)) * (above - below)
+        # The least that is taken out has the uncertainty of a score: until something is known to
+        # keep enough, the line from nothing aims too high every time.
+        most = 0.9 if low else 0.5
+        return below + float(np.clip(0.96 * share, 0.1, most)) * (above - below)
 
     def _at_speed(self) -> _Built:
         """The least loss among the choices that are fast enough, as whole models are timed."""

@@ -24,6 +24,7 @@ from attnserve.artifact import load_model, open_artifact
 from attnserve.calibrate import load_inputs
 from attnserve.cli import main
 from attnserve.evaluate import share_kept
+from attnserve.pareto import Choice
 from attnserve.plan import Goal, PlanReport, Speed
 from attnserve.verify import verify
 from graph_passes.errors import AttnserveError, CheckFailed, InvalidArgument, InvalidData
@@ -329,6 +330,37 @@ def test_a_broken_plan_is_refused(
 def test_a_folder_is_no_plan(model: Path, sentences: Path, tmp_path: Path):
     with pytest.raises(InvalidData, match=r"cannot be read: .*directory"):
         optimized(model, sentences, tmp_path / "out.onnx", plan=tmp_path)
+
+
+class Judged(MODULE._Search):
+    """A search whose choices lose what a function says."""
+
+    def __init__(self, loss: Callable[[float], float]) -> None:
+        self.goal = Goal(keep=0.99)
+        self.front = [Choice(n / 1000, 10 - n / 20, (n,)) for n in range(100)]
+        self.measured, self.rest_ms, self.judge = {}, 0.0, loss
+
+    def _loss(self, choice: Choice) -> float:
+        loss = self.judge(choice.loss) if choice.loss else 0.0
+        self.measured[choice.picks] = loss, 1 - loss
+        return loss
+
+    def _built(self, choice: Choice) -> Any:
+        return choice
+
+
+@pytest.mark.parametrize(
+    ("loss", "least"),
+    [(lambda x: x, 0.009), (lambda x: 0.3 * x, 0.025), (lambda x: 3 * x, 0.0025),
+     (lambda x: 0.0093 + 0.1 * x, 0.004)],
+    ids=["as predicted", "less", "more", "an uncertainty that is nearly all that is allowed"],
+)  # fmt: skip
+def test_the_allowance_is_found_in_a_few_builds(loss: Callable[[float], float], least: float):
+    search = Judged(loss)
+    found: Any = search._fastest()
+    assert found.loss >= least
+    assert loss(found.loss) <= 0.01
+    assert len(search.measured) <= 1 + MODULE.MOST_BUILDS
 
 
 def test_a_plan_of_other_data_is_refused(
