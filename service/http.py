@@ -27,6 +27,7 @@ from service.errors import ClientGone, InvalidField, MalformedRequest, TooLarge,
 from service.metrics import Metrics, as_headers, cost_of
 from service.repository import Repository
 from service.settings import Settings
+from service.tracing import request_span
 
 __all__ = [
     "ObserveRequests",
@@ -309,27 +310,29 @@ class ObserveRequests:
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
             await send(message)
 
-        try:
-            await self._app(scope, receive, observed)
-        except Exception:
-            log.exception("request %s failed", request_id.decode())
-            if status:  # half an answer is out: the connection can only be dropped
-                raise
-            answer = error_response(scope["path"], 500, "internal error")
-            await answer(scope, receive, observed)
-        finally:
-            for engine in engines:
-                engine.release()
-            # The route's pattern, not the path: a client must not make up series without end.
-            route = getattr(scope.get("route"), "path", "unknown")
-            self._metrics.request(route, status)
-            if access.isEnabledFor(logging.INFO):
-                line = {
-                    "method": scope["method"],
-                    "path": scope["path"],
-                    "status": status,
-                    "ms": round((perf_counter() - started) * 1e3, 3),
-                    "request_id": request_id.decode(),
-                    **scope.get("attnserve.cost", {}),
-                }
-                access.info(orjson.dumps(line).decode())
+        with request_span(scope) as finish:
+            try:
+                await self._app(scope, receive, observed)
+            except Exception:
+                log.exception("request %s failed", request_id.decode())
+                if status:  # half an answer is out: the connection can only be dropped
+                    raise
+                answer = error_response(scope["path"], 500, "internal error")
+                await answer(scope, receive, observed)
+            finally:
+                for engine in engines:
+                    engine.release()
+                # The route's pattern, not the path: a client must not make up series without end.
+                route = getattr(scope.get("route"), "path", "unknown")
+                self._metrics.request(route, status)
+                finish(route, status)
+                if access.isEnabledFor(logging.INFO):
+                    line = {
+                        "method": scope["method"],
+                        "path": scope["path"],
+                        "status": status,
+                        "ms": round((perf_counter() - started) * 1e3, 3),
+                        "request_id": request_id.decode(),
+                        **scope.get("attnserve.cost", {}),
+                    }
+                    access.info(orjson.dumps(line).decode())
