@@ -527,9 +527,9 @@ def test_a_mistake_in_a_mask_is_told_in_a_line(tmp_path: Path, mistake: str):
     ("name", "content", "reason"),
     [
         ("none.json", None, "no such file"),
-        (".", None, "not JSON: .*directory"),
+        (".", None, "cannot be read: .*directory"),
         ("binary.json", bytes(range(128, 256)), "not JSON: .*utf-8"),
-        ("x" * 300 + ".json", None, "not JSON: .*name too long"),
+        ("x" * 300 + ".json", None, "cannot be read: .*name too long"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_told_in_a_line(

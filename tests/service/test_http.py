@@ -282,7 +282,7 @@ def test_what_the_dashboard_shows(
         }
     ]
     client = start(
-        write_encoder(tmp_path / "tiny", lineage=lineage, source="/home/somebody/models/big")
+        write_encoder(tmp_path / "tiny", lineage=lineage, source="/srv/somewhere/models/big")
     )
     clock = [1000.5]
     monkeypatch.setattr("service.metrics.time", lambda: clock[0])
