@@ -754,6 +754,16 @@ def _latency_cells(result: Measurement) -> Sequence[str]:
     )
 
 
+# What `serve` and `deploy ray` share; None leaves it to the environment (service/settings.py).
+Host = Annotated[str | None, typer.Option(help="Address to listen on; 127.0.0.1 where left out.")]
+ServedBy = Annotated[
+    str | None, typer.Option(help="cpu (where left out) or cuda.", show_default=False)
+]
+ServedWith = Annotated[
+    int | None, typer.Option(min=0, help="Threads of one run; 0 leaves it to ONNX Runtime.")
+]
+
+
 @app.command()
 def serve(
     model: Annotated[
@@ -763,9 +773,7 @@ def serve(
             " (NAME/VERSION/model.onnx or NAME/model.onnx)."
         ),
     ],
-    host: Annotated[
-        str | None, typer.Option(help="Address to listen on; 127.0.0.1 where left out.")
-    ] = None,
+    host: Host = None,
     port: Annotated[
         int | None,
         typer.Option(min=0, max=65535, help="8000 where left out; 0 takes any free port."),
@@ -774,12 +782,8 @@ def serve(
         int | None,
         typer.Option(min=1, max=256, help="Processes that serve, as one; 1 where left out."),
     ] = None,
-    provider: Annotated[
-        str | None, typer.Option(help="cpu (where left out) or cuda.", show_default=False)
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option(min=0, help="Threads of one run; 0 leaves it to ONNX Runtime.")
-    ] = None,
+    provider: ServedBy = None,
+    threads: ServedWith = None,
     concurrency: Annotated[
         int | None, typer.Option(min=1, help="Runs at once; 1 where left out.")
     ] = None,
@@ -902,9 +906,7 @@ def triton(
 @deploy.command("ray")
 def deploy_ray(
     model: Model,
-    host: Annotated[
-        str | None, typer.Option(help="Address to listen on; 127.0.0.1 where left out.")
-    ] = None,
+    host: Host = None,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="8000 where left out.")] = None,
     replicas: Annotated[
         int | None, typer.Option(min=1, help="The least that run; 1 where left out.")
@@ -925,12 +927,8 @@ def deploy_ray(
     address: Annotated[
         str | None, typer.Option(help="Of a running Ray cluster; else one is started here.")
     ] = None,
-    threads: Annotated[
-        int | None, typer.Option(min=0, help="Threads of one run; 0 leaves it to ONNX Runtime.")
-    ] = None,
-    provider: Annotated[
-        str | None, typer.Option(help="cpu (where left out) or cuda.", show_default=False)
-    ] = None,
+    threads: ServedWith = None,
+    provider: ServedBy = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:

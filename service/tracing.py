@@ -1,8 +1,7 @@
 """Spans of requests, where OpenTelemetry is installed and set up; nothing else here knows of it.
 
-A trace that a client began (W3C traceparent) is continued. Where spans go is the operator's choice:
-``opentelemetry-instrument attnserve serve ...``, or whatever else sets a tracer provider. A span
-says what the answer cost and never what was asked.
+A trace that a client began (W3C traceparent) is continued. Where spans go is the choice of whoever
+sets the tracer provider. A span says what the answer cost and never what was asked.
 """
 
 from __future__ import annotations

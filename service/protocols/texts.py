@@ -7,10 +7,10 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-import orjson
 from fastapi import APIRouter, Request, Response
 
 from graph_passes.errors import InvalidData
+from service.answer import Answer
 from service.engine import Engine
 from service.http import accepts, deadline, json_response, parse_body, respond, served, unless_gone
 from service.schemas import (
@@ -41,10 +41,7 @@ async def embed(request: Request) -> Response:
         request, engine.embed(body.inputs, truncate=body.truncate, deadline=deadline(request))
     )
 
-    def envelope(vectors: orjson.Fragment, cost: dict[str, int | float]) -> dict[str, Any]:
-        return {"embeddings": vectors, **_about(engine, cost)}
-
-    return respond(request, engine, answer, answer.outputs["embeddings"], envelope)
+    return _told(request, engine, answer, "embeddings", answer.outputs["embeddings"])
 
 
 @router.post("/predict", response_model=PredictResponse, **accepts(PredictRequest))
@@ -68,10 +65,7 @@ async def predict(request: Request) -> Response:
         for scores in answer.outputs["scores"]
     ]
 
-    def envelope(written: orjson.Fragment, cost: dict[str, int | float]) -> dict[str, Any]:
-        return {"predictions": written, **_about(engine, cost)}
-
-    return respond(request, engine, answer, predictions, envelope)
+    return _told(request, engine, answer, "predictions", predictions)
 
 
 @router.post("/similarity", response_model=SimilarityResponse, **accepts(SimilarityRequest))
@@ -87,10 +81,7 @@ async def similarity(request: Request) -> Response:
     vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.finfo(np.float64).tiny)
     cosines = np.clip(np.einsum("nd,nd->n", vectors[left], vectors[right]), -1, 1)
 
-    def envelope(written: orjson.Fragment, cost: dict[str, int | float]) -> dict[str, Any]:
-        return {"similarities": written, **_about(engine, cost)}
-
-    return respond(request, engine, answer, cosines, envelope)
+    return _told(request, engine, answer, "similarities", cosines)
 
 
 @router.post("/tokenize", response_model=TokenizeResponse, **accepts(TokenizeRequest))
@@ -105,6 +96,14 @@ async def tokenize(request: Request) -> Response:
             **_about(engine, {"tokens": sum(map(len, encodings))}),
         }
     )
+
+
+def _told(request: Request, engine: Engine, answer: Answer, key: str, value: Any) -> Response:
+    """``value`` under ``key``, and what it is of and cost."""
+    return respond(
+        request, engine, answer, value,
+        lambda written, cost: {key: written, **_about(engine, cost)},
+    )  # fmt: skip
 
 
 def _about(engine: Engine, cost: dict[str, int | float]) -> dict[str, Any]:
