@@ -41,6 +41,7 @@ from attnserve.drawing import FIRST, GRID, INK, MUTED, SECOND, svg_file
 from attnserve.evaluate import ONE_SIDED, TASKS, Share, TaskName, score_session, share_kept
 from attnserve.inputs import example_inputs
 from attnserve.latency import LatencyTable, Part, default_cache
+from attnserve.opset import raise_opset
 from attnserve.options import (
     Block,
     Curve,
@@ -59,8 +60,14 @@ from attnserve.request import Plan, require_attention
 from attnserve.session import Provider, open_session
 from attnserve.verify import Fidelity, compare
 from graph_passes.attention import AttentionBlock
-from graph_passes.errors import AttnserveError, CheckFailed, InvalidArgument, InvalidData
-from graph_passes.fuse import Form
+from graph_passes.errors import (
+    AttnserveError,
+    CannotRewrite,
+    CheckFailed,
+    InvalidArgument,
+    InvalidData,
+)
+from graph_passes.fuse import OPSETS, Form
 
 __all__ = ["Allowed", "Goal", "PlanReport", "Searched", "plan", "search"]
 
@@ -498,6 +505,8 @@ class _Search:
     threads: int
     seed: int
     report: Stage
+    newest: ir.Model = field(init=False)
+    """The same model in the newest opset that a form of a block is written in."""
     timed_at: list[int] = field(default_factory=list[int])
     groups: list[Group] = field(default_factory=list[Group])
     timed: dict[Block, Timed] = field(default_factory=dict[Block, Timed])
@@ -520,7 +529,10 @@ class _Search:
 
     def run(self) -> Searched:
         require_finite_weights(self.graph)
-        reading = read_attention(self.graph, seed=self.seed)
+        self.newest = self.graph.clone()
+        with suppress(CannotRewrite):  # then forms in newer operators are no candidates
+            raise_opset(self.newest, max(OPSETS.values()))
+        reading = read_attention(self.newest, seed=self.seed)
         require_attention(reading)
         if self.goal.precision != "float32":
             convert(self.graph, self.goal.precision)  # what cannot be converted is said at once
@@ -534,7 +546,7 @@ class _Search:
         record = (fingerprint(self.artifact), self.data.source, self.asked, versions())
         key = hashlib.sha256(json.dumps(record, sort_keys=True, default=str).encode())
         self.journal = _Journal.open(key.hexdigest()[:24])
-        self.groups = group_blocks(self.graph, reading.blocks, ffn="ffn" in self.goal.allow)
+        self.groups = group_blocks(self.newest, reading.blocks, ffn="ffn" in self.goal.allow)
         self._time()
         self._weigh()
         self.options = [
@@ -557,11 +569,11 @@ class _Search:
         ]
         self.table = LatencyTable(default_cache(), provider=self.provider, threads=self.threads)
         self.timed = time_blocks(
-            self.graph, self.groups, feeds, self.table, target=target,
+            self.newest, self.groups, feeds, self.table, target=target,
             precision=self.goal.precision, report=self.report,
         )  # fmt: skip
         self.saved_ms = sums_are_faster(
-            self.graph, feeds, self.table, target=target, precision=self.goal.precision
+            self.newest, feeds, self.table, target=target, precision=self.goal.precision
         )
         model = convert(self.graph, self.goal.precision)
         times = self.table.measure({"model": Part(model, tuple(feeds))})["model"]
@@ -574,7 +586,7 @@ class _Search:
         known = self.journal.curves()
         if known is None:
             known = loss_curves(
-                self.graph, self.groups, self.data.fit, provider=self.provider, report=self.report
+                self.newest, self.groups, self.data.fit, provider=self.provider, report=self.report
             )
             self.journal.put("curves", {name: c.to_json() for name, c in known.items()})
         self.curves = known

@@ -27,7 +27,13 @@ from attnserve.evaluate import share_kept
 from attnserve.pareto import Choice
 from attnserve.plan import Goal, PlanReport, Speed
 from attnserve.verify import verify
-from graph_passes.errors import AttnserveError, CheckFailed, InvalidArgument, InvalidData
+from graph_passes.errors import (
+    AttnserveError,
+    CannotRewrite,
+    CheckFailed,
+    InvalidArgument,
+    InvalidData,
+)
 from tests.attnserve.costs import count_instead_of_timing
 
 Build = Callable[..., Path]
@@ -145,6 +151,34 @@ def test_without_allowance_nothing_is_taken_out(
     assert report.gain and not report.rewrites.masks and not report.rewrites.neurons
     assert report.fidelity.mean_cosine > 1 - 1e-5
     assert {d.written for d in report.decisions} == {"attention", "gelu"}
+
+
+def test_a_newer_operator_brings_its_opset(
+    model: Path, sentences: Path, tmp_path: Path, counted: None, monkeypatch: pytest.MonkeyPatch
+):
+    """The plan is carried out again to the same bytes."""
+    monkeypatch.setattr("tests.attnserve.costs.STANDARD", 0.8)
+    assert load_model(open_artifact(model)).opset_imports[""] < 23
+    found = optimized(model, sentences, tmp_path / "a.onnx", keep=0.95)
+    assert {d.written for d in found.found.decisions if d.kind == "attention"} == {"onnx"}
+    written = load_model(open_artifact(tmp_path / "a.onnx"))
+    assert written.opset_imports[""] == 23
+    assert [n.op_type for n in written.graph].count("Attention") == 2
+    planned(model, sentences, tmp_path / "p.json", keep=0.95)
+    optimized(model, sentences, tmp_path / "b.onnx", plan=tmp_path / "p.json")
+    assert (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
+
+
+def test_a_model_that_cannot_be_raised_is_written_in_older_operators(
+    model: Path, sentences: Path, tmp_path: Path, counted: None, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(model: ir.Model, opset: int) -> None:
+        raise CannotRewrite("no", "no")
+
+    monkeypatch.setattr("tests.attnserve.costs.STANDARD", 0.8)
+    monkeypatch.setattr(MODULE, "raise_opset", refuse)
+    report = planned(model, sentences, tmp_path / "p.json", keep=0.95)
+    assert {d.written for d in report.decisions if d.kind == "attention"} == {"attention"}
 
 
 def test_neurons_stay_unless_allowed(model: Path, sentences: Path, tmp_path: Path, counted: None):
