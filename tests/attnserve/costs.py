@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 
 from attnserve.inputs import example_inputs
 from attnserve.latency import Part
-from attnserve.plan import Speed
+from attnserve.plan_report import Speed
 from graph_passes.cost import model_cost
 
 FUSED = STANDARD = 0.9
@@ -49,4 +48,4 @@ def speeds(search: Any, graph: ir.Model, lengths: Sequence[int]) -> list[Speed]:
 
 def count_instead_of_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attnserve.latency.LatencyTable.measure", measure)
-    monkeypatch.setattr(import_module("attnserve.plan")._Search, "_speeds", speeds)
+    monkeypatch.setattr("attnserve.search._Search._speeds", speeds)
