@@ -556,6 +556,7 @@ def _show_plan(report: PlanReport) -> None:
         for decision, name in zip(report.decisions, names, strict=True):
             what = "heads" if decision.kind == "attention" else "neurons"
             cut = "" if decision.head_size is None else f" x {decision.head_size}"
+            cut += "" if decision.rank is None else f" of {decision.rank} shared"
             table.add_row(
                 name,
                 f"{decision.kept} of {decision.count} {what}{cut}",

@@ -34,9 +34,16 @@ class Journal:
 
     def curves(self) -> dict[str, Curve] | None:
         try:
-            known = self.content["curves"]
-            return {n: Curve(**{k: tuple(v) for k, v in c.items()}) for n, c in known.items()}
-        except (KeyError, TypeError, AttributeError):
+            return {n: Curve.from_json(c) for n, c in self.content["curves"].items()}
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return None
+
+    def weighed(self) -> dict[str, tuple[tuple[int, ...], float]] | None:
+        """(heads, loss) of pairs, by the key of the reader."""
+        try:
+            known = self.content["pairs"]
+            return {key: (tuple(heads), float(loss)) for key, (heads, loss) in known.items()}
+        except (KeyError, TypeError, ValueError, AttributeError):
             return None
 
     def built(self, key: str) -> tuple[float, float] | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -19,21 +20,13 @@ __all__ = ["Choice", "Option", "pareto_front"]
 MOST = 4000
 
 
-@dataclass(frozen=True)
-class Option:
-    """One form of one part.
+class Option(Protocol):
+    """One form of one part: what it loses (predicted, one minus the cosine), and its time."""
 
-    Attributes:
-        kept: How many heads or neurons are left.
-        loss: Predicted, of the whole model's output: one minus the cosine.
-        ms: Mean over the target shapes.
-        head_size: Of queries and keys, where it is cut.
-    """
-
-    kept: int
-    loss: float
-    ms: float
-    head_size: int | None = None
+    @property
+    def loss(self) -> float: ...
+    @property
+    def ms(self) -> float: ...
 
 
 @dataclass(frozen=True)

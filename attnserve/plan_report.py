@@ -23,6 +23,8 @@ class Decision:
     Attributes:
         kept, count: Heads or neurons that stay, of how many.
         head_size: Of queries and keys, where they are cut.
+        rank: The dimensions that heads share, where they do.
+        source: The attention whose probabilities the heads take, where they do.
         written: In which operators.
         ms_before, ms_after: Of the block alone, mean over the lengths asked for.
         predicted_loss: Of the output's cosine, by this block alone.
@@ -33,6 +35,8 @@ class Decision:
     kept: int
     count: int
     head_size: int | None
+    rank: int | None
+    source: str | None
     written: str
     ms_before: float
     ms_after: float

@@ -158,7 +158,7 @@ class Plan:
         warnings: What was asked for and is not done, and why.
     """
 
-    skip: Mapping[str, Literal["affine", "constant"]]
+    skip: dict[str, Literal["affine", "constant"]]
     masks: Masks
     edges: MutableEdges
     ranks: dict[str, int]

@@ -1,9 +1,10 @@
 """plan: the fastest form of a model that keeps what it must, found by measurement.
 
-1. Every size of every block (heads, neurons, dimensions of queries and keys), in the operators that
-   are fastest here, is timed on this machine (``options.time_blocks``).
-2. What the model's output loses when a part of one block goes is measured on calibration texts
-   (``options.loss_curves``); losses of different blocks add up nearly.
+1. Every form of every block is timed on this machine (``block_times``): fewer heads or neurons,
+   shorter or shared queries and keys, none at all, the probabilities of the layer before, each in
+   the operators that are fastest here.
+2. What the model's output loses by it is measured on calibration texts (``block_losses``); losses
+   of different blocks add up nearly.
 3. ``pareto_front`` gives the fastest choice for every predicted loss.
 4. Choices are built, fitted, and judged on texts that no fit saw, until the allowed loss is used
    up but not exceeded; then the whole model is timed beside the original, at seven lengths.
@@ -17,7 +18,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -30,6 +31,8 @@ from attnserve.artifact import (
     sha256,
     versions,
 )
+from attnserve.block_losses import loss_curves
+from attnserve.block_times import sums_are_faster, time_blocks, time_pairs
 from attnserve.calibrate import Dataset, run
 from attnserve.carry_out import CarriedOut, Stage, carry_out
 from attnserve.certify import read_attention, require_finite_weights
@@ -42,15 +45,17 @@ from attnserve.options import (
     Block,
     Curve,
     Group,
+    Option,
+    Pair,
     Size,
     Timed,
+    Unit,
     group_blocks,
-    loss_curves,
     options_of,
-    sums_are_faster,
-    time_blocks,
+    units_of,
+    worth_weighing,
 )
-from attnserve.pareto import Choice, Option, pareto_front
+from attnserve.pareto import Choice, pareto_front
 from attnserve.plan_report import Decision, PlanReport, Point, Speed
 from attnserve.precision import Precision, convert
 from attnserve.request import Plan, require_attention
@@ -278,6 +283,8 @@ class _Search:
     groups: list[Group] = field(default_factory=list[Group])
     timed: dict[Block, Timed] = field(default_factory=dict[Block, Timed])
     curves: dict[str, Curve] = field(default_factory=dict[str, Curve])
+    pairs: list[Pair] = field(default_factory=list[Pair])
+    units: list[tuple[Unit, Pair | None]] = field(default_factory=list[tuple[Unit, Pair | None]])
     options: list[list[Option]] = field(default_factory=list[list[Option]])
     front: list[Choice] = field(default_factory=list[Choice])
     table: LatencyTable = field(default_factory=lambda: LatencyTable(None))
@@ -316,9 +323,10 @@ class _Search:
         self.groups = group_blocks(self.newest, reading.blocks, ffn="ffn" in self.goal.allow)
         self._time()
         self._weigh()
+        self.units = units_of(self.groups, self.pairs)
         self.options = [
-            options_of(g, self.timed, self.curves.get(g.key), target=len(self.lengths))
-            for g in self.groups
+            options_of(unit, self.timed, self.curves, pair, target=len(self.lengths))
+            for unit, pair in self.units
         ]
         self.front = pareto_front(self.options)
         best = self._fastest() if self.goal.target_speedup is None else self._at_speed()
@@ -339,6 +347,10 @@ class _Search:
             self.newest, self.groups, feeds, self.table, target=target,
             precision=self.goal.precision, report=self.report,
         )  # fmt: skip
+        self.pairs = time_pairs(
+            self.newest, self.groups, feeds, self.table, self.timed, target=target,
+            precision=self.goal.precision, report=self.report,
+        )  # fmt: skip
         self.saved_ms = sums_are_faster(
             self.newest, feeds, self.table, target=target, precision=self.goal.precision
         )
@@ -350,13 +362,26 @@ class _Search:
         self.rest_ms = max(float(np.mean(times[:target])) - now - self.saved_ms, 0.0)
 
     def _weigh(self) -> None:
-        known = self.journal.curves()
-        if known is None:
-            known = loss_curves(
-                self.newest, self.groups, self.data.fit, provider=self.provider, report=self.report
-            )
-            self.journal.put("curves", {name: c.to_json() for name, c in known.items()})
-        self.curves = known
+        curves, pairs = self.journal.curves(), self.journal.weighed()
+        if curves is None or pairs is None:
+            target = len(self.lengths)
+            changes = {g.key: worth_weighing(g, self.timed[g.blocks[0]], target=target)
+                       for g in self.groups}  # fmt: skip
+            found = loss_curves(
+                self.newest, self.groups, self.data.fit, changes=changes, pairs=self.pairs,
+                provider=self.provider, report=self.report,
+            )  # fmt: skip
+            curves = found.curves
+            pairs = {pair.reader.key: (pair.heads, pair.loss) for pair in found.pairs}
+            self.journal.put("curves", {name: c.to_json() for name, c in curves.items()})
+            self.journal.put("pairs", pairs)
+        self.curves = curves
+        self.pairs = [
+            replace(pair, heads=pairs[pair.reader.key][0], loss=pairs[pair.reader.key][1])
+            if pair.reader.key in pairs
+            else pair
+            for pair in self.pairs
+        ]
 
     def _predicted(self, choice: Choice) -> float:
         """Milliseconds of the whole model, mean over the lengths asked for."""
@@ -526,32 +551,44 @@ class _Search:
         )  # fmt: skip
 
     def _decided(self, choice: Choice) -> Plan:
-        masks: dict[str, list[int]] = {}
-        neurons: dict[str, list[int]] = {}
+        decided = Plan({}, {}, {}, {}, {}, sums=self.saved_ms > 0, precision=self.goal.precision)
         forms: dict[str, Form] = {}
         gelu: list[str] = []
-        ranks: dict[str, int] = {}
-        head_sizes: dict[str, int] = {}
-        for group, options, pick in zip(self.groups, self.options, choice.picks, strict=True):
-            kept, cut = options[pick].kept, options[pick].head_size
-            for block in group.blocks:
-                if isinstance(block, AttentionBlock) and cut is not None:
-                    ranks[block.name] = kept * block.head_size  # nothing is shared
-                    head_sizes[block.name] = cut - 1  # beside the content term
-                if kept < group.count:
-                    mask = self.curves[group.key].mask(kept)
-                    (masks if group.kind == "attention" else neurons)[block.name] = mask
-                match self.timed[block].emission:
-                    case "as exported":
-                        pass
-                    case "gelu":
+        for (unit, pair), options, pick in zip(self.units, self.options, choice.picks, strict=True):
+            sizes = options[pick].sizes
+            sources = {size.source for size in sizes}
+            plain = {n for g, s in zip(unit, sizes, strict=True) if s.is_plain for n in g.names}
+            for group, size in zip(unit, sizes, strict=True):
+                for block in group.blocks:
+                    self._decide(decided, group, block, size, pair)
+                    emission = self.timed[block].emission
+                    if emission == "gelu":
                         gelu.append(block.name)
-                    case form:
-                        forms[block.name] = form
-        return Plan(
-            {}, masks, {}, ranks, head_sizes, neurons,
-            forms=forms, gelu=gelu, sums=self.saved_ms > 0, precision=self.goal.precision,
-        )  # fmt: skip
+                    elif emission != "as exported" and block.name not in {*sources, *plain}:
+                        forms[block.name] = emission
+        return replace(decided, forms=forms, gelu=gelu)
+
+    def _decide(
+        self, decided: Plan, group: Group, block: Block, size: Size, pair: Pair | None
+    ) -> None:
+        """Note what becomes of one block."""
+        if not size.kept:
+            decided.skip[block.name] = "affine"
+            return
+        mask: list[int] = []
+        if size.source is not None:
+            assert pair is not None
+            mask = pair.masks(self.curves[pair.source.key], size.kept)[1]
+            decided.edges[block.name] = pair.edges(mask)
+        elif size.kept < group.count:
+            mask = self.curves[group.key].mask(size.kept)
+        if size.kept < group.count:
+            (decided.masks if group.kind == "attention" else decided.neurons)[block.name] = mask
+        if size.head_size is not None:
+            assert isinstance(block, AttentionBlock)
+            # Without a rank nothing is shared.
+            decided.ranks[block.name] = size.rank or size.kept * block.head_size
+            decided.head_sizes[block.name] = size.head_size - 1  # beside the content term
 
     def _speeds(self, graph: ir.Model, lengths: Sequence[int]) -> list[Speed]:
         """The whole model beside the original, which is in float32 whatever was asked for."""
@@ -587,7 +624,7 @@ class _Search:
         wanted = [speed.speedup for speed in speeds if speed.sequence in self.lengths]
         gain = float(np.exp(np.mean(np.log(wanted))))
         slow = min(speeds, key=lambda speed: speed.speedup)
-        lossy = bool(decided.masks or decided.ranks or decided.neurons)
+        lossy = bool(decided.changed or decided.neurons)
         lossy = lossy or decided.precision != "float32"
         if not (lossy or decided.forms or decided.gelu or decided.sums):
             why = "no form of any block is faster within the allowed loss"
@@ -661,19 +698,55 @@ class _Search:
     def _decisions(self, choice: Choice) -> list[Decision]:
         found: list[Decision] = []
         target = len(self.lengths)
-        for group, options, pick in zip(self.groups, self.options, choice.picks, strict=True):
-            option, curve = options[pick], self.curves.get(group.key)
-            for block in group.blocks:
-                timed = self.timed[block]
-                before = float(np.mean(timed.original[:target]))
-                size = Size(option.kept, option.head_size)
-                after = float(np.mean(timed.sizes[size][:target]))
-                why = _why(group, option, options, pick, curve, before, after)
-                found.append(
-                    Decision(block.name, group.kind, option.kept, group.count, option.head_size,
-                             timed.emission, before, after, option.loss, why)
-                )  # fmt: skip
-        return found
+        for (unit, pair), options, pick in zip(self.units, self.options, choice.picks, strict=True):
+            option = options[pick]
+            for group, size in zip(unit, option.sizes, strict=True):
+                curve = self.curves.get(group.key)
+                why = _why(unit, group, size, options, pick, curve, pair)
+                loss = self._loss_of(group, size, pair)
+                for block in group.blocks:
+                    timed = self.timed[block]
+                    before = float(np.mean(timed.original[:target]))
+                    after, written = self._ms_after(timed, size, option.sizes, pair)
+                    found.append(
+                        Decision(
+                            block.name,
+                            group.kind,
+                            size.kept,
+                            group.count,
+                            size.head_size,
+                            size.rank,
+                            size.source,
+                            written,
+                            before,
+                            after,
+                            loss,
+                            why,
+                        )
+                    )
+        order = {block: i for i, block in enumerate(b.name for g in self.groups for b in g.blocks)}
+        return sorted(found, key=lambda decision: order[decision.block])
+
+    def _loss_of(self, group: Group, size: Size, pair: Pair | None) -> float:
+        curve = self.curves.get(group.key)
+        if curve is None or size == Size(group.count):
+            return 0.0
+        if size.source is None:
+            return curve.of(size) or 0.0
+        assert pair is not None
+        return curve.at(group.count - size.kept) + pair.loss * size.kept / group.count
+
+    def _ms_after(
+        self, timed: Timed, size: Size, sizes: Sequence[Size], pair: Pair | None
+    ) -> tuple[float, str]:
+        """Milliseconds of one block, and how it is written; of a pair half of both."""
+        target = len(self.lengths)
+        if pair is not None and any(each.source for each in sizes):
+            both = float(np.mean(pair.times[size.kept][:target]))
+            return both / 2, "reuse" if size.source else "as exported"
+        written = timed.emission if size.kept else "skip"
+        written = "sparse" if size.rank is not None else written
+        return float(np.mean(timed.sizes[size][:target])), written
 
     def _table(self) -> list[dict[str, Any]]:
         """Every form of every block that differs from those before."""
@@ -691,13 +764,25 @@ class _Search:
                     "sequences": self.timed_at,
                     "as_exported": list(timed.original),
                     "written": timed.emission,
+                    "forms": {form: list(ms) for form, ms in timed.forms.items()},
                     "kept": {str(s): list(timed.sizes[s]) for s in sorted(timed.sizes, key=_order)},
+                })  # fmt: skip
+        for pair in self.pairs:
+            if id(pair.times) not in seen:
+                seen.add(id(pair.times))
+                rows.append({
+                    "block": pair.reader.names[0],
+                    "kind": "reuse",
+                    "source": pair.source.names[0],
+                    "sequences": self.timed_at,
+                    "kept": {str(kept): list(ms) for kept, ms in pair.times.items()},
+                    "saved_ms": pair.saved_ms,
                 })  # fmt: skip
         return rows
 
 
-def _order(size: Size) -> tuple[int, int]:
-    return size.head_size or 0, size.kept
+def _order(size: Size) -> tuple[int, int, int]:
+    return size.head_size or 0, size.rank or 0, size.kept
 
 
 def _digest(decided: Plan) -> str:
@@ -706,13 +791,13 @@ def _digest(decided: Plan) -> str:
 
 
 def _why(
+    unit: Unit,
     group: Group,
-    option: Option,
+    size: Size,
     options: Sequence[Option],
     pick: int,
     curve: Curve | None,
-    before: float,
-    after: float,
+    pair: Pair | None,
 ) -> str:
     """Why a block got what it got, in a sentence."""
     what = "heads" if group.kind == "attention" else "neurons"
@@ -723,20 +808,30 @@ def _why(
     if len(options) == 1:
         return f"no smaller number of {what} is faster here at every length"
     parts: list[str] = []
-    if option.kept < group.count:
-        own = curve.own_loss[group.count - option.kept]
+    if not size.kept:
+        parts.append(f"an affine map in its place loses {curve.of(size) or 0:.4f} of cosine")
+    elif size.kept < group.count:
+        own = curve.own_loss[group.count - size.kept]
         parts.append(
-            f"the {group.count - option.kept} {what} that go hold {own:.1%} of its output that "
+            f"the {group.count - size.kept} {what} that go hold {own:.1%} of its output that "
             "others cannot take over"
         )
-    if option.head_size is not None:
-        lost = curve.of(Size(option.kept, option.head_size)) - curve.of(Size(option.kept))
-        parts.append(f"queries and keys of {option.head_size} dimensions lose {lost:.4f} of cosine")
-    if pick + 1 < len(options):
-        next_one = options[pick + 1]
-        saved, lost = option.ms - next_one.ms, next_one.loss - option.loss
-        smaller = Size(next_one.kept, next_one.head_size)
+    if size.head_size is not None:
+        lost = (curve.of(size) or 0.0) - (curve.of(Size(size.kept)) or 0.0)
+        of = "" if size.rank is None else f" of {size.rank} that heads share"
         parts.append(
-            f"{smaller} {what} would save {saved:.3f} ms more and lose {lost:.4f} of cosine"
+            f"queries and keys of {size.head_size} dimensions{of} lose {lost:.4f} of cosine"
+        )
+    if size.source is not None and pair is not None:
+        parts.append(
+            f"all heads with the probabilities of {size.source} lose {pair.loss:.4f} of cosine"
+        )
+    if pick + 1 < len(options):
+        now, following = options[pick], options[pick + 1]
+        saved, lost = now.ms - following.ms, following.loss - now.loss
+        smaller = following.sizes[unit.index(group)]
+        others = " and its pair" if len(unit) > 1 else ""
+        parts.append(
+            f"{smaller} {what}{others} would save {saved:.3f} ms more and lose {lost:.4f} of cosine"
         )
     return "; ".join(parts)

@@ -43,8 +43,14 @@ def origin(value: ir.Value) -> ir.Value:
 
 def constant_tensor(value: ir.Value) -> ir.TensorProtocol | None:
     """The tensor of an initializer or of a Constant node, if it is a dense one."""
+    value = origin(value)
+    node = value.producer()
+    if node is not None and node.op_type == "Constant" and not node.domain:
+        given = node.attributes.get("value")
+        if given is not None and given.type == ir.AttributeType.TENSOR:
+            return given.value  # what follows checks its protocol, at ten times the cost
     try:
-        return ir.convenience.get_const_tensor(origin(value))
+        return ir.convenience.get_const_tensor(value)
     except ValueError:  # a sparse constant
         return None
 

@@ -203,12 +203,11 @@ Outcome = tuple[Sequence[Fact | None], str]
 
 @dataclass(frozen=True, eq=False)
 class _Walk:
-    """What is known so far. Layers repeat their nodes, so what one makes is kept for its like."""
+    """What is known so far."""
 
     opsets: Mapping[str, int]
     known: dict[ir.Value, Fact] = field(default_factory=dict[ir.Value, Fact])
     unknown: dict[ir.Node, str] = field(default_factory=dict[ir.Node, str])
-    made: dict[Hashable, Outcome] = field(default_factory=dict[Hashable, Outcome])
 
     def fact(self, value: ir.Value | None) -> Fact | None:
         return None if value is None else self.known.get(value)
@@ -330,20 +329,28 @@ def _follow(node: ir.Node, walk: _Walk) -> Outcome:
     facts = [walk.fact(value) for value in node.inputs]
     if facts.count(None) > node.inputs.count(None):
         return (), "its inputs have no known shape"
+    if not all(attribute.type in PLAIN for attribute in node.attributes.values()):
+        return _outcome(node, facts, walk.opsets)
     key = (
         *node.op_identifier(),
+        walk.opsets.get(node.domain),
         len(node.outputs),
-        *((name, _key(each)) for name, each in node.attributes.items()),
+        *((name, each.value) for name, each in node.attributes.items()),
         *(fact and fact.key() for fact in facts),
     )
-    if key not in walk.made:
-        walk.made[key] = _outcome(node, facts, walk.opsets)
-    return walk.made[key]
+    made = _MADE.get(key)
+    if made is None:
+        if len(_MADE) >= MOST_MADE:
+            _MADE.clear()
+        made = _MADE[key] = _outcome(node, facts, walk.opsets)
+    return made
 
 
-def _key(attribute: ir.Attr) -> Hashable:
-    """The same for attributes that say the same; tensors and types only say what they are."""
-    return attribute.value if attribute.type in PLAIN else id(attribute)
+_MADE: dict[Hashable, Outcome] = {}
+"""What nodes made of what they were given: layers repeat their nodes, and a graph is followed again
+after every rewrite."""
+
+MOST_MADE = 20_000
 
 
 def _outcome(node: ir.Node, facts: Sequence[Fact | None], opsets: Mapping[str, int]) -> Outcome:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -13,6 +14,8 @@ import onnx_ir as ir
 import pytest
 
 from attnserve.artifact import load_model, open_artifact
+from attnserve.block_losses import loss_curves
+from attnserve.block_times import time_blocks, time_pairs
 from attnserve.calibrate import Batch, load_inputs
 from attnserve.certify import read_attention
 from attnserve.elimination import eliminate_neurons
@@ -22,12 +25,14 @@ from attnserve.options import (
     Block,
     Curve,
     Group,
+    Pair,
     Size,
     Timed,
     group_blocks,
-    loss_curves,
     options_of,
-    time_blocks,
+    sizes_of,
+    units_of,
+    worth_weighing,
 )
 from attnserve.session import open_session
 from graph_passes.errors import InvalidModel
@@ -58,7 +63,7 @@ def groups(bert: ir.Model) -> list[Group]:
 
 @pytest.fixture(scope="module")
 def curves(bert: ir.Model, groups: list[Group], data: list[Batch]) -> dict[str, Curve]:
-    return loss_curves(bert, groups, data, threads=1, report=silent)
+    return loss_curves(bert, groups, data, threads=1, report=silent).curves
 
 
 # Groups
@@ -111,7 +116,8 @@ def test_every_size_of_every_block_is_timed(timed: dict[Block, Timed], groups: l
     for group in groups:
         sizes = timed[group.blocks[0]].sizes
         wanted = range(1, 5) if group.kind == "attention" else range(8, 65, 8)
-        assert sorted(sizes) == [Size(kept) for kept in wanted]
+        skipped = [Size(0)] if group.kind == "attention" else []
+        assert sorted(sizes) == [*skipped, *(Size(kept) for kept in wanted)]
         for shorter, longer in sizes.values():
             assert shorter < longer
         first = [sizes[kept][0] for kept in sorted(sizes)]
@@ -140,7 +146,7 @@ def test_an_operator_that_the_provider_lacks_is_not_taken(
         return open_session(part, *given, **named)
 
     monkeypatch.setattr(LatencyTable, "measure", measure)
-    monkeypatch.setattr("attnserve.options.open_session", lacks)
+    monkeypatch.setattr("attnserve.block_times.open_session", lacks)
     feeds = [example_inputs(bert, 1, 16)]
     found = time_blocks(bert, groups, feeds, LatencyTable(None), target=1, report=silent)
     forms = {found[g.blocks[0]].emission for g in groups if g.kind == "attention"}
@@ -163,8 +169,8 @@ def test_a_form_that_is_slower_at_any_length_is_not_taken(
     found = time_blocks(bert, groups, feeds, LatencyTable(None), target=1, report=silent)
     for group in groups:
         assert found[group.blocks[0]].emission == "as exported"
-        options = options_of(group, found, None, target=1)
-        assert [option.kept for option in options] == [group.count]
+        options = options_of((group,), found, {}, target=1)
+        assert [option.sizes for option in options] == [(Size(group.count),)]
         assert options[0].ms == found[group.blocks[0]].original[0]
 
 
@@ -196,12 +202,13 @@ def test_a_mask_keeps_what_goes_last(curves: dict[str, Curve]):
 
 def test_a_curve_survives_being_written(curves: dict[str, Curve]):
     for curve in curves.values():
-        again = Curve(**{key: tuple(value) for key, value in curve.to_json().items()})
-        assert [again.at(n) for n in range(3)] == [curve.at(n) for n in range(3)]
+        written = replace(curve, changed=((Size(0), 0.1), (Size(4, 4, 8), 0.2)))
+        again = Curve.from_json(json.loads(json.dumps(written.to_json())))
+        assert vars(again) == vars(written)
 
 
 def test_one_text_is_enough_to_fit_and_to_ask(bert: ir.Model, groups: list[Group], data: Any):
-    found = loss_curves(bert, groups, data[:1], threads=1, report=silent)
+    found = loss_curves(bert, groups, data[:1], threads=1, report=silent).curves
     assert set(found) == {group.key for group in groups}
 
 
@@ -212,11 +219,11 @@ def test_options_get_faster_and_lose_more(
     timed: dict[Block, Timed], groups: list[Group], curves: dict[str, Curve]
 ):
     for group in groups:
-        options = options_of(group, timed, curves[group.key], target=1)
-        assert options[0].kept == group.count and options[0].loss == 0
+        options = options_of((group,), timed, curves, target=1)
+        assert options[0].sizes == (Size(group.count),) and options[0].loss == 0
         assert len(options) > 1
         for a, b in pairwise(options):
-            assert a.kept > b.kept and a.ms > b.ms and a.loss <= b.loss
+            assert a.sizes[0].kept > b.sizes[0].kept and a.ms > b.ms and a.loss <= b.loss
 
 
 # Neurons that go, and what the others take over
@@ -272,7 +279,7 @@ def test_shorter_heads_are_timed_in_every_number(
 ):
     for group in filter(cut_attention, groups):
         sizes = timed[group.blocks[0]].sizes
-        assert sorted(s.kept for s in sizes if s.head_size == 4) == [1, 2, 3, 4]
+        assert sorted(s.kept for s in sizes if s.head_size == 4 and not s.rank) == [1, 2, 3, 4]
         for kept in range(1, 5):
             assert sizes[Size(kept, 4)] < sizes[Size(kept)]
 
@@ -286,29 +293,136 @@ def test_their_loss_is_measured_at_the_output(
     model = load_model(folder / "model.onnx")
     batches = list(load_inputs(sentences, model, open_artifact(folder), split=False).fit)
     groups = group_blocks(model, read_attention(model).blocks, ffn=False)
-    found = loss_curves(model, groups, batches, threads=1, report=silent)
+    sizes = Size(4, 4), Size(4, 4, 8), Size(0)
+    changes = {group.key: sizes for group in filter(cut_attention, groups)}
+    found = loss_curves(model, groups, batches, changes=changes, threads=1, report=silent).curves
     for group in filter(cut_attention, groups):
         curve = found[group.key]
-        ((size, loss),) = curve.shorter
-        assert size == 4 and 0 < loss < 0.5
-        assert curve.of(Size(4, 4)) == loss
-        assert curve.of(Size(2, 4)) == pytest.approx(curve.at(2) + loss / 2)
+        losses = dict(curve.changed)
+        assert tuple(losses) == sizes
+        assert 0 < losses[Size(4, 4)] < losses[Size(4, 4, 8)] < 0.5  # sharing costs more
+        assert 0 < losses[Size(0)] < 1.5
+        assert curve.of(Size(4, 4)) == losses[Size(4, 4)]
+        assert curve.of(Size(2, 4)) == pytest.approx(curve.at(2) + losses[Size(4, 4)] / 2)
+        assert curve.of(Size(4, 4, 8).of(2)) == pytest.approx(
+            curve.at(2) + losses[Size(4, 4, 8)] / 2
+        )
         assert curve.of(Size(2)) == curve.at(2)
+        assert curve.of(Size(0)) == losses[Size(0)]
 
 
-def test_heads_of_a_size_that_kernels_do_not_like_stay(curves: dict[str, Curve]):
-    assert all(curve.shorter == () for curve in curves.values())
+def test_what_was_not_weighed_is_no_option(curves: dict[str, Curve]):
+    for curve in curves.values():
+        assert curve.changed == ()
+        assert curve.of(Size(2, 4)) is None and curve.of(Size(0)) is None
 
 
-def test_a_cut_without_a_known_loss_is_no_option(
-    short_enough: None, timed: dict[Block, Timed], groups: list[Group], curves: dict[str, Curve]
-):
+def test_heads_of_a_size_that_kernels_do_not_like_stay(groups: list[Group]):
+    """Half of 8 dimensions is no multiple of 8."""
     for group in filter(cut_attention, groups):
-        without = options_of(group, timed, curves[group.key], target=1)
-        assert all(option.head_size is None for option in without)
-        known = replace(curves[group.key], shorter=((4, 1e-9),))
-        options = options_of(group, timed, known, target=1)
-        assert {option.head_size for option in options} == {None, 4}
-        assert options[0].kept == 4 and options[0].loss == 0
-        for a, b in pairwise(options):
-            assert a.ms > b.ms and a.loss <= b.loss
+        assert all(size.head_size is None for size in sizes_of(group.blocks[0]))
+
+
+# Dimensions that heads share, and layers that are left out
+
+
+def test_sharing_is_weighed_only_where_it_is_faster_than_as_many_dimensions_of_ones_own(
+    timed: dict[Block, Timed], groups: list[Group]
+):
+    group = next(filter(cut_attention, groups))
+    own, shared = Size(4, 4), Size(4, 4, 8)
+    sizes = {Size(4): (5.0, 5.0), Size(2): (3.0, 3.0), own: (4.0, 4.0), Size(2, 4): (2.0, 2.0)}
+    for ms, wanted in ((4.0, [own]), (3.9, [own, shared])):
+        found = replace(timed[group.blocks[0]], sizes={**sizes, shared: (ms, 9.0)})
+        assert worth_weighing(group, found, target=1) == wanted
+    with_skip = replace(timed[group.blocks[0]], sizes={**sizes, Size(0): (1.0, 1.0)})
+    assert worth_weighing(group, with_skip, target=1) == [own, Size(0)]
+
+
+def test_fewer_heads_share_fewer_dimensions():
+    """In proportion, in multiples of 8, and never none."""
+    assert Size(12, 16, 120).of(6) == Size(6, 16, 56)
+    assert Size(12, 16, 120).of(12) == Size(12, 16, 120)
+    assert Size(4, 4, 8).of(1) == Size(1, 4, 8)
+    assert Size(12, 16).of(3) == Size(3, 16)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(Size(8), "8"), (Size(0), "none"), (Size(8, 16), "8 x 16"),
+     (Size(8, 16, 80), "8 x 16 of 80 shared"), (Size(8, source="first"), "8 as first")],
+)  # fmt: skip
+def test_a_size_says_what_is_left(size: Size, text: str):
+    assert str(size) == text
+
+
+# Probabilities of the layer before
+
+
+def handed_on(
+    bert: ir.Model, groups: list[Group], monkeypatch: pytest.MonkeyPatch, emission: str
+) -> tuple[dict[Block, Timed], list[Pair]]:
+    """Counted times, where one operator for a whole attention takes this share."""
+    monkeypatch.setattr(LatencyTable, "measure", measure)
+    if emission == "as exported":
+        monkeypatch.setattr("attnserve.block_times.FORMS", ())
+    feeds = [example_inputs(bert, 1, length) for length in (16, 32)]
+    table = LatencyTable(None, threads=1)
+    timed = time_blocks(bert, groups, feeds, table, target=1, report=silent)
+    return timed, time_pairs(bert, groups, feeds, table, timed, target=1, report=silent)
+
+
+def test_a_layer_may_take_the_probabilities_of_the_one_before(
+    bert: ir.Model, groups: list[Group], data: list[Batch], monkeypatch: pytest.MonkeyPatch
+):
+    timed, (pair,) = handed_on(bert, groups, monkeypatch, "as exported")
+    attention = [group for group in groups if group.kind == "attention"]
+    assert [pair.source, pair.reader] == attention
+    assert sorted(pair.times) == [1, 2, 3, 4] and pair.saved_ms > 0
+    both = sum(timed[group.blocks[0]].sizes[Size(4)][0] for group in attention)
+    assert pair.times[4][0] == pytest.approx(both - pair.saved_ms)
+    found = loss_curves(bert, groups, data, pairs=[pair], threads=1, report=silent)
+    (weighed,) = found.pairs
+    assert sorted(weighed.heads) == [0, 1, 2, 3]  # each head of the source is taken by one
+    assert 0 < weighed.loss < 1
+    ((unit, chosen), *others) = units_of(groups, found.pairs)
+    assert unit == (pair.source, pair.reader) and chosen is weighed
+    assert [len(each) for each, _ in others] == [1, 1]
+    options = options_of(unit, timed, found.curves, chosen, target=1)
+    assert options[0].sizes == (Size(4), Size(4)) and options[0].loss == 0
+    reused = [o for o in options if o.sizes[1].source == pair.source.names[0]]
+    assert reused and all(a.kept == b.kept for a, b in (o.sizes for o in reused))
+    for a, b in pairwise(options):
+        assert a.ms > b.ms and a.loss <= b.loss
+
+
+def test_the_heads_of_a_pair_go_together(groups: list[Group], curves: dict[str, Curve]):
+    source, reader = (group for group in groups if group.kind == "attention")
+    pair = Pair(source, reader, {}, 1.0, heads=(2, 3, 0, 1), loss=0.1)
+    curve = replace(curves[source.key], order=(3, 0, 1, 2))
+    ours, theirs = pair.masks(curve, 2)
+    assert ours == [0, 1, 1, 0]
+    assert theirs == [1, 0, 0, 1]  # those that take heads 2 and 1
+    assert pair.edges(theirs) == {0: (source.names[0], 2), 3: (source.names[0], 1)}
+
+
+def test_reuse_that_is_slower_than_fused_operators_is_timed_once_and_not_weighed(
+    bert: ir.Model, groups: list[Group], data: list[Batch], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("tests.attnserve.costs.FUSED", 0.1)
+    _, (pair,) = handed_on(bert, groups, monkeypatch, "attention")
+    assert list(pair.times) == [4] and pair.saved_ms < 0
+    assert loss_curves(bert, groups, data, pairs=[pair], threads=1, report=silent).pairs == ()
+    assert all(len(unit) == 1 for unit, _ in units_of(groups, [pair]))
+
+
+def test_no_group_is_in_two_pairs(groups: list[Group]):
+    """The pair that loses least is taken first."""
+    first, second = (group for group in groups if group.kind == "attention")
+    third = replace(second, blocks=())
+    pairs = [Pair(first, second, {}, 1.0, loss=0.2), Pair(second, third, {}, 1.0, loss=0.1)]
+    units = units_of([first, second, third], pairs)
+    assert [unit for unit, _ in units] == [(first,), (second, third)]
+    assert units_of([first, second, third], [replace(pairs[0], loss=float("inf"))]) == [
+        ((first,), None), ((second,), None), ((third,), None),
+    ]  # fmt: skip

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnserve.pareto import Option, pareto_front
+from attnserve.options import Option, Size
+from attnserve.pareto import pareto_front
 
 
 def part(*pairs: tuple[float, float]) -> list[Option]:
-    return [Option(kept, loss, ms) for kept, (loss, ms) in enumerate(pairs)]
+    return [Option((Size(kept),), loss, ms) for kept, (loss, ms) in enumerate(pairs)]
 
 
 def test_each_choice_takes_one_option_of_each_part():
