@@ -30,7 +30,7 @@ from graph_passes.constants import origin
 from graph_passes.edit import exposing, remove_unused
 from graph_passes.shapes import Facts, bind_axes, interpret
 
-__all__ = ["Cut", "LatencyTable", "Part", "cut_out", "default_cache", "in_turns"]
+__all__ = ["Cut", "LatencyTable", "Part", "cut_out", "default_cache", "in_turns", "take_turns"]
 
 Progress = Callable[[int, int], None]
 
@@ -292,7 +292,13 @@ def in_turns(
     On CUDA what a session reads and makes stays on the device: a part of a model is fed what its
     layer would find there.
     """
-    runs = [bound(session, feed) for session, feed in zip(sessions, feeds, strict=True)]
+    return take_turns(
+        [bound(session, feed) for session, feed in zip(sessions, feeds, strict=True)], seconds
+    )
+
+
+def take_turns(runs: Sequence[Callable[[], object]], seconds: float) -> list[np.ndarray]:
+    """Milliseconds of each run, a sample a round, in about so many seconds; 7 rounds at least."""
     repeats: list[int] = []
     spent = 0.0
     for each in runs:

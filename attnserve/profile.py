@@ -10,14 +10,15 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from graph_passes.errors import InvalidData
 
-__all__ = ["AttentionKernel", "Profile", "attention_kernels", "read_profile"]
+__all__ = ["AttentionKernel", "Profile", "attention_kernels", "read_profile", "read_runs"]
 
 FIX = "let end_profiling() finish the file, and run the model at least once before it"
 
@@ -63,30 +64,57 @@ class AttentionKernel:
 
 
 def read_profile(path: Path) -> Profile:
-    """The runs in a file that ONNX Runtime wrote.
+    """All runs in a file that ONNX Runtime wrote, together.
 
     Raises:
         InvalidData: It is no such file, or there is no operator in it.
     """
+    with _reading(path):
+        events = _events(path)
+        runs = _windows(events)
+        begin = runs[0][1] if len(runs) > 1 else 0
+        return _profile(path, events, begin, float("inf"))
+
+
+def read_runs(path: Path) -> tuple[Profile, ...]:
+    """Each run in such a file, in order; a peak is that of all runs so far.
+
+    Raises:
+        InvalidData: As ``read_profile``.
+    """
+    with _reading(path):
+        events = _events(path)
+        return tuple(_profile(path, events, *window) for window in _windows(events))
+
+
+@contextmanager
+def _reading(path: Path) -> Generator[None]:
     try:
-        events: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
-        return _read(events, path)
+        yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidData(
             f"{path}: no profile of ONNX Runtime: {type(error).__name__}: {error}", FIX
         ) from error
 
 
-def _read(events: list[dict[str, Any]], path: Path) -> Profile:
+def _events(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _windows(events: list[dict[str, Any]]) -> list[tuple[float, float]]:
+    """When each run began and ended."""
     runs = [event for event in events if event["name"] == "model_run"]
-    begin = min(run["ts"] + run["dur"] for run in runs) if len(runs) > 1 else 0
-    nodes = [event for event in events if event.get("cat") == "Node"]
-    kernels = [event for event in events if event.get("cat") == "Kernel"]
+    return sorted((run["ts"], run["ts"] + run["dur"]) for run in runs)
+
+
+def _profile(path: Path, events: list[dict[str, Any]], begin: float, end: float) -> Profile:
+    inside = [event for event in events if begin <= event["ts"] <= end]
+    nodes = [event for event in inside if event.get("cat") == "Node"]
+    kernels = [event for event in inside if event.get("cat") == "Kernel"]
     spent: Counter[str] = Counter()
     for event in kernels or nodes:
-        if event["ts"] >= begin:
-            spent[event["args"].get("op_name") or event["name"]] += event["dur"]
-    if not nodes or not spent:
+        spent[event["args"].get("op_name") or event["name"]] += event["dur"]
+    if not nodes:
         raise InvalidData(f"{path}: no operator ran in this profile", FIX)
     total = spent.total() or 1
     return Profile(

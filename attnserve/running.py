@@ -24,7 +24,7 @@ from attnserve.device import DEVICE, PARITY, Cuda, GiveBack, run_entries
 from attnserve.session import Provider, open_session, require_runtime
 from graph_passes.errors import InvalidModel
 
-__all__ = ["GraphRunner", "Layout", "Runner", "bound", "open_runner"]
+__all__ = ["GraphRunner", "Layout", "Place", "Runner", "bound", "give_back", "open_runner"]
 
 Feed = Mapping[str, np.ndarray]
 Axes = tuple[int | str | None, ...]
@@ -363,3 +363,9 @@ def _options(*, graph: int | None = None, give_back: bool = False) -> Any:
     for name, value in run_entries(graph=graph, give_back=give_back).items():
         options.add_run_config_entry(name, value)
     return options
+
+
+def give_back(session: Any, feed: Feed) -> None:
+    """Run a small feed, then return what the GPU's arena does not use; nothing on the CPU."""
+    if "CUDAExecutionProvider" in session.get_providers():
+        session.run(None, dict(feed), _options(give_back=True))

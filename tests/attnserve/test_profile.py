@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from attnserve.profile import AttentionKernel, attention_kernels, read_profile
+from attnserve.profile import AttentionKernel, attention_kernels, read_profile, read_runs
 from attnserve.session import open_session
 from graph_passes.errors import InvalidData
 
@@ -54,7 +54,17 @@ def test_a_single_run_is_not_left_out(tmp_path: Path):
     assert read_profile(profile(tmp_path, RUNS[:3])).shares == {"MatMul": 1.0}
 
 
-def test_the_peak_is_that_of_the_gpu_and_of_every_run(tmp_path: Path):
+def test_each_run_has_its_own_shares_and_the_peak_so_far(tmp_path: Path):
+    first, second = read_runs(profile(tmp_path, RUNS))
+    assert (first.shares, first.peak_bytes) == ({"MatMul": 1.0}, 700)
+    assert (second.shares, second.peak_bytes) == (
+        {"MatMul": 0.75, "Softmax": 0.25, "Shape": 0.0},
+        900,
+    )
+    assert read_runs(profile(tmp_path, RUNS[:1])) == ()  # nothing ran
+
+
+def test_the_peak_is_that_of_the_gpu(tmp_path: Path):
     assert read_profile(profile(tmp_path, RUNS)).peak_bytes == 900
     on_cpu = [event for event in RUNS if "CUDA" not in json.dumps(event)]
     assert read_profile(profile(tmp_path, on_cpu)).peak_bytes == 5000

@@ -20,7 +20,7 @@ from attnserve.device import Cuda
 from attnserve.inputs import example_inputs
 from attnserve.running import GraphRunner, Layout, bound, open_runner
 from attnserve.session import open_session, require_runtime
-from benchmarks.cuda import random_encoder
+from benchmarks.gpu.encoder import random_encoder
 from graph_passes.errors import InvalidModel
 
 
