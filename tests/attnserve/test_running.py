@@ -81,6 +81,19 @@ def test_rows_are_padded_too(encoder: ir.Model):
     assert list(runner.buckets.captured) == [(6, 16)] and watched.graphs == [-1, 1, 1]
 
 
+def test_rows_that_are_added_are_rows_that_the_model_takes():
+    """Ids from 1 to 8: a row of zeros would be refused."""
+    ids = "int64[n, s] x"
+    body = "nine = Constant<value_int = 9>() t = Constant<value_floats = [0., 1., 2., 3., 4., 5.,"
+    body += " 6., 7.]>() i = Sub(x, nine) y = Gather(t, i)"
+    runner = GraphRunner(model_of(ids, "float[n, s] y", body), Buckets(4), place="cpu")
+    runner.allow_padding(rows=True, tokens=False)
+    for first in (1, 2, 3):
+        feed = {"x": np.arange(first, first + 5)[:, None]}
+        np.testing.assert_array_equal(runner.run(None, feed)[0], feed["x"] - 1)
+    assert list(runner.buckets.captured) == [(6, 1)] and not runner.buckets.refused
+
+
 def test_an_answer_stays_what_it_was_when_the_next_run_overwrites_the_buffers(encoder: ir.Model):
     runner, _ = runner_of(encoder)
     feeds = [example_inputs(encoder, 2, 16, seed) for seed in range(3)]
@@ -189,6 +202,7 @@ def test_any_model_answers_as_its_session_does(inputs: str, outputs: str, body: 
 
 def test_an_empty_batch_is_the_session_s():
     runner = GraphRunner(model_of(X, "float[n, s] y", "y = Exp(x)"), Buckets(4), place="cpu")
+    runner.allow_padding(rows=True, tokens=True)
     for _ in range(3):
         assert runner.run(None, {"x": np.ones((2, 0), np.float32)})[0].shape == (2, 0)
     assert not runner.buckets.captured
@@ -262,7 +276,8 @@ def test_graphs_need_a_session_for_each_run_at_once(
     for one in runner.runners:  # type: ignore[attr-defined]
         monkeypatch.setattr(one, "run", lambda names, feed: barrier.wait(5))
     with ThreadPoolExecutor(at_once) as threads:  # each waits for the two others
-        assert sorted(threads.map(lambda _: runner.run(None, {}), range(at_once))) == [0, 1, 2]
+        for _ in range(2):
+            assert sorted(threads.map(lambda _: runner.run(None, {}), range(at_once))) == [0, 1, 2]
 
 
 def test_a_model_that_cannot_be_captured_runs_without_graphs_and_says_so(

@@ -14,15 +14,18 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
+from attnserve.artifact import open_artifact, save_model
 from attnserve.buckets import Buckets
 from attnserve.device import Cuda
 from attnserve.running import GraphRunner
 from attnserve.session import open_session, require_runtime
+from benchmarks.gpu.encoder import random_encoder
 from service import device, model
 from service.device import on_device
 from service.metrics import gpu_bytes
+from service.model import Model
 from service.settings import Settings
-from tests.service.tiny import write_encoder
+from tests.service.tiny import write_encoder, write_model
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 
@@ -153,10 +156,7 @@ def test_the_service_serves_from_captured_graphs_what_it_serves_without(
 
 
 def test_padding_is_tried_before_it_is_used(tmp_path: Path, graphs: list[Any]) -> None:
-    """The same encoder, but with its mean over all tokens: padding would change every answer."""
-    from attnserve.artifact import open_artifact
-    from service.model import Model
-
+    """A mean over all tokens would change with every one that is added; attention masks it."""
     encoder = Model(open_artifact(write_encoder(tmp_path / "tiny")), cuda_graphs=2)
     encoder.warm_up()
     assert (graphs[0][0]._rows, graphs[0][0]._tokens) == (True, True)
@@ -164,11 +164,13 @@ def test_padding_is_tried_before_it_is_used(tmp_path: Path, graphs: list[Any]) -
     mean (int64[n, s] input_ids, int64[n, s] attention_mask) => (float[n] y)
     { both = Add(input_ids, attention_mask)  x = Cast<to = 1>(both)
       y = ReduceMean<axes = [1], keepdims = 0>(x) }"""
-    from tests.service.tiny import write_model
-
     mixed = Model(open_artifact(write_model(tmp_path / "mean.onnx", text)), cuda_graphs=2)
     mixed.warm_up()
     assert (graphs[1][0]._rows, graphs[1][0]._tokens) == (True, False)
+    save_model(random_encoder(layers=1, hidden=8, heads=2, positions=16), tmp_path / "masked.onnx")
+    masked = Model(open_artifact(tmp_path / "masked.onnx"), cuda_graphs=2)
+    masked.warm_up()  # attention reads all tokens but those that the mask hides
+    assert (graphs[2][0]._rows, graphs[2][0]._tokens) == (True, True)
 
 
 # ---- memory --------------------------------------------------------------------------------------
@@ -209,3 +211,33 @@ def test_a_gpu_that_does_not_answer_has_no_memory(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("service.metrics._nvml", lambda: lost)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert gpu_bytes() is None
+
+
+# ---- from the first line of the log to the last --------------------------------------------------
+
+
+def test_an_application_decides_once_and_says_it_once(
+    start: Callable[..., TestClient], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if CUDA in require_runtime().get_available_providers():
+        pytest.skip("this ONNX Runtime has the CUDA provider")
+    client = start(write_encoder(tmp_path / "tiny"), provider="auto")
+    assert client.app.state.settings.provider == "cpu"  # type: ignore[attr-defined]
+    answer = client.post("/embed", json={"inputs": "a"})
+    assert answer.status_code == 200 and "x-gpu-bytes" not in answer.headers
+    assert len([line for line in lines(caplog) if "no GPU" in line]) == 1
+
+
+def test_several_workers_are_told_what_was_decided_for_all(
+    tmp_path: Path, runtime: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from service import app
+
+    runtime([CUDA, CPU], "no CUDA device can be used here.")
+    told: list[Settings] = []
+    monkeypatch.setattr("service.supervisor.supervise", lambda settings, _: told.append(settings))
+    app.serve(Settings(model=tmp_path, port=0, workers=2))
+    assert [settings.provider for settings in told] == ["cpu"]
+    assert capfd.readouterr().err.splitlines() == [
+        "no GPU is used, models are served on the CPU: no CUDA device can be used here."
+    ]
