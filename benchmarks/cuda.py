@@ -41,6 +41,7 @@ from benchmarks.gpu.measure import (
     matrix_ceiling,
     measure,
 )
+from benchmarks.gpu.scores import expressions
 from benchmarks.gpu.small import captured, served
 from graph_passes.errors import AttnserveError
 from graph_passes.find import find_attention
@@ -105,6 +106,7 @@ def everything(
     seconds: float,
     *,
     matrix: int = 8192,
+    ranks: Sequence[int] = (128, 256),
     requests: int = 300,
 ) -> dict[str, Any]:
     """The content of the result file.
@@ -112,6 +114,7 @@ def everything(
     Args:
         seconds: In which all is to be done.
         matrix: Rows and columns of the product that is the ceiling.
+        ranks: R of the collaborative attention whose expressions are compared.
         requests: To the service.
     """
     begin = perf_counter()
@@ -130,6 +133,10 @@ def everything(
         ceiling = matrix_ceiling(provider, matrix, min(2.0, seconds / 50))
         content["matrix_tflops"] = ceiling
         _say("TFLOP/s of a product", ceiling)
+        content["collaborative_attention"] = _tried(
+            lambda: expressions(provider, shapes[:3], ranks, min(8.0, seconds / 40))
+        )
+        _say("collaborative attention", content["collaborative_attention"])
         content["sizes"] = {}
         short: Sized | None = None
         for label, size in sizes.items():
@@ -277,7 +284,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.models:
         return _pair(options, provider)
     content = (
-        everything(provider, TINY, TINY_SHAPES, options.seconds, matrix=64, requests=20)
+        everything(
+            provider, TINY, TINY_SHAPES, options.seconds, matrix=64, ranks=(16,), requests=20
+        )
         if options.tiny_on_cpu
         else everything(provider, SIZES, SHAPES, options.seconds)
     )

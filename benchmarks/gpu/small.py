@@ -6,10 +6,12 @@ import http.client
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from time import perf_counter, sleep
 from typing import IO, Any
@@ -108,8 +110,11 @@ def _address(process: subprocess.Popen[bytes], log: IO[str]) -> tuple[str, int]:
     for _ in range(10 * START_S):
         log.seek(0)
         said = log.read()
-        if found := re.search(r"^serving .* at http://([\d.]+):(\d+)$", said, re.MULTILINE):
-            return found[1], int(found[2])
+        found = re.search(r"^serving .* at http://([\d.]+):(\d+)$", said, re.MULTILINE)
+        if found:
+            with suppress(ConnectionRefusedError):  # it says so just before it listens
+                socket.create_connection((found[1], int(found[2]))).close()
+                return found[1], int(found[2])
         if process.poll() is not None:
             break
         sleep(0.1)

@@ -19,6 +19,7 @@ from attnserve.inputs import example_inputs
 from attnserve.session import open_session, why_no_cuda
 from benchmarks import cuda
 from benchmarks.gpu import measure as measuring
+from benchmarks.gpu import scores
 from benchmarks.gpu.encoder import random_encoder, to_half
 from benchmarks.gpu.forms import FORMS, OURS, SIZES, THEIRS, Size, collaborative
 from benchmarks.gpu.measure import BUDGET, Form, cell, compiled, kernels, timed
@@ -165,6 +166,29 @@ def test_heads_stay_of_a_size_that_fused_kernels_take():
         assert size.hidden // size.heads // 2 % 8 == 0
     model = FORMS["sparse fp16"](SMALL.build(32), SMALL)
     assert [block.head_size for block in find_attention(model)[0]] == [8, 8]
+
+
+# ---- expressions of collaborative attention ------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", scores.EXPRESSIONS)
+def test_every_expression_computes_attention(name: str):
+    """Beside numpy in double precision, within the rounding of float16."""
+    heads, size, rank, batch, tokens = 3, 8, 16, 2, 5
+    fed = scores.feeds(name, batch, tokens, rank, heads=heads, size=size)
+    model = scores.graph(name, rank, heads=heads, size=size)
+    (got,) = open_session(model).run(None, fed)
+    q, k, v = (fed[part].astype(np.float64) for part in "qkv")
+    if name == scores.OWN:
+        logits = np.einsum("bshk,bthk->bhst", *(x.reshape(2, 5, heads, size) for x in (q, k)))
+    else:
+        mixing = fed["m"].astype(np.float64)[:, 0]  # H R
+        logits = np.einsum("bsr,hr,btr->bhst", q, mixing, k)
+    e = np.exp(logits - logits.max(-1, keepdims=True))
+    values = v.reshape(batch, tokens, heads, size)
+    expected = np.einsum("bhst,bthv->bshv", e / e.sum(-1, keepdims=True), values)
+    np.testing.assert_allclose(got, expected.reshape(got.shape), rtol=0, atol=5e-3)
+    assert np.abs(got).max() > 0.5
 
 
 # ---- cells ---------------------------------------------------------------------------------------
@@ -363,6 +387,11 @@ def test_the_whole_run_measures_every_form_or_says_why_not(tmp_path: Path):
         for row in rows:
             assert row["p50_ms"] <= row["p99_ms"] and row["peak_bytes"] > 0, row
             assert sum(row["operators"].values()) <= 1.001
+    told = content["collaborative_attention"]
+    assert [(row["batch"], row["sequence"], row["R"]) for row in told] == [
+        (*shape, 16) for shape in cuda.TINY_SHAPES
+    ]
+    assert all(row[f"{name}_p50_ms"] > 0 for row in told for name in ("folded", "own_heads"))
     assert content["cuda_graphs"]["largest_difference"] < 1e-2
     assert 1 <= content["cuda_graphs"]["graphs"] <= 8
     assert content["service"]["overhead_p50_ms"] > 0
