@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from attnserve.calibrate import Batch, Dataset, collect_moments
 from attnserve.certify import Reading, read_attention
+from attnserve.opset import raise_opset
 from attnserve.refit import refit
 from attnserve.request import Plan
 from attnserve.session import Provider
@@ -25,7 +26,7 @@ from graph_passes.decompose import DecomposeAttention
 from graph_passes.errors import InvalidModel
 from graph_passes.feed_forward import find_feed_forward
 from graph_passes.fold_biases import FoldBiases
-from graph_passes.fuse import Form, FuseAttention
+from graph_passes.fuse import OPSETS, Form, FuseAttention
 from graph_passes.moments import TokenMoments, pooled
 from graph_passes.prune import PruneHeads
 from graph_passes.prune_neurons import PruneNeurons
@@ -109,6 +110,8 @@ def carry_out(
     Raises:
         CannotRewrite, InvalidData, InvalidModel: See the passes.
     """
+    if needed := max((OPSETS.get(form, 0) for form in plan.forms.values()), default=0):
+        raise_opset(graph, needed)
     macs = count_macs(graph, batch, length)
     run = _Run(graph, original, plan, data, macs, batch, length, provider, threads, seed, report)
     run.skip()

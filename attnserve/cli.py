@@ -37,7 +37,7 @@ from attnserve.evaluate import TaskName
 from attnserve.export import Attention, Exporter
 from attnserve.measure import Measurement
 from attnserve.mixing import Mixing
-from attnserve.plan import PlanReport, Point
+from attnserve.plan_report import PlanReport, Point
 from attnserve.precision import Precision
 from attnserve.request import Importance
 from attnserve.session import Provider

@@ -11,18 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.calibrate import Batch, collect_moments
+from attnserve.calibrate import Batch, collect_moments, run
 from attnserve.elimination import RIDGE, Elimination, eliminate, eliminate_neurons
 from attnserve.latency import Cut, LatencyTable, Part, cut_out
 from attnserve.pareto import Option
 from attnserve.precision import Precision, convert
 from attnserve.refit import Moments, context_moments
-from attnserve.session import Provider
+from attnserve.session import Provider, open_session
 from attnserve.whatif import WhatIf
 from graph_passes import activation, emit, fuse, prune_neurons, rewrites
 from graph_passes.activation import FuseGelu
@@ -61,7 +61,7 @@ Block = AttentionBlock | FeedForwardBlock
 Kind = Literal["attention", "feed_forward"]
 Emission = Form | Literal["gelu", "as exported"]
 
-FORMS: Sequence[Form] = ("attention", "multi_head")
+FORMS: Sequence[Form] = get_args(Form)
 
 SIZES = 24
 """About how many sizes of a feed-forward, and at most of an attention, are timed."""
@@ -267,7 +267,7 @@ def _forms(block: Block, facts: Facts, opsets: Mapping[str, int]) -> tuple[Emiss
     """The operators that a block can be written in, where it stands in the whole model."""
     if isinstance(block, FeedForwardBlock):
         return () if activation.why_not(block, facts, opsets) else ("gelu",)
-    return tuple(form for form in FORMS if not fuse.why_not(block, form, facts))
+    return tuple(form for form in FORMS if not fuse.why_not(block, form, facts, opsets))
 
 
 def _cut(block: Block) -> Cut:
@@ -291,7 +291,8 @@ def _time(
     original = _converted(part, precision)
     written: dict[Emission, Part] = {}
     for form in forms:
-        if (made := _written(part, form)) is not None:
+        made = _written(part, form)
+        if made is not None and _runs(_converted(made, precision), table):
             written[form] = made
     times = _measure(table, original, written, precision)
     bounds = NO_SLOWER * np.array(times[None])
@@ -320,6 +321,17 @@ def _time(
     found = _measure(table, original, smaller, precision)
     sizes = {size: found[size] for size in smaller}
     return Timed(times[None], fastest, {**sizes, Size(count): start})
+
+
+def _runs(part: Part, table: LatencyTable) -> bool:
+    """Whether the provider has the operators: not every version has all, for every type."""
+    try:
+        session = open_session(part.model, provider=table.provider, threads=table.threads)
+        for feed in part.feeds:
+            run(session, feed)
+    except AttnserveError:
+        return False
+    return True
 
 
 def _shorter(block: AttentionBlock) -> int | None:

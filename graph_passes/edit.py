@@ -53,11 +53,27 @@ class Inserter:
         **attributes: Any,
     ) -> ir.Value:
         """An operator with one output, called ``prefix/name``; a standard one by default."""
-        unique = self._unique(name)
-        node = ir.node(op_type, inputs, attributes=attributes, domain=domain, name=unique)
-        node.outputs[0].name = unique
+        return self.ops(op_type, inputs, (name,), domain=domain, **attributes)[0]
+
+    def ops(
+        self,
+        op_type: str,
+        inputs: Sequence[ir.Value | None],
+        names: Sequence[str],
+        *,
+        domain: str = "",
+        **attributes: Any,
+    ) -> Sequence[ir.Value]:
+        """An operator with an output for each name; it is called by the first."""
+        unique = [self._unique(name) for name in names]
+        node = ir.node(
+            op_type, inputs, attributes=attributes, domain=domain, name=unique[0],
+            num_outputs=len(unique),
+        )  # fmt: skip
+        for value, name in zip(node.outputs, unique, strict=True):
+            value.name = name
         self.graph.insert_before(self.before, node)
-        return node.outputs[0]
+        return node.outputs
 
     def constant(self, array: np.ndarray, name: str) -> ir.Value:
         """An initializer called ``prefix/name``."""

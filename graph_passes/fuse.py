@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -37,17 +37,26 @@ from graph_passes.shapes import Facts, interpret_small
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-__all__ = ["LOW", "Form", "FuseAttention", "why_not"]
+__all__ = ["LOW", "OPSETS", "Form", "FuseAttention", "why_not"]
 
-Form = Literal["attention", "multi_head"]
-"""com.microsoft Attention, which projects inside, or MultiHeadAttention, which does not."""
+Form = Literal["attention", "multi_head", "merged", "onnx"]
+"""com.microsoft Attention, which projects inside; MultiHeadAttention, with three projections or
+with one that is split; or ai.onnx Attention."""
 
 DOMAIN = "com.microsoft"
 IDIOMS: Mapping[Form, str] = {
     "attention": "microsoft_attention",
     "multi_head": "multi_head_attention",
+    "merged": "multi_head_attention",
+    "onnx": "attention_operator",
 }
 """The functions of ``operators`` that read what is written here."""
+
+OPSETS: Mapping[Form, int] = {"merged": 13, "onnx": 23}
+"""The first ai.onnx opset that has the operators of a form: Split by sizes that are an input, and
+Attention."""
+
+ROLES = ("query", "key", "value")
 
 SPREAD = frozenset({"Expand", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 """Operators whose output holds what their first input holds."""
@@ -69,14 +78,16 @@ class FuseAttention(ir.passes.InPlacePass):
     Before: out = softmax(steps(s q k^T)) v W_O + b_O, in as many nodes as the exporter took
     After:  out = Attention(x, [W_Q W_K W_V], [b_Q b_K b_V], bias = m) W_O + b_O
         or  out = MultiHeadAttention(x W_Q, y W_K, y W_V, [b_Q b_K b_V], bias = m) W_O + b_O
+        or  the same of Split(x [W_Q W_K W_V])
+        or  out = ai.onnx Attention(x W_Q + b_Q, y W_K + b_K, y W_V + b_V, mask = m) W_O + b_O
 
     with m = max(steps(0), LOW), (B or 1, H or 1, S, T), which layers with the same masks share.
     Exact for each query that sees a key; one that sees none attends to all keys, evenly in single
     precision, where the graph had zeros, NaN or whatever its mask's finite number left. The scale
     s is the block's own, always given. Sparse heads share no more: each gets columns of its own,
     H*K' in place of R. Blocks that are this operator already are left alone. The model imports
-    com.microsoft, whose operators take bfloat16 on a GPU only. Refused (``CannotRewrite``) where
-    ``why_not`` gives a reason.
+    com.microsoft where it needs it, whose operators take bfloat16 on a GPU only; it must have the
+    opset of the operator. Refused (``CannotRewrite``) where ``why_not`` gives a reason.
 
     Attributes:
         forms: The operator for each block to rewrite, by the block's name.
@@ -97,7 +108,7 @@ class FuseAttention(ir.passes.InPlacePass):
                 raise CannotRewrite(
                     f"{name}: no attention has this name", "see `attnserve inspect`"
                 )
-            if reason := why_not(block, form, facts):
+            if reason := why_not(block, form, facts, model.opset_imports):
                 raise CannotRewrite(f"{name}: {reason}", "leave this layer as it is")
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -113,22 +124,33 @@ class FuseAttention(ir.passes.InPlacePass):
         biases = _biases(model, chosen, facts)
         for block in reversed(chosen):  # what an earlier one makes may be the tokens of a later one
             _fuse(block, self.forms[block.name], biases.get(block.name), facts)
-        model.opset_imports.setdefault(DOMAIN, 1)
+        promised = before
+        if any(self.forms[block.name] != "onnx" for block in chosen):
+            model.opset_imports.setdefault(DOMAIN, 1)
+            promised = before.with_opset(DOMAIN, 1)
         share_constants(model, since=before.initializers)
         remove_unused(model)
         keep_shapes(model, chosen)
-        check(before.with_opset(DOMAIN, 1), model, after="FuseAttention")
+        check(promised, model, after="FuseAttention")
         return ir.passes.PassResult(model, modified=True)
 
 
-def why_not(block: AttentionBlock, form: Form, facts: Facts | None = None) -> str:
+def why_not(
+    block: AttentionBlock,
+    form: Form,
+    facts: Facts | None = None,
+    opsets: Mapping[str, int] | None = None,
+) -> str:
     """Why a block cannot be one operator of this form; empty where it can, or is already.
 
     Args:
         facts: Shapes, where they are known: masks may be laid out in too many axes.
+        opsets: Of the model, where they are known: ai.onnx Attention is in opset 23 and later.
     """
     if block.idiom == IDIOMS[form]:
         return ""
+    if opsets is not None and (opset := opsets.get("", 0)) < OPSETS.get(form, 0):
+        return f"the operator needs opset {OPSETS[form]}, and the model has {opset}"
     if (output := block.output) is None:
         return "its context does not go straight to an output projection"
     parts = (block.q, block.k, block.v)
@@ -153,7 +175,7 @@ def why_not(block: AttentionBlock, form: Form, facts: Facts | None = None) -> st
     weights = (block.q.weight, block.k.weight, block.v.weight, output.weight)
     if any(_is_quantized(weight) for weight in weights):
         return "its weights are quantized, and would be written as floats"
-    if form == "attention" and not block.q.input is block.k.input is block.v.input:
+    if form in ("attention", "merged") and not block.q.input is block.k.input is block.v.input:
         return "its queries, keys and values are not projected from the same tokens"
     return _read_elsewhere(block)
 
@@ -340,35 +362,56 @@ def _fuse(block: AttentionBlock, form: Form, bias: ir.Value | None, facts: Facts
           ((block.q, 1.0), (block.k, 1.0), (block.v, block.v.scale))),
         strict=True,
     )  # fmt: skip
-    attributes: dict[str, Any] = {"num_heads": block.num_heads, "scale": float(block.scale)}
-    if _is_causal(block):
-        attributes["unidirectional"] = 1
-    if form == "attention":
-        attributes["qkv_hidden_sizes"] = [weight.shape[1] for weight in weights]
-        operator, first = "Attention", [block.x, constant(np.hstack(weights), "qkv_weight")]
-    else:
-        operator, first = (
-            "MultiHeadAttention",
-            [
-                make.op(
-                    "MatMul", [part.input, constant(weight, f"{name}_weight")], f"{name}_product"
-                )
-                for part, weight, name in zip(
-                    (block.q, block.k, block.v), weights, ("query", "key", "value"), strict=True
-                )
-            ],
-        )
-    # Without a bias, even of zeros, ONNX Runtime's Attention crashes on the CPU.
     offset = np.concatenate(offsets)
-    added = constant(offset, "qkv_bias") if form == "attention" or offset.any() else None
-    inputs = [*first, added, *([None] * (5 - len(first) - 1)), bias]
+    inputs: list[ir.Value | None]
+    attributes: dict[str, Any] = {"scale": float(block.scale)}
+    if form == "onnx":
+        inputs = [*_projected(make, block, weights, constant, offsets), bias]
+        attributes |= {"q_num_heads": block.num_heads, "kv_num_heads": block.num_heads}
+        attributes |= {"is_causal": 1} if _is_causal(block) else {}
+        operator, domain = "Attention", ""
+    else:
+        # Without a bias, even of zeros, ONNX Runtime's Attention crashes on the CPU.
+        added = constant(offset, "qkv_bias") if form == "attention" or offset.any() else None
+        attributes |= {"num_heads": block.num_heads}
+        attributes |= {"unidirectional": 1} if _is_causal(block) else {}
+        operator, domain = "MultiHeadAttention", DOMAIN
+        sizes = [weight.shape[1] for weight in weights]
+        if form == "multi_head":
+            inputs = [*_projected(make, block, weights, constant), added]
+        elif form == "merged":
+            whole = make.op("MatMul", [block.x, constant(np.hstack(weights), "qkv_weight")], "qkv")
+            widths = make.constant(np.array(sizes, np.int64), "qkv_sizes")
+            inputs = [*make.ops("Split", [whole, widths], ROLES, axis=-1), added]
+        else:
+            operator, attributes["qkv_hidden_sizes"] = "Attention", sizes
+            inputs = [block.x, constant(np.hstack(weights), "qkv_weight"), added]
+        inputs = [*inputs, *([None] * (5 - len(inputs))), bias]
     while inputs[-1] is None:
         inputs.pop()
-    context = make.op(operator, inputs, "attention", domain=DOMAIN, **attributes)
+    context = make.op(operator, inputs, "attention", domain=domain, **attributes)
     context.type = ir.TensorType(dtype)
     rows = output.matrix()[output.rows]  # H V D
     emit_affine(make, context, rows.reshape(-1, rows.shape[-1]), output.offset(), output.output,
                 facts)  # fmt: skip
+
+
+def _projected(
+    make: Inserter,
+    block: AttentionBlock,
+    weights: Sequence[np.ndarray],
+    constant: Callable[[np.ndarray, str], ir.Value],
+    offsets: Sequence[np.ndarray] | None = None,
+) -> Iterator[ir.Value]:
+    """Queries, keys and values, each with all heads side by side; with their bias where given."""
+    for index, part in enumerate((block.q, block.k, block.v)):
+        name = ROLES[index]
+        made = make.op(
+            "MatMul", [part.input, constant(weights[index], f"{name}_weight")], f"{name}_product"
+        )
+        if offsets is not None and offsets[index].any():
+            made = make.op("Add", [made, constant(offsets[index], f"{name}_bias")], name)
+        yield made
 
 
 def _side_by_side(

@@ -29,6 +29,8 @@ from attnserve.options import (
     options_of,
     time_blocks,
 )
+from attnserve.session import open_session
+from graph_passes.errors import InvalidModel
 from tests.architectures import ARCHITECTURES, cells_of, export
 from tests.attnserve.costs import measure
 
@@ -125,6 +127,24 @@ def test_attention_is_written_as_is_fastest(timed: dict[Block, Timed], groups: l
         else:
             assert found.emission == "gelu"
             assert found.sizes[Size(64)][0] < found.original[0]
+
+
+def test_an_operator_that_the_provider_lacks_is_not_taken(
+    bert: ir.Model, groups: list[Group], monkeypatch: pytest.MonkeyPatch
+):
+    """ONNX Runtime says so when a session is opened."""
+
+    def lacks(part: Any, *given: Any, **named: Any) -> Any:
+        if any(node.op_type == "Attention" for node in part.graph):
+            raise InvalidModel("no kernel", "none")
+        return open_session(part, *given, **named)
+
+    monkeypatch.setattr(LatencyTable, "measure", measure)
+    monkeypatch.setattr("attnserve.options.open_session", lacks)
+    feeds = [example_inputs(bert, 1, 16)]
+    found = time_blocks(bert, groups, feeds, LatencyTable(None), target=1, report=silent)
+    forms = {found[g.blocks[0]].emission for g in groups if g.kind == "attention"}
+    assert forms == {"multi_head"}
 
 
 def test_a_form_that_is_slower_at_any_length_is_not_taken(

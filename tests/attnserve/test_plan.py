@@ -20,18 +20,26 @@ import onnx_ir as ir
 import pytest
 
 import attnserve
+from attnserve import search
 from attnserve.artifact import load_model, open_artifact
 from attnserve.calibrate import load_inputs
 from attnserve.cli import main
 from attnserve.evaluate import share_kept
+from attnserve.journal import Journal
 from attnserve.pareto import Choice
-from attnserve.plan import Goal, PlanReport, Speed
+from attnserve.plan_report import PlanReport, Speed
+from attnserve.search import Goal
 from attnserve.verify import verify
-from graph_passes.errors import AttnserveError, CheckFailed, InvalidArgument, InvalidData
+from graph_passes.errors import (
+    AttnserveError,
+    CannotRewrite,
+    CheckFailed,
+    InvalidArgument,
+    InvalidData,
+)
 from tests.attnserve.costs import count_instead_of_timing
 
 Build = Callable[..., Path]
-MODULE = import_module("attnserve.plan")  # whose name in the package is that of its function
 
 
 @pytest.fixture(autouse=True)
@@ -147,6 +155,34 @@ def test_without_allowance_nothing_is_taken_out(
     assert {d.written for d in report.decisions} == {"attention", "gelu"}
 
 
+def test_a_newer_operator_brings_its_opset(
+    model: Path, sentences: Path, tmp_path: Path, counted: None, monkeypatch: pytest.MonkeyPatch
+):
+    """The plan is carried out again to the same bytes."""
+    monkeypatch.setattr("tests.attnserve.costs.STANDARD", 0.8)
+    assert load_model(open_artifact(model)).opset_imports[""] < 23
+    found = optimized(model, sentences, tmp_path / "a.onnx", keep=0.95)
+    assert {d.written for d in found.found.decisions if d.kind == "attention"} == {"onnx"}
+    written = load_model(open_artifact(tmp_path / "a.onnx"))
+    assert written.opset_imports[""] == 23
+    assert [n.op_type for n in written.graph].count("Attention") == 2
+    planned(model, sentences, tmp_path / "p.json", keep=0.95)
+    optimized(model, sentences, tmp_path / "b.onnx", plan=tmp_path / "p.json")
+    assert (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
+
+
+def test_a_model_that_cannot_be_raised_is_written_in_older_operators(
+    model: Path, sentences: Path, tmp_path: Path, counted: None, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(model: ir.Model, opset: int) -> None:
+        raise CannotRewrite("no", "no")
+
+    monkeypatch.setattr("tests.attnserve.costs.STANDARD", 0.8)
+    monkeypatch.setattr(search, "raise_opset", refuse)
+    report = planned(model, sentences, tmp_path / "p.json", keep=0.95)
+    assert {d.written for d in report.decisions if d.kind == "attention"} == {"attention"}
+
+
 def test_neurons_stay_unless_allowed(model: Path, sentences: Path, tmp_path: Path, counted: None):
     report = planned(model, sentences, tmp_path / "p.json", keep=0.9)
     assert report.rewrites.masks and not report.rewrites.neurons
@@ -192,7 +228,7 @@ def test_no_gain_returns_the_original_and_says_so(
         return [Speed(1, n, 1.0, 1.1 if n == 64 else 0.8, 0.91 if n == 64 else 1.25)
                 for n in lengths]  # fmt: skip
 
-    monkeypatch.setattr(MODULE._Search, "_speeds", slow)
+    monkeypatch.setattr(search._Search, "_speeds", slow)
     report = optimized(model, sentences, tmp_path / "out.onnx", keep=0.9)
     assert report.found is not None and not report.found.gain
     verdict = "no gain: what was found runs at 0.91x the speed of the original at 64 tokens"
@@ -332,7 +368,7 @@ def test_a_folder_is_no_plan(model: Path, sentences: Path, tmp_path: Path):
         optimized(model, sentences, tmp_path / "out.onnx", plan=tmp_path)
 
 
-class Judged(MODULE._Search):
+class Judged(search._Search):
     """A search whose choices lose what a function says."""
 
     def __init__(self, loss: Callable[[float], float]) -> None:
@@ -356,11 +392,11 @@ class Judged(MODULE._Search):
     ids=["as predicted", "less", "more", "an uncertainty that is nearly all that is allowed"],
 )  # fmt: skip
 def test_the_allowance_is_found_in_a_few_builds(loss: Callable[[float], float], least: float):
-    search = Judged(loss)
-    found: Any = search._fastest()
+    judged = Judged(loss)
+    found: Any = judged._fastest()
     assert found.loss >= least
     assert loss(found.loss) <= 0.01
-    assert len(search.measured) <= 1 + MODULE.MOST_BUILDS
+    assert len(judged.measured) <= 1 + search.MOST_BUILDS
 
 
 def test_a_plan_of_other_data_is_refused(
@@ -387,7 +423,7 @@ def test_a_search_goes_on_where_it_was_interrupted(
     monkeypatch: pytest.MonkeyPatch,
 ):
     whole = planned(model, sentences, tmp_path / "whole.json", keep=0.95)
-    original = MODULE.compare
+    original = search.compare
     calls: list[int] = []
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
@@ -396,7 +432,7 @@ def test_a_search_goes_on_where_it_was_interrupted(
             raise KeyboardInterrupt
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(MODULE, "compare", interrupted)
+    monkeypatch.setattr(search, "compare", interrupted)
     with pytest.raises(KeyboardInterrupt):
         planned(model, sentences, tmp_path / "p.json", keep=0.95)
     assert len(list((cache / "plans").glob("*.json"))) == 1
@@ -405,7 +441,7 @@ def test_a_search_goes_on_where_it_was_interrupted(
     def measured_again(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("the losses are known")
 
-    monkeypatch.setattr(MODULE, "loss_curves", measured_again)
+    monkeypatch.setattr(search, "loss_curves", measured_again)
     report = planned(model, sentences, tmp_path / "p.json", keep=0.95)
     assert report.to_json()["rewrites"] == whole.to_json()["rewrites"]
     assert not list((cache / "plans").glob("*.json"))  # done: nothing is left behind
@@ -420,7 +456,7 @@ def test_a_damaged_journal_is_begun_anew(
     counted: None,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    opened = MODULE._Journal.open.__func__
+    opened = Journal.open.__func__
 
     def damaged(cls: Any, name: str) -> Any:
         path = tmp_path / "cache" / "plans" / f"{name}.json"
@@ -428,7 +464,7 @@ def test_a_damaged_journal_is_begun_anew(
         path.write_text(content)
         return opened(cls, name)
 
-    monkeypatch.setattr(MODULE._Journal, "open", classmethod(damaged))
+    monkeypatch.setattr(Journal, "open", classmethod(damaged))
     assert planned(model, sentences, tmp_path / "p.json", keep=0.97).gain
 
 
@@ -470,7 +506,11 @@ def test_an_output_that_exists_is_left_alone(model: Path, sentences: Path, tmp_p
 def test_a_folder_in_the_way_is_refused_before_the_search(
     name: str, model: Path, sentences: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(MODULE, "search", lambda *_, **__: pytest.fail("the search has begun"))
+    monkeypatch.setattr(
+        import_module("attnserve.plan"),
+        "search",
+        lambda *_, **__: pytest.fail("the search has begun"),
+    )
     (tmp_path / name).mkdir()
     with pytest.raises(InvalidArgument, match=f"{name} is a folder: expected a file"):
         planned(model, sentences, tmp_path / "p.json", force=True)

@@ -16,13 +16,14 @@ import pytest
 
 from attnserve.artifact import load_model
 from attnserve.certify import read_attention
+from attnserve.opset import raise_opset
 from attnserve.session import open_session
 from graph_passes.attention import AttentionBlock, Causal, PositionBias
 from graph_passes.collaborate import Collaborate, factor
 from graph_passes.cost import model_cost
 from graph_passes.errors import CannotRewrite, InvalidArgument
 from graph_passes.find import find_attention
-from graph_passes.fuse import LOW, Form, FuseAttention, why_not
+from graph_passes.fuse import LOW, OPSETS, Form, FuseAttention, why_not
 from graph_passes.prune import PruneHeads
 from graph_passes.reuse import ReuseAttention
 from graph_passes.shapes import interpret_small
@@ -59,14 +60,30 @@ EXACT = 1e-5
 
 NAME = "attention_0"
 FORMS: tuple[Form, ...] = get_args(Form)
-IDIOM = {"attention": "microsoft_attention", "multi_head": "multi_head_attention"}
-OPERATOR = {"attention": "Attention", "multi_head": "MultiHeadAttention"}
+IDIOM = {
+    "attention": "microsoft_attention", "multi_head": "multi_head_attention",
+    "merged": "multi_head_attention", "onnx": "attention_operator",
+}  # fmt: skip
+OPERATOR = {
+    "attention": "Attention", "multi_head": "MultiHeadAttention", "merged": "MultiHeadAttention",
+    "onnx": "Attention",
+}  # fmt: skip
 both = pytest.mark.parametrize("form", FORMS)
+of_microsoft = pytest.mark.parametrize("form", [form for form in FORMS if form != "onnx"])
+PRODUCTS = {"attention": 0, "multi_head": 3, "merged": 1, "onnx": 3}
+"""Of queries, keys and values, beside the operator."""
+
+
+def raised(model: ir.Model, form: Form) -> ir.Model:
+    """In an opset that has the operators of a form."""
+    raise_opset(model, OPSETS.get(form, 0))
+    return model
 
 
 def fuse(model: ir.Model, form: Form, *names: str) -> ir.Model:
-    """Every block, or these."""
+    """Every block, or these, once the opset has the operator."""
     found = names or tuple(block.name for block in find_attention(model)[0])
+    raised(model, form)
     result = FuseAttention(dict.fromkeys(found, form))(model)
     assert result.modified
     return result.model
@@ -74,12 +91,16 @@ def fuse(model: ir.Model, form: Form, *names: str) -> ir.Model:
 
 def operators(model: ir.Model) -> list[ir.Node]:
     nodes = ir.traversal.RecursiveGraphIterator(model.graph)
-    return [n for n in nodes if n.domain and n.op_type in OPERATOR.values()]
+    return [n for n in nodes if n.op_type in OPERATOR.values()]
 
 
 def biases(model: ir.Model) -> list[ir.Value | None]:
     """What is added to the scores, operator by operator."""
-    return [node.inputs[5] if len(node.inputs) > 5 else None for node in operators(model)]
+    found: list[ir.Value | None] = []
+    for node in operators(model):
+        place = 5 if node.domain else 3
+        found.append(node.inputs[place] if len(node.inputs) > place else None)
+    return found
 
 
 def reason(model: ir.Model, form: Form) -> str:
@@ -170,7 +191,15 @@ def test_most_operators_become_another() -> None:
     assert len(FROM_OPERATORS) > 25
 
 
-@both
+def test_causal_mask_is_an_attribute_of_ai_onnx_too() -> None:
+    case = OPERATORS["MultiHeadAttention: unidirectional"]
+    model = assert_fused(case.model, "onnx", any_feeds(case.model()))
+    (node,) = operators(model)
+    assert node.attributes.get_int("is_causal", 0) == 1
+    assert biases(model) == [None]
+
+
+@of_microsoft
 def test_causal_mask_is_an_attribute_and_no_bias(form: Form) -> None:
     case = OPERATORS["ai.onnx: causal"]
     model = assert_fused(case.model, form, any_feeds(case.model()))
@@ -367,7 +396,7 @@ def test_masks_that_add_up_beyond_all_floats(form: Form) -> None:
     assert np.isfinite(run(model, arrays)).all()
 
 
-@both
+@of_microsoft
 def test_causal_mask_and_a_query_whose_only_key_is_hidden(form: Form) -> None:
     """Left padding: the operator adds its own mask to ours, and both together stay finite."""
     case = OPERATORS["ai.onnx: mask and causal"]
@@ -498,7 +527,10 @@ def test_weights_that_lie_as_they_should_are_not_copied() -> None:
 @both
 def test_nodes_that_are_left(form: Form) -> None:
     nodes = [node.op_type for node in fuse(attention(**MASKED["no mask"][1]), form).graph]
-    products = [] if form == "attention" else ["MatMul"] * 3
+    products = {
+        "attention": [], "multi_head": ["MatMul"] * 3, "merged": ["MatMul", "Split"],
+        "onnx": ["MatMul", "Add"] * 3,
+    }[form]  # fmt: skip
     assert nodes == [*products, OPERATOR[form], "MatMul", "Add"]
 
 
@@ -516,20 +548,34 @@ def test_queries_whose_shape_others_read_are_let_go(form: Form) -> None:
     )
     fuse(model, form)
     products = [node for node in model.graph if node.op_type == "MatMul"]
-    assert len(products) == (1 if form == "attention" else 4)
+    assert len(products) == 1 + PRODUCTS[form]
     got = open_session(model, threads=1, optimize=False).run(None, feeds(attention()))[1]
     np.testing.assert_array_equal(got, np.arange(1, 8))
 
 
-@both
+@of_microsoft
 def test_no_biases_become_zeros_where_the_operator_needs_them(form: Form) -> None:
     """ONNX Runtime's Attention crashes without, on the CPU."""
     model = fuse(attention(**APPLIES["no biases at all"]), form)
     (node,) = operators(model)
     bias = node.inputs[2 if form == "attention" else 3]
-    assert (bias is None) == (form == "multi_head")
+    assert (bias is None) == (form != "attention")
     if bias is not None and bias.const_value is not None:
         assert bias.const_value.numpy().tolist() == [0] * (2 * H * K + H * V)
+
+
+def test_an_operator_that_the_opset_lacks_is_refused() -> None:
+    """Opset 22 has no Attention; the pass itself changes no opset."""
+    model = attention(opset=22)
+    before = text_of(model)
+    with pytest.raises(CannotRewrite, match="needs opset 23, and the model has 22"):
+        FuseAttention({NAME: "onnx"})(model)
+    assert text_of(model) == before
+    model = attention(opset=23)
+    FuseAttention({NAME: "onnx"})(model)
+    assert model.opset_imports[""] == 23
+    with pytest.raises(CannotRewrite, match="needs opset 13, and the model has 12"):
+        FuseAttention({NAME: "merged"})(attention(opset=12))
 
 
 @both
@@ -619,7 +665,7 @@ def test_fuse_is_refused(case: str, form: Form) -> None:
         constants={"all_gains": np.ones(H * K, np.float32)},
         **parts,
     )
-    before = text_of(model)
+    before = text_of(raised(model, form))
     assert said in reason(model, form)
     with pytest.raises(CannotRewrite, match=said) as caught:
         fuse(model, form)
@@ -652,13 +698,13 @@ def test_near_misses_are_refused(case: str, said: str, form: Form) -> None:
         fuse(model, form)
 
 
-@both
+@of_microsoft
 def test_caches_are_refused(form: Form) -> None:
     for name in ("ai.onnx: past", "GroupQueryAttention: no cache"):
         assert "cache" in reason(OPERATORS[name].model(), form)
 
 
-@both
+@of_microsoft
 def test_keys_that_an_operator_also_returns_are_refused(form: Form) -> None:
     """Else they would be computed twice."""
     plain = OPERATORS["ai.onnx: heads side by side"]
@@ -833,10 +879,10 @@ def test_exported_models_are_fused(
     blocks, facts = find_attention(model)[0], interpret_small(model, batch=2, sequence=5)
     names = [block.name for block in blocks if not why_not(block, form, facts)]
     count, crossed = EXPORTED[cell]
-    assert len(names) == len(blocks) - (crossed if form == "attention" else 0)
+    assert len(names) == len(blocks) - (crossed if form in ("attention", "merged") else 0)
     fuse(model, form, *names)
     added = {bias for bias in biases(model) if bias is not None}
-    assert len(added) == count - (crossed if form == "attention" else 0)
+    assert len(added) == count - (crossed if form in ("attention", "merged") else 0)
     for lengths in (architectures.LENGTHS, architectures.OTHER_LENGTHS):
         arrays = architectures.feeds(architecture, lengths)
         for got, expected in zip(outputs(model, arrays), outputs(path, arrays), strict=True):
