@@ -16,7 +16,7 @@ from graph_passes.collaborate import Collaborate, factor
 from graph_passes.errors import CannotRewrite
 from graph_passes.feed_forward import find_feed_forward
 from graph_passes.find import find_attention
-from graph_passes.fuse import FuseAttention, why_not
+from graph_passes.fuse import Form, FuseAttention, why_not
 from graph_passes.prune import PruneHeads
 from graph_passes.reuse import ReuseAttention
 
@@ -93,11 +93,13 @@ def by_onnxscript(model: ir.Model, size: Size) -> ir.Model:
     return made
 
 
-def fused(model: ir.Model, size: Size, half: ir.DataType = FLOAT16) -> ir.Model:
+def fused(
+    model: ir.Model, size: Size, half: ir.DataType = FLOAT16, form: Form = "multi_head"
+) -> ir.Model:
     """Ours, and exact: attention and GELU in operators of ONNX Runtime."""
-    forms = {b.name: "multi_head" for b in find_attention(model)[0] if not why_not(b, "multi_head")}
+    forms = {b.name: form for b in find_attention(model)[0] if not why_not(b, form)}
     if forms:
-        FuseAttention(forms)(model)  # type: ignore[arg-type]
+        FuseAttention(forms)(model)
     FuseGelu([block.name for block in find_feed_forward(model)])(model)
     to_half(model, half)
     return model
@@ -105,6 +107,16 @@ def fused(model: ir.Model, size: Size, half: ir.DataType = FLOAT16) -> ir.Model:
 
 def fused_in_bfloat16(model: ir.Model, size: Size) -> ir.Model:
     return fused(model, size, ir.DataType.BFLOAT16)
+
+
+def projecting_inside(model: ir.Model, size: Size) -> ir.Model:
+    """One product for queries, keys and values, inside the operator."""
+    return fused(model, size, form="attention")
+
+
+def merged(model: ir.Model, size: Size) -> ir.Model:
+    """One product for queries, keys and values, split in front of the operator."""
+    return fused(model, size, form="merged")
 
 
 def pruned(model: ir.Model, size: Size) -> ir.Model:
@@ -143,6 +155,8 @@ FORMS: Mapping[str, Callable[[ir.Model, Size], ir.Model]] = {
     "ONNX Runtime fp16": by_onnxruntime,
     "onnxscript fp16": by_onnxscript,
     "fused fp16": fused,
+    "Attention fp16": projecting_inside,
+    "merged fp16": merged,
     "fused bf16": fused_in_bfloat16,
     "pruned fp16": pruned,
     "sparse fp16": sparse,

@@ -125,6 +125,7 @@ ATTENTION = {
     "fp16": {"Softmax": 2},
     "ONNX Runtime fp16": {"Attention": 2},
     "onnxscript fp16": {"MultiHeadAttention": 2},
+    "Attention fp16": {"Attention": 2},
     "reused fp16": {"Softmax": 1},
 }
 
