@@ -5,9 +5,9 @@
 
 Parity comes first: float32 without TF32, where other graphs of the same function must agree. Then
 encoders of the sizes of MiniLM, BERT-base and BERT-large, with random weights of which half can be
-spared, in the forms of benchmarks/gpu/forms.py at texts x tokens; what the time does not reach is in
-the result file as "not measured". Writes benchmarks/results/cuda-<card>.json. Where there is no GPU
-it writes cuda.json, which says so, and exits 0; it exits 1 where parity is lost.
+spared, in the forms of benchmarks/gpu/forms.py, at texts x tokens; what the time does not reach is
+"not measured" in the result file, benchmarks/results/cuda-<card>.json. Where there is no GPU, it
+writes cuda.json, which says so, and exits 0; it exits 1 where parity is lost.
 """
 
 from __future__ import annotations
