@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
+from attnserve.binding import bound
 from attnserve.calibrate import Batch, run
-from attnserve.running import bound
 from attnserve.session import Provider, cpu_name, open_session, output_of, require_runtime
 from graph_passes.constants import origin
 from graph_passes.edit import exposing, remove_unused

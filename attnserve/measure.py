@@ -28,8 +28,8 @@ from typing import Any, cast, get_args
 import numpy as np
 
 from attnserve.artifact import Artifact, load_model, open_artifact
+from attnserve.binding import bound
 from attnserve.inputs import example_inputs
-from attnserve.running import bound
 from attnserve.session import (
     Provider,
     cpu_name,

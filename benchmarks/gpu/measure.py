@@ -20,12 +20,12 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.artifact import save_model
+from attnserve.binding import bound, give_back
 from attnserve.carry_out import count_macs
 from attnserve.device import Cuda
 from attnserve.inputs import example_inputs
 from attnserve.latency import MIN_ROUNDS, take_turns
 from attnserve.profile import AttentionKernel, attention_kernels, read_runs
-from attnserve.running import bound, give_back
 from attnserve.session import Provider, open_session
 from benchmarks.gpu.forms import FORMS, ORIGINAL, Size
 from graph_passes.errors import AttnserveError

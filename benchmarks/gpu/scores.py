@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from attnserve.binding import bound
 from attnserve.latency import take_turns
-from attnserve.running import bound
 from attnserve.session import Provider, open_session
 
 HEADS, SIZE = 12, 64

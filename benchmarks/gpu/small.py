@@ -19,10 +19,11 @@ from typing import IO, Any
 import numpy as np
 import onnx_ir as ir
 
+from attnserve.binding import bound
 from attnserve.buckets import Buckets
+from attnserve.cuda_graphs import GraphRunner
 from attnserve.inputs import example_inputs
 from attnserve.latency import take_turns
-from attnserve.running import GraphRunner, bound
 from attnserve.session import Provider, open_session
 from benchmarks.gpu.measure import SPEED, Form, Shape
 from graph_passes.errors import AttnserveError

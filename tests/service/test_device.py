@@ -16,8 +16,8 @@ from starlette.testclient import TestClient
 
 from attnserve.artifact import open_artifact, save_model
 from attnserve.buckets import Buckets
+from attnserve.cuda_graphs import GraphRunner
 from attnserve.device import Cuda
-from attnserve.running import GraphRunner
 from attnserve.session import open_session, require_runtime
 from benchmarks.gpu.encoder import random_encoder
 from service import device, model
