@@ -374,7 +374,7 @@ def test_a_pair_is_compared_in_both_precisions(
 @pytest.mark.slow
 def test_the_whole_run_measures_every_form_or_says_why_not(tmp_path: Path):
     """As on a GPU, with the CPU in its place, which has no kernels for bfloat16."""
-    assert cuda.main(["--tiny-on-cpu", "--seconds", "60", "--results", str(tmp_path)]) == 0
+    assert cuda.main(["--tiny-on-cpu", "--seconds", "300", "--results", str(tmp_path)]) == 0
     content = json.loads((tmp_path / "cuda-tiny-on-cpu.json").read_text())
     assert content["machine"]["provider"] == "cpu" and content["measured"]
     assert max(content["parity"].values()) < 1e-4
@@ -398,7 +398,7 @@ def test_the_whole_run_measures_every_form_or_says_why_not(tmp_path: Path):
     assert content["service"]["overhead_p50_ms"] > 0
     assert content["attention_kernels"]["fused fp16"] == {}  # the CPU prints none
     assert len(content["bounds"]) == 6
-    assert content["seconds"] < 120
+    assert content["seconds"] < 300
 
 
 @pytest.mark.slow
