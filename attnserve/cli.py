@@ -758,7 +758,11 @@ def _latency_cells(result: Measurement) -> Sequence[str]:
 # What `serve` and `deploy ray` share; None leaves it to the environment (service/settings.py).
 Host = Annotated[str | None, typer.Option(help="Address to listen on; 127.0.0.1 where left out.")]
 ServedBy = Annotated[
-    str | None, typer.Option(help="cpu (where left out) or cuda.", show_default=False)
+    str | None,
+    typer.Option(
+        help="cpu, cuda, or auto: cuda where a GPU can be used (where left out).",
+        show_default=False,
+    ),
 ]
 ServedWith = Annotated[
     int | None, typer.Option(min=0, help="Threads of one run; 0 leaves it to ONNX Runtime.")

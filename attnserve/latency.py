@@ -23,13 +23,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
+from attnserve.binding import bound
 from attnserve.calibrate import Batch, run
 from attnserve.session import Provider, cpu_name, open_session, output_of, require_runtime
 from graph_passes.constants import origin
 from graph_passes.edit import exposing, remove_unused
 from graph_passes.shapes import Facts, bind_axes, interpret
 
-__all__ = ["Cut", "LatencyTable", "Part", "cut_out", "default_cache", "in_turns"]
+__all__ = ["Cut", "LatencyTable", "Part", "cut_out", "default_cache", "in_turns", "take_turns"]
 
 Progress = Callable[[int, int], None]
 
@@ -286,27 +287,38 @@ def _attribute(attribute: ir.Attr, number: dict[ir.Value, int]) -> str:
 def in_turns(
     sessions: Sequence[Any], feeds: Sequence[Batch], *, seconds: float = GROUP_SECONDS
 ) -> list[np.ndarray]:
-    """Milliseconds a run of each session, a sample a round; rounds alternate their order."""
+    """Milliseconds a run of each session, a sample a round; rounds alternate their order.
+
+    On CUDA what a session reads and makes stays on the device: a part of a model is fed what its
+    layer would find there.
+    """
+    return take_turns(
+        [bound(session, feed) for session, feed in zip(sessions, feeds, strict=True)], seconds
+    )
+
+
+def take_turns(runs: Sequence[Callable[[], object]], seconds: float) -> list[np.ndarray]:
+    """Milliseconds of each run, a sample a round, in about so many seconds; 7 rounds at least."""
     repeats: list[int] = []
     spent = 0.0
-    for session, feed in zip(sessions, feeds, strict=True):
-        session.run(None, feed)  # allocates, and picks kernels
-        once = min(_seconds(session, feed, 1) for _ in range(2))
+    for each in runs:
+        each()  # allocates, and picks kernels
+        once = min(_seconds(each, 1) for _ in range(2))
         repeats.append(max(1, round(SAMPLE_SECONDS / once)))
         spent += repeats[-1] * once
     rounds = int(min(max(seconds / spent, MIN_ROUNDS), MAX_ROUNDS))
-    times = np.empty((rounds, len(sessions)))
-    order = list(range(len(sessions)))
+    times = np.empty((rounds, len(runs)))
+    order = list(range(len(runs)))
     for index in range(rounds):
         for i in order if index % 2 else reversed(order):
-            times[index, i] = 1e3 * _seconds(sessions[i], feeds[i], repeats[i])
+            times[index, i] = 1e3 * _seconds(runs[i], repeats[i])
     return list(times.T)
 
 
-def _seconds(session: Any, feed: Batch, repeats: int) -> float:
+def _seconds(timed: Callable[[], object], repeats: int) -> float:
     start = time.perf_counter()
     for _ in range(repeats):
-        session.run(None, feed)
+        timed()
     return (time.perf_counter() - start) / repeats
 
 

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import onnx_ir as ir
 
-from graph_passes.errors import InvalidArgument, InvalidModel, MissingExtra
+from attnserve.device import PARITY, Cuda
+from graph_passes.errors import AttnserveError, InvalidArgument, InvalidModel, MissingExtra
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -32,6 +33,7 @@ __all__ = [
     "output_of",
     "require_runtime",
     "weight_bytes",
+    "why_no_cuda",
 ]
 
 Provider = Literal["cpu", "cuda"]
@@ -62,6 +64,8 @@ def open_session(
     provider: Provider = "cpu",
     threads: int = 0,
     optimize: bool = True,
+    cuda: Cuda = PARITY,
+    profile: Path | None = None,
 ) -> onnxruntime.InferenceSession:
     """A session over a model on disk or in memory.
 
@@ -72,6 +76,8 @@ def open_session(
             without a usable device this is an error, never a silent run on the CPU.
         threads: Intra-op threads; 0 leaves the choice to ONNX Runtime.
         optimize: False runs the graph as it is written, without ONNX Runtime's own fusions.
+        cuda: How the provider "cuda" uses the GPU: exact products where left out.
+        profile: What the file is called that ``end_profiling`` writes, without its ending.
 
     Raises:
         InvalidModel: ONNX Runtime refuses the graph.
@@ -87,10 +93,13 @@ def open_session(
     if not optimize:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.add_session_config_entry("session.disable_prepacking", "1")
+    if profile is not None:
+        options.enable_profiling, options.profile_file_prefix = True, str(profile)
+    providers = _providers(ort, provider, cuda)
     if isinstance(source, Path):
         mended = _mended(source)
         if mended is None:
-            return _start(ort, str(source), source.name, options, provider)
+            return _start(ort, str(source), source.name, options, providers)
         source = mended
     name = source.graph.name or "the model in memory"
     if _lacking(source):
@@ -99,11 +108,11 @@ def open_session(
     # Bytes have no folder for external data to lie in.
     if weight_bytes(source) < PROTOBUF_LIMIT_BYTES and not external_files(source):
         content = ir.to_proto(source).SerializeToString()
-        return _start(ort, content, name, options, provider)
+        return _start(ort, content, name, options, providers)
     with tempfile.TemporaryDirectory(prefix="attnserve-", ignore_cleanup_errors=True) as folder:
         path = Path(folder) / "model.onnx"
         ir.save(source, path, external_data="model.onnx.data")
-        return _start(ort, str(path), name, options, provider)
+        return _start(ort, str(path), name, options, providers)
 
 
 def _mended(path: Path) -> ir.Model | None:
@@ -166,10 +175,28 @@ def _weights(model: ir.Model) -> Iterator[ir.TensorProtocol]:
                 yield value.const_value
 
 
+def why_no_cuda() -> str | None:
+    """Why nothing can run on CUDA here; None where it can.
+
+    It opens a session to find out: from then on the process holds some of the GPU's memory.
+
+    Raises:
+        MissingExtra: ONNX Runtime is not installed.
+    """
+    require_runtime()
+    graph = ir.from_onnx_text(
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[n] x) => (float[n] y) { y = Exp(x) }'
+    )
+    try:
+        open_session(graph, provider="cuda")
+    except AttnserveError as error:
+        return error.what
+    return None
+
+
 def _start(
-    ort: Any, source: str | bytes, name: str, options: Any, provider: Provider
+    ort: Any, source: str | bytes, name: str, options: Any, providers: Sequence[Any]
 ) -> onnxruntime.InferenceSession:
-    providers = _providers(ort, provider)
     try:
         session = ort.InferenceSession(source, options, providers=providers)
     except Exception as error:  # onnxruntime raises a class of its own for each status
@@ -177,14 +204,15 @@ def _start(
             f"{name}: ONNX Runtime refuses the graph: {_first_sentence(error)}",
             "check the file with onnx.checker.check_model, or export it again",
         ) from error
-    if provider == "cuda" and "CUDAExecutionProvider" not in session.get_providers():
+    # Without a device ONNX Runtime falls back to the CPU in silence.
+    if len(providers) > 1 and "CUDAExecutionProvider" not in session.get_providers():
         raise InvalidArgument(
             "--provider cuda: no CUDA device can be used here.", "use --provider cpu"
         )
     return session
 
 
-def _providers(ort: Any, provider: Provider) -> Sequence[Any]:
+def _providers(ort: Any, provider: Provider, cuda: Cuda) -> Sequence[Any]:
     if provider == "cpu":
         return ["CPUExecutionProvider"]
     if hasattr(ort, "preload_dlls"):
@@ -194,8 +222,7 @@ def _providers(ort: Any, provider: Provider) -> Sequence[Any]:
             "--provider cuda: this ONNX Runtime has no CUDA execution provider.",
             "pip install 'attnserve[gpu]' on a machine with an NVIDIA GPU, or use --provider cpu",
         )
-    # TF32 would round every product to 10 bits of mantissa: off, so that parity means parity.
-    return [("CUDAExecutionProvider", {"use_tf32": 0}), "CPUExecutionProvider"]
+    return [("CUDAExecutionProvider", cuda.provider_options()), "CPUExecutionProvider"]
 
 
 def _first_sentence(error: Exception) -> str:

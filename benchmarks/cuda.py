@@ -1,184 +1,73 @@
-"""Does the optimized model hold on CUDA: parity and latency against the original, fp32 and fp16.
+"""All on an NVIDIA GPU, in one command: parity, kernels, times, memory, CUDA graphs, the service.
 
-    python benchmarks/cuda.py [ORIGINAL.onnx OPTIMIZED.onnx] [--batch 1 --seq 128]
+    python -m benchmarks.cuda                                  all of it, in less than 8 minutes
+    python -m benchmarks.cuda ORIGINAL.onnx OPTIMIZED.onnx [--batch 1 --seq 128]        this pair
 
-Without models it measures a random encoder of BERT-base's layers against its collaborative form at
-R = num_heads x head_size, where the two must agree. Where there is no GPU it says so and exits 0.
-Writes benchmarks/results/cuda.json.
+Parity comes first: float32 without TF32, where other graphs of the same function must agree. Then
+encoders of the sizes of MiniLM, BERT-base and BERT-large, with random weights of which half can be
+spared, in the forms of benchmarks/gpu/forms.py, at texts x tokens; what the time does not reach is
+"not measured" in the result file, benchmarks/results/cuda-<card>.json. Where there is no GPU, it
+writes cuda.json, which says so, and exits 0; it exits 1 where parity is lost.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import product
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
-import numpy as np
-import onnx
 import onnx_ir as ir
-from onnx_ir.passes.common import InlinePass
 
 from attnserve.artifact import load_model, open_artifact, save_model
 from attnserve.measure import bench, describe_machine
-from attnserve.session import Provider, open_session
+from attnserve.session import Provider, why_no_cuda
 from attnserve.verify import verify
-from graph_passes.collaborate import Collaborate, factor
+from benchmarks.gpu.encoder import random_encoder, to_half
+from benchmarks.gpu.forms import ORIGINAL, OURS, SIZES, THEIRS, Size, collaborative
+from benchmarks.gpu.measure import (
+    Shape,
+    Sized,
+    build,
+    compiled,
+    kernels,
+    matrix_ceiling,
+    measure,
+)
+from benchmarks.gpu.scores import expressions
+from benchmarks.gpu.small import captured, served
 from graph_passes.errors import AttnserveError
 from graph_passes.find import find_attention
+from graph_passes.fuse import FuseAttention
 
-RESULT = Path(__file__).parent / "results" / "cuda.json"
-HALF_MAX = float(np.finfo(np.float16).max)
-FLOAT, HALF = ir.DataType.FLOAT, ir.DataType.FLOAT16
-
-
-def why_no_cuda() -> str | None:
-    """Why nothing can run on CUDA here; None where it can."""
-    graph = ir.from_onnx_text(
-        '<ir_version: 8, opset_import: ["" : 17]> g (float[n] x) => (float[n] y) { y = Exp(x) }'
-    )
-    try:
-        providers = open_session(graph, provider="cuda").get_providers()
-    except AttnserveError as error:
-        return error.what
-    # ONNX Runtime falls back to the CPU in silence.
-    return None if "CUDAExecutionProvider" in providers else "no CUDA device can be used here"
-
-
-def random_encoder(
-    *, layers: int = 4, hidden: int = 768, heads: int = 12, positions: int = 512, seed: int = 0
-) -> ir.Model:
-    """A BERT-like encoder with random weights, as a TorchScript export writes it, at opset 17."""
-    random = np.random.default_rng(seed)
-    weights: dict[str, np.ndarray] = {}
-    lines: list[str] = []
-
-    def weight(name: str, *shape: int) -> str:
-        weights[name] = (random.standard_normal(shape) / np.sqrt(shape[0])).astype(np.float32)
-        return name
-
-    def dense(out: str, x: str, rows: int, columns: int) -> None:
-        w, b = weight(f"{out}_weight", rows, columns), weight(f"{out}_bias", columns)
-        lines.append(f"{out}_product = MatMul({x}, {w})  {out} = Add({out}_product, {b})")
-
-    def norm(out: str, a: str, b: str) -> None:
-        lines.append(f"{out}_sum = Add({a}, {b})")
-        lines.append(f"{out} = LayerNormalization<axis = -1>({out}_sum, ones, zeros)")
-
-    for i in range(layers):
-        h = f"h{i}"
-        for part, perm in {"q": "0, 2, 1, 3", "k": "0, 2, 3, 1", "v": "0, 2, 1, 3"}.items():
-            dense(f"l{i}_{part}", h, hidden, hidden)
-            lines.append(f"l{i}_{part}_split = Reshape(l{i}_{part}, split)")
-            lines.append(f"l{i}_{part}_heads = Transpose<perm = [{perm}]>(l{i}_{part}_split)")
-        lines.append(f"l{i}_product = MatMul(l{i}_q_heads, l{i}_k_heads)")
-        lines.append(f"l{i}_scores = Div(l{i}_product, root)")
-        lines.append(f"l{i}_masked = Add(l{i}_scores, mask)")
-        lines.append(f"l{i}_probabilities = Softmax<axis = -1>(l{i}_masked)")
-        lines.append(f"l{i}_context = MatMul(l{i}_probabilities, l{i}_v_heads)")
-        lines.append(f"l{i}_tokens = Transpose<perm = [0, 2, 1, 3]>(l{i}_context)")
-        lines.append(f"l{i}_merged = Reshape(l{i}_tokens, merge)")
-        dense(f"l{i}_output", f"l{i}_merged", hidden, hidden)
-        norm(f"l{i}_attended", f"l{i}_output", h)
-        dense(f"l{i}_up", f"l{i}_attended", hidden, 4 * hidden)
-        lines.append(f"l{i}_relu = Relu(l{i}_up)")
-        dense(f"l{i}_down", f"l{i}_relu", 4 * hidden, hidden)
-        norm(f"h{i + 1}", f"l{i}_down", f"l{i}_attended")
-    weight("words", 1000, hidden)
-    weight("places", positions, hidden)
-    weights |= {"ones": np.ones(hidden, np.float32), "zeros": np.zeros(hidden, np.float32)}
-    root = (hidden / heads) ** 0.5
-    text = f"""<ir_version: 8, opset_import: ["" : 17]>
-    encoder (int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask)
-      => (float[batch, sequence, {hidden}] last_hidden_state)
-    <float one = {{1}}, float lowest = {{-3.4028235e38}}, float root = {{{root}}},
-     int64[1] begin = {{0}}, int64[1] step = {{1}}, int64[2] mask_axes = {{1, 2}},
-     int64[4] split = {{0, 0, {heads}, {hidden // heads}}}, int64[3] merge = {{0, 0, {hidden}}}>
-    {{
-      kept = Cast<to = 1>(attention_mask)  kept_keys = Unsqueeze(kept, mask_axes)
-      dropped = Sub(one, kept_keys)  mask = Mul(dropped, lowest)
-      length = Shape<start = 1, end = 2>(input_ids)
-      used = Slice(places, begin, length, begin, step)
-      tokens = Gather(words, input_ids)  h0 = Add(tokens, used)
-      {" ".join(lines)}
-      last_hidden_state = Identity(h{layers})
-    }}"""
-    proto = onnx.parser.parse_model(text)
-    proto.graph.initializer.extend(onnx.numpy_helper.from_array(a, n) for n, a in weights.items())
-    return ir.from_proto(proto)
-
-
-def collaborative(model: ir.Model) -> ir.Model:
-    """Every layer in collaborative form at R = H*K: another graph of the same function."""
-    new = model.clone(deep_copy=True)
-    blocks = find_attention(new)[0]
-    factors = {b.name: factor(b, b.num_heads * b.head_size) for b in blocks}
-    Collaborate(factors)(new)
-    return new
-
-
-def to_float16(model: ir.Model) -> None:
-    """Compute in float16 what ``model`` computes in float32; inputs and outputs stay as they are.
-
-    Weights, constants, casts and value types change; floats beyond the range of float16 (a mask's
-    lowest float) become its largest finite ones: an infinity would make a row without keys NaN.
-    Not for graphs whose operators demand float32 (Resize, quantization scales).
-    """
-    InlinePass()(model)
-    for graph in model.graphs():
-        for value in graph.initializers.values():
-            tensor = value.const_value  # its type is a fact, the value's own may be unstated
-            if tensor is not None and tensor.dtype == FLOAT:
-                value.const_value, value.type = _half(tensor), ir.TensorType(HALF)
-        for value in (*graph.inputs, *(out for node in graph for out in node.outputs)):
-            if value.dtype == FLOAT and not (graph is model.graph and value.is_graph_input()):
-                value.dtype = HALF
-        for node in graph:
-            _make_half(node)
-    _cast_at_the_borders(model.graph)
-
-
-def _half(tensor: ir.TensorProtocol | float | Sequence[float]) -> ir.Tensor:
-    array = tensor.numpy() if isinstance(tensor, ir.TensorProtocol) else np.array(tensor)
-    name = tensor.name if isinstance(tensor, ir.TensorProtocol) else None
-    return ir.tensor(np.clip(array, -HALF_MAX, HALF_MAX).astype(np.float16), name=name)
-
-
-def _make_half(node: ir.Node) -> None:
-    attributes = node.attributes
-    if node.op_type == "Cast" and attributes.get_int("to") == FLOAT:
-        attributes.add(ir.AttrInt64("to", HALF))
-    elif node.op_type == "ConstantOfShape" and "value" not in attributes:
-        attributes.add(ir.AttrTensor("value", _half([0.0])))
-    for attribute in list(attributes.values()):
-        if attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype == FLOAT:
-            attributes.add(ir.AttrTensor(attribute.name, _half(attribute.as_tensor())))
-        elif node.op_type == "Constant" and attribute.name in ("value_float", "value_floats"):
-            del attributes[attribute.name]
-            attributes.add(ir.AttrTensor("value", _half(attribute.value)))
-
-
-def _cast_at_the_borders(graph: ir.Graph) -> None:
-    first = graph[0]
-    for value in graph.inputs:
-        if value.dtype == FLOAT and value.name not in graph.initializers:
-            uses = tuple(value.uses())
-            cast = ir.node("Cast", [value], {"to": HALF})
-            cast.outputs[0].name = f"{value.name}_float16"
-            cast.outputs[0].dtype, cast.outputs[0].shape = HALF, value.shape
-            graph.insert_before(first, cast)
-            for node, index in uses:
-                node.replace_input_with(index, cast.outputs[0])
-    for index, value in enumerate(graph.outputs):
-        if value.dtype == HALF:
-            cast = ir.node("Cast", [value], {"to": FLOAT})
-            cast.outputs[0].name, value.name = value.name, f"{value.name}_float16"
-            cast.outputs[0].dtype, cast.outputs[0].shape = FLOAT, value.shape
-            graph.append(cast)
-            graph.outputs[index] = cast.outputs[0]
+RESULTS = Path(__file__).parent / "results"
+PARITY = 1e-3
+"""The largest difference of graphs of one function, in float32."""
+SECONDS = 440.0
+SHARES = {"BERT-base": 0.45, "MiniLM": 0.6, "BERT-large": 0.9}
+"""By when a size is done, of all seconds; what is left is for one short text."""
+SHAPES: Sequence[Shape] = (
+    (32, 128), (32, 512), (1, 32), (1, 128), (8, 128),
+    *(s for s in product((1, 8, 32, 128), (32, 128, 512))
+      if s not in {(32, 128), (32, 512), (1, 32), (1, 128), (8, 128)}),
+)  # fmt: skip
+"""Texts and tokens a text, what is asked about most first."""
+SHORT = (1, 32)
+TINY = {"tiny": Size(2, 64, 4)}
+TINY_SHAPES: Sequence[Shape] = ((1, 8), (2, 8), (2, 32))
+TORCH = "torch.compile, SDPA, fp16"
+CONDITIONS = (
+    "random weights of which half can be spared; runs on memory of the device, waited for, in"
+    " interleaved rounds; float32 with TF32; peaks and shares by ONNX Runtime's profile, in other"
+    " sessions, a peak that of all shapes of fewer tokens too"
+)
 
 
 def compare(
@@ -194,46 +83,266 @@ def compare(
     }
 
 
+def parity(provider: Provider, folder: Path, size: Size, positions: int) -> dict[str, float]:
+    """The largest difference of each other graph of the same function, in float32 without TF32."""
+    original = random_encoder(
+        layers=size.layers, hidden=size.hidden, heads=size.heads, positions=positions
+    )
+    one = original.clone(deep_copy=True)
+    FuseAttention({block.name: "multi_head" for block in find_attention(one)[0]})(one)
+    save_model(original, folder / "original.onnx")
+    found: dict[str, float] = {}
+    for name, model in {"collaborative": collaborative(original), "fused": one}.items():
+        save_model(model, folder / f"{name}.onnx")
+        told = verify(folder / "original.onnx", folder / f"{name}.onnx", provider=provider)
+        found[name] = max(output.max_abs_error for output in told.outputs)
+    return found
+
+
+def everything(
+    provider: Provider,
+    sizes: Mapping[str, Size],
+    shapes: Sequence[Shape],
+    seconds: float,
+    *,
+    matrix: int = 8192,
+    ranks: Sequence[int] = (128, 256),
+    requests: int = 300,
+) -> dict[str, Any]:
+    """The content of the result file.
+
+    Args:
+        seconds: In which all is to be done.
+        matrix: Rows and columns of the product that is the ceiling.
+        ranks: R of the collaborative attention whose expressions are compared.
+        requests: To the service.
+    """
+    begin = perf_counter()
+    positions = max(tokens for _, tokens in shapes)
+    content: dict[str, Any] = {
+        "measured": True,
+        "machine": asdict(describe_machine(provider)),
+        "conditions": CONDITIONS,
+    }
+    with tempfile.TemporaryDirectory(prefix="attnserve-") as name:
+        folder = Path(name)
+        content["parity"] = _tried(
+            lambda: parity(provider, folder, Size(4, *_widths(sizes)), positions)
+        )
+        _say("parity", content["parity"])
+        ceiling = matrix_ceiling(provider, matrix, min(2.0, seconds / 50))
+        content["matrix_tflops"] = ceiling
+        _say("TFLOP/s of a product", ceiling)
+        content["collaborative_attention"] = _tried(
+            lambda: expressions(provider, shapes[:3], ranks, min(8.0, seconds / 40))
+        )
+        _say("collaborative attention", content["collaborative_attention"])
+        content["sizes"] = {}
+        short: Sized | None = None
+        for label, size in sizes.items():
+            deadline = begin + seconds * SHARES.get(label, 0.9)
+            place = folder / label
+            place.mkdir()
+            done = build(size, shapes, place, (perf_counter() + deadline) / 2)
+            torch = _tried(lambda size=size: compiled(size, positions))
+            if isinstance(torch, str):
+                done.not_built[TORCH] = torch
+            more = {} if isinstance(torch, str) else {TORCH: torch}
+            if done.forms:
+                measure(done, shapes, provider, deadline, more, ceiling["fp16"])
+            content["sizes"][label] = asdict(size) | done.to_json()
+            _print(label, done)
+            if label in ("MiniLM", *TINY):
+                short = done
+                content["attention_kernels"] = _tried(
+                    lambda done=done: _kernels(done, shapes[0], provider, seconds / 8)
+                )
+        form = next((f for f in short.forms if f.name == "fused fp16"), None) if short else None
+        if form is None:
+            content["cuda_graphs"] = content["service"] = "not measured: there is no such graph"
+        else:
+            left = max(1.0, (begin + seconds - perf_counter()) / 4)
+            content["cuda_graphs"] = _tried(lambda: captured(form, SHORT, provider, min(left, 5.0)))
+            content["service"] = _tried(lambda: served(form, SHORT, provider, requests))
+    content["bounds"] = bounds(content)
+    content["seconds"] = round(perf_counter() - begin, 1)
+    return content
+
+
+def bounds(content: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What must hold, what was found, and whether it does; None where it was not measured."""
+    found: list[dict[str, Any]] = []
+
+    def note(what: str, least: float | None, most: float | None, value: float | None) -> None:
+        holds = None
+        if value is not None:
+            holds = (least is None or value >= least) and (most is None or value <= most)
+        found.append({"what": what, "at_least": least, "at_most": most, "value": value,
+                      "holds": holds})  # fmt: skip
+
+    base = content["sizes"].get("BERT-base")
+    speed = {} if base is None else _speedups(base)
+    for shape, least in (((32, 128), 1.15), ((32, 512), 1.3)):
+        what = f"BERT-base {shape[0]} x {shape[1]}: our best to ONNX Runtime's best, cosine >= 0.98"
+        note(what, least, None, speed.get(shape))
+    every = [s for size in content["sizes"].values() for s in _speedups(size).values()]
+    note("the same at every shape of every size", 0.97, None, min(every, default=None))
+    memory = [m for size in content["sizes"].values() for m in _memory(size)]
+    note("peak memory of our best to the original's in fp16, every shape", None, 1.0,
+         max(memory, default=None))  # fmt: skip
+    graphs, service = content["cuda_graphs"], content["service"]
+    note("MiniLM 1 x 32: milliseconds with CUDA graphs", None, 0.35,
+         graphs["captured_p50_ms"] if isinstance(graphs, dict) else None)  # fmt: skip
+    note("milliseconds that the service adds", None, 1.0,
+         service["overhead_p50_ms"] if isinstance(service, dict) else None)  # fmt: skip
+    return found
+
+
+def _by_shape(size: Mapping[str, Any], key: str) -> dict[Shape, dict[str, float]]:
+    """A number of every form that was measured, by shape."""
+    rows: dict[Shape, dict[str, float]] = {}
+    for cell in size["cells"]:
+        if cell.get(key) is not None:
+            rows.setdefault((cell["batch"], cell["sequence"]), {})[cell["form"]] = cell[key]
+    return rows
+
+
+def _faithful(size: Mapping[str, Any]) -> list[str]:
+    return [name for name in OURS if size["min_cosine"].get(name, 0) >= 0.98]
+
+
+def _speedups(size: Mapping[str, Any]) -> dict[Shape, float]:
+    """Their best time over our best of those that are faithful, where both were measured."""
+    found: dict[Shape, float] = {}
+    for shape, times in _by_shape(size, "p50_ms").items():
+        theirs = [times[name] for name in THEIRS if name in times]
+        ours = [times[name] for name in _faithful(size) if name in times]
+        if theirs and ours:
+            found[shape] = round(min(theirs) / min(ours), 4)
+    return found
+
+
+def _memory(size: Mapping[str, Any]) -> list[float]:
+    """The peak of our fastest form over that of the original in half precision, by shape."""
+    peaks, times = _by_shape(size, "peak_bytes"), _by_shape(size, "p50_ms")
+    found: list[float] = []
+    for shape, of_forms in peaks.items():
+        ours = [
+            name for name in _faithful(size) if name in of_forms and name in times.get(shape, {})
+        ]
+        if ours and THEIRS[0] in of_forms:
+            best = min(ours, key=lambda name: times[shape][name])
+            found.append(round(of_forms[best] / of_forms[THEIRS[0]], 4))
+    return found
+
+
+def _kernels(done: Sized, shape: Shape, provider: Provider, seconds: float) -> dict[str, Any]:
+    """What each form's attention runs in: how many operators in which kernel."""
+    found: dict[str, Any] = {}
+    forms = [form for form in done.forms if form.name != ORIGINAL]
+    for form, told in kernels(forms, shape, provider, seconds).items():
+        names = [f"{each.operator} {each.dtype} {each.kernel}" for each in told]
+        found[form] = {name: names.count(name) for name in dict.fromkeys(names)}
+    return found
+
+
+def _tried(work: Any) -> Any:
+    """What it returns, or a line that says why not."""
+    try:
+        return work()
+    except Exception as error:  # one part that fails leaves the others
+        first = str(error).strip().partition("\n")[0]
+        return f"not measured: {type(error).__name__}: {first[:200]}"
+
+
+def _widths(sizes: Mapping[str, Size]) -> tuple[int, int]:
+    first = next(iter(sizes.values()))
+    return first.hidden, first.heads
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("models", nargs="*", type=Path, help="ORIGINAL OPTIMIZED")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--seq", type=int, default=128)
-    parser.add_argument("--min-cosine", type=float, default=0.9, help="exit 1 below it")
+    parser.add_argument("--min-cosine", type=float, default=0.9, help="of a pair: exit 1 below it")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="in which all is done")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result file")
+    # To try this program without a GPU; what it writes then says so.
+    parser.add_argument("--tiny-on-cpu", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if len(options.models) not in (0, 2):
         parser.error("give two models, ORIGINAL and OPTIMIZED, or none")
-    if reason := why_no_cuda():
-        print(f"benchmarks/cuda.py: nothing measured: {reason}")
+    provider: Provider = "cpu" if options.tiny_on_cpu else "cuda"
+    if provider == "cuda" and (why := why_no_cuda()):
+        print(f"benchmarks/cuda.py: nothing measured: {why}")
+        if not options.models:
+            nothing = {"sizes": {}, "cuda_graphs": why, "service": why}
+            told = {"measured": False, "why": why, "bounds": bounds(nothing)}
+            _write(options.results / "cuda.json", told)
         return 0
+    if options.models:
+        return _pair(options, provider)
+    content = (
+        everything(
+            provider, TINY, TINY_SHAPES, options.seconds, matrix=64, ranks=(16,), requests=20
+        )
+        if options.tiny_on_cpu
+        else everything(provider, SIZES, SHAPES, options.seconds)
+    )
+    card = content["machine"]["gpu"] if provider == "cuda" else "tiny on cpu"
+    _write(options.results / f"cuda-{slug(card or 'unknown')}.json", content)
+    for bound in content["bounds"]:
+        print(f"{'not measured' if bound['holds'] is None else bound['holds']}: {bound['what']}: "
+              f"{bound['value']}")  # fmt: skip
+    errors = content["parity"]
+    return 0 if isinstance(errors, dict) and max(errors.values()) <= PARITY else 1
+
+
+def slug(card: str) -> str:
+    """The name of the first card, as a file may be called: "NVIDIA L40S, ..." -> "l40s"."""
+    words = re.findall(r"[a-z0-9]+", card.partition(",")[0].lower())
+    return "-".join(word for word in words if word != "nvidia") or "unknown"
+
+
+def _pair(options: argparse.Namespace, provider: Provider) -> int:
+    """Two models, in float32 and in float16."""
     precisions: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="attnserve-") as folder:
         for precision in ("fp32", "fp16"):
-            paths = [
-                Path(folder) / f"{name}-{precision}.onnx" for name in ("original", "optimized")
-            ]
-            for path, model in zip(paths, _models(options.models), strict=True):
+            paths = [Path(folder) / f"{n}-{precision}.onnx" for n in ("original", "optimized")]
+            for path, given in zip(paths, options.models, strict=True):
+                model: ir.Model = load_model(open_artifact(given))
                 if precision == "fp16":
-                    to_float16(model)
+                    to_half(model)
                 save_model(model, path)
-            result = compare(*paths, batch=options.batch, sequence=options.seq)
+            result = compare(*paths, batch=options.batch, sequence=options.seq, provider=provider)
             precisions[precision] = result
-            _print(precision, result)
-    content = {"machine": vars(describe_machine("cuda")), "precisions": precisions}
-    RESULT.parent.mkdir(parents=True, exist_ok=True)
-    RESULT.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+            _print_pair(precision, result)
+    content = {"machine": asdict(describe_machine(provider)), "precisions": precisions}
+    _write(options.results / "cuda-pair.json", content)
     least = min(result["parity"]["min_cosine"] for result in precisions.values())
     return 0 if least >= options.min_cosine else 1
 
 
-def _models(paths: Sequence[Path]) -> list[ir.Model]:
-    if paths:
-        return [load_model(open_artifact(path)) for path in paths]
-    encoder = random_encoder()
-    return [encoder, collaborative(encoder)]
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def _print(precision: str, result: dict[str, Any]) -> None:
+def _say(what: str, value: Any) -> None:
+    print(f"{what}: {value}", file=sys.stderr)
+
+
+def _print(label: str, done: Sized) -> None:
+    for name, why in done.not_built.items():
+        _say(f"{label}, {name}: not measured", why)
+    for cell in done.cells:
+        at = f"{label} {cell['batch']} x {cell['sequence']}, {cell['form']}"
+        _say(at, cell.get("not_measured") or f"{cell['p50_ms']:.3f} ms")
+
+
+def _print_pair(precision: str, result: dict[str, Any]) -> None:
     original, optimized = result["results"]
     low, high = optimized["speedup_ci95"]
     worst = max(output["max_abs_error"] for output in result["parity"]["outputs"])

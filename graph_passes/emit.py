@@ -64,15 +64,16 @@ SIDE_BY_SIDE = {False: [0, 2, 1, 3], True: [2, 0, 1, 3]}
 """From (B, H, S, V) back to (B, S, H, V) or (S, B, H, V)."""
 
 
-def why_not(block: AttentionBlock, facts: Facts | None = None) -> str:
+def why_not(block: AttentionBlock, facts: Facts | None = None, *, apart: bool = False) -> str:
     """Why some heads of a block cannot be written anew; empty where they can.
 
     Args:
         facts: Shapes, where they are known: masks may be laid out in too many axes.
+        apart: Sparse heads may be: what they shared is written once for each of them.
     """
     if len(block.own_heads) < block.num_heads:
         return "some of its heads take the probabilities of another layer already"
-    if block.content is not None or block.is_collaborative or block.is_sparse:
+    if block.content is not None or block.is_collaborative or (block.is_sparse and not apart):
         return "its heads are collaborative: they share their queries and keys"
     for part in (block.q, block.k, block.v):
         if reason := _why_not_heads(part):

@@ -61,7 +61,11 @@ ROLES = ("query", "key", "value")
 SPREAD = frozenset({"Expand", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 """Operators whose output holds what their first input holds."""
 
-LOW: Mapping[ir.DataType, float] = {ir.DataType.FLOAT: -1e30, ir.DataType.FLOAT16: -3e4}
+LOW: Mapping[ir.DataType, float] = {
+    ir.DataType.FLOAT: -1e30,
+    ir.DataType.FLOAT16: -3e4,
+    ir.DataType.BFLOAT16: -1e30,
+}
 """What hides a key, by the precision of the heads. -inf would make NaN of a query that sees no key.
 The least of all floats would overflow to it beside a negative score, or beside a second mask that
 the operator adds (its own causal one, say); of these, two and a score have room."""
@@ -80,9 +84,10 @@ class FuseAttention(ir.passes.InPlacePass):
     with m = max(steps(0), LOW), (B or 1, H or 1, S, T), which layers with the same masks share.
     Exact for each query that sees a key; one that sees none attends to all keys, evenly in single
     precision, where the graph had zeros, NaN or whatever its mask's finite number left. The scale
-    s is the block's own, always given. Blocks that are this operator already are left alone. The
-    model imports com.microsoft where it needs it; it must have the opset of the operator. Refused
-    (``CannotRewrite``) where ``why_not`` gives a reason.
+    s is the block's own, always given. Sparse heads share no more: each gets columns of its own,
+    H*K' in place of R. Blocks that are this operator already are left alone. The model imports
+    com.microsoft where it needs it, whose operators take bfloat16 on a GPU only; it must have the
+    opset of the operator. Refused (``CannotRewrite``) where ``why_not`` gives a reason.
 
     Attributes:
         forms: The operator for each block to rewrite, by the block's name.
@@ -153,7 +158,7 @@ def why_not(
         return "rotary positions stand between the projections and the scores"
     if any(part.norm for part in parts):
         return "q/k norm stands between the projections and the scores"
-    if reason := emit.why_not(block, facts):
+    if reason := emit.why_not(block, facts, apart=True):
         return reason
     if output.sequence_first or not all(part.by_sequence for part in parts):
         return "its tokens are not laid out as (batch, sequence, size)"
@@ -166,7 +171,7 @@ def why_not(
     dtypes = {part.dtype for part in parts}
     if len(dtypes) > 1 or not dtypes <= LOW.keys():
         held = ", ".join(sorted(dtype.name.lower() for dtype in dtypes))
-        return f"its projections hold {held}, and the operator takes float or float16, one of them"
+        return f"its projections hold {held}, and the operator takes one of float and half types"
     weights = (block.q.weight, block.k.weight, block.v.weight, output.weight)
     if any(_is_quantized(weight) for weight in weights):
         return "its weights are quantized, and would be written as floats"

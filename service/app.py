@@ -22,6 +22,7 @@ from attnserve import __version__
 from graph_passes.errors import InvalidArgument
 from service.auth import RequireKey, read_keys
 from service.dashboard import router as dashboard
+from service.device import on_device
 from service.errors import install_handlers
 from service.http import ObserveRequests, describe_bodies, json_response
 from service.metrics import Metrics
@@ -67,7 +68,7 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
     """
     chosen = settings or Settings()  # pyright: ignore[reportCallIssue]  (from the environment)
     models = repository or Repository(chosen, Metrics())
-    metrics = models.metrics
+    chosen, metrics = models.settings, models.metrics
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
@@ -149,6 +150,7 @@ def serve(settings: Settings) -> None:
             f"--workers {settings.workers} needs Linux or macOS", "serve with one worker"
         )
     start_log(settings)
+    settings = on_device(settings)
     with bound_socket(settings) as listener:
         if settings.workers > 1:
             from service.supervisor import supervise  # it imports what only POSIX has

@@ -94,14 +94,20 @@ def rss_bytes() -> int:
 
 
 def gpu_bytes() -> int | None:
-    """Memory in use on the first GPU, by all its processes; None where there is none to ask."""
+    """Memory in use on the GPU that serves, by all its processes; None where there is none to ask.
+
+    It is the first that CUDA_VISIBLE_DEVICES names, by its place or by its id.
+    """
     nvml = _nvml()
+    if nvml is None:
+        return None
     device, memory = ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()  # total, free, used
-    if (
-        nvml is None
-        or nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device)) != 0
-        or nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)) != 0
-    ):
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip()
+    if named and not named.isdecimal():
+        failed = nvml.nvmlDeviceGetHandleByUUID(named.encode(), ctypes.byref(device))
+    else:
+        failed = nvml.nvmlDeviceGetHandleByIndex_v2(int(named or 0), ctypes.byref(device))
+    if failed or nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)):
         return None
     return memory[2]
 
@@ -304,7 +310,7 @@ class _Now(Collector):
         )
         if (used := gpu_bytes()) is not None:
             yield GaugeMetricFamily(
-                "attnserve_gpu_memory_bytes", "Memory in use on the first GPU.", value=used
+                "attnserve_gpu_memory_bytes", "Memory in use on the GPU that serves.", value=used
             )
         if self._metrics.workers is not None:
             yield GaugeMetricFamily(

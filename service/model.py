@@ -19,8 +19,10 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.artifact import Artifact, load_model
+from attnserve.device import PARITY, Cuda
 from attnserve.inputs import example_inputs, id_bound
-from attnserve.session import Provider, open_session
+from attnserve.running import open_runner
+from attnserve.session import Provider
 from attnserve.text import Encoding, load_tokenizer, model_inputs, pool
 from graph_passes.cost import model_cost
 from graph_passes.errors import AttnserveError, CheckFailed, InvalidData, InvalidModel
@@ -76,6 +78,9 @@ class Model:
         version: A number, as text.
         provider: The execution provider.
         threads: Intra-op threads of a run; 0 leaves it to ONNX Runtime.
+        cuda: How the GPU is used.
+        cuda_graphs: The most shapes that are captured as CUDA graphs; 0 for none.
+        at_once: How many runs there will be at a time.
 
     Raises:
         InvalidModel: It cannot be read, or has an input or output that is no plain tensor.
@@ -91,6 +96,9 @@ class Model:
         version: str = "1",
         provider: Provider = "cpu",
         threads: int = 0,
+        cuda: Cuda = PARITY,
+        cuda_graphs: int = 0,
+        at_once: int = 1,
     ) -> None:
         self.artifact = artifact
         self.name = name or artifact.name
@@ -105,7 +113,16 @@ class Model:
             value.name: bound for value in graph.graph.inputs if (bound := id_bound(value))
         }
         self._examples = _examples(graph)
-        self._session: Any = open_session(artifact.model, provider=provider, threads=threads)
+        self._captures = cuda_graphs > 0
+        self._session: Any = open_runner(
+            artifact.model,
+            provider=provider,
+            threads=threads,
+            cuda=cuda,
+            buckets=cuda_graphs,
+            longest=artifact.max_length,
+            at_once=at_once,
+        )
         self.inputs = tuple(_tensor(value) for value in self._session.get_inputs())
         self.outputs = tuple(_tensor(value) for value in self._session.get_outputs())
         path = artifact.tokenizer
@@ -269,7 +286,8 @@ class Model:
 
         The runtime plans its memory and a device compiles its kernels in the first run: not in the
         first request. A graph may mix the rows of a batch (a mean over all of them): strangers
-        may share a batch only where a row's answer is the same alone and in company.
+        may share a batch only where a row's answer is the same alone and in company. In the same
+        way it finds out whether a run may be padded up to the shape of another.
 
         Raises:
             OutOfMemory, ModelFailed: It does not run.
@@ -282,6 +300,10 @@ class Model:
             if self._fixed_rows is None:
                 self.rows_are_independent = all(
                     self._is_independent(inputs, together, index) for index in range(TRIED_ROWS)
+                )
+            if self._captures:
+                self._session.allow_padding(
+                    rows=self.rows_are_independent, tokens=self._ignores_padding(inputs)
                 )
             break
         self.max_rows = self._fixed_rows or (None if self.rows_are_independent else 1)
@@ -303,6 +325,22 @@ class Model:
         except InvalidData:
             return False
         return _same_row(together, alone, index)
+
+    def _ignores_padding(self, inputs: Mapping[str, np.ndarray]) -> bool:
+        """Whether zeros after the tokens, in the mask too, leave the answers as they are."""
+        length = inputs["attention_mask"].shape[-1] if self.takes_mask else 0
+        if length < 2:
+            return False
+        short, padded = dict(inputs), {name: array.copy() for name, array in inputs.items()}
+        for tensor in self.inputs:
+            if len(tensor.axes) > 1 and not isinstance(tensor.axes[1], int):
+                short[tensor.name] = inputs[tensor.name][:, : length // 2]
+                padded[tensor.name][:, length // 2 :] = 0
+        try:
+            expected, found = self.run(short), self.run(padded)
+        except InvalidData:
+            return False
+        return all(_starts_with(found[name], array) for name, array in expected.items())
 
     @property
     def _fixed_rows(self) -> int | None:
@@ -367,10 +405,23 @@ def _same_row(
         row = alone[name]
         if row.shape[:1] != (1,) or batch.shape != (TRIED_ROWS, *row.shape[1:]):
             return False
-        one, other = (np.nan_to_num(array.astype(np.float64)) for array in (batch[index], row[0]))
-        if np.linalg.norm(one - other) > ROW_TOLERANCE * np.linalg.norm(other) + 1e-9:
+        if not _close(batch[index], row[0]):
             return False
     return True
+
+
+def _starts_with(longer: np.ndarray, array: np.ndarray) -> bool:
+    """Whether ``array`` is the beginning of ``longer`` along every axis."""
+    if longer.ndim != array.ndim or any(
+        a < b for a, b in zip(longer.shape, array.shape, strict=True)
+    ):
+        return False
+    return _close(longer[tuple(map(slice, array.shape))], array)
+
+
+def _close(found: np.ndarray, expected: np.ndarray) -> bool:
+    one, other = (np.nan_to_num(array.astype(np.float64)) for array in (found, expected))
+    return bool(np.linalg.norm(one - other) <= ROW_TOLERANCE * np.linalg.norm(other) + 1e-9)
 
 
 def _scores(logits: np.ndarray) -> np.ndarray:

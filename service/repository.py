@@ -19,6 +19,7 @@ from typing import Literal
 
 from attnserve.artifact import Artifact, check_files, open_artifact
 from graph_passes.errors import AttnserveError, InvalidModel
+from service.device import on_device
 from service.engine import Engine
 from service.errors import NotFound, NotReady, UnknownModel
 from service.metrics import Metrics
@@ -62,7 +63,7 @@ class Repository:
     """
 
     def __init__(self, settings: Settings, metrics: Metrics | None = None) -> None:
-        self.settings = settings
+        self.settings = settings = on_device(settings)
         self.metrics = metrics or Metrics()
         self.metrics.watch = self._watch
         self.draining = False
@@ -324,6 +325,9 @@ class Repository:
             version=version,
             provider=self.settings.provider,
             threads=self.settings.threads,
+            cuda=self.settings.cuda,
+            cuda_graphs=self.settings.cuda_graphs,
+            at_once=self.settings.concurrency,
         )
         model.warm_up()
         if _state(artifact) != before:

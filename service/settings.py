@@ -9,14 +9,17 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from attnserve.session import Provider
+from attnserve.device import Cuda
 from graph_passes.errors import InvalidArgument
 
-__all__ = ["LogLevel", "Settings", "read", "read_settings"]
+__all__ = ["LogLevel", "ServedBy", "Settings", "read", "read_settings"]
 
 Kind = TypeVar("Kind", bound=BaseSettings)
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+
+ServedBy = Literal["auto", "cpu", "cuda"]
+"""Until a ``Repository`` is made: there "auto" becomes one of the two others."""
 
 BATCH_TOKENS = {"cpu": 512, "cuda": 16_384}
 """On a CPU a larger batch is no faster than two smaller ones, and answers later."""
@@ -56,7 +59,10 @@ class Settings(BaseSettings):
         description="Processes that serve, each with its own copy of the models; limits of rows,"
         " runs and requests are those of each.",
     )
-    provider: Provider = Field(default="cpu", description="Execution provider.")
+    provider: ServedBy = Field(
+        default="auto",
+        description="Execution provider; auto is CUDA where a GPU can be used, and else the CPU.",
+    )
     threads: int = Field(
         default=0, ge=0, description="Threads of one run; 0 leaves it to ONNX Runtime."
     )
@@ -64,6 +70,21 @@ class Settings(BaseSettings):
         default=1,
         ge=1,
         description="Runs at once: more than one where threads is less than the cores.",
+    )
+    gpu_memory_bytes: int | None = Field(
+        default=None,
+        ge=1,
+        description="Most GPU memory of a session: weights and activations. A model has one"
+        " session; with CUDA graphs, one for each of the runs at once.",
+    )
+    cuda_graphs: int = Field(
+        default=0,
+        ge=0,
+        le=256,
+        description="Most shapes of a session whose runs are captured as CUDA graphs; 0 for none.",
+    )
+    tf32: bool = Field(
+        default=False, description="On CUDA, round the factors of float32 products to 10 bits."
     )
 
     max_batch_tokens: int | None = Field(
@@ -135,13 +156,22 @@ class Settings(BaseSettings):
     @property
     def batch_tokens(self) -> int:
         """``max_batch_tokens``, by default that of the provider."""
-        return self.max_batch_tokens or BATCH_TOKENS[self.provider]
+        return self.max_batch_tokens or BATCH_TOKENS[self._device]
 
     @property
     def overhead_tokens(self) -> int:
         """``run_overhead_tokens``, by default that of the provider."""
         given = self.run_overhead_tokens
-        return RUN_OVERHEAD[self.provider] if given is None else given
+        return RUN_OVERHEAD[self._device] if given is None else given
+
+    @property
+    def cuda(self) -> Cuda:
+        """How sessions use the GPU."""
+        return Cuda(tf32=self.tf32, memory_bytes=self.gpu_memory_bytes)
+
+    @property
+    def _device(self) -> str:
+        return "cuda" if self.provider == "cuda" else "cpu"
 
 
 def read_settings(**given: Any) -> Settings:

@@ -395,3 +395,22 @@ def test_a_real_clock_gives_real_times(bert: ir.Model, feeds: Any):
     part = cut_out(bert, cuts(bert)[:1], feeds)[0]
     times = LatencyTable(None, threads=1).measure({"whole": part})["whole"]
     assert len(times) == 2 and all(0 < ms < 1000 for ms in times)
+
+
+def test_what_is_timed_is_a_run_on_the_device_s_own_memory(monkeypatch: pytest.MonkeyPatch):
+    """Each session is bound to its inputs once, outside of the clock."""
+    bound: list[tuple[Any, Any]] = []
+    runs = {"a": 0, "b": 0}
+
+    def bind(session: str, feed: Any) -> Any:
+        bound.append((session, feed))
+
+        def run() -> None:
+            runs[session] += 1
+
+        return run
+
+    monkeypatch.setattr(latency, "bound", bind)
+    times = latency.in_turns(["a", "b"], [{"x": 1}, {"x": 2}], seconds=0.01)
+    assert bound == [("a", {"x": 1}), ("b", {"x": 2})]
+    assert len(times) == 2 and min(runs.values()) > latency.MIN_ROUNDS

@@ -14,7 +14,14 @@ import pytest
 
 from attnserve import session as sessions
 from attnserve.artifact import load_model, save_model
-from attnserve.session import external_files, open_session, require_runtime, weight_bytes
+from attnserve.device import PARITY, Cuda
+from attnserve.session import (
+    external_files,
+    open_session,
+    require_runtime,
+    weight_bytes,
+    why_no_cuda,
+)
 from graph_passes.errors import InvalidArgument, InvalidModel, MissingExtra
 
 ROOT = Path(__file__).parents[2]
@@ -227,7 +234,26 @@ def test_cuda_without_a_device_never_runs_on_the_cpu_in_silence(
         with pytest.raises(InvalidArgument, match="no CUDA device can be used here"):
             open_session(model, provider="cuda")
     # TensorFloat-32 would make parity meaningless.
-    assert made == [[("CUDAExecutionProvider", {"use_tf32": 0}), "CPUExecutionProvider"]]
+    assert made == [[("CUDAExecutionProvider", PARITY.provider_options()), "CPUExecutionProvider"]]
+    made.clear()
+    speed = Cuda(tf32=True, memory_bytes=2**30)
+    if device:
+        open_session(model, provider="cuda", cuda=speed)
+        assert made[0][0] == ("CUDAExecutionProvider", speed.provider_options())  # type: ignore[index]
+
+
+def test_it_is_known_why_nothing_runs_on_cuda(monkeypatch: pytest.MonkeyPatch):
+    if "CUDAExecutionProvider" not in require_runtime().get_available_providers():
+        assert why_no_cuda() == "--provider cuda: this ONNX Runtime has no CUDA execution provider."
+    monkeypatch.setattr(sessions, "_providers", lambda *_: ["CPUExecutionProvider"])
+    assert why_no_cuda() is None
+
+
+def test_a_profile_is_written_where_it_is_asked_for(tmp_path: Path):
+    session = open_session(ir.from_onnx_text(EXP), profile=tmp_path / "exp")
+    session.run(None, {"x": X})
+    path = Path(session.end_profiling())
+    assert path.parent == tmp_path and path.name.startswith("exp") and path.stat().st_size
 
 
 def test_without_the_runtime_the_extra_to_install_is_named(monkeypatch: pytest.MonkeyPatch):

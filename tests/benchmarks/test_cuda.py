@@ -1,56 +1,85 @@
-"""benchmarks/cuda.py: what of it can be checked without a GPU."""
+"""benchmarks/cuda.py: what of it can be checked without a GPU, which is all but the numbers."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from functools import partial
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import pytest
 
+from attnserve.artifact import save_model
 from attnserve.inputs import example_inputs
-from attnserve.session import open_session
+from attnserve.session import open_session, why_no_cuda
 from benchmarks import cuda
+from benchmarks.gpu import measure as measuring
+from benchmarks.gpu import scores
+from benchmarks.gpu.encoder import random_encoder, to_half
+from benchmarks.gpu.forms import FORMS, OURS, SIZES, THEIRS, Size, collaborative
+from benchmarks.gpu.measure import BUDGET, Form, cell, compiled, kernels, timed
 from graph_passes.find import find_attention
+
+ROOT = Path(__file__).parents[2]
+FLOAT = ir.DataType.FLOAT
+SMALL = Size(2, 64, 4)
 
 
 def run(model: ir.Model, inputs: dict[str, np.ndarray]) -> np.ndarray:
     return open_session(model, threads=1).run(None, inputs)[0]
 
 
+def least_cosine(model: ir.Model, original: ir.Model) -> float:
+    """Of a token that is not padding."""
+    inputs = example_inputs(original, 3, 16, padded=True)
+    kept = inputs["attention_mask"] == 1
+    return float(measuring._cosine(run(model, inputs)[kept], run(original, inputs)[kept]).min())
+
+
 @pytest.fixture
 def encoder() -> ir.Model:
-    return cuda.random_encoder(layers=2, hidden=32, heads=4, positions=32)
+    return random_encoder(layers=2, hidden=32, heads=4, positions=32)
+
+
+# ---- the encoder, and its halves -----------------------------------------------------------------
 
 
 def test_the_encoder_s_attention_is_found_and_its_exact_form_agrees(encoder: ir.Model):
     blocks, misses = find_attention(encoder)
     assert [(b.num_heads, b.head_size) for b in blocks] == [(4, 8)] * 2 and not misses
-    new = cuda.collaborative(encoder)
+    new = collaborative(encoder)
     assert [b.form for b in find_attention(new)[0]] == ["collaborative"] * 2
     inputs = example_inputs(encoder, 3, 16, padded=True)
     np.testing.assert_allclose(run(new, inputs), run(encoder, inputs), rtol=0, atol=1e-4)
 
 
-def test_float16_computes_in_half_and_keeps_the_interface(encoder: ir.Model):
+@pytest.mark.parametrize(
+    ("half", "dtype"),
+    [(ir.DataType.FLOAT16, np.float16), (ir.DataType.BFLOAT16, ml_dtypes.bfloat16)],
+)
+def test_half_precision_keeps_the_interface_and_the_model_it_was_cloned_from(
+    encoder: ir.Model, half: ir.DataType, dtype: Any
+):
+    """No CPU runs bfloat16: of it the types are read, and that every number is finite."""
     inputs = example_inputs(encoder, 3, 16, padded=True)
-    expected = run(encoder, inputs)
-    cuda.to_float16(encoder)
-    assert {v.dtype for v in encoder.graph.initializers.values()} == {
-        ir.DataType.FLOAT16,
-        ir.DataType.INT64,
-    }
-    assert [(v.name, v.dtype) for v in encoder.graph.outputs] == [
-        ("last_hidden_state", ir.DataType.FLOAT)
-    ]
-    actual = run(encoder, inputs)
-    assert actual.dtype == np.float32
-    np.testing.assert_allclose(actual, expected, rtol=0, atol=3e-2)
-    assert np.abs(actual - expected).max() > 1e-6  # it did round
+    expected, new = run(encoder, inputs), encoder.clone(deep_copy=True)
+    to_half(new, half)
+    held = [v.const_value for v in new.graph.initializers.values() if v.const_value is not None]
+    assert {tensor.dtype for tensor in held} == {half, ir.DataType.INT64}
+    assert all(np.isfinite(t.numpy().astype(np.float32)).all() for t in held if t.dtype == half)
+    assert [(v.name, v.dtype) for v in new.graph.outputs] == [("last_hidden_state", FLOAT)]
+    np.testing.assert_array_equal(run(encoder, inputs), expected)  # it is what it was
+    assert not [v for n in encoder.graph for v in n.outputs if v.dtype == half]
+    if dtype is np.float16:
+        actual = run(new, inputs)
+        assert actual.dtype == np.float32
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=3e-2)
+        assert np.abs(actual - expected).max() > 1e-6  # it did round
 
 
 def test_float16_reaches_constants_casts_float_inputs_and_subgraphs():
@@ -73,7 +102,7 @@ def test_float16_reaches_constants_casts_float_inputs_and_subgraphs():
         )
 
     half = model()
-    cuda.to_float16(half)
+    to_half(half)
     assert not [
         v
         for g in half.graphs()
@@ -89,13 +118,233 @@ def test_float16_reaches_constants_casts_float_inputs_and_subgraphs():
             np.testing.assert_allclose(actual, np.clip(expected, -65504, 65504), rtol=1e-3)
 
 
-@pytest.mark.skipif(cuda.why_no_cuda() is None, reason="there is a GPU")
-def test_without_a_gpu_it_says_so_in_one_line_and_succeeds():
-    done = subprocess.run(
-        [sys.executable, Path(cuda.__file__)], capture_output=True, text=True, check=False
+# ---- the forms -----------------------------------------------------------------------------------
+
+ATTENTION = {
+    "fp32": {"Softmax": 2},
+    "fp16": {"Softmax": 2},
+    "ONNX Runtime fp16": {"Attention": 2},
+    "onnxscript fp16": {"MultiHeadAttention": 2},
+    "Attention fp16": {"Attention": 2},
+    "reused fp16": {"Softmax": 1},
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_is_the_same_encoder_in_its_own_operators(name: str):
+    """Cosines of 0.97 and more: half of this encoder can be spared."""
+    original = SMALL.build(32)
+    model = FORMS[name](original.clone(deep_copy=True), SMALL)
+    used = Counter(node.op_type for node in model.graph)
+    expected = ATTENTION.get(name, {"MultiHeadAttention": 2})
+    kinds = ("Attention", "MultiHeadAttention", "Softmax")
+    assert {kind: used[kind] for kind in kinds if used[kind]} == expected
+    if "bf16" in name:
+        held = [v.const_value for v in model.graph.initializers.values()]
+        assert {t.dtype for t in held if t is not None} == {ir.DataType.BFLOAT16, ir.DataType.INT64}
+    else:
+        assert least_cosine(model, original) >= (0.97 if name == "reused fp16" else 0.99)
+
+
+def test_ours_and_theirs_are_all_but_the_original():
+    assert [*THEIRS, *OURS] == [name for name in FORMS if name != "fp32"]
+
+
+def test_heads_of_plain_noise_cannot_be_spared():
+    """What is measured as pruned keeps its answers because its heads were made to be spared."""
+    noise = random_encoder(layers=2, hidden=64, heads=4, positions=32)
+    spare, plain = (
+        least_cosine(FORMS["pruned fp16"](model.clone(deep_copy=True), SMALL), model)
+        for model in (SMALL.build(32), noise)
     )
+    assert 1 - plain > 10 * (1 - spare)
+
+
+def test_heads_stay_of_a_size_that_fused_kernels_take():
+    """Multiples of 8, of all sizes that are measured, also with half of each head."""
+    for size in SIZES.values():
+        assert size.hidden % size.heads == 0
+        assert size.hidden // size.heads // 2 % 8 == 0
+    model = FORMS["sparse fp16"](SMALL.build(32), SMALL)
+    assert [block.head_size for block in find_attention(model)[0]] == [8, 8]
+
+
+# ---- expressions of collaborative attention ------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", scores.EXPRESSIONS)
+def test_every_expression_computes_attention(name: str):
+    """Beside numpy in double precision, within the rounding of float16."""
+    heads, size, rank, batch, tokens = 3, 8, 16, 2, 5
+    fed = scores.feeds(name, batch, tokens, rank, heads=heads, size=size)
+    model = scores.graph(name, rank, heads=heads, size=size)
+    (got,) = open_session(model).run(None, fed)
+    q, k, v = (fed[part].astype(np.float64) for part in "qkv")
+    if name == scores.OWN:
+        logits = np.einsum("bshk,bthk->bhst", *(x.reshape(2, 5, heads, size) for x in (q, k)))
+    else:
+        mixing = fed["m"].astype(np.float64)[:, 0]  # H R
+        logits = np.einsum("bsr,hr,btr->bhst", q, mixing, k)
+    e = np.exp(logits - logits.max(-1, keepdims=True))
+    values = v.reshape(batch, tokens, heads, size)
+    expected = np.einsum("bhst,bthv->bshv", e / e.sum(-1, keepdims=True), values)
+    np.testing.assert_allclose(got, expected.reshape(got.shape), rtol=0, atol=5e-3)
+    assert np.abs(got).max() > 0.5
+
+
+# ---- cells ---------------------------------------------------------------------------------------
+
+
+def test_a_cell_tells_times_throughput_and_what_of_the_ceiling_it_reaches():
+    times = np.array([1.0, 2.0, 3.0])
+    assert cell((4, 32), "fp16", times, 10**9, 2.0) == {
+        "batch": 4, "sequence": 32, "form": "fp16", "p50_ms": 2.0, "p99_ms": 2.98, "rounds": 3,
+        "texts_per_s": 2000.0, "tflops": 1.0, "share_of_ceiling": 0.5,
+    }  # fmt: skip
+    assert cell((4, 32), "torch", times, None, 2.0)["tflops"] is None
+    assert cell((4, 32), "fp16", "no memory", 1, 1.0) == {
+        "batch": 4, "sequence": 32, "form": "fp16", "not_measured": "no memory",
+    }  # fmt: skip
+
+
+def test_a_form_that_fails_is_told_and_the_others_are_measured():
+    def fail() -> None:
+        raise RuntimeError("out of memory\nand a trace")
+
+    found = timed({"good": lambda: None, "bad": fail}, 0.01)
+    assert found["bad"] == "RuntimeError: out of memory"
+    assert isinstance(found["good"], np.ndarray) and len(found["good"]) >= 7
+
+
+def test_what_there_is_no_time_for_is_told():
+    assert timed({"a": lambda: None}, 0.0) == {"a": BUDGET}
+    assert timed({"a": lambda: None}, -1.0) == {"a": BUDGET}
+    assert timed({}, 1.0) == {}
+
+
+def test_a_run_that_is_too_slow_for_its_rounds_is_left_out(monkeypatch: pytest.MonkeyPatch):
+    clock = iter(range(1000))
+    monkeypatch.setattr(measuring, "perf_counter", lambda: float(next(clock)))
+    assert timed({"a": lambda: None, "b": lambda: None}, 3.0) == {"a": BUDGET, "b": BUDGET}
+
+
+def test_the_kernels_of_all_forms_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """The process prints what ONNX Runtime prints on a GPU."""
+    program = """
+import os, sys
+assert os.environ["ORT_ENABLE_ATTENTION_KERNEL_DEBUG_INFO"] == "1"
+provider, batch, tokens, *paths = sys.argv[1:]
+for path in paths:
+    print(f"{path} begins")
+    if "flash" in path:
+        print("Operator=MultiHeadAttention Node=a DataType=fp16 SdpaKernel=FLASH_ATTENTION")
+        print("Operator=MultiHeadAttention Node=b DataType=fp16 SdpaKernel=FLASH_ATTENTION")
+    elif "math" in path:
+        print("Operator=Attention Node=a DataType=fp16 SdpaKernel=MATH")
+"""
+    monkeypatch.setattr(measuring, "KERNELS", program)
+    done = measuring.Sized(
+        [Form(n, tmp_path / f"{n}.onnx", {}) for n in ("flash", "plain", "math")]
+    )
+    assert cuda._kernels(done, (1, 8), "cuda", 60) == {
+        "flash": {"MultiHeadAttention fp16 FLASH_ATTENTION": 2},
+        "plain": {},
+        "math": {"Attention fp16 MATH": 1},
+    }
+    monkeypatch.setattr(measuring, "KERNELS", "import sys; sys.exit('no driver')")
+    with pytest.raises(Exception, match="attention kernels: no driver"):
+        kernels(done.forms, (1, 8), "cuda", 60)
+
+
+@pytest.mark.slow
+def test_pytorch_s_encoder_runs_where_there_is_one():
+    make = compiled(SMALL, 32, device="cpu", backend="eager")
+    feed = example_inputs(SMALL.build(32), 2, 8)
+    (hidden,) = make(feed)().to_tuple()  # type: ignore[attr-defined]
+    assert hidden.shape == (2, 8, 64) and str(hidden.dtype) == "torch.float16"
+
+
+# ---- what must hold ------------------------------------------------------------------------------
+
+
+def content(**changes: Any) -> dict[str, Any]:
+    """A result whose every bound is met exactly."""
+
+    def row(shape: tuple[int, int], form: str, p50_ms: float, peak: int) -> dict[str, Any]:
+        return {"batch": shape[0], "sequence": shape[1], "form": form, "p50_ms": p50_ms,
+                "peak_bytes": peak}  # fmt: skip
+
+    cells = [
+        row((32, 128), "fp16", 3.0, 100), row((32, 128), "ONNX Runtime fp16", 2.3, 80),
+        row((32, 128), "fused fp16", 2.0, 100), row((32, 128), "pruned fp16", 1.0, 500),
+        row((32, 512), "fp16", 2.6, 100), row((32, 512), "fused fp16", 2.0, 50),
+        row((1, 32), "fp16", 0.97, 100), row((1, 32), "fused fp16", 1.0, 100),
+        {"batch": 1, "sequence": 128, "form": "fp16", "not_measured": BUDGET},
+    ]  # fmt: skip
+    base = {"cells": cells, "min_cosine": {"fused fp16": 0.98, "pruned fp16": 0.979}}
+    return {"sizes": {"BERT-base": base}, "cuda_graphs": {"captured_p50_ms": 0.35},
+            "service": {"overhead_p50_ms": 1.0}} | changes  # fmt: skip
+
+
+def test_bounds_hold_at_their_exact_limits_and_only_of_forms_that_are_faithful():
+    told = cuda.bounds(content())
+    assert [(b["value"], b["holds"]) for b in told] == [
+        (1.15, True), (1.3, True), (0.97, True), (1.0, True), (0.35, True), (1.0, True),
+    ]  # fmt: skip
+
+
+def test_a_bound_that_is_missed_is_told():
+    missed = content(cuda_graphs={"captured_p50_ms": 0.351}, service={"overhead_p50_ms": 1.001})
+    base = missed["sizes"]["BERT-base"]
+    base["cells"][2] |= {"p50_ms": 2.5, "peak_bytes": 101}
+    holds = [bound["holds"] for bound in cuda.bounds(missed)]
+    assert holds == [False, True, False, False, False, False]
+
+
+def test_a_bound_that_nothing_was_measured_for_neither_holds_nor_fails():
+    nothing = content(sizes={}, cuda_graphs="not measured: no", service="not measured: no")
+    assert [bound["holds"] for bound in cuda.bounds(nothing)] == [None] * 6
+
+
+def test_every_shape_of_the_task_is_in_the_plan_once():
+    wanted = {(batch, tokens) for batch in (1, 8, 32, 128) for tokens in (32, 128, 512)}
+    assert len(cuda.SHAPES) == 12 and set(cuda.SHAPES) == wanted
+    assert set(cuda.SHAPES[:3]) == {(32, 128), (32, 512), (1, 32)}  # of which something must hold
+    assert list(SIZES) == list(cuda.SHARES) and sorted(cuda.SHARES.values())[-1] < 1
+
+
+@pytest.mark.parametrize(
+    ("card", "name"),
+    [("NVIDIA H100 80GB HBM3", "h100-80gb-hbm3"), ("NVIDIA L40S, NVIDIA L40S", "l40s"),
+     ("../x", "x"), ("", "unknown")],
+)  # fmt: skip
+def test_a_card_names_its_file(card: str, name: str):
+    assert cuda.slug(card) == name
+
+
+# ---- the program ---------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(why_no_cuda() is None, reason="there is a GPU")
+def test_without_a_gpu_it_says_so_in_one_line_and_succeeds(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.cuda", "--results", str(tmp_path / "new")],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     assert len(done.stdout.splitlines()) == 1 and "nothing measured" in done.stdout
+    written = json.loads((tmp_path / "new" / "cuda.json").read_text())
+    assert (written["measured"], written["why"]) == (False, why_no_cuda())
+    assert [bound["holds"] for bound in written["bounds"]] == [None] * 6
+
+
+def test_the_results_say_that_nothing_was_measured_until_something_was():
+    measured = list((ROOT / "benchmarks/results").glob("cuda-*.json"))
+    if not measured:
+        told = json.loads((ROOT / "benchmarks/results/cuda.json").read_text())
+        assert told["measured"] is False and told["why"]
+    for path in measured:
+        assert json.loads(path.read_text())["machine"]["provider"] == "cuda"
 
 
 def test_one_model_is_not_enough(capsys: pytest.CaptureFixture[str]):
@@ -104,22 +353,58 @@ def test_one_model_is_not_enough(capsys: pytest.CaptureFixture[str]):
     assert "give two models" in capsys.readouterr().err
 
 
-def test_the_whole_run_writes_both_precisions(
-    encoder: ir.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+def test_a_pair_is_compared_in_both_precisions(
+    encoder: ir.Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     """As on a GPU, with the CPU in its place."""
-    monkeypatch.setattr(cuda, "why_no_cuda", lambda: None)
-    monkeypatch.setattr(cuda, "compare", partial(cuda.compare, provider="cpu"))
-    monkeypatch.setattr(cuda, "random_encoder", lambda: encoder.clone(deep_copy=True))
-    monkeypatch.setattr(cuda, "RESULT", tmp_path / "new" / "cuda.json")
-    assert cuda.main(["--seq", "16"]) == 0
-    content = json.loads((tmp_path / "new" / "cuda.json").read_text())
-    assert content["machine"]["provider"] == "cuda"
+    pair = [tmp_path / "original.onnx", tmp_path / "optimized.onnx"]
+    for path, model in zip(pair, (encoder, collaborative(encoder)), strict=True):
+        save_model(model, path)
+    options = ["--seq", "16", "--tiny-on-cpu", "--results", str(tmp_path / "new")]
+    assert cuda.main([*map(str, pair), *options]) == 0
+    content = json.loads((tmp_path / "new" / "cuda-pair.json").read_text())
+    assert content["machine"]["provider"] == "cpu"
     assert content["precisions"].keys() == {"fp32", "fp16"}
     for result, tolerance in zip(content["precisions"].values(), (1e-4, 5e-2), strict=True):
         assert result["parity"]["outputs"][0]["max_abs_error"] < tolerance
-        assert [Path(row["model"]).stem.split("-")[0] for row in result["results"]] == [
-            "original",
-            "optimized",
-        ]
+        assert len(result["results"]) == 2
     assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+@pytest.mark.slow
+def test_the_whole_run_measures_every_form_or_says_why_not(tmp_path: Path):
+    """As on a GPU, with the CPU in its place, which has no kernels for bfloat16."""
+    assert cuda.main(["--tiny-on-cpu", "--seconds", "300", "--results", str(tmp_path)]) == 0
+    content = json.loads((tmp_path / "cuda-tiny-on-cpu.json").read_text())
+    assert content["machine"]["provider"] == "cpu" and content["measured"]
+    assert max(content["parity"].values()) < 1e-4
+    assert content["matrix_tflops"].keys() == {"fp16", "fp32, TF32 allowed"}
+    size = content["sizes"]["tiny"]
+    assert "NOT_IMPLEMENTED" in size["not_built"]["fused bf16"]
+    missing = set(size["not_built"])
+    for shape in cuda.TINY_SHAPES:
+        rows = [c for c in size["cells"] if (c["batch"], c["sequence"]) == shape]
+        assert {row["form"] for row in rows} == (set(FORMS) | {cuda.TORCH}) - missing
+        for row in rows:
+            assert row["p50_ms"] <= row["p99_ms"] and row["peak_bytes"] > 0, row
+            assert sum(row["operators"].values()) <= 1.001
+    told = content["collaborative_attention"]
+    assert [(row["batch"], row["sequence"], row["R"]) for row in told] == [
+        (*shape, 16) for shape in cuda.TINY_SHAPES
+    ]
+    assert all(row[f"{name}_p50_ms"] > 0 for row in told for name in ("folded", "own_heads"))
+    assert content["cuda_graphs"]["largest_difference"] < 1e-2
+    assert 1 <= content["cuda_graphs"]["graphs"] <= 8
+    assert content["service"]["overhead_p50_ms"] > 0
+    assert content["attention_kernels"]["fused fp16"] == {}  # the CPU prints none
+    assert len(content["bounds"]) == 6
+    assert content["seconds"] < 300
+
+
+@pytest.mark.slow
+def test_without_time_every_cell_says_so(tmp_path: Path):
+    content = cuda.everything("cpu", cuda.TINY, cuda.TINY_SHAPES, 0.0, matrix=16, requests=1)
+    size = content["sizes"]["tiny"]
+    told = set(size["not_built"].values()) | {c.get("not_measured") for c in size["cells"]}
+    assert told <= {BUDGET, *(why for why in size["not_built"].values() if "CUDA" in why)}
+    assert isinstance(content["cuda_graphs"], str) and isinstance(content["service"], str)

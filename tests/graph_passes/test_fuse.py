@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -300,6 +301,30 @@ def test_half_precision(mask_type: str, form: Form) -> None:
     model = assert_fused(build, form, atol=2e-2)
     (node,) = operators(model)
     assert {v.dtype for v in node.inputs if v and v.dtype} == {ir.DataType.FLOAT16}
+
+
+@both
+def test_bfloat16_is_written_too_and_certified(form: Form) -> None:
+    """No CPU runs the operator in bfloat16: the certificate runs its reading beside the reference.
+
+    What hides a key is finite there, and survives a second one of its kind.
+    """
+    bfloat16 = {key: array.astype(ml_dtypes.bfloat16) if array.dtype == np.float16 else array
+                for key, array in HALF.items()}  # fmt: skip
+    model = fuse(
+        attention(
+            inputs=f"bfloat16[batch, sequence, {D}] x, bool[batch, 1, 1, sequence] mask",
+            output_type=f"bfloat16[batch, sequence, {D}] out",
+            constants=bfloat16 | {"low": np.array(-1e38, ml_dtypes.bfloat16)},
+            mask="\n hidden = Not(mask)\n m = Where(hidden, low, s)",
+        ),
+        form,
+    )
+    (node,) = operators(model)
+    assert {v.dtype for v in node.inputs if v and v.dtype} == {ir.DataType.BFLOAT16}
+    reading = read_attention(model)
+    assert [block.idiom for block in reading.blocks] == [IDIOM[form]] and not reading.misses
+    assert np.isfinite(2 * np.float32(np.array(LOW[ir.DataType.BFLOAT16], ml_dtypes.bfloat16)))
 
 
 def test_tokens_that_are_the_output_of_another_attention() -> None:
@@ -692,15 +717,30 @@ def test_keys_that_an_operator_also_returns_are_refused(form: Form) -> None:
 
 
 @both
-def test_collaborative_heads_are_refused(form: Form) -> None:
-    for mixing, head_size in (("dense", None), ("sparse", 2)):
+def test_heads_that_all_read_all_shared_dimensions_are_refused(form: Form) -> None:
+    model = attention()
+    Collaborate({NAME: factor(only(model), 4)}, mixing="dense")(model)
+    assert only(model).form == "collaborative"
+    assert reason(model, form) == "its heads are collaborative: they share their queries and keys"
+
+
+@both
+def test_sparse_heads_get_columns_of_their_own(form: Form) -> None:
+    """The same numbers, in one operator; what is left reads as ordinary heads."""
+
+    def build() -> ir.Model:
         model = attention()
-        factors = factor(only(model), 4, head_size=head_size)
-        Collaborate({NAME: factors}, mixing=mixing)(model)  # type: ignore[arg-type]
-        assert only(model).form == ("collaborative" if mixing == "dense" else "sparse")
-        assert reason(model, form) == (
-            "its heads are collaborative: they share their queries and keys"
-        )
+        factors = factor(only(model), 4, head_size=2)
+        return Collaborate({NAME: factors}, mixing="sparse")(model).model
+
+    before = only(build())
+    assert before.form == "sparse" and before.is_sparse
+    model, arrays = fuse(build(), form), feeds(build())
+    assert [node.op_type for node in operators(model)] == [OPERATOR[form]]
+    assert not {"Softmax", "Gather"} & {node.op_type for node in model.graph}
+    np.testing.assert_allclose(run(model, arrays), run(build(), arrays), atol=EXACT, rtol=EXACT)
+    (after,) = read_attention(model).blocks
+    assert (after.form, after.head_size) == ("standard", before.head_size)
 
 
 @both

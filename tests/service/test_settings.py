@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from attnserve import cli
+from attnserve.device import Cuda
 from graph_passes.errors import InvalidArgument
 from service.settings import Settings, read_settings
 
@@ -59,8 +60,10 @@ def test_every_option(told: list[Settings], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"provider": "tpu"}, "provider 'tpu': Input should be 'cpu' or 'cuda'"),
+        ({"provider": "tpu"}, "provider 'tpu': Input should be 'auto', 'cpu' or 'cuda'"),
         ({"timeout_ms": 0}, "timeout_ms 0: Input should be greater than 0"),
+        ({"cuda_graphs": -1}, "cuda_graphs -1: Input should be greater than or equal to 0"),
+        ({"gpu_memory_bytes": 0}, "mend --gpu-memory-bytes or ATTNSERVE_GPU_MEMORY_BYTES"),
         ({"max_batch_tokens": 0}, "mend --max-batch-tokens or ATTNSERVE_MAX_BATCH_TOKENS"),
     ],
 )
@@ -75,3 +78,20 @@ def test_batches_are_as_large_as_their_provider_likes(tmp_path: Path) -> None:
     assert cpu.overhead_tokens < cuda.overhead_tokens
     chosen = Settings(model=tmp_path, max_batch_tokens=5, run_overhead_tokens=0)
     assert (chosen.batch_tokens, chosen.overhead_tokens) == (5, 0)
+
+
+def test_until_a_device_is_chosen_batches_are_those_of_a_cpu(tmp_path: Path) -> None:
+    undecided = Settings(model=tmp_path)
+    assert undecided.provider == "auto"
+    assert undecided.batch_tokens == Settings(model=tmp_path, provider="cpu").batch_tokens
+
+
+def test_how_the_gpu_is_used_comes_from_the_environment(
+    told: list[Settings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"GPU_MEMORY_BYTES": "7", "CUDA_GRAPHS": "5", "TF32": "true"}.items():
+        monkeypatch.setenv(f"ATTNSERVE_{name}", value)
+    assert cli.main(["serve", "model"]) == 0
+    (settings,) = told
+    assert (settings.cuda, settings.cuda_graphs) == (Cuda(tf32=True, memory_bytes=7), 5)
+    assert Settings.model_fields["cuda_graphs"].default == 0

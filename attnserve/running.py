@@ -1,0 +1,153 @@
+"""How a service runs a model: by several threads, in one session or several.
+
+A ``Runner`` is what a service holds: ``run(names, feed)`` as a session's own, for any number of
+threads at once. ``open_runner`` chooses the kind.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from queue import LifoQueue
+from typing import Any, Protocol
+
+import numpy as np
+import onnx_ir as ir
+
+from attnserve.binding import Feed, run_options
+from attnserve.buckets import Buckets
+from attnserve.cuda_graphs import GraphRunner
+from attnserve.device import PARITY, Cuda, GiveBack
+from attnserve.session import Provider, open_session
+from graph_passes.errors import InvalidModel
+
+__all__ = ["Runner", "open_runner"]
+
+log = logging.getLogger("attnserve")
+
+
+class Runner(Protocol):
+    """A model that several threads may run at once."""
+
+    def get_inputs(self) -> Sequence[Any]:
+        """Its inputs, as a session tells them."""
+        ...
+
+    def get_outputs(self) -> Sequence[Any]:
+        """Its outputs, as a session tells them."""
+        ...
+
+    def run(self, names: Sequence[str] | None, feed: Feed) -> list[np.ndarray]:
+        """The outputs of these names (None: all), as a session gives them."""
+        ...
+
+    def allow_padding(self, *, rows: bool, tokens: bool) -> None:
+        """Say what may be added to a batch without changing the answers to what it holds."""
+        ...
+
+
+def open_runner(
+    source: Path | ir.Model,
+    *,
+    provider: Provider,
+    threads: int = 0,
+    cuda: Cuda = PARITY,
+    buckets: int = 0,
+    longest: int | None = None,
+    at_once: int = 1,
+) -> Runner:
+    """What runs a model in a service.
+
+    Args:
+        source, provider, threads, cuda: Of ``open_session``; ``cuda.graphs`` follows ``buckets``.
+        buckets: The most shapes that are captured as CUDA graphs; 0 captures none.
+        longest: The most tokens a row that the model takes, where that is known.
+        at_once: The runs that will be asked for at a time. A session that captures graphs runs one
+            at a time, so there are as many sessions, each with its own weights and
+            ``cuda.memory_bytes``; any other session runs them all.
+
+    Raises:
+        As ``open_session``.
+    """
+    if provider == "cpu":
+        return _Plain(open_session(source, provider="cpu", threads=threads))
+    open_one = partial(open_session, source, provider=provider, threads=threads)
+    if buckets:
+        capturing = replace(cuda, graphs=True)
+        try:
+            sessions = [open_one(cuda=capturing) for _ in range(at_once)]
+        except InvalidModel as refused:
+            session = open_one(cuda=cuda)  # raises again where it was not for the graphs
+            log.warning("without CUDA graphs: %s", refused.what)
+            return _Returning(session)
+        runners = [GraphRunner(one, Buckets(buckets, longest=longest)) for one in sessions]
+        return runners[0] if len(runners) == 1 else _Pool(runners)
+    return _Returning(open_one(cuda=cuda))
+
+
+class _Plain:
+    """A session as it is: any number of threads may run it."""
+
+    def __init__(self, session: Any) -> None:
+        self.session = session
+
+    def get_inputs(self) -> Sequence[Any]:
+        return self.session.get_inputs()
+
+    def get_outputs(self) -> Sequence[Any]:
+        return self.session.get_outputs()
+
+    def run(self, names: Sequence[str] | None, feed: Feed) -> list[np.ndarray]:
+        return self.session.run(names, dict(feed))
+
+    def allow_padding(self, *, rows: bool, tokens: bool) -> None:
+        """Nothing is padded."""
+
+
+class _Returning(_Plain):
+    """A session on CUDA that gives memory back."""
+
+    def __init__(self, session: Any) -> None:
+        super().__init__(session)
+        self._peak = GiveBack()
+
+    def run(self, names: Sequence[str] | None, feed: Feed) -> list[np.ndarray]:
+        give_back = self._peak.after(sum(array.nbytes for array in feed.values()))
+        return self.session.run(names, dict(feed), run_options(give_back=give_back))
+
+
+class _Pool:
+    """Several sessions of one model, each of which runs one batch at a time."""
+
+    def __init__(self, runners: Sequence[Runner]) -> None:
+        self.runners = tuple(runners)
+        # The last one that ran is the first to run again: it has captured the most.
+        self._free: LifoQueue[Runner] = LifoQueue()
+        for runner in reversed(self.runners):
+            self._free.put(runner)
+
+    def get_inputs(self) -> Sequence[Any]:
+        return self.runners[0].get_inputs()
+
+    def get_outputs(self) -> Sequence[Any]:
+        return self.runners[0].get_outputs()
+
+    def run(self, names: Sequence[str] | None, feed: Feed) -> list[np.ndarray]:
+        with self._taken() as runner:
+            return runner.run(names, feed)
+
+    def allow_padding(self, *, rows: bool, tokens: bool) -> None:
+        for runner in self.runners:
+            runner.allow_padding(rows=rows, tokens=tokens)
+
+    @contextmanager
+    def _taken(self) -> Generator[Runner]:
+        runner = self._free.get()
+        try:
+            yield runner
+        finally:
+            self._free.put(runner)

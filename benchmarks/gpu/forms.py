@@ -1,0 +1,190 @@
+"""The same encoder in every form that is measured, each built by those who offer it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx_ir as ir
+
+from attnserve.artifact import save_model
+from benchmarks.gpu.encoder import FLOAT16, random_encoder, to_half
+from graph_passes.activation import FuseGelu
+from graph_passes.collaborate import Collaborate, factor
+from graph_passes.errors import CannotRewrite
+from graph_passes.feed_forward import find_feed_forward
+from graph_passes.find import find_attention
+from graph_passes.fuse import Form, FuseAttention, why_not
+from graph_passes.prune import PruneHeads
+from graph_passes.reuse import ReuseAttention
+
+
+@dataclass(frozen=True)
+class Size:
+    """An encoder: its layers, the width of a token, the heads of a layer."""
+
+    layers: int
+    hidden: int
+    heads: int
+
+    def build(self, positions: int) -> ir.Model:
+        """With random weights, of which half can be spared."""
+        return random_encoder(
+            layers=self.layers,
+            hidden=self.hidden,
+            heads=self.heads,
+            positions=positions,
+            spare=True,
+        )
+
+
+SIZES = {
+    "BERT-base": Size(12, 768, 12),
+    "MiniLM": Size(6, 384, 12),
+    "BERT-large": Size(24, 1024, 16),
+}
+
+ORIGINAL, FP16 = "fp32", "fp16"
+THEIRS = (FP16, "ONNX Runtime fp16", "onnxscript fp16")
+"""What ONNX Runtime runs without us, in half precision."""
+
+
+def as_exported(model: ir.Model, size: Size) -> ir.Model:
+    return model
+
+
+def in_float16(model: ir.Model, size: Size) -> ir.Model:
+    to_half(model)
+    return model
+
+
+def by_onnxruntime(model: ir.Model, size: Size) -> ir.Model:
+    """ONNX Runtime's own optimizer of transformers, and its conversion to float16."""
+    from onnxruntime.transformers.optimizer import optimize_model
+
+    with tempfile.TemporaryDirectory(prefix="attnserve-") as folder:
+        path = Path(folder) / "model.onnx"
+        save_model(model, path)
+        made = optimize_model(
+            str(path),
+            model_type="bert",
+            num_heads=size.heads,
+            hidden_size=size.hidden,
+            opt_level=0,
+            use_gpu=True,
+        )
+    fused = made.get_fused_operator_statistics()
+    if fused["Attention"] + fused["MultiHeadAttention"] < size.layers:
+        raise CannotRewrite(f"ONNX Runtime fused {fused['Attention']} layers of {size.layers}")
+    made.convert_float_to_float16(keep_io_types=True)
+    return ir.from_proto(made.model)
+
+
+def by_onnxscript(model: ir.Model, size: Size) -> ir.Model:
+    """onnxscript's optimize_for_ort, in float16."""
+    from onnxscript.rewriter.ort_fusions import optimize_for_ort
+
+    made, _ = optimize_for_ort(model)
+    if sum(node.op_type == "MultiHeadAttention" for node in made.graph) < size.layers:
+        raise CannotRewrite(f"onnxscript did not fuse all of {size.layers} layers")
+    to_half(made)
+    return made
+
+
+def fused(
+    model: ir.Model, size: Size, half: ir.DataType = FLOAT16, form: Form = "multi_head"
+) -> ir.Model:
+    """Ours, and exact: attention and GELU in operators of ONNX Runtime."""
+    forms = {b.name: form for b in find_attention(model)[0] if not why_not(b, form)}
+    if forms:
+        FuseAttention(forms)(model)
+    FuseGelu([block.name for block in find_feed_forward(model)])(model)
+    to_half(model, half)
+    return model
+
+
+def fused_in_bfloat16(model: ir.Model, size: Size) -> ir.Model:
+    return fused(model, size, ir.DataType.BFLOAT16)
+
+
+def projecting_inside(model: ir.Model, size: Size) -> ir.Model:
+    """One product for queries, keys and values, inside the operator."""
+    return fused(model, size, form="attention")
+
+
+def merged(model: ir.Model, size: Size) -> ir.Model:
+    """One product for queries, keys and values, split in front of the operator."""
+    return fused(model, size, form="merged")
+
+
+def pruned(model: ir.Model, size: Size) -> ir.Model:
+    """Without the heads that can be spared."""
+    _prune(model)
+    return fused(model, size)
+
+
+def sparse(model: ir.Model, size: Size) -> ir.Model:
+    """With half of what a head compares: sparse mixing of which nothing is shared."""
+    _shorten(model)
+    return fused(model, size)
+
+
+def pruned_and_sparse(model: ir.Model, size: Size) -> ir.Model:
+    _prune(model)
+    _shorten(model)
+    return fused(model, size)
+
+
+def reused(model: ir.Model, size: Size) -> ir.Model:
+    """Every second layer takes the probabilities of the one before: no operator holds either."""
+    blocks = find_attention(model)[0]
+    ReuseAttention(
+        {
+            second.name: {head: (first.name, head) for head in range(size.heads)}
+            for first, second in zip(blocks[::2], blocks[1::2], strict=False)
+        }
+    )(model)
+    return fused(model, size)
+
+
+FORMS: Mapping[str, Callable[[ir.Model, Size], ir.Model]] = {
+    ORIGINAL: as_exported,
+    FP16: in_float16,
+    "ONNX Runtime fp16": by_onnxruntime,
+    "onnxscript fp16": by_onnxscript,
+    "fused fp16": fused,
+    "Attention fp16": projecting_inside,
+    "merged fp16": merged,
+    "fused bf16": fused_in_bfloat16,
+    "pruned fp16": pruned,
+    "sparse fp16": sparse,
+    "pruned and sparse fp16": pruned_and_sparse,
+    "reused fp16": reused,
+}
+"""Each changes the model that it is given. Ours are all that come after ``THEIRS``."""
+
+OURS = tuple(name for name in FORMS if name not in (ORIGINAL, *THEIRS))
+
+
+def collaborative(model: ir.Model) -> ir.Model:
+    """Every layer in collaborative form at R = H*K: another graph of the same function."""
+    new = model.clone(deep_copy=True)
+    factors = {b.name: factor(b, b.num_heads * b.head_size) for b in find_attention(new)[0]}
+    Collaborate(factors)(new)
+    return new
+
+
+def _prune(model: ir.Model) -> None:
+    blocks = find_attention(model)[0]
+    PruneHeads({b.name: [1 - head % 2 for head in range(b.num_heads)] for b in blocks})(model)
+
+
+def _shorten(model: ir.Model) -> None:
+    """One dimension of each head is that of the content term."""
+    blocks = find_attention(model)[0]
+    factors = {
+        b.name: factor(b, b.num_heads * b.head_size, head_size=b.head_size // 2 - 1) for b in blocks
+    }
+    Collaborate(factors, mixing="sparse")(model)

@@ -1,0 +1,344 @@
+"""Forms side by side, shape by shape, until the time is up: what was left out says so.
+
+Times are of runs that read and write memory of the device and wait for it, in interleaved rounds.
+Memory and shares of operators come from ONNX Runtime's profile, in sessions of their own: profiling
+costs time.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from attnserve.artifact import save_model
+from attnserve.binding import bound, give_back
+from attnserve.carry_out import count_macs
+from attnserve.device import Cuda
+from attnserve.inputs import example_inputs
+from attnserve.latency import MIN_ROUNDS, take_turns
+from attnserve.profile import AttentionKernel, attention_kernels, read_runs
+from attnserve.session import Provider, open_session
+from benchmarks.gpu.forms import FORMS, ORIGINAL, Size
+from graph_passes.errors import AttnserveError
+
+Shape = tuple[int, int]
+"""Texts and tokens a text."""
+
+SPEED = Cuda(tf32=True)
+SLICE_S = 4.0
+"""The most that one shape of one size takes."""
+PROFILES = 20
+"""Each profile takes at most one of so many parts of the time that is left."""
+SMALL = (1, 8)
+TOP = 6
+"""Operators that are told of, by their share of the time."""
+BUDGET = "budget: no time was left"
+
+
+@dataclass(frozen=True)
+class Form:
+    """One form of one size, on disk; ``macs`` by shape."""
+
+    name: str
+    path: Path
+    macs: Mapping[Shape, int | None]
+
+
+@dataclass
+class Sized:
+    """What is measured of one size.
+
+    Attributes:
+        cells: One for each shape and form, in the shape of the result file.
+        not_built: Why a form is missing, by its name.
+        fidelity: Least cosine of a token to the original's, by form.
+    """
+
+    forms: list[Form] = field(default_factory=list[Form])
+    cells: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    not_built: dict[str, str] = field(default_factory=dict[str, str])
+    fidelity: dict[str, float] = field(default_factory=dict[str, float])
+
+    def to_json(self) -> dict[str, Any]:
+        return {"not_built": self.not_built, "min_cosine": self.fidelity, "cells": self.cells}
+
+
+def build(size: Size, shapes: Sequence[Shape], folder: Path, deadline: float) -> Sized:
+    """Every form of a size; one that cannot be built, or in time, says why."""
+    done = Sized()
+    original = size.build(max(tokens for _, tokens in shapes))
+    for name, make in FORMS.items():
+        if perf_counter() > deadline:
+            done.not_built[name] = BUDGET
+            continue
+        try:
+            model = make(original.clone(deep_copy=True), size)
+            path = folder / f"{name.replace(' ', '-')}.onnx"
+            save_model(model, path)
+            macs = {shape: count_macs(model, *shape) for shape in shapes}
+            done.forms.append(Form(name, path, macs))
+        except Exception as error:  # tools of others raise whatever they stumble over
+            done.not_built[name] = _why(error)
+    return done
+
+
+def measure(
+    done: Sized,
+    shapes: Sequence[Shape],
+    provider: Provider,
+    deadline: float,
+    more: Mapping[str, Callable[[Mapping[str, np.ndarray]], Callable[[], object]]] | None = None,
+    ceiling: float | None = None,
+) -> None:
+    """Times, memory and shares of all forms at all shapes, the first shapes first.
+
+    Args:
+        more: Forms that no session of ONNX Runtime runs: inputs to a run.
+        ceiling: TFLOP/s of a matrix product in half precision, as it was measured.
+    """
+    graph = ir.load(done.forms[0].path)
+    feeds = {shape: example_inputs(graph, *shape) for shape in {*shapes, SMALL}}
+    sessions: dict[str, Any] = {}
+    profiles: dict[str, dict[Shape, dict[str, Any]]] = {}
+    for form in list(done.forms):
+        try:
+            sessions[form.name] = open_session(form.path, provider=provider, cuda=SPEED)
+            sessions[form.name].run(None, feeds[SMALL])
+        except Exception as error:  # bfloat16 on a CPU
+            sessions.pop(form.name, None)
+            done.not_built[form.name] = _why(error)
+            done.forms.remove(form)
+            continue
+    done.fidelity |= _fidelity(sessions, example_inputs(graph, 2, max(t for _, t in shapes) // 2,
+                                                        seed=1, padded=True))  # fmt: skip
+    for form in done.forms:
+        until = perf_counter() + (deadline - perf_counter()) / PROFILES
+        profiles[form.name] = profiled(form, feeds, shapes, provider, until)
+    for index, shape in enumerate(shapes):
+        left = deadline - perf_counter()
+        seconds = min(SLICE_S, left / (len(shapes) - index))
+        runs = {name: bound(session, feeds[shape]) for name, session in sessions.items()}
+        runs |= {name: make(feeds[shape]) for name, make in (more or {}).items()}
+        times = timed(runs, seconds)
+        for form in done.forms:
+            told = profiles[form.name].get(shape, {"peak_bytes": None, "not_profiled": BUDGET})
+            done.cells.append(cell(shape, form.name, times[form.name], form.macs[shape], ceiling)
+                              | told)  # fmt: skip
+        done.cells += [cell(shape, name, times[name], None, ceiling) for name in more or {}]
+        for session in sessions.values():
+            give_back(session, feeds[SMALL])
+
+
+def timed(runs: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, np.ndarray | str]:
+    """Milliseconds, a sample a round; or why there are none, by form."""
+    found: dict[str, np.ndarray | str] = {}
+    able: dict[str, Callable[[], object]] = {}
+    spent = 0.0
+    for name, run in runs.items():
+        if spent * MIN_ROUNDS > seconds or seconds <= 0:
+            found[name] = BUDGET
+            continue
+        try:
+            run()  # allocates, and picks kernels
+            start = perf_counter()
+            run()
+            spent += perf_counter() - start
+            able[name] = run
+        except Exception as error:  # no memory, mostly
+            found[name] = _why(error)
+    if able and spent * MIN_ROUNDS > 2 * seconds:
+        found |= dict.fromkeys(able, BUDGET)
+    elif able:
+        found |= zip(able, take_turns(list(able.values()), seconds), strict=True)
+    return found
+
+
+def cell(
+    shape: Shape,
+    form: str,
+    times: np.ndarray | str,
+    macs: int | None,
+    ceiling: float | None,
+) -> dict[str, Any]:
+    """One row of the result file."""
+    told: dict[str, Any] = {"batch": shape[0], "sequence": shape[1], "form": form}
+    if isinstance(times, str):
+        return told | {"not_measured": times}
+    p50, p99 = np.percentile(times, (50, 99))
+    tflops = None if macs is None else 2 * macs / p50 / 1e9
+    return told | {
+        "p50_ms": round(float(p50), 4),
+        "p99_ms": round(float(p99), 4),
+        "rounds": len(times),
+        "texts_per_s": round(shape[0] / p50 * 1e3, 1),
+        "tflops": None if tflops is None else round(float(tflops), 3),
+        "share_of_ceiling": None if tflops is None or not ceiling else round(tflops / ceiling, 4),
+    }
+
+
+def profiled(
+    form: Form,
+    feeds: Mapping[Shape, Mapping[str, np.ndarray]],
+    shapes: Sequence[Shape],
+    provider: Provider,
+    deadline: float,
+) -> dict[Shape, dict[str, Any]]:
+    """Peak memory and shares of operators, by shape: a peak is that of all smaller shapes too."""
+    order = sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape[1]))
+    prefix = form.path.with_suffix("")
+    session: Any = open_session(form.path, provider=provider, cuda=SPEED, profile=prefix)
+    ran: list[Shape] = []
+    failed: dict[Shape, dict[str, Any]] = {}
+    for shape in order:
+        if perf_counter() > deadline:
+            break
+        try:
+            for _ in range(2):  # the first allocates
+                session.run(None, dict(feeds[shape]))
+            ran.append(shape)
+        except Exception as error:
+            failed[shape] = {"peak_bytes": None, "not_profiled": _why(error)}
+            break
+    path = Path(session.end_profiling())
+    runs = read_runs(path)[1::2] if ran else ()
+    path.unlink(missing_ok=True)
+    return failed | {
+        shape: {
+            "peak_bytes": one.peak_bytes,
+            "timed": one.timed,
+            "operators": {name: round(share, 4) for name, share in [*one.shares.items()][:TOP]},
+        }
+        for shape, one in zip(ran, runs, strict=False)
+    }
+
+
+def _fidelity(sessions: Mapping[str, Any], feed: Mapping[str, np.ndarray]) -> dict[str, float]:
+    kept = feed["attention_mask"] == 1
+    tokens = {name: session.run(None, dict(feed))[0][kept] for name, session in sessions.items()}
+    if ORIGINAL not in tokens:
+        return {}
+    first = tokens[ORIGINAL]
+    return {name: round(float(_cosine(first, other).min()), 5) for name, other in tokens.items()}
+
+
+def _cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return (a * b).sum(-1) / (np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1))
+
+
+def compiled(
+    size: Size, positions: int, *, device: str = "cuda", backend: str = "inductor"
+) -> Callable[[Mapping[str, np.ndarray]], Callable[[], object]]:
+    """The same encoder by PyTorch: compiled, scaled_dot_product_attention, float16.
+
+    Raises:
+        ImportError, RuntimeError: There is no PyTorch, or it has no such device.
+    """
+    import torch
+    from transformers import BertConfig, BertModel
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError("this PyTorch has no CUDA device")
+    config = BertConfig(
+        vocab_size=1000,
+        hidden_size=size.hidden,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        intermediate_size=4 * size.hidden,
+        max_position_embeddings=positions,
+        attn_implementation="sdpa",
+    )
+    model = BertModel(config, add_pooling_layer=False).half().to(device).eval()
+    fast: Any = torch.compile(model, dynamic=True, backend=backend)
+
+    def make(feed: Mapping[str, np.ndarray]) -> Callable[[], object]:
+        inputs = {name: torch.from_numpy(array).to(device) for name, array in feed.items()}
+
+        def run() -> object:
+            with torch.inference_mode():
+                made = fast(**inputs)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            return made
+
+        return run
+
+    return make
+
+
+def matrix_ceiling(provider: Provider, n: int, seconds: float) -> dict[str, float]:
+    """TFLOP/s of one n x n x n product: the most that any graph of this card could reach."""
+    found: dict[str, float] = {}
+    for dtype, name in ((ir.DataType.FLOAT16, "fp16"), (ir.DataType.FLOAT, "fp32, TF32 allowed")):
+        kind = "float16" if dtype == ir.DataType.FLOAT16 else "float"
+        graph = ir.from_onnx_text(
+            f'<ir_version: 8, opset_import: ["" : 17]> product ({kind}[n, n] a, {kind}[n, n] b)'
+            f" => ({kind}[n, n] c) {{ c = MatMul(a, b) }}"
+        )
+        random = np.random.default_rng(0)
+        feed = {x: random.standard_normal((n, n)).astype(dtype.numpy()) for x in "ab"}
+        session = open_session(graph, provider=provider, cuda=SPEED)
+        (times,) = take_turns([bound(session, feed)], seconds)
+        found[name] = round(2 * n**3 / float(np.median(times)) / 1e9, 3)
+    return found
+
+
+KERNELS = """
+import sys
+from pathlib import Path
+import onnx_ir as ir
+from attnserve.inputs import example_inputs
+from attnserve.session import open_session
+provider, batch, tokens, *paths = sys.argv[1:]
+feed = example_inputs(ir.load(paths[0]), int(batch), int(tokens), padded=True)
+for path in paths:
+    try:
+        print(f"{path} begins", flush=True)
+        open_session(Path(path), provider=provider).run(None, feed)
+    except Exception as error:
+        print(f"{path} failed: {type(error).__name__}", flush=True)
+"""
+
+
+def kernels(
+    forms: Sequence[Form], shape: Shape, provider: Provider, seconds: float
+) -> dict[str, tuple[AttentionKernel, ...]]:
+    """The kernels of attention that ONNX Runtime chooses, by form.
+
+    It prints them only in a process that was started so, and runs all forms in one.
+
+    Raises:
+        AttnserveError: The process failed.
+    """
+    arguments = [provider, *map(str, shape), *(str(form.path) for form in forms)]
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", KERNELS, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=seconds,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path or os.curdir for path in sys.path),
+            "ORT_ENABLE_ATTENTION_KERNEL_DEBUG_INFO": "1",
+        },
+    )
+    if done.returncode:
+        raise AttnserveError(f"attention kernels: {done.stderr.strip()[-300:]}")
+    found: dict[str, tuple[AttentionKernel, ...]] = {}
+    for form in forms:
+        own = done.stdout.partition(f"{form.path} begins\n")[2].partition(" begins\n")[0]
+        found[form.name] = attention_kernels(own)
+    return found
+
+
+def _why(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"

@@ -1,0 +1,134 @@
+"""One short text: what CUDA graphs save, and what the service adds."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from time import perf_counter, sleep
+from typing import IO, Any
+
+import numpy as np
+import onnx_ir as ir
+
+from attnserve.binding import bound
+from attnserve.buckets import Buckets
+from attnserve.cuda_graphs import GraphRunner
+from attnserve.inputs import example_inputs
+from attnserve.latency import take_turns
+from attnserve.session import Provider, open_session
+from benchmarks.gpu.measure import SPEED, Form, Shape
+from graph_passes.errors import AttnserveError
+
+GRAPHS = 8
+WARM_UP = 20
+START_S = 60
+
+
+def captured(form: Form, shape: Shape, provider: Provider, seconds: float) -> dict[str, Any]:
+    """Milliseconds of a run with and without a CUDA graph, copies from and to the host included."""
+    feed = example_inputs(ir.load(form.path), *shape)
+    plain: Any = open_session(form.path, provider=provider, cuda=SPEED)
+    graphs = replace(SPEED, graphs=provider == "cuda")
+    session: Any = open_session(form.path, provider=provider, cuda=graphs)
+    runner = GraphRunner(session, Buckets(GRAPHS), place=provider)
+    runner.allow_padding(rows=True, tokens=True)
+    answers = [runner.run(None, feed)[0] for _ in range(3)]  # the second captures
+    error = np.abs(answers[-1] - plain.run(None, dict(feed))[0]).max()
+    runs: dict[str, Callable[[], object]] = {
+        "run": lambda: plain.run(None, dict(feed)),
+        "on_device": bound(plain, feed),
+        "captured": lambda: runner.run(None, feed),
+    }
+    times = take_turns(list(runs.values()), seconds)
+    told = {f"{name}_p50_ms": float(np.median(ms)) for name, ms in zip(runs, times, strict=True)}
+    return {
+        "form": form.name, "batch": shape[0], "sequence": shape[1],
+        **{name: round(value, 4) for name, value in told.items()},
+        "largest_difference": float(error), "graphs": len(runner.buckets.captured),
+    }  # fmt: skip
+
+
+def served(form: Form, shape: Shape, provider: Provider, requests: int) -> dict[str, Any]:
+    """Milliseconds of a request to the service, over HTTP on this machine, and of its run.
+
+    Raises:
+        AttnserveError: The service does not start, or does not answer.
+    """
+    feed = example_inputs(ir.load(form.path), *shape)
+    body = json.dumps({
+        "inputs": [
+            {"name": name, "datatype": "INT64", "shape": ids.shape, "data": ids.ravel().tolist()}
+            for name, ids in feed.items()
+        ],
+        "parameters": {"binary_data_output": True},
+    })  # fmt: skip
+    with tempfile.TemporaryFile("w+") as log:
+        process = _started(form, provider, log)
+        try:
+            connection = http.client.HTTPConnection(*_address(process, log), timeout=60)
+            path = f"/v2/models/{form.path.stem}/infer"
+            samples = [_asked(connection, path, body) for _ in range(requests + WARM_UP)][WARM_UP:]
+            connection.close()
+        finally:
+            process.terminate()
+            process.wait()
+    total, compute = (np.array(column) for column in zip(*samples, strict=True))
+    return {
+        "form": form.name, "batch": shape[0], "sequence": shape[1], "requests": requests,
+        "request_p50_ms": round(float(np.median(total)), 4),
+        "run_p50_ms": round(float(np.median(compute)), 4),
+        "overhead_p50_ms": round(float(np.median(total - compute)), 4),
+    }  # fmt: skip
+
+
+def _started(form: Form, provider: Provider, log: IO[str]) -> subprocess.Popen[bytes]:
+    environment: Mapping[str, str] = {
+        **{k: v for k, v in os.environ.items() if not k.startswith("ATTNSERVE_")},
+        "PYTHONPATH": os.pathsep.join(path or os.curdir for path in sys.path),
+        "ATTNSERVE_CUDA_GRAPHS": str(GRAPHS),
+        "ATTNSERVE_TF32": "true",
+    }
+    command = [sys.executable, "-P", "-m", "attnserve.cli", "serve", str(form.path), "--port", "0"]
+    return subprocess.Popen(
+        [*command, "--no-probe", "--provider", provider],
+        stdout=subprocess.DEVNULL,
+        stderr=log,
+        env=environment,
+    )
+
+
+def _address(process: subprocess.Popen[bytes], log: IO[str]) -> tuple[str, int]:
+    said = ""
+    for _ in range(10 * START_S):
+        log.seek(0)
+        said = log.read()
+        found = re.search(r"^serving .* at http://([\d.]+):(\d+)$", said, re.MULTILINE)
+        if found:
+            with suppress(ConnectionRefusedError):  # it says so just before it listens
+                socket.create_connection((found[1], int(found[2]))).close()
+                return found[1], int(found[2])
+        if process.poll() is not None:
+            break
+        sleep(0.1)
+    raise AttnserveError(f"the service did not start: {said[-300:]}")
+
+
+def _asked(connection: http.client.HTTPConnection, path: str, body: str) -> tuple[float, float]:
+    """Milliseconds of one request, and of its run."""
+    start = perf_counter()
+    connection.request("POST", path, body, {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    content = response.read()
+    spent = perf_counter() - start
+    if response.status != 200:
+        raise AttnserveError(f"the service answered {response.status}: {content[:200]!r}")
+    return 1e3 * spent, float(response.headers["x-compute-ms"])
