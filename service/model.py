@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -26,9 +27,12 @@ from graph_passes.cost import model_cost
 from graph_passes.errors import AttnserveError, CheckFailed, InvalidData, InvalidModel
 from service.errors import ModelFailed, NotFound, OutOfMemory
 
-__all__ = ["Model", "Tensor", "TextTask"]
+__all__ = ["AS_IT_IS", "Model", "Tensor", "TextTask"]
 
 TextTask = Literal["embed", "classify"]
+
+AS_IT_IS: Mapping[str, Any] = {"rewritten": False, "why": "rewriting is switched off"}
+"""Of a model that runs in the operators it was exported in."""
 
 DTYPES: Mapping[str, np.dtype[Any]] = {
     "tensor(bool)": np.dtype(np.bool_),
@@ -76,6 +80,9 @@ class Model:
         version: A number, as text.
         provider: The execution provider.
         threads: Intra-op threads of a run; 0 leaves it to ONNX Runtime.
+        graph: A file that is run in the place of the artifact's, and computes the same; all that is
+            told of the model (cost, inputs, lineage) is the artifact's.
+        operators: What was done to make ``graph`` of it, or why it is run as it is.
 
     Raises:
         InvalidModel: It cannot be read, or has an input or output that is no plain tensor.
@@ -91,21 +98,26 @@ class Model:
         version: str = "1",
         provider: Provider = "cpu",
         threads: int = 0,
+        graph: Path | None = None,
+        operators: Mapping[str, Any] = AS_IT_IS,
     ) -> None:
         self.artifact = artifact
+        self.operators = operators
         self.name = name or artifact.name
         self.version = version
         self.provider: Provider = provider
-        graph = load_model(artifact)
-        cost = model_cost(graph)
+        original = load_model(artifact)
+        cost = model_cost(original)
         # An input leads to its graph, and that to all weights: a second copy of the model.
         shapes = {name: ir.Value(name=name, shape=v.shape) for name, v in cost.inputs.items()}
         self.cost = replace(cost, inputs=shapes)
         self._id_bounds = {
-            value.name: bound for value in graph.graph.inputs if (bound := id_bound(value))
+            value.name: bound for value in original.graph.inputs if (bound := id_bound(value))
         }
-        self._examples = _examples(graph)
-        self._session: Any = open_session(artifact.model, provider=provider, threads=threads)
+        self._examples = _examples(original)
+        self._session: Any = open_session(
+            graph or artifact.model, provider=provider, threads=threads
+        )
         self.inputs = tuple(_tensor(value) for value in self._session.get_inputs())
         self.outputs = tuple(_tensor(value) for value in self._session.get_outputs())
         path = artifact.tokenizer

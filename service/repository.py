@@ -13,7 +13,7 @@ import logging
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -23,7 +23,7 @@ from service.engine import Engine
 from service.errors import NotFound, NotReady, UnknownModel
 from service.metrics import Metrics
 from service.model import Model
-from service.probe import Prover
+from service.probe import Proven, Prover
 from service.settings import Settings
 
 __all__ = ["Entry", "Repository", "State"]
@@ -59,9 +59,12 @@ class Repository:
     Args:
         settings: The path, and how to serve what is there.
         metrics: Where its engines report.
+        rewritten: Where the prober keeps rewritten models; None for a temporary folder.
     """
 
-    def __init__(self, settings: Settings, metrics: Metrics | None = None) -> None:
+    def __init__(
+        self, settings: Settings, metrics: Metrics | None = None, *, rewritten: Path | None = None
+    ) -> None:
         self.settings = settings
         self.metrics = metrics or Metrics()
         self.metrics.watch = self._watch
@@ -70,6 +73,9 @@ class Repository:
             provider=settings.provider,
             threads=settings.threads,
             timeout_s=settings.probe_timeout_s,
+            rewrite=settings.rewrite,
+            folder=rewritten,
+            in_use=self._in_use,
         )
         self._engines: dict[str, dict[str, Engine]] = {}
         self._contents: dict[Engine, str] = {}
@@ -313,23 +319,58 @@ class Repository:
         before = _state(artifact)
         check_files(artifact)
         trusted = not self.settings.probe
-        content = (self._prover.identify if trusted else self._prover.prove)(artifact)
+        proven = (self._prover.identify if trusted else self._prover.prove)(artifact)
+        content = proven.identity
         current = self._engines.get(name, {}).get(version)
         unchanged = current is not None and self._contents.get(current) == content
         if unchanged and not anyway and current is not None and current.ready:
             return content, None
+        model = self._open(artifact, name, version, proven)
+        if _state(artifact) != before:
+            model.close()
+            raise InvalidModel(f"{artifact.model}: changed while it was loaded", "load it again")
+        return content, model
+
+    def _open(self, artifact: Artifact, name: str, version: str, proven: Proven) -> Model:
+        """A warm model in the operators that were proven; as it is where these fail here.
+
+        Raises:
+            AttnserveError: It cannot be loaded as it is.
+        """
+        model: Model | None = None
+        if proven.rewritten is not None:
+            try:
+                model = self._warm(artifact, name, version, proven)
+            except AttnserveError as error:  # somebody cleaned up, or there is no memory now
+                why = {"rewritten": False, "why": error.what}
+                proven = replace(proven, rewritten=None, operators=why)
+        model = model or self._warm(artifact, name, version, proven)
+        done = model.operators
+        if done["rewritten"]:
+            log.info(
+                "%s runs in other operators: %d attention, %d GELU; %.2fx as fast, cosine %.9f",
+                name, done["attention"], done["gelu"], done["speedup"], done["min_cosine"],
+            )  # fmt: skip
+        elif self.settings.rewrite:
+            log.info("%s runs as it is: %s", name, done["why"])
+        return model
+
+    def _warm(self, artifact: Artifact, name: str, version: str, proven: Proven) -> Model:
         model = Model(
             artifact,
             name=name,
             version=version,
             provider=self.settings.provider,
             threads=self.settings.threads,
+            graph=proven.rewritten,
+            operators=proven.operators,
         )
         model.warm_up()
-        if _state(artifact) != before:
-            model.close()
-            raise InvalidModel(f"{artifact.model}: changed while it was loaded", "load it again")
-        return content, model
+        return model
+
+    def _in_use(self) -> Collection[str] | None:
+        """The identities of what is loaded; None while more than one is being loaded."""
+        return None if len(self._loading) > 1 else set(self._contents.values())
 
     def _retire(self, engine: Engine) -> None:
         self._contents.pop(engine, None)
