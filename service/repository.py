@@ -26,7 +26,7 @@ from service.model import Model
 from service.probe import Proven, Prover
 from service.settings import Settings
 
-__all__ = ["Entry", "Repository", "State"]
+__all__ = ["Entry", "Repository", "State", "say_operators"]
 
 State = Literal["READY", "LOADING", "UNAVAILABLE"]
 
@@ -305,6 +305,8 @@ class Repository:
 
         engine = Engine(model, self.settings, self.metrics.of(name, version), reload)
         self._contents[engine] = content
+        if self._started:
+            say_operators(engine)
         return engine
 
     def _load(
@@ -344,16 +346,7 @@ class Repository:
             except AttnserveError as error:  # somebody cleaned up, or there is no memory now
                 why = {"rewritten": False, "why": error.what}
                 proven = replace(proven, rewritten=None, operators=why)
-        model = model or self._warm(artifact, name, version, proven)
-        done = model.operators
-        if done["rewritten"]:
-            log.info(
-                "%s runs in other operators: %d attention, %d GELU; %.2fx as fast, cosine %.9f",
-                name, done["attention"], done["gelu"], done["speedup"], done["min_cosine"],
-            )  # fmt: skip
-        elif self.settings.rewrite:
-            log.info("%s runs as it is: %s", name, done["why"])
-        return model
+        return model or self._warm(artifact, name, version, proven)
 
     def _warm(self, artifact: Artifact, name: str, version: str, proven: Proven) -> Model:
         model = Model(
@@ -397,6 +390,18 @@ class Repository:
             found = dict(_repository(path))
         self._known = frozenset(found)
         return found
+
+
+def say_operators(engine: Engine) -> None:
+    """A line in the log: what was done to run it faster, or why nothing was."""
+    done = engine.model.operators
+    if done["rewritten"]:
+        log.info(
+            "%s runs in other operators: %d attention, %d GELU; %.2fx as fast, cosine %.9f",
+            engine.name, done["attention"], done["gelu"], done["speedup"], done["min_cosine"],
+        )  # fmt: skip
+    elif engine.settings.probe and engine.settings.rewrite:
+        log.info("%s runs as it is: %s", engine.name, done["why"])
 
 
 def _repository(path: Path) -> Iterator[tuple[str, dict[str, _Place]]]:

@@ -18,7 +18,7 @@ from service import probe
 from service.probe import Proven, Prover
 from service.protocols.triton import configuration
 from service.report import card
-from service.repository import Repository
+from service.repository import Repository, say_operators
 from service.settings import Settings
 from tests.service.tiny import write_encoder
 
@@ -72,6 +72,7 @@ def served(path: Path, **settings: Any) -> Mapping[str, Any]:
         await repository.start()
         try:
             engine = repository.engine()
+            say_operators(engine)
             found = await engine.embed(["a man is playing a guitar", "a dog"])
             config = configuration(engine)
             told = json.loads(config["parameters"]["operators"]["string_value"])
