@@ -306,7 +306,7 @@ class _Direct(Route):
             return await endpoint(**{name: known[name] for name in names})
 
         super().__init__(described.path, answer)
-        self.methods = set(described.methods)  # no HEAD beside GET: it is not described
+        self.methods = described.methods  # no HEAD beside GET: it is not described
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         match, found = super().matches(scope)

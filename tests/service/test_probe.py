@@ -178,7 +178,7 @@ BREAKS: Mapping[str, tuple[str, str]] = {
     "hangs": ("import time; service.probe.REWRITE_S = 1;"
               " attnserve.exact.rewrite_exactly = lambda *a, **k: time.sleep(60)",
               "it took too long"),
-    "is wrong": ("attnserve.exact.MOST_ERROR = 0", "would be another at "),
+    "is wrong": ("attnserve.exact.LEAST_COSINE = 2", "would be another at 1 x 1"),
     "is slower": ("attnserve.exact.LEAST_GAIN = 1e9", "x as fast: at least 1000000000.0x is worth"),
     "has a defect": ("attnserve.exact.exact_plan = None", "TypeError: 'NoneType' object is not"),
     "babbles": ("attnserve.exact.rewrite_exactly = lambda *a, **k: print('{') or sys.exit(0)\n"
