@@ -9,8 +9,8 @@ Serves all-MiniLM-L6-v2 (from the [demo] extra) with `attnserve serve` as it com
 - throughput: texts a second at saturation, beside a plain FastAPI + ONNX Runtime handler, LitServe
   with batching, and sentence-transformers' ONNX backend. Each peer has a virtual environment of its
   own in FOLDER, runs the same model, and is given the best of several sensible settings, chosen by
-  measurement first; the systems take turns, and the order rotates from round to round. Bare sessions
-  beside them say what batches and operators could give a server without any cost of its own;
+  measurement first; the systems take turns, and the order rotates from round to round. Bare
+  sessions beside them say what batches and operators could give a server without any own cost;
 - overload: twice the capacity for a minute (open loop: Poisson arrivals, latency from the time a
   request was due), then how soon all is well again;
 - memory: what 50,000 requests of random lengths leave behind;

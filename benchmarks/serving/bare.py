@@ -3,7 +3,9 @@
     python bare.py MODEL_FOLDER THREADS [FILE]
 
 With FILE, an .onnx file, its graph is run in the place of the folder's (``exact.py`` writes the one
-that our service runs). A line of JSON in, a line out. A list of texts: {"run_ms": [...], "vectors": [[...]]} of
+that our service runs).
+
+A line of JSON in, a line out. A list of texts: {"run_ms": [...], "vectors": [[...]]} of
 ``session.run`` alone, on prepared inputs, one text at a time. {"texts": [...], "batch": N,
 "seconds": S}: {"texts_per_s"}, of runs of N texts of like length, tokenized and pooled, which is
 what a server without any cost of its own could do.
