@@ -162,7 +162,7 @@ class Prover:
         in_use = self._in_use()
         if in_use is None:  # others are being loaded just now
             return
-        for content, proof in self._proofs.items():
+        for content, proof in list(self._proofs.items()):
             if proof.rewritten is not None and self._identity(content, proof) not in in_use:
                 proof.rewritten.unlink(missing_ok=True)
 
@@ -185,7 +185,7 @@ class Prover:
         told, operators = self._ask(artifact, new)
         external = tuple((Path(path), _sha256(Path(path))) for path in told["external"])
         rewritten = None
-        if new is not None and operators["rewritten"]:
+        if new is not None and operators["rewritten"] and new.is_file():
             rewritten = new.replace(new.with_suffix(".onnx"))
         elif new is not None:
             new.unlink(missing_ok=True)

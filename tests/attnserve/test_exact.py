@@ -160,8 +160,8 @@ def test_only_what_is_faster_is_worth_it(
         exact.rewrite_exactly(bert, tmp_path / "new.onnx", threads=1)
 
 
-def test_a_gain_is_the_median_of_pairs(bert: Artifact) -> None:
-    """One run in three that is held up changes nothing."""
+def test_a_gain_is_that_of_the_fastest_runs() -> None:
+    """A busy machine holds most runs up, and makes none faster."""
 
     class Session:
         def __init__(self, *seconds: float) -> None:
@@ -174,8 +174,8 @@ def test_a_gain_is_the_median_of_pairs(bert: Artifact) -> None:
     clock = [0.0]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exact, "perf_counter", lambda: clock[-1])
-        pair = Session(3, 30, 3), Session(2, 2, 2)
-        assert exact._gain(pair, {}, 0) == 1.5
+        pair = Session(9, 8, 3, 9, 7), Session(5, 9, 6, 8, 2)
+        assert exact._gain(pair, {}, 0) == 1.5  # type: ignore[arg-type]
 
 
 NO_ATTENTION = """
@@ -207,6 +207,7 @@ def test_distances() -> None:
     assert (cosine, error) == (0.0, 0.25)  # nothing became something
     cosine, error = exact._distance(a, np.array([[4.0, 3.0], [0.0, 0.0]], np.float32))
     assert (cosine, error) == (pytest.approx(0.96), 0.25)
+    assert exact._distance(0 * a, a) == (0.0, np.inf)  # something where nothing was
     flags = np.array([True, False])
     assert exact._distance(flags, ~flags)[1] > exact.MOST_ERROR
     assert exact._distance(np.array(2.0), np.array(2.0)) == (1.0, 0.0)
