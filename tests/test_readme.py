@@ -156,7 +156,7 @@ SYSTEMS = {
     "`attnserve serve`, 32 texts a request": "attnserve, 32 texts a request",
     "no server: a session, text by text": "bare session, one by one",
     "no server: the rewritten graph, text by text": "bare session as served, one by one",
-    "no server: the rewritten graph, 16 of like length": "bare session as served, 16 of like length",
+    "no server: the rewritten graph, by 16": "bare session as served, 16 of like length",
 }
 
 
