@@ -51,7 +51,11 @@ def test_every_command_it_names_exists_with_its_options():
         "serve",
     }
     for name, rest in named:
-        options = {o for parameter in commands[name].params for o in parameter.opts}
+        options = {
+            option
+            for parameter in commands[name].params
+            for option in (*parameter.opts, *parameter.secondary_opts)
+        }
         assert set(re.findall(r"(?<!\S)(--?[a-z][a-z-]*)", rest)) <= options, name
 
 
