@@ -821,6 +821,13 @@ def serve(
     probe_timeout_s: Annotated[
         float | None, typer.Option(help="Time for a model to load and run once; 300.")
     ] = None,
+    rewrite: Annotated[
+        bool | None,
+        typer.Option(
+            "--rewrite/--no-rewrite",
+            help="Run a model in faster operators where the probe finds them to compute the same.",
+        ),
+    ] = None,
     drain_delay_s: Annotated[
         float | None,
         typer.Option(min=0, help="Seconds between not being ready and not listening any more."),
@@ -853,6 +860,7 @@ def serve(
             cors_origins=cors_origins,
             probe=probe,
             probe_timeout_s=probe_timeout_s,
+            rewrite=rewrite,
             drain_delay_s=drain_delay_s,
             log_level="error" if quiet else "debug" if verbose else None,
         )

@@ -4,11 +4,13 @@
 
 Serves all-MiniLM-L6-v2 (from the [demo] extra) with `attnserve serve` as it comes, and asks:
 
-- latency: what HTTP, tokenizing and batching add to a bare ``session.run`` at one text;
+- latency: what HTTP, tokenizing and batching add to a bare ``session.run`` at one text, of the
+  graph that is served, which is the model in its fastest exact operators, and of the file itself;
 - throughput: texts a second at saturation, beside a plain FastAPI + ONNX Runtime handler, LitServe
   with batching, and sentence-transformers' ONNX backend. Each peer has a virtual environment of its
   own in FOLDER, runs the same model, and is given the best of several sensible settings, chosen by
-  measurement first; the systems take turns, and the order rotates from round to round;
+  measurement first; the systems take turns, and the order rotates from round to round. Bare
+  sessions beside them say what batches and operators could give a server without any own cost;
 - overload: twice the capacity for a minute (open loop: Poisson arrivals, latency from the time a
   request was due), then how soon all is well again;
 - memory: what 50,000 requests of random lengths leave behind;
@@ -452,11 +454,27 @@ def family_rss(process: psutil.Process) -> int:
 # Sections
 
 
+def bare(setup: Setup, *graph: Path) -> Lines:
+    return Lines(setup, sys.executable, PROGRAMS / "bare.py", setup.model, setup.threads, *graph)
+
+
+def exact(setup: Setup) -> tuple[Path, dict[str, Any]]:
+    """The graph that our service runs, and how it compares with the original."""
+    path = setup.cache / "exact.onnx"
+    lines = Lines(
+        setup, sys.executable, PROGRAMS / "exact.py", setup.model, setup.threads, path
+    )  # fmt: skip
+    found = lines.read()
+    lines.close()
+    return path, found
+
+
 def latency(setup: Setup) -> dict[str, Any]:
-    """Pairs: the same text by HTTP and by a bare run, in turns of 50."""
+    """Pairs: the same text by HTTP and by bare runs, in turns of 50."""
     turn = 50
     texts = setup.texts[: turn * 12]
-    bare = Lines(setup, sys.executable, PROGRAMS / "bare.py", setup.model, setup.threads)
+    graph, compared = exact(setup)
+    sessions = {"bare": bare(setup), "bare, as served": bare(setup, graph)}
     handler, threads = "sync", setup.threads
     with (
         ours(setup) as (port, _),
@@ -464,27 +482,35 @@ def latency(setup: Setup) -> dict[str, Any]:
     ):
         for warm in (port, plain_port):
             load(setup, warm, single_texts(setup), [{"concurrency": 1, "requests": turn}])
-        bare.ask(texts[:turn])
-        samples: dict[str, list[float]] = {"bare": [], "ours": [], "plain": []}
+        for lines in sessions.values():
+            lines.ask(texts[:turn])
+        samples: dict[str, list[float]] = {name: [] for name in (*sessions, "ours", "plain")}
         split: dict[str, list[float]] = {"queue_ms": [], "tokenize_ms": [], "compute_ms": []}
         for at in range(0, len(texts), turn):
             some = texts[at : at + turn]
             plan = [{"concurrency": 1, "requests": turn}]
-            samples["bare"] += bare.ask(some)["run_ms"]
+            for name, lines in sessions.items():
+                samples[name] += lines.ask(some)["run_ms"]
             for name, where in (("ours", port), ("plain", plain_port)):
                 (phase,) = load(setup, where, [body(text) for text in some], plan)
                 samples[name] += list(phase.columns["latency_ms"])
                 if name == "ours":
                     for key, values in split.items():
                         values += list(phase.columns[key])
-    bare.close()
+    for lines in sessions.values():
+        lines.close()
     arrays = {name: np.array(values) for name, values in samples.items()}
-    added = {name: arrays[name] - arrays["bare"] for name in ("ours", "plain")}
+    added = {
+        "ours": arrays["ours"] - arrays["bare, as served"],
+        "plain": arrays["plain"] - arrays["bare"],
+        "ours, over the file itself": arrays["ours"] - arrays["bare"],
+    }
     p50 = float(np.median(added["ours"]))
     console.print(f"added at one text: {p50:.2f} ms (plain: {np.median(added['plain']):.2f} ms)")
     return {
         "texts": len(texts),
-        "bare_run_ms": percentiles(arrays["bare"]),
+        "operators": compared,
+        "bare_run_ms": {name: percentiles(arrays[name]) for name in sessions},
         "latency_ms": {name: percentiles(arrays[name]) for name in ("ours", "plain")},
         "added_ms": {name: percentiles(values) for name, values in added.items()},
         "headers_p50_ms": {name: float(np.median(values)) for name, values in split.items()},
@@ -498,9 +524,10 @@ def throughput(setup: Setup) -> dict[str, Any]:
     choices = {"plain": tune_plain(setup), "litserve": tune_litserve(setup)}
     best = {name: max(tried, key=lambda one: one["texts_per_s"]) for name, tried in choices.items()}
     folder = sentence_transformers_folder(setup)
-    bare = Lines(setup, sys.executable, PROGRAMS / "bare.py", setup.model, setup.threads)
-    reference = np.array(bare.ask(setup.texts[:BATCH])["vectors"])
-    bare.close()
+    lines = bare(setup)
+    reference = np.array(lines.ask(setup.texts[:BATCH])["vectors"])
+    lines.close()
+    graph, compared = exact(setup)
     details: dict[str, Any] = {}
 
     def over_http(
@@ -545,8 +572,8 @@ def throughput(setup: Setup) -> dict[str, Any]:
         lines.close()
         return found["texts"] / found["seconds"]
 
-    def session(name: str, batch: int) -> float:
-        lines = Lines(setup, sys.executable, PROGRAMS / "bare.py", setup.model, setup.threads)
+    def session(name: str, batch: int, *graph: Path) -> float:
+        lines = bare(setup, *graph)
         asked = {"texts": setup.texts, "batch": batch}
         lines.ask({**asked, "seconds": 1})
         found = lines.ask({**asked, "seconds": setup.seconds})
@@ -575,9 +602,15 @@ def throughput(setup: Setup) -> dict[str, Any]:
         ),
         "sentence-transformers": lambda name: encode(name, BATCH),
         "sentence-transformers, one call": lambda name: encode(name, None),
-        # No server: what batching alone could gain here.
+        "attnserve --no-rewrite": lambda name: over_http(
+            name, ours(setup, "--no-rewrite"), single, IN_FLIGHT, 1
+        ),
+        # No server: what batches, and what operators, could gain here.
         "bare session, one by one": lambda name: session(name, 1),
         "bare session, 8 of like length": lambda name: session(name, 8),
+        "bare session as served, one by one": lambda name: session(name, 1, graph),
+        "bare session as served, 8 of like length": lambda name: session(name, 8, graph),
+        "bare session as served, 16 of like length": lambda name: session(name, 16, graph),
     }
     order = list(systems)
     rates: dict[str, list[float]] = {name: [] for name in systems}
@@ -609,14 +642,15 @@ def throughput(setup: Setup) -> dict[str, Any]:
         "median_texts_per_s": {name: statistics.median(found) for name, found in rates.items()},
         "ratios": ratios,
         "median_ratio": medians,
-        "batching_alone": statistics.median(
-            many / one
-            for one, many in zip(
-                rates["bare session, one by one"],
-                rates["bare session, 8 of like length"],
-                strict=True,
+        "operators": compared,
+        "bare_over_one_by_one": {
+            name: statistics.median(
+                many / one
+                for one, many in zip(rates["bare session, one by one"], found, strict=True)
             )
-        ),
+            for name, found in rates.items()
+            if name.startswith("bare")
+        },
         "compared": against,
         "last_round": details,
         "versions": {peer: versions_of(setup, peer) for peer in PEERS},

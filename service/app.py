@@ -24,11 +24,11 @@ from service.auth import RequireKey, read_keys
 from service.dashboard import router as dashboard
 from service.device import on_device
 from service.errors import install_handlers
-from service.http import ObserveRequests, describe_bodies, json_response
+from service.http import ObserveRequests, describe_bodies, include, json_response
 from service.metrics import Metrics
 from service.protocols import open_inference, openai, texts, triton
 from service.report import report
-from service.repository import Repository
+from service.repository import Repository, say_operators
 from service.schemas import (
     EmbeddingsRequest,
     EmbedRequest,
@@ -102,11 +102,8 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
         )
     app.add_middleware(ObserveRequests, metrics=metrics)
     install_handlers(app)
-    app.include_router(triton.router)  # first: /v2/models/stats is no model
-    app.include_router(open_inference.router)
-    app.include_router(openai.router)
-    app.include_router(texts.router)
-    app.include_router(dashboard)
+    # Triton's before v2's own: /v2/models/stats is no model.
+    include(app, texts.router, openai.router, triton.router, open_inference.router, dashboard)
 
     @app.get("/metrics", response_class=Response, tags=["Metrics"])
     async def prometheus(request: Request) -> Response:
@@ -162,6 +159,8 @@ def serve(settings: Settings) -> None:
         # Loaded here and not at startup: what is wrong with it is an error like any other.
         asyncio.run(repository.start())
         say_serving(listener, (engine.name for engine in repository.engines()))
+        for engine in repository.engines():
+            say_operators(engine)
         Server(server_config(app), repository).run(sockets=[listener])
 
 

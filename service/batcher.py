@@ -5,7 +5,8 @@ Rows of equal key fit into one batch, padded to its longest row; a batch costs i
 rows x longest, and stays within a budget. A row that is longer than the budget runs alone.
 
 ``Queue`` decides which rows run together. It is pure: no clock, no threads. ``Batcher`` runs what
-it takes in a pool of threads, and gives every request its own results.
+it takes in a pool of threads, and gives every request its own results. What rows are made of (a
+text's tokens) is made in a thread too: in the one that will run them, where one is free.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ import asyncio
 import threading
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -158,24 +158,31 @@ class Outcome:
     """What one request got: a result for each of its rows, in their order.
 
     ``batches`` pairs each run that had rows of this request with how many. ``compute_ms`` is the
-    time in which at least one of them ran, ``queue_ms`` the rest.
+    time in which at least one of them ran, ``make_ms`` that in which they were made, ``queue_ms``
+    the rest.
     """
 
     results: list[Any]
     queue_ms: float
     compute_ms: float
     batches: list[tuple[Batch, int]]
+    make_ms: float = 0.0
 
 
 @dataclass(eq=False)
 class _Request:
-    rows: list[Row]
     future: asyncio.Future[Outcome]
-    submitted: float
+    asked: float
     deadline: float | None
-    results: list[Any]
-    left: int
+    rows: list[Row] = field(default_factory=list)
+    submitted: float = 0.0
+    """When its rows were there, and began to wait."""
+    make_s: float = 0.0
+    results: list[Any] = field(default_factory=list)
+    left: int = 0
     queued: bool = False
+    gone: bool = False
+    """It was answered, or nobody waits for it: what is made now comes too late."""
     batches: list[tuple[Batch, int]] = field(default_factory=list)
     timer: asyncio.TimerHandle | None = None
 
@@ -210,13 +217,17 @@ class Batcher:
         self.max_queue = max_queue
         self._run, self._ran, self._failed = run, ran, failed
         self._max_wait = max_wait_ms / 1e3
+        self._slots = concurrency
         self._pool = ThreadPoolExecutor(concurrency, "compute")
+        self.maker = ThreadPoolExecutor(1, "make")
+        """A thread beside the slots, for what must not wait behind runs."""
         # A worker takes its next batch by itself: the loop may be busy with other requests. What
         # both touch is touched under this lock; it is never held for longer than a selection.
         self._lock = threading.Lock()
         self._free = concurrency
         self._paused = self._closed = False
         self._reserved = 0
+        self._open: set[_Request] = set()  # of ``submit_from``, until they are answered
         self._typical_s = 0.0
         self._lag_s = 0.0  # how long the loop takes to come to what is due
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -224,7 +235,7 @@ class Batcher:
 
     @property
     def waiting(self) -> int:
-        """Rows that wait, those included that are being tokenized."""
+        """Rows that wait, those included that are being made."""
         return len(self.queue) + self._reserved
 
     def check_room(self, rows: int) -> None:
@@ -239,22 +250,8 @@ class Batcher:
                 f"{waiting} rows wait already, and at most {self.max_queue} may", "try again later"
             )
 
-    @contextmanager
-    def admitted(self, rows: int) -> Generator[None]:
-        """Room for ``rows`` while they are made ready to be submitted.
-
-        Raises:
-            Overloaded: See ``check_room``.
-        """
-        self.check_room(rows)
-        self._reserved += rows
-        try:
-            yield
-        finally:
-            self._reserved -= rows
-
     async def submit(self, rows: Sequence[Row], deadline: float | None = None) -> Outcome:
-        """Run ``rows``, which were admitted, in one or more batches.
+        """Run ``rows``, which were admitted (``check_room``), in one or more batches.
 
         Args:
             rows: At least one. They belong to this request from here on.
@@ -266,36 +263,46 @@ class Batcher:
             asyncio.CancelledError: What still waited is never computed.
             Exception: What ``run`` raised for one of these rows.
         """
-        if self._closed:
-            raise NotReady("the model is unloaded", "load it again")
-        loop = self._loop = asyncio.get_running_loop()
-        now = perf_counter()
-        if deadline is not None and now >= deadline:
-            raise DeadlineExceeded("the deadline has passed", "allow more time, or send less")
-        request = _Request(
-            rows=list(rows),
-            future=loop.create_future(),
-            submitted=now,
-            deadline=deadline,
-            results=[None] * len(rows),
-            left=len(rows),
-        )
-        for index, row in enumerate(rows):
-            row.request, row.index = request, index
+        request = self._request(deadline)
         with self._lock:
-            request.queued = not self._free or self._paused
-            for row in rows:
-                self.queue.add(row)
+            self._add(request, rows, request.asked)
         self._start()
-        if deadline is not None and not request.future.done():
-            request.timer = loop.call_later(deadline - now, self._expire, request)
+        return await self._answered(request)
+
+    async def submit_from(
+        self,
+        make: Callable[[], Sequence[Row]],
+        count: int,
+        deadline: float | None = None,
+        *,
+        brief: bool = False,
+    ) -> Outcome:
+        """Run rows that are made first, in a thread.
+
+        Args:
+            make: Makes the rows, at least one.
+            count: How many, about: so many are waiting meanwhile.
+            brief: A slot makes them itself, where one is free and nobody else asks (who else asks
+                could share the batch meanwhile): the ways between threads that this saves take
+                longer than the making.
+
+        Raises:
+            Overloaded: See ``check_room``.
+            Exception: What ``make`` raised; for the rest see ``submit``.
+        """
+        self.check_room(count)
+        request = self._request(deadline)
+        alone = len(self._open) < self._slots
+        self._open.add(request)
+        with self._lock:
+            self._reserved += count
+            here = brief and alone and self._free > 0 and not len(self.queue) and not self._paused
+            self._free -= here
+        (self._pool if here else self.maker).submit(self._make, request, make, count, here)
         try:
-            return await request.future
+            return await self._answered(request)
         finally:
-            if request.timer is not None:
-                request.timer.cancel()
-            if request.left:
-                self._withdraw(request)
+            self._open.discard(request)
 
     def pause(self) -> None:
         """Begin no more runs."""
@@ -316,10 +323,35 @@ class Batcher:
         """Wait for the runs that have begun; what waits is refused."""
         self._closed = True
         self.pause()
-        self.refuse_waiting(NotReady("the model is unloaded", "load it again"))
+        unloaded = NotReady("the model is unloaded", "load it again")
+        self.refuse_waiting(unloaded)
+        for request in [request for request in self._open if not request.rows]:
+            self._fail(request, unloaded)
+        self.maker.shutdown(wait=True)  # what is refused is not made
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     # -- on the loop ------------------------------------------------------------------------------
+
+    def _request(self, deadline: float | None) -> _Request:
+        if self._closed:
+            raise NotReady("the model is unloaded", "load it again")
+        loop = self._loop = asyncio.get_running_loop()
+        now = perf_counter()
+        if deadline is not None and now >= deadline:
+            raise DeadlineExceeded("the deadline has passed", "allow more time, or send less")
+        return _Request(loop.create_future(), now, deadline)
+
+    async def _answered(self, request: _Request) -> Outcome:
+        if request.deadline is not None and not request.future.done():
+            assert self._loop is not None
+            wait = request.deadline - request.asked
+            request.timer = self._loop.call_later(wait, self._expire, request)
+        try:
+            return await request.future
+        finally:
+            if request.timer is not None:
+                request.timer.cancel()
+            self._withdraw(request)
 
     def _start(self) -> None:
         """Give what is due to the slots that are free."""
@@ -345,8 +377,10 @@ class Batcher:
 
     def _withdraw(self, request: _Request) -> None:
         with self._lock:
-            for row in request.rows:
-                self.queue.discard(row)
+            request.gone = True
+            if request.left:
+                for row in request.rows:
+                    self.queue.discard(row)
 
     def _deliver(self, done: list[tuple[list[Row], Batch | Exception]]) -> None:
         for rows, result in done:
@@ -378,17 +412,47 @@ class Batcher:
 
     # -- in a worker ------------------------------------------------------------------------------
 
+    def _make(
+        self, request: _Request, make: Callable[[], Sequence[Row]], count: int, here: bool
+    ) -> None:
+        """Make the rows of a request and let them wait; ``here``, in a slot, run what is due."""
+        assert self._loop is not None
+        rows: Sequence[Row] = ()
+        failed: Exception | None = None
+        started = perf_counter()
+        try:
+            if not request.gone:
+                rows = make()
+        except Exception as error:
+            failed = error
+        now = perf_counter()
+        request.make_s = now - started
+        with self._lock:
+            self._reserved -= count
+            if rows and not request.gone:
+                self._add(request, rows, now, here=here)
+            batch = self._next(now) if here or self._free else None
+            self._free += here - (batch is not None)
+        if failed is not None:
+            self._loop.call_soon_threadsafe(self._fail, request, failed)
+        if batch is None:
+            return
+        if here:
+            self._work(batch)
+        else:
+            self._pool.submit(self._work, batch)
+
     def _work(self, batch: list[Row]) -> None:
         assert self._loop is not None
         while True:
             done = self._compute(batch)
-            self._loop.call_soon_threadsafe(self._deliver, done)
             with self._lock:
                 following = self._next(perf_counter())
-                if following is None:
-                    self._free += 1
-                    return
-                batch = following
+                self._free += following is None
+            self._loop.call_soon_threadsafe(self._deliver, done)
+            if following is None:
+                return
+            batch = following
 
     def _compute(self, rows: list[Row]) -> list[tuple[list[Row], Batch | Exception]]:
         """Run a batch; where it fails, each of its requests alone: it fails for its own rows."""
@@ -408,6 +472,17 @@ class Batcher:
         return [(rows, Batch(len(rows), rows[-1].tokens, tokens, started, ended, ran))]
 
     # -- under the lock ---------------------------------------------------------------------------
+
+    def _add(
+        self, request: _Request, rows: Sequence[Row], now: float, *, here: bool = False
+    ) -> None:
+        """Let the rows of a request wait; ``here``: a slot is kept for them."""
+        request.rows, request.submitted = list(rows), now
+        request.results, request.left = [None] * len(rows), len(rows)
+        request.queued = not (here or self._free) or self._paused
+        for index, row in enumerate(request.rows):
+            row.request, row.index = request, index
+            self.queue.add(row)
 
     def _next(self, now: float) -> list[Row] | None:
         """The batch that is due; None where nothing is."""
@@ -443,8 +518,9 @@ class Batcher:
 
 def _outcome(request: _Request) -> Outcome:
     spans = sorted((batch.started, batch.ended) for batch, _ in request.batches)
-    busy, total = _union(spans), max(end for _, end in spans) - request.submitted
-    return Outcome(request.results, max(total - busy, 0) * 1e3, busy * 1e3, request.batches)
+    busy, total = _union(spans), max(end for _, end in spans) - request.asked
+    queued = max(total - busy - request.make_s, 0)
+    return Outcome(request.results, queued * 1e3, busy * 1e3, request.batches, request.make_s * 1e3)
 
 
 def _union(spans: Iterable[tuple[float, float]]) -> float:

@@ -1,9 +1,9 @@
 """The engine: one loaded model behind its batcher.
 
 A request is checked against the model, admitted (or refused: ``Overloaded``), split into rows, and
-rejoined from the batches that its rows ran in. Texts are tokenized in a thread of their own. When a
-session breaks the engine is not ready: it tries the session again, reloads it where that does not
-help, and is ready again only when the model runs.
+rejoined from the batches that its rows ran in. Texts are tokenized in a thread, not on the loop.
+When a session breaks the engine is not ready: it tries the session again, reloads it where that
+does not help, and is ready again only when the model runs.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from time import perf_counter, perf_counter_ns
-from typing import Any, TypeVar
+from time import perf_counter_ns
+from typing import Any
 
 import numpy as np
 
@@ -30,8 +29,6 @@ from service.model import Model, TextTask
 from service.settings import Settings
 
 __all__ = ["Engine", "Text"]
-
-T = TypeVar("T")
 
 Text = str | Sequence[int]
 """A text, or the ids of its tokens, special ones included."""
@@ -52,6 +49,10 @@ REASONS: Mapping[type[BaseException], str] = {
     BaseException: "error",
 }
 """Why a request has no answer, as the metrics say it."""
+
+BRIEF = 2000
+"""Characters that are tokenized in about a millisecond: the thread that runs them does it, where it
+is free, which saves the ways between two threads and the loop."""
 
 KNOWN_MACS = 1024
 """Shapes whose cost is remembered."""
@@ -96,7 +97,6 @@ class Engine:
         self._unused: asyncio.Event | None = None
         self._broken: str | None = None
         self._recovering: asyncio.Task[None] | None = None
-        self._tokenizing = ThreadPoolExecutor(1, "tokenize")
         self._macs: OrderedDict[tuple[Any, ...], int | None] = OrderedDict()
 
     @property
@@ -214,8 +214,8 @@ class Engine:
         """
         self.model.require_tokenizer()
         self._check_texts(texts)
-        encodings, _, _ = await self._timed(self._encode, texts, truncate)
-        return encodings
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.batcher.maker, self._encode, texts, truncate)
 
     # -- life -------------------------------------------------------------------------------------
 
@@ -240,7 +240,6 @@ class Engine:
 
     def close(self) -> None:
         """Finish the runs that have begun, drop the others, free the session."""
-        self._tokenizing.shutdown(wait=True, cancel_futures=True)
         self.batcher.close()
         self.model.close()
 
@@ -279,35 +278,33 @@ class Engine:
             model = self.model
             model.require_tokenizer()
             self._check_texts(texts)
-            with self.batcher.admitted(len(texts)):
-                encodings, waited_ms, tokenize_ms = await self._timed(self._encode, texts, truncate)
-            tokens = sum(map(len, encodings))
-            if tokens > self.settings.max_tokens:
-                raise TooLarge(
-                    f"{tokens} tokens in one request: at most {self.settings.max_tokens}",
-                    "send them in several requests",
-                )
-            rows = [
-                Row((task,) if model.takes_mask else (task, len(one)), len(one), one)
-                for one in encodings
-            ]
-            outcome = await self.batcher.submit(rows, deadline)
+            tokens = 0
+
+            def rows() -> list[Row]:  # in a thread
+                nonlocal tokens
+                encodings = self._encode(texts, truncate)
+                tokens = sum(map(len, encodings))
+                if tokens > self.settings.max_tokens:
+                    raise TooLarge(
+                        f"{tokens} tokens in one request: at most {self.settings.max_tokens}",
+                        "send them in several requests",
+                    )
+                return [
+                    Row((task,) if model.takes_mask else (task, len(one)), len(one), one)
+                    for one in encodings
+                ]
+
+            outcome = await self.batcher.submit_from(
+                rows, len(texts), deadline, brief=sum(map(len, texts)) <= BRIEF
+            )
             started = perf_counter_ns()
             answer = self._answer(
                 {output: np.stack(outcome.results)},
                 outcome,
                 tokens=tokens,
                 padded=sum(count * batch.longest for batch, count in outcome.batches),
-                tokenize_ms=tokenize_ms,
-                waited_ms=waited_ms,
             )
-            _add_stages(
-                stages,
-                outcome,
-                waited_ms=waited_ms,
-                input_ns=int(tokenize_ms * 1e6),
-                output_ns=perf_counter_ns() - started,
-            )
+            _add_stages(stages, outcome, output_ns=perf_counter_ns() - started)
         return answer
 
     def _encode(self, texts: Sequence[Text], truncate: bool) -> list[Encoding]:
@@ -393,8 +390,6 @@ class Engine:
         *,
         tokens: int,
         padded: int,
-        tokenize_ms: float = 0.0,
-        waited_ms: float = 0.0,
     ) -> Answer:
         macs: int | None = 0
         for batch, count in outcome.batches:
@@ -404,26 +399,14 @@ class Engine:
                 macs += batch.ran.macs * count // batch.rows
         return Answer(
             outputs=outputs,
-            queue_ms=outcome.queue_ms + waited_ms,
-            tokenize_ms=tokenize_ms,
+            queue_ms=outcome.queue_ms,
+            tokenize_ms=outcome.make_ms,
             compute_ms=outcome.compute_ms,
             tokens=tokens,
             padded_tokens=padded,
             macs=macs,
             batch_rows=tuple(batch.rows for batch, _ in outcome.batches),
         )
-
-    async def _timed(self, work: Callable[..., T], *args: Any) -> tuple[T, float, float]:
-        """(result of ``work``, milliseconds it waited, milliseconds it took), in the tokenizer's
-        thread: a short text does not wait behind long runs."""
-        submitted = perf_counter()
-
-        def run() -> tuple[T, float, float]:
-            started = perf_counter()
-            result = work(*args)
-            return result, (started - submitted) * 1e3, (perf_counter() - started) * 1e3
-
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, run)
 
     def _check_size(self, inputs: Mapping[str, np.ndarray]) -> None:
         size = sum(array.nbytes for array in inputs.values())
@@ -494,17 +477,10 @@ class Engine:
                 log.error("%s version %s: %s", self.name, self.version, self._broken)
 
 
-def _add_stages(
-    stages: dict[str, int],
-    outcome: Outcome,
-    *,
-    waited_ms: float = 0.0,
-    input_ns: int = 0,
-    output_ns: int = 0,
-) -> None:
+def _add_stages(stages: dict[str, int], outcome: Outcome, *, output_ns: int) -> None:
     """Nanoseconds of one request, by stage of the v2 protocol."""
     runs = [batch.ran for batch, _ in outcome.batches]
-    stages["queue"] = int((outcome.queue_ms + waited_ms) * 1e6)
-    stages["compute_input"] = input_ns + sum(ran.input_ns for ran in runs)
+    stages["queue"] = int(outcome.queue_ms * 1e6)
+    stages["compute_input"] = int(outcome.make_ms * 1e6) + sum(ran.input_ns for ran in runs)
     stages["compute_infer"] = sum(ran.infer_ns for ran in runs)
     stages["compute_output"] = output_ns + sum(ran.output_ns for ran in runs)

@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -28,9 +29,12 @@ from graph_passes.cost import model_cost
 from graph_passes.errors import AttnserveError, CheckFailed, InvalidData, InvalidModel
 from service.errors import ModelFailed, NotFound, OutOfMemory
 
-__all__ = ["Model", "Tensor", "TextTask"]
+__all__ = ["AS_IT_IS", "Model", "Tensor", "TextTask"]
 
 TextTask = Literal["embed", "classify"]
+
+AS_IT_IS: Mapping[str, Any] = {"rewritten": False, "why": "rewriting is switched off"}
+"""Of a model that runs in the operators it was exported in."""
 
 DTYPES: Mapping[str, np.dtype[Any]] = {
     "tensor(bool)": np.dtype(np.bool_),
@@ -81,6 +85,9 @@ class Model:
         cuda: How the GPU is used.
         cuda_graphs: The most shapes that are captured as CUDA graphs; 0 for none.
         at_once: How many runs there will be at a time.
+        graph: A file that is run in the place of the artifact's, and computes the same; all that is
+            told of the model (cost, inputs, lineage) is the artifact's.
+        operators: What was done to make ``graph`` of it, or why it is run as it is.
 
     Raises:
         InvalidModel: It cannot be read, or has an input or output that is no plain tensor.
@@ -99,23 +106,26 @@ class Model:
         cuda: Cuda = PARITY,
         cuda_graphs: int = 0,
         at_once: int = 1,
+        graph: Path | None = None,
+        operators: Mapping[str, Any] = AS_IT_IS,
     ) -> None:
         self.artifact = artifact
+        self.operators = operators
         self.name = name or artifact.name
         self.version = version
         self.provider: Provider = provider
-        graph = load_model(artifact)
-        cost = model_cost(graph)
+        original = load_model(artifact)
+        cost = model_cost(original)
         # An input leads to its graph, and that to all weights: a second copy of the model.
         shapes = {name: ir.Value(name=name, shape=v.shape) for name, v in cost.inputs.items()}
         self.cost = replace(cost, inputs=shapes)
         self._id_bounds = {
-            value.name: bound for value in graph.graph.inputs if (bound := id_bound(value))
+            value.name: bound for value in original.graph.inputs if (bound := id_bound(value))
         }
-        self._examples = _examples(graph)
+        self._examples = _examples(original)
         self._captures = cuda_graphs > 0
         self._session: Any = open_runner(
-            artifact.model,
+            graph or artifact.model,
             provider=provider,
             threads=threads,
             cuda=cuda,

@@ -56,6 +56,7 @@ def card(engine: Engine) -> dict[str, Any]:
         "provider": model.provider,
         "source": _source(artifact),
         "plan": model.plan_id,
+        "operators": dict(model.operators),
         "optimization": _optimization(artifact),
     }
 

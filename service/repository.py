@@ -13,7 +13,7 @@ import logging
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -24,10 +24,10 @@ from service.engine import Engine
 from service.errors import NotFound, NotReady, UnknownModel
 from service.metrics import Metrics
 from service.model import Model
-from service.probe import Prover
+from service.probe import Proven, Prover
 from service.settings import Settings
 
-__all__ = ["Entry", "Repository", "State"]
+__all__ = ["Entry", "Repository", "State", "say_operators"]
 
 State = Literal["READY", "LOADING", "UNAVAILABLE"]
 
@@ -60,9 +60,12 @@ class Repository:
     Args:
         settings: The path, and how to serve what is there.
         metrics: Where its engines report.
+        rewritten: Where the prober keeps rewritten models; None for a temporary folder.
     """
 
-    def __init__(self, settings: Settings, metrics: Metrics | None = None) -> None:
+    def __init__(
+        self, settings: Settings, metrics: Metrics | None = None, *, rewritten: Path | None = None
+    ) -> None:
         self.settings = settings = on_device(settings)
         self.metrics = metrics or Metrics()
         self.metrics.watch = self._watch
@@ -71,6 +74,9 @@ class Repository:
             provider=settings.provider,
             threads=settings.threads,
             timeout_s=settings.probe_timeout_s,
+            rewrite=settings.rewrite,
+            folder=rewritten,
+            in_use=self._in_use,
         )
         self._engines: dict[str, dict[str, Engine]] = {}
         self._contents: dict[Engine, str] = {}
@@ -300,6 +306,8 @@ class Repository:
 
         engine = Engine(model, self.settings, self.metrics.of(name, version), reload)
         self._contents[engine] = content
+        if self._started:
+            say_operators(engine)
         return engine
 
     def _load(
@@ -314,11 +322,34 @@ class Repository:
         before = _state(artifact)
         check_files(artifact)
         trusted = not self.settings.probe
-        content = (self._prover.identify if trusted else self._prover.prove)(artifact)
+        proven = (self._prover.identify if trusted else self._prover.prove)(artifact)
+        content = proven.identity
         current = self._engines.get(name, {}).get(version)
         unchanged = current is not None and self._contents.get(current) == content
         if unchanged and not anyway and current is not None and current.ready:
             return content, None
+        model = self._open(artifact, name, version, proven)
+        if _state(artifact) != before:
+            model.close()
+            raise InvalidModel(f"{artifact.model}: changed while it was loaded", "load it again")
+        return content, model
+
+    def _open(self, artifact: Artifact, name: str, version: str, proven: Proven) -> Model:
+        """A warm model in the operators that were proven; as it is where these fail here.
+
+        Raises:
+            AttnserveError: It cannot be loaded as it is.
+        """
+        model: Model | None = None
+        if proven.rewritten is not None:
+            try:
+                model = self._warm(artifact, name, version, proven)
+            except AttnserveError as error:  # somebody cleaned up, or there is no memory now
+                why = {"rewritten": False, "why": error.what}
+                proven = replace(proven, rewritten=None, operators=why)
+        return model or self._warm(artifact, name, version, proven)
+
+    def _warm(self, artifact: Artifact, name: str, version: str, proven: Proven) -> Model:
         model = Model(
             artifact,
             name=name,
@@ -328,12 +359,15 @@ class Repository:
             cuda=self.settings.cuda,
             cuda_graphs=self.settings.cuda_graphs,
             at_once=self.settings.concurrency,
+            graph=proven.rewritten,
+            operators=proven.operators,
         )
         model.warm_up()
-        if _state(artifact) != before:
-            model.close()
-            raise InvalidModel(f"{artifact.model}: changed while it was loaded", "load it again")
-        return content, model
+        return model
+
+    def _in_use(self) -> Collection[str] | None:
+        """The identities of what is loaded; None while more than one is being loaded."""
+        return None if len(self._loading) > 1 else set(self._contents.values())
 
     def _retire(self, engine: Engine) -> None:
         self._contents.pop(engine, None)
@@ -360,6 +394,18 @@ class Repository:
             found = dict(_repository(path))
         self._known = frozenset(found)
         return found
+
+
+def say_operators(engine: Engine) -> None:
+    """A line in the log: what was done to run it faster, or why nothing was."""
+    done = engine.model.operators
+    if done["rewritten"]:
+        log.info(
+            "%s runs in other operators: %d attention, %d GELU; %.2fx as fast, cosine %.9f",
+            engine.name, done["attention"], done["gelu"], done["speedup"], done["min_cosine"],
+        )  # fmt: skip
+    elif engine.settings.probe and engine.settings.rewrite:
+        log.info("%s runs as it is: %s", engine.name, done["why"])
 
 
 def _repository(path: Path) -> Iterator[tuple[str, dict[str, _Place]]]:

@@ -4,6 +4,7 @@
                       that was asked to load or unload, while it holds the lock
     worker-I.json     what worker I has loaded, and how it is; it says so at least once a second
     error-I.json      why worker I could not start
+    rewritten/       models in faster operators, as the worker that was asked to load them found
     seconds/          what each worker did in each of the last seconds, for /stats.json
     metrics/          the series of each worker, memory-mapped: they outlive a worker that is killed
     complete          is there once all workers have served
@@ -59,7 +60,7 @@ class Desired:
 
     generation: int
     models: dict[str, Wanted]
-    proofs: dict[str, list[tuple[str, str]]]
+    proofs: dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,10 @@ class Runtime:
         return self.path / "metrics"
 
     @property
+    def rewritten(self) -> Path:
+        return self.path / "rewritten"
+
+    @property
     def seconds(self) -> Path:
         return self.path / "seconds"
 
@@ -155,8 +160,7 @@ class Runtime:
         if read is None:
             return None
         models = {name: Wanted(**wanted) for name, wanted in read["models"].items()}
-        proofs = {key: [(p, s) for p, s in proof] for key, proof in read["proofs"].items()}
-        return Desired(read["generation"], models, proofs)
+        return Desired(read["generation"], models, read["proofs"])
 
     def desire(self, desired: Desired) -> None:
         """Only with the lock."""

@@ -49,7 +49,7 @@ class SharedRepository(Repository):
     def __init__(
         self, settings: Settings, metrics: Metrics, *, worker: int, runtime: Runtime
     ) -> None:
-        super().__init__(settings, metrics)
+        super().__init__(settings, metrics, rewritten=runtime.rewritten)
         self._worker, self._runtime = worker, runtime
         self._status = Status(worker, os.getpid())
         self._serving = False

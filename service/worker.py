@@ -22,6 +22,7 @@ import uvicorn
 from graph_passes.errors import AttnserveError
 from service.app import Server, create_app, server_config, start_log
 from service.metrics import Metrics, share_series
+from service.repository import say_operators
 from service.settings import Settings
 from service.shared import Runtime
 from service.shared_repository import SharedRepository
@@ -66,6 +67,8 @@ def main() -> int:
         try:
             app = create_app(settings, repository)
             asyncio.run(repository.start())
+            for engine in repository.engines() if worker == 0 else ():
+                say_operators(engine)
             _Server(server_config(app), repository, runtime).run(sockets=[listener])
         except AttnserveError as error:
             runtime.fail(worker, error)

@@ -51,7 +51,11 @@ def test_every_command_it_names_exists_with_its_options():
         "serve",
     }
     for name, rest in named:
-        options = {o for parameter in commands[name].params for o in parameter.opts}
+        options = {
+            option
+            for parameter in commands[name].params
+            for option in (*parameter.opts, *parameter.secondary_opts)
+        }
         assert set(re.findall(r"(?<!\S)(--?[a-z][a-z-]*)", rest)) <= options, name
 
 
@@ -145,3 +149,33 @@ def test_make_demo_holds(minilm_folder):
     assert done.returncode == 0, done.stderr[-2000:]
     assert "6 certified" in done.stdout
     assert "served R = 128" in done.stdout
+
+
+SYSTEMS = {
+    "a plain FastAPI + ONNX Runtime handler": "plain",
+    "LitServe, with batching": "litserve",
+    "sentence-transformers, `encode()` in batches of 32": "sentence-transformers",
+    "`attnserve serve --no-rewrite`": "attnserve --no-rewrite",
+    "`attnserve serve`": "attnserve",
+    "`attnserve serve`, 32 texts a request": "attnserve, 32 texts a request",
+    "no server: a session, text by text": "bare session, one by one",
+    "no server: the rewritten graph, text by text": "bare session as served, one by one",
+    "no server: the rewritten graph, by 16": "bare session as served, 16 of like length",
+}
+
+
+def test_its_throughput_is_the_result_file():
+    result = json.loads((ROOT / "benchmarks/results/serving.json").read_text(encoding="utf-8"))
+    rates = result["throughput"]["median_texts_per_s"]
+    for name, system in SYSTEMS.items():
+        assert f"| {name} | {rates[system]:.0f} |" in README
+    ratios = result["throughput"]["median_ratio"]
+    told = [f"{ratios[peer]:.2f}x" for peer in ("plain", "litserve", "sentence-transformers")]
+    assert f"Round by round that is {told[0]}, {told[1]} and {told[2]}" in README
+    limit = result["throughput"]["bare_over_one_by_one"][SYSTEMS[list(SYSTEMS)[-1]]]
+    assert f"{limit:.2f}x of a session text by text" in README
+    added = result["latency"]["added_ms"]
+    p50 = [f"{added[name]['p50']:.2f} ms" for name in ("ours", "plain")]
+    assert (
+        f"adds {p50[0]} to a run of the graph that it serves (the plain handler {p50[1]})" in README
+    )

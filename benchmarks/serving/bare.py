@@ -1,6 +1,9 @@
 """A bare session: what the numbers of every server are compared with.
 
-    python bare.py MODEL_FOLDER THREADS
+    python bare.py MODEL_FOLDER THREADS [FILE]
+
+With FILE, an .onnx file, its graph is run in the place of the folder's (``exact.py`` writes the one
+that our service runs).
 
 A line of JSON in, a line out. A list of texts: {"run_ms": [...], "vectors": [[...]]} of
 ``session.run`` alone, on prepared inputs, one text at a time. {"texts": [...], "batch": N,
@@ -27,7 +30,8 @@ def main() -> None:
     artifact = open_artifact(Path(sys.argv[1]))
     assert artifact.tokenizer is not None
     encoder = load_tokenizer(artifact.tokenizer, max_length=artifact.max_length)
-    session = open_session(artifact.model, threads=int(sys.argv[2]))
+    graph = Path(sys.argv[3]) if len(sys.argv) > 3 else artifact.model
+    session = open_session(graph, threads=int(sys.argv[2]))
     inputs, output = model_inputs(session), session.get_outputs()[0].name
 
     def vectors(feed: dict[str, np.ndarray], hidden: Any) -> np.ndarray:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import orjson
 from fastapi import APIRouter, Request, Response
 
 from graph_passes.errors import InvalidData
@@ -134,7 +135,10 @@ def configuration(engine: Engine) -> dict[str, Any]:
             }
         ],
         "default_model_filename": model.artifact.model.name,
-        "parameters": {"max_batch_tokens": {"string_value": str(settings.batch_tokens)}},
+        "parameters": {
+            "max_batch_tokens": {"string_value": str(settings.batch_tokens)},
+            "operators": {"string_value": orjson.dumps(model.operators).decode()},
+        },
     }
     if batches:
         told["dynamic_batching"] = {

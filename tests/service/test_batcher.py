@@ -242,13 +242,175 @@ def test_the_queue_has_a_bound_for_whole_requests() -> None:
         batcher.check_room(1)
         with pytest.raises(Overloaded, match="2 rows wait already, and at most 3 may"):
             batcher.check_room(2)
-        with batcher.admitted(1), pytest.raises(Overloaded, match="3 rows wait already"):
+        making = threading.Event()
+        made = asyncio.ensure_future(batcher.submit_from(made_after(making, "made"), 1))
+        await asyncio.sleep(0.01)
+        with pytest.raises(Overloaded, match="3 rows wait already"):
             batcher.check_room(1)
-        batcher.check_room(1)
+        with pytest.raises(Overloaded, match="3 rows wait already"):
+            await batcher.submit_from(lambda: rows("more"), 1)
+        making.set()
         gate.go.set()
-        await asyncio.gather(*waiting)
+        await asyncio.gather(*waiting, made)
+        batcher.check_room(3)
 
     play(script, gate, max_queue=3)
+
+
+# -- rows that are made ---------------------------------------------------------------------------
+
+
+def made_after(event: threading.Event, *payloads: Any) -> Callable[[], list[Row]]:
+    def make() -> list[Row]:
+        assert event.wait(10)
+        return rows(*payloads)
+
+    return make
+
+
+def made_in(threads: list[str], *payloads: Any) -> Callable[[], list[Row]]:
+    def make() -> list[Row]:
+        threads.append(threading.current_thread().name.partition("_")[0])
+        return rows(*payloads)
+
+    return make
+
+
+def test_what_is_brief_and_alone_is_made_in_the_slot_that_runs_it() -> None:
+    gate, where = Gate(), list[str]()
+
+    async def script(batcher: Batcher) -> None:
+        first = asyncio.ensure_future(batcher.submit_from(made_in(where, 1), 1, brief=True))
+        await gate.reached(1)
+        # The slot is busy: these are made meanwhile, and share a batch.
+        others = [
+            asyncio.ensure_future(batcher.submit_from(made_in(where, n), 1, brief=True))
+            for n in (2, 3)
+        ]
+        while len(batcher.queue) < 2:
+            await asyncio.sleep(0.001)
+        gate.go.set()
+        outcomes = await asyncio.gather(first, *others)
+        assert [outcome.results for outcome in outcomes] == [[("text", n)] for n in (1, 2, 3)]
+        await batcher.submit_from(made_in(where, 4), 1)  # it says nothing of how long it takes
+        await batcher.submit_from(made_in(where, 5), 1, brief=True)
+
+    play(script, gate)
+    assert gate.ran == [[1], [2, 3], [4], [5]]
+    assert where == ["compute", "make", "make", "make", "compute"]
+
+
+def test_who_asks_at_the_same_time_shares_a_batch() -> None:
+    """A slot that took the first to make it would run it alone."""
+    ran: list[list[Any]] = []
+    making = threading.Event()
+
+    def run(key: Hashable, payloads: list[Any]) -> Ran:
+        ran.append(payloads)
+        return echo(key, payloads)
+
+    async def script(batcher: Batcher) -> None:
+        slow = asyncio.ensure_future(batcher.submit_from(made_after(making, 0), 1))
+        await asyncio.sleep(0.01)
+        where: list[str] = []
+        other = asyncio.ensure_future(batcher.submit_from(made_in(where, 1), 1, brief=True))
+        await asyncio.sleep(0.01)
+        assert where == [] and ran == []  # one is made after the other
+        making.set()
+        await asyncio.gather(slow, other)
+        assert where == ["make"]
+
+    play(script, run)
+
+
+def test_the_time_of_making_is_told_apart() -> None:
+    def make() -> list[Row]:
+        threading.Event().wait(0.05)
+        return rows(1)
+
+    def run(key: Hashable, payloads: list[Any]) -> Ran:
+        threading.Event().wait(0.1)
+        return echo(key, payloads)
+
+    async def script(batcher: Batcher) -> None:
+        for brief in (True, False):
+            outcome = await batcher.submit_from(make, 1, brief=brief)
+            assert 50 <= outcome.make_ms < 95 <= outcome.compute_ms
+            assert outcome.queue_ms < 45
+
+    play(script, run)
+
+
+@pytest.mark.parametrize("brief", [True, False])
+def test_what_cannot_be_made_is_its_own_error(brief: bool) -> None:
+    def broken() -> list[Row]:
+        raise ValueError("no text")
+
+    failed: list[Any] = []
+
+    async def script(batcher: Batcher) -> None:
+        with pytest.raises(ValueError, match="no text"):
+            await batcher.submit_from(broken, 2, brief=brief)
+        assert batcher.waiting == 0
+        outcome = await batcher.submit_from(lambda: rows(1), 1, brief=brief)  # the slot is free
+        assert outcome.results == [("text", 1)]
+
+    play(script, failed=failed.append)
+    assert failed == []
+
+
+@pytest.mark.parametrize("brief", [True, False])
+@pytest.mark.parametrize("why", ["gone", "late"])
+def test_what_nobody_waits_for_when_it_is_made_is_never_computed(brief: bool, why: str) -> None:
+    ran: list[list[Any]] = []
+    making = threading.Event()
+
+    def run(key: Hashable, payloads: list[Any]) -> Ran:
+        ran.append(payloads)
+        return echo(key, payloads)
+
+    async def script(batcher: Batcher) -> None:
+        deadline = perf_counter() + 0.03 if why == "late" else None
+        asked = asyncio.ensure_future(
+            batcher.submit_from(made_after(making, "dead"), 1, deadline, brief=brief)
+        )
+        await asyncio.sleep(0.01)
+        assert batcher.waiting == 1
+        if why == "gone":
+            asked.cancel()
+        with pytest.raises(asyncio.CancelledError if why == "gone" else DeadlineExceeded):
+            await asked
+        making.set()
+        await batcher.submit_from(lambda: rows("next"), 1, brief=brief)
+
+    play(script, run)
+    assert ran == [["next"]]
+
+
+def test_a_wait_is_kept_by_what_is_made_in_a_slot() -> None:
+    async def script(batcher: Batcher) -> None:
+        started = perf_counter()
+        await batcher.submit_from(lambda: rows(1), 1, brief=True)
+        assert perf_counter() - started >= 0.2
+
+    play(script, max_wait_ms=200)
+
+
+def test_a_batcher_that_closes_refuses_what_is_being_made() -> None:
+    making = threading.Event()
+
+    async def script(batcher: Batcher) -> None:
+        asked = [
+            asyncio.ensure_future(batcher.submit_from(made_after(making, n), 1)) for n in range(2)
+        ]
+        await asyncio.sleep(0.01)
+        asyncio.get_running_loop().call_later(0.1, making.set)
+        await asyncio.to_thread(batcher.close)
+        for one in asked:
+            with pytest.raises(NotReady, match="unloaded"):
+                await one
+
+    play(script)
 
 
 def test_a_deadline_that_passes_while_it_waits_is_never_computed() -> None:

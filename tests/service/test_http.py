@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -23,6 +25,8 @@ import service
 from graph_passes.errors import InvalidArgument
 from service.app import create_app
 from service.auth import read_keys
+from service.errors import ClientGone
+from service.http import unless_gone
 from service.model import Model
 from service.settings import Settings
 from tests.service.tiny import hidden_states, ids_request, write_encoder
@@ -400,3 +404,90 @@ def test_an_application_can_start_again(encoder: Path) -> None:
     for _ in range(2):
         with TestClient(app) as client:
             assert client.post("/embed", json=EMBED).status_code == 200
+
+
+# -- routes ---------------------------------------------------------------------------------------
+
+
+def test_a_route_answers_to_the_methods_that_are_described_and_to_no_others(
+    client: TestClient,
+) -> None:
+    """Starlette answers what FastAPI describes: the two must say the same."""
+    for path, described in client.get("/openapi.json").json()["paths"].items():
+        there = path.format(name="tiny", version="1")
+        for method in ("GET", "HEAD", "POST", "PUT", "DELETE"):
+            status = client.request(method, there).status_code
+            assert (status == 405) == (method.lower() not in described), (method, there, status)
+
+
+# -- a client that hangs up -----------------------------------------------------------------------
+
+
+def asked(receive: Callable[[], Awaitable[Any]]) -> Any:
+    """A request whose body is read."""
+    return SimpleNamespace(receive=receive)
+
+
+async def for_ever() -> Any:
+    await asyncio.sleep(60)
+
+
+def test_what_a_client_waits_for_is_its_own() -> None:
+    async def work() -> int:
+        await asyncio.sleep(0.001)
+        return 5
+
+    async def script() -> None:
+        assert await unless_gone(asked(for_ever), work()) == 5
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1  # nobody watches any more
+
+    asyncio.run(script())
+
+
+def test_a_client_that_leaves_as_its_answer_is_ready_cancels_nothing_else() -> None:
+    left = asyncio.Event()
+
+    async def leave() -> Any:
+        await left.wait()
+
+    async def work() -> int:
+        await asyncio.sleep(0)  # the client is watched
+        left.set()
+        return 5
+
+    async def script() -> None:
+        assert await unless_gone(asked(leave), work()) == 5
+        for _ in range(5):
+            await asyncio.sleep(0)  # the answer is on its way
+
+    asyncio.run(script())
+
+
+def test_work_is_cancelled_for_a_client_that_left_and_nobody_else() -> None:
+    cancelled: list[str] = []
+
+    async def leave() -> Any:
+        await asyncio.sleep(0.01)
+
+    async def work(name: str) -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(name)
+            raise
+
+    async def script() -> None:
+        with pytest.raises(ClientGone, match="hung up before its answer"):
+            await unless_gone(asked(leave), work("left"))
+        task = asyncio.current_task()
+        assert task is not None and task.cancelling() == 0
+        # A server that stops is no client that left.
+        stopped = asyncio.ensure_future(unless_gone(asked(for_ever), work("stopped")))
+        await asyncio.sleep(0.01)
+        stopped.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stopped
+
+    asyncio.run(script())
+    assert cancelled == ["left", "stopped"]

@@ -444,7 +444,9 @@ def test_what_has_run_once_is_believed(tmp_path: Path, monkeypatch: pytest.Monke
         prover = repository._prover
         attempt = prover._try
         monkeypatch.setattr(
-            prover, "_try", lambda artifact: tried.append(artifact.model) or attempt(artifact)
+            prover,
+            "_try",
+            lambda artifact, content: tried.append(artifact.model) or attempt(artifact, content),
         )
         await repository.unload("a")
         await repository.load("a")

@@ -24,11 +24,13 @@ def test_options_win_over_the_environment_and_that_over_defaults(
 ) -> None:
     monkeypatch.setenv("ATTNSERVE_PORT", "9000")
     monkeypatch.setenv("ATTNSERVE_MAX_QUEUE", "7")
-    assert cli.main(["serve", "model", "--port", "9001", "--no-probe"]) == 0
+    assert cli.main(["serve", "model", "--port", "9001", "--no-probe", "--no-rewrite"]) == 0
     (settings,) = told
     assert settings.model == Path("model")
-    assert (settings.port, settings.max_queue, settings.probe) == (9001, 7, False)
+    assert (settings.port, settings.max_queue) == (9001, 7)
+    assert (settings.probe, settings.rewrite) == (False, False)
     assert (settings.host, settings.timeout_ms) == ("127.0.0.1", 30_000)
+    assert Settings(model=Path("model")).rewrite
 
 
 def test_every_option(told: list[Settings], tmp_path: Path) -> None:

@@ -1,0 +1,22 @@
+"""The graph that our service runs: the same model in its fastest exact operators.
+
+    python exact.py MODEL_FOLDER THREADS FILE
+
+Writes FILE, and a line of JSON: how it compares with the original (``attnserve.exact.Exact``).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from attnserve.artifact import open_artifact
+from attnserve.exact import rewrite_exactly
+
+if __name__ == "__main__":
+    found = rewrite_exactly(
+        open_artifact(Path(sys.argv[1])), Path(sys.argv[3]), threads=int(sys.argv[2])
+    )
+    print(json.dumps(asdict(found)))
