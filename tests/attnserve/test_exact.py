@@ -16,7 +16,7 @@ from attnserve.artifact import Artifact, load_model, open_artifact
 from attnserve.inputs import example_inputs
 from attnserve.session import open_session
 from graph_passes.constants import constant_array
-from graph_passes.errors import CannotRewrite
+from graph_passes.errors import CannotRewrite, InvalidModel
 
 LAYERS = 2
 
@@ -115,11 +115,28 @@ def test_what_differs_in_padded_rows_alone_is_refused(
     def forget(graph: ir.Model) -> None:
         for node in graph.graph:
             if node.op_type == "Attention":
-                node.replace_input_with(5, None)
+                node.replace_input_with(5 if node.domain else 3, None)
 
     monkeypatch.setattr(exact, "carry_out", changed(forget))
     with pytest.raises(CannotRewrite, match="would be another at 3 x 16"):
         exact.rewrite_exactly(bert, tmp_path / "new.onnx", threads=1)
+
+
+@pytest.mark.usefixtures("any_speed")
+def test_where_the_newest_operator_has_no_kernel_an_older_one_is_taken(
+    bert: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacks(source: Path, **how: Any) -> Any:
+        graph = ir.load(source).graph
+        if any((n.domain, n.op_type) == ("", "Attention") for n in graph):
+            raise InvalidModel(f"{source}: no kernel", "none")
+        return open_session(source, **how)
+
+    monkeypatch.setattr(exact, "open_session", lacks)
+    found = exact.rewrite_exactly(bert, tmp_path / "new.onnx", threads=1)
+    assert found.attention == LAYERS
+    nodes = load_model(tmp_path / "new.onnx").graph
+    assert [n.domain for n in nodes if n.op_type == "Attention"] == ["com.microsoft"] * LAYERS
 
 
 @pytest.mark.usefixtures("any_speed")
