@@ -54,6 +54,9 @@ PROBE_ROWS = 48
 MOMENT_ROWS = 300
 """About how many texts tell which dimensions of queries and keys matter."""
 
+FIT_EVERY = 2
+"""Of these, one batch in so many shows what is lost where a whole attention is replaced."""
+
 
 class Losses(NamedTuple):
     """By the key of each group of which something can be taken out, and of pairs."""
@@ -172,7 +175,11 @@ class _Weigh:
             both = [blocks[source], blocks[reader]]
             with suppress(AttnserveError):  # then it is no candidate
                 alike = measure_similarity(
-                    plain, both, self.batches, provider=self.provider, threads=self.threads
+                    plain,
+                    both,
+                    self.batches[::FIT_EVERY],
+                    provider=self.provider,
+                    threads=self.threads,
                 )
                 edges = edges_of(Reuse("full"), both, [reader], masks={}, similarity=alike)
                 heads = tuple(edges[reader][head][1] for head in range(pair.reader.count))
@@ -184,7 +191,7 @@ class _Weigh:
     def _loss(self, new: ir.Model, fitted: Sequence[str]) -> float:
         """With the outputs of these layers fitted to the model's own."""
         if fitted:
-            refit(new, self.model, fitted, self.batches, provider=self.provider,
+            refit(new, self.model, fitted, self.batches[::FIT_EVERY], provider=self.provider,
                   threads=self.threads)  # fmt: skip
         return max(self.ask.loss_of(new), 1e-9)
 

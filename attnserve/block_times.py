@@ -272,34 +272,50 @@ def _together(
     precision: Precision,
 ) -> dict[int, tuple[float, ...]]:
     """Milliseconds of both by the heads that stay; nothing where they cannot be written so."""
-    names = source.names[0], reader.names[0]
     whole = cut_out(model, [_cut(source.blocks[0]), _cut(reader.blocks[0])], feeds,
                     provider=table.provider)  # fmt: skip
-    originals = [_converted(part, precision) for part in whole]
+    original = _converted(whole[0], precision)
+
+    def timed(numbers: Sequence[int]) -> dict[int, tuple[float, ...]]:
+        """All in one run, each part in turn with the source as it was exported."""
+        parts: dict[tuple[int, int], Part] = {}
+        for kept in numbers:
+            for index, part in enumerate(_handed_on(model, source, reader, kept, feeds, table)):
+                parts[kept, index] = part
+        ms = _measure(table, original, parts, precision)
+        return {
+            kept: tuple(a + b for a, b in zip(ms[kept, 0], ms[kept, 1], strict=True))
+            for kept in numbers
+            if (kept, 0) in parts
+        }
+
+    times = timed([source.count])
     fused = sum(_mean(each.sizes[Size(source.count)], target) for each in now)
-    numbers = [size.kept for size in now[0].sizes if size == Size(size.kept) and size.kept]
-    times: dict[int, tuple[float, ...]] = {}
-    for kept in sorted(numbers, reverse=True):
-        new = model.clone()
-        edges = {names[1]: {head: (names[0], head) for head in range(kept)}}
-        mask = [1] * kept + [0] * (source.count - kept)
-        try:
-            hand_on(new, edges, dict.fromkeys(names, mask) if kept < source.count else {})
-            blocks = {block.name: block for block in find_attention(new)[0]}
-            cuts = [_cut(blocks[name]) for name in names]
-            parts = cut_out(new, cuts, feeds, provider=table.provider)
-        except (AttnserveError, KeyError):  # heads in groups, or nothing that can be cut out
-            if kept == source.count:
-                break
-            continue
-        pair = [
-            _measure(table, original, {kept: part}, precision)[kept]
-            for original, part in zip(originals, parts, strict=True)
-        ]
-        times[kept] = tuple(a + b for a, b in zip(*pair, strict=True))
-        if kept == source.count and _mean(times[kept], target) >= fused:
-            break
-    return times
+    if not times or _mean(times[source.count], target) >= fused:
+        return times
+    return times | timed([size.kept for size in now[0].sizes if 0 < size.kept < source.count
+                          and size == Size(size.kept)])  # fmt: skip
+
+
+def _handed_on(
+    model: ir.Model,
+    source: Group,
+    reader: Group,
+    kept: int,
+    feeds: Sequence[Batch],
+    table: LatencyTable,
+) -> Sequence[Part]:
+    """Both, with so many heads; nothing where they cannot be written so."""
+    names = source.names[0], reader.names[0]
+    new = model.clone()
+    edges = {names[1]: {head: (names[0], head) for head in range(kept)}}
+    mask = [1] * kept + [0] * (source.count - kept)
+    try:
+        hand_on(new, edges, dict.fromkeys(names, mask) if kept < source.count else {})
+        blocks = {block.name: block for block in find_attention(new)[0]}
+        return cut_out(new, [_cut(blocks[name]) for name in names], feeds, provider=table.provider)
+    except (AttnserveError, KeyError):  # heads in groups, or nothing that can be cut out
+        return ()
 
 
 def sums_are_faster(

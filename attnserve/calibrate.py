@@ -212,16 +212,19 @@ class _BlockSums:
         self.queries += int(real.sum())
         self.x_sum = self.x_sum + x[real].sum(0)
         self.x_products = self.x_products + x[real].T @ x[real]
-        for row in range(B):  # one sequence at a time: (H, S, E) must fit in memory
+        for row in range(B):  # one sequence at a time: (H, S, T) in double precision
             self._add_sequence(p[row].astype(np.float64), y[row].astype(float), written[row])
 
     def _add_sequence(self, p: np.ndarray, y: np.ndarray, written: np.ndarray) -> None:
-        """Variances about the mean under p, sum_t p y y^T - ybar ybar^T, of keys and writes."""
+        """Variances about the mean under p, sum_t p y y^T - ybar ybar^T, of keys and writes.
+
+        Summed over heads and queries that of keys is y^T (diag(sum p) - sum p p^T) y: T x T inside,
+        where ybar ybar^T would be multiplied out for every head and query.
+        """
         y = y - y.mean(0)  # the same spread, with fewer digits lost to the mean
-        attended = p @ y  # H S E
-        flat = attended.reshape(-1, y.shape[-1])
-        mass = p.sum(axis=(0, 1))  # T
-        self.y_spread = self.y_spread + (y * mass[:, None]).T @ y - flat.T @ flat
+        rows = p.reshape(-1, p.shape[-1])  # H*S T
+        spread = np.diag(rows.sum(0)) - rows.T @ rows  # T T
+        self.y_spread = self.y_spread + y.T @ (spread @ y)
         context = p @ written  # H S V
         squares = (p @ (written**2)).sum(-1) - (context**2).sum(-1)  # H S
         self.head_spread = self.head_spread + squares.sum(1)

@@ -34,7 +34,7 @@ __all__ = ["Cut", "LatencyTable", "Part", "cut_out", "default_cache", "in_turns"
 
 Progress = Callable[[int, int], None]
 
-GROUP_SECONDS = 6.0
+GROUP_SECONDS = 5.0
 """About how long the forms of one block are timed."""
 
 MOST_OPEN = 8

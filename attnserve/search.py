@@ -532,7 +532,9 @@ class _Search:
         if self.goal.task is None:
             loss += ONE_SIDED * fidelity.standard_error
         else:
-            score = self._score(graph, f"build {number}: score")
+            # What computes the same has the same score.
+            same = fidelity.min_cosine > 1 - ROUNDING
+            score = self.before if same else self._score(graph, f"build {number}: score")
             share = share_kept(self.before, score, seed=self.seed)
             loss = max(1 - share.lower, loss / DRIFT)
         self.last = _Built(choice, decided, exact, graph, done, fidelity, share, loss)
