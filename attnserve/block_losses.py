@@ -182,7 +182,10 @@ class _Weigh:
                     threads=self.threads,
                 )
                 edges = edges_of(Reuse("full"), both, [reader], masks={}, similarity=alike)
-                heads = tuple(edges[reader][head][1] for head in range(pair.reader.count))
+                taken = edges.get(reader, {})
+                if len(taken) < pair.reader.count:  # they do not attend over the same tokens
+                    continue
+                heads = tuple(taken[head][1] for head in range(pair.reader.count))
                 new = self.model.clone()
                 hand_on(new, edges, {})
                 yield replace(pair, heads=heads, loss=self._loss(new, [reader]))

@@ -239,7 +239,7 @@ def time_pairs(
     """
     able = [g for g in groups if g.kind == "attention" and not g.why_not and len(g.blocks) == 1]
     found: list[Pair] = []
-    known: dict[tuple[Timed, Timed], Mapping[int, tuple[float, ...]]] = {}
+    known: dict[tuple[Timed, Timed], tuple[Mapping[int, tuple[float, ...]], float]] = {}
     for index, reader in enumerate(able):
         source = next((s for s in reversed(able[:index]) if _may_hand_on(s, reader)), None)
         if source is None:
@@ -247,10 +247,9 @@ def time_pairs(
         now = timed[source.blocks[0]], timed[reader.blocks[0]]
         if now not in known:  # blocks that do the same work were timed once
             known[now] = _together(model, source, reader, feeds, table, now, target, precision)
-        if times := known[now]:
-            fused = sum(_mean(each.sizes[Size(source.count)], target) for each in now)
-            saved = fused - _mean(times[source.count], target)
-            found.append(Pair(source, reader, times, saved))
+        times, saved_ms = known[now]
+        if times:
+            found.append(Pair(source, reader, times, saved_ms))
         report("time pairs", index + 1, len(able))
     return found
 
@@ -270,8 +269,9 @@ def _together(
     now: tuple[Timed, Timed],
     target: int,
     precision: Precision,
-) -> dict[int, tuple[float, ...]]:
-    """Milliseconds of both by the heads that stay; nothing where they cannot be written so."""
+) -> tuple[dict[int, tuple[float, ...]], float]:
+    """Milliseconds of both by the heads that stay, nothing where they cannot be written so; and
+    what they save with all their heads."""
     whole = cut_out(model, [_cut(source.blocks[0]), _cut(reader.blocks[0])], feeds,
                     provider=table.provider)  # fmt: skip
     original = _converted(whole[0], precision)
@@ -290,11 +290,14 @@ def _together(
         }
 
     times = timed([source.count])
+    if not times:
+        return {}, 0.0
     fused = sum(_mean(each.sizes[Size(source.count)], target) for each in now)
-    if not times or _mean(times[source.count], target) >= fused:
-        return times
-    return times | timed([size.kept for size in now[0].sizes if 0 < size.kept < source.count
-                          and size == Size(size.kept)])  # fmt: skip
+    saved_ms = fused - _mean(times[source.count], target)
+    if saved_ms > 0:
+        times |= timed([size.kept for size in now[0].sizes if 0 < size.kept < source.count
+                        and size == Size(size.kept)])  # fmt: skip
+    return times, saved_ms
 
 
 def _handed_on(

@@ -416,6 +416,15 @@ def test_reuse_that_is_slower_than_fused_operators_is_timed_once_and_not_weighed
     assert all(len(unit) == 1 for unit, _ in units_of(groups, [pair]))
 
 
+def test_a_pair_whose_heads_have_nothing_in_common_is_left_out(
+    bert: ir.Model, groups: list[Group], data: list[Batch], monkeypatch: pytest.MonkeyPatch
+):
+    """Where no similarity could be measured there are no edges."""
+    _, (pair,) = handed_on(bert, groups, monkeypatch, "as exported")
+    monkeypatch.setattr("attnserve.block_losses.edges_of", lambda *_, **__: {})
+    assert loss_curves(bert, groups, data, pairs=[pair], threads=1, report=silent).pairs == ()
+
+
 def test_no_group_is_in_two_pairs(groups: list[Group]):
     """The pair that loses least is taken first."""
     first, second = (group for group in groups if group.kind == "attention")
