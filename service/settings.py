@@ -196,8 +196,9 @@ def read(kind: type[Kind], given: Mapping[str, Any]) -> Kind:
         first = error.errors(include_url=False, include_context=False)[0]
         name = ".".join(map(str, first["loc"][:1])) or "settings"
         shown = "" if name == "api_keys" else f" {first['input']!r}"
-        prefix = kind.model_config.get("env_prefix", "")
+        variable = f"{kind.model_config.get('env_prefix', '')}{name.upper()}"
+        # Not every setting is an option: one is named only where it can have been given.
+        option = "" if given.get(name) is None else f"--{name.replace('_', '-')} or "
         raise InvalidArgument(
-            f"{name}{shown}: {first['msg']}",
-            f"mend --{name.replace('_', '-')} or {prefix}{name.upper()}",
+            f"{name}{shown}: {first['msg']}", f"mend {option}{variable}"
         ) from error

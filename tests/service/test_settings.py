@@ -97,3 +97,11 @@ def test_how_the_gpu_is_used_comes_from_the_environment(
     (settings,) = told
     assert (settings.cuda, settings.cuda_graphs) == (Cuda(tf32=True, memory_bytes=7), 5)
     assert Settings.model_fields["cuda_graphs"].default == 0
+
+
+def test_what_the_environment_says_wrongly_is_mended_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No option is named that does not exist."""
+    monkeypatch.setenv("ATTNSERVE_CUDA_GRAPHS", "many")
+    with pytest.raises(InvalidArgument, match="valid integer") as caught:
+        read_settings(model=Path("model"))
+    assert caught.value.fix == "mend ATTNSERVE_CUDA_GRAPHS"
