@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager
 from types import FrameType
 from typing import Any
@@ -133,9 +133,10 @@ def serve(settings: Settings) -> None:
     """Serve until told to stop; stdout stays silent, the log goes to stderr.
 
     Told to stop (SIGTERM, SIGINT), it says that it is not ready, answers what it has accepted, and
-    returns.
+    returns. A SIGINT after that refuses what is not answered yet.
 
     Raises:
+        KeyboardInterrupt: It was told to stop at once.
         InvalidArgument: The address cannot be listened on, the provider is not available here, the
             file with the API keys cannot be read, or this system has no several workers.
         InvalidModel: No model can be loaded.
@@ -158,10 +159,13 @@ def serve(settings: Settings) -> None:
         app = create_app(settings, repository)
         # Loaded here and not at startup: what is wrong with it is an error like any other.
         asyncio.run(repository.start())
-        say_serving(listener, (engine.name for engine in repository.engines()))
-        for engine in repository.engines():
-            say_operators(engine)
-        Server(server_config(app), repository).run(sockets=[listener])
+
+        def say() -> None:
+            say_serving(listener, (engine.name for engine in repository.engines()))
+            for engine in repository.engines():
+                say_operators(engine)
+
+        Server(server_config(app), repository, say).run(sockets=[listener])
 
 
 def start_log(settings: Settings) -> None:
@@ -191,13 +195,25 @@ def server_config(app: FastAPI) -> uvicorn.Config:
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which drains: what was accepted is answered, and then the process ends well."""
+    """uvicorn, which drains: what was accepted is answered, and then the process ends well.
 
-    def __init__(self, config: uvicorn.Config, repository: Repository) -> None:
+    Args:
+        started: Called once connections are accepted.
+    """
+
+    def __init__(
+        self, config: uvicorn.Config, repository: Repository, started: Callable[[], None]
+    ) -> None:
         super().__init__(config)
-        self._repository = repository
+        self._repository, self._say_started = repository, started
+        self._hurried = False
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until told to stop.
+
+        Raises:
+            KeyboardInterrupt: It was told to stop at once, by a second SIGINT.
+        """
         # uvicorn raises the signals that it has caught again at its end: nobody else needs them.
         before = {number: signal.signal(number, _ignore) for number in STOPS}
         try:
@@ -205,14 +221,27 @@ class Server(uvicorn.Server):
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+        if self._hurried:
+            raise KeyboardInterrupt
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        if self.started:
+            self._say_started()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._repository.draining and sig == signal.SIGINT and not self._hurried:
+            # uvicorn would cut every connection: a refusal tells their clients more.
+            self._hurried = True
+            self._loop.call_soon_threadsafe(self._repository.abandon)
+            return
         self._repository.draining = True
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         delay = self._repository.settings.drain_delay_s
-        while delay > 0 and not self.force_exit:  # still answering, no longer ready
+        while delay > 0 and not self._hurried:  # still answering, no longer ready
             await asyncio.sleep(min(delay, 0.1))
             delay -= 0.1
         await super().shutdown(sockets)

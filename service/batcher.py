@@ -227,7 +227,7 @@ class Batcher:
         self._free = concurrency
         self._paused = self._closed = False
         self._reserved = 0
-        self._open: set[_Request] = set()  # of ``submit_from``, until they are answered
+        self._open: set[_Request] = set()  # until they are answered
         self._typical_s = 0.0
         self._lag_s = 0.0  # how long the loop takes to come to what is due
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -293,16 +293,12 @@ class Batcher:
         self.check_room(count)
         request = self._request(deadline)
         alone = len(self._open) < self._slots
-        self._open.add(request)
         with self._lock:
             self._reserved += count
             here = brief and alone and self._free > 0 and not len(self.queue) and not self._paused
             self._free -= here
         (self._pool if here else self.maker).submit(self._make, request, make, count, here)
-        try:
-            return await self._answered(request)
-        finally:
-            self._open.discard(request)
+        return await self._answered(request)
 
     def pause(self) -> None:
         """Begin no more runs."""
@@ -317,6 +313,11 @@ class Batcher:
         with self._lock:
             requests = {row.request for row in self.queue}
         for request in requests:
+            self._fail(request, error)
+
+    def refuse_all(self, error: Exception) -> None:
+        """Answer all that is not answered yet with ``error``; what runs does so in vain."""
+        for request in list(self._open):
             self._fail(request, error)
 
     def close(self) -> None:
@@ -346,9 +347,11 @@ class Batcher:
             assert self._loop is not None
             wait = request.deadline - request.asked
             request.timer = self._loop.call_later(wait, self._expire, request)
+        self._open.add(request)
         try:
             return await request.future
         finally:
+            self._open.discard(request)
             if request.timer is not None:
                 request.timer.cancel()
             self._withdraw(request)

@@ -124,6 +124,13 @@ class Repository:
         self.engine(name)
         return sorted(self._engines[name], key=int)
 
+    def abandon(self) -> None:
+        """Refuse all that is not answered yet."""
+        for engine in self.engines():
+            engine.batcher.refuse_all(
+                NotReady("the server was told to stop at once", "ask another, or later")
+            )
+
     def engines(self) -> list[Engine]:
         """All that are loaded, by name and version."""
         return [

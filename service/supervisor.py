@@ -48,6 +48,10 @@ WELL_S = 10.0
 POLL_S = 0.05
 """How often to look whether a worker that starts serves already."""
 
+LOOK_S, HANGS_S = 5.0, 60.0
+"""How often to look whether workers still speak, and how long one may be silent: then it is killed.
+Time in which this process did not run either (a machine asleep) does not count."""
+
 STOPS = (signal.SIGINT, signal.SIGTERM)
 
 log = logging.getLogger("attnserve")
@@ -60,6 +64,7 @@ def supervise(settings: Settings, address: socket.socket) -> None:
         address: Bound, not listening. It is held as long as this runs.
 
     Raises:
+        KeyboardInterrupt: Told to stop at once, by a second SIGINT.
         ServiceError: No worker can be started, or one did not end well when told to stop.
         AttnserveError: What a worker said is wrong with its models or its settings.
     """
@@ -85,11 +90,12 @@ def threads_of_each(settings: Settings) -> int:
 class _Wake:
     """What ends a wait: a signal of any kind; ``stopping`` from the first that says to stop.
 
-    ``hurry`` is called by a SIGINT that comes later.
+    ``hurry`` is called by a SIGINT that comes later, and ``hurried`` says so.
     """
 
     reader: socket.socket
     stopping: bool = False
+    hurried: bool = False
     hurry: Callable[[], None] = lambda: None
 
     def wait(self, seconds: float) -> None:
@@ -106,6 +112,7 @@ def _signals() -> Generator[_Wake]:
 
     def stop(number: int, frame: Any) -> None:
         if wake.stopping and number == signal.SIGINT:
+            wake.hurried = True
             wake.hurry()
         wake.stopping = True
 
@@ -129,13 +136,20 @@ def _notice(number: int, frame: Any) -> None:
 
 @dataclass
 class _Worker:
-    """A place for a process: who is there, and how often it failed in a row."""
+    """A place for a process: who is there, and how often it failed in a row.
+
+    ``spoke_at`` is when it last said how it is, on its own clock, ``silent_s`` how long it has said
+    nothing new since, and ``looked_at`` when that was looked for.
+    """
 
     number: int
     process: subprocess.Popen[bytes] | None = None
     serving_since: float | None = None
     failures: int = 0
     start_at: float = 0.0
+    spoke_at: float = 0.0
+    silent_s: float = 0.0
+    looked_at: float = 0.0
 
 
 class _Supervisor:
@@ -160,6 +174,8 @@ class _Supervisor:
             self._stop()
             raise
         self._stop(must_end_well=True)
+        if self._wake.hurried:
+            raise KeyboardInterrupt
 
     def _look(self) -> None:
         """See who died and who serves, and start whose time has come."""
@@ -172,6 +188,8 @@ class _Supervisor:
                 if status is not None and status.serving and status.pid == process.pid:
                     worker.serving_since = monotonic()
                     self._serves(worker)
+            elif process is not None:
+                self._listen(worker, process)
         for worker in self._workers:
             if worker.process is None and monotonic() >= worker.start_at:
                 self._start(worker)
@@ -181,9 +199,22 @@ class _Supervisor:
         if any(worker.process and worker.serving_since is None for worker in self._workers):
             return POLL_S
         waiting = [worker.start_at for worker in self._workers if worker.process is None]
-        return min(1.0, max(0.0, min(waiting) - monotonic())) if waiting else 60.0
+        return min(1.0, max(0.0, min(waiting) - monotonic())) if waiting else LOOK_S
+
+    def _listen(self, worker: _Worker, process: subprocess.Popen[bytes]) -> None:
+        """Kill a worker that has been silent for too long: the next look finds it dead."""
+        now, status = monotonic(), self._runtime.status(worker.number)
+        passed, worker.looked_at = min(now - worker.looked_at, 2 * LOOK_S), now
+        if status is not None and status.at != worker.spoke_at:
+            worker.spoke_at, worker.silent_s = status.at, 0.0
+            return
+        worker.silent_s += passed
+        if worker.silent_s > HANGS_S:
+            log.error("worker %d (process %d) hangs: it is killed", worker.number, process.pid)
+            process.kill()
 
     def _start(self, worker: _Worker) -> None:
+        worker.silent_s = 0.0
         with self._listener() as listener:
             worker.process = subprocess.Popen(
                 python("service.worker"),
@@ -289,7 +320,7 @@ class _Supervisor:
                 if process.wait() and not (starting and process.returncode == -signal.SIGTERM):
                     bad.append(f"worker {worker.number} {_ended(process.returncode)}")
                 self._take_away(worker, process)
-        if bad and must_end_well:
+        if bad and must_end_well and not self._wake.hurried:
             raise ServiceError(
                 f"{bad[0]} when it was to stop", "requests that it had accepted may be lost"
             )

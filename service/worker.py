@@ -29,6 +29,9 @@ from service.shared_repository import SharedRepository
 
 __all__: list[str] = []
 
+INTERRUPTED = 128 + signal.SIGINT
+"""The exit code of what was told to stop at once."""
+
 
 class _Server(Server):
     """A server that counts as a worker while it accepts connections."""
@@ -36,7 +39,7 @@ class _Server(Server):
     def __init__(
         self, config: uvicorn.Config, repository: SharedRepository, runtime: Runtime
     ) -> None:
-        super().__init__(config, repository)
+        super().__init__(config, repository, repository.say_serving)
         self._shared, self._runtime = repository, runtime
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -44,7 +47,6 @@ class _Server(Server):
         async with self._runtime.changing():
             await self._shared.join()
             await super().startup(sockets)
-            self._shared.say_serving()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
@@ -70,6 +72,8 @@ def main() -> int:
             for engine in repository.engines() if worker == 0 else ():
                 say_operators(engine)
             _Server(server_config(app), repository, runtime).run(sockets=[listener])
+        except KeyboardInterrupt:
+            return INTERRUPTED
         except AttnserveError as error:
             runtime.fail(worker, error)
             return error.exit_code

@@ -244,16 +244,6 @@ def server(encoder: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
         process.terminate()
 
 
-def wait_ready(address: str) -> None:
-    for _ in range(200):
-        try:
-            if httpx2.get(f"{address}/v2/health/ready").json() == {"ready": True}:
-                return
-        except httpx2.TransportError:
-            threading.Event().wait(0.05)
-    raise AssertionError("the server does not come up")
-
-
 def exchange(address: str, *parts: bytes) -> bytes:
     """Send bytes as they are and close the sending half; what came back."""
     host, port = address.removeprefix("http://").split(":")
@@ -273,9 +263,15 @@ def exchange(address: str, *parts: bytes) -> bytes:
     return received
 
 
+def test_who_reads_where_it_serves_can_ask_at_once(
+    server: tuple[str, subprocess.Popen[str]],
+) -> None:
+    """The first of these tests to run asks as soon as the line is there."""
+    assert httpx2.get(f"{server[0]}/v2/health/ready").json() == {"ready": True}
+
+
 def test_real_http(server: tuple[str, subprocess.Popen[str]]) -> None:
     address, _ = server
-    wait_ready(address)
     with httpx2.Client(base_url=address) as client:
         answer = client.post("/embed", json={"inputs": ["a", "b c"]})
         assert answer.status_code == 200
@@ -292,7 +288,6 @@ def test_answers_do_not_wait_for_acknowledgements(
 ) -> None:
     """Nagle's algorithm and delayed acknowledgements together add 40 ms to every answer."""
     address, _ = server
-    wait_ready(address)
     with httpx2.Client(base_url=address) as client:
         times = [client.post("/embed", json={"inputs": "a"}).elapsed for _ in range(20)]
     assert min(times[1:]).total_seconds() < 0.03
@@ -300,7 +295,6 @@ def test_answers_do_not_wait_for_acknowledgements(
 
 def test_real_http_that_lies(server: tuple[str, subprocess.Popen[str]]) -> None:
     address, _ = server
-    wait_ready(address)
     head = b"POST /embed HTTP/1.1\r\nhost: x\r\n"
     body = b'{"inputs": "a"}'
     cases = {
@@ -370,7 +364,6 @@ def test_stdout_is_silent_and_the_log_is_on_stderr(
     server: tuple[str, subprocess.Popen[str]],
 ) -> None:
     address, process = server
-    wait_ready(address)
     httpx2.get(f"{address}/v2", headers={"x-request-id": "last"})
     process.terminate()
     stdout, stderr = process.communicate(timeout=20)

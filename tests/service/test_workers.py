@@ -38,11 +38,15 @@ EMBED = {"inputs": ["a b", "c"]}
 
 PROGRAM = """
 import sys
+import service.supervisor
 from service.app import serve
 from service.settings import read_settings
 from graph_passes.errors import AttnserveError
+service.supervisor.LOOK_S, service.supervisor.HANGS_S = 0.2, 3
 try:
     serve(read_settings())
+except KeyboardInterrupt:
+    sys.exit(130)
 except AttnserveError as error:
     print(f"error: {error.what}", file=sys.stderr)
     sys.exit(error.exit_code)
@@ -79,9 +83,10 @@ class Server:
         assert found, self.log
         return int(found[1])
 
-    def wait(self) -> None:
+    def wait(self, workers: int = 2) -> None:
         until(lambda: "serving" in self.log or self.process.poll() is not None)
-        assert "workers:" in self.log or until(lambda: "workers:" in self.log), self.log
+        if workers > 1:
+            assert "workers:" in self.log or until(lambda: "workers:" in self.log), self.log
 
     @property
     def left(self) -> list[Path]:
@@ -349,6 +354,45 @@ def test_all_workers_answer_what_they_accepted_and_end(
         assert "Traceback" not in server.log and "error" not in server.log
         with pytest.raises(ConnectionRefusedError):
             server.any_client().get("/v2/health/live")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_told_to_stop_twice_it_refuses_what_it_has_not_answered(
+    tmp_path: Path, workers: int
+) -> None:
+    """The first SIGINT waits for answers, here for a batch that takes a minute to fill."""
+    model, wait = write_encoder(tmp_path / "tiny"), {"max_wait_ms": 60_000, "timeout_ms": 90_000}
+    with (
+        serving(model, tmp_path, workers=workers, **wait) as server,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        server.wait(workers)
+        asked = threads.submit(server.any_client().ask, "POST", "/embed", EMBED)
+        watching = server.any_client()
+        series = b'attnserve_in_flight{model="tiny",version="1"} 1.0'
+        until(lambda: series in watching.ask("GET", "/metrics")[1])
+        server.process.send_signal(signal.SIGINT)
+        threading.Event().wait(1)
+        assert not asked.done() and server.process.poll() is None
+        server.process.send_signal(signal.SIGINT)
+        status, body = asked.result(10)
+        assert status == 503 and b"the server was told to stop at once" in body
+        assert server.process.wait(20) == 130
+        assert server.left == []
+        assert "Traceback" not in server.log
+
+
+def test_a_worker_that_hangs_is_killed_and_replaced(tmp_path: Path) -> None:
+    with serving(write_encoder(tmp_path / "tiny"), tmp_path) as server:
+        server.wait()
+        silent, other = server.pids()
+        client = server.client(other)
+        psutil.Process(silent).suspend()
+        until(lambda: f"(process {silent}) hangs: it is killed" in server.log)
+        until(lambda: "serves again" in server.log)
+        assert other in server.pids() and silent not in server.pids()
+        assert client.post("/embed", EMBED) == 200
+        assert server.log.count("hangs: it is killed") == 1  # who speaks is left alone
 
 
 def test_what_is_wrong_with_the_models_is_said_once(tmp_path: Path) -> None:
