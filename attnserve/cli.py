@@ -741,13 +741,16 @@ def bench(
         _line(line)
     table = _table(
         f"latency in ms, batch x tokens, {threads or 'all'} thread(s), {provider}",
-        ("model", ">p50", ">p90", ">p99", ">speed-up", ">95 %", ">GMACs", ">GMAC/s", ">MiB"),
+        ("model", ">p50", ">p90", ">p99", ">speed-up", ">95 %", ">GMACs", ">GMAC/s", ">MiB")
+        + ((">GPU MiB",) if provider == "cuda" else ()),
     )
     for index, result in enumerate(report.results):
         if index % len(models) == 0:
             table.add_section()
             table.add_row(f"{result.batch} x {result.sequence}", style="bold")
-        table.add_row(names[index % len(models)], *_latency_cells(result))
+        peak = "-" if result.peak_gpu_bytes is None else f"{result.peak_gpu_bytes / 2**20:.0f}"
+        more = (peak,) if provider == "cuda" else ()
+        table.add_row(names[index % len(models)], *_latency_cells(result), *more)
     out.print(table)
 
 
