@@ -78,7 +78,7 @@ from graph_passes.errors import (
 from graph_passes.round_bfloat16 import RoundInFloat32
 from graph_passes.shapes import state_types
 
-__all__ = ["Precision", "convert", "is_bfloat16", "on_cpu", "precision_of"]
+__all__ = ["LARGEST", "Precision", "convert", "is_bfloat16", "on_cpu", "precision_of"]
 
 Precision = Literal["float32", "float16", "bfloat16", "int8"]
 
@@ -461,8 +461,10 @@ def _restore(before: ir.Model, after: ir.Model, precision: Precision) -> None:
         (before.graph.inputs, after.graph.inputs),
         (before.graph.outputs, after.graph.outputs),
     ):
-        old, new = ([(v.name, v.dtype) for v in values] for values in (ours, theirs))
-        if old != new:
+        # A type that is not stated, as of what is cut out of a model, is no promise.
+        old = [(v.name, v.dtype or w.dtype) for v, w in zip(ours, theirs, strict=False)]
+        new = [(v.name, v.dtype) for v in theirs]
+        if old != new or len(ours) != len(theirs):
             raise CannotRewrite(
                 f"{precision}: ONNX Runtime's tool changes inputs or outputs: {old} to {new}",
                 FLOAT32,

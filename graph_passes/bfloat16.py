@@ -77,8 +77,8 @@ class ToBfloat16(ir.passes.InPlacePass):
     exact: frozenset[str] = field(default_factory=frozenset[str])
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        before = interface(model)
         spread_types(model)
+        before = interface(model)
         opset = model.opset_imports.get("", 0)
         nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
         turned, half = set[ir.Node](), set[ir.Value]()

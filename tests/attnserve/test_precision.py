@@ -201,6 +201,18 @@ def test_a_fused_export_is_converted_too(tiny_export: Build, sentences: Path):
         assert compare(model, made, batches, "sentences").mean_cosine >= least
 
 
+@pytest.mark.parametrize("precision", ["float16", "bfloat16", "int8"])
+def test_what_is_cut_out_of_a_model_states_no_type_and_is_converted_as_float32(
+    precision: module.Precision,
+):
+    model, x = product(), normal(2, 5, D)
+    expected = run(model, x=x)
+    model.graph.outputs[0].type = None
+    made = convert(model, precision)
+    assert made.graph.outputs[0].dtype in (None, ir.DataType.FLOAT)
+    assert error(expected, run(on_cpu(made), x=x)) < 0.03
+
+
 # ---- float16 -------------------------------------------------------------------------------------
 
 
