@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -11,7 +12,16 @@ import numpy as np
 from attnserve.device import DEVICE, run_entries
 from attnserve.session import require_runtime
 
-__all__ = ["Feed", "Place", "binding_of", "bound", "give_back", "placed", "run_options"]
+__all__ = [
+    "Feed",
+    "InputBuffers",
+    "Place",
+    "binding_of",
+    "bound",
+    "give_back",
+    "placed",
+    "run_options",
+]
 
 Feed = Mapping[str, np.ndarray]
 Place = Literal["cpu", "cuda"]
@@ -33,14 +43,45 @@ def bound(session: Any, feed: Feed) -> Callable[[], object]:
     return run
 
 
-def binding_of(session: Any, inputs: Mapping[str, Any], place: Place) -> Any:
-    """Inputs bound to where they are, outputs to be made in the same place."""
+def binding_of(
+    session: Any, inputs: Mapping[str, Any], place: Place, names: Sequence[str] | None = None
+) -> Any:
+    """Inputs bound to where they are, outputs (None: all) to be made in the same place."""
     binding = session.io_binding()
     for name, value in inputs.items():
         binding.bind_ortvalue_input(name, value)
-    for value in session.get_outputs():
-        binding.bind_output(value.name, place, DEVICE)
+    for name in names or [value.name for value in session.get_outputs()]:
+        binding.bind_output(name, place, DEVICE)
     return binding
+
+
+class InputBuffers:
+    """What one run at a time reads, in memory of the device: that of the last shapes stays there.
+
+    Args:
+        most: The shapes whose buffers stay; the one that was used longest ago goes first.
+    """
+
+    def __init__(self, place: Place, most: int = 8) -> None:
+        self._place: Place = place
+        self._most = most
+        self._held: OrderedDict[Any, dict[str, Any]] = OrderedDict()
+
+    def filled(self, feed: Feed) -> Mapping[str, Any]:
+        """The buffers of these inputs, which hold them until the next call."""
+        # By type too: what is copied is as many elements as there are, whatever their size.
+        key = tuple((name, array.shape, array.dtype.str) for name, array in feed.items())
+        held = self._held.get(key)
+        if held is None:
+            held = {name: placed(array, self._place) for name, array in feed.items()}
+            self._held[key] = held
+            if len(self._held) > self._most:
+                self._held.popitem(last=False)
+        else:
+            self._held.move_to_end(key)
+            for name, array in feed.items():
+                held[name].update_inplace(np.ascontiguousarray(array))
+        return held
 
 
 def placed(array: np.ndarray, place: Place) -> Any:

@@ -22,19 +22,20 @@ from attnserve.options import (
     hand_on,
     sizes_of,
 )
-from attnserve.precision import Precision, convert
+from attnserve.precision import LARGEST, Precision, convert
 from attnserve.session import open_session
 from graph_passes import activation, fuse, rewrites
 from graph_passes.activation import FuseGelu
 from graph_passes.attention import AttentionBlock
+from graph_passes.edit import remove_unused
 from graph_passes.errors import AttnserveError
 from graph_passes.feed_forward import FeedForwardBlock, find_feed_forward
 from graph_passes.find import find_attention
 from graph_passes.fuse import Form, FuseAttention
 from graph_passes.residual import SumResiduals, find_residuals
-from graph_passes.shapes import Facts, interpret_small
+from graph_passes.shapes import Facts, interpret_small, state_types
 
-__all__ = ["sums_are_faster", "time_blocks", "time_pairs"]
+__all__ = ["sums_are_faster", "time_blocks", "time_pairs", "without_casts"]
 
 Stage = Callable[[str, int, int], None]
 
@@ -180,9 +181,48 @@ def _converted(part: Part, precision: Precision) -> Part:
     if precision == "float32":
         return part
     try:
-        return Part(convert(part.model, precision), part.feeds)
+        made = Part(convert(part.model, precision), part.feeds)
     except AttnserveError:  # nothing in it that could be converted
         return part
+    # numpy has no bfloat16 to be fed: such a part is timed with its casts.
+    return without_casts(made) if precision == "float16" else made
+
+
+def without_casts(part: Part) -> Part:
+    """A part in float16 as it stands in the whole, where what it is given and gives is float16.
+
+    ``convert`` casts inputs and outputs, of the whole once, of its parts each time. An input that
+    anything reads in float32 too stays float32, and so does an output that is made in it.
+    """
+    model = part.model.clone()
+    state_types(model)
+    halved: set[str] = set()
+    for value in model.graph.inputs:
+        casts = [user for user, _ in value.uses()]
+        if value.dtype == ir.DataType.FLOAT and casts and all(map(_is_to_float16, casts)):
+            value.type = ir.TensorType(ir.DataType.FLOAT16)
+            halved.add(value.name or "")
+            for cast in casts:
+                cast.outputs[0].replace_all_uses_with(value)
+    for place, value in enumerate(model.graph.outputs):
+        cast = value.producer()
+        made = cast.inputs[0] if cast is not None and cast.op_type == "Cast" else None
+        if made is not None and made.producer() and made.dtype == ir.DataType.FLOAT16:
+            made.name, value.name = value.name, made.name
+            model.graph.outputs[place] = made
+    remove_unused(model)
+    feeds = [{name: array.clip(-LARGEST, LARGEST).astype(np.float16) if name in halved else array
+              for name, array in feed.items()} for feed in part.feeds]  # fmt: skip
+    return Part(model, tuple(feeds))
+
+
+def _is_to_float16(node: ir.Node) -> bool:
+    made = node.outputs[0]
+    return (
+        node.op_type == "Cast"
+        and node.attributes.get_int("to", 1) == ir.DataType.FLOAT16
+        and not made.is_graph_output()
+    )
 
 
 def _smaller(part: Part, size: Size) -> Part | None:

@@ -97,6 +97,9 @@ Allow = Annotated[
     typer.Option(help="What a search may change beyond attention: ffn.", show_default=False),
 ]
 Fp16 = Annotated[bool, typer.Option("--fp16", help="16-bit weights, after all else.")]
+Bf16 = Annotated[
+    bool, typer.Option("--bf16", help="16-bit weights with the range of 32, for GPUs alone.")
+]
 Int8 = Annotated[bool, typer.Option("--int8", help="8-bit weights, after all else.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite an existing output.")]
 
@@ -347,6 +350,7 @@ def optimize(
     task: ScoredTask = None,
     allow: Allow = None,
     fp16: Fp16 = False,
+    bf16: Bf16 = False,
     int8: Int8 = False,
     plan: Annotated[
         Path | None,
@@ -412,7 +416,7 @@ def optimize(
             task=task,
             allow=_allowed(allow),
             plan=plan,
-            precision=_precision(fp16, int8),
+            precision=_precision(fp16, bf16, int8),
             refit=refit,
             calib=calib,
             tokenizer=tokenizer,
@@ -491,6 +495,7 @@ def plan(
     task: ScoredTask = None,
     allow: Allow = None,
     fp16: Fp16 = False,
+    bf16: Bf16 = False,
     int8: Int8 = False,
     tokenizer: Tokenizer = None,
     batch: Annotated[int, typer.Option(min=1, help="Batch size to be fast at.")] = 1,
@@ -518,7 +523,7 @@ def plan(
             eval_data=eval_data,
             task=task,
             allow=_allowed(allow),
-            precision=_precision(fp16, int8),
+            precision=_precision(fp16, bf16, int8),
             tokenizer=tokenizer,
             batch=batch,
             sequence=seq,
@@ -539,10 +544,14 @@ def _allowed(text: str | None) -> list[Any]:
     return [] if text is None else _names(text)
 
 
-def _precision(fp16: bool, int8: bool) -> Precision:
-    if fp16 and int8:
-        raise InvalidArgument("--fp16 and --int8 exclude each other", "give one of them")
-    return "float16" if fp16 else "int8" if int8 else "float32"
+def _precision(fp16: bool, bf16: bool, int8: bool) -> Precision:
+    asked: dict[str, tuple[bool, Precision]] = {
+        "--fp16": (fp16, "float16"), "--bf16": (bf16, "bfloat16"), "--int8": (int8, "int8"),
+    }  # fmt: skip
+    given = [name for name, (is_given, _) in asked.items() if is_given]
+    if len(given) > 1:
+        raise InvalidArgument(f"{' and '.join(given)} exclude each other", "give one of them")
+    return asked[given[0]][1] if given else "float32"
 
 
 def _show_plan(report: PlanReport) -> None:
@@ -732,13 +741,16 @@ def bench(
         _line(line)
     table = _table(
         f"latency in ms, batch x tokens, {threads or 'all'} thread(s), {provider}",
-        ("model", ">p50", ">p90", ">p99", ">speed-up", ">95 %", ">GMACs", ">GMAC/s", ">MiB"),
+        ("model", ">p50", ">p90", ">p99", ">speed-up", ">95 %", ">GMACs", ">GMAC/s", ">MiB")
+        + ((">GPU MiB",) if provider == "cuda" else ()),
     )
     for index, result in enumerate(report.results):
         if index % len(models) == 0:
             table.add_section()
             table.add_row(f"{result.batch} x {result.sequence}", style="bold")
-        table.add_row(names[index % len(models)], *_latency_cells(result))
+        peak = "-" if result.peak_gpu_bytes is None else f"{result.peak_gpu_bytes / 2**20:.0f}"
+        more = (peak,) if provider == "cuda" else ()
+        table.add_row(names[index % len(models)], *_latency_cells(result), *more)
     out.print(table)
 
 

@@ -16,10 +16,11 @@ import platform
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from itertools import product
 from pathlib import Path
@@ -30,6 +31,7 @@ import numpy as np
 from attnserve.artifact import Artifact, load_model, open_artifact
 from attnserve.binding import bound
 from attnserve.inputs import example_inputs
+from attnserve.profile import read_profile
 from attnserve.session import (
     Provider,
     cpu_name,
@@ -38,7 +40,7 @@ from attnserve.session import (
     require_runtime,
 )
 from graph_passes.cost import model_cost
-from graph_passes.errors import AttnserveError, InvalidArgument, InvalidModel
+from graph_passes.errors import AttnserveError, InvalidArgument, InvalidData, InvalidModel
 
 __all__ = ["BenchReport", "Machine", "Measurement", "bench", "describe_machine"]
 
@@ -71,6 +73,9 @@ class Measurement:
         peak_rss_bytes: Most memory the model's process has held so far: interpreter, ONNX Runtime,
             session and every shape measured until now.
         seed: Of the bootstrap.
+        peak_gpu_bytes: Most memory in use at once in the GPU's arena during a run of this shape,
+            weights left out that ONNX Runtime holds outside of it, in a session of its own; None on
+            the CPU and where ONNX Runtime does not tell.
     """
 
     model: str
@@ -81,6 +86,7 @@ class Measurement:
     macs: int | None
     peak_rss_bytes: int
     seed: int = 0
+    peak_gpu_bytes: int | None = None
 
     def percentile_ms(self, percent: float) -> float:
         """The time that ``percent`` of the samples stay within, in milliseconds."""
@@ -132,6 +138,7 @@ class Measurement:
             "speedup_ci95": list(self.speedup_ci95),
             "macs": self.macs,
             "peak_rss_bytes": self.peak_rss_bytes,
+            **({} if self.peak_gpu_bytes is None else {"peak_gpu_bytes": self.peak_gpu_bytes}),
         }
 
 
@@ -219,7 +226,29 @@ def bench(
                 if progress is not None:
                     progress(100 * index + 100 * (done + 1) // count, 100 * len(shapes))
             results += _measurements(subjects, shape, samples, seed)
+    if provider == "cuda":
+        feeds = [(one.artifact.model, one.inputs[shape]) for shape in shapes for one in subjects]
+        results = [
+            replace(result, peak_gpu_bytes=peak_of_runs(*each, provider=provider, threads=threads))
+            for result, each in zip(results, feeds, strict=True)
+        ]
     return BenchReport(tuple(results), machine)
+
+
+def peak_of_runs(
+    model: Path, inputs: Inputs, *, provider: Provider, threads: int = 0
+) -> int | None:
+    """Most memory in use at once in the provider's arena while these inputs run, by ONNX Runtime's
+    profile of a session of its own, for profiling costs time; None where it does not tell."""
+    with tempfile.TemporaryDirectory(prefix="attnserve-", ignore_cleanup_errors=True) as folder:
+        prefix = Path(folder) / "runs"
+        session: Any = open_session(model, provider=provider, threads=threads, profile=prefix)
+        for _ in range(2):  # the first allocates
+            session.run(None, dict(inputs))
+        try:
+            return read_profile(Path(session.end_profiling())).peak_bytes
+        except InvalidData:
+            return None
 
 
 def describe_machine(provider: Provider = "cpu", threads: int = 1) -> Machine:

@@ -52,7 +52,7 @@ def plan(
         target_speedup: Or how much faster the model must be.
         eval_data, task: The rows a score is measured on, and which.
         allow: "ffn" lets the plan take neurons out of feed-forwards.
-        precision: "float16" or "int8" weights, after all rewrites.
+        precision: "float16", "bfloat16" or "int8" weights, after all rewrites.
         batch, sequence: The shape to be fast at; the calibration data's lengths (its quartiles)
             without a sequence.
         threads: Of the sessions that are timed; all others use every core.

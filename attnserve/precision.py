@@ -1,8 +1,13 @@
-"""precision: the same model in 16 or 8 bits, made by ONNX Runtime's own tools, after all rewrites.
+"""precision: the same model in 16 or 8 bits, after all rewrites.
 
 float16: ``onnxruntime.transformers.float16``. Inputs and outputs stay float32. It is for GPUs: a
 CPU runs it too, through casts, and no faster (MiniLM-L6: mean cosine of a token 1.0000, half the
 file, 0.95x the speed at 128 tokens).
+
+bfloat16: ``graph_passes.bfloat16``, for ONNX Runtime's tool does not make it. It has the range of
+float32, so that nothing overflows, and 3 bits less of a mantissa than float16. Inputs and outputs
+stay float32, and so does what CUDA has no kernel for. ONNX Runtime has no products in bfloat16 for
+CPUs and refuses such a model there: ``on_cpu`` is what a CPU can run in its place.
 
 int8: ``onnxruntime.quantization.quantize_dynamic``. Weights become signed bytes with one scale a
 column and no zero point; activations are rounded as they come, with one scale a tensor. Measured
@@ -43,7 +48,7 @@ import logging
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -53,15 +58,29 @@ import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-from attnserve.session import PROTOBUF_LIMIT_BYTES, open_session, require_runtime, weight_bytes
+from attnserve.session import (
+    PROTOBUF_LIMIT_BYTES,
+    lacks_kernels,
+    open_session,
+    require_runtime,
+    weight_bytes,
+)
+from graph_passes.bfloat16 import COMPUTES, ToBfloat16
 from graph_passes.constants import constant_array, constant_tensor, is_constant
 from graph_passes.edit import remove_unused
-from graph_passes.errors import AttnserveError, CannotRewrite, InvalidArgument
-from graph_passes.shapes import interpret_small
+from graph_passes.errors import (
+    AttnserveError,
+    CannotRewrite,
+    InvalidArgument,
+    InvalidModel,
+    InvariantBroken,
+)
+from graph_passes.round_bfloat16 import RoundInFloat32
+from graph_passes.shapes import state_types
 
-__all__ = ["Precision", "convert", "precision_of"]
+__all__ = ["LARGEST", "Precision", "convert", "is_bfloat16", "on_cpu", "precision_of"]
 
-Precision = Literal["float32", "float16", "int8"]
+Precision = Literal["float32", "float16", "bfloat16", "int8"]
 
 LARGEST = 30_000.0
 """Finite float32 beyond it becomes this. A mask of -3.4e38 still hides what it hides, and two masks
@@ -98,19 +117,20 @@ def convert(model: ir.Model, precision: Precision) -> ir.Model:
     """The model in another precision, with the inputs and outputs it has; lossy.
 
     ``model`` is not changed; float32 returns it as it is. Call this last: quantized products are
-    not found or rewritten any more. What ONNX Runtime made has been loaded by it on the CPU once.
+    not found or rewritten any more. ONNX Runtime has loaded what comes out on the CPU once.
 
     Raises:
         InvalidArgument: No such precision, or the model is in it, or in a smaller one, already.
-        CannotRewrite: It holds nothing to convert, its opset is too old, or ONNX Runtime's tool
-            fails on it or makes a model that it does not run.
+        CannotRewrite: It holds nothing to convert, its opset is too old, or what converts it fails
+            on it or makes a model that ONNX Runtime does not run.
         MissingExtra: ONNX Runtime is not installed.
     """
     if precision == "float32":
         return model
-    if precision not in ("float16", "int8"):
+    if precision not in MAKE:
         raise InvalidArgument(
-            f"precision {precision!r}: expected float32, float16 or int8", "for example int8"
+            f"precision {precision!r}: expected float32, float16, bfloat16 or int8",
+            "for example int8",
         )
     _check_source(model, precision)
     require_runtime()
@@ -119,29 +139,44 @@ def convert(model: ir.Model, precision: Precision) -> ir.Model:
         with _quiet():
             _give_names(copy)
             common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(copy)
-            made = _halved(copy) if precision == "float16" else _quantized(copy)
+            made = MAKE[precision](copy)
         common.NameFixPass()(made)  # bodies must not repeat the names of what is around them
         _restore(model, made, precision)
-        if precision == "float16" and precision not in precision_of(made):
+        if precision != "int8" and precision not in precision_of(made):
             raise CannotRewrite(
                 f"{precision}: the weights are still {precision_of(made)}: the model holds no "
                 "matrices, or its inputs may replace them",
                 FLOAT32,
             )
-        open_session(made)
+        _load(made)
     except AttnserveError as error:
-        if isinstance(error, CannotRewrite):
+        if isinstance(error, CannotRewrite | InvariantBroken):
             raise
         raise CannotRewrite(
-            f"{precision}: the model that ONNX Runtime's tool made does not run: {error.what}",
+            f"{precision}: the model that was made does not run: {error.what}",
             FLOAT32,
         ) from error
     except Exception as error:  # the tools raise whatever they stumble over
         what = f"{type(error).__name__}: {error}"[:300]
         raise CannotRewrite(
-            f"{precision}: ONNX Runtime's tool fails on this model: {what}", FLOAT32
+            f"{precision}: the conversion fails on this model: {what}", FLOAT32
         ) from error
     return made
+
+
+def on_cpu(model: ir.Model) -> ir.Model:
+    """What a CPU can run of a model: itself, or, where it computes in bfloat16, a copy that
+    computes in float32 and rounds every result, slowly."""
+    if not is_bfloat16(model):
+        return model
+    copy = model.clone()
+    RoundInFloat32()(copy)
+    return copy
+
+
+def is_bfloat16(model: ir.Model) -> bool:
+    """Whether any constant is held in bfloat16."""
+    return any(tensor.dtype == ir.DataType.BFLOAT16 for tensor in _tensors(model))
 
 
 def precision_of(model: ir.Model) -> Precision | str:
@@ -159,6 +194,20 @@ def precision_of(model: ir.Model) -> Precision | str:
     total = sum(sizes.values())
     found = [name for name, size in sizes.most_common() if size >= SHARE * total]
     return "+".join(found) or "float32"
+
+
+def _load(model: ir.Model) -> None:
+    """Load it, on the CPU: of bfloat16 the graph itself, up to its kernels, and what stands for it.
+
+    Raises:
+        InvalidModel: ONNX Runtime refuses it.
+    """
+    try:
+        open_session(model)
+    except InvalidModel as error:
+        if not (is_bfloat16(model) and lacks_kernels(error)):
+            raise
+        open_session(on_cpu(model))
 
 
 def _tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:
@@ -193,9 +242,7 @@ def _check_source(model: ir.Model, precision: Precision) -> None:
 def _halved(model: ir.Model) -> ir.Model:
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
-    for value, fact in interpret_small(model, batch=2, sequence=5).known.items():
-        if value.type is None:  # the tool converts only what it knows to be float32
-            value.type = ir.TensorType(fact.dtype)
+    state_types(model)  # the tool converts only what it knows to be float32
     exact = sorted(_positions(model))
     proto = ir.to_proto(ir.external_data.load_to_model(model))
     constants = {tensor.name for tensor in proto.graph.initializer}
@@ -266,6 +313,21 @@ def _join_casts(model: ir.Model) -> None:
             assert source is not None
             node.outputs[0].replace_all_uses_with(source)
     remove_unused(model)
+
+
+# ---- bfloat16 ------------------------------------------------------------------------------------
+
+
+def _in_bfloat16(model: ir.Model) -> ir.Model:
+    opset = model.opset_imports.get("", 1)
+    if opset < min(COMPUTES):
+        raise CannotRewrite(
+            f"bfloat16: the model has opset {opset}, bfloat16 needs {min(COMPUTES)}",
+            "export it again with a newer opset, or make it float16",
+        )
+    state_types(model)
+    ToBfloat16(frozenset(_positions(model)))(model)
+    return model
 
 
 # ---- int8 ----------------------------------------------------------------------------------------
@@ -399,8 +461,10 @@ def _restore(before: ir.Model, after: ir.Model, precision: Precision) -> None:
         (before.graph.inputs, after.graph.inputs),
         (before.graph.outputs, after.graph.outputs),
     ):
-        old, new = ([(v.name, v.dtype) for v in values] for values in (ours, theirs))
-        if old != new:
+        # A type that is not stated, as of what is cut out of a model, is no promise.
+        old = [(v.name, v.dtype or w.dtype) for v, w in zip(ours, theirs, strict=False)]
+        new = [(v.name, v.dtype) for v in theirs]
+        if old != new or len(ours) != len(theirs):
             raise CannotRewrite(
                 f"{precision}: ONNX Runtime's tool changes inputs or outputs: {old} to {new}",
                 FLOAT32,
@@ -411,6 +475,13 @@ def _restore(before: ir.Model, after: ir.Model, precision: Precision) -> None:
     after.metadata_props.clear()
     after.metadata_props.update(before.metadata_props)
     after.graph.name = before.graph.name
+
+
+MAKE: Mapping[str, Callable[[ir.Model], ir.Model]] = {
+    "float16": _halved,
+    "bfloat16": _in_bfloat16,
+    "int8": _quantized,
+}
 
 
 @contextmanager

@@ -52,6 +52,11 @@ __all__ = ["ModelCost", "OptimizeReport", "optimize"]
 
 DEFAULT_SEQUENCE = 128
 
+GPU_ALONE = (
+    "bfloat16 runs on a GPU alone (--provider cuda): on a CPU ONNX Runtime has no kernels for it, "
+    "and refuses the model"
+)
+
 LOW_COSINE = 0.9
 """Below it a sentence encoder's scores suffer visibly (benchmarks/results/fidelity.json)."""
 
@@ -178,7 +183,7 @@ def optimize(
         eval_data, task: The rows a score is measured on, and which score.
         allow: "ffn" lets the search take neurons out of feed-forwards.
         plan: What ``attnserve.plan`` wrote, carried out again: the same bytes on the same machine.
-        precision: "float16" or "int8" weights, once all rewrites are done.
+        precision: "float16", "bfloat16" or "int8" weights, once all rewrites are done.
         refit: Fit the output projections of rewritten layers, and the second matrices of
             feed-forwards, to the original's output, where there is ``calib``.
         calib: Text (a sentence a line), .npz or a folder of .npz; without it the weights alone are
@@ -300,6 +305,7 @@ def optimize(
             *_warn(even, length, artifact.max_length, data, widths, done.exact),
             *_warn_of_caches(reading.blocks, done.steps),
             *_warn_of_fidelity(fidelity),
+            *((GPU_ALONE,) if decided.precision == "bfloat16" else ()),
         ),
         plan=decided,
         found=found and found.report,

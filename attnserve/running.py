@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from queue import LifoQueue
+from queue import Empty, LifoQueue
 from typing import Any, Protocol
 
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.binding import Feed, run_options
+from attnserve.binding import Feed, InputBuffers, Place, binding_of, run_options
 from attnserve.buckets import Buckets
 from attnserve.cuda_graphs import GraphRunner
 from attnserve.device import PARITY, Cuda, GiveBack
@@ -83,10 +83,10 @@ def open_runner(
         except InvalidModel as refused:
             session = open_one(cuda=cuda)  # raises again where it was not for the graphs
             log.warning("without CUDA graphs: %s", refused.what)
-            return _Returning(session)
+            return _Bound(session)
         runners = [GraphRunner(one, Buckets(buckets, longest=longest)) for one in sessions]
         return runners[0] if len(runners) == 1 else _Pool(runners)
-    return _Returning(open_one(cuda=cuda))
+    return _Bound(open_one(cuda=cuda))
 
 
 class _Plain:
@@ -108,16 +108,57 @@ class _Plain:
         """Nothing is padded."""
 
 
-class _Returning(_Plain):
-    """A session on CUDA that gives memory back."""
+class _Bound(_Plain):
+    """A session on CUDA: what a run reads is copied into buffers that stay on the device, what it
+    made is copied out once, and memory is given back after a peak.
 
-    def __init__(self, session: Any) -> None:
+    Runs at once have buffers of their own. Where none can be had, or an input is empty, the session
+    copies for itself.
+    """
+
+    def __init__(self, session: Any, place: Place = "cuda") -> None:
         super().__init__(session)
+        self._place: Place = place
         self._peak = GiveBack()
+        # The last ones that ran are the first to run again: the others may be of an older peak.
+        self._free: LifoQueue[InputBuffers] = LifoQueue()
+        self._told = False
 
     def run(self, names: Sequence[str] | None, feed: Feed) -> list[np.ndarray]:
         give_back = self._peak.after(sum(array.nbytes for array in feed.values()))
-        return self.session.run(names, dict(feed), run_options(give_back=give_back))
+        options = run_options(give_back=give_back)
+        if not all(array.size for array in feed.values()):
+            return self.session.run(names, dict(feed), options)
+        buffers = self._taken()
+        try:
+            binding = binding_of(self.session, buffers.filled(feed), self._place, names)
+        except Exception as error:  # no memory, or of a type that has no buffers
+            self._tell(error)
+            return self.session.run(names, dict(feed), options)
+        try:
+            self.session.run_with_iobinding(binding, options)
+            return [value.numpy() for value in binding.get_outputs()]
+        finally:
+            if give_back:
+                self._forget()
+            else:
+                self._free.put(buffers)
+
+    def _taken(self) -> InputBuffers:
+        try:
+            return self._free.get_nowait()
+        except Empty:
+            return InputBuffers(self._place)
+
+    def _forget(self) -> None:
+        with suppress(Empty):
+            while True:
+                self._free.get_nowait()
+
+    def _tell(self, error: Exception) -> None:
+        if not self._told:
+            self._told = True
+            log.warning("a run without buffers on the GPU: %s", str(error).partition("\n")[0])
 
 
 class _Pool:

@@ -189,6 +189,11 @@ def search(
     What takes long (times, losses, what was built) is kept in the user's cache folder until the
     plan is made, so that a search that was interrupted goes on where it stopped.
     """
+    if goal.precision == "bfloat16" and provider == "cpu":
+        raise InvalidArgument(
+            "bfloat16 cannot be timed on a CPU: ONNX Runtime has no kernels for it there",
+            "search with --provider cuda, or for --fp16",
+        )
     lengths = (sequence,) if sequence else _quartiles(data)
     possible, why = _runnable(graph, batch, sorted({*lengths, *CHECKED}), seed)
     if refused := [length for length in lengths if length not in possible]:

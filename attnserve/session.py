@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
 from attnserve.device import PARITY, Cuda
@@ -29,6 +30,7 @@ __all__ = [
     "Provider",
     "cpu_name",
     "external_files",
+    "lacks_kernels",
     "open_session",
     "output_of",
     "require_runtime",
@@ -200,6 +202,12 @@ def _start(
     try:
         session = ort.InferenceSession(source, options, providers=providers)
     except Exception as error:  # onnxruntime raises a class of its own for each status
+        if len(providers) == 1 and _is_of_kernels(error) and _holds_bfloat16(source):
+            raise InvalidModel(
+                f"{name}: it computes in bfloat16, for which ONNX Runtime has no kernels on a CPU: "
+                f"{_first_sentence(error)}",
+                "run it with --provider cuda, or make it with --fp16, which runs on a CPU too",
+            ) from error
         raise InvalidModel(
             f"{name}: ONNX Runtime refuses the graph: {_first_sentence(error)}",
             "check the file with onnx.checker.check_model, or export it again",
@@ -223,6 +231,24 @@ def _providers(ort: Any, provider: Provider, cuda: Cuda) -> Sequence[Any]:
             "pip install 'attnserve[gpu]' on a machine with an NVIDIA GPU, or use --provider cpu",
         )
     return [("CUDAExecutionProvider", cuda.provider_options()), "CPUExecutionProvider"]
+
+
+def lacks_kernels(error: InvalidModel) -> bool:
+    """Whether a session was refused for want of a kernel alone: the graph itself is sound."""
+    return _is_of_kernels(error.__cause__)
+
+
+def _is_of_kernels(error: BaseException | None) -> bool:
+    return type(error).__name__ == "NotImplemented"
+
+
+def _holds_bfloat16(source: str | bytes) -> bool:
+    model = (
+        onnx.load_model_from_string(source)
+        if isinstance(source, bytes)
+        else onnx.load_model(source, load_external_data=False)
+    )
+    return any(one.data_type == onnx.TensorProto.BFLOAT16 for one in model.graph.initializer)
 
 
 def _first_sentence(error: Exception) -> str:

@@ -13,6 +13,7 @@ import onnx_ir as ir
 from attnserve.artifact import load_model, open_artifact
 from attnserve.calibrate import Batch, load_inputs, run, token_mask
 from attnserve.inputs import example_inputs
+from attnserve.precision import is_bfloat16, on_cpu
 from attnserve.session import Provider, open_session
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 
@@ -217,7 +218,8 @@ def compare(
     """Stream the batches through two models in memory.
 
     Where caches of the two have other shapes (``empty_axes``), the batches must leave them empty,
-    and those that the models return are not compared.
+    and those that the models return are not compared. On the CPU a model in bfloat16 is computed in
+    float32, each result rounded (``precision.on_cpu``), and the name of the data says so.
 
     Raises:
         InvalidModel: The two do not have the same inputs and outputs.
@@ -239,7 +241,11 @@ def compare(
     source += ", empty caches" if empty else ""
     pairs = zip(before.graph.outputs, after.graph.outputs, strict=True)
     cached = [bool(empty) and _is_cache(a, b) for a, b in pairs]
-    sessions = [open_session(m, provider=provider, threads=threads) for m in (before, after)]
+    models = (before, after)
+    if provider == "cpu" and any(map(is_bfloat16, models)):
+        source += ", bfloat16 rounded in float32"
+        models = tuple(map(on_cpu, models))
+    sessions = [open_session(m, provider=provider, threads=threads) for m in models]
     tallies = [Tally() for _ in cached]
     for done, batch in enumerate(batches, start=1):
         feeds = [shaped_for(model, batch, empty) for model in (before, after)]

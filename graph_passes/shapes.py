@@ -26,6 +26,7 @@ __all__ = [
     "interpret",
     "interpret_small",
     "named_axes",
+    "state_types",
     "without_lengths",
 ]
 
@@ -155,6 +156,13 @@ def _convolves_away(facts: Facts) -> bool:
         for value, fact in facts.known.items()
         if (node := value.producer()) is not None and node.op_type == "Conv"
     )
+
+
+def state_types(model: ir.Model) -> None:
+    """Give each value that states no element type the one that follows from what makes it."""
+    for value, fact in interpret_small(model, batch=2, sequence=5).known.items():
+        if value.type is None:
+            value.type = ir.TensorType(fact.dtype)
 
 
 def without_lengths(facts: Facts, others: Facts) -> Facts:

@@ -189,6 +189,14 @@ class Metrics:
             registry=self.registry,
             multiprocess_mode="max",
         )
+        self.gpu_peak = Gauge(
+            "attnserve_gpu_memory_peak_bytes",
+            "Most memory in use on the GPU, by all its processes, as an answer of this version was"
+            " ready; none before there was one.",
+            of_model,
+            registry=self.registry,
+            multiprocess_mode="max",
+        )
         self.watch: Callable[[], list[tuple[str, str, int, int, bool]]] = list
         """(model, version, rows waiting, requests in flight, ready) of what is loaded."""
         self.rss: Callable[[], int] = rss_bytes
@@ -222,9 +230,12 @@ class Metrics:
         return generate_latest(self._told)
 
     def statistics(self, model: str, version: str) -> dict[str, dict[tuple[str, ...], float]]:
-        """The series of the v2 statistics of one version: name -> further labels -> value."""
+        """The exact series of one version, of v2 and more: name -> further labels -> value."""
         read: dict[str, dict[tuple[str, ...], float]] = {}
-        ours = (self.counts, self.nanoseconds, self.sizes, self.size_ns, self.last_inference)
+        ours = (
+            self.counts, self.nanoseconds, self.sizes, self.size_ns, self.last_inference,
+            self.gpu_peak,
+        )  # fmt: skip
         families = (
             (family for series in ours for family in series.collect())
             if self._folder is None
@@ -363,6 +374,7 @@ class ModelMetrics:
             what: metrics.nanoseconds.labels(*of, what) for what in ("success", "fail", *STAGES)
         }
         self._last_inference = metrics.last_inference.labels(*of)
+        self._gpu_peak = 0
         self._seconds: deque[Second] = deque()
 
     def ran(self, batch: Batch) -> None:
@@ -407,6 +419,9 @@ class ModelMetrics:
         for stage, series in self._stages.items():
             series.observe(cost[f"{stage}_ms"] / 1e3)
         self._lengths.observe(cost["tokens"])
+        if (used := int(cost.get("gpu_bytes", 0))) > self._gpu_peak:
+            self._gpu_peak = used
+            self._metrics.gpu_peak.labels(*self._of).set(used)  # is there from the first time on
         self._now().latencies_ms.append(cost["total_ms"])
 
     def statistics(self) -> dict[str, Any]:
@@ -445,6 +460,13 @@ class ModelMetrics:
                 for (rows,), count in sorted(sizes.items(), key=lambda item: int(item[0][0]))
             ],
         }
+
+    @property
+    def gpu_peak_bytes(self) -> int | None:
+        """Most memory in use on the GPU, by all its processes, as an answer was ready; None where
+        no GPU told of any."""
+        peak = self._metrics.statistics(*self._of).get("gpu_memory_peak_bytes")
+        return None if peak is None else int(peak[()])
 
     def did(self, second: int) -> Second | None:
         """What happened in one of the last seconds, in this process; None for nothing."""

@@ -38,6 +38,7 @@ def _model(repository: Repository, engine: Engine) -> dict[str, Any]:
         "failures": statistics["inference_stats"]["fail"]["count"],
         "rows": statistics["inference_count"],
         "runs": statistics["execution_count"],
+        "gpu_peak_bytes": engine.metrics.gpu_peak_bytes,
         "window": engine.metrics.window(),
         "card": card(engine),
     }

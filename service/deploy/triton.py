@@ -31,6 +31,7 @@ from attnserve.artifact import (
     write_record,
 )
 from attnserve.inputs import example_inputs
+from attnserve.precision import is_bfloat16, on_cpu
 from attnserve.session import Provider, external_files, open_session
 from graph_passes.errors import InvalidArgument, InvalidModel, InvalidOutput
 
@@ -136,7 +137,7 @@ def write_repository(
     folder = repository / called
     _check_place(folder, artifact, force=force)
     graph = load_model(artifact)
-    shown = _examine(artifact, graph)
+    shown = _examine(artifact, graph, provider)
     if max_batch and not shown.batches:
         raise InvalidArgument(
             f"--max-batch {max_batch}: the rows of {artifact.name}'s outputs do not follow those of"
@@ -172,8 +173,9 @@ class _Shown:
     warm_up: Mapping[str, np.ndarray]
 
 
-def _examine(artifact: Artifact, graph: ir.Model) -> _Shown:
-    session = open_session(artifact.model)
+def _examine(artifact: Artifact, graph: ir.Model, provider: Provider) -> _Shown:
+    elsewhere = provider == "cuda" and is_bfloat16(graph)  # which no CPU runs as it is
+    session = open_session(on_cpu(graph) if elsewhere else artifact.model)
     inputs, outputs = session.get_inputs(), session.get_outputs()
     names = [value.name for value in outputs]
     runs: list[tuple[int, list[np.ndarray]]] = []

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -13,8 +14,9 @@ import pytest
 from onnx import numpy_helper, parser
 
 from attnserve import measure
+from attnserve.cli import main
 from attnserve.measure import BenchReport, Measurement, bench
-from graph_passes.errors import AttnserveError, InvalidArgument, InvalidModel
+from graph_passes.errors import AttnserveError, InvalidArgument, InvalidData, InvalidModel
 
 POSITIONS = 48
 
@@ -105,6 +107,65 @@ def test_memory_is_the_model_s_own_and_not_its_parent_s(folder: Path):
     own = measure._peak_rss_bytes()
     assert ballast.all() and own > 2**27
     assert 2**24 < ballast_run.peak_rss_bytes < own
+
+
+def test_what_runs_of_a_shape_need_grows_with_the_shape(folder: Path):
+    """In the arena of the CPU, in the place of a GPU's."""
+
+    def peak(rows: int, tokens: int) -> int | None:
+        feed = {"input_ids": np.ones((rows, tokens), np.int64)}
+        return measure.peak_of_runs(folder / "large.onnx", feed, provider="cpu", threads=1)
+
+    small, large = peak(1, 8), peak(64, POSITIONS)
+    assert small is not None and large is not None
+    hidden = 64 * POSITIONS * 256 * 4  # bytes of one product's output
+    assert 2 * hidden <= large < 8 * hidden
+    assert small < hidden
+
+
+def test_where_onnx_runtime_does_not_tell_there_is_no_peak(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def untold(path: Path) -> Any:
+        raise InvalidData(f"{path}: no profile of ONNX Runtime")
+
+    monkeypatch.setattr(measure, "read_profile", untold)
+    feed = {"input_ids": np.ones((1, 8), np.int64)}
+    assert measure.peak_of_runs(folder / "small.onnx", feed, provider="cpu") is None
+
+
+@pytest.mark.parametrize("told", [5 * 2**20, None])
+def test_peaks_are_told_on_cuda_alone_each_of_its_own_model_and_shape(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    told: int | None,
+):  # fmt: skip
+    """The runs are on the CPU, in the place of a GPU."""
+    asked: list[tuple[str, tuple[int, ...]]] = []
+    child = measure._child
+
+    def peak(model: Path, inputs: Any, *, provider: str, threads: int) -> int | None:
+        assert provider == "cuda"
+        asked.append((model.stem, inputs["input_ids"].shape))
+        return told and told + len(asked)
+
+    monkeypatch.setattr(measure, "peak_of_runs", peak)
+    monkeypatch.setattr(
+        measure, "_child", lambda model, provider, threads: child(model, "cpu", threads)
+    )
+    models = [folder / "small.onnx", folder / "large.onnx"]
+    report = bench(models, sequences=(8, 16), rounds=1, provider="cuda")
+    assert asked == [(name, (1, n)) for n in (8, 16) for name in ("small", "large")]
+    rows = report.to_json()["results"]
+    assert [row.get("peak_gpu_bytes") for row in rows] == [
+        told and told + place for place in (1, 2, 3, 4)
+    ]
+    assert all(("peak_gpu_bytes" in row) == (told is not None) for row in rows)
+    for provider in ("cuda", "cpu"):
+        given = ["bench", str(models[0]), "--seq", "8", "--rounds", "1", "--provider", provider]
+        assert main(given) == 0
+        shown = capsys.readouterr().out
+        assert ("GPU" in shown) == (provider == "cuda")
+        assert (" 5 " in shown) == (provider == "cuda" and told is not None)
 
 
 def test_percentiles_and_ratio_follow_from_the_samples():

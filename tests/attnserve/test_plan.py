@@ -386,6 +386,25 @@ def test_a_precision_may_be_asked_for_alone(model: Path, sentences: Path, tmp_pa
     assert report.fidelity.mean_cosine > 0.9
 
 
+def test_bfloat16_is_proved_on_a_cpu_which_is_told_that_it_cannot_run_it(
+    model: Path, sentences: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    output = tmp_path / "out.onnx"
+    assert main(["optimize", str(model), "-o", str(output), "--bf16", "--calib", str(sentences),
+                 "--prune", "0.25", "--json"]) == 0  # fmt: skip
+    report = json.loads(capsys.readouterr().out)
+    assert report["fidelity"]["mean_cosine"] > 0.9
+    assert report["fidelity"]["data"].endswith("bfloat16 rounded in float32")
+    assert "bfloat16 runs on a GPU alone" in report["warnings"][-1]
+    record = json.loads((tmp_path / "attnserve.json").read_text())
+    assert record["lineage"][-1]["rewrite"].endswith("+bfloat16")
+    assert main(["verify", str(model), str(output), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["mean_cosine"] > 0.5
+    assert main(["bench", str(output), "--seq", "16"]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "computes in bfloat16" in error and "run it with --provider cuda" in error
+
+
 @pytest.mark.parametrize(
     ("content", "match"),
     [
@@ -595,6 +614,8 @@ def test_plan_prints_the_table_the_front_and_the_verdict(
     assert json.loads(capsys.readouterr().out)["gain"] is True
     assert main([*arguments[:-2], "--fp16", "--int8", "--force"]) == 2
     assert "--fp16 and --int8 exclude each other" in capsys.readouterr().err
+    assert main([*arguments, "--bf16", "--force"]) == 2
+    assert "bfloat16 cannot be timed on a CPU" in capsys.readouterr().err
 
 
 def test_a_goal_that_cannot_be_reached_exits_with_1(

@@ -15,10 +15,10 @@ import pytest
 from attnserve import precision as module
 from attnserve.artifact import load_model, open_artifact
 from attnserve.calibrate import load_inputs
-from attnserve.precision import convert, precision_of
+from attnserve.precision import convert, on_cpu, precision_of
 from attnserve.session import open_session, weight_bytes
 from attnserve.verify import compare
-from graph_passes.errors import CannotRewrite, InvalidArgument
+from graph_passes.errors import CannotRewrite, InvalidArgument, InvalidModel
 from graph_passes.invariants import interface
 
 Build = Callable[..., Path]
@@ -142,7 +142,7 @@ def test_indices_and_shapes_are_no_weights():
 
 def test_another_precision_is_refused():
     with pytest.raises(
-        InvalidArgument, match="precision 'int4': expected float32, float16 or int8"
+        InvalidArgument, match="precision 'int4': expected float32, float16, bfloat16 or int8"
     ):
         convert(product(), "int4")  # type: ignore[arg-type]
 
@@ -150,7 +150,7 @@ def test_another_precision_is_refused():
 # ---- what stays ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["float16", "int8"])
+@pytest.mark.parametrize("precision", ["float16", "bfloat16", "int8"])
 def test_the_interface_the_source_and_the_process_stay_as_they_were(
     precision: module.Precision, capfd: pytest.CaptureFixture[str]
 ):
@@ -172,7 +172,8 @@ def test_the_interface_the_source_and_the_process_stay_as_they_were(
 
 
 @pytest.mark.parametrize(
-    ("precision", "least", "largest"), [("float16", 0.9999, 0.55), ("int8", 0.99, 0.4)]
+    ("precision", "least", "largest"),
+    [("float16", 0.9999, 0.55), ("bfloat16", 0.999, 0.55), ("int8", 0.99, 0.4)],
 )
 def test_a_tiny_bert_stays_near_its_original_in_less_space(
     tiny: Path, sentences: Path, precision: module.Precision, least: float, largest: float
@@ -182,7 +183,7 @@ def test_a_tiny_bert_stays_near_its_original_in_less_space(
     made = convert(model, precision)
     assert compare(model, made, batches, "sentences").mean_cosine >= least
     assert weight_bytes(made) < largest * weight_bytes(model)
-    for other in ("float16", "int8"):
+    for other in ("float16", "bfloat16", "int8"):
         with pytest.raises(InvalidArgument, match=r"already|expected a float32 model"):
             convert(made, other)
 
@@ -194,10 +195,22 @@ def test_a_fused_export_is_converted_too(tiny_export: Build, sentences: Path):
     fused = fusions.optimize_for_ort(model.clone())
     fused = fused[0] if isinstance(fused, tuple) else fused
     assert operators(fused)["Attention"] == 2  # with attention_bias
-    for precision, least in (("float16", 0.9999), ("int8", 0.99)):
+    for precision, least in (("float16", 0.9999), ("bfloat16", 0.999), ("int8", 0.99)):
         made = convert(fused, precision)
         assert operators(made)["Attention"] == 2
         assert compare(model, made, batches, "sentences").mean_cosine >= least
+
+
+@pytest.mark.parametrize("precision", ["float16", "bfloat16", "int8"])
+def test_what_is_cut_out_of_a_model_states_no_type_and_is_converted_as_float32(
+    precision: module.Precision,
+):
+    model, x = product(), normal(2, 5, D)
+    expected = run(model, x=x)
+    model.graph.outputs[0].type = None
+    made = convert(model, precision)
+    assert made.graph.outputs[0].dtype in (None, ir.DataType.FLOAT)
+    assert error(expected, run(on_cpu(made), x=x)) < 0.03
 
 
 # ---- float16 -------------------------------------------------------------------------------------
@@ -291,6 +304,81 @@ def test_a_model_without_matrices_is_not_called_float16():
     model = graph("(float[b, 16] x) => (float[b, 16] y) { y = Mul(x, w) }", w=normal(D))
     with pytest.raises(CannotRewrite, match="float16: the weights are still float32"):
         convert(model, "float16")
+
+
+# ---- bfloat16 ------------------------------------------------------------------------------------
+
+
+def test_a_session_on_a_cpu_refuses_bfloat16_in_one_line_and_says_what_to_do(tmp_path: Path):
+    made = convert(product(), "bfloat16")
+    ir.save(made, tmp_path / "model.onnx")
+    for source in (made, tmp_path / "model.onnx"):
+        with pytest.raises(
+            InvalidModel, match="computes in bfloat16, for which ONNX Runtime"
+        ) as no:
+            open_session(source)
+        assert no.value.fix == (
+            "run it with --provider cuda, or make it with --fp16, which runs on a CPU too"
+        )
+
+
+def test_a_kernel_that_is_missing_for_another_reason_is_no_matter_of_bfloat16():
+    model = graph("(int8[b] x) => (int8[b] y) { y = Sqrt(x) }")
+    with pytest.raises(InvalidModel, match="ONNX Runtime refuses the graph"):
+        open_session(model)
+
+
+def test_what_a_cpu_runs_in_its_place_is_close_and_nothing_else_is_touched():
+    model, x = product(), normal(2, 5, D)
+    made = convert(model, "bfloat16")
+    nodes = list(made.graph)
+    assert 0 < error(run(model, x=x), run(on_cpu(made), x=x)) < 2**-7  # two factors, and a result
+    assert list(made.graph) == nodes and precision_of(made) == "bfloat16"
+    for other in (model, convert(model, "float16"), convert(model, "int8")):
+        assert on_cpu(other) is other
+
+
+def test_verify_on_a_cpu_says_how_it_compared():
+    model, x = product(), normal(2, 5, D)
+    made = convert(model, "bfloat16")
+    told = compare(model, made, [{"x": x}], "numbers")
+    assert told.data == "numbers, bfloat16 rounded in float32"
+    assert 0.999 < told.mean_cosine < 1
+    assert compare(model, model, [{"x": x}], "numbers").data == "numbers"
+
+
+def test_angles_of_far_positions_stay_exact_in_bfloat16_too():
+    """Which counts to 256."""
+    model = graph(
+        "(int64[s] p, float[s, 16] x) => (float[s, 16] y) { f = Cast <to = 1> (p)"
+        "axes = Constant <value_ints = [1]> () u = Unsqueeze(f, axes)"
+        "a = Mul(u, freq) c = Cos(a) n = Sin(a) cn = Concat <axis = 1> (c, n)"
+        "t = Mul(x, cn) y = MatMul(t, w) }",
+        freq=(10_000.0 ** -np.linspace(0, 0.9, 8)).astype(np.float32)[None],
+        w=np.eye(D, dtype=np.float32),
+    )
+    feeds = {"p": np.array([3, 257, 4099, 70_001]), "x": np.ones((4, D), np.float32)}
+    made = on_cpu(convert(model, "bfloat16"))
+    np.testing.assert_allclose(run(made, **feeds), run(model, **feeds), atol=2**-8)
+
+
+@pytest.mark.parametrize("opset", [12, 13])
+def test_bfloat16_needs_opset_13(opset: int):
+    model = graph(
+        "(float[b, 16] x) => (float[b, 16] y) { y = MatMul(x, w) }", opset, w=normal(D, D)
+    )
+    if opset == 13:
+        assert precision_of(convert(model, "bfloat16")) == "bfloat16"
+        return
+    with pytest.raises(CannotRewrite, match="the model has opset 12, bfloat16 needs 13"):
+        convert(model, "bfloat16")
+
+
+def test_numbers_beyond_float16_are_kept():
+    weight = np.full((D, D), 1e30, np.float32)
+    made = on_cpu(convert(product(w=weight), "bfloat16"))
+    x = np.eye(D, dtype=np.float32)[None]
+    np.testing.assert_allclose(run(made, x=x)[0], weight, rtol=2**-8)
 
 
 # ---- int8 ----------------------------------------------------------------------------------------
@@ -517,7 +605,7 @@ def test_an_old_opset_is_refused():
 
 def test_weights_that_are_not_numbers_are_refused_by_name_of_the_tool():
     model = product(w=np.full((D, D), np.nan, np.float32))
-    with pytest.raises(CannotRewrite, match="int8: ONNX Runtime's tool fails on this model: "):
+    with pytest.raises(CannotRewrite, match="int8: the conversion fails on this model: "):
         convert(model, "int8")
 
 
@@ -527,6 +615,6 @@ def test_a_model_that_would_not_run_is_refused():
         w=normal(D, D),
     )
     model.opset_imports["other"] = 1
-    for precision in ("float16", "int8"):
+    for precision in ("float16", "bfloat16", "int8"):
         with pytest.raises(CannotRewrite, match=f"{precision}: the model that .* does not run"):
             convert(model, precision)

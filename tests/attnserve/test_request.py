@@ -561,7 +561,7 @@ def mistakes() -> dict[str, tuple[Any, str]]:
         for i, value in enumerate(NO_NAMES):
             found[f"{part} no name {i}"] = {part: {"0": value}}, f"{part} of attention_0 is"
     for i, value in enumerate(NO_NAMES):
-        found[f"no precision {i}"] = {"precision": value}, "precision is .*float16, int8"
+        found[f"no precision {i}"] = {"precision": value}, "precision is .*float16, bfloat16, int8"
     for i, value in enumerate([[], "true", 1, 0, None, {}, 0.0]):
         found[f"no sums {i}"] = {"sum_residuals": value}, "sum_residuals is .*False, True"
     for i, value in enumerate([{}, "ffn_0", None, 1, [1], [["ffn_0"]], [None], True]):

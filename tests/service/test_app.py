@@ -87,17 +87,22 @@ def test_what_cannot_be_counted_is_left_out(
     assert not {"macs", "flops"} & set(answer.json()["parameters"])
 
 
+class Driver:
+    """NVML's, of a GPU on which so much is in use."""
+
+    used = 7
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index: int, device: Any) -> int:  # noqa: N802
+        return index
+
+    def nvmlDeviceGetMemoryInfo(self, device: Any, memory: Any) -> int:  # noqa: N802
+        memory._obj[:] = [100, 100 - self.used, self.used]
+        return 0
+
+
 def test_gpu_memory_is_told_where_there_is_a_gpu(
     client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Driver:
-        def nvmlDeviceGetHandleByIndex_v2(self, index: int, device: Any) -> int:  # noqa: N802
-            return index
-
-        def nvmlDeviceGetMemoryInfo(self, device: Any, memory: Any) -> int:  # noqa: N802
-            memory._obj[:] = [100, 93, 7]
-            return 0
-
     engine = client.app.state.repository.engine()  # type: ignore[attr-defined]
     monkeypatch.setattr(engine, "settings", engine.settings.model_copy(update={"provider": "cuda"}))
     monkeypatch.setattr("service.metrics._nvml", Driver)
@@ -106,6 +111,31 @@ def test_gpu_memory_is_told_where_there_is_a_gpu(
     assert answer.json()["parameters"]["gpu_bytes"] == 7
     monkeypatch.setattr("service.metrics._nvml", lambda: None)
     assert "x-gpu-bytes" not in client.post(INFER, json=ids_request([2, 3])).headers
+
+
+def test_the_peak_of_gpu_memory_is_kept_of_each_model_and_is_not_there_before_one_was_seen(
+    start: Callable[..., TestClient], encoder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = start(encoder)
+    engine = client.app.state.repository.engine()  # type: ignore[attr-defined]
+
+    def told() -> tuple[int | None, list[str]]:
+        lines = client.get("/metrics").text.splitlines()
+        series = [line for line in lines if line.startswith("attnserve_gpu_memory_peak_bytes{")]
+        return client.get("/stats.json").json()["models"][0]["gpu_peak_bytes"], series
+
+    client.post(INFER, json=ids_request([2, 3]))
+    assert told() == (None, [])
+    monkeypatch.setattr(engine, "settings", engine.settings.model_copy(update={"provider": "cuda"}))
+    monkeypatch.setattr("service.metrics._nvml", Driver)
+    for used, peak in ((7, 7), (50, 50), (9, 50), (50, 50), (51, 51)):
+        monkeypatch.setattr(Driver, "used", used)
+        client.post(INFER, json=ids_request([2, 3]))
+        series = 'attnserve_gpu_memory_peak_bytes{model="tiny",version="1"}'
+        assert told() == (peak, [f"{series} {peak:.1f}"])
+    monkeypatch.setattr("service.metrics._nvml", lambda: None)  # the driver is gone
+    client.post(INFER, json=ids_request([2, 3]))
+    assert told()[0] == 51
 
 
 @pytest.mark.parametrize("sent", ["abc-123", "550e8400-e29b-41d4-a716-446655440000"])

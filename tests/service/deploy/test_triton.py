@@ -18,8 +18,10 @@ import pytest
 from google.protobuf import text_format
 from onnx import numpy_helper, parser
 
-from attnserve.artifact import open_artifact, sha256
+from attnserve.artifact import open_artifact, save_model, sha256
 from attnserve.cli import main
+from attnserve.precision import convert
+from benchmarks.gpu.encoder import random_encoder
 from graph_passes.errors import InvalidArgument, InvalidModel, InvalidOutput
 from service.deploy.triton import write_repository
 from tests.service.tiny import ECHO, write_encoder, write_model
@@ -109,6 +111,19 @@ def test_the_warm_up_requests_run(encoder: Path, tmp_path: Path, parsed: Any, co
 def test_on_a_gpu(encoder: Path, tmp_path: Path, parsed: Any, config_pb2: Any):
     folder = write_repository(encoder, tmp_path, provider="cuda").folder
     assert parsed(folder).instance_group[0].kind == config_pb2.ModelInstanceGroup.KIND_GPU
+
+
+def test_bfloat16_is_for_a_gpu_alone_and_comes_along_as_it_is(tmp_path: Path, parsed: Any):
+    path = tmp_path / "half.onnx"
+    save_model(
+        convert(random_encoder(layers=1, hidden=16, heads=2, positions=32), "bfloat16"), path
+    )
+    folder = write_repository(path, tmp_path / "gpu", provider="cuda").folder
+    assert (folder / "1" / "model.onnx").read_bytes() == path.read_bytes()
+    assert [value.data_type for value in parsed(folder).output] == [11]  # TYPE_FP32
+    with pytest.raises(InvalidModel, match="computes in bfloat16"):
+        write_repository(path, tmp_path / "cpu")
+    assert not (tmp_path / "cpu").exists()
 
 
 def test_threads_of_a_run(encoder: Path, tmp_path: Path, parsed: Any):
