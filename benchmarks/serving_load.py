@@ -429,6 +429,15 @@ def batch_counts(port: int) -> Counter[int]:
     return Counter({int(rows): int(float(count)) for rows, count in found})
 
 
+def operators_of(port: int) -> dict[str, Any] | None:
+    """What our service says of the operators that it runs the model in; None of another server."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/stats.json", timeout=30) as answer:
+            return json.load(answer)["models"][0]["card"]["operators"]
+    except urllib.error.HTTPError:
+        return None
+
+
 def histogram(counts: Counter[int]) -> dict[str, int]:
     return {str(rows): count for rows, count in sorted(counts.items())}
 
@@ -551,6 +560,7 @@ def throughput(setup: Setup) -> dict[str, Any]:
                 "latency_ms": percentiles(done["latency_ms"]),
                 "generator_cpu_share": round(phase.cpu_share, 3),
                 "rss_bytes": family_rss(process),
+                "operators": operators_of(port),
                 "cosine_to_bare_session": cosines(embeddings(port, setup.texts[:BATCH]), reference),
             }
             if done["compute_ms"].any():
