@@ -85,6 +85,7 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
         lifespan=lifespan,
         redirect_slashes=False,
         responses={"4XX": {"model": Error}, "5XX": {"model": Error}},
+        telemetry=NO_TELEMETRY,
     )
     app.state.settings = chosen
     app.state.repository = models
@@ -248,6 +249,10 @@ class Server(uvicorn.Server):
 
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
+
+NO_TELEMETRY = {"tracing": False, "metrics": False, "logs": False}
+"""FastAPI's own, since 0.165; earlier versions know nothing of it. Ours (``tracing``) says what an
+answer cost, and there would be two spans a request."""
 
 KEEP_ALIVE_S = 75
 """An idle connection is closed after this. uvicorn's own 5 s race clients that ask now and then: a
