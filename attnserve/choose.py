@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 from attnserve.similarity import HeadSimilarity
 from graph_passes import rewrites
@@ -204,6 +203,9 @@ def _whole_layer(
     Then nothing is copied: the values follow the order of the source (at 512 tokens a copy of the
     probabilities costs as much as half of what their reuse saves), and the fit loses nothing.
     """
+    # Here, for every command would wait for it.
+    from scipy.optimize import linear_sum_assignment
+
     best: tuple[float, dict[int, tuple[str, int]]] = (-1.0, {})
     for source in sources:
         exact = _exact(source, masks, edges)

@@ -9,7 +9,6 @@ from typing import Literal
 
 import numpy as np
 import onnx_ir as ir
-from scipy.special import erf
 
 from graph_passes.constants import constant_array, evaluate, is_constant
 from graph_passes.edit import Inserter, remove_unused, replace_uses
@@ -139,6 +138,8 @@ def _tried(
 
 
 def _exact(z: np.ndarray) -> np.ndarray:
+    from scipy.special import erf  # here, for every command would wait for it
+
     wide = z.astype(np.float64)
     return 0.5 * wide * (1 + erf(wide / math.sqrt(2)))
 

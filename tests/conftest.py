@@ -13,15 +13,23 @@ if hasattr(os, "sched_setaffinity") and (worker := os.environ.get("PYTEST_XDIST_
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
 
+import gc
 import importlib.util
 import string
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
+
+if TYPE_CHECKING:
+    from tests.architectures import Cell
+
+# Graphs are many small objects that stay: looked through at every 700 new ones, which is Python's
+# default, they cost a fifth of the whole time.
+gc.set_threshold(20_000, 10, 10)
 
 hypothesis.settings.register_profile("attnserve", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("attnserve")
@@ -41,6 +49,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest tests start first: none is left to run alone at the end."""
+
+    def seconds(item: pytest.Item) -> float:
+        mark = item.get_closest_marker("slow")
+        return mark.kwargs.get("seconds", 0) if mark else 0
+
+    items.sort(key=seconds, reverse=True)
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """The folder of evaluation data that lies beside the project where it is developed."""
@@ -48,6 +66,53 @@ def shared() -> Path:
     if not (folder / "data").is_dir():
         pytest.skip("the evaluation data in ../shared is not here")
     return folder
+
+
+@pytest.fixture(scope="session")
+def made_once(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str, Callable[[Path], object]], Path]:
+    """(name, make) -> what ``make`` wrote there, in whichever test process asked first.
+
+    Shared by all tests of all processes: copy it before changing it.
+    """
+    filelock = pytest.importorskip("filelock", reason="pip install 'attnserve[dev]'")
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # which all processes share
+    folder = folder / "made_once"
+    folder.mkdir(exist_ok=True)
+
+    def ask(name: str, make: Callable[[Path], object]) -> Path:
+        path, made = folder / name, folder / f"{name}.made"
+        with filelock.FileLock(folder / f"{name}.lock"):
+            if not made.exists():
+                make(path)
+                made.touch()
+        return path
+
+    return ask
+
+
+@pytest.fixture(scope="session")
+def exported(
+    made_once: Callable[[str, Callable[[Path], object]], Path],
+) -> Callable[[Cell], tuple[Path, str]]:
+    """A cell of ``tests/architectures.py`` -> its graph, and PyTorch's reason not to write it."""
+    pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
+    pytest.importorskip("transformers", reason="pip install 'attnserve[torch]'")
+    from tests import architectures
+
+    def build(cell: Cell) -> tuple[Path, str]:
+        def make(folder: Path) -> None:
+            folder.mkdir()
+            reason = architectures.export(cell, folder / "model.onnx")
+            (folder / "reason.txt").write_text(reason, encoding="utf-8")
+
+        folder = made_once(str(cell), make)
+        return folder / "model.onnx", (folder / "reason.txt").read_text(encoding="utf-8")
+
+    return build
 
 
 @pytest.fixture(scope="session")
@@ -61,17 +126,17 @@ def minilm_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def minilm_export(
-    minilm_folder: Path, tmp_path_factory: pytest.TempPathFactory
+    minilm_folder: Path, made_once: Callable[[str, Callable[[Path], object]], Path]
 ) -> Callable[[str, str, int], Path]:
     """(attention, exporter, opset) -> the artifact folder; each is exported once a session."""
     _one_thread()
     from attnserve.export import export
 
-    @cache
     def build(attention: Any, exporter: Any, opset: int) -> Path:
-        folder = tmp_path_factory.mktemp("minilm") / f"{attention}-{exporter}-{opset}"
-        export(str(minilm_folder), folder, attention=attention, exporter=exporter, opset=opset)
-        return folder
+        def make(folder: Path) -> None:
+            export(str(minilm_folder), folder, attention=attention, exporter=exporter, opset=opset)
+
+        return made_once(f"minilm-{attention}-{exporter}-{opset}", make)
 
     return build
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +14,19 @@ Build = Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
-def tiny_export(tiny_bert: Build, tmp_path_factory: pytest.TempPathFactory) -> Build:
+def tiny_export(tiny_bert: Build, made_once: Build) -> Build:
     """(attention, exporter, opset) -> the artifact folder: 2 layers, 4 heads x 8, 64 positions.
 
     Shared by all tests: copy it before changing it.
     """
     from attnserve.export import export
 
-    @cache
     def build(attention: Any = "eager", exporter: Any = "torchscript", opset: int = 17) -> Path:
-        folder = tmp_path_factory.mktemp("exports") / f"{attention}-{exporter}-{opset}"
-        export(
-            str(tiny_bert(initializer_range=0.3)),
-            folder,
-            attention=attention,
-            exporter=exporter,
-            opset=opset,
-        )
-        return folder
+        def make(folder: Path) -> None:
+            source = str(tiny_bert(initializer_range=0.3))
+            export(source, folder, attention=attention, exporter=exporter, opset=opset)
+
+        return made_once(f"tiny-{attention}-{exporter}-{opset}", make)
 
     return build
 

@@ -7,7 +7,6 @@ nothing at R = H*K. ``docs/support.md`` is what was found, and ``pytest --write-
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -62,29 +61,13 @@ class Outcome:
 
 
 @pytest.fixture(scope="session")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Cell], Outcome]:
-    """Every cell is exported once, by whichever test process asks first, and read once by each.
-
-    PyTorch takes seconds for an export.
-    """
-    pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
-    pytest.importorskip("transformers", reason="pip install 'attnserve[torch]'")
-    from filelock import FileLock
-
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # which all processes share
-    folder = folder / "architectures"
-    folder.mkdir(exist_ok=True)
+def outcome(exported: Callable[[Cell], tuple[Path, str]]) -> Callable[[Cell], Outcome]:
+    """Every cell is exported once, and read once by each test process."""
 
     @cache
     def build(cell: Cell) -> Outcome:
-        path = folder / f"{CELLS.index(cell)}.onnx"
-        exported = path.with_suffix(".txt")
-        with FileLock(path.with_suffix(".lock")):
-            if not exported.exists():
-                exported.write_text(architectures.export(cell, path), encoding="utf-8")
-        if reason := exported.read_text(encoding="utf-8"):
+        path, reason = exported(cell)
+        if reason:
             return Outcome(reason, path)
         return Outcome("", path, inspect_graph(load_model(path), batch=2, sequence=8))
 

@@ -67,10 +67,10 @@ def write_json(path: Path, content: Any) -> None:
 
 @pytest.mark.parametrize(("attention", "exporter", "opset"), SIX)
 def test_every_exporter_gives_named_dynamic_axes_at_the_opset_asked_for(
-    attention: Any, exporter: Any, opset: int, tiny_bert: Callable[..., Path], tmp_path: Path
+    attention: Any, exporter: Any, opset: int, tiny_export: Callable[..., Path]
 ) -> None:
-    report = export(str(tiny_bert()), tmp_path, attention=attention, exporter=exporter, opset=opset)
-    model = onnx.load(report.path)
+    artifact = open_artifact(tiny_export(attention, exporter, opset))
+    model = onnx.load(artifact.model)
     onnx.checker.check_model(model, full_check=True)
     assert {entry.domain: entry.version for entry in model.opset_import}[""] == opset
     axes = {
@@ -83,11 +83,11 @@ def test_every_exporter_gives_named_dynamic_axes_at_the_opset_asked_for(
         "token_type_ids": ["batch", "sequence"],
         "last_hidden_state": ["batch", "sequence", 32],
     }
-    assert report.max_abs_error < 1e-5
+    assert artifact.record["max_abs_error"] < 1e-5
     assert not any(
         tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in model.graph.initializer
     )
-    assert str(Path(torch.__file__).parent).encode() not in report.path.read_bytes()
+    assert str(Path(torch.__file__).parent).encode() not in artifact.model.read_bytes()
 
 
 def test_the_graph_is_pytorchs_model_at_any_length(

@@ -36,7 +36,7 @@ from attnserve.options import (
 )
 from attnserve.session import open_session
 from graph_passes.errors import InvalidModel
-from tests.architectures import ARCHITECTURES, cells_of, export
+from tests.architectures import ARCHITECTURES, Cell, cells_of
 from tests.attnserve.costs import measure
 
 Build = Callable[..., Path]
@@ -87,11 +87,13 @@ def test_neurons_stay_unless_that_is_allowed(bert: ir.Model):
     }
 
 
-def test_layers_that_share_their_weights_are_one_group(tmp_path: Path):
+def test_layers_that_share_their_weights_are_one_group(
+    exported: Callable[[Cell], tuple[Path, str]],
+):
     """ALBERT: rewritten alike, or the model would grow."""
-    cell = cells_of(ARCHITECTURES["ALBERT"])[0]
-    assert not export(cell, tmp_path / "model.onnx")
-    model = load_model(tmp_path / "model.onnx")
+    path, reason = exported(cells_of(ARCHITECTURES["ALBERT"])[0])
+    assert not reason
+    model = load_model(path)
     groups = group_blocks(model, read_attention(model).blocks, ffn=True)
     assert [(group.kind, len(group.blocks) > 1) for group in groups] == [
         ("attention", True),

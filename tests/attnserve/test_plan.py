@@ -632,7 +632,7 @@ def test_a_goal_that_cannot_be_reached_exits_with_1(
     assert not (tmp_path / "o.onnx").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=240)
 def test_a_real_encoder_gets_faster_by_a_real_clock(
     minilm_export: Any, shared: Path, tmp_path: Path
 ):

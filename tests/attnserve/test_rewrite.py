@@ -100,7 +100,7 @@ def test_calibration_beats_the_weights_alone(tiny: Path, sentences: Path, tmp_pa
     assert fitted < plain
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=20)
 def test_the_full_size_of_the_real_model_changes_outputs_by_at_most_1e_4(
     minilm_export: Callable[[str, str, int], Path], tmp_path: Path
 ):
@@ -109,7 +109,7 @@ def test_the_full_size_of_the_real_model_changes_outputs_by_at_most_1e_4(
     assert verify(folder, tmp_path / "new").outputs[0].max_abs_error <= 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=30)
 @pytest.mark.parametrize("head_dk", [None, 24], ids=["dense", "sparse"])
 def test_the_real_model_keeps_its_score(
     minilm_export: Callable[[str, str, int], Path],

@@ -18,7 +18,7 @@ from graph_passes.edit import Inserter
 from graph_passes.errors import CannotRewrite
 from graph_passes.feed_forward import FeedForwardBlock, find_feed_forward
 from graph_passes.prune_neurons import PruneNeurons, why_not
-from tests.architectures import Cell, export
+from tests.architectures import Cell
 from tests.graph_passes.graphs import PLAIN_INPUT, D, feeds, graph, run, text_of
 
 EXACT = 1e-5
@@ -596,13 +596,12 @@ EXPORTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", EXPORTS)
-def test_exports_of_hugging_face(architecture: str, tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    pytest.importorskip("transformers")
+def test_exports_of_hugging_face(
+    architecture: str, exported: Callable[[Cell], tuple[Path, str]]
+) -> None:
     exporter, opset, count = EXPORTS[architecture]
-    path = tmp_path / "model.onnx"
-    assert export(Cell(architecture, "eager", exporter, opset), path) == ""  # type: ignore[arg-type]
-
+    path, reason = exported(Cell(architecture, "eager", exporter, opset))  # type: ignore[arg-type]
+    assert not reason
     blocks = find_feed_forward(ir.load(path))
     assert len(blocks) == count
     assert {len(block.first) for block in blocks} == {2 if architecture == "Llama" else 1}
