@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -162,6 +163,7 @@ def serve(settings: Settings) -> None:
         asyncio.run(repository.start())
 
         def say() -> None:
+            keep_for_good()
             say_serving(listener, (engine.name for engine in repository.engines()))
             for engine in repository.engines():
                 say_operators(engine)
@@ -174,6 +176,16 @@ def start_log(settings: Settings) -> None:
     logging.basicConfig(
         stream=sys.stderr, level=settings.log_level.upper(), format="%(message)s", force=True
     )
+
+
+def keep_for_good() -> None:
+    """Do not look for garbage any more among all that there is now: modules, routes, models.
+
+    They are a hundred thousand objects and more. Python would look through them every now and then,
+    between two answers, for some 50 ms; among what requests make it takes 5.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def say_serving(listener: socket.socket, names: Iterable[str]) -> None:

@@ -7,11 +7,14 @@ runs is a ``ModelFailed``, for the engine to retry or reload.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import hashlib
 import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +26,7 @@ from attnserve.artifact import Artifact, load_model
 from attnserve.device import PARITY, Cuda
 from attnserve.inputs import example_inputs, id_bound
 from attnserve.running import open_runner
-from attnserve.session import Provider
+from attnserve.session import Provider, weight_bytes
 from attnserve.text import Encoding, load_tokenizer, model_inputs, pool
 from graph_passes.cost import model_cost
 from graph_passes.errors import AttnserveError, CheckFailed, InvalidData, InvalidModel
@@ -51,6 +54,9 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
     "tensor(double)": np.dtype(np.float64),
 }
 """What ONNX Runtime calls the types that can be served."""
+
+MUCH = 10_000_000
+"""Bytes of weights that are worth the tenth of a second in which Python looks for what is left."""
 
 TRIED_ROWS, TRIED_LENGTHS = 3, (8, 2, 1)
 """The shapes of the first run; the lengths are tried until the model takes one."""
@@ -123,6 +129,9 @@ class Model:
             value.name: bound for value in original.graph.inputs if (bound := id_bound(value))
         }
         self._examples = _examples(original)
+        self._is_large = weight_bytes(original) > MUCH
+        del original
+        self._give_back()
         self._captures = cuda_graphs > 0
         self._session: Any = open_runner(
             graph or artifact.model,
@@ -321,6 +330,18 @@ class Model:
     def close(self) -> None:
         """Free the session: nothing may run any more."""
         self._session = _Closed()
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """Return what reading or running a model has left behind to the system.
+
+        A graph is full of cycles: its weights stay until Python looks for such. And what is freed
+        in between other things stays with glibc until it is told to look.
+        """
+        if self._is_large:
+            gc.collect()
+            with suppress(OSError, AttributeError):  # another C library
+                ctypes.CDLL(None).malloc_trim(0)
 
     def _is_independent(
         self,

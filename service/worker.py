@@ -20,7 +20,7 @@ import orjson
 import uvicorn
 
 from graph_passes.errors import AttnserveError
-from service.app import Server, create_app, server_config, start_log
+from service.app import Server, create_app, keep_for_good, server_config, start_log
 from service.metrics import Metrics, share_series
 from service.repository import say_operators
 from service.settings import Settings
@@ -39,7 +39,7 @@ class _Server(Server):
     def __init__(
         self, config: uvicorn.Config, repository: SharedRepository, runtime: Runtime
     ) -> None:
-        super().__init__(config, repository, repository.say_serving)
+        super().__init__(config, repository, self._started)
         self._shared, self._runtime = repository, runtime
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -47,6 +47,10 @@ class _Server(Server):
         async with self._runtime.changing():
             await self._shared.join()
             await super().startup(sockets)
+
+    def _started(self) -> None:
+        keep_for_good()
+        self._shared.say_serving()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)

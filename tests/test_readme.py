@@ -179,4 +179,6 @@ def test_its_throughput_is_the_result_file():
     added = result["latency"]["added_ms"]
     p50 = [f"{added[name]['p50']:.2f} ms" for name in ("ours", "plain")]
     told = " ".join(README.split())
-    assert f"adds {p50[0]} to a run of the graph that it serves (the plain handler {p50[1]})" in told
+    assert (
+        f"adds {p50[0]} to a run of the graph that it serves (the plain handler {p50[1]})" in told
+    )
