@@ -13,8 +13,8 @@ import onnx_ir as ir
 from attnserve.calibrate import Batch, Dataset, collect_moments
 from attnserve.certify import Reading, read_attention
 from attnserve.opset import raise_opset
+from attnserve.plan_file import Plan
 from attnserve.refit import refit
-from attnserve.request import Plan
 from attnserve.session import Provider
 from attnserve.verify import empty_axes, random_batches, shaped_for
 from graph_passes.activation import FuseGelu

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import onnx_ir as ir
 
 from attnserve.similarity import HeadSimilarity
 from graph_passes import rewrites
@@ -27,6 +28,7 @@ __all__ = [
     "Reuse",
     "edges_by_damage",
     "edges_of",
+    "handed_on",
     "layer_name",
     "masks_by_loss",
     "masks_by_score",
@@ -494,3 +496,19 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         raise ValueError("a key is there twice")
     return found
+
+
+def handed_on(block: AttentionBlock, blocks: Sequence[AttentionBlock]) -> str:
+    """Whether an earlier call gave its probabilities to another block, which goes on reading them:
+    they would have to be computed beside whatever takes their place."""
+    owners: dict[ir.Value | None, str] = {}
+    for each in blocks:
+        for value in (each.probabilities, each.own_probabilities):
+            owners.setdefault(value, each.name)
+    for other in blocks:
+        for value in (reused.value for reused in other.reused):
+            node = value.producer()  # of a Reshape, where heads lie in the batch
+            laid_out = None if node is None else node.inputs[0]
+            if block.name == owners.get(value, laid_out and owners.get(laid_out)):
+                return f"{other.name} takes its probabilities"
+    return ""

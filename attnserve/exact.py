@@ -23,7 +23,7 @@ from attnserve.carry_out import carry_out
 from attnserve.certify import read_attention
 from attnserve.inputs import example_inputs
 from attnserve.opset import raise_opset
-from attnserve.request import Plan
+from attnserve.plan_file import Plan
 from attnserve.session import Provider, open_session
 from graph_passes import activation, fuse
 from graph_passes.errors import AttnserveError, CannotRewrite

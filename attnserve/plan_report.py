@@ -10,7 +10,7 @@ import numpy as np
 
 from attnserve.drawing import FIRST, GRID, INK, MUTED, SECOND, svg_file
 from attnserve.evaluate import Share
-from attnserve.request import Plan
+from attnserve.plan_file import Plan
 from attnserve.verify import Fidelity
 
 __all__ = ["Decision", "PlanReport", "Point", "Speed", "draw_front"]

@@ -30,9 +30,10 @@ from attnserve.certify import Reading, read_attention, require_finite_weights
 from attnserve.choose import Alignment
 from attnserve.evaluate import TaskName
 from attnserve.mixing import Mixing
+from attnserve.plan_file import MAKE_ONE, Plan, read_plan
 from attnserve.plan_report import PlanReport
 from attnserve.precision import Precision, convert
-from attnserve.request import MAKE_ONE, Importance, Plan, Ranks, Request, make_plan, read_plan
+from attnserve.request import Importance, Ranks, Request, make_plan
 from attnserve.search import Allowed, Goal, search
 from attnserve.session import Provider
 from attnserve.verify import (

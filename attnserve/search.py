@@ -56,9 +56,10 @@ from attnserve.options import (
     worth_weighing,
 )
 from attnserve.pareto import Choice, pareto_front
+from attnserve.plan_file import Plan
 from attnserve.plan_report import Decision, PlanReport, Point, Speed
 from attnserve.precision import Precision, convert
-from attnserve.request import Plan, require_attention
+from attnserve.request import require_attention
 from attnserve.session import Provider, open_session
 from attnserve.verify import Fidelity, compare
 from graph_passes.attention import AttentionBlock
