@@ -456,10 +456,13 @@ def optimize(
             *("-" if e is None else f"{e:.4f}" for e in (step.relative_error, step.fitted_error)),
             "-" if step.macs_after is None else f"{step.macs_after / 1e6:.1f}",
         )
-    out.print(table)
+    if steps:
+        out.print(table)
     if legend:
         _line(legend)
     before, after = report.before, report.after
+    if report.plan.precision != "float32":
+        _line(f"weights in {report.plan.precision}")
     _line(f"parameters {before.parameters / 1e6:.2f} M -> {after.parameters / 1e6:.2f} M")
     if before.macs and after.macs:
         _line(

@@ -134,6 +134,12 @@ def test_optimize_prints_what_was_done(cli: Cli, tiny: Path, tmp_path: Path):
     ).err  # fmt: skip
 
 
+def test_a_change_of_precision_alone_has_no_table_of_layers(cli: Cli, tiny: Path, tmp_path: Path):
+    done = cli("optimize", tiny, "-o", tmp_path / "new", "--fp16")
+    assert done.code == 0 and "weights in float16" in done.out
+    assert "rewrite" not in done.out and "\n\n" not in done.out
+
+
 def test_a_dry_run_writes_nothing(cli: Cli, tiny: Path, tmp_path: Path):
     done = cli("optimize", tiny, "-o", tmp_path / "new", "--collab-dk", 16, "--dry-run")
     assert done.code == 0 and "nothing was written" in done.out
