@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -104,19 +104,20 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
         )
     app.add_middleware(ObserveRequests, metrics=metrics)
     install_handlers(app)
-    # Triton's before v2's own: /v2/models/stats is no model.
-    include(app, texts.router, openai.router, triton.router, open_inference.router, dashboard)
+    told = APIRouter(tags=["Metrics"])
 
-    @app.get("/metrics", response_class=Response, tags=["Metrics"])
+    @told.get("/metrics", response_class=Response)
     async def prometheus(request: Request) -> Response:
         """All series, in Prometheus' text format."""
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/stats.json", tags=["Metrics"])
+    @told.get("/stats.json")
     async def stats(request: Request) -> Response:
         """The last minute, by model and second, and what the models are."""
         return json_response(report(models))
 
+    # Triton's before v2's own: /v2/models/stats is no model.
+    include(app, texts.router, openai.router, triton.router, open_inference.router, dashboard, told)
     describe_bodies(
         app,
         EmbeddingsRequest,

@@ -306,7 +306,8 @@ class _Direct(Route):
             return await endpoint(**{name: known[name] for name in names})
 
         super().__init__(described.path, answer)
-        self.methods = described.methods  # no HEAD beside GET: it is not described
+        # What has no description of its own, and is asked by many a load balancer.
+        self.methods = described.methods | ({"HEAD"} if "GET" in described.methods else set())
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         match, found = super().matches(scope)

@@ -253,7 +253,8 @@ class _Supervisor:
             log.warning("worker %d serves again", worker.number)
         elif all(one.serving_since is not None for one in self._workers):
             desired = self._runtime.desired()
-            say_serving(self._address, desired.models if desired else ())
+            models = desired.models.items() if desired else ()
+            say_serving(self._address, (name for name, wanted in models if wanted.contents))
             self._runtime.say_complete()
             log.info(
                 "%d workers: %d runs at once, %d threads each; statistics, metrics and load are"

@@ -24,6 +24,7 @@ from attnserve.rewrite import (
     optimize,
 )
 from attnserve.session import open_session
+from attnserve.text import load_tokenizer, read_sentences
 from attnserve.verify import Fidelity, verify
 from graph_passes.errors import (
     CannotRewrite,
@@ -98,6 +99,23 @@ def test_calibration_beats_the_weights_alone(tiny: Path, sentences: Path, tmp_pa
         for name in ("plain", "fitted")
     )
     assert fitted < plain
+
+
+def test_who_calibrates_on_short_texts_for_long_ones_is_told(
+    tiny: Path, sentences: Path, tmp_path: Path
+):
+    """From four times the median on, exactly that."""
+    encoder = load_tokenizer(tiny / "tokenizer.json", max_length=64)
+    lengths = [len(one) for one in encoder.encode(read_sentences(sentences))]
+    usual = int(np.median(lengths))
+
+    def told(sequence: int) -> bool:
+        report = optimize(
+            tiny, tmp_path / "new", collab_dk=16, calib=sentences, sequence=sequence, dry_run=True
+        )
+        return any("on longer texts less is kept" in warning for warning in report.warnings)
+
+    assert told(4 * usual) and not told(4 * usual - 1)
 
 
 @pytest.mark.slow(seconds=20)

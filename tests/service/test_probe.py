@@ -229,7 +229,6 @@ def test_a_file_that_does_not_load_is_not_served(
 @pytest.mark.parametrize(
     ("what", "why"),
     [
-        ("optimized", "attnserve optimize has chosen its operators"),
         ("large", "it holds 0.0 GB of weights, more than 1e-09"),
         ("no attention", "no block can be written in a faster operator"),
     ],
@@ -238,14 +237,25 @@ def test_what_is_left_as_it_is(
     bert: Path, child: Child, tmp_path: Path, what: str, why: str
 ) -> None:
     model = bert
-    if what == "optimized":
-        model = write_encoder(tmp_path / "m", lineage=[{"rewrite": "prune", "plan": {}}])
-    elif what == "large":
+    if what == "large":
         child("service.probe.MOST_BYTES = 1")
     else:
         model = write_encoder(tmp_path / "m")
     found = prover(tmp_path / "rewritten").prove(open_artifact(model))
     assert found.rewritten is None and why in found.operators["why"]
+
+
+@pytest.mark.usefixtures("child")
+def test_what_was_optimized_by_hand_is_served_in_faster_operators_too(
+    bert: Path, tmp_path: Path
+) -> None:
+    """Else it would be slower than the original, which is."""
+    attnserve.optimize(bert, tmp_path / "pruned", prune_heads={"0": [1, 0, 1, 1]})
+    told = served(tmp_path / "pruned")
+    assert (told["rewritten"], told["attention"], told["gelu"]) == (True, 2, 2)
+    plain = served(tmp_path / "pruned", rewrite=False)
+    assert np.abs(told["vectors"] - plain["vectors"]).max() < 1e-6
+    assert told["plan"] == plain["plan"] is not None
 
 
 def test_where_nobody_can_write_models_are_served_as_they_are(child: Child, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import monotonic, time
 from typing import Any
@@ -210,6 +211,7 @@ def test_every_worker_knows_what_all_have_done(clients: list[Client]) -> None:
     assert [one.post("/embed", body) for _ in range(3)] == [200] * 3
     assert [two.post("/embed", body) for _ in range(4)] == [200] * 4
     assert two.post("/embed", body | {"inputs": ["a"] * 100}) == 413
+    idle = b'attnserve_in_flight{model="counted",version="1"} 0.0'
     for client in clients:
         (told,) = client.get("/v2/models/counted/stats")["model_stats"]
         assert told["inference_stats"]["success"]["count"] == 7
@@ -220,6 +222,8 @@ def test_every_worker_knows_what_all_have_done(clients: list[Client]) -> None:
         assert batches["compute_infer"]["ns"] == told["inference_stats"]["compute_infer"]["ns"]
         assert time() - told["last_inference"] / 1e3 < 60
 
+        # What is in flight elsewhere is told a second late.
+        until(partial(lambda asked: idle in asked.ask("GET", "/metrics")[1], client))
         samples = {
             (sample.name, *sorted(sample.labels.values())): sample.value
             for family in text_string_to_metric_families(client.ask("GET", "/metrics")[1].decode())
@@ -228,7 +232,6 @@ def test_every_worker_knows_what_all_have_done(clients: list[Client]) -> None:
         assert samples["attnserve_inferences_total", "1", "counted", "success"] == 7
         assert samples["attnserve_request_seconds_count", "1", "counted"] == 7
         assert samples["attnserve_rejects_total", "1", "counted", "too_large"] == 1
-        assert samples["attnserve_in_flight", "1", "counted"] == 0
         assert samples["attnserve_model_ready", "1", "counted"] == 1
         assert samples["attnserve_workers",] == 2
 
@@ -393,6 +396,14 @@ def test_a_worker_that_hangs_is_killed_and_replaced(tmp_path: Path) -> None:
         assert other in server.pids() and silent not in server.pids()
         assert client.post("/embed", EMBED) == 200
         assert server.log.count("hangs: it is killed") == 1  # who speaks is left alone
+
+
+def test_a_model_that_cannot_be_served_is_not_said_to_be(tmp_path: Path) -> None:
+    models = repository(tmp_path / "models", "broken", "tiny")
+    (models / "broken" / "1" / "model.onnx").write_bytes(b"no model")
+    with serving(models, tmp_path) as server:
+        server.wait()
+        assert re.search(r"^serving tiny at http", server.log, re.MULTILINE), server.log
 
 
 def test_what_is_wrong_with_the_models_is_said_once(tmp_path: Path) -> None:
