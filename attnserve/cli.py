@@ -665,7 +665,8 @@ def verify(
         raise CheckFailed(
             f"mean cosine {report.mean_cosine:.5f} on {report.data}, "
             f"expected at least {min_cosine}",
-            "raise the shared dimension, or calibrate",
+            "ask for less: more heads or dimensions that stay, a higher --keep, or text like this"
+            " one to calibrate on",
         )
 
 
