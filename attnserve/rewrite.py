@@ -61,7 +61,7 @@ GPU_ALONE = (
 
 SHORT = 4
 """A model that is meant for texts this many times as long as it was calibrated on may keep much
-less of them than was promised: 0.79 for 0.99 of MiniLM, ten tokens against a hundred."""
+less of them than was promised: 0.79 where it was 0.99 (MiniLM, sentences against paragraphs)."""
 
 LOW_COSINE = 0.9
 """Below it a sentence encoder's scores suffer visibly (benchmarks/results/fidelity.json)."""
@@ -405,7 +405,7 @@ def _warn(
     if SHORT * usual <= sequence:
         warnings.append(
             f"calibrated and judged on texts of {usual} tokens, at the median, for {sequence}: on "
-            "longer texts less is kept; calibrate on some, or see `attnserve verify --data`"
+            "longer texts less may be kept; calibrate on some, or see `attnserve verify --data`"
         )
     width = max(widths)
     if data.source["fit_tokens"] < width:

@@ -221,6 +221,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._repository, self._say_started = repository, started
         self._hurried = False
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve until told to stop.
@@ -245,7 +246,8 @@ class Server(uvicorn.Server):
             self._say_started()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._repository.draining and sig == signal.SIGINT and not self._hurried:
+        again = self._repository.draining and sig == signal.SIGINT and not self._hurried
+        if again and self._loop is not None:
             # uvicorn would cut every connection: a refusal tells their clients more.
             self._hurried = True
             self._loop.call_soon_threadsafe(self._repository.abandon)

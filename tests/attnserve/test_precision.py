@@ -261,8 +261,9 @@ def test_fused_attention_in_float16_runs_on_a_cpu(bodies: dict[str, str], mask: 
     assert error(run(model, **feeds), run(made, **feeds)) < 5e-3
 
 
-def test_angles_of_far_positions_stay_exact():
-    model = graph(
+def turned() -> ir.Model:
+    """x by the angles of its positions p."""
+    return graph(
         "(int64[s] p, float[s, 16] x) => (float[s, 16] y) { f = Cast <to = 1> (p)"
         "axes = Constant <value_ints = [1]> () u = Unsqueeze(f, axes)"
         "a = Mul(u, freq) c = Cos(a) n = Sin(a) cn = Concat <axis = 1> (c, n)"
@@ -270,6 +271,10 @@ def test_angles_of_far_positions_stay_exact():
         freq=(10_000.0 ** -np.linspace(0, 0.9, 8)).astype(np.float32)[None],
         w=np.eye(D, dtype=np.float32),
     )
+
+
+def test_angles_of_far_positions_stay_exact():
+    model = turned()
     made = convert(model, "float16")
     assert precision_of(made) == "float16"
     positions = np.array([3, 2049, 4099, 70_001])  # of which float16 knows the first alone
@@ -349,14 +354,7 @@ def test_verify_on_a_cpu_says_how_it_compared():
 
 def test_angles_of_far_positions_stay_exact_in_bfloat16_too():
     """Which counts to 256."""
-    model = graph(
-        "(int64[s] p, float[s, 16] x) => (float[s, 16] y) { f = Cast <to = 1> (p)"
-        "axes = Constant <value_ints = [1]> () u = Unsqueeze(f, axes)"
-        "a = Mul(u, freq) c = Cos(a) n = Sin(a) cn = Concat <axis = 1> (c, n)"
-        "t = Mul(x, cn) y = MatMul(t, w) }",
-        freq=(10_000.0 ** -np.linspace(0, 0.9, 8)).astype(np.float32)[None],
-        w=np.eye(D, dtype=np.float32),
-    )
+    model = turned()
     feeds = {"p": np.array([3, 257, 4099, 70_001]), "x": np.ones((4, D), np.float32)}
     made = on_cpu(convert(model, "bfloat16"))
     np.testing.assert_allclose(run(made, **feeds), run(model, **feeds), atol=2**-8)
