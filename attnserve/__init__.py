@@ -3,14 +3,14 @@
 The functions here are the commands of the same names.
 """
 
-from attnserve.evaluate import evaluate
-from attnserve.export import export
-from attnserve.inspection import inspect
-from attnserve.measure import bench
-from attnserve.plan import plan
-from attnserve.report import analyze
-from attnserve.rewrite import optimize
-from attnserve.verify import verify
+from attnserve.checks.benchmark import bench
+from attnserve.checks.compare import verify
+from attnserve.checks.evaluate import evaluate
+from attnserve.checks.inspect import inspect
+from attnserve.models.export import export
+from attnserve.planning.command import plan
+from attnserve.planning.optimize import optimize
+from attnserve.reports.html import analyze
 
 __all__ = [
     "__version__",

@@ -32,7 +32,7 @@ from rich.progress import track
 from rich.table import Table
 from tensorly.decomposition import parafac
 
-from graph_passes.cp import collaborative_factors
+from graph_passes.factorize.cp import collaborative_factors
 
 RESULT = Path(__file__).parent / "results" / "cp_speed.json"
 H, D, K, R = 12, 768, 64, 256

@@ -26,10 +26,10 @@ from typing import Any
 
 import onnx_ir as ir
 
-from attnserve.artifact import load_model, open_artifact, save_model
-from attnserve.measure import bench, describe_machine
-from attnserve.session import Provider, why_no_cuda
-from attnserve.verify import verify
+from attnserve.checks.benchmark import bench, describe_machine
+from attnserve.checks.compare import verify
+from attnserve.models.artifact import load_model, open_artifact, save_model
+from attnserve.runtime.session import Provider, why_no_cuda
 from benchmarks.gpu.encoder import random_encoder, to_half
 from benchmarks.gpu.forms import ORIGINAL, OURS, SIZES, THEIRS, Size, collaborative
 from benchmarks.gpu.measure import (
@@ -44,8 +44,8 @@ from benchmarks.gpu.measure import (
 from benchmarks.gpu.scores import expressions
 from benchmarks.gpu.small import captured, served
 from graph_passes.errors import AttnserveError
-from graph_passes.find import find_attention
-from graph_passes.fuse import FuseAttention
+from graph_passes.matching.find import find_attention
+from graph_passes.passes.fuse_attention import FuseAttention
 
 RESULTS = Path(__file__).parent / "results"
 PARITY = 1e-3

@@ -24,9 +24,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import attnserve
-from attnserve.inspection import Inspection
-from attnserve.measure import Measurement
-from attnserve.rewrite import OptimizeReport
+from attnserve.checks.benchmark import Measurement
+from attnserve.checks.inspect import Inspection
+from attnserve.planning.optimize import OptimizeReport
 from benchmarks.fidelity import minilm
 from graph_passes.errors import AttnserveError, CheckFailed
 

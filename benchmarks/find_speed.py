@@ -154,8 +154,8 @@ def _external(name: str, array: np.ndarray, data: BinaryIO) -> onnx.TensorProto:
 
 def inspected(path: Path) -> dict[str, Any]:
     """Inspect one model in this process; Linux tells the peak of its memory."""
-    from attnserve.inspection import inspect
-    from attnserve.session import require_runtime
+    from attnserve.checks.inspect import inspect
+    from attnserve.runtime.session import require_runtime
 
     require_runtime()
     Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten

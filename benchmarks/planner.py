@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 import attnserve
-from attnserve.measure import describe_machine
+from attnserve.checks.benchmark import describe_machine
 from benchmarks.fidelity import minilm, score, sentences
 
 RESULT = Path(__file__).parent / "results" / "planner.json"

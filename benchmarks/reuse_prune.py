@@ -28,9 +28,9 @@ from rich.console import Console
 from rich.table import Table
 
 import attnserve
-from attnserve.artifact import load_model, open_artifact
-from attnserve.calibrate import load_inputs
-from attnserve.measure import describe_machine
+from attnserve.checks.benchmark import describe_machine
+from attnserve.models.artifact import load_model, open_artifact
+from attnserve.models.datasets import load_inputs
 from benchmarks.fidelity import minilm, score, texts
 
 RESULT = Path(__file__).parent / "results" / "reuse_prune.json"

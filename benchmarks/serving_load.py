@@ -53,7 +53,7 @@ import psutil
 from rich.console import Console
 
 import attnserve
-from attnserve.measure import describe_machine
+from attnserve.checks.benchmark import describe_machine
 from benchmarks.fidelity import minilm
 
 ROOT = Path(__file__).parents[1]
@@ -232,7 +232,15 @@ def served(
 @contextmanager
 def ours(setup: Setup, *options: str) -> Generator[tuple[int, psutil.Process]]:
     port = free_port()
-    command = [sys.executable, "-m", "attnserve.cli", "serve", str(setup.model), "--port", port]
+    command = [
+        sys.executable,
+        "-m",
+        "attnserve.cli",
+        "serve",
+        str(setup.model),
+        "--port",
+        port,
+    ]
     command += ["--threads", setup.threads, "--quiet", *options]
     with served(setup, [str(c) for c in command], "/v2/health/ready", port) as process:
         yield port, process

@@ -3,7 +3,7 @@
     python benchmarks/table1.py [--rounds 40]
 
 One attention layer at 128 tokens, concatenated and collaborative: real ONNX graphs, bias-free as in
-the paper, rewritten by ``Collaborate`` and counted by ``graph_passes.cost``. The paper counts the
+the paper, rewritten by ``Collaborate`` and counted by ``analysis.cost``. The paper counts the
 mixing product twice and one multiply-accumulate as one FLOP; we count mixing once. Beside its
 milliseconds (on a GPU of 2020) stand ours, measured here in interleaved rounds on one thread.
 """
@@ -24,12 +24,12 @@ import onnx_ir as ir
 from rich.console import Console
 from rich.table import Table
 
-from attnserve.artifact import save_model
-from attnserve.measure import BenchReport, bench
-from graph_passes.collaborate import Collaborate
-from graph_passes.cost import Cost, break_even, model_cost
-from graph_passes.cp import CollaborativeFactors
-from graph_passes.find import find_attention
+from attnserve.checks.benchmark import BenchReport, bench
+from attnserve.models.artifact import save_model
+from graph_passes.analysis.cost import Cost, break_even, model_cost
+from graph_passes.factorize.cp import CollaborativeFactors
+from graph_passes.matching.find import find_attention
+from graph_passes.passes.collaborate import Collaborate
 
 RESULT = Path(__file__).parent / "results" / "table1.json"
 TOKENS = 128

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from graph_passes.attention import (
+from graph_passes.blocks import (
     AttentionBlock,
     Capped,
     Causal,

@@ -21,16 +21,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from attnserve import __version__
 from graph_passes.errors import InvalidArgument
-from service.auth import RequireKey, read_keys
-from service.dashboard import router as dashboard
-from service.device import on_device
-from service.errors import install_handlers
-from service.http import ObserveRequests, describe_bodies, include, json_response
-from service.metrics import Metrics
-from service.protocols import open_inference, openai, texts, triton
-from service.report import report
-from service.repository import Repository, say_operators
-from service.schemas import (
+from service.api import open_inference, openai, texts, triton
+from service.api.routes import ObserveRequests, describe_bodies, include, json_response
+from service.api.schemas import (
     EmbeddingsRequest,
     EmbedRequest,
     Error,
@@ -41,6 +34,13 @@ from service.schemas import (
     SimilarityRequest,
     TokenizeRequest,
 )
+from service.auth import RequireKey, read_keys
+from service.dashboard import router as dashboard
+from service.dashboard.stats import report
+from service.engine.device import on_device
+from service.engine.repository import Repository, say_operators
+from service.errors import install_handlers
+from service.metrics import Metrics
 from service.settings import Settings
 
 __all__ = [
@@ -154,7 +154,7 @@ def serve(settings: Settings) -> None:
     settings = on_device(settings)
     with bound_socket(settings) as listener:
         if settings.workers > 1:
-            from service.supervisor import supervise  # it imports what only POSIX has
+            from service.workers.supervisor import supervise  # it imports what only POSIX has
 
             supervise(settings, listener)
             return

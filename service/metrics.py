@@ -34,8 +34,8 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from service.answer import Answer
-from service.batcher import Batch
+from service.engine.answer import Answer
+from service.engine.batcher import Batch
 
 __all__ = [
     "WINDOW_S",

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from attnserve.device import Cuda
+from attnserve.runtime.cuda import Cuda
 from graph_passes.errors import InvalidArgument
 
 __all__ = ["LogLevel", "ServedBy", "Settings", "read", "read_settings"]

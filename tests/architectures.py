@@ -26,7 +26,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from attnserve.session import open_session
+from attnserve.runtime.session import open_session
 
 Attention = Literal["eager", "sdpa"]
 Exporter = Literal["torchscript", "dynamo"]

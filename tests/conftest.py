@@ -130,7 +130,7 @@ def minilm_export(
 ) -> Callable[[str, str, int], Path]:
     """(attention, exporter, opset) -> the artifact folder; each is exported once a session."""
     _one_thread()
-    from attnserve.export import export
+    from attnserve.models.export import export
 
     def build(attention: Any, exporter: Any, opset: int) -> Path:
         def make(folder: Path) -> None:

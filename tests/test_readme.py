@@ -12,7 +12,7 @@ import pytest
 from typer.main import get_command
 
 import attnserve
-from attnserve.cli import app
+from attnserve.cli.app import app
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from attnserve.artifact import save_model
+from attnserve.models.artifact import save_model
 from benchmarks.gpu.encoder import FLOAT16, random_encoder, to_half
-from graph_passes.activation import FuseGelu
-from graph_passes.collaborate import Collaborate, factor
 from graph_passes.errors import CannotRewrite
-from graph_passes.feed_forward import find_feed_forward
-from graph_passes.find import find_attention
-from graph_passes.fuse import Form, FuseAttention, why_not
-from graph_passes.prune import PruneHeads
-from graph_passes.reuse import ReuseAttention
+from graph_passes.matching.feed_forward import find_feed_forward
+from graph_passes.matching.find import find_attention
+from graph_passes.passes.collaborate import Collaborate, factor
+from graph_passes.passes.fuse_attention import Form, FuseAttention, why_not
+from graph_passes.passes.fuse_gelu import FuseGelu
+from graph_passes.passes.prune_heads import PruneHeads
+from graph_passes.passes.reuse_attention import ReuseAttention
 
 
 @dataclass(frozen=True)

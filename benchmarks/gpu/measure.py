@@ -19,14 +19,14 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.artifact import save_model
-from attnserve.binding import bound, give_back
-from attnserve.carry_out import count_macs
-from attnserve.device import Cuda
-from attnserve.inputs import example_inputs
-from attnserve.latency import MIN_ROUNDS, take_turns
-from attnserve.profile import AttentionKernel, attention_kernels, read_runs
-from attnserve.session import Provider, open_session
+from attnserve.models.artifact import save_model
+from attnserve.models.example_inputs import example_inputs
+from attnserve.planning.apply import count_macs
+from attnserve.runtime.cuda import Cuda
+from attnserve.runtime.io_binding import bound, give_back
+from attnserve.runtime.profile import AttentionKernel, attention_kernels, read_runs
+from attnserve.runtime.session import Provider, open_session
+from attnserve.runtime.timer import MIN_ROUNDS, take_turns
 from benchmarks.gpu.forms import FORMS, ORIGINAL, Size
 from graph_passes.errors import AttnserveError
 
@@ -295,8 +295,8 @@ KERNELS = """
 import sys
 from pathlib import Path
 import onnx_ir as ir
-from attnserve.inputs import example_inputs
-from attnserve.session import open_session
+from attnserve.models.example_inputs import example_inputs
+from attnserve.runtime.session import open_session
 provider, batch, tokens, *paths = sys.argv[1:]
 feed = example_inputs(ir.load(paths[0]), int(batch), int(tokens), padded=True)
 for path in paths:

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.binding import bound
-from attnserve.latency import take_turns
-from attnserve.session import Provider, open_session
+from attnserve.runtime.io_binding import bound
+from attnserve.runtime.session import Provider, open_session
+from attnserve.runtime.timer import take_turns
 
 HEADS, SIZE = 12, 64
 OWN = "own heads"

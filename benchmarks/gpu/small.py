@@ -19,12 +19,12 @@ from typing import IO, Any
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.binding import bound
-from attnserve.buckets import Buckets
-from attnserve.cuda_graphs import GraphRunner
-from attnserve.inputs import example_inputs
-from attnserve.latency import take_turns
-from attnserve.session import Provider, open_session
+from attnserve.models.example_inputs import example_inputs
+from attnserve.runtime.buckets import Buckets
+from attnserve.runtime.cuda_graphs import GraphRunner
+from attnserve.runtime.io_binding import bound
+from attnserve.runtime.session import Provider, open_session
+from attnserve.runtime.timer import take_turns
 from benchmarks.gpu.measure import SPEED, Form, Shape
 from graph_passes.errors import AttnserveError
 
@@ -97,7 +97,16 @@ def _started(form: Form, provider: Provider, log: IO[str]) -> subprocess.Popen[b
         "ATTNSERVE_CUDA_GRAPHS": str(GRAPHS),
         "ATTNSERVE_TF32": "true",
     }
-    command = [sys.executable, "-P", "-m", "attnserve.cli", "serve", str(form.path), "--port", "0"]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "attnserve.cli",
+        "serve",
+        str(form.path),
+        "--port",
+        "0",
+    ]
     return subprocess.Popen(
         [*command, "--no-probe", "--provider", provider],
         stdout=subprocess.DEVNULL,

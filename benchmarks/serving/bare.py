@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from attnserve.artifact import open_artifact
-from attnserve.session import open_session
-from attnserve.text import load_tokenizer, model_inputs, pool
+from attnserve.models.artifact import open_artifact
+from attnserve.models.tokenizer import load_tokenizer, model_inputs, pool
+from attnserve.runtime.session import open_session
 
 
 def main() -> None:

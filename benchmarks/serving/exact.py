@@ -2,7 +2,7 @@
 
     python exact.py MODEL_FOLDER THREADS FILE
 
-Writes FILE, and a line of JSON: how it compares with the original (``attnserve.exact.Exact``).
+Writes FILE, and a line of JSON: how it compares with the original (``planning.lossless.Exact``).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from attnserve.artifact import open_artifact
-from attnserve.exact import rewrite_exactly
+from attnserve.models.artifact import open_artifact
+from attnserve.planning.lossless import rewrite_exactly
 
 if __name__ == "__main__":
     found = rewrite_exactly(

@@ -23,16 +23,16 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.artifact import (
+from attnserve.models.artifact import (
     Artifact,
     copy_companions,
     load_model,
     open_artifact,
     write_record,
 )
-from attnserve.inputs import example_inputs
-from attnserve.precision import is_bfloat16, on_cpu
-from attnserve.session import Provider, external_files, open_session
+from attnserve.models.example_inputs import example_inputs
+from attnserve.models.precision import is_bfloat16, on_cpu
+from attnserve.runtime.session import Provider, external_files, open_session
 from graph_passes.errors import InvalidArgument, InvalidModel, InvalidOutput
 
 __all__ = ["TritonModel", "Value", "write_repository"]

@@ -19,7 +19,7 @@ def tiny_export(tiny_bert: Build, made_once: Build) -> Build:
 
     Shared by all tests: copy it before changing it.
     """
-    from attnserve.export import export
+    from attnserve.models.export import export
 
     def build(attention: Any = "eager", exporter: Any = "torchscript", opset: int = 17) -> Path:
         def make(folder: Path) -> None:

@@ -9,10 +9,10 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from attnserve.inputs import example_inputs
-from attnserve.latency import Part
-from attnserve.plan_report import Speed
-from graph_passes.cost import model_cost
+from attnserve.models.example_inputs import example_inputs
+from attnserve.planning.report import Speed
+from attnserve.runtime.timer import Part
+from graph_passes.analysis.cost import model_cost
 
 FUSED = STANDARD = 0.9
 """What a part with one operator of ONNX Runtime, or of ai.onnx, for its attention takes of the time
@@ -47,5 +47,5 @@ def speeds(search: Any, graph: ir.Model, lengths: Sequence[int]) -> list[Speed]:
 
 
 def count_instead_of_timing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnserve.latency.LatencyTable.measure", measure)
-    monkeypatch.setattr("attnserve.search._Search._speeds", speeds)
+    monkeypatch.setattr("attnserve.runtime.timer.LatencyTable.measure", measure)
+    monkeypatch.setattr("attnserve.planning.search._Search._speeds", speeds)

@@ -18,17 +18,17 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from attnserve.artifact import load_model
-from attnserve.certify import read_attention
-from attnserve.inspection import Inspection, inspect_graph
-from graph_passes import rewrites as rewrites_of
-from graph_passes.attention import AttentionBlock
-from graph_passes.collaborate import Collaborate, factor
-from graph_passes.cost import parameters
-from graph_passes.decompose import DecomposeAttention
-from graph_passes.find import find_attention
-from graph_passes.prune import PruneHeads
-from graph_passes.reuse import ReuseAttention
+from attnserve.checks.certify import read_attention
+from attnserve.checks.inspect import Inspection, inspect_graph
+from attnserve.models.artifact import load_model
+from graph_passes.analysis.cost import parameters
+from graph_passes.blocks import AttentionBlock
+from graph_passes.matching.find import find_attention
+from graph_passes.passes import refusals as rewrites_of
+from graph_passes.passes.collaborate import Collaborate, factor
+from graph_passes.passes.decompose_attention import DecomposeAttention
+from graph_passes.passes.prune_heads import PruneHeads
+from graph_passes.passes.reuse_attention import ReuseAttention
 from tests import architectures
 from tests.architectures import ARCHITECTURES, TABLE, Cell, Layer, cells_of
 from tests.graph_passes.graphs import grafted, masked
@@ -132,7 +132,7 @@ def test_collaborative_heads_of_full_size_change_nothing(
 
 
 def collaborated(model: ir.Model, names: frozenset[str]) -> ir.Model:
-    """The model with R = H*K in these blocks, as ``attnserve.rewrite`` does it."""
+    """The model with R = H*K in these blocks, as ``attnserve.planning.optimize`` does it."""
     blocks = read_attention(model).blocks
     fused = frozenset(block.name for block in blocks if block.name in names and not block.logits)
     if fused:

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from attnserve.artifact import load_model, open_artifact
-from attnserve.cli import main
-from attnserve.inspection import inspect
-from attnserve.rewrite import OptimizeReport, optimize
-from attnserve.session import open_session
-from attnserve.verify import verify
+from attnserve.checks.compare import verify
+from attnserve.checks.inspect import inspect
+from attnserve.cli.app import main
+from attnserve.models.artifact import load_model, open_artifact
+from attnserve.planning.optimize import OptimizeReport, optimize
+from attnserve.runtime.session import open_session
 from graph_passes.errors import CannotRewrite, InvalidData
 
 LAYERS, H, K, D, VOCABULARY = 2, 3, 8, 24, 61

@@ -24,19 +24,19 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from attnserve.certify import SHAPES, read_attention
-from attnserve.session import open_session
-from graph_passes import rewrites
-from graph_passes.attention import AttentionBlock
-from graph_passes.collaborate import Collaborate, factor
-from graph_passes.constants import constant_array, is_constant
-from graph_passes.decompose import DecomposeAttention
-from graph_passes.edit import exposing
-from graph_passes.find import find_attention
+from attnserve.checks.certify import SHAPES, read_attention
+from attnserve.runtime.session import open_session
+from graph_passes.analysis.constants import constant_array, is_constant
+from graph_passes.analysis.shapes import Facts, bind_axes, interpret
+from graph_passes.blocks import AttentionBlock
+from graph_passes.emit.editing import exposing
+from graph_passes.matching.find import find_attention
+from graph_passes.passes import refusals as rewrites
+from graph_passes.passes.collaborate import Collaborate, factor
+from graph_passes.passes.decompose_attention import DecomposeAttention
 from graph_passes.reference import attention_reference, inputs_of, logits_reference
-from graph_passes.shapes import Facts, bind_axes, interpret
 from tests.graph_passes.graphs import FUSED, PARTS, D, H, K, V, attention, graph, text_of
-from tests.graph_passes.test_find import LAID_OUT, READ, SPLIT
+from tests.graph_passes.matching.test_find import LAID_OUT, READ, SPLIT
 
 COUNT = int(os.environ.get("MUTANTS", "400"))
 CHUNKS = 4

@@ -9,10 +9,10 @@ import onnx_ir as ir
 import pytest
 from onnx import helper, parser
 
-from attnserve.artifact import load_model
-from attnserve.inspection import inspect
-from attnserve.rewrite import optimize
-from attnserve.session import open_session
+from attnserve.checks.inspect import inspect
+from attnserve.models.artifact import load_model
+from attnserve.planning.optimize import optimize
+from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidModel
 from tests.graph_passes.graphs import D, H, K, attention
 from tests.graph_passes.test_bodies import if_model

@@ -13,20 +13,20 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from attnserve.artifact import load_model, open_artifact
-from attnserve.cli import main
-from attnserve.inspection import inspect
-from attnserve.rewrite import OptimizeReport, optimize
-from attnserve.session import open_session
-from attnserve.verify import verify
-from graph_passes.attention import AttentionBlock
+from attnserve.checks.compare import verify
+from attnserve.checks.inspect import inspect
+from attnserve.cli.app import main
+from attnserve.models.artifact import load_model, open_artifact
+from attnserve.planning.optimize import OptimizeReport, optimize
+from attnserve.runtime.session import open_session
+from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import (
     AttnserveError,
     CannotRewrite,
     CheckFailed,
     InvalidData,
 )
-from graph_passes.find import find_attention
+from graph_passes.matching.find import find_attention
 from tests.graph_passes.graphs import FLOAT_MASK, D, layers
 
 Build = Callable[..., Path]
@@ -54,7 +54,7 @@ def record(folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def bert(tiny_bert: Build, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """3 layers of 4 heads x 8; shared."""
-    from attnserve.export import export
+    from attnserve.models.export import export
 
     folder = tmp_path_factory.mktemp("three") / "layers"
     source = tiny_bert(num_hidden_layers=3, initializer_range=0.3)
@@ -245,7 +245,7 @@ def test_a_second_call_goes_on_from_the_first(made: Made, bert: Path, seen: Path
 @pytest.mark.slow
 def test_fused_exports_are_rewritten_too(tiny_bert: Build, seen: Path, made: Made, tmp_path: Path):
     """The same plan, and nearly the same model, from an export that fuses attention."""
-    from attnserve.export import export
+    from attnserve.models.export import export
 
     source = tiny_bert(num_hidden_layers=3, initializer_range=0.3)
     export(str(source), tmp_path / "fused", attention="sdpa", exporter="dynamo", opset=23)

@@ -9,11 +9,11 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from attnserve.artifact import load_model
-from attnserve.mixing import Mixing
-from attnserve.rewrite import optimize
-from attnserve.session import open_session
-from attnserve.verify import verify
+from attnserve.checks.compare import verify
+from attnserve.models.artifact import load_model
+from attnserve.planning.mixing import Mixing
+from attnserve.planning.optimize import optimize
+from attnserve.runtime.session import open_session
 from tests.graph_passes.graphs import PARTS, D, H, K, graph
 
 LAYERS = 3

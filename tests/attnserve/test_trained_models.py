@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from attnserve.inspection import inspect
-from attnserve.rewrite import optimize
-from attnserve.session import open_session
+from attnserve.checks.inspect import inspect
+from attnserve.planning.optimize import optimize
+from attnserve.runtime.session import open_session
 
 
 def vit_accuracy(path: Path, data: Path) -> float:

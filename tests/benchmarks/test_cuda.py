@@ -14,16 +14,16 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from attnserve.artifact import save_model
-from attnserve.inputs import example_inputs
-from attnserve.session import open_session, why_no_cuda
+from attnserve.models.artifact import save_model
+from attnserve.models.example_inputs import example_inputs
+from attnserve.runtime.session import open_session, why_no_cuda
 from benchmarks import cuda
 from benchmarks.gpu import measure as measuring
 from benchmarks.gpu import scores
 from benchmarks.gpu.encoder import random_encoder, to_half
 from benchmarks.gpu.forms import FORMS, OURS, SIZES, THEIRS, Size, collaborative
 from benchmarks.gpu.measure import BUDGET, Form, cell, compiled, kernels, timed
-from graph_passes.find import find_attention
+from graph_passes.matching.find import find_attention
 
 ROOT = Path(__file__).parents[2]
 FLOAT = ir.DataType.FLOAT

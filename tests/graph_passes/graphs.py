@@ -13,14 +13,14 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from attnserve.certify import read_attention
-from attnserve.session import open_session
-from graph_passes.attention import AttentionBlock
-from graph_passes.constants import constant_array, constant_type, origin
-from graph_passes.edit import Inserter
-from graph_passes.emit import heads_apart
-from graph_passes.find import find_attention
-from graph_passes.shapes import interpret_small
+from attnserve.checks.certify import read_attention
+from attnserve.runtime.session import open_session
+from graph_passes.analysis.constants import constant_array, constant_type, origin
+from graph_passes.analysis.shapes import interpret_small
+from graph_passes.blocks import AttentionBlock
+from graph_passes.emit.attention import heads_apart
+from graph_passes.emit.editing import Inserter
+from graph_passes.matching.find import find_attention
 
 D, H, K, V = 12, 3, 4, 2
 SCALE = 0.37

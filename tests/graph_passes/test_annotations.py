@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from graph_passes.attention import AttentionBlock
-from graph_passes.collaborate import factor
-from graph_passes.cp import collaborative_factors, relative_error
-from graph_passes.moments import TokenMoments
+from graph_passes.blocks import AttentionBlock
+from graph_passes.factorize.cp import collaborative_factors, relative_error
+from graph_passes.factorize.moments import TokenMoments
+from graph_passes.passes.collaborate import factor
 from graph_passes.reference import softmax
 from tests.graph_passes.graphs import D, H, K, attention, only
 

@@ -8,9 +8,9 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from attnserve.certify import read_attention
-from graph_passes.collaborate import Collaborate, factor
-from graph_passes.find import find_attention
+from attnserve.checks.certify import read_attention
+from graph_passes.matching.find import find_attention
+from graph_passes.passes.collaborate import Collaborate, factor
 from tests.graph_passes.graphs import (
     PARTS,
     PLAIN_INPUT,

@@ -9,13 +9,13 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from attnserve.session import open_session
-from graph_passes import rewrites
-from graph_passes.collaborate import Collaborate, factor, why_not
-from graph_passes.decompose import DecomposeAttention
+from attnserve.runtime.session import open_session
 from graph_passes.errors import CannotRewrite, InvariantBroken
-from graph_passes.find import find_attention
-from graph_passes.invariants import check, interface
+from graph_passes.matching.find import find_attention
+from graph_passes.passes import refusals as rewrites
+from graph_passes.passes.collaborate import Collaborate, factor, why_not
+from graph_passes.passes.decompose_attention import DecomposeAttention
+from graph_passes.passes.invariants import check, interface
 from tests.graph_passes.graphs import (
     FUSED,
     PARTS,

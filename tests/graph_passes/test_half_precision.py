@@ -7,9 +7,9 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from attnserve.certify import read_attention
-from graph_passes.collaborate import Collaborate, factor
-from graph_passes.find import find_attention
+from attnserve.checks.certify import read_attention
+from graph_passes.matching.find import find_attention
+from graph_passes.passes.collaborate import Collaborate, factor
 from tests.graph_passes.graphs import FUSED, PARTS, SCALE, D, H, K, V, attention, run, weights
 
 TYPES = {
@@ -100,7 +100,7 @@ def test_wrong_scale_of_a_half_precision_graph_is_seen(monkeypatch: pytest.Monke
     """Rounding hides nothing: a scale that is off by a thousandth is no certificate."""
     from dataclasses import replace
 
-    import attnserve.certify as certify
+    import attnserve.checks.certify as certify
 
     model = half("float16")
     blocks, misses = find_attention(model)

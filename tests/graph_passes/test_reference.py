@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from graph_passes.attention import AttentionBlock, Causal, Mask, PositionBias
-from graph_passes.edit import exposing
+from graph_passes.blocks import AttentionBlock, Causal, Mask, PositionBias
+from graph_passes.emit.editing import exposing
 from graph_passes.reference import attention_reference, inputs_of, softmax
 from tests.graph_passes.graphs import SCALE, D, H, K, V, attention, feeds, only, run, weights
-from tests.graph_passes.test_collaborate import collaborate
+from tests.graph_passes.passes.test_collaborate import collaborate
 
 S = 7
 

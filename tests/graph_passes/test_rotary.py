@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from graph_passes.collaborate import why_not
+from graph_passes.passes.collaborate import why_not
 from tests.graph_passes.graphs import FLOAT_MASK, D, H, K, attention, only, reasons
 
 HALF = K // 2

@@ -22,7 +22,7 @@ from starlette.testclient import TestClient
 import service
 from graph_passes.errors import InvalidArgument
 from service.app import create_app, serve
-from service.model import Model
+from service.engine.model import Model
 from service.settings import Settings
 from tests.service.tiny import hidden_states, ids_request, write_encoder
 

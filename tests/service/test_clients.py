@@ -22,7 +22,7 @@ from tritonclient.grpc import model_config_pb2
 from tritonclient.utils import InferenceServerException
 
 from service.app import create_app
-from service.model import Model
+from service.engine.model import Model
 from service.settings import Settings
 from tests.service.conftest import listening
 from tests.service.tiny import ECHO, hidden_states, write_encoder, write_model

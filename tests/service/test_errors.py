@@ -264,7 +264,7 @@ def test_nothing_is_served_before_it_is_loaded(encoder: Path) -> None:
 def test_a_defect_is_told_to_the_log_and_not_to_the_client(
     client: TestClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("service.protocols.texts.respond", lambda *_: 1 / 0)
+    monkeypatch.setattr("service.api.texts.respond", lambda *_: 1 / 0)
     answer = client.post("/embed", json={"inputs": "a"}, headers={"x-request-id": "seven"})
     check(answer, 500, "internal error")
     assert "request seven failed" in caplog.text

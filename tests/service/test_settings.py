@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from attnserve import cli
-from attnserve.device import Cuda
+from attnserve.cli import app as cli
+from attnserve.runtime.cuda import Cuda
 from graph_passes.errors import InvalidArgument
 from service.settings import Settings, read_settings
 

@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from attnserve.cli import main
+from attnserve.cli.app import main
 from graph_passes.errors import InvalidArgument
 from service.deploy.ray import RaySettings, deployment_options
 from service.settings import Settings

@@ -18,9 +18,9 @@ import pytest
 from google.protobuf import text_format
 from onnx import numpy_helper, parser
 
-from attnserve.artifact import open_artifact, save_model, sha256
-from attnserve.cli import main
-from attnserve.precision import convert
+from attnserve.cli.app import main
+from attnserve.models.artifact import open_artifact, save_model, sha256
+from attnserve.models.precision import convert
 from benchmarks.gpu.encoder import random_encoder
 from graph_passes.errors import InvalidArgument, InvalidModel, InvalidOutput
 from service.deploy.triton import write_repository

@@ -1,0 +1,449 @@
+"""What each head is worth, by three measures.
+
+    head_energy     how much a head writes about its mean
+    leave_one_out   how much the outputs change without it
+    sensitivity     how much they change with its gate (Michel et al. 2019, arXiv 1905.10650)
+
+All stream over calibration batches: one is run and reduced at a time, padding excluded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx_ir as ir
+
+from attnserve.calibration.moments import Progress
+from attnserve.models.datasets import token_mask
+from attnserve.runtime.session import Batch, Provider, open_session, run
+from graph_passes.blocks import AttentionBlock
+from graph_passes.emit.editing import Inserter, exposing
+from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+
+__all__ = [
+    "by_head",
+    "head_energy",
+    "leave_one_out",
+    "no_token",
+    "not_finite",
+    "observe",
+    "sensitivity",
+]
+
+MOST_ROWS = 64
+"""Texts that the gated model runs on, once (or twice) a head."""
+
+STEP = 1 / 64
+"""Of a gate, either way. The error of a central difference falls with its square, the rounding of
+single precision grows with its inverse: both stay near 1e-4 of a derivative here."""
+
+ROUNDING = 1e-12
+"""A variance below this part of the mean square is the rounding of a constant output."""
+
+
+# Energy
+
+
+def head_energy(
+    model: ir.Model,
+    blocks: Sequence[AttentionBlock],
+    batches: Sequence[Batch],
+    *,
+    provider: Provider = "cpu",
+    threads: int = 0,
+    progress: Progress | None = None,
+) -> dict[str, Float[np.ndarray, " H"]]:
+    """E |(c_h - E c_h) W_O^h|^2 over real tokens, by block name.
+
+    What a head always writes can move into a bias, so that only its deviation is lost with it.
+    Where a block has no output projection, its contexts are measured as they are.
+
+    Raises:
+        InvalidData: The model refuses a batch, a block sees no real token, or its contexts are not
+            finite.
+    """
+    sums = {block.name: _Energy(block) for block in blocks}
+    observed = observe(
+        model, [[block.context] for block in blocks], batches, provider, threads, progress
+    )
+    for batch, seen in observed:
+        for block, (context,) in zip(blocks, seen, strict=True):
+            sums[block.name].add(by_head(block, context), batch)
+    return {name: energy.result() for name, energy in sums.items()}
+
+
+class _Energy:
+    """Sums and Gram matrices of the contexts of each head of a block."""
+
+    def __init__(self, block: AttentionBlock) -> None:
+        self.block = block
+        self.tokens = 0
+        self.total: Any = 0.0  # H V
+        self.products: Any = 0.0  # H V V
+
+    def add(self, context: Float[np.ndarray, "B H S V"], batch: Batch) -> None:
+        B, _, S, _ = context.shape
+        real = token_mask(batch, (B, S))
+        heads = context.swapaxes(1, 2)[real].swapaxes(0, 1).astype(np.float64)  # H Q V
+        self.tokens += heads.shape[1]
+        self.total = self.total + heads.sum(1)
+        self.products = self.products + heads.swapaxes(1, 2) @ heads
+
+    def result(self) -> Float[np.ndarray, " H"]:
+        if not self.tokens:
+            raise no_token(self.block.name)
+        mean = self.total / self.tokens
+        covariance = self.products / self.tokens - mean[:, :, None] * mean[:, None, :]
+        if self.block.output is not None:
+            rows = self.block.output.matrix()[self.block.output.rows].astype(np.float64)  # H V D
+            energy = np.einsum("hvw,hvw->h", covariance, rows @ rows.swapaxes(1, 2))
+        else:
+            energy = np.trace(covariance, axis1=1, axis2=2)
+        if not np.isfinite(energy).all():
+            raise not_finite(self.block.name)
+        return np.maximum(energy, 0.0)
+
+
+# Gates
+
+
+def leave_one_out(
+    model: ir.Model,
+    blocks: Sequence[AttentionBlock],
+    batches: Sequence[Batch],
+    *,
+    provider: Provider = "cpu",
+    threads: int = 0,
+    progress: Progress | None = None,
+    most_rows: int = MOST_ROWS,
+) -> dict[str, Float[np.ndarray, " H"]]:
+    """The relative squared change of the outputs where a head writes nothing, by block name.
+
+    E |out - out without h|^2 / E |out - E out|^2 over real tokens, averaged over the outputs of
+    floats that the heads do not write themselves (caches, probabilities). The output's bias stays.
+
+    Args:
+        blocks: Of the main graph; fused operators may stay as they are.
+        most_rows: About how many texts to run, in whole batches taken evenly, at least one. The
+            cost is one run of the model for each head and batch.
+        progress: Counts the heads of each batch.
+
+    Raises:
+        InvalidArgument: ``most_rows`` is not positive.
+        InvalidModel: No output is of floats.
+        InvalidData: The model refuses a batch, there is no real token, or outputs are not finite.
+    """
+    gated = _Gated(model, blocks, provider, threads)
+    total = np.zeros((gated.num_heads, gated.num_outputs))
+    spreads = [_Spread() for _ in range(gated.num_outputs)]
+    chosen = _some(batches, most_rows)
+    for index, batch in enumerate(chosen):
+        whole = gated.run(batch)
+        for spread, (out, real) in zip(spreads, whole, strict=True):
+            spread.add(out[real])
+        for head in range(gated.num_heads):
+            without = gated.run(batch, head, 0.0)
+            for i, ((out, real), (other, _)) in enumerate(zip(whole, without, strict=True)):
+                total[head, i] += np.square(out[real] - other[real]).sum()
+            if progress is not None:
+                progress(index * gated.num_heads + head + 1, len(chosen) * gated.num_heads)
+    variances = _variances(spreads, gated.output_names)
+    counts = np.array([spread.count for spread in spreads])
+    return gated.by_block(total / counts / variances)
+
+
+def sensitivity(
+    model: ir.Model,
+    blocks: Sequence[AttentionBlock],
+    batches: Sequence[Batch],
+    *,
+    provider: Provider = "cpu",
+    threads: int = 0,
+    progress: Progress | None = None,
+    most_rows: int = MOST_ROWS,
+) -> dict[str, Float[np.ndarray, " H"]]:
+    """E_x |d out(x) / d xi_h| at xi_h = 1, by block name; xi_h multiplies the context of head h.
+
+    The I_h of Michel et al. (2019) with the outputs in the place of the loss: no loss is known for
+    a text without a label, so the norm of what would enter any loss stands for it. The derivative
+    is a central difference of ``STEP``, exact to about 1e-3 in single precision. The norm of a text
+    is the root of the mean square over its real tokens, relative to the root of E |out - E out|^2,
+    and averaged over the outputs as ``leave_one_out`` does.
+
+    Args:
+        blocks: Of the main graph; fused operators may stay as they are.
+        most_rows: As of ``leave_one_out``, at two runs for each head and batch.
+        progress: Counts the heads of each batch.
+
+    Raises:
+        InvalidArgument, InvalidModel, InvalidData: As ``leave_one_out``.
+    """
+    gated = _Gated(model, blocks, provider, threads)
+    total = np.zeros((gated.num_heads, gated.num_outputs))
+    texts = np.zeros(gated.num_outputs)
+    spreads = [_Spread() for _ in range(gated.num_outputs)]
+    chosen = _some(batches, most_rows)
+    for index, batch in enumerate(chosen):
+        for i, (out, real) in enumerate(gated.run(batch)):
+            spreads[i].add(out[real])
+            texts[i] += real.any(1).sum()
+        for head in range(gated.num_heads):
+            more, less = (gated.run(batch, head, gate) for gate in (1 + STEP, 1 - STEP))
+            for i, ((up, real), (down, _)) in enumerate(zip(more, less, strict=True)):
+                squares = np.where(real, np.square((up - down) / (2 * STEP)).sum(-1), 0.0)
+                total[head, i] += np.sqrt(squares.sum(1) / np.maximum(1, real.sum(1))).sum()
+            if progress is not None:
+                progress(index * gated.num_heads + head + 1, len(chosen) * gated.num_heads)
+    variances = _variances(spreads, gated.output_names)
+    return gated.by_block(total / texts / np.sqrt(variances))
+
+
+Output = tuple["Float[np.ndarray, 'B S D']", "Bool[np.ndarray, 'B S']"]
+"""An output and which of its tokens are real; one that has no tokens counts as one a text."""
+
+
+class _Gated:
+    """A copy of a model, in one session, with a gate on the context of each head.
+
+    The gates are inputs of the graph, so that all heads share the session; the model that was given
+    stays as it is.
+    """
+
+    def __init__(
+        self,
+        model: ir.Model,
+        blocks: Sequence[AttentionBlock],
+        provider: Provider,
+        threads: int,
+    ) -> None:
+        self.blocks = blocks
+        self.num_heads = sum(block.num_heads for block in blocks)
+        outputs = _results(model, blocks)
+        self.output_names = [value.name for value in outputs]
+        self.num_outputs = len(outputs)
+        self.by_token = [_counts_tokens(model, value) for value in outputs]
+        places = [index for index, v in enumerate(model.graph.outputs) if v in set(outputs)]
+        copy = model.clone()
+        values = {v.name: v for node in copy.graph for v in node.outputs}
+        self.gates = {
+            _gate(copy, block, values[block.context.name], index): np.ones(
+                block.num_heads, _dtype(block).numpy()
+            )
+            for index, block in enumerate(blocks)
+        }
+        copy.graph.sort()
+        copy.graph.outputs[:] = [copy.graph.outputs[index] for index in places]
+        self.session = open_session(copy, provider=provider, threads=threads)
+
+    def run(self, batch: Batch, head: int | None = None, gate: float = 1.0) -> list[Output]:
+        """The outputs with all gates open, but for one head's."""
+        gates = {name: ones.copy() for name, ones in self.gates.items()}
+        if head is not None:
+            for array in gates.values():
+                if head < len(array):
+                    array[head] = gate
+                    break
+                head -= len(array)
+        outputs: list[Output] = []
+        for array, by_token in zip(run(self.session, batch | gates), self.by_token, strict=True):
+            tokens = (*array.shape, 1, 1)[:2] if by_token else (len(np.atleast_1d(array)), 1)
+            real = token_mask(batch, tokens) if by_token else np.ones(tokens, bool)
+            outputs.append((array.reshape(*tokens, -1).astype(np.float64), real))
+        return outputs
+
+    def by_block(self, values: Float[np.ndarray, "N O"]) -> dict[str, Float[np.ndarray, " H"]]:
+        """The mean over the outputs, for the heads of each block."""
+        heads = iter(values.mean(1))
+        result: dict[str, np.ndarray] = {}
+        for block in self.blocks:
+            result[block.name] = np.array([next(heads) for _ in range(block.num_heads)])
+            if not np.isfinite(result[block.name]).all():
+                raise not_finite(block.name)
+        return result
+
+
+def _gate(copy: ir.Model, block: AttentionBlock, context: ir.Value, index: int) -> str:
+    """Multiply each head's part of the context by a new input (H,), and return that one's name."""
+    producer = context.producer()
+    assert producer is not None
+    gate = ir.Value(
+        name=f"attnserve/gate_{index}",
+        type=ir.TensorType(_dtype(block)),
+        shape=ir.Shape([block.num_heads]),
+    )
+    readers = list(context.uses())
+    make = Inserter(copy.graph, producer, f"attnserve/gated_{index}")  # the caller sorts the nodes
+    result = _emit_gate(make, block, context, gate)
+    for node, position in readers:
+        node.replace_input_with(position, result)
+    outputs = copy.graph.outputs
+    outputs[:] = [result if value is context else value for value in outputs]
+    copy.graph.inputs.append(gate)
+    return gate.name or ""
+
+
+def _emit_gate(
+    make: Inserter, block: AttentionBlock, context: ir.Value, gate: ir.Value
+) -> ir.Value:
+    """context * gate, in the layout of the context."""
+
+    def reshaped(value: ir.Value, *shape: int) -> ir.Value:
+        return make.op("Reshape", [value, make.constant(np.array(shape, np.int64), "to")], "shaped")
+
+    H, order = block.num_heads, block.context_axes
+    if order is None:
+        if _heads_apart(block):
+            return make.op("Mul", [context, reshaped(gate, H, 1, 1)], "gated")
+        split = reshaped(context, 0, 0, H, -1)
+        gated = make.op("Mul", [split, reshaped(gate, H, 1)], "gated")
+        return make.op("Reshape", [gated, make.op("Shape", [context], "shape")], "merged")
+    ordered = make.op("Transpose", [context], "ordered", perm=order)  # [B, H, S, V] or [B*H, S, V]
+    shape = make.op("Shape", [ordered], "shape")
+    last = make.constant(np.array([len(order) - 2, len(order) - 1], np.int64), "last")
+    heads = make.constant(np.array([-1, H], np.int64), "heads")
+    apart = make.op("Concat", [heads, make.op("Gather", [shape, last], "sizes")], "apart", axis=0)
+    split = make.op("Reshape", [ordered, apart], "split")
+    gated = make.op("Mul", [split, reshaped(gate, H, 1, 1)], "gated")
+    back = make.op("Reshape", [gated, shape], "joined")
+    return make.op("Transpose", [back], "as_it_was", perm=np.argsort(order).tolist())
+
+
+def _heads_apart(block: AttentionBlock) -> bool:
+    """Whether an operator's context is (B, H, S, V), not (B, S, H*V): as its queries are."""
+    shape = block.context.shape
+    return len(shape) == 4 if shape is not None else block.q.layout == "B H T K"
+
+
+def _dtype(block: AttentionBlock) -> ir.DataType:
+    """Of the context: what the graph says, else the type of the weights, if they are floats."""
+    known = block.context.dtype
+    if known is None and block.v.dtype.is_floating_point():
+        known = block.v.dtype
+    return known or ir.DataType.FLOAT
+
+
+def _results(model: ir.Model, blocks: Sequence[AttentionBlock]) -> list[ir.Value]:
+    """The outputs of floats, without what attention leaves behind on its way to its context."""
+    inner = {v for b in blocks for part in (b.k, b.v) for n in part.nodes for v in n.outputs}
+    inner |= {value for block in blocks for value in block.product.outputs} - {
+        block.context for block in blocks
+    }
+    inner |= {block.probabilities for block in blocks if block.probabilities is not None}
+    outputs = [
+        value
+        for value in model.graph.outputs
+        if value not in inner and (value.dtype is None or value.dtype.is_floating_point())
+    ]
+    if not outputs:
+        names = ", ".join(value.name or "" for value in model.graph.outputs)
+        raise InvalidModel(
+            f"expected an output of floats that depends on attention; got {names or 'none'}",
+            "export the model with its hidden states or logits",
+        )
+    return outputs
+
+
+def _counts_tokens(model: ir.Model, output: ir.Value) -> bool:
+    """Whether axis 1 counts tokens: not where it is the width of one vector a text, (B, D).
+
+    A fixed size is a width, unless a mask has the same.
+    """
+    shape = output.shape
+    if shape is None or len(shape) != 2:
+        return shape is None or len(shape) > 2
+    masks = [v.shape for v in model.graph.inputs if "mask" in (v.name or "") and v.shape]
+    fixed = isinstance(shape[1], int)
+    return not fixed or any(len(mask) == 2 and mask[1] == shape[1] for mask in masks)
+
+
+def _some(batches: Sequence[Batch], most_rows: int) -> list[Batch]:
+    """Whole batches, taken evenly: a model may have a fixed batch."""
+    if most_rows < 1:
+        raise InvalidArgument(f"most_rows is {most_rows}: expected 1 or more", "raise it")
+    rows = sum(max((len(a) for a in b.values() if a.ndim), default=1) for b in batches)
+    if rows <= most_rows:
+        return list(batches)
+    count = max(1, len(batches) * most_rows // rows)
+    return [batches[int((i + 0.5) * len(batches) / count)] for i in range(count)]
+
+
+class _Spread:
+    """Running sums of E |out - E out|^2; vectors of different widths have means of their own."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.squares = 0.0
+        self.sums: dict[int, tuple[int, Any]] = {}
+
+    def add(self, vectors: Float[np.ndarray, "N D"]) -> None:
+        count, width = vectors.shape
+        before, total = self.sums.get(width, (0, 0.0))
+        self.sums[width] = before + count, total + vectors.sum(0)
+        self.count += count
+        self.squares += float(np.square(vectors).sum())
+
+    def variance(self) -> float:
+        means = sum(float(np.square(s).sum()) / n for n, s in self.sums.values() if n)
+        return max(0.0, self.squares - means) / self.count
+
+
+def _variances(spreads: Sequence[_Spread], names: Sequence[str | None]) -> Float[np.ndarray, " O"]:
+    """Of each output; infinite where it is always the same, so that it tells nothing."""
+    variances: list[float] = []
+    for spread, name in zip(spreads, names, strict=True):
+        if not spread.count:
+            raise no_token(f"output {name!r}")
+        if not np.isfinite(spread.squares):
+            raise not_finite(f"output {name!r}")
+        floor = ROUNDING * spread.squares / spread.count
+        variance = spread.variance()
+        variances.append(variance if variance > floor else np.inf)
+    return np.array(variances)
+
+
+# Common
+
+
+def observe(
+    model: ir.Model,
+    values: Sequence[Sequence[ir.Value]],
+    batches: Sequence[Batch],
+    provider: Provider,
+    threads: int,
+    progress: Progress | None,
+) -> Iterator[tuple[Batch, list[list[np.ndarray]]]]:
+    """Each batch, and these values (of each block) in it."""
+    wanted = list(dict.fromkeys(value for of_block in values for value in of_block))
+    if not wanted:
+        return
+    with exposing(model, wanted):
+        session = open_session(model, provider=provider, threads=threads)
+    for done, batch in enumerate(batches, start=1):
+        seen = dict(zip(wanted, run(session, batch), strict=True))
+        yield batch, [[seen[value] for value in of_block] for of_block in values]
+        if progress is not None:
+            progress(done, len(batches))
+
+
+def by_head(block: AttentionBlock, context: np.ndarray) -> Float[np.ndarray, "B H S V"]:
+    if block.context_axes is None and context.ndim == 3:
+        return context.reshape(*context.shape[:2], block.num_heads, -1).swapaxes(1, 2)
+    if block.context_axes is not None:
+        context = context.transpose(block.context_axes)
+    return context.reshape(-1, block.num_heads, *context.shape[-2:])
+
+
+def no_token(name: str) -> InvalidData:
+    return InvalidData(f"{name}: the calibration data has no real token", "check the mask input")
+
+
+def not_finite(name: str) -> InvalidData:
+    return InvalidData(
+        f"{name}: the activations on the calibration data are not finite",
+        "check the model and the data",
+    )

@@ -1,0 +1,140 @@
+"""Moments of what attention reads and attends to, summed over calibration batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from attnserve.models.datasets import token_mask
+from attnserve.runtime.session import Batch, Provider, open_session, run
+from graph_passes.blocks import AttentionBlock
+from graph_passes.emit.editing import exposing
+from graph_passes.errors import InvalidData
+from graph_passes.factorize.moments import TokenMoments
+
+__all__ = ["collect_moments"]
+
+Progress = Callable[[int, int], None]
+
+
+def collect_moments(
+    model: ir.Model,
+    blocks: Sequence[AttentionBlock],
+    batches: Sequence[Batch],
+    *,
+    provider: Provider = "cpu",
+    threads: int = 0,
+    progress: Progress | None = None,
+) -> dict[str, TokenMoments]:
+    """The moments of what each block reads and attends to, by block name.
+
+    Activations never accumulate: one batch at a time is run and reduced, padding excluded.
+
+    Args:
+        blocks: Their probabilities must be values of the graph (decompose fused operators first).
+
+    Raises:
+        InvalidData: The model refuses a batch, or its activations are not finite.
+    """
+    sums = {block.name: _BlockSums(block) for block in blocks}
+    values = list(dict.fromkeys(v for block in blocks for v in _observed(block)))
+    with exposing(model, values):
+        session = open_session(model, provider=provider, threads=threads)
+    for done, batch in enumerate(batches, start=1):
+        seen = dict(zip(values, run(session, batch), strict=True))
+        for block in blocks:
+            x, y, probabilities, v = (seen[value] for value in _observed(block))
+            sums[block.name].add(x, y, probabilities, v.transpose(block.v.axes), batch)
+        if progress is not None:
+            progress(done, len(batches))
+    return {name: block_sums.moments() for name, block_sums in sums.items()}
+
+
+def _observed(block: AttentionBlock) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
+    assert block.probabilities is not None, f"{block.name}: its probabilities are not in the graph"
+    assert block.v.output is not None
+    return block.x, block.y, block.probabilities, block.v.output
+
+
+class _BlockSums:
+    """Running sums over batches for one block (used by ``factorize.cp``)."""
+
+    def __init__(self, block: AttentionBlock) -> None:
+        self.block = block
+        self.queries = 0
+        self.x_sum: Any = 0.0
+        self.x_products: Any = 0.0
+        self.y_spread: Any = 0.0
+        self.head_spread: Any = 0.0
+        self.writes = _write_root(block)  # H V V
+
+    def add(
+        self,
+        x: np.ndarray,
+        y: np.ndarray,
+        probabilities: np.ndarray,
+        v: np.ndarray,
+        batch: Mapping[str, np.ndarray],
+    ) -> None:
+        """One batch: x (B, S, D), y (B, T, E), probabilities and v, heads apart or in the batch."""
+        real = token_mask(batch, x.shape[:2])
+        B, S, own = *x.shape[:2], self.block.own_heads
+        p = probabilities.reshape(B, self.block.num_heads, S, -1)[:, own]
+        p = np.where(real[:, None, :, None], p, 0)  # padded queries see nothing
+        exact = np.promote_types(v.dtype, np.float32)  # squares of half precision overflow
+        written = v.reshape(B, -1, *v.shape[-2:]) @ self.writes.astype(exact)  # B H T V
+        written = written[:, own]
+        x = x.astype(np.float64)
+        self.queries += int(real.sum())
+        self.x_sum = self.x_sum + x[real].sum(0)
+        self.x_products = self.x_products + x[real].T @ x[real]
+        for row in range(B):  # one sequence at a time: (H, S, T) in double precision
+            self._add_sequence(p[row].astype(np.float64), y[row].astype(float), written[row])
+
+    def _add_sequence(self, p: np.ndarray, y: np.ndarray, written: np.ndarray) -> None:
+        """Variances about the mean under p, sum_t p y y^T - ybar ybar^T, of keys and writes.
+
+        Summed over heads and queries that of keys is y^T (diag(sum p) - sum p p^T) y: T x T inside,
+        where ybar ybar^T would be multiplied out for every head and query.
+        """
+        y = y - y.mean(0)  # the same spread, with fewer digits lost to the mean
+        rows = p.reshape(-1, p.shape[-1])  # H*S T
+        spread = np.diag(rows.sum(0)) - rows.T @ rows  # T T
+        self.y_spread = self.y_spread + y.T @ (spread @ y)
+        context = p @ written  # H S V
+        squares = (p @ (written**2)).sum(-1) - (context**2).sum(-1)  # H S
+        self.head_spread = self.head_spread + squares.sum(1)
+
+    def moments(self) -> TokenMoments:
+        name = self.block.name
+        if not self.queries:
+            raise InvalidData(
+                f"{name}: the calibration data has no real token", "check the mask input"
+            )
+        mean = self.x_sum / self.queries
+        covariance = self.x_products / self.queries - np.outer(mean, mean)
+        keys = self.y_spread / (self.queries * self.block.q.num_heads)
+        weight = np.sqrt(np.maximum(self.head_spread / self.queries, 0.0))
+        if not all(np.isfinite(array).all() for array in (mean, covariance, keys, weight)):
+            raise InvalidData(
+                f"{name}: the activations on the calibration data are not finite",
+                "check the model and the data",
+            )
+        return TokenMoments(mean, _symmetric(covariance), _symmetric(keys), weight)
+
+
+def _write_root(block: AttentionBlock) -> np.ndarray:
+    """L_h of L_h L_h^T = W_O^h W_O^hT, so that |v L_h| is the length of what a head writes."""
+    if block.output is None:
+        identity = np.eye(block.v_head_size)
+        return np.broadcast_to(identity, (block.num_heads, *identity.shape))
+    rows = block.output.matrix()[block.output.rows].astype(np.float64)  # H V D
+    values, vectors = np.linalg.eigh(rows @ rows.swapaxes(1, 2))
+    return vectors * np.sqrt(np.maximum(values, 0.0))[:, None, :]
+
+
+def _symmetric(matrix: np.ndarray) -> np.ndarray:
+    return (matrix + matrix.T) / 2

@@ -1,0 +1,607 @@
+"""refit: after a lossy rewrite, the output projection that comes nearest to the original's output.
+
+For tokens c (what the projection reads in the rewritten model) and t (what it should add to the
+same tokens) the projection becomes, and so does the second matrix of a feed-forward,
+
+    W, b = argmin sum |c W + b - t|^2 + ridge |W - W_O|^2          (b is free)
+
+layer by layer from the front, each on the activations of the model as it is rewritten so far
+(arXiv 2110.06821 trains instead). Only Gram matrices are kept, so data of any length will do.
+
+What should be added is what brings the residual stream back to the original's: t = s - r, s being
+the sum that the original makes there and r what the rewritten model adds to. Where layers in front
+changed nothing that is the original's own output; else a layer makes up for what they lost
+(all-MiniLM-L6-v2 with a third of its heads and a fifth of its neurons gone: cosine 0.972, where
+aiming at the original's output gave 0.967). Without a residual, and where layers share one weight,
+the original's output is what is aimed at.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import numpy as np
+import onnx_ir as ir
+
+from attnserve.calibration.layerwise import Stepwise
+from attnserve.models.datasets import token_mask
+from attnserve.runtime.session import Batch, Provider, open_session, run
+from graph_passes.analysis.constants import constant_array, origin
+from graph_passes.analysis.shapes import Facts, interpret_small
+from graph_passes.blocks import AttentionBlock, OutputProjection
+from graph_passes.emit.attention import emit_affine
+from graph_passes.emit.editing import Inserter, exposing, remove_unused, share_constants
+from graph_passes.errors import InvalidData
+from graph_passes.matching.feed_forward import FeedForwardBlock, find_feed_forward
+from graph_passes.matching.find import find_attention
+from graph_passes.matching.naming import PINNED, pin_names
+from graph_passes.passes.fuse_residuals import residual_of
+from graph_passes.passes.invariants import check, interface
+from graph_passes.passes.skip_attention import AffineMap, Skipped, refill, skipped
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+__all__ = [
+    "Moments",
+    "Refit",
+    "Site",
+    "Targets",
+    "collect_targets",
+    "context_moments",
+    "find_sites",
+    "install",
+    "refit",
+    "ridge_towards",
+]
+
+Progress = Callable[[int, int], None]
+
+FOLDS = 5
+"""Parts of the texts, each of which judges what was fitted on the others."""
+
+MOST_ROWS = 1024
+"""Tokens that are kept until they are summed."""
+
+RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, np.inf)
+"""In units of the mean variance of what the projection reads; infinity keeps the old weights."""
+
+FIRST = 1e-1
+"""The ridge that is tried first; weaker and stronger ones while the error falls."""
+
+
+@dataclass(frozen=True)
+class Refit:
+    """How far what a layer adds is from what it should add, over the variation of that.
+
+    Attributes:
+        relative_error_before, relative_error: Root mean square, on the calibration data.
+        ridge: What was chosen by cross-validation, of ``RIDGES``; None where nothing came nearer on
+            texts it was not fitted to, so that all is left as it was.
+    """
+
+    relative_error_before: float
+    relative_error: float
+    ridge: float | None
+
+
+@dataclass(eq=False)
+class Moments:
+    """Sums over tokens c (N) and targets t (D), enough to fit any ridge and to judge any map."""
+
+    count: int
+    c: Float[np.ndarray, " N"]
+    t: Float[np.ndarray, " D"]
+    cc: Float[np.ndarray, "N N"]
+    ct: Float[np.ndarray, "N D"]
+    tt: float
+
+    @classmethod
+    def of(cls, c: Float[np.ndarray, "M N"], t: Float[np.ndarray, "M D"]) -> Moments:
+        return cls(len(c), c.sum(0), t.sum(0), c.T @ c, c.T @ t, float(np.sum(t * t)))
+
+    def __add__(self, other: Moments) -> Moments:
+        return Moments(
+            self.count + other.count,
+            self.c + other.c,
+            self.t + other.t,
+            self.cc + other.cc,
+            self.ct + other.ct,
+            self.tt + other.tt,
+        )
+
+    def __sub__(self, part: Moments) -> Moments:
+        return Moments(
+            self.count - part.count,
+            self.c - part.c,
+            self.t - part.t,
+            self.cc - part.cc,
+            self.ct - part.ct,
+            self.tt - part.tt,
+        )
+
+    def error(self, weight: Float[np.ndarray, "N D"], bias: Float[np.ndarray, " D"]) -> float:
+        """The sum of |c W + b - t|^2."""
+        squares = self.tt - 2 * np.sum(weight * self.ct) + np.sum(weight * (self.cc @ weight))
+        shifts = 2 * bias @ (self.c @ weight - self.t) + self.count * bias @ bias
+        return max(float(squares + shifts), 0.0)
+
+    @property
+    def covariance(self) -> Float[np.ndarray, "N N"]:
+        mean = self.c / max(self.count, 1)
+        return self.cc / max(self.count, 1) - np.outer(mean, mean)
+
+    @property
+    def variation(self) -> float:
+        """The sum of |t - mean t|^2."""
+        return max(self.tt - float(self.t @ self.t) / max(self.count, 1), 0.0)
+
+
+def ridge_towards(
+    moments: Moments, prior: Float[np.ndarray, "N D"], ridges: Sequence[float]
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """For each ridge the best W (N, D) and b (D,), W being drawn towards ``prior``."""
+    equations = _Equations(moments, prior)
+    return [equations.solve(ridge) for ridge in ridges]
+
+
+class _Equations:
+    """W - prior solves the same as W does, with what the prior leaves over."""
+
+    def __init__(self, moments: Moments, prior: np.ndarray) -> None:
+        n, size = max(moments.count, 1), len(moments.c)
+        self.c, self.t, self.prior = moments.c / n, moments.t / n, prior
+        self.gram = moments.covariance
+        self.left = moments.ct / n - np.outer(self.c, self.t) - self.gram @ prior
+        self.unit = max(float(np.trace(self.gram)), 0.0) / max(size, 1) or 1.0
+        self.rounding = 4 * size * np.finfo(float).eps * float(np.trace(moments.cc)) / n
+
+    def solve(self, ridge: float) -> tuple[np.ndarray, np.ndarray]:
+        weight = self.prior
+        if np.isfinite(ridge) and weight.size:
+            gram = self.gram.copy()
+            gram.flat[:: len(gram) + 1] += max(ridge * self.unit, self.rounding)
+            # scipy's Cholesky is faster on idle cores, but was up to five times slower than this on
+            # busy ones: it brings threads of a BLAS of its own.
+            weight = weight + np.linalg.solve(gram, self.left)
+        return weight, self.t - self.c @ weight
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """A linear map whose weights may be fitted: an output projection, or what a skip left.
+
+    Attributes:
+        tokens: What it reads; None where it is a constant.
+        beside: What its output is added to; None where it is aimed at the original's output.
+        weight, bias: As they are, and ``prior`` what the weight is drawn towards.
+    """
+
+    name: str
+    tokens: ir.Value | None
+    output: ir.Value
+    weight: np.ndarray
+    bias: np.ndarray
+    prior: np.ndarray
+    of: AttentionBlock | Skipped | FeedForwardBlock
+    beside: ir.Value | None = None
+
+    @property
+    def sequence_first(self) -> bool:
+        """Whether tokens of the output count (S, B)."""
+        output = self.of.output if isinstance(self.of, AttentionBlock) else None
+        return output is not None and output.sequence_first
+
+    @property
+    def shared(self) -> object:
+        """The same for sites of one weight."""
+        match self.of:
+            case AttentionBlock(output=OutputProjection(weight=weight)):
+                return weight
+            case FeedForwardBlock(second=second):
+                return origin(second.weight)
+            case _:
+                return self.of
+
+
+def refit(
+    model: ir.Model,
+    original: ir.Model,
+    names: Sequence[str],
+    batches: Sequence[Batch],
+    *,
+    fit: bool = True,
+    feed: Callable[[Batch], Batch] = lambda batch: batch,
+    provider: Provider = "cpu",
+    threads: int = 0,
+    progress: Progress | None = None,
+    targets: Targets | None = None,
+) -> dict[str, Refit]:
+    """Fit the output projections of rewritten blocks, in place, and say how near they come.
+
+    Blocks that share one output projection are fitted together and go on sharing it. Those that lie
+    in the body of another node, which no session can look into, are passed over.
+
+    Args:
+        model: Rewritten; ``original`` is the model it was made from.
+        names: Of the rewritten blocks, those that ``SkipAttention`` left out and feed-forwards
+            included.
+        batches: Inputs of both models.
+        fit: False only measures: ``relative_error`` is then that before.
+        feed: A batch as the rewritten model takes it, whose caches may have other shapes.
+        targets: Of the original on these batches, where several models are fitted to it; names
+            that it lacks are passed over. Without, what is kept of both models is bounded as in
+            ``Stepwise``.
+
+    Raises:
+        InvalidData: A model refuses a batch, or its activations are not finite.
+    """
+    before = interface(model)
+    theirs: _Theirs | Targets = targets or _Theirs(original, names, batches, provider, threads)
+    chosen = [name for name in names if name in theirs.sequence_first]
+    pin_names(find_attention(model)[0])
+    groups = _groups(model, chosen)
+    mine = Stepwise(model, batches, feed=feed, provider=provider, threads=threads)
+    done: dict[str, Refit] = {}
+    for index, group in enumerate(groups):
+        found = find_sites(model, chosen)
+        for name in theirs.summed & found.keys():
+            beside = residual_of(found[name].output)
+            assert beside is not None, f"{name}: its residual is gone"
+            found[name] = replace(found[name], beside=beside[0])
+        ahead = [_read(found[name] for name in each) for each in groups[index:]]
+        wanted, later = ahead[0], list(chain(*ahead[1:]))
+        if len(group) == 1:
+            read = mine.advance(wanted, later)
+        else:  # the first of them will change what the others read
+            for _ in mine.advance(_read([found[group[0]]]), [*wanted, *later]):
+                pass
+            read = mine.look(wanted)
+        folds = _Folds([found[name] for name in group], theirs.sequence_first)
+        pairs = zip(batches, read, theirs.of(group), strict=True)
+        for step, (batch, arrays, made) in enumerate(pairs, start=1):
+            folds.add(batch, dict(zip(wanted, arrays, strict=True)), made)
+            if progress is not None:
+                progress(index * len(batches) + step, len(groups) * len(batches))
+        done |= _fitted(model, folds.sites, folds.moments(), fit=fit)
+    share_constants(model, since=before.initializers)
+    check(before, model, after="refit")
+    return done
+
+
+def context_moments(
+    model: ir.Model,
+    blocks: Sequence[AttentionBlock | FeedForwardBlock],
+    batches: Sequence[Batch],
+    *,
+    provider: Provider = "cpu",
+    threads: int = 0,
+    progress: Progress | None = None,
+) -> dict[str, Moments]:
+    """Of what the last map of each block reads, and of what it makes."""
+    found = [
+        _of_feed_forward(b) if isinstance(b, FeedForwardBlock) else _of_block(b) for b in blocks
+    ]
+    values = list(dict.fromkeys(v for s in found for v in (s.tokens, s.output) if v is not None))
+    session = open_session(_up_to(model, values), provider=provider, threads=threads)
+    sums = {site.name: _Sum() for site in found}
+    for done, batch in enumerate(batches, start=1):
+        seen = dict(zip(values, run(session, batch), strict=True))
+        for site in found:
+            turned = site.sequence_first
+            c, t, _ = _tokens(site, seen, seen[site.output], batch, turned)
+            sums[site.name].add(c, t)
+        if progress is not None:
+            progress(done, len(batches))
+    moments = {name: each.moments() for name, each in sums.items()}
+    for name, each in moments.items():
+        _require_tokens(name, each.count)
+    return moments
+
+
+@dataclass(frozen=True, eq=False)
+class Targets:
+    """What an original makes, for several fits to it: rows x D numbers a layer, padding included.
+
+    Attributes:
+        arrays: By name, an array a batch.
+        sequence_first: By name, whether tokens may count (S, B).
+        summed: The names whose arrays are sums with the residual.
+    """
+
+    arrays: Mapping[str, Sequence[np.ndarray]]
+    sequence_first: Mapping[str, bool]
+    summed: frozenset[str] = frozenset()
+
+    def of(self, names: Sequence[str]) -> Iterator[list[np.ndarray]]:
+        return (list(arrays) for arrays in zip(*(self.arrays[n] for n in names), strict=True))
+
+
+def collect_targets(
+    original: ir.Model,
+    names: Sequence[str],
+    batches: Sequence[Batch],
+    *,
+    provider: Provider = "cpu",
+    threads: int = 0,
+) -> Targets:
+    """Run the original once, for every ``refit`` on the same batches.
+
+    Raises:
+        InvalidData: The model refuses a batch.
+    """
+    theirs = _Theirs(original, names, batches, provider, threads)
+    found = list(theirs.sequence_first)
+    arrays: dict[str, list[np.ndarray]] = {name: [] for name in found}
+    for made in theirs.of(found):
+        for name, array in zip(found, made, strict=True):
+            arrays[name].append(array)
+    return Targets(arrays, theirs.sequence_first, theirs.summed)
+
+
+class _Theirs:
+    """Targets that are computed when they are asked for, and then forgotten."""
+
+    def __init__(
+        self,
+        original: ir.Model,
+        names: Sequence[str],
+        batches: Sequence[Batch],
+        provider: Provider,
+        threads: int,
+    ) -> None:
+        found = find_sites(original, names)
+        sites = {name: found[name] for name in names if _is_target(found.get(name), original)}
+        uses = Counter(site.shared for site in sites.values())
+        # Of layers that share a weight, the later ones read what the fit is yet to change.
+        alone = {name: site for name, site in sites.items() if uses[site.shared] == 1}
+        pairs = {name: residual_of(site.output) for name, site in alone.items()}
+        sums = {name: pair[1] for name, pair in pairs.items() if pair is not None}
+        self.outputs = {name: sums.get(name, site.output) for name, site in sites.items()}
+        self.sequence_first = {name: site.sequence_first for name, site in sites.items()}
+        self.summed = frozenset(sums)
+        self.model = Stepwise(original, batches, provider=provider, threads=threads)
+
+    def of(self, names: Sequence[str]) -> Iterator[list[np.ndarray]]:
+        wanted = [self.outputs.pop(name) for name in names]
+        return self.model.advance(wanted, list(self.outputs.values()))
+
+
+def _is_target(site: Site | None, original: ir.Model) -> bool:
+    """Whether a session can look at it, and it is what a layer really makes."""
+    return site is not None and not isinstance(site.of, Skipped) and site.of.graph is original.graph
+
+
+def _read(sites: Iterable[Site]) -> list[ir.Value]:
+    """What the sites read and are added to, each value once."""
+    values = (value for site in sites for value in (site.tokens, site.beside))
+    return list(dict.fromkeys(value for value in values if value is not None))
+
+
+def _groups(model: ir.Model, names: Sequence[str]) -> list[list[str]]:
+    """Names in order of execution; those that share a weight together."""
+    sites = find_sites(model, names)
+    groups: dict[object, list[str]] = {}
+    for name in sorted(names, key=list(sites).index):
+        groups.setdefault(sites[name].shared, []).append(name)
+    return list(groups.values())
+
+
+def find_sites(model: ir.Model, names: Sequence[str]) -> dict[str, Site]:
+    """Every map that could be fitted, in order of execution; feed-forwards where they are named."""
+    blocks = [_of_block(b) for b in find_attention(model)[0] if b.output is not None]
+    found = [*blocks, *map(_of_skipped, skipped(model))]
+    known = {site.name for site in found}
+    if not known.issuperset(names):
+        found += [_of_feed_forward(b) for b in find_feed_forward(model) if b.name not in known]
+    order = [value for node in _nodes(model) for value in node.outputs]
+    place = {value: index for index, value in enumerate(order)}
+    return {site.name: site for site in sorted(found, key=lambda site: place[site.output])}
+
+
+def _nodes(model: ir.Model) -> Iterator[ir.Node]:
+    return iter(ir.traversal.RecursiveGraphIterator(model.graph))
+
+
+def _of_block(block: AttentionBlock) -> Site:
+    output = block.output
+    assert output is not None
+    weight = output.matrix().astype(np.float64)
+    bias = np.broadcast_to(output.offset(), weight.shape[1:]).astype(np.float64)
+    return Site(block.name, output.input, output.output, weight, bias, weight, block)
+
+
+def _of_feed_forward(block: FeedForwardBlock) -> Site:
+    weight = block.second_matrix().astype(np.float64)
+    bias = np.zeros(1) if block.bias is None else constant_array(block.bias).reshape(-1)
+    bias = np.broadcast_to(bias, weight.shape[1:]).astype(np.float64)
+    return Site(block.name, block.hidden, block.output, weight, bias, weight, block)
+
+
+def _of_skipped(gap: Skipped) -> Site:
+    """The map that stands for an attention is drawn towards nothing."""
+    bias, weight = gap.affine.bias.astype(np.float64), gap.affine.weight
+    tokens = None if weight is None else gap.input
+    weight = np.zeros((0, len(bias))) if weight is None else weight.astype(np.float64)
+    return Site(gap.name, tokens, gap.output, weight, bias, np.zeros_like(weight), gap)
+
+
+class _Folds:
+    """What sites read and should make, in ``FOLDS`` parts or as many as there are texts."""
+
+    def __init__(self, sites: Sequence[Site], sequence_first: Mapping[str, bool]) -> None:
+        self.sites = sites
+        self.sequence_first = sequence_first
+        self.sums: dict[int, _Sum] = {}
+        self.texts = 0  # of earlier batches
+
+    def add(
+        self, batch: Batch, seen: Mapping[ir.Value, np.ndarray], targets: Sequence[np.ndarray]
+    ) -> None:
+        for site, target in zip(self.sites, targets, strict=True):
+            c, t, texts = _tokens(site, seen, target, batch, self.sequence_first[site.name])
+            parts = (self.texts + texts) % FOLDS
+            for fold in np.unique(parts).tolist():
+                self.sums.setdefault(fold, _Sum()).add(c[parts == fold], t[parts == fold])
+        self.texts += _texts(batch)
+
+    def moments(self) -> list[Moments]:
+        _require_tokens(self.sites[0].name, len(self.sums))
+        return [part.moments() for part in self.sums.values()]
+
+
+class _Sum:
+    """Moments of tokens that come in small pieces: a product of many rows costs hardly more than
+    one of few, so they are gathered first."""
+
+    def __init__(self) -> None:
+        self.whole: Moments | None = None
+        self.pieces: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def add(self, c: np.ndarray, t: np.ndarray) -> None:
+        self.pieces.append((c, t))
+        if sum(len(c) for c, _ in self.pieces) >= MOST_ROWS:
+            self.whole = self.moments()
+            self.pieces = []
+
+    def moments(self) -> Moments:
+        assert self.pieces or self.whole is not None
+        if not self.pieces:
+            assert self.whole is not None
+            return self.whole
+        part = Moments.of(*(np.concatenate(rows) for rows in zip(*self.pieces, strict=True)))
+        return part if self.whole is None else self.whole + part
+
+
+def _require_tokens(name: str, count: int) -> None:
+    if not count:
+        raise InvalidData(f"{name}: the calibration data has no real token", "check the mask input")
+
+
+def _up_to(model: ir.Model, values: Sequence[ir.Value]) -> ir.Model:
+    """A model that computes these values and nothing else."""
+    with exposing(model, values):
+        part = model.clone()
+    remove_unused(part)
+    return part
+
+
+def _tokens(
+    site: Site, seen: Mapping[ir.Value, np.ndarray], target: np.ndarray, batch: Batch, turned: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """One batch, padding left out: what is read (M, N), what should be made (M, D), and the number
+    of the text that each token is of (M,)."""
+    if site.beside is not None:
+        target = target - seen[site.beside]
+    texts = _text_of(target, batch, turned)
+    real = texts >= 0
+    t = target.reshape(-1, target.shape[-1])[real].astype(np.float64)
+    if site.tokens is None:
+        c = np.zeros((len(t), 0))
+    else:
+        c = seen[site.tokens].reshape(len(real), -1)[real].astype(np.float64)
+    if not (np.isfinite(c).all() and np.isfinite(t).all()):
+        raise InvalidData(
+            f"{site.name}: the activations on the calibration data are not finite",
+            "check the model and the data",
+        )
+    return c, t, texts[real]
+
+
+def _texts(batch: Batch) -> int:
+    return max((len(array) for array in batch.values() if array.ndim), default=1)
+
+
+def _text_of(target: np.ndarray, batch: Batch, turned: bool) -> np.ndarray:
+    """The text of each token, -1 for padding, the target being (B, S, D) or (B*S, D); or (S, B, D)
+    where ``turned``. Windows of an image are one text."""
+    rows = int(np.prod(target.shape[:-1]))
+    if target.ndim == 2:
+        masks = (a for n, a in batch.items() if "mask" in n and a.ndim == 2 and a.size == rows)
+        first, second = next((mask.shape for mask in masks), (1, rows))
+    else:
+        first, second = target.shape[:2]
+        others = any("mask" in n and a.shape == (second, first) for n, a in batch.items())
+        turned = turned or (others and first != second)
+    sizes = (second, first) if turned else (first, second)
+    text = np.arange(sizes[0]) * _texts(batch) // sizes[0]
+    found = np.where(token_mask(batch, sizes), text[:, None], -1)
+    found = found.T if turned else found
+    return np.repeat(found.reshape(-1), rows // found.size)
+
+
+def _fitted(
+    model: ir.Model, sites: Sequence[Site], folds: Sequence[Moments], *, fit: bool
+) -> dict[str, Refit]:
+    """Choose a ridge, fit, and put the new weights into the graph."""
+    whole = _total(folds)
+    site = sites[0]
+    varies = whole.variation > 1e-13 * whole.tt  # less is rounding: eps^2 of float32
+    scale = whole.variation if varies else whole.tt or 1.0
+    as_it_is = whole.error(site.weight, site.bias)
+    error = (as_it_is / scale) ** 0.5
+    ridge = _choose_ridge(folds, site, as_it_is) if fit else None
+    if ridge is None:
+        return {each.name: Refit(error, error, None) for each in sites}
+    weight, bias = ridge_towards(whole, site.prior, [ridge])[0]
+    better = whole.error(weight, bias)
+    facts = interpret_small(model, batch=2, sequence=5)
+    for each in sites:
+        install(each, weight, bias, facts)
+    remove_unused(model)
+    return {each.name: Refit(error, (better / scale) ** 0.5, ridge) for each in sites}
+
+
+def _choose_ridge(folds: Sequence[Moments], site: Site, as_it_is: float) -> float | None:
+    """The ridge with the least error on texts it was not fitted to, downhill from ``FIRST``; None
+    where that is still more than without any fit. A single text judges nothing: only what has no
+    weights yet is fitted."""
+    if len(folds) < 2:
+        return RIDGES[-2] if isinstance(site.of, Skipped) else None
+    whole = _total(folds)
+    equations = [_Equations(whole - held, site.prior) for held in folds]
+
+    @cache
+    def error(place: int) -> float:
+        if not 0 <= place < len(RIDGES):
+            return np.inf
+        pairs = zip(folds, equations, strict=True)
+        return sum(held.error(*rest.solve(RIDGES[place])) for held, rest in pairs)
+
+    best, place = -1, RIDGES.index(FIRST)
+    while place != best:
+        best = place
+        place = min((best, best - 1, best + 1), key=error)
+    return RIDGES[best] if error(best) < as_it_is else None
+
+
+def _total(folds: Sequence[Moments]) -> Moments:
+    whole = folds[0]
+    for fold in folds[1:]:
+        whole = whole + fold
+    return whole
+
+
+def install(site: Site, weight: np.ndarray, bias: np.ndarray, facts: Facts) -> ir.Node | None:
+    """Let the graph compute tokens W + b; the product, of all but what a skip left."""
+    if isinstance(site.of, Skipped):
+        refill(site.of, AffineMap(None if site.tokens is None else weight, bias), facts)
+        return None
+    if isinstance(site.of, FeedForwardBlock):
+        make = Inserter(site.of.graph, site.of.product, f"{site.name}/refit")
+        product = emit_affine(make, site.of.hidden, weight, bias, site.of.output, facts)
+        product.metadata_props[PINNED] = site.name
+        return product
+    output = site.of.output
+    assert output is not None
+    make = Inserter(site.of.graph, output.nodes[-1], f"{site.name}/refit")
+    tokens = output.input
+    if len(facts.shape(tokens) or ()) == 4:
+        merged = make.constant(np.array([0, 0, -1], np.int64), "merged")
+        tokens = make.op("Reshape", [tokens, merged], "merged_heads")
+    return emit_affine(make, tokens, weight, bias, output.output, facts)

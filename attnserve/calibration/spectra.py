@@ -1,0 +1,296 @@
+"""How many dimensions attention uses: of its weights, of its scores, of the texts it reads.
+
+Captured variance is Figure 1 of "Multi-Head Attention: Collaborate Instead of Concatenate" (arXiv
+2006.16362): the share of the squared singular values that the first n directions hold, of W_Q, W_K
+and W_Q W_K^T. With the moments of calibration data the matrices are C_x^(1/2) W_Q and
+C_y^(1/2) W_K: directions count as much as tokens vary along them.
+
+The low-rank bottleneck is Theorem 1 of "Low-Rank Bottleneck in Multi-head Attention Models" (arXiv
+2002.07028): a head of size K below the number n of tokens cannot attend in every way, as its scores
+have rank K at most. How near a head comes to that shows in the rank of its scores on real texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import onnx_ir as ir
+
+from attnserve.calibration.moments import Progress
+from attnserve.models.datasets import token_mask
+from attnserve.runtime.session import Batch, Provider, open_session, run
+from graph_passes.blocks import AttentionBlock
+from graph_passes.emit.editing import exposing
+from graph_passes.errors import InvalidData
+from graph_passes.factorize.moments import TokenMoments
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+
+__all__ = [
+    "RANK_TOLERANCE",
+    "CapturedVariance",
+    "ScoreRanks",
+    "Spectrum",
+    "captured_variance",
+    "measure_ranks",
+    "text_lengths",
+]
+
+RANK_TOLERANCE = 0.01
+"""A singular value counts when it is above this part of the largest."""
+
+MOST_TEXTS = 32
+"""Texts whose ranks are measured, spread evenly over the batches."""
+
+MOST_TOKENS = 128
+"""Queries and keys of such a text, from its start: the cost grows with their cube."""
+
+ROUNDING = 1e-9
+"""Of a captured share, which is a sum."""
+
+
+@dataclass(frozen=True, eq=False)
+class Spectrum:
+    """Cumulative shares of energy (squared singular values), largest directions first.
+
+    A matrix of zeros counts as captured by its first direction.
+
+    Attributes:
+        layer: [n - 1] is what n directions capture of the heads side by side (of their products,
+            summed over the heads).
+        heads: The same for each head by itself.
+    """
+
+    layer: Float[np.ndarray, " N"]
+    heads: Float[np.ndarray, "H K"]
+
+    def rank(self, share: float) -> int:
+        """How many directions capture this share of the layer."""
+        return int(_rank(self.layer, share))
+
+    def head_ranks(self, share: float) -> Int[np.ndarray, " H"]:
+        """How many directions capture this share of each head."""
+        return _rank(self.heads, share)
+
+
+@dataclass(frozen=True, eq=False)
+class CapturedVariance:
+    """Of W_Q, of W_K and of W_Q W_K^T; no product where positions turn queries and keys."""
+
+    query: Spectrum
+    key: Spectrum
+    product: Spectrum | None
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreRanks:
+    """Numerical ranks on some texts (singular values above ``RANK_TOLERANCE`` of the largest).
+
+    Attributes:
+        sizes: n, the fewer of queries and keys of each text; padding and what is beyond
+            ``MOST_TOKENS`` excluded.
+        scores: Of the scores of the heads that compute their own, each query's mean over the keys
+            taken out, which softmax ignores: K (and one for a content term) or n at most.
+        probabilities: Of the attention of all heads: n at most.
+        head_size: K.
+    """
+
+    sizes: Int[np.ndarray, " N"]
+    scores: Int[np.ndarray, "N O"]
+    probabilities: Int[np.ndarray, "N H"]
+    head_size: int
+
+    @property
+    def used(self) -> Float[np.ndarray, " O"]:
+        """The median over texts of the scores' rank, as a share of min(n, K)."""
+        return np.median(self.scores / np.minimum(self.sizes, self.head_size)[:, None], axis=0)
+
+    @property
+    def spanned(self) -> Float[np.ndarray, " H"]:
+        """The median over texts of the attention's rank, as a share of n."""
+        return np.median(self.probabilities / self.sizes[:, None], axis=0)
+
+
+def captured_variance(
+    queries: Float[np.ndarray, "H D K"],
+    keys: Float[np.ndarray, "H E K"],
+    moments: TokenMoments | None = None,
+    *,
+    product: bool = True,
+) -> CapturedVariance:
+    """The spectra of trained heads, from Gram matrices of their columns.
+
+    Args:
+        queries: W_Q^h of every head.
+        keys: W_K^h of every head.
+        moments: Of the layer's tokens; without them all directions count alike.
+        product: Whether the scores are products of the two; False where positions turn them.
+    """
+    H, D, K = queries.shape
+    x = _gram(queries, None if moments is None else moments.query_covariance)
+    y = _gram(keys, None if moments is None else moments.key_covariance)
+    most = min(D, keys.shape[1], H * K)
+    parts = (_heads(x, H), _heads(y, H))
+    return CapturedVariance(
+        Spectrum(_captured(np.linalg.eigvalsh(x), most), _captured(np.linalg.eigvalsh(parts[0]))),
+        Spectrum(_captured(np.linalg.eigvalsh(y), most), _captured(np.linalg.eigvalsh(parts[1]))),
+        Spectrum(_captured(_of_product(x, y), most), _captured(_of_product(*parts)))
+        if product
+        else None,
+    )
+
+
+def measure_ranks(
+    model: ir.Model,
+    blocks: Sequence[AttentionBlock],
+    batches: Sequence[Batch],
+    *,
+    provider: Provider = "cpu",
+    threads: int = 0,
+    progress: Progress | None = None,
+) -> dict[str, ScoreRanks]:
+    """The ranks of scores and attention on ``MOST_TEXTS`` texts at most, by block name.
+
+    Args:
+        blocks: Their scores and probabilities must be values of the graph.
+
+    Raises:
+        InvalidData: The model refuses a batch, or a score is not finite.
+    """
+    found: dict[str, list[tuple[int, np.ndarray, np.ndarray]]] = {b.name: [] for b in blocks}
+    values = list(dict.fromkeys(v for b in blocks for v in (b.logits, b.probabilities) if v))
+    if not values:
+        return {}
+    with exposing(model, values):
+        session = open_session(model, provider=provider, threads=threads)
+    chosen = [batches[i] for i in _evenly(len(batches), MOST_TEXTS)]
+    for done, batch in enumerate(chosen, start=1):
+        seen = dict(zip(values, run(session, batch), strict=True))
+        for block in blocks:
+            assert block.logits is not None and block.probabilities is not None, block.name
+            arrays = seen[block.logits], seen[block.probabilities]
+            found[block.name] += _ranks(block, *arrays, batch, -(-MOST_TEXTS // len(chosen)))
+        if progress is not None:
+            progress(done, len(chosen))
+    ranks: dict[str, ScoreRanks] = {}
+    for block in blocks:
+        rows = found[block.name][:MOST_TEXTS]
+        if not rows:
+            raise InvalidData(
+                f"{block.name}: the calibration data has no real token", "check the mask input"
+            )
+        sizes, scores, attended = zip(*rows, strict=True)
+        ranks[block.name] = ScoreRanks(
+            np.array(sizes), np.stack(scores), np.stack(attended), block.head_size
+        )
+    return ranks
+
+
+def text_lengths(
+    model: ir.Model,
+    block: AttentionBlock,
+    batches: Sequence[Batch],
+    *,
+    provider: Provider = "cpu",
+    threads: int = 0,
+) -> Int[np.ndarray, " N"]:
+    """How many real keys each sequence gives to a block; cheap for the first block of a model.
+
+    Raises:
+        InvalidData: The model refuses a batch.
+    """
+    assert block.probabilities is not None, f"{block.name}: its probabilities are not in the graph"
+    with exposing(model, [block.probabilities]):
+        session = open_session(model, provider=provider, threads=threads)
+    lengths: list[int] = []
+    for batch in batches:
+        (p,) = run(session, batch)
+        apart = p.reshape(-1, block.num_heads, *p.shape[-2:])
+        lengths += token_mask(batch, (len(apart), p.shape[-1])).sum(1).tolist()
+    return np.array(lengths)
+
+
+def _rank(captured: np.ndarray, share: float) -> np.ndarray:
+    return 1 + np.argmax(captured >= share - ROUNDING, axis=-1)
+
+
+def _gram(heads: np.ndarray, covariance: np.ndarray | None) -> Float[np.ndarray, "HK HK"]:
+    side_by_side = heads.swapaxes(0, 1).reshape(heads.shape[1], -1).astype(np.float64)  # D HK
+    weighted = side_by_side if covariance is None else covariance @ side_by_side
+    gram = side_by_side.T @ weighted
+    return (gram + gram.T) / 2
+
+
+def _heads(gram: Float[np.ndarray, "HK HK"], count: int) -> Float[np.ndarray, "H K K"]:
+    """The blocks on the diagonal."""
+    size = len(gram) // count
+    own = np.arange(count)
+    return gram.reshape(count, size, count, size)[own, :, own]
+
+
+def _of_product(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """The squared singular values of X Y^T from the Gram matrices of X and Y."""
+    values, vectors = np.linalg.eigh(y)
+    root = vectors * np.sqrt(np.maximum(values, 0.0))[..., None, :]
+    inner = root.swapaxes(-1, -2) @ x @ root
+    return np.linalg.eigvalsh((inner + inner.swapaxes(-1, -2)) / 2)
+
+
+def _captured(energies: np.ndarray, most: int | None = None) -> np.ndarray:
+    """Cumulative shares of ascending energies, from the largest."""
+    descending = np.maximum(energies[..., ::-1][..., :most], 0.0)
+    total = descending.sum(-1, keepdims=True)
+    shares = descending.cumsum(-1) / np.where(total > 0, total, 1.0)
+    return np.where(total > 0, np.minimum(shares, 1.0), 1.0)
+
+
+def _evenly(count: int, most: int) -> list[int]:
+    chosen = min(count, most)
+    return [int((i + 0.5) * count / chosen) for i in range(chosen)]
+
+
+def _ranks(
+    block: AttentionBlock, logits: np.ndarray, p: np.ndarray, batch: Batch, most: int
+) -> list[tuple[int, np.ndarray, np.ndarray]]:
+    """n, the ranks of scores and those of attention, for some rows of one batch."""
+    scores = logits if block.logits_axes is None else logits.transpose(block.logits_axes)
+    scores = scores.reshape(-1, block.q.num_heads, *scores.shape[-2:])  # B O S T
+    attended = p.reshape(-1, block.num_heads, *p.shape[-2:])  # B H S T
+    B, _, S, T = attended.shape
+    queries, keys = token_mask(batch, (B, S)), token_mask(batch, (B, T))
+    real = [row for row in range(B) if queries[row].any() and keys[row].any()]
+    rows = [real[i] for i in _evenly(len(real), most)] if real else []
+    return [
+        (
+            min(_most(queries[row]).sum(), _most(keys[row]).sum()),
+            _matrix_rank(_real(scores[row], queries[row], keys[row]), block.name, centred=True),
+            _matrix_rank(_real(attended[row], queries[row], keys[row]), block.name),
+        )
+        for row in rows
+    ]
+
+
+def _most(real: Bool[np.ndarray, " S"]) -> Bool[np.ndarray, " S"]:
+    return real & (real.cumsum() <= MOST_TOKENS)
+
+
+def _real(array: np.ndarray, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    return array[:, _most(queries)][:, :, _most(keys)].astype(np.float64)
+
+
+def _matrix_rank(
+    matrices: Float[np.ndarray, "H S T"], name: str, *, centred: bool = False
+) -> Int[np.ndarray, " H"]:
+    if not np.isfinite(matrices).all():
+        raise InvalidData(
+            f"{name}: the scores on the calibration data are not finite",
+            "check the model and the data",
+        )
+    if centred:
+        matrices = matrices - matrices.mean(-1, keepdims=True)
+    values = np.linalg.svd(matrices, compute_uv=False)
+    return (values > RANK_TOLERANCE * values[:, :1]).sum(-1)

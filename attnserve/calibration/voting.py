@@ -1,0 +1,246 @@
+"""Voting-to-Stay: which head shows best what a group of heads has in common.
+
+Grouped Head Attention (ACL 2023), section 3.2 and algorithm 1: heads are grouped by their feature
+maps, every batch votes for the most typical head of each group, and the most voted one stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import onnx_ir as ir
+
+from attnserve.calibration.importance import by_head, no_token, not_finite, observe
+from attnserve.calibration.moments import Progress
+from attnserve.models.datasets import token_mask
+from attnserve.runtime.session import Batch, Provider
+from graph_passes.blocks import AttentionBlock
+from graph_passes.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+
+__all__ = ["Votes", "voting_to_stay"]
+
+RESTARTS = 10
+"""Starts of k-means, of which the best is kept."""
+
+MOST_ROUNDS = 100
+"""Of k-means; a hundred points settle in about ten."""
+
+
+@dataclass(frozen=True, eq=False)
+class Votes:
+    """The groups of one layer's heads, and how often each was its group's best.
+
+    Attributes:
+        groups: The group of each head, numbered from 0 in the order of their first heads.
+        votes: How often each head was the most typical of its group: once for each batch and kind
+            of feature map (values, probabilities, contexts).
+        mask: 1 for the head of each group with most votes (the first of equals), 0 for the others.
+    """
+
+    groups: Int[np.ndarray, " H"]
+    votes: Int[np.ndarray, " H"]
+    mask: Int[np.ndarray, " H"]
+
+
+def voting_to_stay(
+    model: ir.Model,
+    blocks: Sequence[AttentionBlock],
+    batches: Sequence[Batch],
+    *,
+    groups: int | Mapping[str, int],
+    seed: int = 0,
+    provider: Provider = "cpu",
+    threads: int = 0,
+    progress: Progress | None = None,
+) -> dict[str, Votes]:
+    """Group the heads of each layer, and elect one head a group (V2S, Algorithm 1), by block name.
+
+    A head has three feature maps: its values (real keys), its probabilities and its contexts (real
+    queries). Heads are grouped by k-means on what the paper calls E, here all three at once: the
+    cosines between the heads' maps over all data, averaged over the three. Then each batch votes
+    three times in each group, for the head whose map has the largest cosine with the mean map of
+    its group, eta of the paper. The model is used as it is trained: the paper's group-constrained
+    training, which makes the groups pronounced, is not part of this.
+
+    Only the inner products of heads are kept of a batch, H x H for each kind of map.
+
+    Args:
+        blocks: Their values and probabilities must be values of the graph.
+        groups: C, how many groups to make: of every layer, or by block name. None stays empty.
+        seed: Of the starts of k-means.
+
+    Raises:
+        InvalidArgument: ``groups`` is not between 1 and H, or lacks a block.
+        InvalidData: The model refuses a batch, a block sees no real token, or its activations are
+            not finite.
+    """
+    wanted = {block.name: _groups(block, groups) for block in blocks}
+    grams: dict[str, list[np.ndarray]] = {block.name: [] for block in blocks}  # 3 H H a batch
+    observed = observe(
+        model, [_feature_maps(block) for block in blocks], batches, provider, threads, progress
+    )
+    for batch, seen in observed:
+        for block, maps in zip(blocks, seen, strict=True):
+            products = _products(block, maps, batch)
+            if products.any():  # else the batch is all padding
+                grams[block.name].append(products)
+    return {
+        block.name: _elect(block, grams[block.name], wanted[block.name], seed) for block in blocks
+    }
+
+
+def _groups(block: AttentionBlock, groups: int | Mapping[str, int]) -> int:
+    count = groups.get(block.name) if isinstance(groups, Mapping) else groups
+    if count is None:
+        raise InvalidArgument(
+            f"{block.name}: expected a number of groups for each block, got none for this one",
+            "name every block, or give one number for all",
+        )
+    if not 1 <= count <= block.num_heads:
+        raise InvalidArgument(
+            f"{block.name}: expected 1 to {block.num_heads} groups of its {block.num_heads} heads, "
+            f"got {count}",
+            "choose a number in this range",
+        )
+    return count
+
+
+def _feature_maps(block: AttentionBlock) -> list[ir.Value]:
+    values, probabilities = block.v.output, block.probabilities
+    assert values is not None, f"{block.name}: its values are not in the graph"
+    assert probabilities is not None, f"{block.name}: its probabilities are not in the graph"
+    return [values, probabilities, block.context]
+
+
+def _products(
+    block: AttentionBlock, seen: Sequence[np.ndarray], batch: Batch
+) -> Float[np.ndarray, "3 H H"]:
+    """The inner products of the heads' values, probabilities and contexts in one batch."""
+    values, probabilities, context = seen
+    out = by_head(block, context)
+    B, _, S, V = out.shape
+    values = values.transpose(block.v.axes)
+    if block.v.layout == "B T H*K":
+        values = values.reshape(*values.shape[:2], -1, V).swapaxes(1, 2)
+    values = values.reshape(B, -1, *values.shape[-2:])  # B G T V
+    values = values.repeat(block.num_heads // values.shape[1], axis=1)
+    queries, keys = token_mask(batch, (B, S)), token_mask(batch, (B, values.shape[2]))
+    apart = probabilities.reshape(B, block.num_heads, S, -1)
+    maps = [(values, keys), (apart, queries), (out, queries)]
+    return np.stack([_gram(array, real) for array, real in maps])
+
+
+def _gram(
+    array: Float[np.ndarray, "B H T X"], real: Bool[np.ndarray, "B T"]
+) -> Float[np.ndarray, "H H"]:
+    heads = array.swapaxes(1, 2)[real].swapaxes(0, 1).astype(np.float32)  # H Q X
+    flat = heads.reshape(array.shape[1], -1)
+    return (flat @ flat.T).astype(np.float64)
+
+
+def _elect(
+    block: AttentionBlock, grams: Sequence[Float[np.ndarray, "3 H H"]], count: int, seed: int
+) -> Votes:
+    if not grams:
+        raise no_token(block.name)
+    total = np.sum(grams, axis=0)
+    if not np.isfinite(total).all():
+        raise not_finite(block.name)
+    likeness = np.mean([_cosines(gram) for gram in total], axis=0)
+    groups = _k_means(_coordinates(likeness), count, np.random.default_rng(seed))
+    members = [np.flatnonzero(groups == group) for group in range(count)]
+    votes = np.zeros(block.num_heads, dtype=np.int64)
+    for gram in (gram for batch in grams for gram in batch):
+        for group in members:
+            votes[group[np.argmax(_typical(gram[np.ix_(group, group)]))]] += 1
+    mask = np.zeros(block.num_heads, dtype=np.int64)
+    for group in members:
+        mask[group[np.argmax(votes[group])]] = 1
+    return Votes(groups, votes, mask)
+
+
+def _cosines(gram: Float[np.ndarray, "H H"]) -> Float[np.ndarray, "H H"]:
+    norms = np.sqrt(np.diag(gram))
+    norms = np.where(norms > 0, norms, 1.0)
+    return gram / norms[:, None] / norms
+
+
+def _typical(gram: Float[np.ndarray, "M M"]) -> Float[np.ndarray, " M"]:
+    """eta: the cosine of each member of a group with their mean, from their inner products."""
+    norms = np.sqrt(np.diag(gram) * max(float(gram.mean()), 0.0))
+    eta = gram.mean(1) / np.where(norms > 0, norms, 1.0)
+    return np.round(eta, 6)  # heads that differ by rounding alone are equal: the first stays
+
+
+def _coordinates(gram: Float[np.ndarray, "H H"]) -> Float[np.ndarray, "H H"]:
+    """Points whose inner products are these."""
+    values, vectors = np.linalg.eigh((gram + gram.T) / 2)
+    return vectors * np.sqrt(np.maximum(values, 0.0))
+
+
+def _k_means(
+    points: Float[np.ndarray, "N X"], count: int, random: np.random.Generator
+) -> Int[np.ndarray, " N"]:
+    """The best of ``RESTARTS`` k-means from k-means++ centres; no cluster is empty."""
+    best, lowest = np.zeros(len(points), dtype=np.int64), np.inf
+    for _ in range(RESTARTS):
+        labels, cost = _lloyd(points, _starts(points, count, random))
+        if cost < lowest - 1e-9:
+            best, lowest = labels, cost
+    _, firsts, inverse = np.unique(best, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(firsts))[inverse.reshape(-1)]
+
+
+def _starts(
+    points: Float[np.ndarray, "N X"], count: int, random: np.random.Generator
+) -> Float[np.ndarray, "C X"]:
+    """k-means++: each further centre with a chance that grows with its square distance."""
+    chosen = [int(random.integers(len(points)))]
+    while len(chosen) < count:
+        distances = _squares(points, points[chosen]).min(1)
+        distances[chosen] = 0.0
+        if distances.sum() <= 0:  # only copies are left
+            distances = np.ones(len(points))
+            distances[chosen] = 0.0
+        chosen.append(int(random.choice(len(points), p=distances / distances.sum())))
+    return points[chosen]
+
+
+def _lloyd(
+    points: Float[np.ndarray, "N X"], centres: Float[np.ndarray, "C X"]
+) -> tuple[Int[np.ndarray, " N"], float]:
+    """Labels and the sum of square distances where they settle."""
+    labels = np.full(len(points), -1)
+    for _ in range(MOST_ROUNDS):
+        distances = _squares(points, centres)
+        nearest = _without_empty(distances.argmin(1), distances)
+        if np.array_equal(nearest, labels):
+            break
+        labels = nearest
+        centres = np.stack([points[labels == c].mean(0) for c in range(len(centres))])
+    return labels, float(np.square(points - centres[labels]).sum())
+
+
+def _without_empty(
+    labels: Int[np.ndarray, " N"], distances: Float[np.ndarray, "N C"]
+) -> Int[np.ndarray, " N"]:
+    """Give each empty cluster the point that lies worst in a cluster of several."""
+    labels = labels.copy()
+    for cluster in range(distances.shape[1]):
+        if not (labels == cluster).any():
+            crowded = np.bincount(labels, minlength=distances.shape[1])[labels] > 1
+            own = distances[np.arange(len(labels)), labels]
+            labels[np.argmax(np.where(crowded, own, -1.0))] = cluster
+    return labels
+
+
+def _squares(
+    points: Float[np.ndarray, "N X"], centres: Float[np.ndarray, "C X"]
+) -> Float[np.ndarray, "N C"]:
+    return np.square(points[:, None] - centres).sum(-1)

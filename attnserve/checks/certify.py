@@ -1,0 +1,461 @@
+"""Prove each reading: run the graph beside ``graph_passes.reference``, and compare.
+
+A block's own nodes are cut out at its inputs (x, y, masks, biases) and run by ONNX Runtime on
+random values; the reference computes the same from the block's weights, scale and mask alone. What
+disagrees beyond ``TOLERANCE`` becomes a miss, and no pass touches it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx.reference import ReferenceEvaluator
+
+from attnserve.runtime.session import open_session
+from graph_passes.analysis.shapes import Fact, Facts, interpret_small, named_axes
+from graph_passes.blocks import (
+    AttentionBlock,
+    FullLengths,
+    KeyLengths,
+    KeyMask,
+    LogitStep,
+    Mask,
+    Miss,
+    PositionBias,
+)
+from graph_passes.errors import InvalidModel, MissingExtra
+from graph_passes.matching.find import find_attention
+from graph_passes.reference import attention_reference, inputs_of, logits_reference, softmax
+
+__all__ = [
+    "TOLERANCE",
+    "Certified",
+    "Reading",
+    "certify",
+    "read_attention",
+    "require_finite_weights",
+]
+
+TOLERANCE = 1e-4
+"""Largest absolute difference of probabilities and output, relative above magnitude 1."""
+
+SHAPES = ((2, 7), (3, 4))
+"""(batch, sequence) of the two runs; a graph without free axes runs twice at its own shape.
+
+Sequences that the graph names apart (queries and memory, past and present) first have different
+lengths, and the same one where the block does not run so.
+"""
+
+SINGLE = ((1, 7), (1, 4))
+"""Tried where ONNX Runtime refuses the first: some exporters' graphs run one sequence at a time."""
+
+
+SPREAD = 2.0
+"""Standard deviation of the logits in the two runs; reached in a few rounds, biases being fixed."""
+ROUNDS = 3
+
+IR_VERSION = 10
+"""Of what is run: any ONNX Runtime of today reads it."""
+
+MASKED = 1e9
+"""What hides a key when it is taken from its logit."""
+
+
+Evaluate = Callable[[ir.Model, Mapping[str, np.ndarray]], list[np.ndarray]]
+"""Runs a small model; ONNX's own evaluator takes graphs that ONNX Runtime has no kernel for."""
+
+
+@dataclass(frozen=True, eq=False)
+class Certified:
+    """A block whose reading was proved, and the largest difference seen."""
+
+    block: AttentionBlock
+    max_abs_error: float
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """Everything that was read of a model."""
+
+    certified: tuple[Certified, ...]
+    misses: tuple[Miss, ...]
+
+    @property
+    def blocks(self) -> tuple[AttentionBlock, ...]:
+        return tuple(certified.block for certified in self.certified)
+
+
+def require_finite_weights(model: ir.Model) -> None:
+    """Refuse NaN and infinite weights, one tensor at a time.
+
+    Scalars and masks may hold -inf (that is how exporters write "forbidden"); weights may not.
+
+    Raises:
+        InvalidModel: Naming the first such weight.
+    """
+    for graph in model.graphs():
+        for name, value in graph.initializers.items():
+            tensor = value.const_value
+            if tensor is None or not tensor.dtype.is_floating_point():
+                continue
+            array = tensor.numpy()
+            with np.errstate(invalid="ignore"):
+                total = float(np.sum(array, dtype=np.float64))  # finite unless an element is not
+            if np.isfinite(total) or array.size == 1 or _is_mask(array):
+                continue
+            raise InvalidModel(
+                f"the weight {name!r} {tuple(array.shape)} holds a value that is NaN or infinite",
+                "export the model again from a sound checkpoint",
+            )
+
+
+def _is_mask(array: np.ndarray) -> bool:
+    """Only zeros and minus infinity, as a causal mask holds them."""
+    return bool(np.all((array == 0) | np.isneginf(array)))
+
+
+def read_attention(model: ir.Model, *, seed: int = 0) -> Reading:
+    """Find every attention of a model and certify it.
+
+    Raises:
+        MissingExtra: ONNX Runtime is not installed.
+    """
+    blocks, misses = find_attention(model)
+    proved: list[Certified] = []
+
+    @cache
+    def facts_at(shapes: tuple[tuple[int, int], ...], apart: bool = False) -> list[Facts]:
+        return [
+            interpret_small(model, batch=batch, sequence=sequence, apart=apart)
+            for batch, sequence in shapes
+        ]
+
+    lengths = [name for name, position in named_axes(model.graph).items() if position > 0]
+    runs = [
+        *([(partial(facts_at, SHAPES, True), onnx_runtime)] if len(lengths) > 1 else []),
+        (partial(facts_at, SHAPES), onnx_runtime),
+        (partial(facts_at, SINGLE), onnx_runtime),
+        (partial(facts_at, SHAPES), onnx_reference),
+    ]
+    for block in blocks:
+        result = certify(block, runs, dict(model.opset_imports), model.ir_version, seed=seed)
+        if isinstance(result, Miss):
+            misses.append(result)
+        else:
+            proved.append(result)
+    return Reading(tuple(proved), tuple(misses))
+
+
+def certify(
+    block: AttentionBlock,
+    runs: Sequence[tuple[Callable[[], Sequence[Facts]], Evaluate]],
+    opsets: dict[str, int],
+    ir_version: int,
+    *,
+    seed: int = 0,
+) -> Certified | Miss:
+    """Run one block and compare; a disagreement is a ``Miss``.
+
+    Args:
+        runs: Shapes to run at, and by what; the first that can run the block at all decides.
+    """
+    reasons: list[str] = []
+    for group, evaluate in runs:
+        try:
+            worst = max(
+                _compare(
+                    block, facts, evaluate, opsets, ir_version, np.random.default_rng(seed + index)
+                )
+                for index, facts in enumerate(group())
+            )
+        except _UndecidedError as undecided:
+            reasons.append(str(undecided))
+            continue
+        if worst <= TOLERANCE:
+            return Certified(block, worst)
+        return Miss(
+            block.product,
+            f"read as attention {block.name!r}, but the graph computes something else "
+            f"(difference {worst:.1e}, at most {TOLERANCE:.0e} allowed)",
+        )
+    return Miss(block.product, f"read as attention {block.name!r}, not certified: {reasons[0]}")
+
+
+class _UndecidedError(Exception):
+    """The block could not be run."""
+
+
+def _compare(
+    block: AttentionBlock,
+    facts: Facts,
+    evaluate: Evaluate,
+    opsets: dict[str, int],
+    ir_version: int,
+    rng: np.random.Generator,
+) -> float:
+    batch = _batch(block, facts)
+    values = {value: _random(block, value, facts, rng) for value in inputs_of(block)}
+    results = (block.probabilities, _result(block))
+    targets = [value for value in results if value is not None and value not in values]
+    try:
+        _moderate(block, values, batch)
+        expected = attention_reference(block, values, batch)
+    except (ValueError, IndexError) as error:  # the reading is not of this graph
+        raise _UndecidedError(f"its reading does not fit: {error}") from error
+    got = _run(block, values, targets, facts, evaluate, opsets, ir_version)
+    worst = 0.0
+    for target, array in zip(targets, got, strict=True):
+        if target is block.probabilities:
+            want = expected.probabilities
+        elif block.output is not None:
+            assert expected.output is not None
+            want = expected.output
+            want = want.swapaxes(0, 1) if block.output.sequence_first else want
+        else:
+            want = _laid_out_like(expected.context, array, block)
+        if array.size != want.size:
+            raise _UndecidedError(f"{target.name!r} has {array.shape}, expected {want.shape}")
+        difference = np.abs(array.reshape(want.shape).astype(np.float64) - want)
+        difference = np.where(np.isnan(difference), np.inf, difference)
+        worst = max(worst, float(np.max(difference / np.maximum(1.0, np.abs(want)), initial=0.0)))
+        if not np.isfinite(array).all():
+            return float("inf")
+    return worst
+
+
+def _moderate(block: AttentionBlock, values: dict[ir.Value, np.ndarray], batch: int) -> None:
+    """Give the tokens a size at which the logits are neither all alike nor one key's alone.
+
+    Large logits would turn the rounding of single precision into differences of probabilities, and
+    small ones would hide heads that are read in the wrong order.
+    """
+    tokens = {block.q.input, block.k.input}
+    for _ in range(ROUNDS if block.q.num_heads else 0):
+        spread = float(np.std(logits_reference(block, values, batch)))
+        if not np.isfinite(spread) or spread == 0.0:
+            return
+        factor = np.sqrt(SPREAD / spread)
+        if 0.9 < factor < 1.1:
+            return
+        for value in tokens:
+            values[value] = (values[value] * factor).astype(values[value].dtype)
+
+
+def _result(block: AttentionBlock) -> ir.Value:
+    return block.context if block.output is None else block.output.output
+
+
+def _batch(block: AttentionBlock, facts: Facts) -> int:
+    def shape_of(value: ir.Value) -> tuple[int, ...]:
+        shape = facts.shape(value)
+        if shape is None:
+            raise _UndecidedError(f"the shape of {value.name!r} could not be inferred")
+        return shape
+
+    try:
+        batch = block.q.sequences(shape_of)
+    except ZeroDivisionError:
+        batch = 0
+    if batch == 0:
+        raise _UndecidedError("no token is left at the lengths that were tried")
+    return batch
+
+
+def _laid_out_like(context: np.ndarray, array: np.ndarray, block: AttentionBlock) -> np.ndarray:
+    """(B, S, H*V) as the graph keeps its context."""
+    if block.context_axes is None and array.ndim == 3:
+        return context  # heads merged, as a fused operator leaves them
+    split = np.moveaxis(context.reshape(*context.shape[:2], block.num_heads, -1), 2, 1)
+    if block.context_axes is None:
+        return split
+    ordered = split.reshape([array.shape[axis] for axis in block.context_axes])
+    return ordered.transpose(np.argsort(block.context_axes))
+
+
+def _random(
+    block: AttentionBlock, value: ir.Value, facts: Facts, rng: np.random.Generator
+) -> np.ndarray:
+    """Tokens are normal; masks, lengths and positions are valid."""
+    fact = facts.known.get(value)
+    if fact is None:
+        raise _UndecidedError(f"the shape of {value.name!r} could not be inferred")
+    dtype = _single(fact.dtype).numpy()
+    for step in block.steps:
+        if value in (getattr(step, "value", None), getattr(step, "total", None)):
+            return _random_mask(step, value, fact, _keys(block, facts), rng).astype(dtype)
+    if any(value is taken.value for taken in block.reused):
+        return softmax(rng.standard_normal(fact.shape)).astype(dtype)
+    for spread in (*(t.factor for p in (block.q, block.k) for t in p.turns), block.k.past):
+        table = None if spread is None or spread.positions is not value else spread.value
+        if table is not None:
+            rows = facts.shape(table)
+            return rng.integers(0, max(1, rows[0] // 2) if rows else 1, fact.shape).astype(dtype)
+    return rng.standard_normal(fact.shape).astype(dtype)
+
+
+def _random_mask(
+    step: LogitStep, value: ir.Value, fact: Fact, keys: int, rng: np.random.Generator
+) -> np.ndarray:
+    """At least one key, the first, is seen by every query."""
+    match step:
+        case FullLengths():
+            return np.full(fact.shape, keys if value is step.total else keys - 1)
+        case KeyLengths():
+            return rng.integers(1, keys, fact.shape, endpoint=True) - step.extra
+        case _:
+            pass
+    by_key = isinstance(step, KeyMask) and step.queries  # (B, T), however the graph names T
+    seen = np.atleast_1d(rng.random((fact.shape[0], keys) if by_key else fact.shape) < 0.7)
+    seen[..., 0] = True
+    seen = seen if fact.shape else seen[0]
+    if isinstance(step, Mask):
+        return seen == step.keep
+    if isinstance(step, KeyMask):
+        return seen
+    low = -step.sign * MASKED if isinstance(step, PositionBias) else 0.0
+    return np.where(seen, rng.standard_normal(fact.shape), low)
+
+
+def _keys(block: AttentionBlock, facts: Facts) -> int:
+    """T: the keys of the cache and those of the tokens."""
+    total = 0
+    if block.k.weight is not None:
+        tokens = facts.shape(block.k.input) or (0,)
+        total += math.prod(tokens[:-1]) // _batch(block, facts)
+    if block.k.past is not None:
+        past = facts.shape(block.k.past.value) or (0,)
+        total += past[block.k.past.token_axis]
+    return total
+
+
+def _run(
+    block: AttentionBlock,
+    values: Mapping[ir.Value, np.ndarray],
+    targets: Sequence[ir.Value],
+    facts: Facts,
+    evaluate: Evaluate,
+    opsets: dict[str, int],
+    ir_version: int,
+) -> list[np.ndarray]:
+    """The targets, from the cut values and the shape program's results, without optimization.
+
+    The nodes may lie in the body of an If and read what the graphs around it make; here they lie
+    in one graph.
+    """
+    cut = dict(values)
+    nodes, constants = _between(block, cut, targets, facts)
+    graph = ir.GraphView(
+        list(cut),
+        list(targets),
+        nodes=nodes,
+        initializers=constants,
+        opset_imports=opsets,
+        name=block.name,
+    ).clone()
+    for inner, (value, array) in zip(graph.inputs, cut.items(), strict=True):
+        inner.const_value = None
+        inner.type, inner.shape = ir.TensorType(facts.known[value].dtype), ir.Shape(array.shape)
+    _in_single_precision(graph)
+    try:
+        feeds = {value.name or "": array for value, array in cut.items()}
+        return evaluate(ir.Model(graph, ir_version=min(ir_version, IR_VERSION)), feeds)
+    except MissingExtra:
+        raise
+    except (ValueError, InvalidModel) as error:
+        raise _UndecidedError(str(error).splitlines()[0][:300]) from error
+    except Exception as error:  # onnxruntime raises a class of its own for each status
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise _UndecidedError(f"{evaluate.__name__}: {first[:300]}") from error
+
+
+def onnx_runtime(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    """Run a model as it is written, without optimization."""
+    session = open_session(model, threads=1, optimize=False)
+    return [np.asarray(array) for array in session.run(None, dict(feeds))]
+
+
+def onnx_reference(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    """Run a model on ONNX's own evaluator."""
+    results: Any = ReferenceEvaluator(ir.to_proto(model)).run(None, dict(feeds))
+    return [np.asarray(array) for array in results]
+
+
+def _between(
+    block: AttentionBlock,
+    cut: dict[ir.Value, np.ndarray],
+    targets: Sequence[ir.Value],
+    facts: Facts,
+) -> tuple[list[ir.Node], list[ir.Value]]:
+    """The nodes from the cut values to the targets, in order, and the constants they read.
+
+    Results of the shape program are added to the cut, but for the block's own.
+    """
+    own = set(block.nodes)
+    nodes: dict[ir.Node, None] = {}
+    constants: dict[ir.Value, None] = {}
+    pending: list[ir.Value | ir.Node] = list(reversed(targets))
+    entered: set[ir.Value] = set()
+    while pending:
+        item = pending.pop()
+        if isinstance(item, ir.Node):  # everything it reads is there
+            nodes[item] = None
+            continue
+        if item in cut or item in entered:
+            continue
+        entered.add(item)
+        node = item.producer()
+        if node is None:
+            if not item.is_initializer():
+                raise _UndecidedError(f"it also depends on the graph input {item.name!r}")
+            constants[item] = None
+            continue
+        constant = facts.constant(item)
+        if constant is not None and node.op_type != "Constant" and node not in own:
+            cut[item] = constant.astype(_single(facts.known[item].dtype).numpy())
+            continue
+        if node in nodes:
+            continue
+        if any(a.type == ir.AttributeType.GRAPH for a in node.attributes.values()):
+            raise _UndecidedError(f"{node.op_type} {node.name!r} stands in between")
+        pending.append(node)
+        pending += [parent for parent in node.inputs if parent is not None]
+    return list(nodes), list(constants)
+
+
+def _single(dtype: ir.DataType) -> ir.DataType:
+    """Half precision is certified in single precision: the same graph, without its rounding."""
+    half = dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+    return ir.DataType.FLOAT if half else dtype
+
+
+def _in_single_precision(graph: ir.Graph) -> None:
+    """Give every half-precision constant, input and Cast of a graph single precision."""
+    for value in graph.inputs:
+        value.type = ir.TensorType(_single(value.dtype or ir.DataType.FLOAT))
+    for value in graph.initializers.values():
+        value.const_value = _single_tensor(value.const_value)
+        value.type = None if value.const_value is None else ir.TensorType(value.const_value.dtype)
+    for node in graph:
+        node.name = None  # which need not be unique in the file
+        for value in node.outputs:
+            value.type = value.shape = None  # ONNX Runtime infers them again
+        for name, attribute in list(node.attributes.items()):
+            if attribute.type == ir.AttributeType.TENSOR:
+                node.attributes[name] = ir.AttrTensor(name, _single_tensor(attribute.as_tensor()))
+            elif name == "to" and node.op_type == "Cast":
+                to = _single(ir.DataType(attribute.as_int()))
+                node.attributes[name] = ir.AttrInt64(name, to.value)
+
+
+def _single_tensor(tensor: ir.TensorProtocol | None) -> Any:
+    if tensor is None or _single(tensor.dtype) is not tensor.dtype:
+        return tensor and ir.tensor(tensor.numpy().astype(np.float32), name=tensor.name)
+    # A session over external data would write it to a folder of its own. A copy, for whoever saves
+    # the model closes the map of the file, which must not be in use.
+    return ir.tensor(tensor.numpy().copy()) if isinstance(tensor, ir.ExternalTensor) else tensor

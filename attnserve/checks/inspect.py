@@ -1,0 +1,132 @@
+"""inspect: what attention a model holds, what proved it, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from attnserve.checks.certify import Reading, read_attention
+from attnserve.models.artifact import load_model, open_artifact
+from graph_passes.analysis.cost import macs_at, parameters
+from graph_passes.analysis.shapes import bind_axes, interpret
+from graph_passes.passes.refusals import REWRITES, reasons
+from graph_passes.passes.skip_attention import Skipped, skipped
+
+__all__ = ["Inspection", "inspect"]
+
+
+@dataclass(frozen=True, eq=False)
+class Inspection:
+    """A model as it was read, at one batch size and sequence length."""
+
+    reading: Reading
+    block_macs: Mapping[str, int]
+    parameters: int
+    total_macs: int | None
+    batch: int
+    sequence: int
+    uncounted: tuple[str, ...]
+    skipped: tuple[Skipped, ...] = ()
+
+    @property
+    def attention_macs(self) -> int:
+        return sum(self.block_macs.values())
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "attention": [*self._blocks(), *map(self._gap, self.skipped)],
+            "missed": [
+                {"node": miss.node.name or miss.node.op_type, "reason": miss.reason}
+                for miss in self.reading.misses
+            ],
+            "parameters": self.parameters,
+            "macs": {
+                "batch": self.batch,
+                "sequence": self.sequence,
+                "total": self.total_macs,
+                "attention": self.attention_macs,
+            },
+            "uncounted": list(self.uncounted),
+        }
+
+    def _blocks(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "name": block.name,
+                "kind": block.kind,
+                "num_heads": block.num_heads,
+                "num_kv_heads": block.num_kv_heads,
+                "reused_heads": block.num_heads - block.q.num_heads,
+                "head_size": block.head_size,
+                "v_head_size": block.v_head_size,
+                "input_size": block.input_size,
+                "scale": block.scale,
+                "position": block.position,
+                "form": block.form,
+                "idiom": block.idiom,
+                "certified": True,
+                "max_abs_error": certified.max_abs_error,
+                "macs": self.block_macs[block.name],
+                "rewrites": {name: reason or True for name, reason in why_not.items()},
+            }
+            for certified, why_not in zip(
+                self.reading.certified, reasons(self.reading.blocks), strict=True
+            )
+            for block in (certified.block,)
+        ]
+
+    def _gap(self, gap: Skipped) -> dict[str, Any]:
+        """Where an attention was: an affine map of its input, which speaks for itself."""
+        sizes = ("num_heads", "num_kv_heads", "reused_heads", "head_size", "v_head_size")
+        return {
+            "name": gap.name,
+            "kind": "self",
+            **dict.fromkeys(sizes, 0),
+            "input_size": 0 if gap.affine.weight is None else len(gap.affine.weight),
+            "scale": 0.0,
+            "position": "none",
+            "form": "skip",
+            "idiom": "skip",
+            "certified": True,
+            "max_abs_error": 0.0,
+            "macs": self.block_macs[gap.name],
+            "rewrites": dict.fromkeys(REWRITES, "its attention was left out"),
+        }
+
+
+def inspect(model: Path, *, batch: int = 1, sequence: int = 128, seed: int = 0) -> Inspection:
+    """Read, certify and count a model.
+
+    Args:
+        model: An .onnx file or an artifact folder.
+        batch, sequence: The lengths to count MACs at; fixed axes keep their own.
+
+    Raises:
+        InvalidModel: The file cannot be read.
+        MissingExtra: ONNX Runtime is not installed (the certificate runs the graph).
+    """
+    graph = load_model(open_artifact(model), in_place=True)
+    return inspect_graph(graph, batch=batch, sequence=sequence, seed=seed)
+
+
+def inspect_graph(model: ir.Model, *, batch: int, sequence: int, seed: int = 0) -> Inspection:
+    """``inspect`` for a model in memory."""
+    reading, gaps = read_attention(model, seed=seed), skipped(model)
+    facts = interpret(model, bind_axes(model.graph, batch=batch, sequence=sequence))
+    total, uncounted = macs_at(facts, model.graph)
+    return Inspection(
+        reading=reading,
+        block_macs={
+            place.name: macs_at(facts, place.nodes)[0] for place in (*reading.blocks, *gaps)
+        },
+        parameters=parameters(model),
+        total_macs=total if not uncounted else None,
+        batch=batch,
+        sequence=sequence,
+        uncounted=uncounted,
+        skipped=tuple(gaps),
+    )

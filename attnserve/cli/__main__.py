@@ -1,0 +1,7 @@
+"""``python -m attnserve.cli``."""
+
+import sys
+
+from attnserve.cli import main
+
+sys.exit(main())

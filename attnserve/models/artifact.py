@@ -1,0 +1,549 @@
+"""What is on disk: model.onnx, the tokenizer, and attnserve.json, which says what was done.
+
+An artifact is a folder that holds ``model.onnx`` (or any single .onnx file), or an .onnx file
+itself; what lies beside it belongs to it: ``tokenizer.json`` and ``attnserve.json``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import onnx
+import onnx_ir as ir
+import onnx_ir.passes.common as common
+
+from attnserve.models.onnx_reader import read_in_place
+from attnserve.runtime.session import PROTOBUF_LIMIT_BYTES, external_files, weight_bytes
+from graph_passes.errors import InvalidModel, InvalidOutput
+
+__all__ = [
+    "Artifact",
+    "Pooling",
+    "check_files",
+    "check_output",
+    "check_target",
+    "copy_companions",
+    "fingerprint",
+    "load_model",
+    "merged_record",
+    "open_artifact",
+    "save_model",
+    "sha256",
+    "staged",
+    "versions",
+    "write_record",
+]
+
+Pooling = Literal["mean", "cls", "none"]
+
+PACKAGES = (
+    "attnserve",
+    "numpy",
+    "onnx",
+    "onnx-ir",
+    "tensorly",
+    "onnxruntime",
+    "onnxruntime-gpu",
+)
+"""What the numbers of a rewrite or an analysis depend on."""
+
+RECORD = "attnserve.json"
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.txt",
+    "config.json",
+)
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A model on disk and what lies beside it.
+
+    ``record`` is the parsed attnserve.json, empty where there is none. Its keys: ``pooling``,
+    ``normalize``, ``max_length`` (tokens) and ``source`` from ``export``; ``lineage`` (a list, one
+    entry a rewrite, oldest first) from ``optimize``. ``shared`` is a folder whose tokenizer serves
+    where none lies beside the model: the one above the versions of a model.
+    """
+
+    model: Path
+    record: dict[str, Any] = field(default_factory=dict[str, Any])
+    shared: Path | None = None
+
+    @property
+    def folder(self) -> Path:
+        return self.model.parent
+
+    @property
+    def name(self) -> str:
+        """model.onnx is named for its folder; any other file for itself."""
+        stem = self.model.stem
+        return self.model.resolve().parent.name if stem == "model" else stem
+
+    @property
+    def tokenizer(self) -> Path | None:
+        return self.companion("tokenizer.json")
+
+    def companion(self, name: str) -> Path | None:
+        """The file ``name`` that belongs to the model; None where there is none."""
+        folders = (self.folder, *(() if self.shared is None else (self.shared,)))
+        paths = (folder / name for folder in folders)
+        return next((path for path in paths if path.is_file()), None)
+
+    @property
+    def pooling(self) -> Pooling:
+        value = self.record.get("pooling")
+        return value if value in ("mean", "cls", "none") else "mean"
+
+    @property
+    def normalize(self) -> bool:
+        """Whether pooled vectors are scaled to length one."""
+        return bool(self.record.get("normalize", False))
+
+    @property
+    def max_length(self) -> int | None:
+        """The most tokens a text may have, special tokens included; None where unknown."""
+        value = self.record.get("max_length")
+        return value if isinstance(value, int) and value > 0 else None
+
+    @property
+    def lineage(self) -> list[Any]:
+        """What was done to the model so far, one entry a rewrite, oldest first."""
+        return list(self.record.get("lineage", ()))
+
+
+def open_artifact(path: Path, shared: Path | None = None) -> Artifact:
+    """The artifact at ``path``: an .onnx file, or a folder with one.
+
+    Args:
+        shared: A folder whose tokenizer and record serve where there are none beside the model.
+
+    Raises:
+        InvalidModel: There is nothing there, or a folder without exactly one model.
+    """
+    if path.is_dir():
+        model = path / "model.onnx"
+        if not model.is_file():
+            found = sorted(path.glob("*.onnx"))
+            if len(found) != 1:
+                raise InvalidModel(
+                    f"{path}: expected model.onnx in this folder, found {len(found)} .onnx files",
+                    "name the .onnx file itself",
+                )
+            model = found[0]
+    elif path.is_file():
+        model = path
+    else:
+        raise InvalidModel(f"{path}: no such file or folder", "check the path")
+    record = _read_record(model)
+    if not record and shared is not None and (shared / RECORD).is_file():
+        record = _parse_record(shared / RECORD)
+        record.pop("files", None)  # they are those of another folder
+    return Artifact(model, record, shared)
+
+
+def check_files(artifact: Artifact) -> None:
+    """Compare the files of an artifact with the checksums in its record.
+
+    Raises:
+        InvalidModel: One of them is missing, or is not the file that was written.
+    """
+    record = artifact.model.with_name(RECORD)
+    for name, expected in artifact.record.get("files", {}).items():
+        path = artifact.folder / name
+        if Path(name).name != name or not isinstance(expected, str):
+            raise InvalidModel(f"{record}: 'files' names {name!r}: expected a file beside it")
+        if not path.is_file():
+            raise InvalidModel(f"{path}: missing, and {record.name} names it", "copy it again")
+        found = sha256(path)
+        if found != expected.lower():
+            raise InvalidModel(
+                f"{path}: not the file that {record.name} describes: its sha256 is {found[:12]}..,"
+                f" expected {expected[:12]}..",
+                "copy the whole artifact again, or export or optimize it again",
+            )
+
+
+def load_model(source: Artifact | Path, *, in_place: bool = False) -> ir.Model:
+    """Read the graph; weights stay on disk until they are asked for (external data, memory map).
+
+    Args:
+        in_place: Leave weights that lie in the file itself there as well. For reading only: such a
+            model names its own file as external data.
+
+    Raises:
+        InvalidModel: Not an ONNX file, truncated, or its external data is missing, too short, or
+            outside the model's folder.
+    """
+    path = source.model if isinstance(source, Artifact) else source
+    try:
+        proto = _in_place(path) if in_place else None
+        if proto is None:
+            proto = onnx.load(path, format="protobuf", load_external_data=False)
+    except OSError as error:
+        raise InvalidModel(f"{path}: cannot be read: {error.strerror}", "check the path") from error
+    except Exception as error:  # protobuf's DecodeError, UnicodeDecodeError, ...
+        raise InvalidModel(
+            f"{path}: not an ONNX file, or a truncated one ({path.stat().st_size} bytes)",
+            "download or export it again",
+        ) from error
+    if not proto.HasField("graph") or not (proto.graph.node or proto.graph.output):
+        raise InvalidModel(f"{path}: not an ONNX file: it holds no graph", "export it again")
+    if not proto.opset_import:
+        raise InvalidModel(f"{path}: names no opset, or is truncated", "export it again")
+    for tensor in _tensors(proto):
+        _check_tensor(path, tensor)
+    try:
+        model = ir.from_proto(proto)
+    except Exception as error:
+        raise InvalidModel(
+            f"{path}: the graph is not well formed: {str(error)[:300]}",
+            "check it with onnx.checker.check_model, or export it again",
+        ) from error
+    ir.external_data.set_base_dir(model.graph, path.parent)
+    try:
+        _flatten(model)
+    except Exception as error:  # onnx_ir raises ValueError of cycles, and others of functions
+        raise InvalidModel(
+            f"{path}: the graph is not well formed: {str(error)[:300]}",
+            "check it with onnx.checker.check_model, or export it again",
+        ) from error
+    return model
+
+
+def _in_place(path: Path) -> onnx.ModelProto | None:
+    try:
+        return read_in_place(path)
+    except Exception:  # whatever is wrong with it, the reader of whole files says what
+        return None
+
+
+def _flatten(model: ir.Model) -> None:
+    """Functions inlined and nodes in order: some converters leave them out of it."""
+    if model.functions:
+        common.InlinePass()(model)
+    model.graph.sort()
+
+
+def save_model(model: ir.Model, path: Path, *, external: bool = False) -> None:
+    """Write ``model`` at ``path``; weights go to ``path`` + ``.data`` when asked or over 2 GB."""
+    if external or weight_bytes(model) >= PROTOBUF_LIMIT_BYTES:
+        ir.save(model, path, external_data=_data_file(path).name)
+    else:
+        ir.save(ir.external_data.load_to_model(model), path)
+
+
+def check_target(output: Path, artifact: Artifact, model: ir.Model, *, force: bool = False) -> Path:
+    """The .onnx file that ``output`` means, after refusing what would overwrite something.
+
+    Args:
+        output: An .onnx file, or a folder that receives model.onnx.
+        artifact, model: The input, of which no file is ever written.
+        force: Everything else that is there already may be replaced.
+
+    Raises:
+        InvalidOutput: It is the input or a part of it, it exists, or it cannot be written.
+    """
+    is_file = output.suffix.lower() == ".onnx" and not output.is_dir()
+    if not is_file and _same(output, artifact.folder):
+        raise _is_the_input(output)
+    target = output if is_file else output / "model.onnx"
+    for path in (artifact.model, *external_files(model)):
+        for file in (target, _data_file(target)):
+            if _same(file, path):
+                raise _is_the_input(file)
+    check_output(target, force=force)
+    if not _same(target.parent, artifact.folder):
+        for name in COMPANIONS:
+            ours, theirs = artifact.folder / name, target.parent / name
+            if ours.is_file() and theirs.is_file() and ours.read_bytes() == theirs.read_bytes():
+                continue
+            if ours.is_file():
+                check_output(theirs, force=force)
+    record = target.with_name(RECORD)
+    # A folder with model.onnx and its record is one artifact: another model does not belong in it.
+    is_artifact = artifact.model.name == "model.onnx" and _same(target.parent, artifact.folder)
+    if record.exists() and (
+        is_artifact or _spoken_for(_parse_record(record), target.parent) is None
+    ):
+        check_output(record, force=force)
+    return target
+
+
+def check_output(path: Path, *, source: Path | None = None, force: bool = False) -> None:
+    """Refuse an output that would overwrite something, before any work is done.
+
+    Raises:
+        InvalidOutput: It is the input, it exists (and not ``force``), or it cannot be written.
+    """
+    if source is not None and _same(path, source):
+        raise _is_the_input(path)
+    if path.exists() and not force and not (path.is_dir() and not any(path.iterdir())):
+        raise InvalidOutput(f"{path}: exists already", "choose another -o, or add --force")
+    parent = path.parent
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise InvalidOutput(
+            f"{path}: {parent} is not a folder that can be written", "choose another -o"
+        )
+
+
+@contextmanager
+def staged(folder: Path) -> Generator[Path]:
+    """A temporary folder whose files move into ``folder`` together, at the end, or not at all.
+
+    Folders that it made on the way are removed again when the work inside fails.
+
+    Raises:
+        InvalidOutput: The folder cannot be made or written.
+    """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]  # innermost first
+    stage: Path | None = None
+    try:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            stage = Path(tempfile.mkdtemp(prefix=".attnserve-", dir=folder))
+        except OSError as error:
+            raise InvalidOutput(
+                f"{folder}: cannot be written: {error.strerror}", "choose another -o"
+            ) from error
+        yield stage
+        try:
+            # The model comes last: a reader that sees it sees everything it needs beside it.
+            for path in sorted(stage.iterdir(), key=lambda path: path.suffix == ".onnx"):
+                path.replace(folder / path.name)
+        except OSError as error:
+            raise InvalidOutput(
+                f"{folder}: writing failed: {error.strerror}", "choose another -o"
+            ) from error
+    except OSError as error:  # of the work inside: most often a full disk
+        raise InvalidOutput(
+            f"{folder}: writing failed: {error.strerror or error}",
+            "free some space, or choose another -o",
+        ) from error
+    finally:
+        if stage is not None:
+            shutil.rmtree(stage, ignore_errors=True)
+        with suppress(OSError):  # a folder that holds something stays, and so do those above it
+            for path in made:
+                path.rmdir()
+
+
+def copy_companions(artifact: Artifact, folder: Path) -> None:
+    """Copy the tokenizer files that lie beside a model into ``folder``."""
+    for name in COMPANIONS:
+        path = artifact.folder / name
+        if path.is_file():
+            shutil.copyfile(path, folder / name)
+
+
+def write_record(folder: Path, record: dict[str, Any]) -> None:
+    """Write attnserve.json, readable and diffable."""
+    text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False)
+    (folder / RECORD).write_text(text + "\n", encoding="utf-8")
+
+
+def merged_record(target: Path, record: dict[str, Any]) -> dict[str, Any]:
+    """``record`` of the model ``target``, with those of its neighbours under "others", by file."""
+    path = target.with_name(RECORD)
+    if not path.is_file():
+        return record
+    earlier = _parse_record(path)
+    others: dict[str, Any] = earlier.pop("others", {})
+    name = _spoken_for(earlier, path.parent)
+    if name is not None:
+        others[name] = earlier
+    others.pop(target.name, None)
+    return {**record, "others": others} if others else record
+
+
+def _read_record(model: Path) -> dict[str, Any]:
+    """What attnserve.json says of one model; nothing where it speaks only for its neighbours."""
+    path = model.with_name(RECORD)
+    if not path.is_file():
+        return {}
+    record = _parse_record(path)
+    others: dict[str, Any] = record.pop("others", {})
+    if model.name in others:
+        return others[model.name]
+    return record if _spoken_for(record, path.parent) in (model.name, None) else {}
+
+
+def _spoken_for(record: dict[str, Any], folder: Path) -> str | None:
+    """The model beside attnserve.json that it describes at its top level, if it is there."""
+    files = record.get("files", {"model.onnx": ""})  # an export names none
+    return next(
+        (name for name in files if name.endswith(".onnx") and (folder / name).is_file()), None
+    )
+
+
+def _parse_record(path: Path) -> dict[str, Any]:
+    fix = "restore or remove the file"
+    try:
+        parsed: Any = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidModel(f"{path}: not valid JSON: {error}", fix) from error
+    if not isinstance(parsed, dict):
+        raise InvalidModel(f"{path}: expected a JSON object", fix)
+    record = cast(dict[str, Any], parsed)
+    others: Any = record.get("others", {})
+    if not isinstance(others, dict):
+        raise InvalidModel(f"{path}: 'others': expected a JSON object", fix)
+    for each in (record, *cast(dict[str, Any], others).values()):
+        for key, kind, name in (("lineage", list, "list"), ("files", dict, "object")):
+            if not isinstance(each, dict) or not isinstance(each.get(key, kind()), kind):
+                raise InvalidModel(f"{path}: {key!r}: expected a JSON {name}", fix)
+    return record
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _data_file(model: Path) -> Path:
+    return model.with_name(f"{model.name}.data")
+
+
+def _same(path: Path, other: Path) -> bool:
+    """By whatever name: through links, and on file systems that ignore case."""
+    if path.exists() and other.exists():
+        return path.samefile(other)
+    return path.resolve() == other.resolve()
+
+
+def _is_the_input(path: Path) -> InvalidOutput:
+    return InvalidOutput(
+        f"{path}: the output is the input", "give another path with -o: inputs are never changed"
+    )
+
+
+def _check_tensor(path: Path, tensor: onnx.TensorProto) -> None:
+    """Refuse weights that do not hold what their shape says, inside the file or beside it."""
+    where = f"{path}: the weight {tensor.name!r}"
+    try:
+        bits = ir.DataType(tensor.data_type).bitwidth
+    except (TypeError, ValueError):  # strings have no width, other numbers are no type
+        if tensor.data_type == onnx.TensorProto.STRING:
+            return
+        raise InvalidModel(f"{where} has no known data type", "export it again") from None
+    if min(tensor.dims, default=0) < 0:
+        raise InvalidModel(f"{where} has a negative size {list(tensor.dims)}", "export it again")
+    expected = math.ceil(math.prod(tensor.dims) * bits / 8)
+    if tensor.data_location == onnx.TensorProto.EXTERNAL:
+        _check_external(path, tensor, expected)
+        return
+    found = len(tensor.raw_data) if tensor.HasField("raw_data") else None
+    typed = (tensor.float_data, tensor.int32_data, tensor.int64_data, tensor.double_data)
+    if found is None and (any(typed) or tensor.uint64_data):
+        return  # the elements' count is checked when they are read
+    if (found or 0) != expected:
+        raise InvalidModel(
+            f"{where} of shape {list(tensor.dims)} has {found or 0} bytes, expected {expected}",
+            "the file is damaged: download or export it again",
+        )
+
+
+def _check_external(path: Path, tensor: onnx.TensorProto, expected: int) -> None:
+    """External data may name any path (and ONNX Runtime would open it): only the folder is safe."""
+    folder = path.parent.resolve()
+    facts = {entry.key: entry.value for entry in tensor.external_data}
+    location = facts.get("location", "")
+    where = f"{path}: external data of {tensor.name!r}"
+    relative = Path(location)
+    outside = (
+        not location
+        or relative.is_absolute()
+        or any(character in location for character in "\\:\0")
+        or ".." in relative.parts
+        or not (folder / relative).resolve().is_relative_to(folder)
+    )
+    if outside:
+        raise InvalidModel(
+            f"{where} is at {location!r}: expected a file inside the model's folder",
+            "do not use this file: a model must not read outside its own folder",
+        )
+    data = folder / relative
+    if not data.is_file():
+        raise InvalidModel(f"{where} is missing: {location}", f"put {location} beside the model")
+    try:
+        offset = int(facts.get("offset", "0"))
+        length = int(facts.get("length", expected))
+    except ValueError as error:
+        raise InvalidModel(f"{where} has a broken offset or length", "export it again") from error
+    if offset < 0 or length != expected:
+        raise InvalidModel(
+            f"{where} has offset {offset} and {length} bytes, its shape needs {expected}",
+            "the model and its data do not belong together: copy both again",
+        )
+    if offset + length > data.stat().st_size:
+        raise InvalidModel(
+            f"{where} ends at byte {offset + length}, but {location} has {data.stat().st_size}",
+            "the data file is truncated: copy it again",
+        )
+
+
+def _tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """Every tensor that a file holds, wherever it may be."""
+    graphs = [proto.graph, *(t.algorithm for t in proto.training_info)]
+    graphs += [t.initialization for t in proto.training_info]
+    nodes = [node for function in proto.functions for node in function.node]
+    while graphs or nodes:
+        if graphs:
+            graph = graphs.pop()
+            yield from graph.initializer
+            for sparse in graph.sparse_initializer:
+                yield from (sparse.values, sparse.indices)
+            nodes += graph.node
+            continue
+        for attribute in nodes.pop().attribute:
+            if attribute.HasField("t"):
+                yield attribute.t
+            if attribute.HasField("g"):
+                graphs.append(attribute.g)
+            graphs += attribute.graphs
+            yield from attribute.tensors
+            sparse_tensors = [*attribute.sparse_tensors]
+            if attribute.HasField("sparse_tensor"):
+                sparse_tensors.append(attribute.sparse_tensor)
+            for sparse in sparse_tensors:
+                yield from (sparse.values, sparse.indices)
+
+
+def sha256(path: Path) -> str:
+    """The checksum of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fingerprint(artifact: Artifact) -> str:
+    """A checksum of a model with all that decides what it computes: its external data too, and the
+    tokenizer beside it."""
+    digest = hashlib.sha256(sha256(artifact.model).encode())
+    files = [Path(path) for path in external_files(load_model(artifact))]
+    tokenizer = [] if artifact.tokenizer is None else [artifact.tokenizer]
+    for path in (*sorted(files), *tokenizer):
+        digest.update(f"{path.name} {sha256(path)}".encode())
+    return digest.hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """Of what a result depends on, by package; what is not installed is left out."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found

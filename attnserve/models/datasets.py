@@ -1,0 +1,207 @@
+"""Model inputs read from text or .npz files, split into a fitting and a held-out part."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import onnx_ir as ir
+
+from attnserve.models.artifact import Artifact
+from attnserve.models.tokenizer import Encoding, TextEncoder, load_tokenizer, read_sentences
+from attnserve.runtime.session import Batch
+from graph_passes.errors import InvalidData
+
+__all__ = ["Dataset", "load_inputs", "token_mask"]
+
+BATCH_SIZE = 16
+HELD_OUT = 10
+"""One row in ten is kept from the fit, for the proof."""
+MOST_HELD_OUT = 100
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Model inputs in batches of similar length.
+
+    Attributes:
+        fit: What statistics are taken from.
+        held_out: What fidelity is measured on; the same batches where one row is all there is.
+        length: The median number of tokens (or of positions on axis 1); 128 where rows have none.
+        lengths: Of every row.
+        source: For the record: file, rows, tokens and checksum.
+    """
+
+    fit: Sequence[Batch]
+    held_out: Sequence[Batch]
+    length: int
+    source: Mapping[str, Any]
+    lengths: Sequence[int] = ()
+
+
+def load_inputs(
+    path: Path,
+    model: ir.Model,
+    artifact: Artifact,
+    *,
+    tokenizer: Path | None = None,
+    split: bool = True,
+) -> Dataset:
+    """Read a text (a sentence a line), an .npz (named input arrays) or a folder of .npz.
+
+    Args:
+        path: The file or folder.
+        model: Tells which inputs to fill.
+        artifact: Where the tokenizer lies, and the longest text.
+        tokenizer: tokenizer.json, where it is not beside the model.
+        split: Keep every tenth row from ``fit``; False leaves all rows in both.
+
+    Raises:
+        InvalidData: Empty, unreadable, or not what the model takes; or no tokenizer for a text.
+    """
+    if not path.exists():
+        raise InvalidData(f"{path}: no such file", "check the path")
+    wanted = _wanted(model)
+    size = _batch_size(model)
+    if path.is_dir() or path.suffix.lower() == ".npz":
+        rows = _read_arrays(path, wanted)
+        lengths = [next((a.shape[1] for a in row.values() if a.ndim > 1), 128) for row in rows]
+        make = partial(_array_batches, size=size)
+    else:
+        encoder_path = tokenizer or artifact.tokenizer
+        if encoder_path is None:
+            raise InvalidData(
+                f"{artifact.folder}: no tokenizer.json beside the model, and {path.name} is text",
+                "give one with --tokenizer, or calibrate on an .npz of input arrays",
+            )
+        encoder = load_tokenizer(encoder_path, max_length=artifact.max_length)
+        encodings = encoder.encode(read_sentences(path))
+        rows = encodings
+        lengths = [len(encoding) for encoding in encodings]
+        if "attention_mask" not in wanted:
+            size = 1  # nothing could tell padding from text
+        make = partial(_text_batches, encoder, inputs=wanted, size=size)
+
+    held, kept = _held_out(len(rows)) if split else (range(len(rows)), range(len(rows)))
+    source = {
+        "file": path.name,
+        "rows": len(rows),
+        "tokens": int(sum(lengths)),
+        "fit_tokens": int(sum(lengths[i] for i in kept)),
+        "sha256": _checksum(path),
+    }
+    batches = cast(Callable[[Sequence[Any]], list[Batch]], make)
+    fit = batches([rows[i] for i in kept])
+    proof = batches([rows[i] for i in held])
+    return Dataset(fit, proof, int(np.median(lengths)), source, lengths)
+
+
+def _checksum(path: Path) -> str:
+    """Of a file, or of all that is read of a folder."""
+    if path.is_file():
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    digest = hashlib.sha256()
+    for file in sorted(path.glob("*.npz")):
+        digest.update(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}".encode())
+    return digest.hexdigest()
+
+
+def token_mask(batch: Mapping[str, np.ndarray], tokens: Sequence[int]) -> np.ndarray:
+    """Which of (B, T) tokens are real: the first input called a mask that has their shape."""
+    for name, array in batch.items():
+        if "mask" in name and array.shape == tuple(tokens) and array.dtype.kind in "iub":
+            return array.astype(bool)
+    return np.ones(tokens, dtype=bool)
+
+
+def _held_out(rows: int) -> tuple[list[int], list[int]]:
+    """Every tenth row is held out, at least one; with one row it must serve both ends."""
+    if rows < 2:
+        return [0], [0]
+    held = list(range(min(HELD_OUT, rows) - 1, rows, HELD_OUT))[:MOST_HELD_OUT]
+    taken = set(held)
+    return held, [i for i in range(rows) if i not in taken]
+
+
+def _wanted(model: ir.Model) -> dict[str, np.dtype[Any]]:
+    return {
+        value.name: np.dtype(value.dtype.numpy())
+        for value in model.graph.inputs
+        if value.name and value.name not in model.graph.initializers and value.dtype is not None
+    }
+
+
+def _read_arrays(path: Path, wanted: Mapping[str, np.dtype[Any]]) -> list[Batch]:
+    """One entry a row, each input with a leading axis of one."""
+    files = sorted(path.glob("*.npz")) if path.is_dir() else [path]
+    if not files:
+        raise InvalidData(f"{path}: no .npz file in this folder", "name a text or an .npz")
+    rows: list[Batch] = []
+    for file in files:
+        try:
+            with file.open("rb") as content, np.load(content, allow_pickle=False) as archive:
+                arrays = {name: archive[name] for name in archive.files}
+        except Exception as error:  # numpy and zipfile raise many kinds
+            raise InvalidData(
+                f"{file}: not an .npz of arrays: {error}", "write it with numpy.savez"
+            ) from error
+        missing, extra = (
+            sorted(wanted.keys() - arrays.keys()),
+            sorted(arrays.keys() - wanted.keys()),
+        )
+        if missing or extra:
+            raise InvalidData(
+                f"{file}: expected the arrays {', '.join(wanted)}; "
+                f"missing {missing or 'none'}, not an input {extra or 'none'}",
+                "name the arrays as the model names its inputs",
+            )
+        counts = {name: array.shape[0] if array.ndim else 0 for name, array in arrays.items()}
+        if len(set(counts.values())) != 1 or not min(counts.values()):
+            raise InvalidData(
+                f"{file}: arrays have {counts} rows", "give every input the same number of rows"
+            )
+        for name, dtype in wanted.items():
+            if arrays[name].dtype.kind != dtype.kind:
+                raise InvalidData(
+                    f"{file}: {name!r} is {arrays[name].dtype}, the model takes {dtype}",
+                    "convert the array",
+                )
+        for row in range(next(iter(counts.values()))):
+            rows.append(
+                {name: arrays[name][row : row + 1].astype(dtype) for name, dtype in wanted.items()}
+            )
+    return rows
+
+
+def _batch_size(model: ir.Model) -> int:
+    """What a fixed leading axis of the inputs says, else ``BATCH_SIZE``."""
+    leading = [value.shape[0] for value in model.graph.inputs if value.shape]
+    return next((size for size in leading if isinstance(size, int) and size > 0), BATCH_SIZE)
+
+
+def _text_batches(
+    encoder: TextEncoder,
+    rows: Sequence[Encoding],
+    *,
+    inputs: Mapping[str, np.dtype[Any]],
+    size: int,
+) -> list[Batch]:
+    return [feed for _, feed in encoder.batches(rows, size, inputs)]
+
+
+def _array_batches(rows: Sequence[Batch], *, size: int) -> list[Batch]:
+    """Rows of the same shapes run together."""
+    groups: dict[tuple[tuple[int, ...], ...], list[Batch]] = {}
+    for row in rows:
+        groups.setdefault(tuple(array.shape for array in row.values()), []).append(row)
+    batches: list[Batch] = []
+    for group in groups.values():
+        for start in range(0, len(group), size):
+            chosen = group[start : start + size]
+            batches.append({n: np.concatenate([row[n] for row in chosen]) for n in chosen[0]})
+    return batches

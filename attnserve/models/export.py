@@ -1,0 +1,568 @@
+"""A Hugging Face encoder -> model.onnx, its tokenizer and attnserve.json in one folder.
+
+The graph is checked against PyTorch at two shapes before anything is left behind. Code that comes
+with a model is never run.
+
+torch and transformers come with the ``[torch]`` extra: they are imported on first use, and every
+object of theirs is ``Any`` here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import json
+import logging
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Generator, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+import onnx_ir as ir
+
+from attnserve.models.artifact import (
+    COMPANIONS,
+    Pooling,
+    check_output,
+    load_model,
+    save_model,
+    staged,
+    write_record,
+)
+from attnserve.models.tokenizer import UNBOUNDED
+from attnserve.runtime.session import open_session
+from graph_passes.errors import CheckFailed, InvalidArgument, InvalidModel, MissingExtra
+
+__all__ = ["TASKS", "ExportReport", "Exporter", "Task", "export"]
+
+Exporter = Literal["dynamo", "torchscript"]
+Attention = Literal["sdpa", "eager"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """The transformers class that loads a model, and the fields of its result that are exported.
+
+    Outputs have axes "batch" and, unless ``per_token`` is False, "sequence".
+    """
+
+    auto_class: str
+    outputs: tuple[str, ...]
+    per_token: bool = True
+
+
+TASKS = {
+    "feature-extraction": Task("AutoModel", ("last_hidden_state",)),
+    "sequence-classification": Task(
+        "AutoModelForSequenceClassification", ("logits",), per_token=False
+    ),
+    "token-classification": Task("AutoModelForTokenClassification", ("logits",)),
+    "question-answering": Task("AutoModelForQuestionAnswering", ("start_logits", "end_logits")),
+    "fill-mask": Task("AutoModelForMaskedLM", ("logits",)),
+}
+
+OPSETS = {"dynamo": range(18, 24), "torchscript": range(14, 21)}
+"""What each exporter writes itself, without converting the graph afterwards."""
+
+DEFAULT_OPSET = {"dynamo": 18, "torchscript": 17}
+INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+TOLERANCE = 1e-3
+"""Largest difference from PyTorch, relative to the largest output; float32 gives about 1e-6."""
+
+EXAMPLE = (2, 7)
+CHECKED = ((3, 11), (1, 24))
+"""(batch, sequence) that are exported and checked: different, so that no size is baked in."""
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What was written.
+
+    ``max_abs_error`` is the largest difference between ONNX Runtime and PyTorch over tokens that
+    are not padding, ``relative_error`` the same divided by the largest output, ``seconds`` the
+    whole export.
+    """
+
+    path: Path
+    task: str
+    exporter: Exporter
+    opset: int
+    attention: Attention
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    pooling: Pooling
+    normalize: bool
+    max_length: int | None
+    max_abs_error: float
+    relative_error: float
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "path": str(self.path)}
+
+
+def export(
+    model: str,
+    folder: Path,
+    *,
+    task: str | None = None,
+    exporter: Exporter = "dynamo",
+    opset: int | None = None,
+    attention: Attention = "sdpa",
+    force: bool = False,
+) -> ExportReport:
+    """Export a Hugging Face model with dynamic axes "batch" and "sequence".
+
+    Args:
+        model: A folder with config.json, weights and tokenizer, or an id on the Hugging Face hub.
+        folder: Gets model.onnx, the tokenizer files and attnserve.json, together or not at all.
+        task: One of ``TASKS``; None is "feature-extraction", whose output is last_hidden_state.
+        exporter: "dynamo" traces with torch.export, "torchscript" with the older tracer.
+        opset: Of the ONNX standard; None is 18 for dynamo and 17 for torchscript.
+        attention: Which implementation of attention is traced: they give different graphs.
+        force: Write into a folder that holds something.
+
+    Raises:
+        InvalidArgument: An option has no such value, or the model is of a kind not exported yet.
+        InvalidModel: The model cannot be found, loaded or traced.
+        InvalidOutput: ``folder`` exists, is the model's own, or cannot be written.
+        MissingExtra: torch and transformers are not installed.
+        CheckFailed: ONNX Runtime and PyTorch disagree; nothing is written.
+    """
+    started = time.perf_counter()
+    name = task or "feature-extraction"
+    opset = DEFAULT_OPSET.get(exporter, 0) if opset is None else opset
+    _check_options(name, exporter, opset, attention)
+    check_output(folder, source=Path(model), force=force)
+    kind = TASKS[name]
+    torch, transformers = _require_torch()
+    source = _find(model)
+    with _quiet():
+        network, tokenizer = _load(transformers, source, kind, attention)
+    limit = _position_limit(network)
+    pooling, normalize = _pooling(source) if name == "feature-extraction" else ("none", False)
+    max_length = _max_length(source, tokenizer, limit)
+    inputs = _input_names(network, tokenizer)
+    wrapper = _wrapper(torch, network, inputs, kind.outputs)
+    example, *feeds = (
+        _example(network, tokenizer, inputs, batch, min(sequence, limit or sequence))
+        for batch, sequence in (EXAMPLE, *CHECKED)
+    )
+    with staged(folder) as stage:
+        with _quiet(), tempfile.TemporaryDirectory(dir=stage) as temporary:
+            scratch = Path(temporary)
+            try:
+                graph = _trace(torch, wrapper, example, kind, exporter, opset, limit, scratch)
+            except Exception as error:
+                raise InvalidModel(
+                    f"{model}: the {exporter} exporter failed at opset {opset}: {_first(error)}",
+                    "try the other --exporter, --attention eager, or another --opset",
+                ) from error
+            save_model(graph, stage / "model.onnx")
+            tokenizer.save_pretrained(scratch)
+            shutil.copyfile(source / "config.json", scratch / "config.json")
+            for file in COMPANIONS:
+                if (scratch / file).is_file():
+                    (scratch / file).replace(stage / file)
+        absolute, relative = _compare(torch, wrapper, stage / "model.onnx", feeds, kind.per_token)
+        report = ExportReport(
+            path=folder / "model.onnx",
+            task=name,
+            exporter=exporter,
+            opset=opset,
+            attention=attention,
+            inputs=inputs,
+            outputs=kind.outputs,
+            pooling=pooling,
+            normalize=normalize,
+            max_length=max_length,
+            max_abs_error=absolute,
+            relative_error=relative,
+            seconds=time.perf_counter() - started,
+        )
+        write_record(stage, _record(report, model))
+    return report
+
+
+def _check_options(task: str, exporter: str, opset: int, attention: str) -> None:
+    for option, value, allowed in (
+        ("--task", task, TASKS),
+        ("--exporter", exporter, OPSETS),
+        ("--attention", attention, ("sdpa", "eager")),
+    ):
+        if value not in allowed:
+            raise InvalidArgument(
+                f"{option} {value}: expected one of {', '.join(allowed)}", "choose one of them"
+            )
+    opsets = OPSETS[exporter]
+    if opset not in opsets:
+        raise InvalidArgument(
+            f"--opset {opset}: the {exporter} exporter writes {opsets[0]} to {opsets[-1]}",
+            f"leave --opset out for {DEFAULT_OPSET[exporter]}",
+        )
+
+
+def _require_torch() -> tuple[Any, Any]:
+    try:
+        with _quiet():
+            import torch
+            import transformers
+    except ImportError as error:
+        raise MissingExtra(
+            f"export runs the model in PyTorch, and {error.name or 'torch'} is not installed.",
+            "pip install 'attnserve[torch]'",
+        ) from error
+    return torch, transformers
+
+
+@contextlib.contextmanager
+def _quiet() -> Generator[None]:
+    """Exporters print, warn and log; stdout belongs to --json, and failures are exceptions."""
+    silent = io.StringIO()
+    disabled = logging.root.manager.disable
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(silent),
+        contextlib.redirect_stderr(silent),
+    ):
+        warnings.simplefilter("ignore")
+        logging.disable(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            logging.disable(disabled)
+
+
+def _find(model: str) -> Path:
+    """The model's folder: as given, or the hub's snapshot of an id, without weights we do not use.
+
+    Raises:
+        InvalidModel: There is none, or the hub cannot be reached.
+    """
+    if (folder := Path(model)).is_dir():
+        return folder
+    if folder.is_file():
+        raise InvalidModel(
+            f"{model}: a file; expected a Hugging Face id or a folder", "give its folder"
+        )
+    from huggingface_hub import snapshot_download
+
+    small = ["*.json", "*.txt", "*.model"]
+    elsewhere = ["onnx/*", "openvino/*"]  # the same weights in other formats
+    try:
+        found = Path(snapshot_download(model, allow_patterns=small, ignore_patterns=elsewhere))
+        for weights in ("*.safetensors", "pytorch_model*.bin"):
+            if not any(found.glob("*.safetensors")):
+                snapshot_download(model, allow_patterns=weights, ignore_patterns=elsewhere)
+    except Exception as error:  # OSError, HfHubHTTPError, HFValidationError, ...
+        raise InvalidModel(
+            f"{model}: no such folder, and not found on the Hugging Face hub or in its cache"
+            f" ({_first(error)})",
+            "give a local folder with config.json, weights and tokenizer; or an id, and be online",
+        ) from error
+    return found
+
+
+def _load(transformers: Any, source: Path, task: Task, attention: Attention) -> tuple[Any, Any]:
+    """The network in evaluation mode and float32, and its tokenizer.
+
+    Raises:
+        InvalidModel: Something is missing or broken in the folder.
+        InvalidArgument: The model does not read tokens, or is an encoder-decoder.
+    """
+    if not (source / "config.json").is_file():
+        raise InvalidModel(f"{source}: holds no config.json", "give the folder of a saved model")
+    options = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        config = transformers.AutoConfig.from_pretrained(source, **options)
+        config.use_cache = False  # past keys and values are not outputs here
+        if getattr(config, "is_encoder_decoder", False):
+            raise InvalidArgument(
+                f"{source}: {config.model_type} is an encoder-decoder, which is not exported yet",
+                "give an encoder or a decoder-only model",
+            )
+        network, loading = getattr(transformers, task.auto_class).from_pretrained(
+            source, config=config, attn_implementation=attention, dtype="float32",
+            output_loading_info=True, **options,
+        )  # fmt: skip
+    except InvalidArgument:
+        raise
+    except Exception as error:
+        raise _load_error(source, attention, error) from error
+    if network.main_input_name != "input_ids" or not hasattr(config, "vocab_size"):
+        raise InvalidArgument(
+            f"{source}: {config.model_type} does not read tokens alone: only text models are"
+            " exported yet",
+            "give a text encoder",
+        )
+    # A pooler is not part of any exported output; anything else missing would be random numbers.
+    random = sorted(k for k in loading["missing_keys"] if not k.rpartition("pooler.")[1])
+    if random:
+        raise InvalidModel(
+            f"{source}: {task.auto_class} needs {random[0]!r}, which the weights do not hold"
+            f" ({len(random)} missing)",
+            "choose the --task that the model was trained for",
+        )
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
+    except Exception as error:
+        raise InvalidModel(
+            f"{source}: its tokenizer cannot be loaded: {_first(error)}",
+            "put tokenizer.json and tokenizer_config.json into the folder",
+        ) from error
+    # Without any of its files transformers makes up a tokenizer of nothing but special tokens.
+    files = tokenizer.vocab_files_names.values()
+    if not tokenizer.is_fast or not any((source / file).is_file() for file in files):
+        raise InvalidModel(
+            f"{source}: holds no tokenizer that can be written as tokenizer.json",
+            "put the model's tokenizer.json into the folder",
+        )
+    return network.eval(), tokenizer
+
+
+def _load_error(source: Path, attention: Attention, error: Exception) -> InvalidModel:
+    text = str(error)
+    if "trust_remote_code" in text:
+        return InvalidModel(
+            f"{source}: the model needs Python code of its own, which is never run",
+            "choose a model whose architecture is part of transformers",
+        )
+    if attention == "sdpa" and "scaled_dot_product_attention" in text:
+        return InvalidModel(f"{source}: the model has no sdpa attention", "use --attention eager")
+    if isinstance(error, OSError) and "no file named" in text:
+        return InvalidModel(f"{source}: holds no weights", "put model.safetensors into the folder")
+    return InvalidModel(
+        f"{source}: transformers cannot load it: {_first(error)}",
+        "check config.json and the weights, or download the model again",
+    )
+
+
+def _position_limit(network: Any) -> int | None:
+    """The most tokens the model has positions for; None where positions are relative."""
+    positions = getattr(network.config, "max_position_embeddings", None)
+    if not isinstance(positions, int) or positions < 1:
+        return None
+    for name, module in network.named_modules():
+        padding_idx = getattr(module, "padding_idx", None)
+        if name.endswith("position_embeddings") and padding_idx is not None:
+            return positions - padding_idx - 1  # RoBERTa and its kin count from padding_idx + 1
+    return positions
+
+
+def _input_names(network: Any, tokenizer: Any) -> tuple[str, ...]:
+    accepted = inspect.signature(network.forward).parameters
+    return tuple(n for n in INPUTS if n in accepted and n in tokenizer.model_input_names)
+
+
+def _wrapper(torch: Any, network: Any, names: tuple[str, ...], outputs: tuple[str, ...]) -> Any:
+    """The network as a module from tensors in order to a tuple of tensors."""
+
+    class Wrapper(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = network
+
+        def forward(self, *values: Any) -> Any:
+            result = self.network(**dict(zip(names, values, strict=True)), return_dict=True)
+            return tuple(getattr(result, output) for output in outputs)
+
+    # Evaluation mode of the network alone is not enough: dynamo goes by the outermost module, and
+    # would leave its Dropout nodes in training mode.
+    return Wrapper().eval()
+
+
+def _example(
+    network: Any, tokenizer: Any, names: tuple[str, ...], batch: int, sequence: int
+) -> dict[str, np.ndarray]:
+    """Random tokens; the last row of several ends in padding, for masks are traced as well."""
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, network.config.vocab_size, (batch, sequence))
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    ids[ids == pad] = (pad + 1) % network.config.vocab_size
+    mask = np.ones_like(ids)
+    if batch > 1:
+        mask[-1, sequence - sequence // 3 :] = 0
+    ids[mask == 0] = pad
+    values = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "token_type_ids": np.zeros_like(ids),
+    }
+    return {name: values[name] for name in names}
+
+
+def _trace(
+    torch: Any,
+    wrapper: Any,
+    example: Mapping[str, np.ndarray],
+    task: Task,
+    exporter: Exporter,
+    opset: int,
+    limit: int | None,
+    scratch: Path,
+) -> ir.Model:
+    """The graph as the exporter writes it, with axes "batch" and "sequence"."""
+    values = tuple(torch.from_numpy(value) for value in example.values())
+    options: dict[str, Any] = {
+        "opset_version": opset,
+        "input_names": list(example),
+        "output_names": list(task.outputs),
+    }
+    if exporter == "dynamo":
+        dims = {
+            0: torch.export.Dim("batch", min=1, max=2**15),
+            1: torch.export.Dim("sequence", min=2, max=limit or 2**17),
+        }
+        program = torch.onnx.export(
+            wrapper,
+            values,
+            dynamo=True,
+            verbose=False,
+            dynamic_shapes=((dims,) * len(values),),
+            **options,
+        )
+        for node in program.model.graph.all_nodes():
+            # Source lines of the exporting machine help nobody who gets the model.
+            node.metadata_props.pop("pkg.torch.onnx.stack_trace", None)
+        return program.model
+    axes = {0: "batch", 1: "sequence"}
+    dynamic = dict.fromkeys(example, axes)
+    dynamic |= dict.fromkeys(task.outputs, axes if task.per_token else {0: "batch"})
+    with torch.no_grad():
+        torch.onnx.export(
+            wrapper, values, scratch / "traced.onnx", dynamo=False, dynamic_axes=dynamic, **options
+        )
+    return load_model(scratch / "traced.onnx")
+
+
+def _compare(
+    torch: Any, wrapper: Any, path: Path, feeds: list[dict[str, np.ndarray]], per_token: bool
+) -> tuple[float, float]:
+    """Largest absolute and relative error of the written graph against PyTorch, padding excluded.
+
+    Raises:
+        CheckFailed: The relative error is above ``TOLERANCE``, or a number is not finite.
+    """
+    session = open_session(path)
+    absolute = relative = 0.0
+    for feed in feeds:
+        with torch.no_grad(), _quiet():
+            expected = wrapper(*(torch.from_numpy(value) for value in feed.values()))
+        real = (
+            feed["attention_mask"] != 0 if per_token and "attention_mask" in feed else slice(None)
+        )
+        try:
+            computed = session.run(None, feed)
+        except Exception as error:  # onnxruntime raises a class of its own for each status
+            raise CheckFailed(
+                f"the exported graph fails in ONNX Runtime at shape"
+                f" {feed['input_ids'].shape}: {_first(error)}",
+                "nothing was written: try the other --exporter or another --opset",
+            ) from error
+        for one, other in zip(expected, computed, strict=True):
+            reference = one.numpy()[real]
+            with np.errstate(invalid="ignore"):
+                difference = float(np.abs(np.asarray(other)[real] - reference).max())
+            scale = float(np.abs(reference).max())
+            if not difference <= TOLERANCE * scale:  # also where one of them is NaN
+                raise CheckFailed(
+                    f"ONNX Runtime and PyTorch differ by {difference:.3g} of {scale:.3g} at shape"
+                    f" {feed['input_ids'].shape}: expected at most {TOLERANCE:g} of it",
+                    "nothing was written: try the other --exporter, --attention or --opset",
+                )
+            absolute = max(absolute, difference)
+            relative = max(relative, difference / scale if scale else 0.0)
+    return absolute, relative
+
+
+def _pooling(source: Path) -> tuple[Pooling, bool]:
+    """(pooling, normalize) as sentence-transformers wrote it; mean where it wrote nothing.
+
+    Raises:
+        InvalidModel: The folder asks for what an artifact cannot express: other vectors than its
+            authors' would be served.
+    """
+    listed: Any = _json(source / "modules.json") or []
+    try:
+        modules = {str(entry["type"]).rpartition(".")[2]: str(entry["path"]) for entry in listed}
+    except (TypeError, KeyError) as error:
+        raise InvalidModel(
+            f"{source / 'modules.json'}: expected a list of modules with type and path",
+            "download the model again",
+        ) from error
+    if other := sorted(modules.keys() - {"Transformer", "Pooling", "Normalize", "Dropout"}):
+        raise InvalidModel(
+            f"{source / 'modules.json'}: a {other[0]} module follows the encoder, which is not"
+            " exported yet",
+            "remove it from modules.json to export the encoder without it",
+        )
+    normalize = "Normalize" in modules
+    if "Pooling" not in modules:
+        return "mean", normalize
+    path = source / modules["Pooling"] / "config.json"
+    config: Any = _json(path) or {}
+    # One key a mode until sentence-transformers 5, one key with the mode's name after.
+    asked = [key for key in config if key.startswith("pooling_mode_") and config[key] is True]
+    asked = [key.removeprefix("pooling_mode_").removesuffix("_tokens") for key in asked]
+    asked = [mode.removesuffix("_token") for mode in asked]
+    if "pooling_mode" in config:
+        named: Any = config["pooling_mode"]
+        asked = [named] if isinstance(named, str) else list(named)
+    if asked not in (["mean"], ["cls"]):
+        raise InvalidModel(
+            f"{path}: pooling {' + '.join(asked) or 'of no kind'}: expected mean or cls",
+            "remove modules.json to export the encoder with mean pooling",
+        )
+    return cast(Pooling, asked[0]), normalize
+
+
+def _max_length(source: Path, tokenizer: Any, limit: int | None) -> int | None:
+    """The most tokens a text may have: sentence-transformers', else the tokenizer's, else all."""
+    stated: Any = (_json(source / "sentence_bert_config.json") or {}).get("max_seq_length")
+    # transformers gives 1e30 where a tokenizer knows no limit.
+    known = tokenizer.model_max_length if tokenizer.model_max_length <= UNBOUNDED else None
+    return min((n for n in (stated or known, limit) if n), default=None)
+
+
+def _json(path: Path) -> Any:
+    """The parsed file, None where there is none."""
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidModel(
+            f"{path}: not valid JSON: {error}", "download the model again"
+        ) from error
+
+
+def _record(report: ExportReport, source: str) -> dict[str, Any]:
+    facts = asdict(report)
+    kept = ("pooling", "normalize", "max_length", "task", "exporter", "opset", "attention",
+            "max_abs_error")  # fmt: skip
+    packages = ("attnserve", "torch", "transformers", "onnx-ir", "onnxruntime")
+    return {
+        **{key: facts[key] for key in kept},
+        "source": source,
+        "versions": {name: found for name in packages if (found := _version(name))},
+    }
+
+
+def _version(package: str) -> str | None:
+    """None where there is no such package: onnxruntime is onnxruntime-gpu on some machines."""
+    with contextlib.suppress(PackageNotFoundError):
+        return version(package)
+    return None
+
+
+def _first(error: Exception) -> str:
+    """The first line of an exception's text, short enough to stand in a line of ours."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__

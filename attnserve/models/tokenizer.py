@@ -1,0 +1,408 @@
+"""Texts in, vectors out: tokenizing, batching and pooling.
+
+Calibration, evaluation, benchmarks and the service all read text here, so that they agree. Nothing
+but numpy and ``tokenizers`` is needed; a session is given by the caller.
+
+Dimensions: B texts in a batch, S tokens of the longest one, D numbers a token, N texts in all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from attnserve.models.artifact import Pooling
+from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData, InvalidModel
+
+if TYPE_CHECKING:
+    import onnxruntime
+    from jaxtyping import Bool, Float, Int
+
+__all__ = [
+    "UNBOUNDED",
+    "Encoding",
+    "Progress",
+    "TextEncoder",
+    "embed_texts",
+    "load_tokenizer",
+    "model_inputs",
+    "pool",
+    "read_sentences",
+    "read_text",
+    "run_texts",
+]
+
+Progress = Callable[[int, int], None]
+"""Called with (done, total) as work proceeds."""
+
+FILLED = ("input_ids", "attention_mask", "token_type_ids")
+INTEGERS = {"tensor(int64)": np.dtype(np.int64), "tensor(int32)": np.dtype(np.int32)}
+PAD_TOKENS = ("[PAD]", "<pad>")
+UNBOUNDED = 1_000_000
+"""Hugging Face writes 1e30 as ``model_max_length`` where a tokenizer knows no limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """One text as its token ids, special tokens included; ``len()`` counts them."""
+
+    ids: list[int]
+    type_ids: list[int]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class TextEncoder:
+    """A tokenizer that never changes once it is made, so that threads may share it.
+
+    Args:
+        tokenizer: Owned from here on: its own truncation and padding are switched off.
+        pad_id: Fills the shorter rows of a batch. RoBERTa counts positions by it, so it must be
+            the tokenizer's own.
+        max_length: The most tokens a text may have, special tokens included; None for no limit.
+
+    Raises:
+        InvalidArgument: ``max_length`` leaves no room beside the special tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, pad_id: int, max_length: int | None = None) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self.pad_id = pad_id
+        self.max_length = max_length
+        # What the tokenizer appends to every text ([SEP], </s>) must survive truncation.
+        mask = tokenizer.encode("a").special_tokens_mask
+        self._tail = next((i for i, special in enumerate(reversed(mask)) if not special), len(mask))
+        self._check_length(max_length)
+
+    def encode(
+        self, texts: Sequence[str], *, truncate: bool = True, max_length: int | None = None
+    ) -> list[Encoding]:
+        """One ``Encoding`` a text.
+
+        Args:
+            texts: Any number of texts.
+            truncate: Cut longer texts at the end, keeping the special tokens; False refuses them.
+            max_length: Tokens, special ones included; None for the encoder's own limit.
+
+        Raises:
+            InvalidData: A text is too long, has no token at all, or is not text.
+            InvalidArgument: ``max_length`` leaves no room beside the special tokens.
+        """
+        self._check_length(max_length)
+        limit = max_length or self.max_length
+        try:
+            encodings = [
+                Encoding(raw.ids, raw.type_ids) for raw in self._tokenizer.encode_batch(list(texts))
+            ]
+        except TypeError as error:
+            raise InvalidData(
+                "a text cannot be tokenized: expected a list of Unicode strings",
+                "remove lone surrogates and everything that is not a string",
+            ) from error
+        for index, encoding in enumerate(encodings):
+            if not encoding:
+                raise InvalidData(f"text {index} has no tokens", "remove empty texts")
+            if limit is not None and len(encoding) > limit:
+                if not truncate:
+                    raise InvalidData(
+                        f"text {index} has {len(encoding)} tokens, more than the limit of {limit}",
+                        "shorten it, or ask for truncation",
+                    )
+                encodings[index] = self._cut(encoding, limit)
+        return encodings
+
+    def batch_inputs(
+        self, encodings: Sequence[Encoding], inputs: Mapping[str, np.dtype[Any]]
+    ) -> dict[str, Int[np.ndarray, "B S"]]:
+        """The model inputs of one batch, padded on the right to its longest text.
+
+        Args:
+            encodings: At least one.
+            inputs: Name and type of what the model takes (see ``model_inputs``).
+
+        Raises:
+            InvalidData: The model takes something else, or has no attention_mask although the
+                texts differ in length.
+        """
+        if unknown := sorted(inputs.keys() - set(FILLED)):
+            raise InvalidData(
+                f"the model takes {unknown[0]!r}; a tokenizer provides {', '.join(FILLED)}",
+                "give the inputs as arrays (.npz) instead of text",
+            )
+        mask = _mask(encodings)  # B S
+        if "attention_mask" not in inputs and not mask.all():
+            raise InvalidData(
+                "the model has no attention_mask: texts of different lengths cannot share a batch",
+                "use a batch size of 1",
+            )
+        filled: dict[str, np.ndarray] = dict.fromkeys(FILLED, mask)
+        for name, rows, pad in (
+            ("input_ids", [encoding.ids for encoding in encodings], self.pad_id),
+            ("token_type_ids", [encoding.type_ids for encoding in encodings], 0),
+        ):
+            filled[name] = np.full(mask.shape, pad)
+            filled[name][mask] = np.concatenate(rows)
+        return {name: filled[name].astype(dtype) for name, dtype in inputs.items()}
+
+    def batches(
+        self,
+        encodings: Sequence[Encoding],
+        batch_size: int,
+        inputs: Mapping[str, np.dtype[Any]],
+    ) -> Iterator[tuple[Int[np.ndarray, " B"], dict[str, Int[np.ndarray, "B S"]]]]:
+        """(indices into ``encodings``, model inputs) of batches of similar length.
+
+        The longest come first: what does not fit in memory fails at once, and little is padding.
+
+        Raises:
+            InvalidArgument: ``batch_size`` is below 1.
+            InvalidData: See ``batch_inputs``.
+        """
+        if batch_size < 1:
+            raise InvalidArgument(f"batch size {batch_size}: expected at least 1", "raise it")
+        lengths = np.array([len(encoding) for encoding in encodings])
+        order = np.argsort(-lengths, kind="stable")
+        for start in range(0, len(order), batch_size):
+            indices = order[start : start + batch_size]
+            yield indices, self.batch_inputs([encodings[i] for i in indices], inputs)
+
+    def _check_length(self, max_length: int | None) -> None:
+        special = self._tokenizer.num_special_tokens_to_add(False)
+        if max_length is not None and max_length <= special:
+            raise InvalidArgument(
+                f"a maximum length of {max_length} tokens leaves none for the text:"
+                f" {special} are special tokens",
+                f"use at least {special + 1}",
+            )
+
+    def _cut(self, encoding: Encoding, limit: int) -> Encoding:
+        head, tail = limit - self._tail, len(encoding) - self._tail
+        return Encoding(
+            encoding.ids[:head] + encoding.ids[tail:],
+            encoding.type_ids[:head] + encoding.type_ids[tail:],
+        )
+
+
+def load_tokenizer(path: Path, *, max_length: int | None = None) -> TextEncoder:
+    """The tokenizer in a tokenizer.json, or in the folder that holds one.
+
+    Args:
+        path: The file or folder. tokenizer_config.json beside it, if any, tells the pad token and
+            the longest text.
+        max_length: Tokens, special ones included; None for what tokenizer_config.json says.
+
+    Raises:
+        InvalidData: There is no such file.
+        InvalidModel: The file is not a tokenizer.json.
+        InvalidArgument: ``max_length`` leaves no room beside the special tokens.
+    """
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise InvalidData(
+            f"{file}: no such file: text needs the model's tokenizer",
+            "give its tokenizer.json with --tokenizer",
+        )
+    try:
+        tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise InvalidModel(
+            f"{file}: not a tokenizer.json: {error}",
+            "copy it again; a vocab.txt or a .model file must be converted first",
+        ) from error
+    config = _read_config(file.with_name("tokenizer_config.json"))
+    stated = config.get("model_max_length")
+    if max_length is None and isinstance(stated, int) and 0 < stated <= UNBOUNDED:
+        max_length = stated
+    return TextEncoder(tokenizer, pad_id=_pad_id(tokenizer, config), max_length=max_length)
+
+
+def model_inputs(session: onnxruntime.InferenceSession) -> dict[str, np.dtype[Any]]:
+    """Name and integer type of each input of a model that reads tokens.
+
+    Raises:
+        InvalidData: An input is not of integers.
+    """
+    for value in session.get_inputs():
+        if value.type not in INTEGERS:
+            raise InvalidData(
+                f"the model takes {value.name!r} as {value.type}: expected int64 or int32 tokens",
+                "give the inputs as arrays (.npz) instead of text",
+            )
+    return {value.name: INTEGERS[value.type] for value in session.get_inputs()}
+
+
+def run_texts(
+    session: onnxruntime.InferenceSession,
+    encoder: TextEncoder,
+    encodings: Sequence[Encoding],
+    *,
+    batch_size: int = 32,
+    progress: Progress | None = None,
+) -> Iterator[tuple[Int[np.ndarray, " B"], np.ndarray, Bool[np.ndarray, "B S"]]]:
+    """(indices into ``encodings``, first output of the model, mask of real tokens) a batch.
+
+    Raises:
+        InvalidData: The model does not take text, or refuses a batch.
+        InvalidArgument: ``batch_size`` is below 1.
+    """
+    inputs = model_inputs(session)
+    output = session.get_outputs()[0].name
+    done = 0
+    for indices, feed in encoder.batches(encodings, batch_size, inputs):
+        mask = _mask([encodings[i] for i in indices])
+        try:
+            (value,) = session.run([output], feed)
+        except Exception as error:  # onnxruntime raises a class of its own for each status
+            raise InvalidData(
+                f"the model refuses a batch of {mask.shape[0]} texts x {mask.shape[1]} tokens:"
+                f" {str(error)[:300]}",
+                "lower --max-length to what the model was made for, or the batch size",
+            ) from error
+        yield indices, np.asarray(value), mask
+        done += len(indices)
+        if progress is not None:
+            progress(done, len(encodings))
+
+
+def pool(
+    hidden: Float[np.ndarray, "B S D"] | Float[np.ndarray, "B D"],
+    mask: Bool[np.ndarray, "B S"] | Int[np.ndarray, "B S"],
+    pooling: Pooling,
+    normalize: bool,
+) -> Float[np.ndarray, "B D"]:
+    """One vector a text.
+
+    Args:
+        hidden: One vector a token; or one a text, which is pooled already.
+        mask: Not 0 where there is a token.
+        pooling: "mean" of the tokens, the first token ("cls"), or "none" where the model's output
+            already is the vector.
+        normalize: Scale each vector to length one.
+
+    Raises:
+        InvalidArgument: "none" for one vector a token, or an output of another rank.
+    """
+    if hidden.ndim not in (2, 3):
+        raise InvalidArgument(
+            f"an output of shape {hidden.shape} cannot be pooled:"
+            " expected [batch, sequence, hidden] or [batch, hidden]",
+            "choose a model whose first output is a hidden state or an embedding",
+        )
+    if hidden.ndim == 3 and pooling == "none":
+        raise InvalidArgument(
+            f"pooling 'none' expects [batch, hidden], and the model gives {list(hidden.shape)},"
+            " one vector a token",
+            "use --pooling mean or cls",
+        )
+    vectors = hidden.astype(np.float32, copy=False)  # half precision sums overflow
+    if hidden.ndim == 3 and pooling == "cls":
+        vectors = vectors[:, 0]  # B D
+    elif hidden.ndim == 3:
+        weights = (mask != 0).astype(np.float32)  # B S
+        vectors = np.einsum("bsd,bs->bd", vectors, weights)
+        vectors /= np.maximum(weights.sum(axis=1, keepdims=True), 1)
+    if normalize:
+        length = np.linalg.norm(vectors, axis=-1, keepdims=True)  # B 1
+        vectors = vectors / np.maximum(length, np.finfo(np.float32).tiny)
+    return vectors
+
+
+def embed_texts(
+    session: onnxruntime.InferenceSession,
+    encoder: TextEncoder,
+    texts: Sequence[str],
+    *,
+    pooling: Pooling,
+    normalize: bool,
+    max_length: int | None = None,
+    batch_size: int = 32,
+    progress: Progress | None = None,
+) -> Float[np.ndarray, "N D"]:
+    """The vectors of ``texts``, in their order; longer texts are truncated.
+
+    Raises:
+        InvalidData: No texts, or they do not fit the model.
+        InvalidArgument: ``pooling``, ``max_length`` or ``batch_size`` cannot work.
+        CheckFailed: The model gives NaN or infinite numbers.
+    """
+    if not texts:
+        raise InvalidData("there are no texts to embed", "give at least one")
+    encodings = encoder.encode(texts, max_length=max_length)
+    vectors: np.ndarray | None = None
+    runs = run_texts(session, encoder, encodings, batch_size=batch_size, progress=progress)
+    for indices, hidden, mask in runs:
+        pooled = pool(hidden, mask, pooling, normalize)  # B D
+        if not np.isfinite(pooled).all():
+            bad = indices[np.flatnonzero(~np.isfinite(pooled).all(axis=1))[0]]
+            raise CheckFailed(
+                f"the model gives NaN or infinite numbers for text {bad}",
+                "check its weights, and that it does not overflow in half precision",
+            )
+        if vectors is None:
+            vectors = np.empty((len(texts), pooled.shape[1]), np.float32)
+        vectors[indices] = pooled
+    assert vectors is not None
+    return vectors
+
+
+def read_text(path: Path) -> str:
+    """A whole UTF-8 file, with or without a byte order mark, its line ends made ``\\n``.
+
+    Raises:
+        InvalidData: It is missing, cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise InvalidData(f"{path}: cannot be read: {error.strerror}", "check the path") from error
+    except UnicodeDecodeError as error:
+        raise InvalidData(
+            f"{path}: not UTF-8 text (byte {error.start})", "convert it to UTF-8"
+        ) from error
+
+
+def read_sentences(path: Path) -> list[str]:
+    """The lines of a text file that are not blank, stripped.
+
+    Raises:
+        InvalidData: There is none, or the file cannot be read as UTF-8.
+    """
+    # str.splitlines would also split at U+2028 and form feeds, which are part of a sentence.
+    sentences = [line.strip() for line in read_text(path).split("\n") if line.strip()]
+    if not sentences:
+        raise InvalidData(f"{path}: holds no text", "write one sentence a line")
+    return sentences
+
+
+def _mask(encodings: Sequence[Encoding]) -> Bool[np.ndarray, "B S"]:
+    lengths = np.array([len(encoding) for encoding in encodings])
+    return np.arange(lengths.max()) < lengths[:, None]
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        config: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidModel(f"{path}: not valid JSON: {error}", "copy or remove the file") from error
+    return cast(dict[str, Any], config) if isinstance(config, dict) else {}
+
+
+def _pad_id(tokenizer: Tokenizer, config: Mapping[str, Any]) -> int:
+    """By tokenizer.json's padding, else tokenizer_config.json, else the usual names, else 0."""
+    if tokenizer.padding is not None:
+        return int(tokenizer.padding["pad_id"])
+    stated: Any = config.get("pad_token")
+    stated = stated.get("content") if isinstance(stated, dict) else stated
+    ids = (tokenizer.token_to_id(name) for name in (stated, *PAD_TOKENS) if isinstance(name, str))
+    return next((found for found in ids if found is not None), 0)

@@ -1,0 +1,84 @@
+"""plan: the fastest form of a model that keeps what it must is searched for, and written down."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from attnserve.checks.evaluate import TaskName
+from attnserve.models.artifact import check_output, load_model, open_artifact, staged
+from attnserve.models.datasets import load_inputs
+from attnserve.models.precision import Precision
+from attnserve.planning.apply import Stage
+from attnserve.planning.report import PlanReport, draw_front
+from attnserve.planning.search import Allowed, Goal, search
+from attnserve.runtime.session import Provider
+from graph_passes.errors import InvalidArgument
+
+__all__ = ["plan"]
+
+
+def plan(
+    model: Path,
+    output: Path,
+    *,
+    calib: Path,
+    keep: float | None = None,
+    target_speedup: float | None = None,
+    eval_data: Path | None = None,
+    task: TaskName | None = None,
+    allow: Sequence[Allowed] = (),
+    precision: Precision = "float32",
+    tokenizer: Path | None = None,
+    batch: int = 1,
+    sequence: int | None = None,
+    provider: Provider = "cpu",
+    threads: int = 0,
+    seed: int = 0,
+    force: bool = False,
+    progress: Stage | None = None,
+) -> PlanReport:
+    """Find a plan, and write it as .json with a plot (.svg) beside it; no model is written.
+
+    ``optimize(..., plan=FILE)`` carries it out; ``optimize(..., keep=X)`` does both.
+
+    Args:
+        model: An .onnx file or an artifact folder.
+        output: The .json file.
+        calib: Text (a sentence a line), .npz or a folder of .npz. One row in ten is kept from all
+            fits, to judge by.
+        keep: What must be kept of the mean output cosine, or of the task's score.
+        target_speedup: Or how much faster the model must be.
+        eval_data, task: The rows a score is measured on, and which.
+        allow: "ffn" lets the plan take neurons out of feed-forwards.
+        precision: "float16", "bfloat16" or "int8" weights, after all rewrites.
+        batch, sequence: The shape to be fast at; the calibration data's lengths (its quartiles)
+            without a sequence.
+        threads: Of the sessions that are timed; all others use every core.
+
+    Raises:
+        CheckFailed: The goal cannot be reached.
+        InvalidModel, InvalidArgument, InvalidData, InvalidOutput: See their texts.
+    """
+    goal = Goal(keep, target_speedup, task, eval_data, tuple(allow), precision)
+    artifact = open_artifact(model)
+    if output.suffix != ".json":
+        raise InvalidArgument(f"{output}: expected a .json file", "for example -o plan.json")
+    plot = output.with_suffix(".svg")
+    for path in (output, plot):
+        if path.is_dir():  # said now, not once the search is done
+            raise InvalidArgument(f"{path} is a folder: expected a file", "choose another -o")
+        check_output(path, source=artifact.model, force=force)
+    graph = load_model(artifact)
+    data = load_inputs(calib, graph, artifact, tokenizer=tokenizer)
+    found = search(
+        goal, artifact, graph, data, tokenizer=tokenizer, batch=batch, sequence=sequence,
+        provider=provider, threads=threads, seed=seed, progress=progress,
+    )  # fmt: skip
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with staged(output.parent) as stage:
+        text = json.dumps(found.report.to_json(), indent=1)
+        (stage / output.name).write_text(text + "\n", encoding="utf-8")
+        (stage / plot.name).write_text(draw_front(found.report), encoding="utf-8")
+    return found.report

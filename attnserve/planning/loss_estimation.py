@@ -1,0 +1,97 @@
+"""What a model would put out if some of its layers wrote something else: no graph is rewritten.
+
+The output projections of attentions and the second matrices of feed-forwards become inputs of one
+session. A head or a neuron that goes is then a row of zeros, and what others take over a change of
+the remaining rows, so that a candidate costs one run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import onnx_ir as ir
+
+from attnserve.calibration.refit import find_sites, install
+from attnserve.checks.compare import Tally
+from attnserve.runtime.session import Batch, Provider, open_session, run
+from graph_passes.analysis.shapes import interpret_small
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+__all__ = ["Maps", "WhatIf"]
+
+Maps = Mapping[str, tuple["Float[np.ndarray, 'N D']", "Float[np.ndarray, ' D']"]]
+"""By block, what its context or its neurons are multiplied by, and what is added."""
+
+
+class WhatIf:
+    """A model with the last maps of some blocks as inputs.
+
+    Args:
+        names: Of attentions and feed-forwards.
+        batches: What it is asked about.
+    """
+
+    def __init__(
+        self,
+        model: ir.Model,
+        names: Sequence[str],
+        batches: Sequence[Batch],
+        *,
+        provider: Provider = "cpu",
+        threads: int = 0,
+    ) -> None:
+        self.batches = batches
+        self.provider: Provider = provider
+        self.threads = threads
+        part = model.clone()
+        found = find_sites(part, names)
+        self.maps = {name: (found[name].weight, found[name].bias) for name in names}
+        self.inputs: dict[str, tuple[str, str]] = {}
+        for name in names:
+            site, facts = found[name], interpret_small(part, batch=2, sequence=5)
+            width = site.weight.shape[1]
+            product = install(site, np.ones_like(site.weight), np.ones(width), facts)
+            assert product is not None, f"{name}: nothing is multiplied"
+            weight = product.inputs[1]
+            bias = next(
+                each
+                for user, _ in product.outputs[0].uses()
+                for each in user.inputs
+                if each is not None and each.is_initializer()
+            )
+            assert weight is not None
+            self.inputs[name] = weight.name or "", bias.name or ""
+            for value in (weight, bias):
+                del part.graph.initializers[value.name or ""]
+                value.const_value = None
+                part.graph.inputs.append(value)
+        self.types = {v.name: np.dtype(v.dtype.numpy()) for v in part.graph.inputs if v.dtype}
+        self.session = open_session(part, provider=provider, threads=threads)
+        self.whole = [self._run(batch, {}) for batch in batches]
+
+    def cosine_loss(self, maps: Maps) -> float:
+        """One minus the mean cosine to the model's own outputs, as ``verify.compare`` has it."""
+        return self._loss(lambda batch: self._run(batch, maps))
+
+    def loss_of(self, other: ir.Model) -> float:
+        """The same for a model that was rewritten in other ways."""
+        session = open_session(other, provider=self.provider, threads=self.threads)
+        return self._loss(lambda batch: run(session, batch))
+
+    def _loss(self, outputs: Callable[[Batch], list[np.ndarray]]) -> float:
+        tallies = [Tally() for _ in self.whole[0]]
+        for batch, before in zip(self.batches, self.whole, strict=True):
+            for tally, a, b in zip(tallies, before, outputs(batch), strict=True):
+                tally.add(a, b, batch)
+        return 1 - float(np.mean([tally.result("").mean_cosine for tally in tallies]))
+
+    def _run(self, batch: Batch, maps: Maps) -> list[np.ndarray]:
+        feed = dict(batch)
+        for name, names in self.inputs.items():
+            for key, array in zip(names, maps.get(name, self.maps[name]), strict=True):
+                feed[key] = array.astype(self.types[key])
+        return run(self.session, feed)

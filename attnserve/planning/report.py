@@ -1,0 +1,169 @@
+"""What a plan is and why: the content of plan.json, and its plot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from attnserve.checks.compare import Fidelity
+from attnserve.checks.evaluate import Share
+from attnserve.planning.plan import Plan
+from attnserve.reports.drawing import FIRST, GRID, INK, MUTED, SECOND, svg_file
+
+__all__ = ["Decision", "PlanReport", "Point", "Speed", "draw_front"]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of one block, and why.
+
+    Attributes:
+        kept, count: Heads or neurons that stay, of how many.
+        head_size: Of queries and keys, where they are cut.
+        rank: The dimensions that heads share, where they do.
+        source: The attention whose probabilities the heads take, where they do.
+        written: In which operators.
+        ms_before, ms_after: Of the block alone, mean over the lengths asked for.
+        predicted_loss: Of the output's cosine, by this block alone.
+    """
+
+    block: str
+    kind: str
+    kept: int
+    count: int
+    head_size: int | None
+    rank: int | None
+    source: str | None
+    written: str
+    ms_before: float
+    ms_after: float
+    predicted_loss: float
+    why: str
+
+
+@dataclass(frozen=True)
+class Point:
+    """A choice on the front; what was measured of it where it was built.
+
+    Attributes:
+        speedup: Predicted, of the whole model at the lengths asked for.
+        predicted_loss: One minus the cosine, predicted.
+        measured_loss: Of what the goal measures.
+    """
+
+    speedup: float
+    predicted_loss: float
+    measured_loss: float | None = None
+    cosine: float | None = None
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The new model beside the original at one length, in turns: medians over rounds."""
+
+    batch: int
+    sequence: int
+    original_ms: float
+    ms: float
+    speedup: float
+
+
+@dataclass(frozen=True, eq=False)
+class PlanReport:
+    """The plan, why it is what it is, and what it gives: the content of plan.json.
+
+    Attributes:
+        rewrites: What is done; nothing where the original is returned.
+        gain: Whether there is anything to gain.
+        speeds: Of the whole model, at all lengths that were checked.
+        share: Of the task's score, where there is one.
+        timed: Milliseconds of every form of every distinct block, by shape.
+    """
+
+    model: Mapping[str, str]
+    calibration: Mapping[str, Any]
+    asked: Mapping[str, Any]
+    rewrites: Plan
+    gain: bool
+    verdict: str
+    decisions: tuple[Decision, ...]
+    front: tuple[Point, ...]
+    speeds: tuple[Speed, ...]
+    fidelity: Fidelity
+    share: Share | None
+    timed: Sequence[Mapping[str, Any]]
+    versions: Mapping[str, str]
+    machine: str
+
+    @property
+    def speedup(self) -> float:
+        """At the lengths asked for, measured: the geometric mean."""
+        wanted = set(self.asked["sequences"])
+        chosen = [speed.speedup for speed in self.speeds if speed.sequence in wanted]
+        return float(np.exp(np.mean(np.log(chosen)))) if chosen else 1.0
+
+    def summary(self) -> dict[str, Any]:
+        """What is worth knowing of a model that was written."""
+        whole = self.to_json()
+        keys = ("asked", "verdict", "gain", "fidelity", "speedup", "speeds", "machine")
+        return {key: whole[key] for key in keys}
+
+    def to_json(self) -> dict[str, Any]:
+        share = self.share and {
+            "value": self.share.value, "standard_error": self.share.standard_error,
+        }  # fmt: skip
+        return {
+            "format": 1,
+            "model": dict(self.model),
+            "calibration": dict(self.calibration),
+            "asked": dict(self.asked),
+            "verdict": self.verdict,
+            "gain": self.gain,
+            "fidelity": {
+                "mean_cosine": self.fidelity.mean_cosine,
+                "min_cosine": self.fidelity.min_cosine,
+                "data": self.fidelity.data,
+                "share": share,
+            },
+            "speedup": self.speedup,
+            "speeds": [asdict(speed) for speed in self.speeds],
+            "layers": [asdict(decision) for decision in self.decisions],
+            "rewrites": self.rewrites.to_json(),
+            "front": [asdict(point) for point in self.front],
+            "latency_ms": list(self.timed),
+            "machine": self.machine,
+            "versions": dict(self.versions),
+        }
+
+
+def draw_front(report: PlanReport) -> str:
+    """The Pareto front as an SVG file: speed-up against what is kept."""
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        axes.grid(color=GRID)
+        front = [(p.predicted_loss, p.speedup) for p in report.front]
+        if front:
+            losses, speeds = zip(*front, strict=True)
+            kept = [1 - loss for loss in losses]
+            axes.plot(kept, speeds, color=FIRST, label="predicted: the fastest for each loss")
+        built = [(p.cosine, p.speedup) for p in report.front if p.cosine is not None]
+        if built:
+            axes.plot(*zip(*built, strict=True), "o", color=SECOND, label="built and judged")
+        if report.gain:
+            axes.plot([report.fidelity.mean_cosine], [report.speedup], "D", color=INK,
+                      label="the plan: as the whole model was timed")  # fmt: skip
+        shown = [kept for kept, _ in built] or [1.0]
+        axes.set_xlim(min(*shown, 0.99) - 0.02, 1.002)
+        inside = [s for loss, s in front if 1 - loss >= min(*shown, 0.99) - 0.02]
+        axes.set_ylim(min([1.0, *inside]) - 0.03, max([1.05, report.speedup, *inside]) * 1.05)
+        axes.axhline(1.0, color=MUTED, linewidth=0.8, linestyle="--")
+        axes.set_xlabel("mean output cosine to the original")
+        axes.set_ylabel("speed-up")
+        axes.set_title(report.verdict)
+        axes.legend(loc="best")
+
+    return svg_file(draw, (7.0, 4.2))

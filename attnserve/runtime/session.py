@@ -1,0 +1,306 @@
+"""The only place that builds an ONNX Runtime session.
+
+ONNX Runtime comes with an extra (``[cpu]`` or ``[gpu]``), so it is imported on first use and its
+absence is reported with the extra to install.
+"""
+
+from __future__ import annotations
+
+import mmap
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from attnserve.runtime.cuda import PARITY, Cuda
+from graph_passes.errors import (
+    AttnserveError,
+    InvalidArgument,
+    InvalidData,
+    InvalidModel,
+    MissingExtra,
+)
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+__all__ = [
+    "PROTOBUF_LIMIT_BYTES",
+    "Batch",
+    "Provider",
+    "cpu_name",
+    "external_files",
+    "lacks_kernels",
+    "open_session",
+    "output_of",
+    "require_runtime",
+    "run",
+    "weight_bytes",
+    "why_no_cuda",
+]
+
+Provider = Literal["cpu", "cuda"]
+
+Batch = dict[str, np.ndarray]
+"""The inputs of one run, by name."""
+
+PROTOBUF_LIMIT_BYTES = 2**31 - 2**20
+"""A protobuf message holds less than 2 GiB; larger models keep their weights beside it."""
+
+
+def require_runtime() -> Any:
+    """The onnxruntime module.
+
+    Raises:
+        MissingExtra: It is not installed.
+    """
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise MissingExtra(
+            "ONNX Runtime is not installed, and this command runs the model.",
+            "pip install 'attnserve[cpu]' (or 'attnserve[gpu]' on a machine with an NVIDIA GPU)",
+        ) from error
+    return onnxruntime
+
+
+def open_session(
+    source: Path | ir.Model,
+    *,
+    provider: Provider = "cpu",
+    threads: int = 0,
+    optimize: bool = True,
+    cuda: Cuda = PARITY,
+    profile: Path | None = None,
+) -> onnxruntime.InferenceSession:
+    """A session over a model on disk or in memory.
+
+    Args:
+        source: An .onnx file, or a model in memory (written to a temporary folder when it is
+            larger than a protobuf message can be).
+        provider: The execution provider. On CUDA the CPU still runs what CUDA cannot, but not all:
+            without a usable device this is an error, never a silent run on the CPU.
+        threads: Intra-op threads; 0 leaves the choice to ONNX Runtime.
+        optimize: False runs the graph as it is written, without ONNX Runtime's own fusions.
+        cuda: How the provider "cuda" uses the GPU: exact products where left out.
+        profile: What the file is called that ``end_profiling`` writes, without its ending.
+
+    Raises:
+        InvalidModel: ONNX Runtime refuses the graph.
+        InvalidArgument: The provider is not available here, or ``threads`` is negative.
+        MissingExtra: ONNX Runtime is not installed.
+    """
+    if threads < 0:
+        raise InvalidArgument(f"threads is {threads}: expected 0 or more", "raise threads")
+    ort = require_runtime()
+    options = ort.SessionOptions()
+    options.log_severity_level = 4  # errors reach the user as exceptions, not twice
+    options.intra_op_num_threads = threads
+    if not optimize:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.add_session_config_entry("session.disable_prepacking", "1")
+    if profile is not None:
+        options.enable_profiling, options.profile_file_prefix = True, str(profile)
+    providers = _providers(ort, provider, cuda)
+    if isinstance(source, Path):
+        mended = _mended(source)
+        if mended is None:
+            return _start(ort, str(source), source.name, options, providers)
+        source = mended
+    name = source.graph.name or "the model in memory"
+    if _lacking(source):
+        source = source.clone()
+        _give_biases(source)
+    # Bytes have no folder for external data to lie in.
+    if weight_bytes(source) < PROTOBUF_LIMIT_BYTES and not external_files(source):
+        content = ir.to_proto(source).SerializeToString()
+        return _start(ort, content, name, options, providers)
+    with tempfile.TemporaryDirectory(prefix="attnserve-", ignore_cleanup_errors=True) as folder:
+        path = Path(folder) / "model.onnx"
+        ir.save(source, path, external_data="model.onnx.data")
+        return _start(ort, str(path), name, options, providers)
+
+
+def _mended(path: Path) -> ir.Model | None:
+    """The model with what would crash ONNX Runtime mended; None where nothing would."""
+    with path.open("rb") as file:
+        if not file.read(1):
+            return None
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            if content.find(b"com.microsoft") < 0:
+                return None
+    try:
+        model = ir.load(path)
+    except Exception:  # whatever is wrong with it, ONNX Runtime says it better
+        return None
+    return model if _lacking(model) else None
+
+
+def _lacking(model: ir.Model) -> list[ir.Node]:
+    """Every com.microsoft Attention without a bias, whose CPU kernel crashes."""
+    return [
+        node
+        for node in ir.traversal.RecursiveGraphIterator(model.graph)
+        if (node.domain, node.op_type) == ("com.microsoft", "Attention")
+        and (len(node.inputs) < 3 or node.inputs[2] is None)
+    ]
+
+
+def _give_biases(model: ir.Model) -> None:
+    """Give such operators a bias of zeros, which changes nothing else."""
+    for index, node in enumerate(_lacking(model)):
+        weight = node.inputs[1].const_value if len(node.inputs) > 1 and node.inputs[1] else None
+        if weight is None:
+            raise InvalidModel(
+                f"{node.name or node.op_type}: com.microsoft Attention without a bias crashes "
+                "ONNX Runtime, and its weight is not constant",
+                "give the operator a bias of zeros",
+            )
+        zeros = np.zeros(weight.shape.numpy()[-1], weight.dtype.numpy())
+        bias = ir.val(f"attnserve/bias_{index}", const_value=ir.tensor(zeros))
+        model.graph.register_initializer(bias)
+        node.resize_inputs(max(3, len(node.inputs)))
+        node.replace_input_with(2, bias)
+
+
+def weight_bytes(model: ir.Model) -> int:
+    """Bytes of all initializers, on disk or in memory."""
+    return sum(tensor.nbytes for tensor in _weights(model))
+
+
+def external_files(model: ir.Model) -> tuple[Path, ...]:
+    """The files beside a model that hold weights of it."""
+    found = (tensor.path for tensor in _weights(model) if isinstance(tensor, ir.ExternalTensor))
+    return tuple(dict.fromkeys(map(Path, found)))
+
+
+def _weights(model: ir.Model) -> Iterator[ir.TensorProtocol]:
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            if value.const_value is not None:
+                yield value.const_value
+
+
+def why_no_cuda() -> str | None:
+    """Why nothing can run on CUDA here; None where it can.
+
+    It opens a session to find out: from then on the process holds some of the GPU's memory.
+
+    Raises:
+        MissingExtra: ONNX Runtime is not installed.
+    """
+    require_runtime()
+    graph = ir.from_onnx_text(
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[n] x) => (float[n] y) { y = Exp(x) }'
+    )
+    try:
+        open_session(graph, provider="cuda")
+    except AttnserveError as error:
+        return error.what
+    return None
+
+
+def _start(
+    ort: Any, source: str | bytes, name: str, options: Any, providers: Sequence[Any]
+) -> onnxruntime.InferenceSession:
+    try:
+        session = ort.InferenceSession(source, options, providers=providers)
+    except Exception as error:  # onnxruntime raises a class of its own for each status
+        if len(providers) == 1 and _is_of_kernels(error) and _holds_bfloat16(source):
+            raise InvalidModel(
+                f"{name}: it computes in bfloat16, for which ONNX Runtime has no kernels on a CPU: "
+                f"{_first_sentence(error)}",
+                "run it with --provider cuda, or make it with --fp16, which runs on a CPU too",
+            ) from error
+        raise InvalidModel(
+            f"{name}: ONNX Runtime refuses the graph: {_first_sentence(error)}",
+            "check the file with onnx.checker.check_model, or export it again",
+        ) from error
+    # Without a device ONNX Runtime falls back to the CPU in silence.
+    if len(providers) > 1 and "CUDAExecutionProvider" not in session.get_providers():
+        raise InvalidArgument(
+            "--provider cuda: no CUDA device can be used here.", "use --provider cpu"
+        )
+    return session
+
+
+def _providers(ort: Any, provider: Provider, cuda: Cuda) -> Sequence[Any]:
+    if provider == "cpu":
+        return ["CPUExecutionProvider"]
+    if hasattr(ort, "preload_dlls"):
+        ort.preload_dlls()
+    if "CUDAExecutionProvider" not in ort.get_available_providers():
+        raise InvalidArgument(
+            "--provider cuda: this ONNX Runtime has no CUDA execution provider.",
+            "pip install 'attnserve[gpu]' on a machine with an NVIDIA GPU, or use --provider cpu",
+        )
+    return [("CUDAExecutionProvider", cuda.provider_options()), "CPUExecutionProvider"]
+
+
+def lacks_kernels(error: InvalidModel) -> bool:
+    """Whether a session was refused for want of a kernel alone: the graph itself is sound."""
+    return _is_of_kernels(error.__cause__)
+
+
+def _is_of_kernels(error: BaseException | None) -> bool:
+    return type(error).__name__ == "NotImplemented"
+
+
+def _holds_bfloat16(source: str | bytes) -> bool:
+    model = (
+        onnx.load_model_from_string(source)
+        if isinstance(source, bytes)
+        else onnx.load_model(source, load_external_data=False)
+    )
+    return any(one.data_type == onnx.TensorProto.BFLOAT16 for one in model.graph.initializer)
+
+
+def _first_sentence(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__
+
+
+def cpu_name() -> str:
+    """What the processor calls itself."""
+    facts = Path("/proc/cpuinfo")
+    if facts.is_file():
+        for line in facts.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return (
+        output_of("sysctl", "-n", "machdep.cpu.brand_string")
+        or platform.processor()
+        or platform.machine()
+    )
+
+
+def output_of(program: str, *arguments: str) -> str | None:
+    """What a program prints, on one line; None where it is missing or fails."""
+    path = shutil.which(program)
+    if path is None:
+        return None
+    done = subprocess.run([path, *arguments], capture_output=True, text=True, check=False)
+    return ", ".join(done.stdout.split("\n")).strip(", ") or None if done.returncode == 0 else None
+
+
+def run(session: Any, batch: Batch) -> list[np.ndarray]:
+    """All outputs of a session; what ONNX Runtime says of a batch it refuses, in our words.
+
+    Raises:
+        InvalidData: The model refuses the batch.
+    """
+    try:
+        return [np.asarray(array) for array in session.run(None, batch)]
+    except Exception as error:  # onnxruntime raises a class of its own for each status
+        shapes = ", ".join(f"{name} {array.shape}" for name, array in batch.items())
+        raise InvalidData(
+            f"the model refuses the inputs {shapes}: {str(error).splitlines()[0][:200]}",
+            "check that the data fits the model (length, vocabulary, names)",
+        ) from error

@@ -1,0 +1,458 @@
+"""How long a part of a model takes: cut out, timed alone beside others, and remembered.
+
+What a block costs is measured and not counted: a product of half the size takes more than half the
+time, an even number of heads less than an odd one, and it all depends on the machine. A block is
+cut out as a small graph that is fed what the whole model feeds it, so that masks and shapes are
+true ones; forms of one block are timed in turns, so that a drift of the clock meets all alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+
+from attnserve.runtime.io_binding import bound
+from attnserve.runtime.session import (
+    Batch,
+    Provider,
+    cpu_name,
+    open_session,
+    output_of,
+    require_runtime,
+    run,
+)
+from graph_passes.analysis.constants import origin
+from graph_passes.analysis.shapes import Facts, bind_axes, interpret
+from graph_passes.emit.editing import exposing, remove_unused
+
+__all__ = ["Cut", "LatencyTable", "Part", "cut_out", "default_cache", "in_turns", "take_turns"]
+
+Progress = Callable[[int, int], None]
+
+GROUP_SECONDS = 5.0
+"""About how long the forms of one block are timed."""
+
+MOST_OPEN = 8
+"""Sessions at once: each holds its part's weights, and what ONNX Runtime packs of them."""
+
+MIN_ROUNDS, MAX_ROUNDS = 7, 80
+
+SAMPLE_SECONDS = 5e-4
+"""A sample repeats a faster part up to this time."""
+
+SMALL = 64
+"""Elements of a constant that may change what is computed, not only on what."""
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A part of a model as a graph of its own, and what to feed it at each shape."""
+
+    model: ir.Model
+    feeds: tuple[Batch, ...]
+
+    def key(self, index: int) -> str:
+        """The same for parts that do the same work at a shape: weights count by their shape."""
+        shapes = sorted((array.dtype.str, array.shape) for array in self.feeds[index].values())
+        text = repr((_structure(self.model.graph, {}), shapes))
+        return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+class Cut(NamedTuple):
+    """What makes ``output`` from ``sources``."""
+
+    output: ir.Value
+    sources: tuple[ir.Value, ...]
+
+
+def cut_out(
+    model: ir.Model, cuts: Sequence[Cut], feeds: Sequence[Batch], *, provider: Provider = "cpu"
+) -> list[Part]:
+    """Parts of a model, each of which makes one value from others.
+
+    What a part reads beside its sources and does not depend on what they hold (masks, the
+    probabilities of another layer) is fed too, as the model computes it; only integers, which count
+    lengths, and numbers that follow from lengths are computed in the part.
+
+    Args:
+        feeds: Inputs of the whole model, one a shape.
+
+    Raises:
+        InvalidData: The model refuses them.
+    """
+    inputs = _frontiers(model, cuts, feeds[0])
+    fed = list(dict.fromkeys(value for values in inputs for value in values))
+    given = [value for value in fed if value.is_graph_input()]
+    made = [value for value in fed if not value.is_graph_input()]
+    with exposing(model, made):
+        session = open_session(model, provider=provider) if made else None
+    seen: list[dict[ir.Value, np.ndarray]] = []
+    for feed in feeds:
+        arrays = {} if session is None else dict(zip(made, run(session, feed), strict=True))
+        seen.append({**arrays, **{value: feed[value.name or ""] for value in given}})
+    sizes = [_sizes(feed) for feed in feeds]
+    return [
+        _part(model, cut, values, seen, sizes) for cut, values in zip(cuts, inputs, strict=True)
+    ]
+
+
+def _part(
+    model: ir.Model,
+    cut: Cut,
+    inputs: Sequence[ir.Value],
+    seen: Sequence[Mapping[ir.Value, np.ndarray]],
+    sizes: Sequence[tuple[int, int]],
+) -> Part:
+    part = model.clone()
+    twins = dict(zip(_values(model), _values(part), strict=True))
+    part.graph.inputs.clear()
+    part.graph.outputs[:] = [twins[cut.output]]  # what is fed may have been an output
+    for value in inputs:
+        shapes = [arrays[value].shape for arrays in seen]
+        new = ir.Value(
+            name=_fed(value),
+            shape=ir.Shape([_dim(i, along, sizes) for i, along in _along(shapes)]),
+            type=ir.TensorType(ir.DataType.from_numpy(seen[0][value].dtype)),
+        )
+        ir.convenience.replace_all_uses_with(twins[value], new)
+        part.graph.inputs.append(new)
+    remove_unused(part)
+    return Part(part, tuple({_fed(v): arrays[v] for v in inputs} for arrays in seen))
+
+
+def _fed(value: ir.Value) -> str:
+    return f"{value.name}/fed"
+
+
+def _along(shapes: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Each axis, with its size at each shape."""
+    return enumerate(zip(*shapes, strict=True))
+
+
+def _dim(axis: int, along: tuple[int, ...], sizes: Sequence[tuple[int, int]]) -> int | str:
+    """The size of an axis; where it differs from shape to shape a name, the same for the same.
+
+    Args:
+        sizes: Batch and length at each shape.
+    """
+    if len(set(along)) == 1:
+        return along[0]
+    batches, lengths = zip(*sizes, strict=True)
+    if along == batches and (axis == 0 or batches != lengths):
+        return "batch"
+    if along == lengths:
+        return "sequence"
+    if along == tuple(batch * length for batch, length in sizes):  # tokens of all texts in a row
+        both = (str(batches[0]) if len(set(batches)) == 1 else "batch",
+                str(lengths[0]) if len(set(lengths)) == 1 else "sequence")  # fmt: skip
+        return "*".join(both)
+    return "axis_" + "_".join(map(str, along))
+
+
+def _values(model: ir.Model) -> list[ir.Value]:
+    """Inputs and what nodes of the main graph make, in order."""
+    return [*model.graph.inputs, *(value for node in model.graph for value in node.outputs)]
+
+
+def _frontiers(model: ir.Model, cuts: Sequence[Cut], feed: Batch) -> list[list[ir.Value]]:
+    """What each part must be fed, its sources first."""
+    batch, length = _sizes(feed)
+    facts = interpret(model, bind_axes(model.graph, batch=batch, sequence=length))
+    # Old graphs list their initializers among the inputs.
+    inputs = [value for value in model.graph.inputs if value.name not in model.graph.initializers]
+    varying = _behind(model, inputs, shapes=True)
+    return [
+        _frontier(cut, varying, _behind(model, cut.sources, shapes=False), facts) for cut in cuts
+    ]
+
+
+def _behind(model: ir.Model, values: Collection[ir.Value], *, shapes: bool) -> set[ir.Value]:
+    """These, and all that depends on what they hold; with ``shapes`` on how long they are, too."""
+    found = set(values)
+    for node in model.graph:
+        asks = node.op_type in ("Shape", "Size") and not node.domain
+        if (shapes or not asks) and not found.isdisjoint(_reads(node)):
+            found |= set(node.outputs)
+    return found
+
+
+def _frontier(
+    cut: Cut, varying: set[ir.Value], dependent: set[ir.Value], facts: Facts
+) -> list[ir.Value]:
+    found = dict.fromkeys(source for source in cut.sources if source in varying)
+    seen, waiting = {cut.output, *cut.sources}, [cut.output]
+    while waiting:
+        value = waiting.pop()
+        node, fact = value.producer(), facts.known.get(value)
+        dtype = value.dtype if fact is None else fact.dtype
+        counts = dtype is not None and dtype.is_integer()
+        if fact is not None and fact.constant is not None:  # 1 / sqrt(K), K asked of a shape
+            counts = counts or fact.constant.size <= 1
+        if node is None or (value in varying and not (value in dependent or counts)):
+            if value in varying:
+                found[value] = None
+            continue
+        for each in _reads(node):
+            if each not in seen:
+                seen.add(each)
+                waiting.append(each)
+    return list(found)
+
+
+def _sizes(feed: Batch) -> tuple[int, int]:
+    """Batch and length of a model's input, or of a part's: ids, else tokens of some width."""
+    shapes = [array.shape for array in feed.values()]
+    lengths = [shape[1] for rank in (2, 3) for shape in shapes if len(shape) == rank]
+    return next((shape[0] for shape in shapes if shape), 1), next(iter(lengths), 1)
+
+
+def _reads(node: ir.Node) -> Iterator[ir.Value]:
+    """What a node reads, in the bodies inside it too, and what these return as it is."""
+    yield from (value for value in node.inputs if value is not None)
+    for attribute in node.attributes.values():
+        graphs: Sequence[ir.Graph] = ()
+        if attribute.type == ir.AttributeType.GRAPH:
+            graphs = (attribute.as_graph(),)
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            graphs = attribute.as_graphs()
+        for graph in graphs:
+            own = {value for inner in graph for value in inner.outputs} | set(graph.inputs)
+            own |= set(graph.initializers.values())
+            yield from (v for inner in graph for v in _reads(inner) if v not in own)
+            yield from (value for value in graph.outputs if value not in own)
+
+
+def _structure(graph: ir.Graph, number: dict[ir.Value, int]) -> Hashable:
+    """What a graph does, without names, the order of its nodes and what its weights hold.
+
+    Args:
+        number: Of values that were met before, of graphs around it too.
+    """
+
+    def place(value: ir.Value | None) -> Hashable:
+        if value is None:
+            return None
+        value = origin(value)  # one of two layers that share a constant may read it by Identity
+        tensor = value.const_value
+        if tensor is not None and value.producer() is None:
+            size = int(np.prod(tensor.shape.numpy()))
+            content = tensor.numpy().tolist() if size <= SMALL else None
+            return tensor.dtype.name, tuple(tensor.shape), str(content)
+        return number.setdefault(value, len(number))
+
+    rows: list[Hashable] = []
+    for node in _in_order(graph):
+        attributes = tuple(sorted((n, _attribute(a, number)) for n, a in node.attributes.items()))
+        inputs = tuple(place(value) for value in node.inputs)
+        outputs = tuple(place(value) for value in node.outputs)
+        rows.append((node.domain, node.op_type, attributes, inputs, outputs))
+    return tuple(rows), tuple(place(value) for value in graph.outputs)
+
+
+def _in_order(graph: ir.Graph) -> list[ir.Node]:
+    """The nodes behind the outputs, each after those that it reads, however they are listed."""
+    order: dict[ir.Node, None] = {}
+    pending = [origin(value).producer() for value in reversed(graph.outputs)]
+    while pending:
+        node = pending[-1]
+        if node is None or node in order or node.graph is not graph:
+            pending.pop()
+            continue
+        makers = [origin(value).producer() for value in _reads(node)]
+        missing = [m for m in makers if m is not None and m.graph is graph and m not in order]
+        pending += reversed(missing)
+        if not missing:
+            order[node] = None
+    return list(order)
+
+
+def _attribute(attribute: ir.Attr, number: dict[ir.Value, int]) -> str:
+    match attribute.type:
+        case ir.AttributeType.GRAPH:
+            return repr(_structure(attribute.as_graph(), number))
+        case ir.AttributeType.TENSOR:
+            tensor = attribute.as_tensor()
+            small = int(np.prod(tensor.shape.numpy())) <= SMALL
+            content = tensor.numpy().tolist() if small else None
+            return f"{tensor.dtype.name} {tuple(tensor.shape)} {content}"
+        case _:
+            return repr(attribute.value)
+
+
+def in_turns(
+    sessions: Sequence[Any], feeds: Sequence[Batch], *, seconds: float = GROUP_SECONDS
+) -> list[np.ndarray]:
+    """Milliseconds a run of each session, a sample a round; rounds alternate their order.
+
+    On CUDA what a session reads and makes stays on the device: a part of a model is fed what its
+    layer would find there.
+    """
+    return take_turns(
+        [bound(session, feed) for session, feed in zip(sessions, feeds, strict=True)], seconds
+    )
+
+
+def take_turns(runs: Sequence[Callable[[], object]], seconds: float) -> list[np.ndarray]:
+    """Milliseconds of each run, a sample a round, in about so many seconds; 7 rounds at least."""
+    repeats: list[int] = []
+    spent = 0.0
+    for each in runs:
+        each()  # allocates, and picks kernels
+        once = min(_seconds(each, 1) for _ in range(2))
+        repeats.append(max(1, round(SAMPLE_SECONDS / once)))
+        spent += repeats[-1] * once
+    rounds = int(min(max(seconds / spent, MIN_ROUNDS), MAX_ROUNDS))
+    times = np.empty((rounds, len(runs)))
+    order = list(range(len(runs)))
+    for index in range(rounds):
+        for i in order if index % 2 else reversed(order):
+            times[index, i] = 1e3 * _seconds(runs[i], repeats[i])
+    return list(times.T)
+
+
+def _seconds(timed: Callable[[], object], repeats: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        timed()
+    return (time.perf_counter() - start) / repeats
+
+
+class LatencyTable:
+    """Milliseconds of parts on one machine, kept in a file for the next run.
+
+    Args:
+        path: The file; None keeps nothing.
+        provider, threads: Of the sessions. Times of other providers, numbers of threads, versions
+            of ONNX Runtime, processors, numbers of cores that may be used, or GPUs are other
+            entries of the same file.
+    """
+
+    def __init__(self, path: Path | None, *, provider: Provider = "cpu", threads: int = 0) -> None:
+        self.path, self.threads = path, threads
+        self.provider: Provider = provider
+        self.setting = _setting(provider, threads)
+        self.times_ms: dict[str, float] = _read(path).get(self.setting, {})
+        self.measured = 0
+        """How many entries were measured in this run, not found."""
+
+    def measure(
+        self, parts: Mapping[str, Part], *, progress: Progress | None = None
+    ) -> dict[str, tuple[float, ...]]:
+        """Milliseconds of each part at each shape: by name, in the order of the feeds.
+
+        The first part is the one that others are compared with: where some are known and some are
+        not, those are timed beside it again, and their times are in proportion to what was known.
+        """
+        names = list(parts)
+        first = names[0]
+        keys = {name: [part.key(i) for i in range(len(part.feeds))] for name, part in parts.items()}
+        missing = [n for n in names if any(key not in self.times_ms for key in keys[n])]
+        if missing:
+            others = [name for name in missing if name != first]
+            step = MOST_OPEN - 1
+            chunks = [
+                [first, *others[start : start + step]]
+                for start in range(0, max(len(others), 1), step)
+            ]
+            shapes = len(parts[first].feeds)
+            seconds = GROUP_SECONDS / shapes / sum(map(len, chunks))
+            for done, chunk in enumerate(chunks):
+                times = self._time({name: parts[name] for name in chunk}, seconds * len(chunk))
+                for index, samples in enumerate(times):
+                    self._note([keys[name][index] for name in chunk], samples)
+                if progress is not None:
+                    progress(done + 1, len(chunks))
+            self._save()
+        return {name: tuple(self.times_ms[key] for key in keys[name]) for name in names}
+
+    def _time(self, parts: Mapping[str, Part], seconds: float) -> list[list[np.ndarray]]:
+        """Samples by shape and part; the sessions are closed after it."""
+        chosen = list(parts.values())
+        sessions = [
+            open_session(part.model, provider=self.provider, threads=self.threads)
+            for part in chosen
+        ]
+        return [
+            in_turns(sessions, [part.feeds[index] for part in chosen], seconds=seconds)
+            for index in range(len(chosen[0].feeds))
+        ]
+
+    def _note(self, keys: Sequence[str], times: Sequence[np.ndarray]) -> None:
+        known = self.times_ms.get(keys[0], float(np.median(times[0])))
+        for key, samples in zip(keys, times, strict=True):
+            if key not in self.times_ms:
+                ratio = float(np.median(samples / times[0]))
+                self.times_ms[key] = round(known * ratio, 5)
+                self.measured += 1
+
+    def _save(self) -> None:
+        """Together with what others wrote meanwhile; whole or not at all."""
+        if self.path is None:
+            return
+        content = _read(self.path)
+        content[self.setting] = {**content.get(self.setting, {}), **self.times_ms}
+        written: Path | None = None
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(
+                "w", dir=self.path.parent, delete=False, suffix=".json"
+            ) as file:
+                written = Path(file.name)
+                json.dump(content, file, indent=1, sort_keys=True)
+            written.replace(self.path)
+            written = None
+        except OSError:  # a cache that cannot be written is none
+            return
+        finally:
+            if written is not None:
+                with suppress(OSError):
+                    written.unlink()
+
+
+def _setting(provider: Provider, threads: int) -> str:
+    """What times depend on beside the part."""
+    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS or Windows
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    machine = f"{cpu_name()}, {cores} cores"
+    if provider == "cuda":
+        gpu = output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+        machine += f", {gpu or 'an unknown GPU'}"
+    version = require_runtime().__version__
+    return f"{machine}, {provider}, {threads} threads, onnxruntime {version}"
+
+
+def _read(path: Path | None) -> dict[str, dict[str, float]]:
+    """What a file holds; nothing where it is damaged: then everything is measured again."""
+    try:
+        content: Any = {} if path is None else json.loads(path.read_text(encoding="utf-8"))
+        return {
+            str(setting): {str(k): float(v) for k, v in times.items() if float(v) > 0}
+            for setting, times in content.items()
+        }
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
+
+
+def default_cache() -> Path:
+    """Where times are kept: $ATTNSERVE_CACHE, else the user's folder of caches."""
+    if given := os.environ.get("ATTNSERVE_CACHE"):
+        return Path(given) / "latency.json"
+    if sys.platform == "win32":
+        folder = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
+    elif sys.platform == "darwin":
+        folder = Path.home() / "Library" / "Caches"
+    else:
+        folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    return folder / "attnserve" / "latency.json"

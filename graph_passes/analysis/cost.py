@@ -1,0 +1,343 @@
+"""Exact multiply-accumulates, parameters and bytes of a graph.
+
+Counted are matrix products, convolutions, and the mixing product of collaborative heads (an
+activation spread over heads by a constant); other element-wise work counts 0, as in the papers.
+FLOPs are 2 x MACs. Counts are polynomials in the graph's named axes, recovered exactly from the
+shapes at a few small lengths and checked at one more.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+import onnx_ir as ir
+
+from graph_passes.analysis.constants import is_constant
+from graph_passes.analysis.shapes import Facts, interpret, named_axes
+
+__all__ = [
+    "Cost",
+    "Polynomial",
+    "break_even",
+    "macs_at",
+    "model_cost",
+    "node_macs",
+    "parameters",
+]
+
+POINTS = (2, 3, 4)
+"""Lengths an axis is given: three fix a parabola, and no model's positions end before the check."""
+CHECK = 5
+MAX_AXES = 4
+
+CONTROL_FLOW = frozenset({"If", "Loop", "Scan", "SequenceMap"})
+RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
+STANDARD_DOMAINS = ("", "ai.onnx", "ai.onnx.ml")
+ELEMENTWISE_CONTRIB = frozenset({"Gelu", "FastGelu", "BiasGelu", "QuickGelu", "BiasSoftmax",
+                                 "SimplifiedLayerNormalization", "SkipLayerNormalization",
+                                 "SkipSimplifiedLayerNormalization", "EmbedLayerNormalization",
+                                 "RotaryEmbedding"})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Polynomial:
+    """A count in the lengths of named axes: the sum of coefficient x product of axis^exponent."""
+
+    axes: tuple[str, ...]
+    terms: Mapping[tuple[int, ...], Fraction]
+
+    def __call__(self, lengths: Mapping[str, int]) -> int:
+        total = sum(
+            coefficient * math.prod(lengths[a] ** e for a, e in zip(self.axes, powers, strict=True))
+            for powers, coefficient in self.terms.items()
+        )
+        return int(total)
+
+    def __str__(self) -> str:
+        def term(powers: tuple[int, ...], coefficient: Fraction) -> str:
+            raised = [(axis, e) for axis, e in zip(self.axes, powers, strict=True) if e]
+            factors = [axis if e == 1 else f"{axis}^{e}" for axis, e in raised]
+            return " ".join([str(coefficient), *factors])
+
+        ordered = sorted(self.terms.items(), key=lambda item: item[0], reverse=True)
+        return " + ".join(term(powers, c) for powers, c in ordered) or "0"
+
+
+@dataclass(frozen=True, eq=False)
+class Cost:
+    """What a graph costs to run and to hold.
+
+    Attributes:
+        macs: None where the count is no polynomial of the axes (see ``uncounted``).
+        parameters: Elements of float initializers, shared ones once.
+        bytes: Of all initializers.
+        uncounted: Nodes that may hold products and could not be counted, with the reason.
+    """
+
+    macs: Polynomial | None
+    parameters: int
+    bytes: int
+    uncounted: tuple[str, ...]
+    inputs: Mapping[str, ir.Value]
+
+    def macs_of(self, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
+        """MACs of one run with inputs of these shapes; None where they cannot be counted."""
+        if self.macs is None or self.uncounted:
+            return None
+        lengths: dict[str, int] = {}
+        for name, shape in shapes.items():
+            value = self.inputs.get(name)
+            if value is None or value.shape is None or len(value.shape) != len(shape):
+                return None
+            for position, (dim, length) in enumerate(zip(value.shape, shape, strict=True)):
+                if not isinstance(dim, int):
+                    lengths.setdefault(str(dim.value or f"{name}[{position}]"), length)
+        if any(axis not in lengths for axis in self.macs.axes):
+            return None
+        return self.macs(lengths)
+
+
+def model_cost(model: ir.Model) -> Cost:
+    """Count a model once, for any lengths of its axes."""
+    axes = tuple(named_axes(model.graph))
+    tensors = _tensors(model)
+    elements, bytes_ = parameters(model), sum(tensor.nbytes for tensor in tensors)
+    inputs = {value.name: value for value in model.graph.inputs if value.name}
+    if len(axes) > MAX_AXES:
+        reason = f"the graph has {len(axes)} free axes, counted are at most {MAX_AXES}"
+        return Cost(None, elements, bytes_, (reason,), inputs)
+    counts: dict[tuple[int, ...], int] = {}
+    uncounted: tuple[str, ...] = ()
+    for lengths in [*itertools.product(POINTS, repeat=len(axes)), (CHECK,) * len(axes)]:
+        counts[lengths], uncounted = macs_at(
+            interpret(model, dict(zip(axes, lengths, strict=True))), model.graph
+        )
+    polynomial = Polynomial(axes, _interpolate(counts, len(axes)))
+    if polynomial(dict.fromkeys(axes, CHECK)) != counts[(CHECK,) * len(axes)]:
+        return Cost(None, elements, bytes_, ("the count is no polynomial of the axes",), inputs)
+    return Cost(polynomial, elements, bytes_, uncounted, inputs)
+
+
+def parameters(model: ir.Model) -> int:
+    """Elements of float initializers, shared ones once."""
+    return sum(tensor.size for tensor in _tensors(model) if tensor.dtype.is_floating_point())
+
+
+def _tensors(model: ir.Model) -> list[ir.TensorProtocol]:
+    """Every initializer once, in all graphs."""
+    initializers = (v.const_value for g in model.graphs() for v in g.initializers.values())
+    return list({id(tensor): tensor for tensor in initializers if tensor is not None}.values())
+
+
+def macs_at(facts: Facts, nodes: Iterable[ir.Node]) -> tuple[int, tuple[str, ...]]:
+    """MACs of these nodes at one choice of lengths, and the nodes that could not be counted."""
+    total, uncounted = 0, list[str]()
+    for node in nodes:
+        macs = node_macs(node, facts)
+        if macs is None:
+            uncounted.append(f"{node.op_type} {node.name!r}: {_why(node, facts)}")
+        else:
+            total += macs
+    return total, tuple(uncounted)
+
+
+def _why(node: ir.Node, facts: Facts) -> str:
+    """The reason above a node whose shapes are not known, or that it is not counted at all."""
+    values = [value for value in (*node.inputs, *node.outputs) if value is not None]
+    lacking = next((value for value in values if value not in facts.known), None)
+    return "it is not counted" if lacking is None else facts.why(lacking)
+
+
+def node_macs(node: ir.Node, facts: Facts) -> int | None:
+    """MACs of one node; 0 for element-wise work, None where it cannot be told."""
+    if node.op_type in CONTROL_FLOW or node.op_type in RECURRENT:
+        return None
+    if node.domain not in STANDARD_DOMAINS:
+        if node.op_type in ELEMENTWISE_CONTRIB:
+            return 0
+        count = CONTRIB_COUNTS.get(node.op_type)
+        if count is None:
+            return None
+    elif (count := COUNTS.get(node.op_type)) is None:
+        return 0
+    try:
+        return count(node, facts)
+    except _UnknownShape:
+        return None
+
+
+def break_even(before: Polynomial, after: Polynomial, limit: int = 1 << 20) -> int | None:
+    """The first length of every axis at which ``after`` costs more.
+
+    An axis that every product has once is a batch: it changes nothing, and stays 1. None where
+    ``after`` never costs more up to ``limit``, or the two have different axes.
+    """
+    if before.axes != after.axes or not before.axes:
+        return None
+    powers = [*before.terms, *after.terms]
+    batches = {a for i, a in enumerate(before.axes) if all(power[i] == 1 for power in powers)}
+
+    def dearer(length: int) -> bool:
+        lengths = {axis: 1 if axis in batches else length for axis in before.axes}
+        return after(lengths) > before(lengths)
+
+    if dearer(1) or not dearer(limit):
+        return 1 if dearer(1) else None
+    low, high = 1, limit  # one crossing: the saving is linear in the length, the price quadratic
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if dearer(middle) else (middle, high)
+    return high
+
+
+class _UnknownShape(Exception):
+    pass
+
+
+def _shape(value: ir.Value | None, facts: Facts) -> tuple[int, ...]:
+    shape = facts.shape(value)
+    if shape is None:
+        raise _UnknownShape
+    return shape
+
+
+def _matmul(node: ir.Node, facts: Facts) -> int:
+    a = _shape(node.inputs[0], facts)
+    inner = a[-2] if node.attributes.get_int("transA", 0) else a[-1]
+    return math.prod(_shape(node.outputs[0], facts)) * inner
+
+
+def _einsum(node: ir.Node, facts: Facts) -> int:
+    terms = node.attributes.get_string("equation", "").replace(" ", "").split("->")[0].split(",")
+    shapes = [_shape(value, facts) for value in node.inputs]
+    if len(terms) < 2:
+        return 0
+    if any("." in term for term in terms):
+        raise _UnknownShape
+    lengths = {
+        letter: length
+        for term, shape in zip(terms, shapes, strict=True)
+        for letter, length in zip(term, shape, strict=True)
+    }
+    return math.prod(lengths.values()) * (len(terms) - 1)
+
+
+def _conv(node: ir.Node, facts: Facts) -> int:
+    weight = _shape(node.inputs[3 if node.op_type == "QLinearConv" else 1], facts)
+    return math.prod(_shape(node.outputs[0], facts)) * math.prod(weight[1:])
+
+
+def _conv_transpose(node: ir.Node, facts: Facts) -> int:
+    weight = _shape(node.inputs[1], facts)
+    return math.prod(_shape(node.inputs[0], facts)) * math.prod(weight[1:])
+
+
+def _attention(node: ir.Node, facts: Facts) -> int:
+    q, k, v = (_shape(value, facts) for value in node.inputs[:3])
+    heads = node.attributes.get_int("q_num_heads", 0) or q[1]
+    kv_heads = node.attributes.get_int("kv_num_heads", 0) or k[1]
+    sizes = [shape[-1] // n if len(shape) == 3 else shape[-1]
+             for shape, n in ((q, heads), (v, kv_heads))]  # fmt: skip
+    past = 0 if len(node.inputs) < 5 or node.inputs[4] is None else _shape(node.inputs[4], facts)[2]
+    return q[0] * heads * q[-2] * (k[-2] + past) * sum(sizes)
+
+
+def _microsoft_attention(node: ir.Node, facts: Facts) -> int:
+    """The projections of x by one weight, scores and context."""
+    x, weight = (_shape(value, facts) for value in node.inputs[:2])
+    sizes = node.attributes.get_ints("qkv_hidden_sizes", None) or [weight[-1] // 3] * 3
+    past = node.inputs[4] if len(node.inputs) > 4 else None
+    keys = x[1] + (0 if past is None else _shape(past, facts)[3])
+    return math.prod(x) * weight[-1] + x[0] * x[1] * keys * (sizes[0] + sizes[2])
+
+
+def _multi_head_attention(node: ir.Node, facts: Facts) -> int:
+    """Scores and context, by what goes in and comes out."""
+    out, q = _shape(node.outputs[0], facts), _shape(node.inputs[0], facts)
+    key = node.inputs[1] if len(node.inputs) > 1 else None
+    past = node.inputs[6] if len(node.inputs) > 6 else None
+    k = q if key is None else _shape(key, facts)
+    keys = k[2] if len(k) == 4 else k[1]
+    keys += 0 if past is None else _shape(past, facts)[2]
+    width = q[2] * q[4] if len(q) == 5 else q[-1]
+    return out[0] * out[1] * keys * (width + out[2])
+
+
+def _group_query_attention(node: ir.Node, facts: Facts) -> int:
+    out = _shape(node.outputs[0], facts)
+    past = node.inputs[3] if len(node.inputs) > 3 else None
+    keys = out[1] + (0 if past is None else _shape(past, facts)[2])
+    return math.prod(out) * keys * 2
+
+
+def _mixing(node: ir.Node, facts: Facts) -> int:
+    """The elements of x * M, where a constant M spreads x over heads: over a new axis before a
+    product (dense mixing), or gathered from fewer elements (sparse mixing)."""
+    out = math.prod(_shape(node.outputs[0], facts))
+    for activation, mixing in (node.inputs, tuple(reversed(node.inputs))):
+        if activation is None or not is_constant(mixing) or is_constant(activation):
+            continue
+        spread, gather = activation, activation.producer()
+        if gather is not None and gather.op_type == "Gather" and is_constant(gather.inputs[1]):
+            spread = gather.inputs[0]
+        elif not any(reader.op_type == "MatMul" for reader, _ in node.outputs[0].uses()):
+            return 0
+        spreads = math.prod(_shape(spread, facts)) < out
+        return out if spreads and math.prod(_shape(mixing, facts)) > 1 else 0
+    return 0
+
+
+COUNTS: dict[str, Callable[[ir.Node, Facts], int]] = {
+    "Attention": _attention,
+    "Conv": _conv,
+    "ConvInteger": _conv,
+    "ConvTranspose": _conv_transpose,
+    "DeformConv": _conv,
+    "Einsum": _einsum,
+    "Gemm": _matmul,
+    "MatMul": _matmul,
+    "MatMulInteger": _matmul,
+    "Mul": _mixing,
+    "QLinearConv": _conv,
+    "QLinearMatMul": _matmul,
+}
+
+
+CONTRIB_COUNTS: dict[str, Callable[[ir.Node, Facts], int]] = {
+    "Attention": _microsoft_attention,
+    "DynamicQuantizeMatMul": _matmul,
+    "FusedGemm": _matmul,
+    "FusedMatMul": _matmul,
+    "GroupQueryAttention": _group_query_attention,
+    "MatMulIntegerToFloat": _matmul,
+    "MatMulNBits": _matmul,
+    "MultiHeadAttention": _multi_head_attention,
+    "TransposeMatMul": _matmul,
+}
+
+
+def _interpolate(
+    counts: Mapping[tuple[int, ...], int], axes: int
+) -> dict[tuple[int, ...], Fraction]:
+    """Coefficients by powers, from the counts on the grid of ``POINTS``: exact, axis by axis."""
+    terms = {powers: Fraction() for powers in itertools.product(range(len(POINTS)), repeat=axes)}
+    for powers in terms:
+        for lengths, count in counts.items():
+            if all(length in POINTS for length in lengths):
+                weights = [LAGRANGE[a][e] for a, e in zip(lengths, powers, strict=True)]
+                terms[powers] += count * math.prod(weights, start=Fraction(1))
+    return {powers: coefficient for powers, coefficient in terms.items() if coefficient}
+
+
+def _lagrange(point: int) -> tuple[Fraction, Fraction, Fraction]:
+    """Coefficients, constant first, of the parabola that is 1 at one of ``POINTS``, else 0."""
+    a, b = (other for other in POINTS if other != point)
+    scale = Fraction(1, (point - a) * (point - b))
+    return a * b * scale, -(a + b) * scale, scale
+
+
+LAGRANGE = {point: _lagrange(point) for point in POINTS}

@@ -1,0 +1,586 @@
+"""What every value's shape is once the named axes have lengths.
+
+Exporters write shapes as programs (Shape, Gather, Concat, Where, ...) that static inference cannot
+follow. Here the axes are given lengths, the integer program is *run* on the ONNX reference
+evaluator, and everything else is inferred node by node by ONNX's own rules. Nothing large is read:
+weights stay on disk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx import shape_inference
+
+from graph_passes.analysis.constants import constant_tensor, evaluate
+
+__all__ = [
+    "Fact",
+    "Facts",
+    "bind_axes",
+    "interpret",
+    "interpret_small",
+    "named_axes",
+    "state_types",
+    "without_lengths",
+]
+
+SMALL = 1024
+"""Elements; shape programs and scales are smaller, weights and masks need not be known."""
+
+SAMPLES = 400
+"""A token of sound, at least: 25 ms at 16 kHz."""
+
+NOT_RUN = frozenset({"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike",
+                     "Multinomial", "Bernoulli", "If", "Loop", "Scan"})  # fmt: skip
+
+GROWING = frozenset({"ConstantOfShape", "Expand", "Tile", "Range", "Pad", "OneHot", "EyeLike",
+                     "Resize"})  # fmt: skip
+"""From a few numbers these make as many as they are told to: run only where that is few."""
+
+
+PLAIN = frozenset({ir.AttributeType.INT, ir.AttributeType.INTS, ir.AttributeType.FLOAT,
+                   ir.AttributeType.FLOATS, ir.AttributeType.STRING,
+                   ir.AttributeType.STRINGS})  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Fact:
+    """Element type, shape, and the elements themselves where they follow from shapes alone."""
+
+    dtype: ir.DataType
+    shape: tuple[int, ...]
+    constant: np.ndarray | None = None
+
+    def shape_only(self) -> Fact:
+        return Fact(self.dtype, self.shape)
+
+    def key(self) -> Hashable:
+        """The same for facts that say the same."""
+        elements = None if self.constant is None else self.constant.tobytes()
+        return self.dtype, self.shape, elements
+
+
+@dataclass(frozen=True, eq=False)
+class Facts:
+    """What is known of each value of a graph at one choice of axis lengths.
+
+    ``unknown`` names the nodes whose outputs could not be inferred, with the reason.
+    """
+
+    axes: Mapping[str, int]
+    known: Mapping[ir.Value, Fact] = field(repr=False)
+    unknown: Mapping[ir.Node, str] = field(repr=False)
+
+    def shape(self, value: ir.Value | None) -> tuple[int, ...] | None:
+        fact = self.known.get(value) if value is not None else None
+        return None if fact is None else fact.shape
+
+    def constant(self, value: ir.Value | None) -> np.ndarray | None:
+        """The elements of a small value that does not depend on the model's data."""
+        fact = self.known.get(value) if value is not None else None
+        return None if fact is None else fact.constant
+
+    def why(self, value: ir.Value) -> str:
+        """Of a value without a fact: the first node above it that could not be followed."""
+        pending, seen = [value], {value}
+        while pending:
+            node = pending.pop(0).producer()
+            parents = [parent for parent in node.inputs if parent is not None] if node else []
+            unknown = [parent for parent in parents if parent not in self.known]
+            if node is not None and not unknown:
+                return self.unknown.get(node, f"{node.op_type} was not reached")
+            pending += [parent for parent in unknown if parent not in seen]
+            seen.update(unknown)
+        return "an input of the graph has no shape"
+
+
+def named_axes(graph: ir.Graph) -> dict[str, int]:
+    """The free axes of the graph's inputs, each with the first position it appears at.
+
+    A dynamic axis without a name is called ``input[position]``.
+    """
+    axes: dict[str, int] = {}
+    for value in _real_inputs(graph):
+        for position, dim in enumerate(value.shape or ()):
+            for name in _symbols(value, position, dim):
+                axes.setdefault(name, position)
+    return axes
+
+
+def bind_axes(graph: ir.Graph, *, batch: int, sequence: int, apart: bool = False) -> dict[str, int]:
+    """Lengths for every axis: those that lead an input are batches, all others sequences.
+
+    Axes with different names that a graph wants equal (two batches, two lengths) therefore are; a
+    total length is that of the past and of the tokens.
+
+    Args:
+        apart: Give sequences of different names different lengths, from ``sequence`` on.
+    """
+    axes = named_axes(graph)
+    cached = any("past" in name for name in axes)
+    lengths = {
+        name: batch if position == 0 else 2 * sequence if cached and "total" in name else sequence
+        for name, position in axes.items()
+    }
+    if apart:
+        names = [name for name, position in axes.items() if position > 0]
+        lengths |= {name: sequence + index for index, name in enumerate(names)}
+    return lengths
+
+
+def interpret_small(model: ir.Model, *, batch: int, sequence: int, apart: bool = False) -> Facts:
+    """``interpret`` at small lengths; longer ones where convolutions leave none of a small one.
+
+    A graph that hears sound wants hundreds of samples a token.
+    """
+    facts = interpret(model, bind_axes(model.graph, batch=batch, sequence=sequence, apart=apart))
+    if not facts.axes or not _convolves_away(facts):
+        return facts
+    longer = bind_axes(model.graph, batch=batch, sequence=sequence * SAMPLES)
+    return interpret(model, longer)
+
+
+def _convolves_away(facts: Facts) -> bool:
+    """Whether a strided convolution could not be followed, or left an axis without length."""
+    return any(
+        node.op_type == "Conv" and max(node.attributes.get_ints("strides", None) or [1]) > 1
+        for node in facts.unknown
+    ) or any(
+        0 in fact.shape or min(fact.shape, default=1) < 0
+        for value, fact in facts.known.items()
+        if (node := value.producer()) is not None and node.op_type == "Conv"
+    )
+
+
+def state_types(model: ir.Model) -> None:
+    """Give each value that states no element type the one that follows from what makes it."""
+    for value, fact in interpret_small(model, batch=2, sequence=5).known.items():
+        if value.type is None:
+            value.type = ir.TensorType(fact.dtype)
+
+
+def without_lengths(facts: Facts, others: Facts) -> Facts:
+    """The facts without the floats that follow from the lengths: no scale may depend on a batch.
+
+    Integers may: they lay values out, and are followed as such.
+    """
+
+    def kept(value: ir.Value, fact: Fact) -> Fact:
+        mine, theirs = fact.constant, others.constant(value)
+        if mine is None or theirs is None or not fact.dtype.is_floating_point() or mine.size > 1:
+            return fact
+        same = np.array_equal(mine, theirs, equal_nan=True)
+        return fact if same else Fact(fact.dtype, fact.shape)
+
+    known = {value: kept(value, fact) for value, fact in facts.known.items()}
+    return Facts(facts.axes, known, facts.unknown)
+
+
+def input_shape(value: ir.Value, axes: Mapping[str, int]) -> tuple[int, ...] | None:
+    """The shape of a graph input when its axes have these lengths; None where it has none."""
+    if value.shape is None:
+        return None
+    lengths = [_length(value, i, dim, axes) for i, dim in enumerate(value.shape)]
+    return None if any(length < 0 for length in lengths) else tuple(lengths)
+
+
+def interpret(model: ir.Model, axes: Mapping[str, int]) -> Facts:
+    """Run the shape program of a model with the given axis lengths, bodies of nodes included.
+
+    Nodes that cannot be followed (unknown operators, data-dependent shapes, state that grows from
+    one turn of a loop to the next) leave their outputs unknown; that is a fact, not an error.
+    """
+    walk = _Walk({"": 1, **model.opset_imports})
+    for value in _real_inputs(model.graph):
+        shape = input_shape(value, axes)
+        if shape is not None and value.dtype is not None:
+            walk.known[value] = Fact(value.dtype, shape)
+    _follow_all(model.graph, walk)
+    return Facts(dict(axes), walk.known, walk.unknown)
+
+
+Outcome = tuple[Sequence[Fact | None], str]
+"""What a node's outputs are, and why they cannot be told where they cannot."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Walk:
+    """What is known so far."""
+
+    opsets: Mapping[str, int]
+    known: dict[ir.Value, Fact] = field(default_factory=dict[ir.Value, Fact])
+    unknown: dict[ir.Node, str] = field(default_factory=dict[ir.Node, str])
+
+    def fact(self, value: ir.Value | None) -> Fact | None:
+        return None if value is None else self.known.get(value)
+
+
+def _real_inputs(graph: ir.Graph) -> list[ir.Value]:
+    """Old graphs list their initializers among the inputs."""
+    return [value for value in graph.inputs if value.name not in graph.initializers]
+
+
+def _symbols(value: ir.Value, position: int, dim: int | ir.SymbolicDim) -> Sequence[str]:
+    if isinstance(dim, int):
+        return ()
+    if dim.value is None:
+        return (f"{value.name}[{position}]",)
+    try:
+        return sorted(dim.free_symbols()) or (dim.value,)  # past_sequence + sequence
+    except ValueError:  # a name that is no expression
+        return (dim.value,)
+
+
+def _length(
+    value: ir.Value, position: int, dim: int | ir.SymbolicDim, axes: Mapping[str, int]
+) -> int:
+    if isinstance(dim, int):
+        return dim
+    names = _symbols(value, position, dim)
+    if len(names) == 1 and names[0] == (dim.value or f"{value.name}[{position}]"):
+        return axes[names[0]]
+    length = dim.evaluate({name: axes[name] for name in names})
+    return length if isinstance(length, int) else -1  # n / 2 of an odd n
+
+
+def _follow_all(graph: ir.Graph, walk: _Walk) -> None:
+    """Follow the nodes of a graph or a body in order."""
+    for value in graph.initializers.values():
+        if value.const_value is not None:
+            walk.known[value] = _of_tensor(value.const_value)
+    for node in graph:
+        body = BODIES.get(node.op_type) if not node.domain else None
+        facts, reason = _follow(node, walk) if body is None else body(node, walk)
+        for value, fact in zip(node.outputs, facts, strict=False):
+            if fact is not None:
+                walk.known[value] = fact
+        if reason:
+            walk.unknown[node] = reason
+
+
+def _enter(body: ir.Graph, given: Sequence[Fact | None], walk: _Walk) -> list[Fact | None]:
+    """Follow a body whose inputs are these; what is known of its outputs."""
+    for value, fact in zip(body.inputs, given, strict=False):
+        if fact is not None:
+            walk.known[value] = fact.shape_only()  # the elements are others at each turn
+    _follow_all(body, walk)
+    return [walk.fact(value) for value in body.outputs]
+
+
+def _agreed(a: Fact | None, b: Fact | None) -> Fact | None:
+    same = a is not None and b is not None and (a.dtype, a.shape) == (b.dtype, b.shape)
+    return a.shape_only() if a is not None and same else None
+
+
+def _follow_if(node: ir.Node, walk: _Walk) -> Outcome:
+    """Both branches; an output is known where they agree on it."""
+    branches = (node.attributes[name].as_graph() for name in ("then_branch", "else_branch"))
+    ends = [_enter(branch, (), walk) for branch in branches]
+    agreed = [_agreed(a, b) for a, b in zip(*ends, strict=False)]
+    return agreed, "" if all(agreed) else "its branches make outputs of different shapes"
+
+
+def _follow_loop(node: ir.Node, walk: _Walk) -> Outcome:
+    """One turn of the body, from the initial state, which must keep its shape."""
+    state = [walk.fact(value) for value in node.inputs[2:]]
+    turn, condition = Fact(ir.DataType.INT64, ()), Fact(ir.DataType.BOOL, ())
+    ends = _enter(node.attributes["body"].as_graph(), [turn, condition, *state], walk)[1:]
+    kept = [_agreed(a, b) for a, b in zip(state, ends, strict=False)]
+    complete = len(kept) == len(node.outputs) and all(kept)
+    return kept, "" if complete else "its state is not of one shape"
+
+
+def _follow_scan(node: ir.Node, walk: _Walk) -> Outcome:
+    """One turn of the body, on the first slice of what is scanned."""
+    facts = [walk.fact(value) for value in node.inputs]
+    count = len(facts) - node.attributes.get_int("num_scan_inputs", 0)
+    axes = node.attributes.get_ints("scan_input_axes", None) or [0] * (len(facts) - count)
+    state, turns = facts[:count], None
+    slices: list[Fact | None] = []
+    for fact, axis in zip(facts[count:], axes, strict=False):
+        if fact is None or not -len(fact.shape) <= axis < len(fact.shape):
+            return (), "what it scans has no known shape"
+        lengths = list(fact.shape)
+        turns = lengths.pop(axis)
+        slices.append(Fact(fact.dtype, tuple(lengths)))
+    ends = _enter(node.attributes["body"].as_graph(), [*state, *slices], walk)
+    kept = [_agreed(a, b) for a, b in zip(state, ends, strict=False)]
+    stacked: list[Fact | None] = []
+    if turns is not None and not node.attributes.get_ints("scan_output_axes", None):
+        stacked = [end and Fact(end.dtype, (turns, *end.shape)) for end in ends[count:]]
+    complete = all(kept) and all(stacked)
+    return [*kept, *stacked], "" if complete else "its state is not of one shape"
+
+
+BODIES = {"If": _follow_if, "Loop": _follow_loop, "Scan": _follow_scan}
+
+
+def _of_tensor(tensor: ir.TensorProtocol) -> Fact:
+    shape = tuple(tensor.shape.numpy())
+    small = math.prod(shape) <= SMALL and tensor.dtype != ir.DataType.STRING
+    return Fact(tensor.dtype, shape, tensor.numpy() if small else None)
+
+
+def _follow(node: ir.Node, walk: _Walk) -> Outcome:
+    """What the outputs of a node without a body are."""
+    if node.op_type == "Constant" and not node.domain:
+        tensor = constant_tensor(node.outputs[0])
+        if tensor is None:
+            return (), "its value is not a dense tensor"
+        return [_of_tensor(tensor)], ""
+    facts = [walk.fact(value) for value in node.inputs]
+    if facts.count(None) > node.inputs.count(None):
+        return (), "its inputs have no known shape"
+    if not all(attribute.type in PLAIN for attribute in node.attributes.values()):
+        return _outcome(node, facts, walk.opsets)
+    key = (
+        *node.op_identifier(),
+        walk.opsets.get(node.domain),
+        len(node.outputs),
+        *((name, each.value) for name, each in node.attributes.items()),
+        *(fact and fact.key() for fact in facts),
+    )
+    made = _MADE.get(key)
+    if made is None:
+        if len(_MADE) >= MOST_MADE:
+            _MADE.clear()
+        made = _MADE[key] = _outcome(node, facts, walk.opsets)
+    return made
+
+
+_MADE: dict[Hashable, Outcome] = {}
+"""What nodes made of what they were given: layers repeat their nodes, and a graph is followed again
+after every rewrite."""
+
+MOST_MADE = 20_000
+
+
+def _outcome(node: ir.Node, facts: Sequence[Fact | None], opsets: Mapping[str, int]) -> Outcome:
+    rule = RULES.get((node.domain, node.op_type))
+    if rule is not None:
+        return _by_rule(rule, node, facts)
+    if not onnx.defs.has(node.op_type, opsets[""], node.domain):
+        return _guess(node, facts)
+    if node.op_type == "Shape":
+        return _shape(node, facts)
+    if _runs(node, facts):
+        if node.op_type in GROWING:
+            inferred = _infer(node, facts, opsets)
+            if inferred[0] and (first := inferred[0][0]) and math.prod(first.shape) > SMALL:
+                return inferred
+        if made := _run(node, facts, opsets):
+            return made, ""
+    return _infer(node, facts, opsets)
+
+
+def _by_rule(
+    rule: Callable[[Shapes, ir.Node], Shapes], node: ir.Node, facts: Sequence[Fact | None]
+) -> Outcome:
+    shapes = rule([None if fact is None else fact.shape for fact in facts], node)
+    types = [fact.dtype for fact in facts if fact is not None]
+    if not types or not shapes:
+        return (), f"{node.op_type} has no known shape"
+    dtype = next((each for each in types if each.is_floating_point()), types[0])
+    made: list[Fact | None] = []
+    for index, shape in enumerate(shapes):
+        counts = (node.op_type, index) in COUNTS
+        made.append(None if shape is None else Fact(ir.DataType.INT32 if counts else dtype, shape))
+    return made, ""
+
+
+def _guess(node: ir.Node, facts: Sequence[Fact | None]) -> Outcome:
+    """An operator that ONNX does not know: of one input and one output, taken to keep the shape.
+
+    A wrong guess makes a wrong shape, which no reading and no certificate survives.
+    """
+    name = ".".join(filter(None, (node.domain, node.op_type)))
+    if len(facts) != 1 or len(node.outputs) != 1 or facts[0] is None:
+        return (), f"{name} is not an operator of ONNX"
+    return [facts[0].shape_only()], ""
+
+
+def _runs(node: ir.Node, facts: Sequence[Fact | None]) -> bool:
+    given = [fact for fact in facts if fact is not None]
+    return (
+        bool(given)
+        and node.op_type not in NOT_RUN
+        and all(fact.constant is not None for fact in given)
+    )
+
+
+def _run(node: ir.Node, facts: Sequence[Fact | None], opsets: Mapping[str, int]) -> Sequence[Fact]:
+    """What the reference evaluator computes; nothing where it cannot (shapes may follow so)."""
+    try:
+        with np.errstate(all="ignore"):
+            results = evaluate(node, [None if f is None else f.constant for f in facts], opsets)
+        made = [(ir.DataType.from_numpy(result.dtype), result) for result in results]
+    except Exception:  # it lacks the operator, or the operator makes no tensor of numbers
+        return ()
+    few = [result.size <= SMALL and dtype != ir.DataType.STRING for dtype, result in made]
+    return [
+        Fact(dtype, result.shape, result if keep else None)
+        for (dtype, result), keep in zip(made, few, strict=True)
+    ]
+
+
+def _shape(node: ir.Node, facts: Sequence[Fact | None]) -> Outcome:
+    if not facts or facts[0] is None:
+        return (), "Shape reads nothing"
+    start = node.attributes.get_int("start", 0)
+    end = node.attributes.get_int("end", len(facts[0].shape))
+    constant = np.array(facts[0].shape[start:end], dtype=np.int64)
+    return [Fact(ir.DataType.INT64, constant.shape, constant)], ""
+
+
+def _infer(node: ir.Node, facts: Sequence[Fact | None], opsets: Mapping[str, int]) -> Outcome:
+    """By ONNX's own rules, of shapes and of what small constants hold."""
+    schema = onnx.defs.get_schema(node.op_type, opsets[""], "")
+    proto = ir.serde.serialize_node(node)
+    proto.input[:] = [f"i{i}" if fact is not None else "" for i, fact in enumerate(facts)]
+    proto.output[:] = [f"o{i}" for i in range(len(node.outputs))]
+    types: dict[str, onnx.TypeProto] = {}
+    data: dict[str, onnx.TensorProto] = {}
+    imports = [onnx.helper.make_opsetid(domain, version) for domain, version in opsets.items()]
+    try:
+        for i, fact in enumerate(facts):
+            if fact is not None:
+                types[f"i{i}"] = onnx.helper.make_tensor_type_proto(fact.dtype.value, fact.shape)
+                if fact.constant is not None:
+                    data[f"i{i}"] = onnx.numpy_helper.from_array(fact.constant)
+        inferred = shape_inference.infer_node_outputs(
+            schema, proto, types, data, opset_imports=imports
+        )
+    except Exception as error:  # onnx raises bare InferenceError, KeyError, RuntimeError, ...
+        reason = str(error).splitlines()[0] if str(error) else "not inferred"
+        return (), f"{node.op_type}: {reason}"
+    made: list[Fact | None] = []
+    for name in proto.output:
+        tensor = inferred[name].tensor_type if name in inferred else None
+        dims = [] if tensor is None else list(tensor.shape.dim)
+        known = tensor is not None and tensor.HasField("shape")
+        if tensor is None or not known or not all(dim.HasField("dim_value") for dim in dims):
+            made.append(None)
+            continue
+        shape = tuple(int(dim.dim_value) for dim in dims)
+        made.append(Fact(ir.DataType(tensor.elem_type), shape))
+    depends = made and made[0] is None
+    return made, f"the shape of {node.op_type} depends on data" if depends else ""
+
+
+Shapes = Sequence[tuple[int, ...] | None]
+
+
+def _like_first(shapes: Shapes, node: ir.Node) -> Shapes:
+    return [shapes[0]]
+
+
+def _skip_normalization(shapes: Shapes, node: ir.Node) -> Shapes:
+    return [shapes[0], None, None, shapes[0]]
+
+
+def _fused_matmul(shapes: Shapes, node: ir.Node) -> Shapes:
+    a, b = shapes[0], shapes[1]
+    if a is None or b is None:
+        return []
+    if node.attributes.get_int("transA", 0):
+        a = (*a[:-2], a[-1], a[-2])
+    if node.attributes.get_int("transB", 0):
+        b = (*b[:-2], b[-1], b[-2])
+    return [(*np.broadcast_shapes(a[:-2], b[:-2]), a[-2], b[-1])]
+
+
+def _matmul(shapes: Shapes, node: ir.Node) -> Shapes:
+    a, b = shapes[:2]
+    return [] if a is None or b is None or len(b) != 2 else [(*a[:-1], b[-1])]
+
+
+def _fused_gemm(shapes: Shapes, node: ir.Node) -> Shapes:
+    a, b = shapes[:2]
+    if a is None or b is None or len(a) != 2 or len(b) != 2:
+        return []
+    transposed = [node.attributes.get_int(name, 0) for name in ("transA", "transB")]
+    return [(a[1 if transposed[0] else 0], b[0 if transposed[1] else 1])]
+
+
+def _matmul_n_bits(shapes: Shapes, node: ir.Node) -> Shapes:
+    return [] if shapes[0] is None else [(*shapes[0][:-1], node.attributes.get_int("N", 0))]
+
+
+def _embedding(shapes: Shapes, node: ir.Node) -> Shapes:
+    ids, table = shapes[0], shapes[2]
+    if ids is None or table is None:
+        return []
+    return [(*ids, table[-1]), (ids[0],), (*ids, table[-1])]
+
+
+def _attention(shapes: Shapes, node: ir.Node) -> Shapes:
+    """com.microsoft Attention: x (B, S, D), weight (D, H*K + H*K + H*V)."""
+    x, weight = shapes[:2]
+    heads = node.attributes.get_int("num_heads", 0)
+    if x is None or weight is None or len(x) != 3 or not heads:
+        return []
+    sizes = node.attributes.get_ints("qkv_hidden_sizes", None) or [weight[-1] // 3] * 3
+    past = shapes[4] if len(shapes) > 4 else None
+    length = x[1] + (past[3] if past is not None and len(past) == 5 else 0)
+    return [(*x[:2], sizes[2]), (2, x[0], heads, length, sizes[0] // heads)]
+
+
+def _multi_head_attention(shapes: Shapes, node: ir.Node) -> Shapes:
+    q, k, v, _, _, _, past = [*shapes, *[None] * 7][:7]
+    heads = node.attributes.get_int("num_heads", 0)
+    if q is None or len(q) < 3 or not heads:
+        return []
+    if len(q) == 5:
+        size, total, width = q[4], q[1], heads * q[4]
+    else:
+        size = q[-1] // heads
+        total = q[1] if k is None else k[2] if len(k) == 4 else k[1]
+        width = q[-1] if v is None else v[1] * v[3] if len(v) == 4 else v[2]
+    total += past[2] if past is not None else 0
+    present = (q[0], heads, total, size), (q[0], heads, total, width // heads)
+    return [(*q[:2], width), *present]
+
+
+def _group_query_attention(shapes: Shapes, node: ir.Node) -> Shapes:
+    q, k, _, past = [*shapes, *[None] * 4][:4]
+    heads, groups = (node.attributes.get_int(n, 0) for n in ("num_heads", "kv_num_heads"))
+    if q is None or len(q) != 3 or not heads or not groups:
+        return []
+    size = q[-1] // (heads if k is not None else heads + 2 * groups)
+    present = (q[0], groups, q[1] + (past[2] if past is not None else 0), size)
+    return [(*q[:2], heads * size), present, present]
+
+
+COUNTS = {("EmbedLayerNormalization", 1)}
+"""Outputs of RULES that are 32-bit integers; all others have the type of the first float input."""
+
+RULES: dict[tuple[str, str], Callable[[Shapes, ir.Node], Shapes]] = {
+    ("com.microsoft", "Gelu"): _like_first,
+    ("com.microsoft", "FastGelu"): _like_first,
+    ("com.microsoft", "Attention"): _attention,
+    ("com.microsoft", "BiasGelu"): _like_first,
+    ("com.microsoft", "BiasSoftmax"): _like_first,
+    ("com.microsoft", "EmbedLayerNormalization"): _embedding,
+    ("com.microsoft", "GroupQueryAttention"): _group_query_attention,
+    ("com.microsoft", "MultiHeadAttention"): _multi_head_attention,
+    ("com.microsoft", "RotaryEmbedding"): _like_first,
+    ("com.microsoft", "SimplifiedLayerNormalization"): _like_first,
+    ("com.microsoft", "QuickGelu"): _like_first,
+    ("", "LayerNormalization"): _like_first,
+    ("", "SimplifiedLayerNormalization"): _like_first,
+    ("com.microsoft", "DynamicQuantizeMatMul"): _matmul,
+    ("com.microsoft", "FusedGemm"): _fused_gemm,
+    ("com.microsoft", "MatMulIntegerToFloat"): _matmul,
+    ("com.microsoft", "MatMulNBits"): _matmul_n_bits,
+    ("com.microsoft", "TransposeMatMul"): _fused_matmul,
+    ("com.microsoft", "SkipLayerNormalization"): _skip_normalization,
+    ("com.microsoft", "SkipSimplifiedLayerNormalization"): _skip_normalization,
+    ("com.microsoft", "FusedMatMul"): _fused_matmul,
+}
+"""Shapes of the operators that ONNX Runtime's own optimizer writes and ONNX does not know."""

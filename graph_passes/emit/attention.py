@@ -1,0 +1,648 @@
+"""Attention in plain operators, made from its reading: any of its heads, in any order.
+
+    heads           x W^h, normed and turned as the reading says      (B, H, T, K)
+    probabilities   softmax(steps(q k^T))                             (B, H, S, T)
+    output          concat(heads)[rows] W_O + bias                    as the graph had it
+
+Nothing here looks at how the graph wrote its attention, so packed, transposed, grouped and fused
+projections all come out as one product a part, with scales folded into weights. Everything is
+written in operators that mean the same at any opset from 11 on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import onnx_ir as ir
+
+from graph_passes.analysis.shapes import Facts
+from graph_passes.blocks import (
+    AttentionBlock,
+    Capped,
+    Causal,
+    Floor,
+    FullLengths,
+    KeyLengths,
+    KeyMask,
+    LogitStep,
+    Mask,
+    PositionBias,
+    Projection,
+    Scaled,
+    Spread,
+    Turn,
+    Weighted,
+)
+from graph_passes.emit.editing import Inserter, replace_uses
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+__all__ = [
+    "emit_affine",
+    "emit_constant",
+    "emit_context",
+    "emit_heads",
+    "emit_output",
+    "emit_probabilities",
+    "emit_softmax",
+    "emit_steps",
+    "heads_apart",
+    "in_precision",
+    "probabilities_type",
+    "type_of",
+    "why_not",
+    "why_not_values",
+]
+
+HEADS_APART = {False: [0, 2, 1, 3], True: [1, 2, 0, 3]}
+"""From (B, T, H, K), or (T, B, H, K) where the sequence comes first, to (B, H, T, K)."""
+SIDE_BY_SIDE = {False: [0, 2, 1, 3], True: [2, 0, 1, 3]}
+"""From (B, H, S, V) back to (B, S, H, V) or (S, B, H, V)."""
+
+
+def why_not(block: AttentionBlock, facts: Facts | None = None, *, apart: bool = False) -> str:
+    """Why some heads of a block cannot be written anew; empty where they can.
+
+    Args:
+        facts: Shapes, where they are known: masks may be laid out in too many axes.
+        apart: Sparse heads may be: what they shared is written once for each of them.
+    """
+    if len(block.own_heads) < block.num_heads:
+        return "some of its heads take the probabilities of another layer already"
+    if block.content is not None or block.is_collaborative or (block.is_sparse and not apart):
+        return "its heads are collaborative: they share their queries and keys"
+    for part in (block.q, block.k, block.v):
+        if reason := _why_not_heads(part):
+            return reason
+    if any(isinstance(step, FullLengths) for step in block.steps):
+        return "its operator is told the lengths of a cache"
+    if any(isinstance(step, PositionBias) and step.entangled for step in block.steps):
+        return "its position bias is computed from its own queries or keys"
+    for mask in (step.value for step in block.steps if isinstance(step, MASKS)):
+        shape = mask.shape if facts is None else facts.shape(mask)
+        if facts is not None and shape is None:
+            return f"the shape of its mask {mask.name!r} could not be inferred"
+        if shape is not None and len(shape) > 4:
+            return "its mask has an axis of windows beside batch and heads"
+    return ""
+
+
+MASKS = (Mask, PositionBias, Weighted)
+
+
+def why_not_values(block: AttentionBlock) -> str:
+    """Why the values of a block cannot be written anew; empty where they can."""
+    return _why_not_heads(block.v)
+
+
+def _why_not_heads(part: Projection) -> str:
+    if part.weight is None or part.past is not None:
+        return "its cached keys and values are inputs of the graph, whose shapes would change"
+    if not (part.by_sequence or part.sequence_first):
+        return "its tokens are not laid out as (batch, sequence, size)"
+    try:
+        _terms(part, np.arange(part.num_heads))
+    except _UnfitError as unfit:
+        return str(unfit)
+    return ""
+
+
+class _UnfitError(Exception):
+    """A projection that has no such form, and why."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Terms:
+    """A projection of some heads, by the heads that are distinct (grouped ones are made once).
+
+    Attributes:
+        base: The columns of W that make each distinct head, G x K (those of the norm, if any).
+        spread: Which distinct head each head is.
+        turns: Each term as (turn, the order of the base's elements that it reads).
+        group: Which row of the norm each distinct head is.
+    """
+
+    base: np.ndarray
+    spread: np.ndarray
+    turns: tuple[tuple[Turn, np.ndarray], ...]
+    group: np.ndarray | None
+
+
+def _terms(part: Projection, heads: np.ndarray) -> _Terms:
+    whole = (Turn(None, part.columns, part.gain, part.offset),)
+    turns = [
+        Turn(turn.factor, turn.columns[heads], turn.gain[heads], turn.offset[heads])
+        for turn in part.turns or whole
+    ]
+    per_head = np.concatenate([np.where(t.gain != 0, t.columns, -1) for t in turns], axis=1)
+    angles = [axis[heads] for t in turns if t.factor for axis in t.factor.axes
+              if not isinstance(axis, str)]  # fmt: skip
+    rows = np.concatenate(
+        [per_head, *(t.gain for t in turns), *(t.offset for t in turns), *angles], axis=1
+    )
+    _, first, spread = np.unique(rows, axis=0, return_index=True, return_inverse=True)
+    order = np.argsort(first)  # distinct heads in the order in which they come
+    first, spread = first[order], np.argsort(order)[spread.reshape(-1)]
+    if part.turns:
+        base = [np.unique(row[row >= 0]) for row in per_head[first]]
+        if len({len(row) for row in base}) > 1:
+            raise _UnfitError("its positions turn some heads by more elements than others")
+        base = np.stack(base)
+    else:
+        base = turns[0].columns[first]
+    group = None
+    if part.norm is not None:
+        length = part.norm.columns.shape[1]
+        rows_of = base // length
+        if base.shape[1] != length or not (rows_of == rows_of[:, :1]).all():
+            raise _UnfitError("its q/k norm is taken over all heads at once")
+        group = rows_of[:, 0]
+        base = np.sort(base, axis=1) if part.turns else base
+        if not part.turns and not (np.diff(base, axis=1) == 1).all():
+            raise _UnfitError("its q/k norm is read in another order than it is written")
+    picked = [
+        (Turn(t.factor, t.columns[first], t.gain[first], t.offset[first]), _order(t, first, base))
+        for t in turns
+    ]
+    for turn, _ in picked:
+        if turn.factor is not None:
+            _angles(turn.factor, heads[first], turn.gain != 0)
+    return _Terms(base, spread, tuple(picked), group)
+
+
+def _order(turn: Turn, first: np.ndarray, base: np.ndarray) -> np.ndarray:
+    """Where in the base each element of a term comes from: the same place in every head."""
+    columns, used = turn.columns[first], turn.gain[first] != 0
+    found = np.array([np.searchsorted(np.sort(b), c) for b, c in zip(base, columns, strict=True)])
+    if np.array_equal(columns, base):
+        return np.arange(base.shape[1])
+    found = np.where(used, found, 0)
+    if not (found == found[:1]).all() or not (used == used[:1]).all():
+        raise _UnfitError("its positions turn each head in an order of its own")
+    return found[0]
+
+
+def emit_heads(
+    make: Inserter, part: Projection, scale: float, heads: Sequence[int] | np.ndarray | None = None
+) -> ir.Value:
+    """``scale`` times the projection of some heads of its input, (B, H, T, K), in new nodes.
+
+    The projection is one that ``why_not`` has nothing against.
+    """
+    chosen = np.arange(part.num_heads) if heads is None else np.asarray(heads)
+    terms = _terms(part, chosen)
+    dtype, (count, size) = part.dtype.numpy(), terms.base.shape
+    constant = _Constants(make, dtype)
+    plain = len(terms.turns) == 1 and terms.turns[0][0].factor is None and part.norm is None
+    matrix, bias = part.matrix(), np.zeros(0)
+    if part.norm is not None:
+        assert terms.group is not None
+        weight = matrix[:, part.norm.columns[terms.group]] * part.norm.gain[terms.group]
+        weight, bias = weight * part.norm.scale, part.norm.offset[terms.group] * part.norm.scale
+    elif plain:
+        turn = terms.turns[0][0]
+        weight, bias = scale * matrix[:, terms.base] * turn.gain, scale * turn.offset
+    else:
+        weight = matrix[:, terms.base]
+    value = make.op("MatMul", [part.input, constant(weight.reshape(len(matrix), -1), "weight")],
+                    "product")  # fmt: skip
+    if np.any(bias):
+        value = make.op("Add", [value, constant(bias.reshape(-1), "bias")], "biased")
+    value = make.op("Reshape", [value, _integers(make, [0, 0, count, size], "shape")], "heads")
+    value = make.op("Transpose", [value], "heads_apart", perm=HEADS_APART[part.sequence_first])
+    if part.norm is not None:
+        value = _normed(constant, value, part.norm.epsilon, size, centred=part.norm.centred)
+    if not plain:
+        value = _turned(constant, value, terms, scale, chosen)
+    if not np.array_equal(terms.spread, np.arange(count)):  # heads that share keys or values
+        value = make.op("Gather", [value, _integers(make, terms.spread, "groups")], "spread",
+                        axis=1)  # fmt: skip
+    return value
+
+
+@dataclass(frozen=True)
+class _Constants:
+    """Makes weights of one element type."""
+
+    make: Inserter
+    dtype: np.dtype
+
+    def __call__(self, array: np.ndarray | float, name: str) -> ir.Value:
+        return self.make.constant(np.asarray(array).astype(self.dtype), name)
+
+
+def _integers(make: Inserter, numbers: Sequence[int] | np.ndarray | int, name: str) -> ir.Value:
+    return make.constant(np.asarray(numbers, np.int64), name)
+
+
+def _normed(
+    constant: _Constants, value: ir.Value, epsilon: float, size: int, *, centred: bool
+) -> ir.Value:
+    """u / sqrt(mean(u^2) + epsilon), in single precision: half has no room for the squares.
+
+    A mean is a product here, whatever the opset; a centred norm was read of the operator.
+    """
+    make, dtype = constant.make, constant.dtype
+    single = _Constants(make, np.dtype(np.float32))
+    if half := dtype.itemsize < 4:
+        value = make.op("Cast", [value], "single", to=ir.DataType.FLOAT.value)
+    if centred:
+        ones = single(np.ones(size), "ones")
+        value = make.op("LayerNormalization", [value, ones], "normed", epsilon=epsilon)
+    else:
+        mean = single(np.full((size, 1), 1 / size), "mean")
+        squared = make.op("Mul", [value, value], "squared")
+        squares = make.op("MatMul", [squared, mean], "mean_square")
+        safe = make.op("Add", [squares, single(epsilon, "epsilon")], "safe")
+        value = make.op("Div", [value, make.op("Sqrt", [safe], "root")], "normed")
+    if half:
+        value = make.op("Cast", [value], "half", to=ir.DataType.from_numpy(dtype).value)
+    return value
+
+
+def _turned(
+    constant: _Constants, value: ir.Value, terms: _Terms, scale: float, heads: np.ndarray
+) -> ir.Value:
+    """The sum of factor * (gain * element + offset) over the terms."""
+    make = constant.make
+    total: ir.Value | None = None
+    for turn, order in terms.turns:
+        term = value
+        if not np.array_equal(order, np.arange(terms.base.shape[1])):
+            term = make.op("Gather", [term, _integers(make, order, "order")], "turn", axis=-1)
+        gain, offset = scale * turn.gain, scale * turn.offset
+        if not (gain == 1).all():
+            term = make.op("Mul", [term, constant(_by_head(gain), "gain")], "gained")
+        if offset.any():
+            term = make.op("Add", [term, constant(_by_head(offset), "offset")], "offset_term")
+        if turn.factor is not None:
+            firsts = np.unique(terms.spread, return_index=True)[1]
+            angles = _emit_angles(make, turn.factor, heads[firsts], turn.gain != 0)
+            term = make.op("Mul", [term, angles], "turned")
+        total = term if total is None else make.op("Add", [total, term], "sum")
+    assert total is not None
+    return total
+
+
+def _by_head(array: np.ndarray) -> np.ndarray:
+    """(H, K) to broadcast with (B, H, T, K); (K,) where all heads are alike."""
+    return array[0] if (array == array[:1]).all() else array[:, None, :]
+
+
+def _angles(
+    spread: Spread, heads: np.ndarray, used: np.ndarray
+) -> tuple[tuple[str, np.ndarray | None], ...]:
+    """What each axis of the factor becomes, and which of its elements are taken: "batch",
+    "token", "head", "element", or "" where it is one element.
+
+    Raises:
+        _UnfitError: It is laid out in another way.
+    """
+    if spread.to_last or (spread.positions is not None and spread.axes[:1] != ("batch",)):
+        raise _UnfitError("its rotary positions are counted inside an operator")
+    roles: list[tuple[str, np.ndarray | None]] = []
+    for axis in spread.axes:
+        if isinstance(axis, str):
+            roles.append((axis, None))
+            continue
+        index = np.where(used, axis[heads], -1)
+        by_element, by_head = index.max(axis=0), index.max(axis=1)
+        if not used.any() or (index[used] == index[used][0]).all():
+            roles.append(("", np.array(max(index.max(), 0))))
+        elif ((index == by_element) | ~used).all():
+            roles.append(("element", np.maximum(by_element, 0)))
+        elif ((index == by_head[:, None]) | ~used).all():
+            roles.append(("head", np.maximum(by_head, 0)))
+        else:
+            raise _UnfitError("its rotary angles are laid out in an order that is not followed")
+    names = [role for role, _ in roles if role]
+    if len(names) != len(set(names)) or "token" not in names:
+        raise _UnfitError("its rotary angles are laid out in an order that is not followed")
+    return tuple(roles)
+
+
+def _emit_angles(make: Inserter, spread: Spread, heads: np.ndarray, used: np.ndarray) -> ir.Value:
+    """The factor as (B or 1, H or 1, T, K or 1)."""
+    value = spread.value
+    if spread.positions is not None:
+        value = make.op("Gather", [value, spread.positions], "angles_at", axis=0)
+    roles = _angles(spread, heads, used)
+    for axis in reversed(range(len(roles))):  # from the last, so that earlier axes keep their place
+        index = roles[axis][1]
+        if index is not None:
+            value = make.op("Gather", [value, _integers(make, index, "elements")], "angles",
+                            axis=axis)  # fmt: skip
+    kept = [(role, index) for role, index in roles if role]
+    wanted = ["batch", "head", "token", "element"]
+    order = sorted(range(len(kept)), key=lambda i: wanted.index(kept[i][0]))
+    if order != list(range(len(kept))):
+        value = make.op("Transpose", [value], "angles_in_order", perm=order)
+    sizes = {role: 0 if index is None else len(index) for role, index in kept}
+    sizes["token"] = -1  # a batch, the first axis, is copied by its 0
+    shape = [sizes.get(role, 1) for role in wanted]
+    return make.op("Reshape", [value, _integers(make, shape, "angles_shape")], "factor")
+
+
+def emit_probabilities(
+    make: Inserter, block: AttentionBlock, heads: np.ndarray, facts: Facts
+) -> ir.Value:
+    """softmax(steps(scale q k^T + ...)) of some heads, (B, H, S, T)."""
+    part = Inserter(make.graph, make.before, f"{make.prefix}/query")
+    q = emit_heads(part, block.q, block.scale, heads)
+    k = emit_heads(Inserter(make.graph, make.before, f"{make.prefix}/key"), block.k, 1.0, heads)
+    keys = make.op("Transpose", [k], "keys", perm=[0, 1, 3, 2])
+    logits = make.op("MatMul", [q, keys], "scores")
+    return emit_softmax(make, block, logits, heads, facts)
+
+
+def emit_softmax(
+    make: Inserter, block: AttentionBlock, logits: ir.Value, heads: np.ndarray, facts: Facts
+) -> ir.Value:
+    """The probabilities of scaled logits, zero in rows that see no key where the block has it so.
+
+    They have the precision of the graph's own, and so have the logits.
+    """
+    logits.type = ir.TensorType(block.q.dtype)
+    logits = in_precision(make, logits, _logits_type(block, facts), facts)
+    dtype = logits.dtype
+    assert dtype is not None
+    value = emit_steps(make, block, logits, heads, facts)
+    value = make.op("Softmax", [value], "softmax", axis=-1)
+    guarded = block.logits is None or any(node.op_type == "IsNaN" for node in block.nodes)
+    if guarded and any(_hides_rows(step) for step in block.steps):
+        zero, is_nan = make.constant(np.zeros((), dtype.numpy()), "zero"), [value]
+        parts = [make.op("IsNaN", is_nan, "is_nan"), zero, value]
+        value = make.op("Where", parts, "probabilities")
+    value.type = ir.TensorType(dtype)
+    return in_precision(make, value, probabilities_type(block, facts), facts)
+
+
+def probabilities_type(block: AttentionBlock, facts: Facts) -> ir.DataType:
+    """The precision of a block's own probabilities."""
+    return type_of(block.probabilities, facts) or block.q.dtype
+
+
+def _logits_type(block: AttentionBlock, facts: Facts) -> ir.DataType:
+    """The widest precision between scores and softmax: some graphs leave half precision there."""
+    softmax = [n.inputs[0] for n in block.nodes if n.op_type in ("Softmax", "BiasSoftmax", "Exp")]
+    added = [step.value for step in block.steps if isinstance(step, PositionBias | Weighted)]
+    found = [dtype for value in (*softmax, *added) if (dtype := type_of(value, facts))]
+    return max([block.q.dtype, *found], key=lambda dtype: dtype.itemsize)
+
+
+def type_of(value: ir.Value | None, facts: Facts) -> ir.DataType | None:
+    """The element type of a value, where it is known."""
+    fact = None if value is None else facts.known.get(value)
+    return fact.dtype if fact is not None else None if value is None else value.dtype
+
+
+def in_precision(make: Inserter, value: ir.Value, dtype: ir.DataType, facts: Facts) -> ir.Value:
+    """A value in another precision; itself where it has it, or where its own is not known."""
+    if type_of(value, facts) in (None, dtype):
+        return value
+    made = make.op("Cast", [value], "cast", to=dtype.value)
+    made.type = ir.TensorType(dtype)
+    return made
+
+
+def _hides_rows(step: LogitStep) -> bool:
+    """Whether a step can leave a query no key at all, so that its softmax is not a number."""
+    if isinstance(step, Mask | KeyMask | KeyLengths):
+        return step.fill == -np.inf
+    return isinstance(step, PositionBias)
+
+
+def emit_steps(
+    make: Inserter, block: AttentionBlock, logits: ir.Value, heads: np.ndarray, facts: Facts
+) -> ir.Value:
+    """The logits (B, H, S, T) of some heads after all steps of a block."""
+    rows = _Rows(block, heads, facts, logits.dtype or block.q.dtype)
+    for step in block.steps:
+        logits = _after(make, step, logits, rows)
+    return logits
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """Which heads of a block are written, in which precision, and what is known of its values."""
+
+    block: AttentionBlock
+    heads: np.ndarray
+    facts: Facts
+    dtype: ir.DataType
+
+    @property
+    def all(self) -> bool:
+        return np.array_equal(self.heads, np.arange(self.block.num_heads))
+
+
+def _after(make: Inserter, step: LogitStep, logits: ir.Value, rows: _Rows) -> ir.Value:
+    """The logits after one step."""
+
+    def number(value: float, name: str) -> ir.Value:
+        return make.constant(np.array(value, rows.dtype.numpy()), name)
+
+    def given(step: PositionBias | Weighted) -> ir.Value:
+        return _as_logits(make, step, in_precision(make, step.value, rows.dtype, rows.facts), rows)
+
+    match step:
+        case PositionBias():
+            op = "Add" if step.sign == 1 else "Sub"
+            return make.op(op, [logits, given(step)], "biased")
+        case Weighted():
+            return make.op("Mul", [logits, given(step)], "weighted")
+        case Mask() if step.fill != -np.inf:
+            mask, fill = _as_logits(make, step, step.value, rows), number(step.fill, "masked_logit")
+            pair = [logits, fill] if step.keep else [fill, logits]
+            return make.op("Where", [mask, *pair], "masked")
+        case Mask():
+            allowed, fill = _as_logits(make, step, step.value, rows), step.fill
+            if not step.keep:
+                allowed = make.op("Not", [allowed], "allowed")
+        case KeyMask():
+            allowed, fill = _key_mask(make, step), step.fill
+        case KeyLengths():
+            allowed, fill = _before_end(make, step, logits), step.fill
+        case Causal():
+            allowed, fill = _causal(make, logits, ends_together=step.ends_together), -np.inf
+        case FullLengths():
+            return logits
+        case Scaled():
+            return make.op("Mul", [logits, number(step.factor, "factor")], "scaled")
+        case Floor():
+            return make.op("Max", [logits, number(step.low, "floor")], "floored")
+        case Capped():
+            return make.op("Tanh", [logits], "capped")
+    parts = [allowed, number(0.0, "zero"), number(fill, "masked_logit")]
+    return make.op("Add", [logits, make.op("Where", parts, "mask")], "masked")
+
+
+def _as_logits(
+    make: Inserter, step: Mask | PositionBias | Weighted, value: ir.Value, rows: _Rows
+) -> ir.Value:
+    """The mask of a step in the graph's layout, as it broadcasts to (B, H, S, T) of some heads."""
+    shape = rows.facts.shape(step.value)
+    if shape is None or (step.axes is None and rows.all and len(shape) in (1, 2, 4)):
+        return value
+    if step.axes is not None and tuple(step.axes) != tuple(range(len(step.axes))):
+        short = len(step.axes) - len(shape)
+        if short:
+            ones = _integers(make, [1] * short, "ones")
+            full = make.op("Concat", [ones, make.op("Shape", [value], "mask_shape")], "full",
+                           axis=0)  # fmt: skip
+            value = make.op("Reshape", [value, full], "mask_spread")
+            shape = (1,) * short + shape
+        value = make.op("Transpose", [value], "mask_in_order", perm=list(step.axes))
+        shape = tuple(shape[axis] for axis in step.axes)
+    heads = rows.block.num_heads
+    if len(shape) == 3 and shape[0] > heads and shape[0] % heads == 0:  # (B*H, S, T)
+        ends = [_integers(make, [n], name) for n, name in ((1, "from"), (3, "to"))]
+        lengths = make.op("Slice", [make.op("Shape", [value], "mask_shape"), *ends], "lengths")
+        split = _integers(make, [-1, heads], "split")
+        value = make.op("Reshape", [value, make.op("Concat", [split, lengths], "by_head", axis=0)],
+                        "mask_by_head")  # fmt: skip
+        shape = (shape[0] // heads, heads, *shape[1:])
+    if len(shape) >= 3 and shape[-3] == heads > 1 and not rows.all:
+        index = _integers(make, rows.heads, "heads")
+        value = make.op("Gather", [value, index], "mask_of_heads", axis=len(shape) - 3)
+    return value
+
+
+def _key_mask(make: Inserter, step: KeyMask) -> ir.Value:
+    """(B, T) or (B, S, T) as (B, 1, 1 or S, T)."""
+    allowed = make.op("Cast", [step.value], "allowed", to=ir.DataType.BOOL.value)
+    shape = make.op("Shape", [step.value], "mask_shape")
+    ends = [_integers(make, [n], name) for n, name in ENDS]
+    batch = make.op("Slice", [shape, *ends[:2]], "rows_of_mask")
+    keys = make.op("Slice", [shape, *ends[1:]], "keys_of_mask")
+    one = _integers(make, [1] * (1 + step.queries), "ones")
+    spread = make.op("Concat", [batch, one, keys], "spread", axis=0)
+    return make.op("Reshape", [allowed, spread], "key_mask")
+
+
+ENDS = ((0, "from"), (1, "to"), (4, "end"))
+
+
+def _positions(make: Inserter, logits: ir.Value, axis: int, name: str) -> ir.Value:
+    """0, 1, ... along an axis of the logits."""
+    ends = [_integers(make, n, label) for n, label in ((0, "first"), (1, "step"))]
+    return make.op("Range", [ends[0], _length(make, logits, axis), ends[1]], name)
+
+
+def _length(make: Inserter, logits: ir.Value, axis: int) -> ir.Value:
+    index = _integers(make, axis, "axis")
+    return make.op("Gather", [make.op("Shape", [logits], "shape"), index], "length")
+
+
+def _before_end(make: Inserter, step: KeyLengths, logits: ir.Value) -> ir.Value:
+    """allowed[b, t] = t < lengths[b] + extra."""
+    keys = _positions(make, logits, 3, "key_positions")
+    lengths = make.op("Cast", [step.value], "lengths", to=ir.DataType.INT64.value)
+    rows = _integers(make, [-1, 1, 1, 1], "rows")
+    ends = make.op("Add", [lengths, _integers(make, step.extra, "extra")], "ends")
+    return make.op("Less", [keys, make.op("Reshape", [ends, rows], "end_of_row")], "before_end")
+
+
+def _causal(make: Inserter, logits: ir.Value, *, ends_together: bool) -> ir.Value:
+    """allowed[s, t] = t <= s, or t <= s + T - S."""
+    queries = _positions(make, logits, 2, "query_positions")
+    if ends_together:
+        more = make.op("Sub", [_length(make, logits, 3), _length(make, logits, 2)], "more_keys")
+        queries = make.op("Add", [queries, more], "query_ends")
+    ends = make.op("Add", [queries, _integers(make, 1, "one")], "ends")
+    ends = make.op("Reshape", [ends, _integers(make, [-1, 1], "column")], "end_of_query")  # S 1
+    return make.op("Less", [_positions(make, logits, 3, "key_positions"), ends], "causal")
+
+
+def heads_apart(make: Inserter, block: AttentionBlock, facts: Facts) -> ir.Value:
+    """The probabilities of a block as (B, H, S, T), where the graph may hold (B*H, S, T)."""
+    value = block.probabilities
+    assert value is not None, f"{block.name}: its probabilities are not in the graph"
+    shape = facts.shape(value)
+    if shape is None or len(shape) == 4:
+        return value
+    ends = [_integers(make, [n], name) for n, name in ((1, "from"), (3, "to"))]
+    lengths = make.op("Slice", [make.op("Shape", [value], "shape"), *ends], "lengths")
+    split = _integers(make, [-1, block.num_heads], "split")
+    apart = make.op("Concat", [split, lengths], "by_head", axis=0)
+    made = make.op("Reshape", [value, apart], "probabilities_by_head")
+    made.type = ir.TensorType(probabilities_type(block, facts))
+    return made
+
+
+def emit_context(
+    make: Inserter, block: AttentionBlock, probabilities: ir.Value, heads: np.ndarray, facts: Facts
+) -> ir.Value:
+    """probabilities (B, H, S, T) @ v of these heads, (B, H, S, V)."""
+    values = Inserter(make.graph, make.before, f"{make.prefix}/value")
+    v = emit_heads(values, block.v, block.v.scale, heads)
+    v.type = ir.TensorType(block.v.dtype)
+    dtype = type_of(probabilities, facts) or block.v.dtype
+    context = make.op("MatMul", [probabilities, in_precision(make, v, dtype, facts)], "context")
+    context.type = ir.TensorType(dtype)
+    return context
+
+
+def emit_output(
+    make: Inserter, block: AttentionBlock, context: ir.Value, heads: np.ndarray, facts: Facts
+) -> None:
+    """The block's output is made of the context (B, H, S, V) of these heads, in this order."""
+    output = block.output
+    assert output is not None
+    merged = make.op("Transpose", [context], "by_token", perm=SIDE_BY_SIDE[output.sequence_first])
+    merged = make.op("Reshape", [merged, _integers(make, [0, 0, -1], "merged")], "merged_heads")
+    merged.type = context.type
+    rows = output.matrix()[output.rows[heads]]  # H V D
+    emit_affine(make, merged, rows.reshape(-1, rows.shape[-1]), output.offset(), output.output,
+                facts)  # fmt: skip
+
+
+def emit_affine(
+    make: Inserter,
+    tokens: ir.Value,
+    weight: Float[np.ndarray, "N D"],
+    bias: Float[np.ndarray, " D"],
+    old: ir.Value,
+    facts: Facts,
+) -> ir.Node:
+    """tokens (B, S, N) @ weight + bias takes the place of ``old``, (B, S, D) or flattened.
+
+    Returns:
+        The product.
+    """
+    dtype = type_of(old, facts) or ir.DataType.FLOAT
+    constant, tokens = _Constants(make, dtype.numpy()), in_precision(make, tokens, dtype, facts)
+    value = make.op("MatMul", [tokens, constant(weight, "output_weight")], "output_product")
+    product = value.producer()
+    assert product is not None
+    if bias.any():
+        value = make.op("Add", [value, constant(bias, "output_bias")], "output")
+    _replace(make, old, value, weight.shape[1], facts)
+    return product
+
+
+def emit_constant(
+    make: Inserter,
+    tokens: ir.Value,
+    bias: Float[np.ndarray, " D"],
+    old: ir.Value,
+    facts: Facts,
+) -> None:
+    """The bias, for each of ``tokens`` (B, S, N), takes the place of ``old``."""
+    dtype = type_of(old, facts) or ir.DataType.FLOAT
+    value = make.constant(bias.astype(dtype.numpy()), "output_bias")
+    ends = [_integers(make, [n], name) for n, name in ((0, "from"), (2, "to"))]
+    lengths = make.op("Slice", [make.op("Shape", [tokens], "shape"), *ends], "lengths")
+    width = _integers(make, [len(bias)], "width")
+    shape = make.op("Concat", [lengths, width], "output_shape", axis=0)
+    _replace(make, old, make.op("Expand", [value, shape], "output"), len(bias), facts)
+
+
+def _replace(make: Inserter, old: ir.Value, new: ir.Value, width: int, facts: Facts) -> None:
+    if len(facts.shape(old) or ()) == 2:  # tokens are flattened here
+        new = make.op("Reshape", [new, _integers(make, [-1, width], "flat")], "flat_output")
+    replace_uses(old, new)

@@ -1,0 +1,279 @@
+"""Labels: which column and which token of a projection each element of a value is.
+
+A ``Trace`` is a value as labels; the functions here are the arithmetic of traces. ``trace.Reader``
+walks the graph and decides which of them a node is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+
+from graph_passes.blocks import Norm
+
+__all__ = ["Factor", "Heads", "Labels", "Source", "Trace", "Unread", "added", "by_head", "joined",
+           "say"]  # fmt: skip
+
+
+class Unread(Exception):
+    """Why a value could not be read: becomes the reason of a ``Miss``."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+def say(node: ir.Node) -> str:
+    """A node as a reason names it."""
+    return f"{node.op_type} {node.name!r}" if node.name else node.op_type
+
+
+class Factor(NamedTuple):
+    """What multiplies a term: ``value``, or ``value[positions]`` (see ``attention.Spread``).
+
+    ``past`` marks a cache of heads.
+    """
+
+    value: ir.Value
+    positions: ir.Value | None = None
+    to_last: bool = False
+    past: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """The product of tokens with a constant that a value comes from.
+
+    Attributes:
+        tokens: The value whose last axis the product contracts.
+        contracted: The axes of ``weight`` that meet it.
+        count: How many tokens it multiplies.
+    """
+
+    node: ir.Node
+    tokens: ir.Value
+    weight: ir.Value
+    contracted: tuple[int, ...]
+    count: int
+
+
+@dataclass(frozen=True, eq=False)
+class Labels:
+    """Which column and which token each element is, times and plus what: arrays of one shape.
+
+    ``turn`` is the element of the factor that multiplies it, where there is one (see ``Trace``).
+    """
+
+    columns: np.ndarray
+    tokens: np.ndarray
+    gain: np.ndarray
+    offset: np.ndarray
+    turn: np.ndarray
+
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        return self.columns, self.tokens, self.gain, self.offset, self.turn
+
+    def at(self, index: np.ndarray) -> Labels:
+        """The elements at these flat positions, laid out like them."""
+        return Labels(*(_picked(array, index) for array in self.arrays()))
+
+    def times(self, factor: np.ndarray | float) -> Labels:
+        return replace(self, gain=self.gain * factor, offset=self.offset * factor)
+
+    def spread(self, shape: tuple[int, ...]) -> Labels:
+        return Labels(*(np.broadcast_to(array, shape) for array in self.arrays()))
+
+    @property
+    def used(self) -> np.ndarray:
+        """Where the term is not zero."""
+        return (self.gain != 0) | (self.offset != 0)
+
+
+def _picked(array: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """Most arrays of labels are one number throughout, and stay so."""
+    if not any(array.strides) and array.size:
+        return np.broadcast_to(array.flat[0], index.shape)
+    return array.reshape(-1)[index]
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """A value as scale * the sum over factors f of f[turn] * (gain * product[column] + offset).
+
+    The one factor is None (1), but for rotary positions, whose factors are cosines and sines, and
+    for cached heads, which are factors of the offset 1. Where heads are normalised, ``product`` is
+    what the norm makes of it.
+    """
+
+    source: Source | None
+    scale: float
+    terms: dict[Factor | None, Labels]
+    nodes: tuple[ir.Node, ...]
+    norm: Norm | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return next(iter(self.terms.values())).columns.shape
+
+    @property
+    def plain(self) -> bool:
+        """Whether no factor multiplies it."""
+        return set(self.terms) == {None}
+
+    def through(self, node: ir.Node, scale: float = 1.0) -> Trace:
+        return replace(self, scale=self.scale * scale, nodes=(*self.nodes, node))
+
+    def each(self, change: Callable[[Labels], Labels]) -> Trace:
+        return replace(self, terms={f: change(labels) for f, labels in self.terms.items()})
+
+    def unscaled(self) -> Trace:
+        """The same with the scale in the gains, so that sums may have scales of their own."""
+        return replace(self.each(lambda labels: labels.times(self.scale)), scale=1.0)
+
+
+def joined(node: ir.Node, pieces: Sequence[Trace], axis: int, role: str) -> Trace:
+    """Concat of pieces of one product; a piece without a factor counts as zero of it."""
+    pieces = [piece.unscaled() for piece in pieces]
+    source, norm = _common(node, pieces, f"{say(node)} joins the {role} of several projections")
+    factors = dict.fromkeys(factor for piece in pieces for factor in piece.terms)
+    terms: dict[Factor | None, Labels] = {}
+    for factor in factors:
+        parts = [piece.terms.get(factor) or _nothing_of(piece) for piece in pieces]
+        arrays = zip(*(part.arrays() for part in parts), strict=True)
+        try:
+            terms[factor] = Labels(*(np.concatenate(array, axis) for array in arrays))
+        except ValueError as error:
+            raise Unread(f"{say(node)} could not be followed: {error}") from error
+    nodes = dict.fromkeys(n for piece in pieces for n in piece.nodes)
+    return Trace(source, 1.0, terms, (*nodes, node), norm)
+
+
+def added(node: ir.Node, readings: Sequence[Trace], role: str) -> Trace:
+    """The sum or difference of two readings of one product, each with factors of its own."""
+    a, b = (reading.unscaled() for reading in readings)
+    reason = f"{say(node)} stands between the {role} projection and the product"
+    source, norm = _common(node, (a, b), reason)
+    if a.shape != b.shape or set(a.terms) & set(b.terms) or source is None:
+        raise Unread(reason)
+    if node.op_type == "Sub":
+        b = b.each(lambda labels: labels.times(-1.0))
+    nodes = dict.fromkeys((*a.nodes, *b.nodes, node))
+    return Trace(source, 1.0, {**a.terms, **b.terms}, tuple(nodes), norm)
+
+
+def _common(
+    node: ir.Node, pieces: Sequence[Trace], reason: str
+) -> tuple[Source | None, Norm | None]:
+    """The one product, and the one norm of it, that all pieces but cached heads come from."""
+    made = [piece for piece in pieces if piece.source is not None]
+    if len({(p.source.node, p.norm and p.norm.node) for p in made if p.source}) > 1:
+        raise Unread(reason)
+    return (made[0].source, made[0].norm) if made else (None, None)
+
+
+def _nothing_of(piece: Trace) -> Labels:
+    """Zero times a piece: what it holds of a factor that it does not have."""
+    labels = next(iter(piece.terms.values()))
+    return replace(labels.times(0.0), turn=np.zeros_like(labels.turn))
+
+
+class Heads(NamedTuple):
+    """One term of a reading by head: (H, K) arrays, and the factor's elements (B, H, T, K).
+
+    ``sequence_first`` tells that the tokens count (T, B), not (B, T).
+    """
+
+    columns: np.ndarray
+    gain: np.ndarray
+    offset: np.ndarray
+    turn: np.ndarray
+    sequence_first: bool = False
+
+
+def by_head(trace: Trace, axes: Sequence[int], heads: int, role: str) -> tuple[
+    dict[Factor | None, Heads], tuple[Factor, Heads] | None
+]:  # fmt: skip
+    """Each term as columns, gain and offset by head, once every token is where it should be.
+
+    Args:
+        axes: The order that brings the value to (B, H, T, K), (B*H, T, K) or (B, T, H*K).
+        heads: Split the last axis into so many; 0 where they are apart already.
+
+    Returns:
+        The terms of the tokens, and that of the cached heads before them.
+    """
+    laid_out = {
+        factor: [_four(array.transpose(axes), trace, heads, role) for array in labels.arrays()]
+        for factor, labels in trace.terms.items()
+    }
+    present = {f: Labels(*arrays) for f, arrays in laid_out.items() if f is None or not f.past}
+    cached = [(f, Labels(*arrays)) for f, arrays in laid_out.items() if f is not None and f.past]
+    if not cached:
+        return {f: _uniform(labels, trace, role) for f, labels in present.items()}, None
+    if len(cached) > 1:
+        raise Unread(f"the {role} joins several caches")
+    factor, past = cached[0]
+    where = np.asarray(past.used.any(axis=(0, 1, 3)))
+    length = int(where.sum())
+    if not where[:length].all() or any(p.used[:, :, :length].any() for p in present.values()):
+        raise Unread(f"the cache of the {role} does not come before its tokens")
+    turn = past.turn[:, :, :length]
+    offset = past.offset[:, :, :length]
+    if not (offset == offset.flat[0]).all() or past.gain.any():
+        raise Unread(f"the cache of the {role} is scaled element by element")
+    first = np.zeros(offset.shape[1::2])
+    held = (factor, Heads(first.astype(np.int64), first, first + offset.flat[0], turn))
+    rest = {
+        f: _uniform(Labels(*(array[:, :, length:] for array in labels.arrays())), trace, role)
+        for f, labels in present.items()
+    }
+    return rest, held
+
+
+def _four(array: np.ndarray, trace: Trace, heads: int, role: str) -> np.ndarray:
+    """An array of labels as (B, H, T, K)."""
+    if array.ndim < 2:
+        raise Unread(f"the {role} is a single row")
+    if heads:
+        if array.ndim != 3 or array.shape[-1] % heads:
+            raise Unread(f"the {role} has shape {array.shape}, not {heads} heads side by side")
+        return np.moveaxis(array.reshape(*array.shape[:-1], heads, -1), 2, 1)
+    length, size = array.shape[-2:]
+    if trace.source is None or any(factor and factor.past for factor in trace.terms):
+        if array.ndim != 4:
+            raise Unread(f"the cache of the {role} is not laid out as (B, H, T, K)")
+        return array
+    total = trace.source.count
+    if length == 0 or total % length:
+        raise Unread(f"the {role} holds {total} tokens, which are no whole sequences of {length}")
+    try:
+        return array.reshape(total // length, -1, length, size)
+    except ValueError as error:
+        raise Unread(f"the {role} is laid out as {array.shape}, not (B, H, T, K)") from error
+
+
+def _uniform(labels: Labels, trace: Trace, role: str) -> Heads:
+    """Columns, gain and offset that are the same for every token, each in its place."""
+    assert trace.source is not None
+    batch, _, length, _ = labels.columns.shape
+    if batch * length != trace.source.count:
+        raise Unread(
+            f"the {role} holds {trace.source.count} tokens, not {batch} sequences of {length}"
+        )
+    batches, _, tokens, _ = np.ogrid[:batch, :1, :length, :1]
+    orders = {False: batches * length + tokens, True: tokens * batch + batches}
+    sequence_first = next(
+        (key for key, order in orders.items() if ((labels.tokens == order) | ~labels.used).all()),
+        None,
+    )
+    if sequence_first is None:
+        raise Unread(f"the layout of the {role} moves tokens out of place")
+    columns, _, gain, offset, turn = labels.arrays()
+    for array in (columns, gain, offset):
+        if not (array == array[:1, :, :1]).all():
+            raise Unread(f"the {role} differs from token to token by more than its input")
+    return Heads(columns[0, :, 0], gain[0, :, 0], offset[0, :, 0], turn, sequence_first)

@@ -1,0 +1,518 @@
+"""Read a layout by running it on labels.
+
+Between a projection and the scores stand reshapes, transposes, splits and scalings, in as many
+orders as there are exporters. Instead of recognising orders, each column and each token of the
+projection gets a number, the numbers are sent through the nodes themselves, and where they arrive
+is the reading. What arrives out of place is a miss, so a reading is never a guess.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import onnx_ir as ir
+
+from graph_passes.analysis.constants import constant_array, evaluate, is_constant, origin
+from graph_passes.analysis.shapes import Facts
+from graph_passes.blocks import OutputProjection, Projection, Spread
+from graph_passes.matching.labels import (
+    Factor,
+    Heads,
+    Labels,
+    Source,
+    Trace,
+    Unread,
+    added,
+    by_head,
+    joined,
+    say,
+)
+from graph_passes.matching.products import Linear, linear
+from graph_passes.matching.rotary import NORMS, normalised, rotated, spread_of, turned, turns_of
+
+__all__ = ["Reader", "only_consumer"]
+
+LAYOUT = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Split",
+                    "Gather", "GatherND", "Expand", "Tile", "Identity", "Cast", "CastLike",
+                    "Dropout"})  # fmt: skip
+HANDED_ON = frozenset({"Identity", "Cast", "CastLike", "Dropout"})
+ELEMENTWISE = frozenset({"Add", "Sub", "Mul", "Div", "Max", "Where"})
+LINEAR = frozenset({"MatMul", "Gemm", "FusedMatMul", "TransposeMatMul", "Einsum"})
+QUANTIZED = frozenset({"MatMulInteger", "DynamicQuantizeMatMul", "MatMulIntegerToFloat",
+                       "MatMulNBits", "MatMulBnb4", "QLinearMatMul", "QGemm", "QuantizeLinear",
+                       "DynamicQuantizeLinear"})  # fmt: skip
+MOST = 1 << 27
+"""Elements that are numbered at most; a graph may name any length."""
+FLATTENS = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"})
+FLATTENING = 4
+"""Operators that change no order of elements, and how many may lie between tokens and product."""
+ENDLESS = 1 << 30
+"""What exporters write for the end of an axis is no less, and no axis is as long."""
+REACH = 40
+"""Nodes between a projection and its product; rotary positions take about a dozen."""
+
+
+@dataclass(frozen=True, eq=False)
+class Reader:
+    """Reads projections at one choice of axis lengths.
+
+    Args:
+        facts: Shapes and small constants (see ``shapes.interpret``).
+        opsets: The model's opset imports.
+    """
+
+    facts: Facts
+    opsets: dict[str, int]
+
+    def shape(self, value: ir.Value) -> tuple[int, ...]:
+        """The shape of a value whose elements may be numbered.
+
+        Raises:
+            Unread: It could not be inferred, or the value holds too many elements.
+        """
+        shape = self.facts.shape(value)
+        if shape is None:
+            raise Unread(
+                f"the shape of {value.name!r} could not be inferred: {self.facts.why(value)}"
+            )
+        if math.prod(shape) > MOST:
+            raise Unread(f"{value.name!r} has shape {shape}: more than {MOST} elements")
+        return shape
+
+    def projection(
+        self, operand: ir.Value, role: str, *, axes: Sequence[int] | None = None, heads: int = 0
+    ) -> Projection:
+        """Read ``operand``, (B, H, T, K) or (B*H, T, K), back to the product with its weight.
+
+        Args:
+            operand: What the scores or the context read.
+            role: "query", "key", "value" or "content", for the reason of a miss.
+            axes: The order of its axes that brings the operand to (..., T, K), where it is another.
+            heads: Split the last axis of a three-dimensional (B, T, H*K) operand (fused operators).
+
+        Raises:
+            Unread: Something other than layout stands in between.
+        """
+        return self.finished(self.trace(operand, role), operand, role, axes=axes, heads=heads)
+
+    def finished(
+        self,
+        trace: Trace,
+        operand: ir.Value,
+        role: str,
+        *,
+        axes: Sequence[int] | None = None,
+        heads: int = 0,
+    ) -> Projection:
+        """The projection whose trace this is."""
+        if axes is None:
+            axes = range(len(trace.shape))
+        read, held = by_head(trace, axes, heads, role)
+        past = None if held is None else spread_of(held[0], held[1], self.facts, role)
+        layout = "B T H*K" if heads else "B*H T K" if len(trace.shape) == 3 else "B H T K"
+        if trace.source is None:
+            assert held is not None and past is not None
+            return _cached(operand, trace, past, held[1])
+        kept = 1.0 if held is None else float(held[1].offset.flat[0])
+        first = next(iter(read.values()))
+        count, length = trace.source.count, first.turn.shape[2]
+        source_input, sequence_first = self._whole(trace.source.tokens, first.sequence_first)
+        lengths = (length, count // length) if sequence_first else (count // length, length)
+        return Projection(
+            input=source_input,
+            weight=trace.source.weight,
+            contracted=trace.source.contracted,
+            columns=first.columns,
+            gain=first.gain / kept,
+            offset=first.offset / kept,
+            scale=trace.scale * kept,
+            output=operand,
+            nodes=trace.nodes,
+            by_sequence=self.shape(source_input)[:-1] == lengths and not sequence_first,
+            sequence_first=sequence_first,
+            layout=layout,
+            turns=() if set(read) == {None} else turns_of(read, self.facts, role),
+            norm=trace.norm,
+            past=past,
+            axes=tuple(axes),
+        )
+
+    def output_projection(
+        self, context: ir.Value, labels: np.ndarray, order: tuple[int, int, int, int]
+    ) -> OutputProjection | None:
+        """Follow the context forward to the product with W_O; None when it goes elsewhere.
+
+        Args:
+            labels: A number for each element of the context, laid out like it, counting
+                (B, H, S, V).
+            order: B, H, S and V.
+        """
+        size, (batch, heads, length, width) = labels.size, order
+        value, path = context, list[ir.Node]()
+        while (node := only_consumer(value)) is not None and node.op_type in LAYOUT:
+            if node.inputs[0] is not value or (len(node.outputs) > 1 and node.op_type != "Dropout"):
+                return None
+            try:
+                labels = self.moved(node, labels, 0)
+            except Unread:  # laid out for something else than a product
+                return None
+            value = node.outputs[0]
+            path.append(node)
+        product = None if node is None else linear(node, self.shape)
+        if node is None or product is None or product.tokens is not value or labels.size != size:
+            return None
+        wanted = labels.reshape(-1, product.width)
+        if product.scale != 1.0 or wanted.shape[0] != batch * length or not self._in_order(product):
+            return None
+        # Label l is element (b, h, s, v): every token must see its own elements in the same order.
+        b, h, s, v = np.unravel_index(wanted, order)
+        tokens = np.arange(batch * length)[:, None]
+        found = (h * width + v)[0]
+        by_batch, by_length = (b * length + s == tokens).all(), (s * batch + b == tokens).all()
+        if not ((by_batch or by_length) and (h * width + v == found).all()):
+            return None
+        if np.unique(found).size != heads * width:
+            return None
+        rows = np.argsort(found).reshape(heads, width)
+        bias, output, add = self._bias(node)
+        return OutputProjection(
+            value,
+            origin(product.weight),
+            product.contracted,
+            rows,
+            bias,
+            output,
+            (*path, *add, node),
+            sequence_first=not by_batch,
+        )
+
+    def _in_order(self, product: Linear) -> bool:
+        """Whether the product's output is (tokens, columns), in this order."""
+        shape = np.broadcast_shapes(product.rows.shape, product.columns.shape)
+        rows = np.broadcast_to(product.rows, shape).reshape(product.rows.size, -1)
+        return bool((rows == np.arange(product.rows.size)[:, None]).all())
+
+    def _bias(self, product: ir.Node) -> tuple[ir.Value | None, ir.Value, tuple[ir.Node, ...]]:
+        """The bias of a product, the value it makes, and the node that adds it."""
+        output = product.outputs[0]
+        if product.op_type == "Gemm" and len(product.inputs) > 2 and product.inputs[2] is not None:
+            bias = product.inputs[2]
+            one = product.attributes.get_float("beta", 1.0) == 1.0
+            if not (one and is_constant(bias) and math.prod(self.shape(bias)[:-1]) == 1):
+                raise Unread(f"{say(product)} adds something else than a bias")
+            return bias, output, ()
+        add = only_consumer(output)
+        if add is not None and add.op_type == "Add" and None not in add.inputs:
+            other = add.inputs[1] if add.inputs[0] is output else add.inputs[0]
+            if is_constant(other) and math.prod(self.shape(other)[:-1]) == 1:
+                return other, add.outputs[0], (add,)
+        return None, output, ()
+
+    def trace(self, value: ir.Value, role: str, reach: int = REACH) -> Trace:
+        """What ``value`` is of the one product behind it."""
+        node = value.producer()
+        if node is None and not is_constant(value) and role in ("key", "value", "content"):
+            return self.past(value, role)
+        if node is None or is_constant(value):
+            what = "a constant" if is_constant(value) else "an input of the graph"
+            raise Unread(f"the {role} is {value.name!r}, {what}: no projection makes it")
+        if node.op_type in LINEAR and any(map(is_constant, node.inputs[:2])):
+            return self._source(node, role)
+        if reach == 0:
+            raise Unread(f"{say(node)} is too far from any projection of the {role}")
+        if node.op_type in LAYOUT and node.inputs[0] is not None:
+            inner = self.trace(node.inputs[0], role, reach - 1)
+            order = np.arange(math.prod(inner.shape)).reshape(inner.shape)
+            moved = self.moved(node, order, value.index() or 0)
+            return inner.each(lambda labels: labels.at(moved)).through(node)
+        for norm in NORMS:
+            if (reading := norm(node)) is not None:
+                inner = self.trace(reading.value, role, reach - 1)
+                return normalised(node, inner, reading, role)
+        if node.op_type == "RotaryEmbedding" and node.inputs[0] is not None:
+            return rotated(node, self.trace(node.inputs[0], role, reach - 1), self.facts, role)
+        if not node.domain and None not in node.inputs[:2]:
+            match node.op_type:
+                case "Add" | "Sub" | "Mul" | "Div":
+                    return self._arithmetic(node, role, reach - 1)
+                case "Neg":
+                    inner = self.trace(_first(node), role, reach - 1)
+                    return inner.each(lambda labels: labels.times(-1.0)).through(node)
+                case "Concat":
+                    pieces = [self.trace(value, role, reach - 1) for value in node.inputs if value]
+                    return joined(node, pieces, node.attributes.get_int("axis", -1), role)
+                case _:
+                    pass
+        raise _between(node, role)
+
+    def past(self, value: ir.Value, role: str, part: int | None = None) -> Trace:
+        """Heads that the caller hands in, (B, H, P, K), or that part of (2, B, H, P, K)."""
+        shape = self.shape(value)
+        turn = np.arange(math.prod(shape)).reshape(shape)
+        if part is not None and len(shape) == 5:
+            turn, shape = turn[part], shape[1:]
+        if len(shape) < 4:
+            raise Unread(
+                f"the {role} is {value.name!r}, an input of the graph with shape {shape}: "
+                "no projection makes it, and a cache has four axes"
+            )
+        zeros = np.zeros(shape, np.int64)
+        labels = Labels(zeros, zeros, np.zeros(shape), np.ones(shape), turn)
+        return Trace(None, 1.0, {Factor(value, past=True): labels}, ())
+
+    def _source(self, node: ir.Node, role: str) -> Trace:
+        """Number the columns and the tokens of the product."""
+        product = linear(node, self.shape)
+        if product is None:
+            raise Unread(f"the {role} is made by {say(node)}, not by tokens and a matrix")
+        trace = self._numbered(node, product, self.shape(node.outputs[0]))
+        if node.op_type != "Gemm" or len(node.inputs) < 3 or node.inputs[2] is None:
+            return trace
+        bias = self.elements(node.inputs[2])
+        if bias is None:
+            raise Unread(f"the bias of {say(node)} is not constant")
+        added = bias * node.attributes.get_float("beta", 1.0) / trace.scale
+        return trace.each(lambda labels: replace(labels, offset=labels.offset + added))
+
+    def projected(self, node: ir.Node, tokens: ir.Value, weight: ir.Value) -> Trace:
+        """Tokens (B, S, D) times a weight (D, N) inside an operator, (B, S, N)."""
+        sizes, columns = self.shape(tokens), self.shape(weight)
+        if len(sizes) != 3 or len(columns) != 2 or sizes[-1] != columns[0]:
+            raise Unread(f"{say(node)} projects {sizes} by {columns}")
+        product = Linear(
+            tokens,
+            weight,
+            (0,),
+            sizes[-1],
+            np.arange(columns[1]),
+            np.arange(sizes[0] * sizes[1]).reshape(*sizes[:2], 1),
+            1.0,
+        )
+        return self._numbered(node, product, (*sizes[:2], columns[1]))
+
+    def _numbered(self, node: ir.Node, product: Linear, shape: tuple[int, ...]) -> Trace:
+        source = Source(
+            node, product.tokens, origin(product.weight), product.contracted, product.rows.size
+        )
+        labels = Labels(
+            np.broadcast_to(product.columns, shape),
+            np.broadcast_to(product.rows, shape),
+            np.broadcast_to(1.0, shape),
+            np.broadcast_to(0.0, shape),
+            np.broadcast_to(0, shape),
+        )
+        if product.scale == 0.0:
+            raise Unread(f"{say(node)} multiplies by zero")
+        return Trace(source, product.scale, {None: labels}, (node,))
+
+    def _arithmetic(self, node: ir.Node, role: str, reach: int) -> Trace:
+        """A constant multiplied or added, a factor multiplied, or two readings added."""
+        a, b = node.inputs
+        assert a is not None and b is not None
+        for value, other, left in ((a, b, True), (b, a, False)):
+            constant = self._constant_operand(other)
+            if constant is not None and (left or node.op_type != "Div"):
+                inner = self.trace(value, role, reach)
+                if node.op_type == "Mul" and inner.plain and _by_token(inner, constant):
+                    return turned(node, inner, other, self.facts, role)
+                return self._with_constant(node, inner, constant.astype(np.float64), left, role)
+        if node.op_type == "Div":
+            raise _between(node, role)
+        readings = [self._attempt(value, role, reach) for value in (a, b)]
+        if node.op_type == "Mul":
+            for inner, factor in zip(readings, (b, a), strict=True):
+                if inner is not None and None in readings and inner.plain:
+                    return turned(node, inner, factor, self.facts, role)
+        elif None not in readings:
+            return added(node, [r for r in readings if r is not None], role)
+        raise _between(node, role)
+
+    def _attempt(self, value: ir.Value, role: str, reach: int) -> Trace | None:
+        try:
+            trace = self.trace(value, role, reach)
+        except Unread:
+            return None
+        return None if trace.source is None else trace
+
+    def _whole(self, tokens: ir.Value, sequence_first: bool) -> tuple[ir.Value, bool]:
+        """The tokens as (B, S, D) where a product reads them flattened, or as (S, B, D)."""
+        size, count = self.shape(tokens)[-1], math.prod(self.shape(tokens)[:-1])
+        value: ir.Value | None = tokens
+        for _ in range(FLATTENING):
+            shape = self.facts.shape(value)
+            if value is None or shape is None:
+                break
+            if len(shape) == 3 and shape[2] == size and shape[0] * shape[1] == count:
+                tokens = value
+                break
+            above = value.producer()
+            value = above.inputs[0] if above is not None and above.op_type in FLATTENS else None
+        node = tokens.producer()
+        if not sequence_first or node is None or node.op_type != "Transpose" or not node.inputs[0]:
+            return tokens, sequence_first
+        swapped = list(node.attributes.get_ints("perm", None) or ()) == [1, 0, 2]
+        return (node.inputs[0], False) if swapped else (tokens, True)
+
+    def numbered(self, value: ir.Value, reach: int = FLATTENING) -> np.ndarray:
+        """Numbers for the elements of a value, the same where the same elements made them."""
+        shape, node = self.shape(value), value.producer()
+        constant = self.facts.constant(value)
+        if constant is not None:
+            return np.unique(constant, return_inverse=True)[1].reshape(shape)
+        if node is not None and node.op_type in LAYOUT and node.inputs[0] is not None and reach:
+            try:
+                return self.moved(node, self.numbered(node.inputs[0], reach - 1), 0)
+            except Unread:  # laid out by data
+                pass
+        if node is not None and node.op_type in ELEMENTWISE and reach:
+            together = np.zeros((), np.int64)
+            for operand in node.inputs:
+                if operand is not None:
+                    numbers = self.numbered(operand, reach - 1)
+                    together = together * (int(numbers.max(initial=0)) + 1) + numbers
+            return np.broadcast_to(together, shape)
+        return np.arange(math.prod(shape)).reshape(shape)
+
+    def elements(self, value: ir.Value | None) -> np.ndarray | None:
+        """What a value holds, where that does not depend on data."""
+        if value is None:
+            return None
+        constant = self.facts.constant(value)
+        if constant is not None:
+            return constant
+        return constant_array(value) if is_constant(value) else None
+
+    def _constant_operand(self, value: ir.Value) -> np.ndarray | None:
+        """A weight, or a number of the shape program, whose arrays (angles) are factors."""
+        if is_constant(value):
+            return constant_array(value)
+        constant = self.facts.constant(value)
+        return constant if constant is not None and constant.size == 1 else None
+
+    def _with_constant(
+        self, node: ir.Node, inner: Trace, constant: np.ndarray, left: bool, role: str
+    ) -> Trace:
+        try:
+            shape = np.broadcast_shapes(inner.shape, constant.shape)
+        except ValueError as error:
+            raise Unread(f"{say(node)} does not fit the {role}: {error}") from error
+        inner = inner.each(lambda labels: labels.spread(shape))
+        if node.op_type in ("Mul", "Div"):
+            with np.errstate(divide="ignore"):
+                factor = constant if node.op_type == "Mul" else 1.0 / constant
+            if not np.isfinite(factor).all() or not factor.any():
+                raise Unread(f"{say(node)} multiplies the {role} by zero or infinity")
+            if constant.size == 1:
+                return inner.through(node, factor.item())
+            return inner.each(lambda labels: labels.times(factor)).through(node)
+        if node.op_type == "Sub" and not left:
+            raise Unread(f"{say(node)} subtracts the {role} from a constant")
+        if not inner.plain:
+            held = any(factor is not None and factor.past for factor in inner.terms)
+            what = "holds a cache" if held else "is rotated already"
+            raise Unread(f"{say(node)} adds to a {role} that {what}")
+        added = (constant if node.op_type == "Add" else -constant) / inner.scale
+        return inner.each(lambda labels: replace(labels, offset=labels.offset + added)).through(
+            node
+        )
+
+    def moved(self, node: ir.Node, array: np.ndarray, index: int) -> np.ndarray:
+        """An output of one layout node when its tokens are this array of labels."""
+        if index and node.op_type != "Split":
+            raise Unread(f"{say(node)} hands on its output {index}, not its tokens")
+        if node.op_type in HANDED_ON:
+            return array
+        inputs: list[np.ndarray | None] = [array]
+        for other in node.inputs[1:]:
+            constant = None if other is None else self.elements(other)
+            if other is not None and constant is None:
+                raise Unread(f"{say(node)} lays tokens out by a value that depends on data")
+            inputs.append(constant)
+        if node.op_type == "Slice" and _is_window(inputs):
+            raise Unread(f"{say(node)} keeps a fixed number of elements, however many there are")
+        try:
+            return evaluate(node, inputs, self.opsets)[index]
+        except Exception as error:  # whatever numpy says of shapes that do not fit
+            raise Unread(f"{say(node)} could not be followed: {error}") from error
+
+
+def _between(node: ir.Node, role: str) -> Unread:
+    """Why nothing is read through a node: for itself, or for the quantized product behind it."""
+    pending, seen = [node], {node}
+    while pending and len(seen) < 4 * REACH:
+        reached = pending.pop(0)
+        if reached.op_type in QUANTIZED:
+            return Unread(
+                f"the {role} is projected in integers ({say(reached)}): "
+                "read and rewrite the float model, and quantize the result"
+            )
+        parents = {value.producer() for value in reached.inputs if value is not None}
+        pending += [parent for parent in parents if parent is not None and parent not in seen]
+        seen.update(pending)
+    return Unread(f"{say(node)} stands between the {role} projection and the product")
+
+
+def _is_window(inputs: Sequence[np.ndarray | None]) -> bool:
+    """Whether a Slice of these keeps all there is now, and would not of more."""
+    data, starts, ends, axes, steps = [*inputs, None, None][:5]
+    if data is None or starts is None or ends is None or (steps is not None and steps.min() < 0):
+        return False
+    axes = np.arange(ends.size) if axes is None else axes
+    bounds = [(int(b), int(a)) for each in (starts, ends) for b, a in zip(each, axes, strict=True)]
+    return any(data.shape[axis] < abs(bound) < ENDLESS for bound, axis in bounds)
+
+
+def _by_token(inner: Trace, constant: np.ndarray) -> bool:
+    """Whether a constant factor differs from token to token, as folded angles do."""
+    shape = inner.shape
+    if constant.size == 1 or constant.ndim > len(shape):
+        return False
+    tokens = inner.terms[None].tokens
+    factor = constant.reshape((1,) * (len(shape) - constant.ndim) + constant.shape)
+    return any(
+        size > 1 and _varies(factor, axis) and _varies(tokens, axis)
+        for axis, size in enumerate(factor.shape)
+    )
+
+
+def _varies(array: np.ndarray, axis: int) -> bool:
+    return bool((array != array.take([0], axis)).any())
+
+
+def _first(node: ir.Node) -> ir.Value:
+    assert node.inputs[0] is not None
+    return node.inputs[0]
+
+
+def _cached(operand: ir.Value, trace: Trace, past: Spread, heads: Heads) -> Projection:
+    """Heads that are handed in whole: every (h, k) is a column of its own, by where it lies."""
+    indices = [axis for axis in past.axes if not isinstance(axis, str)]
+    sizes = [int(index.max()) + 1 for index in indices]
+    columns = np.ravel_multi_index(indices, sizes) if indices else np.zeros_like(heads.columns)
+    ones = np.ones(heads.columns.shape)
+    return Projection(
+        input=past.value,
+        weight=None,
+        contracted=(),
+        columns=columns,
+        gain=ones,
+        offset=0.0 * ones,
+        scale=trace.scale * float(heads.offset.flat[0]),
+        output=operand,
+        nodes=trace.nodes,
+        by_sequence=True,
+        layout="B H T K",
+        past=past,
+        axes=(0, 1, 2, 3),
+    )
+
+
+def only_consumer(value: ir.Value) -> ir.Node | None:
+    """The one node that reads the elements of a value nobody else sees."""
+    if value.is_graph_output():
+        return None
+    consumers = {node for node, _ in value.uses() if node.op_type != "Shape"}
+    return consumers.pop() if len(consumers) == 1 else None

@@ -1,0 +1,265 @@
+"""The products that attention is made of: tokens with a weight, queries with keys, and
+probabilities with values, whichever operator writes them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from graph_passes.analysis.constants import constant_shape, is_constant
+from graph_passes.analysis.shapes import Facts
+
+__all__ = ["ContextProduct", "Linear", "ScoreProduct", "context_product", "linear", "score_product"]
+
+MATRIX = {
+    "MatMul": "",
+    "Gemm": "",
+    "FusedMatMul": "com.microsoft",
+    "TransposeMatMul": "com.microsoft",
+}
+"""Products of two matrices, and the domain each is defined in."""
+ELLIPSIS = "ABCDEFGH"
+
+
+@dataclass(frozen=True, eq=False)
+class Linear:
+    """Tokens times a constant: out = scale * tokens @ W.
+
+    Attributes:
+        contracted: The axes of ``weight`` that meet the last axes of ``tokens``, in their order.
+        width: D, how many elements they have.
+        columns, rows: Which column of W and which token each element of the output is, in a shape
+            that broadcasts to the output's.
+    """
+
+    tokens: ir.Value
+    weight: ir.Value
+    contracted: tuple[int, ...]
+    width: int
+    columns: np.ndarray
+    rows: np.ndarray
+    scale: float
+
+
+def linear(node: ir.Node, shape_of: Callable[[ir.Value], tuple[int, ...]]) -> Linear | None:
+    """Read a product with a constant; None where it is none, or not of this form."""
+    if node.op_type == "Einsum" and not node.domain and len(node.inputs) == 2:
+        return _linear_einsum(node, shape_of)
+    if MATRIX.get(node.op_type) != node.domain or len(node.inputs) < 2:
+        return None
+    tokens, weight = node.inputs[:2]
+    if tokens is None or not is_constant(weight) or is_constant(tokens) or _transposes_left(node):
+        return None
+    sizes, shape = shape_of(tokens), constant_shape(weight)
+    if len(sizes) < 2 or len(shape) < 2:
+        return None
+    last = bool(node.attributes.get_int("transB", 0))
+    lead, contracted = shape[:-2], len(shape) - (1 if last else 2)
+    width, columns = shape[contracted], shape[-2 if last else -1]
+    if width != sizes[-1]:
+        return None
+    return Linear(
+        tokens,
+        weight,
+        (contracted,),
+        width,
+        np.arange(math.prod(lead) * columns).reshape(*lead, 1, columns),
+        np.arange(math.prod(sizes[:-1])).reshape(*sizes[:-1], 1),
+        node.attributes.get_float("alpha", 1.0),
+    )
+
+
+def _linear_einsum(node: ir.Node, shape_of: Callable[[ir.Value], tuple[int, ...]]) -> Linear | None:
+    """ "abc,cde->abde", with the tokens on either side and several axes contracted at once."""
+    a, b = node.inputs
+    if a is None or b is None or is_constant(a) == is_constant(b):
+        return None
+    letters = _letters(node, len(shape_of(a)), len(shape_of(b)))
+    if letters is None:
+        return None
+    (left, right), out = letters
+    tokens, weight, read, held = (b, a, right, left) if is_constant(a) else (a, b, left, right)
+    common = [letter for letter in read if letter in held]
+    free = [letter for letter in held if letter not in read]
+    asked = [letter for letter in read if letter not in held]
+    if not common or not asked or read[-len(common) :] != "".join(common):
+        return None
+    if any(letter in out for letter in common) or sorted(out) != sorted([*asked, *free]):
+        return None
+    sizes, shape = shape_of(tokens), constant_shape(weight)
+    length = {**dict(zip(read, sizes, strict=True)), **dict(zip(held, shape, strict=True))}
+
+    def numbered(axes: list[str]) -> np.ndarray:
+        """Each element of the output by the flattened axes, laid out like the output."""
+        count = np.arange(math.prod(length[axis] for axis in axes))
+        count = count.reshape([length[axis] for axis in axes])
+        order = [axes.index(axis) for axis in out if axis in axes]
+        return count.transpose(order).reshape([length[a] if a in axes else 1 for a in out])
+
+    return Linear(
+        tokens,
+        weight,
+        tuple(held.index(letter) for letter in common),
+        math.prod(length[letter] for letter in common),
+        numbered(free),
+        numbered(asked),
+        1.0,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreProduct:
+    """scores[..., s, t] = scale * sum_k q[..., s, k] k[..., t, k].
+
+    ``query_axes`` and ``key_axes`` bring the operands to (..., S, K) and (..., T, K).
+    """
+
+    node: ir.Node
+    query: ir.Value
+    key: ir.Value
+    query_axes: tuple[int, ...]
+    key_axes: tuple[int, ...]
+    scale: float
+
+
+def score_product(node: ir.Node, facts: Facts) -> ScoreProduct | None:
+    """Read a product of two activations as scores; None where it is none."""
+    operands = _activations(node, facts)
+    if operands is None:
+        return None
+    (a, a_rank), (b, b_rank) = operands
+    read = _letters if node.op_type == "Einsum" else _matrix_letters
+    letters = read(node, a_rank, b_rank)
+    if letters is None:
+        return None
+    (left, right), out = letters
+    if len(out) < 2:
+        return None
+    *lead, s, t = out
+    summed = [letter for letter in left if letter in right and letter not in out]
+    if len(summed) != 1 or (s in left) == (s in right) or (t in left) == (t in right):
+        return None
+    if s in right:  # the second operand counts the rows
+        (a, left), (b, right) = (b, right), (a, left)
+    if t not in right:
+        return None
+    query_axes, key_axes = _order(left, [*lead, s, *summed]), _order(right, [*lead, t, *summed])
+    if query_axes is None or key_axes is None:
+        return None
+    scale = node.attributes.get_float("alpha", 1.0)
+    return ScoreProduct(node, a, b, query_axes, key_axes, scale)
+
+
+@dataclass(frozen=True, eq=False)
+class ContextProduct:
+    """context[..., s, v] = scale * sum_t probabilities[..., s, t] values[..., t, v].
+
+    ``value_axes`` and ``context_axes`` bring values and context to these orders; ``contracted`` is
+    the axis t of the probabilities.
+    """
+
+    node: ir.Node
+    value: ir.Value
+    value_axes: tuple[int, ...]
+    context_axes: tuple[int, ...]
+    contracted: int
+    scale: float
+
+
+def context_product(
+    node: ir.Node, probabilities: ir.Value, order: tuple[int, ...], facts: Facts
+) -> ContextProduct | None:
+    """Read a node that takes probabilities as their product with values; None where it is none.
+
+    Args:
+        order: Of the axes of the probabilities, that brings them to (..., s, t).
+    """
+    operands = _activations(node, facts)
+    if operands is None:
+        return None
+    (a, a_rank), (b, b_rank) = operands
+    if (a is probabilities) == (b is probabilities):
+        return None
+    rank = a_rank if a is probabilities else b_rank
+    read = _letters if node.op_type == "Einsum" else _matrix_letters
+    letters = read(node, a_rank, b_rank)
+    if letters is None or rank != len(order):
+        return None
+    (left, right), out = letters
+    read, held, value = (left, right, b) if a is probabilities else (right, left, a)
+    summed = [letter for letter in read if letter in held and letter not in out]
+    extra = [letter for letter in held if letter not in read]
+    if len(summed) != 1 or len(extra) != 1 or summed[0] not in (read[i] for i in order[-2:]):
+        return None
+    counted = [read[axis] for axis in order if read[axis] != summed[0]]  # ..., s
+    value_axes = _order(held, [*counted[:-1], *summed, *extra])
+    context_axes = _order(out, [*counted, *extra])
+    if value_axes is None or context_axes is None:
+        return None
+    scale = node.attributes.get_float("alpha", 1.0)
+    return ContextProduct(node, value, value_axes, context_axes, read.index(summed[0]), scale)
+
+
+def _matrix_letters(node: ir.Node, left: int, right: int) -> tuple[tuple[str, str], str] | None:
+    """A product of two matrices, or of two stacks of them, in letters."""
+    if left != right or left < 2:
+        return None
+    lead = "abcdefgh"[: left - 2]
+    transposed = [bool(node.attributes.get_int(name, 0)) for name in ("transA", "transB")]
+    a = "ts" if transposed[0] else "st"
+    b = "vt" if transposed[1] else "tv"
+    return (lead + a, lead + b), f"{lead}sv"
+
+
+def _activations(
+    node: ir.Node, facts: Facts
+) -> tuple[tuple[ir.Value, int], tuple[ir.Value, int]] | None:
+    """Both operands with their ranks, where neither is constant and nothing is added."""
+    given = [value for value in node.inputs if value is not None]
+    if node.op_type not in (*MATRIX, "Einsum") or len(given) != 2 or any(map(is_constant, given)):
+        return None
+    shapes = [facts.shape(value) for value in given]
+    if shapes[0] is None or shapes[1] is None:
+        return None
+    if any(node.attributes.get_int(name, 0) for name in ("transBatchA", "transBatchB")):
+        return None
+    return (given[0], len(shapes[0])), (given[1], len(shapes[1]))
+
+
+def _transposes_left(node: ir.Node) -> bool:
+    return any(node.attributes.get_int(name, 0) for name in ("transA", "transBatchA"))
+
+
+def _letters(node: ir.Node, left: int, right: int) -> tuple[tuple[str, str], str] | None:
+    """The operands' and the output's letters of an Einsum of two, each letter once in each.
+
+    Args:
+        left, right: The ranks of the operands; an ellipsis in both stands for the axes left over.
+    """
+    equation = node.attributes.get_string("equation", "").replace(" ", "")
+    terms, arrow, out = equation.partition("->")
+    parts = terms.split(",")
+    if not arrow or len(parts) != 2:
+        return None
+    if "..." in equation:
+        counts = {rank - len(p) + 3 for p, rank in zip(parts, (left, right), strict=True)}
+        if len(counts) != 1 or not all("..." in part for part in (*parts, out)):
+            return None
+        spread = ELLIPSIS[: counts.pop()]
+        *parts, out = (part.replace("...", spread) for part in (*parts, out))
+    if any(len(set(part)) != len(part) for part in (*parts, out)):
+        return None
+    if (len(parts[0]), len(parts[1])) != (left, right):
+        return None
+    return (parts[0], parts[1]), out
+
+
+def _order(letters: str, wanted: list[str]) -> tuple[int, ...] | None:
+    if sorted(letters) != sorted(wanted):
+        return None
+    return tuple(letters.index(letter) for letter in wanted)

@@ -1,0 +1,332 @@
+"""What may stand between a projection and the scores besides layout: rotary positions, q/k norm.
+
+Each function takes the trace of a node's operand and gives the trace of its output.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import onnx_ir as ir
+
+from graph_passes.analysis.constants import constant_array, is_constant
+from graph_passes.analysis.shapes import Facts
+from graph_passes.blocks import Norm, Spread, Turn
+from graph_passes.matching.labels import Factor, Heads, Labels, Trace, Unread, say
+
+__all__ = [
+    "NORMS",
+    "NormReading",
+    "depends",
+    "normalised",
+    "rotated",
+    "rotation",
+    "spread_of",
+    "turned",
+    "turns_of",
+]
+
+
+def turned(node: ir.Node, inner: Trace, factor: ir.Value, facts: Facts, role: str) -> Trace:
+    """A value that depends on positions, not on the tokens, multiplied element by element."""
+    shape = _shape(factor, facts)
+    assert inner.source is not None
+    if depends(factor, inner.source.tokens):
+        raise Unread(f"{say(node)} multiplies the {role} by a value made of its own tokens")
+    try:
+        spread = np.broadcast_shapes(inner.shape, shape)
+    except ValueError as error:
+        raise Unread(f"{say(node)} does not fit the {role}: {error}") from error
+    turn = np.broadcast_to(np.arange(math.prod(shape)).reshape(shape), spread)
+    labels = inner.terms[None].spread(spread)
+    return replace(inner, terms={Factor(factor): replace(labels, turn=turn)}).through(node)
+
+
+def depends(value: ir.Value, source: ir.Value) -> bool:
+    """Whether the elements of one value are computed from those of the other."""
+    pending, seen = [value], {value}
+    while pending:
+        reached = pending.pop()
+        if reached is source:
+            return True
+        node = reached.producer()
+        if node is None or node.op_type == "Shape":
+            continue
+        parents = {parent for parent in node.inputs if parent is not None} - seen
+        seen |= parents
+        pending += parents
+    return False
+
+
+def rotated(node: ir.Node, inner: Trace, facts: Facts, role: str) -> Trace:
+    """RotaryEmbedding of ai.onnx (opset 23) or of com.microsoft: two terms, cosines and sines."""
+    positions, cos, sin = _angles(node)
+    if cos is None or sin is None or not inner.plain:
+        raise Unread(f"{say(node)} rotates a {role} that is rotated already, or has no angles")
+    heads = node.attributes.get_int("num_heads", 0)
+    if len(inner.shape) == 3 and not heads and node.domain:
+        width = node.attributes.get_int("rotary_embedding_dim", 0)
+        heads = 0 if width else inner.shape[-1] // (2 * _shape(cos, facts)[-1])
+    if len(inner.shape) != 4 and not (len(inner.shape) == 3 and heads):
+        raise Unread(f"{say(node)} rotates a {role} that is not laid out as (B, H, T, K)")
+    if node.attributes.get_float("scale", 1.0) != 1.0:
+        raise Unread(f"{say(node)} scales the {role} as it rotates it")
+    labels = inner.terms[None]
+    if len(inner.shape) == 3:  # B T H*K
+        split = [array.reshape(*array.shape[:2], heads, -1) for array in labels.arrays()]
+        labels = Labels(*(np.moveaxis(array, 2, 1) for array in split))
+    terms = rotation(node, labels, Factor(cos, positions), Factor(sin, positions), facts)
+    if len(inner.shape) == 3:
+        terms = {factor: _merged(term, inner.shape) for factor, term in terms.items()}
+    return replace(inner, terms=terms).through(node)
+
+
+def rotation(
+    node: ir.Node, labels: Labels, cos: Factor, sin: Factor, facts: Facts
+) -> dict[Factor | None, Labels]:
+    """The terms of heads (B, H, T, K) that a node's attributes say to rotate."""
+    size, length = labels.columns.shape[-1], labels.columns.shape[-2]
+    interleaved = node.attributes.get_int("interleaved", 0)
+    interleaved = node.attributes.get_int("rotary_interleaved", interleaved)
+    width = _looked_up_shape(cos, facts, length)[-1]
+    count = node.attributes.get_int("rotary_embedding_dim", 0) or min(size, 2 * width)
+    if count % 2 or count > size or width * 2 < count:
+        raise Unread(f"{say(node)} rotates {count} of {size} elements by {width} angles")
+    each, half = np.arange(count), count // 2
+    if interleaved:
+        angle, partner, sign = each // 2, each ^ 1, np.where(each % 2, 1.0, -1.0)
+    else:
+        angle, partner = each % half, (each + half) % count
+        sign = np.where(each < half, -1.0, 1.0)
+    rest = np.arange(size) >= count
+    pad = (0, size - count)
+    angle, partner, sign = np.pad(angle, pad), np.pad(partner, pad), np.pad(sign, pad)
+    terms: dict[Factor | None, Labels] = {}
+    for factor, source, gain in (
+        (cos, np.arange(size), np.where(rest, 0.0, 1.0)),
+        (sin, partner, sign),
+    ):
+        shape = _looked_up_shape(factor, facts, length)
+        if len(shape) != 3:
+            raise Unread(f"{say(node)} has angles of shape {shape}, expected (B, T, K/2)")
+        rows = np.arange(labels.columns.shape[0])[:, None, None, None] % shape[0] * shape[1]
+        rows = rows + np.arange(length)[None, None, :, None] % shape[1]
+        turn = np.broadcast_to(rows * shape[2] + angle, labels.columns.shape)
+        picked = Labels(*(array[..., source] for array in labels.arrays()))
+        terms[factor] = replace(picked.times(gain), turn=turn)
+    if rest.any():
+        terms[None] = labels.times(np.where(rest, 1.0, 0.0))
+    return terms
+
+
+def _angles(node: ir.Node) -> tuple[ir.Value | None, ir.Value | None, ir.Value | None]:
+    """Positions, cosines and sines of either RotaryEmbedding."""
+    given = [*node.inputs[1:4], None, None, None]
+    if node.domain:
+        return given[0], given[1], given[2]
+    return given[2], given[0], given[1]
+
+
+def _merged(labels: Labels, shape: tuple[int, ...]) -> Labels:
+    return Labels(*(np.moveaxis(array, 1, 2).reshape(shape) for array in labels.arrays()))
+
+
+def _looked_up_shape(factor: Factor, facts: Facts, length: int) -> tuple[int, ...]:
+    """Of ``value[positions]``, where one position may stand for ``length`` in a row."""
+    shape = _shape(factor.value, facts)
+    if factor.positions is None:
+        return shape
+    where = _shape(factor.positions, facts)
+    if factor.to_last or len(where) == 1:
+        return (where[0], length, *shape[1:])
+    return (*where, *shape[1:])
+
+
+def turns_of(read: Mapping[Factor | None, Heads], facts: Facts, role: str) -> tuple[Turn, ...]:
+    """Each term, and where it finds its factor."""
+    return tuple(
+        Turn(
+            None if factor is None else spread_of(factor, heads, facts, role),
+            heads.columns,
+            heads.gain,
+            heads.offset,
+        )
+        for factor, heads in read.items()
+    )
+
+
+def spread_of(factor: Factor, heads: Heads, facts: Facts, role: str) -> Spread:
+    """What each axis of a factor runs over, from where its elements arrived."""
+    used = np.broadcast_to(((heads.gain != 0) | (heads.offset != 0))[None, :, None, :],
+                           heads.turn.shape)  # fmt: skip
+    batches, _, tokens, _ = np.ogrid[tuple(map(slice, heads.turn.shape))]
+    shape = _looked_up_shape(factor, facts, heads.turn.shape[2])
+    axes: list[Literal["batch", "token"] | np.ndarray] = []
+    for size, where in zip(shape, np.unravel_index(heads.turn, shape), strict=True):
+        element = where[0, :, 0]
+        if size > 1 and ((where == tokens) | ~used).all():
+            axes.append("token")
+        elif size > 1 and ((where == batches) | ~used).all():
+            axes.append("batch")
+        elif ((where == where[:1, :, :1]) | ~used).all():
+            axes.append(element)
+        else:
+            raise Unread(f"{factor.value.name!r} multiplies the {role} out of order")
+    return Spread(factor.value, tuple(axes), factor.positions, factor.to_last)
+
+
+@dataclass(frozen=True, eq=False)
+class NormReading:
+    """A node that normalises the last axis of ``value``, times ``weight``, plus ``bias``."""
+
+    value: ir.Value
+    epsilon: float
+    centred: bool
+    weight: ir.Value | None = None
+    bias: ir.Value | None = None
+
+
+def norm_operator(node: ir.Node) -> NormReading | None:
+    """RMSNormalization, SimplifiedLayerNormalization and LayerNormalization of the last axis."""
+    if node.op_type not in ("RMSNormalization", "SimplifiedLayerNormalization",
+                            "LayerNormalization") or node.inputs[0] is None:  # fmt: skip
+        return None
+    if node.attributes.get_int("axis", -1) != -1 or any(o.uses() for o in node.outputs[1:]):
+        return None
+    weight, bias = [*node.inputs[1:3], None, None][:2]
+    return NormReading(
+        node.inputs[0],
+        node.attributes.get_float("epsilon", 1e-5),
+        node.op_type == "LayerNormalization",
+        weight,
+        bias,
+    )
+
+
+def norm_in_parts(node: ir.Node) -> NormReading | None:
+    """u * (1 / sqrt(mean(u^2) + epsilon)) and u / sqrt(mean(u^2) + epsilon)."""
+    if node.op_type not in ("Mul", "Div"):
+        return None
+    a, b = node.inputs
+    for value, other in ((a, b), (b, a)):
+        if value is None or other is None or (node.op_type == "Div" and value is b):
+            continue
+        root = other if node.op_type == "Div" else _inverse_of(other)
+        epsilon = None if root is None else _root_mean_square(root, value)
+        if epsilon is not None:
+            return NormReading(value, epsilon, centred=False)
+    return None
+
+
+NORMS = (norm_operator, norm_in_parts)
+
+
+def _inverse_of(value: ir.Value) -> ir.Value | None:
+    """r where the value is 1 / r."""
+    node = value.producer()
+    if node is not None and node.op_type == "Reciprocal":
+        return node.inputs[0]
+    if node is not None and node.op_type == "Div" and _number(node.inputs[0]) == 1.0:
+        return node.inputs[1]
+    if node is not None and node.op_type == "Pow" and _number(node.inputs[1]) == -0.5:
+        return value
+    return None
+
+
+def _root_mean_square(root: ir.Value, value: ir.Value) -> float | None:
+    """epsilon where root is sqrt(mean(value^2, last axis) + epsilon)."""
+    node = root.producer()
+    if node is None or node.op_type not in ("Sqrt", "Pow") or node.inputs[0] is None:
+        return None
+    if node.op_type == "Pow" and _number(node.inputs[1]) not in (0.5, -0.5):
+        return None
+    add = node.inputs[0].producer()
+    if add is None or add.op_type != "Add":
+        return None
+    for mean, epsilon in (tuple(add.inputs), tuple(reversed(add.inputs))):
+        number = _number(epsilon)
+        node = None if mean is None else mean.producer()
+        if number is None or node is None or not (_last_axis_kept(node) or _is_mean_product(node)):
+            continue
+        if node.inputs[0] is not None and _is_square(node.inputs[0].producer(), value):
+            return number
+    return None
+
+
+def _is_mean_product(node: ir.Node) -> bool:
+    """A product with a column of 1 / L: how ``emit`` writes a mean at any opset."""
+    if node.op_type != "MatMul" or not is_constant(node.inputs[1]):
+        return False
+    column = constant_array(node.inputs[1])
+    return column.ndim == 2 and column.shape[1] == 1 and bool(np.allclose(column * len(column), 1))
+
+
+def _last_axis_kept(mean: ir.Node) -> bool:
+    if mean.op_type != "ReduceMean":
+        return False
+    axes = mean.attributes.get_ints("axes", None)
+    if axes is None and len(mean.inputs) > 1 and is_constant(mean.inputs[1]):
+        axes = constant_array(mean.inputs[1]).tolist()
+    return list(axes or ()) == [-1] and mean.attributes.get_int("keepdims", 1) == 1
+
+
+def _is_square(node: ir.Node | None, value: ir.Value) -> bool:
+    if node is None or node.inputs[0] is not value:
+        return False
+    if node.op_type == "Pow":
+        return _number(node.inputs[1]) == 2.0
+    return node.op_type == "Mul" and node.inputs[1] is value
+
+
+def _number(value: ir.Value | None) -> float | None:
+    if not is_constant(value):
+        return None
+    array = constant_array(value)
+    return float(array.flat[0]) if array.size == 1 else None
+
+
+def normalised(node: ir.Node, inner: Trace, reading: NormReading, role: str) -> Trace:
+    """The norm's output, whose elements are counted anew: row g of L columns from g L on."""
+    if inner.norm is not None or not inner.plain:
+        raise Unread(f"{say(node)} normalises a {role} that is normalised or rotated already")
+    labels = inner.terms[None]
+    length = inner.shape[-1]
+    rows = [array.reshape(-1, length) for array in labels.arrays()]
+    columns, tokens, gain, offset = rows[:4]
+    if not (tokens == tokens[:, :1]).all():
+        raise Unread(f"{say(node)} normalises the {role} over more than one token")
+    groups, first, group = np.unique(columns, axis=0, return_index=True, return_inverse=True)
+    group = group.reshape(-1)
+    if not ((gain == gain[first][group]).all() and (offset == offset[first][group]).all()):
+        raise Unread(f"the {role} differs from token to token by more than its input")
+    norm = Norm(
+        node, groups, gain[first], offset[first], inner.scale, reading.epsilon, reading.centred
+    )
+    fresh = (group[:, None] * length + np.arange(length)).reshape(inner.shape)
+    weight = np.ones(1) if reading.weight is None else _vector(node, reading.weight, role)
+    bias = np.zeros(1) if reading.bias is None else _vector(node, reading.bias, role)
+    made = Labels(
+        fresh,
+        labels.tokens,
+        np.broadcast_to(weight, inner.shape),
+        np.broadcast_to(bias, inner.shape),
+        np.zeros(inner.shape, np.int64),
+    )
+    return replace(inner, scale=1.0, terms={None: made}, norm=norm).through(node)
+
+
+def _vector(node: ir.Node, value: ir.Value, role: str) -> np.ndarray:
+    if not is_constant(value):
+        raise Unread(f"{say(node)} normalises the {role} with a weight that is not constant")
+    return constant_array(value).astype(np.float64)
+
+
+def _shape(value: ir.Value, facts: Facts) -> tuple[int, ...]:
+    shape = facts.shape(value)
+    if shape is None:
+        raise Unread(f"the shape of {value.name!r} could not be inferred")
+    return shape

@@ -1,0 +1,70 @@
+"""SumResiduals: residual additions in an operator that ONNX Runtime leaves alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from graph_passes.analysis.constants import is_constant
+from graph_passes.emit.editing import Inserter, remove_unused, replace_uses
+from graph_passes.passes.invariants import check, interface
+
+__all__ = ["SumResiduals", "find_residuals", "residual_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class SumResiduals(ir.passes.InPlacePass):
+    """Write a sum in front of a LayerNormalization as Sum instead of Add.
+
+    Before: y = LayerNormalization(Add(a, b))
+    After:  y = LayerNormalization(Sum(a, b))
+
+    Exact: the same numbers. ONNX Runtime makes one SkipLayerNormalization of the first, whose CPU
+    kernel takes five times as long as both nodes (0.26 ms against 0.05 for 128 x 384 numbers, ONNX
+    Runtime 1.31); the second it runs as it is written. On a GPU the first may be faster: measure.
+    """
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        before = interface(model)
+        found = find_residuals(model)
+        for norm in found:
+            added = norm.inputs[0]
+            node = None if added is None else added.producer()
+            if added is None or node is None or not isinstance(node.graph, ir.Graph):
+                continue  # another norm read the same sum
+            if node.op_type != "Add":
+                continue
+            make = Inserter(node.graph, node, node.name or added.name or "residual")
+            replace_uses(added, make.op("Sum", list(node.inputs), "sum"))
+        remove_unused(model)
+        check(before, model, after="SumResiduals")
+        return ir.passes.PassResult(model, modified=bool(found))
+
+
+def find_residuals(model: ir.Model) -> list[ir.Node]:
+    """Every LayerNormalization of a sum of two values that the graph computes."""
+    found: list[ir.Node] = []
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        added = node.inputs[0] if node.op_type == "LayerNormalization" else None
+        adds = None if added is None else added.producer()
+        if adds is None or adds.domain or adds.op_type != "Add":
+            continue
+        if not any(value is None or is_constant(value) for value in adds.inputs):
+            found.append(node)
+    return found
+
+
+def residual_of(output: ir.Value) -> tuple[ir.Value, ir.Value] | None:
+    """What a sublayer's output is added to, and the sum; None where it is read by anything but one
+    addition of two computed values."""
+    users = [user for user, _ in output.uses()]
+    if len(users) != 1 or output.is_graph_output() or len(users[0].inputs) != 2:
+        return None
+    adds = users[0]
+    if adds.domain or adds.op_type not in ("Add", "Sum"):
+        return None
+    others = [value for value in adds.inputs if value is not output]
+    if len(others) != 1 or others[0] is None or is_constant(others[0]):
+        return None
+    return others[0], adds.outputs[0]

@@ -1,0 +1,67 @@
+"""RoundInFloat32: the numbers of a bfloat16 graph where there are no kernels for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from graph_passes.passes.convert_bfloat16 import BFLOAT16, FLOAT, MOVES, cast, in_type, spread_types
+
+__all__ = ["RoundInFloat32"]
+
+
+@dataclass(frozen=True)
+class RoundInFloat32(ir.passes.InPlacePass):
+    """Compute in float32, and round, what a graph computes in bfloat16.
+
+    Before: z = f(x, W) in bfloat16
+    After:  z = float32(bfloat16(f(x, W))) in float32
+
+    The numbers of a kernel that sums in float32 and rounds once, but for the order of its sums; for
+    machines without such kernels, to see what bfloat16 costs, and slower than float32. Constants
+    hold what they held. Inputs and outputs of type bfloat16 become float32.
+    """
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        spread_types(model)
+        modified = False
+        for graph in list(model.graphs()):
+            for value in graph.initializers.values():
+                if value.const_value is not None and value.const_value.dtype == BFLOAT16:
+                    value.const_value = in_type(value.const_value, FLOAT)
+                    value.type, modified = ir.TensorType(FLOAT), True
+            for value in graph.inputs:
+                if value.dtype == BFLOAT16:
+                    value.type, modified = ir.TensorType(FLOAT), True
+            for node in list(graph):
+                modified |= _round(node)
+        return ir.passes.PassResult(model, modified=modified)
+
+
+def _round(node: ir.Node) -> bool:
+    modified = False
+    for name, attribute in list(node.attributes.items()):
+        if attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype == BFLOAT16:
+            node.attributes[name] = ir.AttrTensor(name, in_type(attribute.as_tensor(), FLOAT))
+            modified = True
+    if node.op_type == "Cast" and node.attributes.get_int("to", 1) == BFLOAT16:
+        node.attributes["to"] = ir.AttrInt64("to", FLOAT)
+    for value in node.outputs:
+        if value.dtype != BFLOAT16:
+            continue
+        value.type, modified = ir.TensorType(FLOAT), True
+        if node.op_type in MOVES and not node.domain:
+            continue
+        readers = tuple(value.uses())
+        rounded = cast(value, BFLOAT16)
+        wide = cast(rounded, FLOAT)
+        for user, place in readers:
+            user.replace_input_with(place, wide)
+        if value.is_graph_output():
+            assert isinstance(node.graph, ir.Graph)
+            places = [i for i, output in enumerate(node.graph.outputs) if output is value]
+            for place in places:
+                node.graph.outputs[place] = wide
+            wide.name, value.name = value.name, wide.name
+    return modified

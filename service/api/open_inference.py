@@ -1,0 +1,213 @@
+"""Open Inference Protocol v2 over HTTP, with tensors as JSON or as raw bytes (KServe, Triton).
+
+https://kserve.github.io/website/docs/concepts/architecture/data-plane/v2-protocol
+
+``protocols/tensors.py`` is the codec; ``protocols/triton.py`` has what Triton adds to the protocol.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Request, Response
+
+from attnserve import __version__
+from graph_passes.errors import InvalidData
+from service.api.routes import (
+    accepts,
+    deadline,
+    find,
+    json_response,
+    parse_json,
+    read_body,
+    respond,
+    served,
+    unless_gone,
+)
+from service.api.schemas import (
+    InferRequest,
+    InferResponse,
+    Live,
+    ModelMetadata,
+    ModelReady,
+    Ready,
+    ServerMetadata,
+)
+from service.api.tensors import HEADER_LENGTH, NAMES, decode_all, encode_all, split
+from service.engine.model import Tensor
+from service.engine.repository import Repository
+
+__all__ = ["router"]
+
+EXTENSIONS = (
+    "binary_tensor_data",
+    "model_configuration",
+    "model_repository",
+    "model_repository(unload_dependents)",
+    "parameters",
+    "schedule_policy",
+    "statistics",
+)
+"""By the names that Triton gives them. Not served: classification, sequences, shared memory."""
+
+BINARY = {"schema": {"type": "string", "format": "binary"}}
+"""A body of JSON and raw tensors."""
+
+INFER: dict[str, Any] = accepts(InferRequest) | {
+    "response_model": InferResponse,
+    "responses": {200: {"content": {"application/octet-stream": BINARY}}},
+}
+INFER["openapi_extra"]["requestBody"]["content"]["application/octet-stream"] = BINARY
+INFER["openapi_extra"]["parameters"] = [
+    {
+        "name": "Inference-Header-Content-Length",
+        "in": "header",
+        "required": False,
+        "schema": {"type": "integer", "minimum": 0},
+        "description": "Bytes of JSON at the start of the body, where raw tensors follow it.",
+    }
+]
+
+MODEL_READY: dict[str, Any] = {
+    "response_model": ModelReady,
+    "responses": {503: {"model": ModelReady}},
+}
+
+router = APIRouter(prefix="/v2", tags=["Open Inference Protocol v2"])
+
+
+@router.get("", response_model=ServerMetadata)
+async def server_metadata() -> Response:
+    return json_response(
+        {"name": "attnserve", "version": __version__, "extensions": list(EXTENSIONS)}
+    )
+
+
+@router.get("/health/live", response_model=Live)
+async def live() -> Response:
+    """The process answers."""
+    return json_response({"live": True})
+
+
+@router.get("/health/ready", response_model=Ready, responses={503: {"model": Ready}})
+async def ready(request: Request) -> Response:
+    """Models are loaded, and all of them run; a full queue is no reason to say no."""
+    is_ready = request.app.state.repository.ready
+    return json_response({"ready": is_ready}, 200 if is_ready else 503)
+
+
+@router.get("/models/{name}", response_model=ModelMetadata)
+@router.get("/models/{name}/versions/{version}", response_model=ModelMetadata)
+async def model_metadata(request: Request, name: str) -> Response:
+    engine = find(request, name, request.path_params.get("version"))
+    return json_response(
+        {
+            "name": engine.name,
+            "versions": request.app.state.repository.versions(name),
+            "platform": "onnxruntime_onnx",
+            "inputs": _describe(engine.model.inputs),
+            "outputs": _describe(engine.model.outputs),
+        }
+    )
+
+
+@router.get("/models/{name}/ready", **MODEL_READY)
+@router.get("/models/{name}/versions/{version}/ready", **MODEL_READY)
+async def model_ready(request: Request, name: str) -> Response:
+    engine = find(request, name, request.path_params.get("version"))
+    repository: Repository = request.app.state.repository
+    is_ready = repository.runs(engine)
+    return json_response({"name": engine.name, "ready": is_ready}, 200 if is_ready else 503)
+
+
+@router.post("/models/{name}/infer", **INFER)
+@router.post("/models/{name}/versions/{version}/infer", **INFER)
+async def infer(request: Request, name: str) -> Response:
+    """Run the model on tensors. What the answer cost is in its headers and its parameters."""
+    version = request.path_params.get("version")
+    find(request, name, version)
+    head, raw = split(await read_body(request), request.headers.get(HEADER_LENGTH))
+    body = parse_json(head, InferRequest)
+    _refuse_unserved(body)
+    inputs = decode_all(body.inputs, raw)
+    engine = served(request, name, version)
+    answer = await unless_gone(
+        request,
+        engine.infer(
+            inputs,
+            [output.name for output in body.outputs],
+            _deadline(request, body),
+        ),
+    )
+    identity = {} if body.id is None else {"id": body.id}
+
+    def envelope(outputs: orjson.Fragment, cost: dict[str, int | float]) -> dict[str, Any]:
+        return {
+            "model_name": engine.name,
+            "model_version": engine.version,
+            **identity,
+            "parameters": cost,
+            "outputs": outputs,
+        }
+
+    outputs, raw_outputs = encode_all(answer.outputs, _binary_outputs(body, answer.outputs))
+    return respond(request, engine, answer, outputs, envelope, raw_outputs)
+
+
+def _describe(tensors: Sequence[Tensor]) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": tensor.name,
+            "datatype": NAMES[tensor.dtype],
+            "shape": [axis if isinstance(axis, int) else -1 for axis in tensor.axes],
+        }
+        for tensor in tensors
+    ]
+
+
+def _deadline(request: Request, body: InferRequest) -> float:
+    """The earlier one, of the header (or setting) and of the ``timeout`` in microseconds."""
+    latest = deadline(request)
+    timeout = body.parameters.timeout
+    return min(latest, request.state.started + timeout / 1e6) if timeout else latest
+
+
+def _binary_outputs(body: InferRequest, names: Iterable[str]) -> set[str]:
+    """Those of ``names`` that are sent as raw bytes: an output's own word comes first."""
+    chosen = {output.name: output.parameters.binary_data for output in body.outputs}
+    default = bool(body.parameters.binary_data_output)
+    return {name for name in names if (default if chosen.get(name) is None else chosen[name])}
+
+
+def _refuse_unserved(body: InferRequest) -> None:
+    """Refuse what would be answered otherwise than its sender expects."""
+    _refuse_repeats("input", [tensor.name for tensor in body.inputs])
+    _refuse_repeats("output", [output.name for output in body.outputs])
+    asked = body.parameters.model_extra or {}
+    for key in ("sequence_id", "sequence_start", "sequence_end"):
+        if asked.get(key):
+            raise InvalidData(
+                f"parameter {key!r}: models here keep no state between requests",
+                "send each request without sequence parameters",
+            )
+    for what, tensors in (("input", body.inputs), ("output", body.outputs)):
+        for tensor in tensors:
+            extra = tensor.parameters.model_extra or {}
+            if "shared_memory_region" in extra:
+                raise InvalidData(
+                    f"{what} {tensor.name!r}: shared memory is not served", "send the bytes"
+                )
+            if extra.get("classification"):
+                raise InvalidData(
+                    f"{what} {tensor.name!r}: classification is not served here",
+                    "ask for the scores, or POST /predict",
+                )
+
+
+def _refuse_repeats(what: str, names: list[str]) -> None:
+    for name, times in Counter(names).items():
+        if times > 1:
+            raise InvalidData(f"{what} {name!r} is given {times} times")

@@ -1,0 +1,147 @@
+"""OpenAI's embeddings over HTTP: POST /v1/embeddings, GET /v1/models.
+
+https://platform.openai.com/docs/api-reference/embeddings
+
+A text that is too long is refused, not cut, as OpenAI does. Token ids go to the model as they are:
+special tokens are the sender's affair (POST /tokenize gives them).
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import orjson
+from fastapi import APIRouter, Request, Response
+
+from graph_passes.errors import InvalidArgument, InvalidData
+from service.api.routes import (
+    accepts,
+    deadline,
+    find,
+    json_response,
+    parse_body,
+    respond,
+    served,
+    unless_gone,
+)
+from service.api.schemas import (
+    EmbeddingsRequest,
+    EmbeddingsResponse,
+    ModelCard,
+    ModelCards,
+    OpenAIError,
+)
+from service.engine.engine import Engine
+from service.engine.repository import Repository
+from service.errors import FORMS, InvalidField, UnknownModel
+
+__all__ = ["error_body", "router"]
+
+ERRORS: dict[int, tuple[str, str | None]] = {
+    401: ("invalid_request_error", "invalid_api_key"),
+    429: ("requests", "rate_limit_exceeded"),
+}
+"""OpenAI's type and code for a status; others are the request's fault below 500, ours above."""
+
+router = APIRouter(
+    prefix="/v1",
+    tags=["OpenAI"],
+    responses={"4XX": {"model": OpenAIError}, "5XX": {"model": OpenAIError}},
+)
+
+
+def error_body(status: int, text: str, error: Exception | None) -> tuple[int, dict[str, Any]]:
+    """(status, body) of an error below /v1; what cannot be processed (422) is a bad request."""
+    kind, code = ERRORS.get(
+        status, ("invalid_request_error" if status < 500 else "server_error", None)
+    )
+    param = None
+    if isinstance(error, UnknownModel):
+        param, code = "model", "model_not_found"
+    elif isinstance(error, InvalidField):
+        param = error.field or None
+    body = {"message": text, "type": kind, "param": param, "code": code}
+    return 400 if status == 422 else status, {"error": body}
+
+
+FORMS["/v1"] = error_body
+
+
+@router.post("/embeddings", response_model=EmbeddingsResponse, **accepts(EmbeddingsRequest))
+async def embeddings(request: Request) -> Response:
+    """A vector for each text or list of token ids.
+
+    ``dimensions`` is refused unless it is the model's own: a vector that was not trained for it is
+    worth little when cut.
+    """
+    body = await parse_body(request, EmbeddingsRequest)
+    engine = served(request, body.model)
+    _check_dimensions(engine, body.dimensions, engine.model.outputs[0].axes)
+    try:
+        answer = await unless_gone(
+            request, engine.embed(body.input, truncate=False, deadline=deadline(request))
+        )
+    except (InvalidData, InvalidArgument) as error:
+        raise InvalidField(error.what, error.fix, field="input") from error
+    vectors = answer.outputs["embeddings"]
+    _check_dimensions(engine, body.dimensions, vectors.shape)
+    data = [
+        {
+            "object": "embedding",
+            "index": index,
+            "embedding": _base64(vector) if body.encoding_format == "base64" else vector,
+        }
+        for index, vector in enumerate(vectors)
+    ]
+
+    def envelope(written: orjson.Fragment, cost: dict[str, int | float]) -> dict[str, Any]:
+        return {
+            "object": "list",
+            "data": written,
+            "model": engine.name,
+            "usage": {"prompt_tokens": cost["tokens"], "total_tokens": cost["tokens"]},
+        }
+
+    return respond(request, engine, answer, data, envelope)
+
+
+@router.get("/models", response_model=ModelCards)
+async def models(request: Request) -> Response:
+    """The models that are loaded."""
+    repository: Repository = request.app.state.repository
+    names = dict.fromkeys(engine.name for engine in repository.engines())
+    return json_response(
+        {"object": "list", "data": [_card(repository.engine(name)) for name in names]}
+    )
+
+
+@router.get("/models/{name}", response_model=ModelCard)
+async def model(request: Request, name: str) -> Response:
+    return json_response(_card(find(request, name)))
+
+
+def _card(engine: Engine) -> dict[str, Any]:
+    return {
+        "id": engine.name,
+        "object": "model",
+        "created": int(engine.model.artifact.model.stat().st_mtime),
+        "owned_by": "attnserve",
+    }
+
+
+def _check_dimensions(engine: Engine, asked: int | None, shape: Sequence[int | str | None]) -> None:
+    """Refuse ``asked`` where the last axis of ``shape`` is known, and another."""
+    width = shape[-1] if shape else None
+    if asked is not None and isinstance(width, int) and asked != width:
+        raise InvalidField(
+            f"dimensions is {asked}, but vectors of {engine.name} have {width}",
+            "leave it out",
+            field="dimensions",
+        )
+
+
+def _base64(vector: np.ndarray) -> str:
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")

@@ -1,0 +1,209 @@
+"""Tensors of the Open Inference Protocol v2: as JSON, and as raw bytes behind the JSON.
+
+The binary extension: the body is JSON, then the bytes of each binary input in the order of the
+JSON, which says how many (``binary_data_size``); a header says where the JSON ends. Bytes are
+little-endian, row-major, without padding; a BOOL is one byte, 0 or 1. Answers have the same form.
+
+Numbers are checked, never wrapped or rounded to another kind: 3.0 is no INT64, 300 is no UINT8,
+and 1e39 is no FP32. JSON has no NaN and no infinity: not in requests, and null in answers; bytes
+carry both as they are.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from graph_passes.errors import InvalidData
+from service.api.schemas import InputTensor
+from service.errors import MalformedRequest
+
+__all__ = [
+    "DATATYPES",
+    "HEADER_LENGTH",
+    "NAMES",
+    "decode",
+    "decode_all",
+    "encode",
+    "encode_all",
+    "split",
+]
+
+HEADER_LENGTH = "inference-header-content-length"
+"""The header with the length of the JSON, in bytes, where raw tensors follow it."""
+
+DATATYPES: dict[str, np.dtype[Any]] = {
+    "BOOL": np.dtype(np.bool_),
+    "UINT8": np.dtype(np.uint8),
+    "UINT16": np.dtype(np.uint16),
+    "UINT32": np.dtype(np.uint32),
+    "UINT64": np.dtype(np.uint64),
+    "INT8": np.dtype(np.int8),
+    "INT16": np.dtype(np.int16),
+    "INT32": np.dtype(np.int32),
+    "INT64": np.dtype(np.int64),
+    "FP16": np.dtype(np.float16),
+    "FP32": np.dtype(np.float32),
+    "FP64": np.dtype(np.float64),
+}
+NAMES = {dtype: name for name, dtype in DATATYPES.items()}
+JSON_TYPES = {"b": {bool}, "u": {int}, "i": {int}, "f": {int, float}}
+"""What JSON may hold for a datatype of each numpy kind."""
+
+
+def split(body: bytes | bytearray, header_length: str | None) -> tuple[memoryview, memoryview]:
+    """(JSON, raw tensors) of ``body``, without a copy.
+
+    Args:
+        header_length: What the header says; without it, all of the body is JSON.
+
+    Raises:
+        MalformedRequest: It is no length, or one past the end of the body.
+    """
+    view = memoryview(body)
+    if header_length is None:
+        return view, view[:0]
+    if not re.fullmatch(r"[0-9]{1,19}", header_length, re.ASCII):
+        raise MalformedRequest(
+            f"{HEADER_LENGTH} is {header_length[:32]!r}: expected the bytes of JSON in the body"
+        )
+    end = int(header_length)
+    if end > len(view):
+        raise MalformedRequest(f"{HEADER_LENGTH} is {end}, but the body has {len(view)} bytes")
+    return view[:end], view[end:]
+
+
+def decode_all(tensors: Sequence[InputTensor], raw: memoryview) -> dict[str, np.ndarray]:
+    """The arrays that ``tensors`` describe, by name.
+
+    Args:
+        raw: What follows the JSON: the bytes of the binary tensors, in their order.
+
+    Raises:
+        InvalidData: What ``decode`` refuses; or too few or too many bytes.
+    """
+    arrays: dict[str, np.ndarray] = {}
+    start = 0
+    for tensor in tensors:
+        size = tensor.parameters.binary_data_size
+        if size is not None and size > len(raw) - start:
+            raise InvalidData(
+                f"input {tensor.name!r}: binary_data_size is {size},"
+                f" but {len(raw) - start} bytes are left in the body"
+            )
+        end = start + (size or 0)
+        arrays[tensor.name] = decode(tensor, None if size is None else raw[start:end])
+        start = end
+    if start < len(raw):
+        raise InvalidData(
+            f"{len(raw) - start} bytes follow the last tensor",
+            "does each binary input say its binary_data_size?",
+        )
+    return arrays
+
+
+def decode(tensor: InputTensor, raw: memoryview | None = None) -> np.ndarray:
+    """The array that ``tensor`` describes; of ``raw`` a view, where the bytes are aligned.
+
+    Raises:
+        InvalidData: Its data is missing or given twice, ragged, of another size or nesting than
+            its shape, or holds something that its datatype cannot.
+    """
+    what = f"input {tensor.name!r}"
+    if (tensor.data is None) == (raw is None):
+        raise InvalidData(
+            f"{what} has {'no data' if raw is None else 'data twice'}",
+            "give 'data', or 'binary_data_size' in its parameters and the bytes after the JSON",
+        )
+    dtype, shape = DATATYPES[tensor.datatype], tuple(tensor.shape)
+    if raw is not None:
+        return _reshape(_from_bytes(raw, dtype, shape, what), shape, what)
+    assert tensor.data is not None
+    nesting, values = _flatten(tensor.data, what)
+    # Sizes and types first, in Python: numpy would allocate for any shape and any string.
+    if len(values) != math.prod(shape):
+        raise InvalidData(f"{what}: {len(values)} values for shape {list(shape)}")
+    if len(nesting) > 1 and nesting != list(shape):
+        raise InvalidData(f"{what}: data nested as {nesting}, shape {list(shape)}")
+    if not set(map(type, values)) <= JSON_TYPES[dtype.kind]:
+        raise InvalidData(f"{what}: its data is not all of {tensor.datatype}")
+    in_range = True
+    if dtype.kind in "iu" and values:
+        limits = np.iinfo(dtype)
+        in_range = limits.min <= min(values) and max(values) <= limits.max
+    if in_range:
+        with np.errstate(over="ignore"):
+            array = np.array(values, dtype=dtype)
+        if dtype.kind != "f" or np.isfinite(array).all():
+            return _reshape(array, shape, what)
+    raise InvalidData(f"{what}: its data holds numbers out of the range of {tensor.datatype}")
+
+
+def encode_all(
+    arrays: Mapping[str, np.ndarray], binary: Collection[str]
+) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
+    """(output tensors for the JSON, what follows the JSON in their order).
+
+    Args:
+        binary: The names of those that go as raw bytes.
+    """
+    tensors: list[dict[str, Any]] = []
+    raw: list[np.ndarray] = []
+    for name, array in arrays.items():
+        if name not in binary:
+            tensors.append(encode(name, array))
+            continue
+        little = array.astype(array.dtype.newbyteorder("<"), order="C", copy=False)
+        raw.append(little)
+        parameters = {"parameters": {"binary_data_size": little.nbytes}}
+        tensors.append(_describe(name, array) | parameters)
+    return tensors, raw
+
+
+def encode(name: str, array: np.ndarray) -> dict[str, Any]:
+    """``array`` as an output tensor, its data flat in row-major order."""
+    return _describe(name, array) | {"data": np.ascontiguousarray(array).ravel()}
+
+
+def _describe(name: str, array: np.ndarray) -> dict[str, Any]:
+    return {"name": name, "shape": list(array.shape), "datatype": NAMES[array.dtype]}
+
+
+def _from_bytes(
+    raw: memoryview, dtype: np.dtype[Any], shape: tuple[int, ...], what: str
+) -> np.ndarray:
+    expected = math.prod(shape) * dtype.itemsize
+    if len(raw) != expected:
+        raise InvalidData(
+            f"{what}: {len(raw)} bytes for shape {list(shape)} of {NAMES[dtype]}:"
+            f" expected {expected}"
+        )
+    array = np.frombuffer(raw, dtype.newbyteorder("<"))
+    # A boolean of 2 is neither true nor false to those who count on 0 and 1.
+    if dtype.kind == "b" and array.size and array.view(np.uint8).max() > 1:
+        raise InvalidData(f"{what}: a BOOL is a byte 0 or 1, and there are others")
+    # The JSON before it is of any length, and vector instructions want aligned addresses.
+    return array.astype(dtype, copy=not array.flags.aligned)
+
+
+def _flatten(data: list[Any], what: str) -> tuple[list[int], list[Any]]:
+    """(length at each level of nesting, the values in row-major order)."""
+    nesting = [len(data)]
+    while data and type(data[0]) is list:
+        if set(map(type, data)) != {list} or len(set(map(len, data))) != 1:
+            raise InvalidData(f"{what}: its data is ragged")
+        nesting.append(len(data[0]))
+        data = list(chain.from_iterable(data))
+    return nesting, data
+
+
+def _reshape(array: np.ndarray, shape: tuple[int, ...], what: str) -> np.ndarray:
+    try:
+        return array.reshape(shape)
+    except (OverflowError, ValueError) as error:  # beside a 0, an axis may be of any length
+        raise InvalidData(f"{what}: an axis of shape {list(shape)} is too long") from error

@@ -1,0 +1,166 @@
+"""What Triton adds to the Open Inference Protocol v2: configuration, statistics, repository.
+
+https://github.com/triton-inference-server/server/tree/main/docs/protocol
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Request, Response
+
+from graph_passes.errors import InvalidData
+from service.api.routes import accepts, find, json_response, parse_json, read_body
+from service.api.schemas import (
+    IndexEntry,
+    IndexRequest,
+    ModelConfig,
+    ModelStatistics,
+    RepositoryRequest,
+)
+from service.api.tensors import NAMES
+from service.engine.engine import Engine
+from service.engine.model import Tensor
+from service.engine.repository import Repository
+
+__all__ = ["router"]
+
+router = APIRouter(prefix="/v2", tags=["Triton's extensions of v2"])
+
+
+@router.get("/models/stats", response_model=ModelStatistics)
+async def all_statistics(request: Request) -> Response:
+    """Of every version of every model that is loaded: exact, since it was first loaded."""
+    repository: Repository = request.app.state.repository
+    return _statistics(repository.engines())
+
+
+@router.get("/models/{name}/stats", response_model=ModelStatistics)
+async def model_statistics(request: Request, name: str) -> Response:
+    """Of every version of a model."""
+    repository: Repository = request.app.state.repository
+    return _statistics([find(request, name, one) for one in repository.versions(name)])
+
+
+@router.get("/models/{name}/versions/{version}/stats", response_model=ModelStatistics)
+async def version_statistics(request: Request, name: str, version: str) -> Response:
+    return _statistics([find(request, name, version)])
+
+
+@router.get("/models/{name}/config", response_model=ModelConfig)
+@router.get("/models/{name}/versions/{version}/config", response_model=ModelConfig)
+async def model_config(request: Request, name: str) -> Response:
+    """The JSON of Triton's ModelConfig, as far as it means something here.
+
+    ``max_batch_size`` is 0 where a request's rows are no batch; else the first axis of every tensor
+    is the batch, and is not among its ``dims``.
+    """
+    return json_response(configuration(find(request, name, request.path_params.get("version"))))
+
+
+# Its body is optional.
+INDEX = accepts(IndexRequest, required=False)
+LOAD = accepts(RepositoryRequest, required=False)
+
+
+@router.post("/repository/index", response_model=list[IndexEntry], **INDEX)
+async def index(request: Request) -> Response:
+    """Every version of every model, on disk or loaded; ``ready`` asks for those that serve."""
+    body = parse_json(await read_body(request) or b"{}", IndexRequest)
+    repository: Repository = request.app.state.repository
+    return json_response(
+        [
+            {
+                "name": entry.name,
+                "version": entry.version,
+                "state": entry.state,
+                "reason": entry.reason,
+            }
+            for entry in repository.index()
+            if entry.state == "READY" or not body.ready
+        ]
+    )
+
+
+@router.post("/repository/models/{name}/load", response_class=Response, **LOAD)
+async def load(request: Request, name: str) -> Response:
+    """Load what is on disk, in the place of what is loaded; it answers when it serves.
+
+    Another configuration or other files cannot be sent along: what serves is what is on disk.
+    """
+    body = parse_json(await read_body(request) or b"{}", RepositoryRequest)
+    for key in body.parameters:
+        if key == "config" or key.startswith("file:"):
+            raise InvalidData(
+                f"parameter {key!r}: models are loaded as they are on disk", "leave it out"
+            )
+    repository: Repository = request.app.state.repository
+    await repository.load(name)
+    return Response()
+
+
+@router.post("/repository/models/{name}/unload", response_class=Response, **LOAD)
+async def unload(request: Request, name: str) -> Response:
+    """Take no more requests; those that were accepted are answered.
+
+    No model here depends on another: ``unload_dependents`` changes nothing.
+    """
+    body = parse_json(await read_body(request) or b"{}", RepositoryRequest)
+    if not isinstance(body.parameters.get("unload_dependents", False), bool):
+        raise InvalidData("parameters.unload_dependents: expected true or false")
+    repository: Repository = request.app.state.repository
+    await repository.unload(name)
+    return Response()
+
+
+def configuration(engine: Engine) -> dict[str, Any]:
+    """``engine`` as Triton's ModelConfig says it in JSON."""
+    settings, model = engine.settings, engine.model
+    batches = model.rows_are_independent and model.max_rows is None
+    told: dict[str, Any] = {
+        "name": engine.name,
+        "platform": "onnxruntime_onnx",
+        "backend": "onnxruntime",
+        "version_policy": {"all": {}},
+        # A row has at least a token: no request has more rows than it may have tokens.
+        "max_batch_size": settings.max_tokens if batches else 0,
+        "input": [_tensor(tensor, batches) for tensor in model.inputs],
+        "output": [_tensor(tensor, batches) for tensor in model.outputs],
+        "instance_group": [
+            {
+                "name": engine.name,
+                "kind": "KIND_GPU" if settings.provider == "cuda" else "KIND_CPU",
+                "count": settings.concurrency,
+            }
+        ],
+        "default_model_filename": model.artifact.model.name,
+        "parameters": {
+            "max_batch_tokens": {"string_value": str(settings.batch_tokens)},
+            "operators": {"string_value": orjson.dumps(model.operators).decode()},
+        },
+    }
+    if batches:
+        told["dynamic_batching"] = {
+            "max_queue_delay_microseconds": round(settings.max_wait_ms * 1e3),
+            "default_queue_policy": {
+                "timeout_action": "REJECT",
+                "default_timeout_microseconds": round(settings.timeout_ms * 1e3),
+                "allow_timeout_override": True,
+                "max_queue_size": settings.max_queue,
+            },
+        }
+    return told
+
+
+def _tensor(tensor: Tensor, batches: bool) -> dict[str, Any]:
+    dims = [axis if isinstance(axis, int) else -1 for axis in tensor.axes]
+    return {
+        "name": tensor.name,
+        "data_type": f"TYPE_{NAMES[tensor.dtype]}",
+        "dims": dims[1:] if batches else dims,
+    }
+
+
+def _statistics(engines: list[Engine]) -> Response:
+    return json_response({"model_stats": [engine.statistics() for engine in engines]})

@@ -1,0 +1,88 @@
+"""What the dashboard shows: the last minute, memory, and what each model is."""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+from typing import Any
+
+from attnserve.models.artifact import Artifact
+from service.engine.engine import Engine
+from service.engine.repository import Repository
+from service.metrics import gpu_bytes
+
+__all__ = ["report"]
+
+
+def report(repository: Repository) -> dict[str, Any]:
+    """The body of GET /stats.json. Milliseconds, bytes, multiply-accumulates."""
+    return {
+        "ready": repository.ready,
+        "memory": {"rss_bytes": repository.metrics.rss(), "gpu_bytes": gpu_bytes()},
+        "workers": dict(zip(("wanted", "serving"), repository.workers, strict=True)),
+        "models": [_model(repository, engine) for engine in repository.engines()],
+    }
+
+
+def _model(repository: Repository, engine: Engine) -> dict[str, Any]:
+    statistics = engine.statistics()
+    key = (engine.name, engine.version)
+    waiting, in_flight = {told[:2]: told[2:4] for told in repository.metrics.watch()}[key]
+    return {
+        "name": engine.name,
+        "version": engine.version,
+        "ready": repository.runs(engine),
+        "reason": engine.reason,
+        "queue_rows": waiting,
+        "in_flight": in_flight,
+        "requests": statistics["inference_stats"]["success"]["count"],
+        "failures": statistics["inference_stats"]["fail"]["count"],
+        "rows": statistics["inference_count"],
+        "runs": statistics["execution_count"],
+        "gpu_peak_bytes": engine.metrics.gpu_peak_bytes,
+        "window": engine.metrics.window(),
+        "card": card(engine),
+    }
+
+
+def card(engine: Engine) -> dict[str, Any]:
+    """What the model is, and what was done to it."""
+    model, artifact = engine.model, engine.model.artifact
+    return {
+        "parameters": model.cost.parameters,
+        "max_length": model.encoder.max_length if model.encoder else None,
+        "pooling": artifact.pooling,
+        "normalize": artifact.normalize,
+        "takes_text": model.encoder is not None,
+        "classifies": model.classifies,
+        "provider": model.provider,
+        "source": _source(artifact),
+        "plan": model.plan_id,
+        "operators": dict(model.operators),
+        "optimization": _optimization(artifact),
+    }
+
+
+def _source(artifact: Artifact) -> str | None:
+    """What it was exported from; of a folder its end alone, for paths are nobody's business."""
+    source = artifact.record.get("source")
+    if not isinstance(source, str):
+        return None
+    path = PurePath(source)
+    return "/".join(path.parts[-2:]) if path.is_absolute() else source
+
+
+def _optimization(artifact: Artifact) -> dict[str, Any] | None:
+    """Before the first rewrite and after the last; None where nothing was rewritten."""
+    entries = [entry for entry in artifact.lineage if isinstance(entry, dict)]
+    if not entries:
+        return None
+    last = entries[-1]
+    return {
+        "rewrites": [entry.get("rewrite") for entry in entries],
+        "before": entries[0].get("before"),
+        "after": last.get("after"),
+        "fidelity": last.get("fidelity"),
+        "batch": last.get("batch"),
+        "sequence": last.get("sequence"),
+        "break_even_sequence": last.get("break_even_sequence"),
+    }

@@ -1,0 +1,444 @@
+"""The models that are served: what is on disk, what is loaded, and how one takes another's place.
+
+A path is an .onnx file, an artifact folder, or a folder of models as Triton reads it:
+NAME/VERSION/model.onnx, or NAME/model.onnx for version 1. All versions of a model are loaded; the
+highest serves requests that name none. A new version is loaded and warm before the old one stops:
+what the old one has accepted it answers, then its session is freed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from attnserve.models.artifact import Artifact, check_files, open_artifact
+from graph_passes.errors import AttnserveError, InvalidModel
+from service.engine.device import on_device
+from service.engine.engine import Engine
+from service.engine.isolation import Proven, Prover
+from service.engine.model import Model
+from service.errors import NotFound, NotReady, UnknownModel
+from service.metrics import Metrics
+from service.settings import Settings
+
+__all__ = ["Entry", "Repository", "State", "say_operators"]
+
+State = Literal["READY", "LOADING", "UNAVAILABLE"]
+
+VERSION = re.compile(r"[1-9]\d{0,17}|0")
+
+log = logging.getLogger("attnserve")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One version of a model, on disk or loaded, and why it does not serve where it does not."""
+
+    name: str
+    version: str
+    state: State
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a version lies; ``shared`` is the folder above the versions of a model."""
+
+    path: Path
+    shared: Path | None = None
+
+
+class Repository:
+    """The models under one path.
+
+    Args:
+        settings: The path, and how to serve what is there.
+        metrics: Where its engines report.
+        rewritten: Where the prober keeps rewritten models; None for a temporary folder.
+    """
+
+    def __init__(
+        self, settings: Settings, metrics: Metrics | None = None, *, rewritten: Path | None = None
+    ) -> None:
+        self.settings = settings = on_device(settings)
+        self.metrics = metrics or Metrics()
+        self.metrics.watch = self._watch
+        self.draining = False
+        self._prover = Prover(
+            provider=settings.provider,
+            threads=settings.threads,
+            timeout_s=settings.probe_timeout_s,
+            rewrite=settings.rewrite,
+            folder=rewritten,
+            in_use=self._in_use,
+        )
+        self._engines: dict[str, dict[str, Engine]] = {}
+        self._contents: dict[Engine, str] = {}
+        self._loading: set[tuple[str, str]] = set()
+        self._failures: dict[tuple[str, str], str] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._retiring: set[asyncio.Task[None]] = set()
+        self._known: frozenset[str] = frozenset()
+        self._started = False
+
+    # -- what serves ------------------------------------------------------------------------------
+
+    def engine(self, name: str | None = None, version: str | None = None) -> Engine:
+        """The engine that serves a model.
+
+        Args:
+            name: None for the only model there is.
+            version: None for the highest.
+
+        Raises:
+            NotFound: There is no such model or version.
+            NotReady: It is not loaded.
+        """
+        if name is None:
+            name = self._only()
+        loaded = self._engines.get(name)
+        if not loaded:
+            if name in self._known:
+                raise NotReady(f"the model {name!r} is not loaded", "load it, or wait until it is")
+            known = ", ".join(map(repr, sorted(self._engines))) or "no model"
+            raise UnknownModel(f"unknown model {name!r}: this server has {known}")
+        if version is None:
+            return loaded[max(loaded, key=int)]
+        if version not in loaded:
+            has = ", ".join(sorted(loaded, key=int))
+            raise NotFound(f"unknown version {version!r} of {name!r}: it has {has}")
+        return loaded[version]
+
+    def versions(self, name: str) -> list[str]:
+        """The versions of ``name`` that are loaded, the lowest first.
+
+        Raises:
+            NotFound, NotReady: See ``engine``.
+        """
+        self.engine(name)
+        return sorted(self._engines[name], key=int)
+
+    def abandon(self) -> None:
+        """Refuse all that is not answered yet."""
+        for engine in self.engines():
+            engine.batcher.refuse_all(
+                NotReady("the server was told to stop at once", "ask another, or later")
+            )
+
+    def engines(self) -> list[Engine]:
+        """All that are loaded, by name and version."""
+        return [
+            self._engines[name][version]
+            for name in sorted(self._engines)
+            for version in sorted(self._engines[name], key=int)
+        ]
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are served: models are loaded, all of them run, and nothing stops."""
+        return (
+            self._started
+            and not self.draining
+            and bool(self._engines)
+            and all(engine.ready for engine in self.engines())
+        )
+
+    def runs(self, engine: Engine) -> bool:
+        """Whether ``engine`` runs, wherever a request for it may go."""
+        return engine.ready
+
+    @property
+    def workers(self) -> tuple[int, int]:
+        """(processes that are to serve, those that do)."""
+        return 1, 1
+
+    def index(self) -> list[Entry]:
+        """Every version on disk or loaded, by name and version."""
+        found = {
+            (name, version): Entry(name, version, "UNAVAILABLE", "not loaded")
+            for name, places in self._find().items()
+            for version in places
+        }
+        for key, reason in self._failures.items():
+            found[key] = Entry(*key, "UNAVAILABLE", reason)
+        for key in self._loading:
+            found[key] = Entry(*key, "LOADING")
+        for engine in self.engines():
+            state: State = "READY" if engine.ready else "UNAVAILABLE"
+            key = (engine.name, engine.version)
+            found[key] = Entry(*key, state, engine.reason)
+        return [found[key] for key in sorted(found, key=lambda key: (key[0], int(key[1])))]
+
+    # -- load and unload --------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Load every model.
+
+        Raises:
+            AttnserveError: What was wrong with the first, where none could be loaded.
+        """
+        if self._started:
+            return
+        self.draining = False
+        names = await asyncio.to_thread(self._find)
+        first: AttnserveError | None = None
+        for name in sorted(names):
+            try:
+                await self.load(name)
+            except AttnserveError as error:
+                log.error("%s is not loaded: %s", name, str(error).replace("\n", "; "))
+                first = first or error
+        if not self._engines:
+            raise first or InvalidModel(
+                f"{self.settings.model}: holds no model",
+                "expected model.onnx, NAME/model.onnx or NAME/VERSION/model.onnx",
+            )
+        self._started = True
+
+    async def load(self, name: str, versions: Collection[str] | None = None) -> None:
+        """Load what is on disk under ``name``, in the place of what is loaded.
+
+        A version whose files are as they were stays as it is. One that cannot be loaded leaves the
+        one that serves in its place; the others are loaded all the same.
+
+        Args:
+            versions: Only these of those on disk; None for all.
+
+        Raises:
+            NotFound: There is no such model on disk.
+            InvalidModel: A version cannot be loaded.
+        """
+        async with await self._lock(name):
+            places = (await asyncio.to_thread(self._find)).get(name, {})
+            if versions is not None:
+                places = {version: places[version] for version in versions if version in places}
+            if not places:
+                raise UnknownModel(f"unknown model {name!r}: there is none on disk")
+            serving = self._engines.get(name, {})
+            following: dict[str, Engine] = {}
+            first: AttnserveError | None = None
+            for version in sorted(places, key=int):
+                key = (name, version)
+                self._loading.add(key)
+                try:
+                    engine = await self._prepare(name, version, places[version])
+                    self._failures.pop(key, None)
+                except AttnserveError as error:
+                    self._failures[key] = error.what
+                    first = first or error
+                    if version not in serving:
+                        continue
+                    engine = serving[version]
+                finally:
+                    self._loading.discard(key)
+                following[version] = engine
+            if following:
+                self._engines[name] = following
+            for engine in serving.values():
+                if engine not in following.values():
+                    self._retire(engine)
+            if first is not None:
+                raise first
+            level = logging.INFO if self._started else logging.DEBUG
+            log.log(level, "loaded %s, versions %s", name, ", ".join(following))
+
+    async def unload(self, name: str) -> None:
+        """Take no more requests for ``name``; what was accepted is answered, then it is freed.
+
+        Raises:
+            NotFound: There is no such model.
+        """
+        async with await self._lock(name):
+            engines = self._engines.pop(name, None)
+            for engine in (engines or {}).values():
+                self._retire(engine)
+            for key in [key for key in self._failures if key[0] == name]:
+                del self._failures[key]
+            log.info("unloaded %s", name)
+
+    async def settled(self) -> None:
+        """Wait until every engine that was replaced or unloaded is freed."""
+        while self._retiring:
+            await asyncio.gather(*self._retiring)
+
+    async def close(self) -> None:
+        """Take no more requests, answer what was accepted, free everything."""
+        self.draining = True
+        for name in list(self._engines):
+            for engine in self._engines.pop(name).values():
+                self._retire(engine)
+        await self.settled()
+        self._started = False
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    async def _lock(self, name: str) -> asyncio.Lock:
+        """What is held while ``name`` is loaded or unloaded; made-up names leave nothing behind.
+
+        Raises:
+            NotFound: There is no such model, on disk or loaded.
+        """
+        await asyncio.to_thread(self._find)
+        if name not in self._known and name not in self._engines:
+            raise UnknownModel(f"unknown model {name!r}: there is none on disk")
+        return self._locks.setdefault(name, asyncio.Lock())
+
+    def _only(self) -> str:
+        if len(self._engines) == 1:
+            return next(iter(self._engines))
+        if not self._engines:
+            raise NotReady("the model is not loaded", "wait until /v2/health/ready answers 200")
+        known = ", ".join(sorted(self._engines))
+        raise NotFound(f"this server has several models: {known}", "name one of them")
+
+    async def _prepare(self, name: str, version: str, place: _Place) -> Engine:
+        """An engine for what lies at ``place``: the one that serves it, or a new one."""
+        content, model = await asyncio.to_thread(self._load, name, version, place)
+        current = self._engines.get(name, {}).get(version)
+        if model is None:
+            assert current is not None
+            return current
+
+        def reload() -> Model:
+            found, again = self._load(name, version, place, anyway=True)
+            if found != content or again is None:
+                raise NotReady(f"the files of {name} have changed", "load it again")
+            return again
+
+        engine = Engine(model, self.settings, self.metrics.of(name, version), reload)
+        self._contents[engine] = content
+        if self._started:
+            say_operators(engine)
+        return engine
+
+    def _load(
+        self, name: str, version: str, place: _Place, *, anyway: bool = False
+    ) -> tuple[str, Model | None]:
+        """(checksum of its content, the model); None where the same serves already.
+
+        Raises:
+            InvalidModel: It cannot be loaded, or changed while it was.
+        """
+        artifact = open_artifact(place.path, place.shared)
+        before = _state(artifact)
+        check_files(artifact)
+        trusted = not self.settings.probe
+        proven = (self._prover.identify if trusted else self._prover.prove)(artifact)
+        content = proven.identity
+        current = self._engines.get(name, {}).get(version)
+        unchanged = current is not None and self._contents.get(current) == content
+        if unchanged and not anyway and current is not None and current.ready:
+            return content, None
+        model = self._open(artifact, name, version, proven)
+        if _state(artifact) != before:
+            model.close()
+            raise InvalidModel(f"{artifact.model}: changed while it was loaded", "load it again")
+        return content, model
+
+    def _open(self, artifact: Artifact, name: str, version: str, proven: Proven) -> Model:
+        """A warm model in the operators that were proven; as it is where these fail here.
+
+        Raises:
+            AttnserveError: It cannot be loaded as it is.
+        """
+        model: Model | None = None
+        if proven.rewritten is not None:
+            try:
+                model = self._warm(artifact, name, version, proven)
+            except AttnserveError as error:  # somebody cleaned up, or there is no memory now
+                why = {"rewritten": False, "why": error.what}
+                proven = replace(proven, rewritten=None, operators=why)
+        return model or self._warm(artifact, name, version, proven)
+
+    def _warm(self, artifact: Artifact, name: str, version: str, proven: Proven) -> Model:
+        model = Model(
+            artifact,
+            name=name,
+            version=version,
+            provider=self.settings.provider,
+            threads=self.settings.threads,
+            cuda=self.settings.cuda,
+            cuda_graphs=self.settings.cuda_graphs,
+            at_once=self.settings.concurrency,
+            graph=proven.rewritten,
+            operators=proven.operators,
+        )
+        model.warm_up()
+        return model
+
+    def _in_use(self) -> Collection[str] | None:
+        """The identities of what is loaded; None while more than one is being loaded."""
+        return None if len(self._loading) > 1 else set(self._contents.values())
+
+    def _retire(self, engine: Engine) -> None:
+        self._contents.pop(engine, None)
+        task = asyncio.ensure_future(engine.retire())
+        self._retiring.add(task)
+        task.add_done_callback(self._retiring.discard)
+
+    def _watch(self) -> list[tuple[str, str, int, int, bool]]:
+        return [
+            (engine.name, engine.version, engine.batcher.waiting, engine.in_flight, engine.ready)
+            for engine in self.engines()
+        ]
+
+    def _find(self) -> Mapping[str, Mapping[str, _Place]]:
+        """What is on disk, by name and version.
+
+        Raises:
+            InvalidModel: There is no such file or folder.
+        """
+        path = self.settings.model
+        if not path.is_dir() or any(path.glob("*.onnx")):
+            found = {open_artifact(path).name: {"1": _Place(path)}}
+        else:
+            found = dict(_repository(path))
+        self._known = frozenset(found)
+        return found
+
+
+def say_operators(engine: Engine) -> None:
+    """A line in the log: what was done to run it faster, or why nothing was."""
+    done = engine.model.operators
+    if done["rewritten"]:
+        log.info(
+            "%s runs in other operators: %d attention, %d GELU; %.2fx as fast, cosine %.9f",
+            engine.name, done["attention"], done["gelu"], done["speedup"], done["min_cosine"],
+        )  # fmt: skip
+    elif engine.settings.probe and engine.settings.rewrite:
+        log.info("%s runs as it is: %s", engine.name, done["why"])
+
+
+def _repository(path: Path) -> Iterator[tuple[str, dict[str, _Place]]]:
+    """(name, versions) of each model in a folder of models; other folders are none."""
+    for folder in sorted(path.iterdir()):
+        if not folder.is_dir() or folder.name.startswith("."):
+            continue
+        versions = {
+            child.name: _Place(child, folder)
+            for child in folder.iterdir()
+            if VERSION.fullmatch(child.name) and (child / "model.onnx").is_file()
+        }
+        if not versions and (folder / "model.onnx").is_file():
+            versions = {"1": _Place(folder)}
+        if versions:
+            yield folder.name, versions
+
+
+def _state(artifact: Artifact) -> tuple[object, ...]:
+    """What changes when a file beside the model does: nothing of it is read."""
+    found: list[object] = []
+    with suppress(OSError):
+        for path in sorted(artifact.folder.iterdir()):
+            if path.suffix in (".onnx", ".data", ".json") or path.name.startswith(
+                artifact.model.name
+            ):
+                facts = path.stat()
+                found.append((path.name, facts.st_ino, facts.st_size, facts.st_mtime_ns))
+    return tuple(found)

@@ -1,1 +1,0 @@
-"""One module a protocol: what it calls things, and its routes."""

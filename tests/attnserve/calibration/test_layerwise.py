@@ -1,0 +1,270 @@
+"""A model in stretches: the same values as in one run, and nothing is run or kept for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+import attnserve.calibration.layerwise
+from attnserve.calibration.layerwise import Stepwise
+from attnserve.runtime.session import Batch, open_session, run
+from graph_passes.emit.editing import Inserter, exposing, remove_unused, replace_uses
+from graph_passes.errors import InvalidData
+
+CHAIN = """
+    a = Mul(x, two)
+    b = Sin(a)
+    c = MatMul(b, W)
+    d = Cos(c)
+    e = Add(d, x)"""
+BRANCH = """
+    skip = Exp(x)
+    a = Sin(x)
+    left, right = Split <axis = -1, num_outputs = 2> (a)
+    b = Cos(left)
+    c = Concat <axis = -1> (b, right)
+    d = Mul(c, skip)"""
+BODY = """
+    a = Sin(x)
+    mean = ReduceMean <keepdims = 0> (a)
+    flag = Greater(mean, zero)
+    b = Cos(a)
+    c = If <
+        then_branch = yes () => (float[batch, n, 4] yes_c) { yes_c = Add(a, b) },
+        else_branch = no () => (float[batch, n, 4] no_c) { no_c = Sub(a, b) }
+    > (flag)
+    d = Exp(c)"""
+FOLDED = """
+    Wt = Transpose(W)
+    a = MatMul(x, Wt)
+    b = Sin(a)
+    c = MatMul(b, Wt)"""
+SEQUENCE = """
+    a = Sin(x)
+    parts = SplitToSequence <axis = -1> (a, pair)
+    b = SequenceAt(parts, first)
+    c = Cos(b)
+    d = SequenceAt(parts, second)
+    e = Add(c, d)"""
+
+
+WEIGHT = ", ".join(str(i / 10) for i in range(16))
+
+
+def model(body: str, out: str) -> ir.Model:
+    return ir.from_onnx_text(f"""<ir_version: 9, opset_import: ["": 18]>
+    g (float[batch, n, 4] x) => (float[batch, n, m] {out})
+        <float two = {{2}}, float zero = {{0}}, float[4, 4] W = {{{WEIGHT}}},
+         int64 pair = {{2}}, int64 first = {{0}}, int64 second = {{1}}> {{ {body} }}""")
+
+
+def batches(lengths: Sequence[int] = (3, 1, 5)) -> list[Batch]:
+    random = np.random.default_rng(0)
+    return [{"x": random.standard_normal((2, n, 4)).astype(np.float32)} for n in lengths]
+
+
+def value(graph: ir.Model, name: str) -> ir.Value:
+    if name in graph.graph.initializers:
+        return graph.graph.initializers[name]
+    made = [v for node in graph.graph for v in node.outputs]
+    return next(v for v in (*graph.graph.inputs, *made) if v.name == name)
+
+
+def values(graph: ir.Model, names: str) -> list[ir.Value]:
+    return [value(graph, name) for name in names.split()]
+
+
+def whole(graph: ir.Model, names: str) -> list[list[np.ndarray]]:
+    """Of each batch, in one run of all the model."""
+    with exposing(graph, values(graph, names)):
+        session = open_session(graph, threads=1)
+    return [run(session, batch) for batch in batches()]
+
+
+def same(found: Sequence[Sequence[np.ndarray]], expected: Sequence[Sequence[np.ndarray]]) -> None:
+    assert len(found) == len(expected)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert len(mine) == len(theirs)
+        for a, b in zip(mine, theirs, strict=True):
+            assert a.dtype == b.dtype
+            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+def kept(stepwise: Stepwise) -> set[str | None]:
+    """The names of what is held of every batch, beside its inputs."""
+    (names,) = {frozenset(v.name for v in held) for held in stepwise._kept}  # pyright: ignore
+    return set(names)
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The operators of each session, in order."""
+    found: list[str] = []
+
+    def opened(part: ir.Model, **options: object) -> object:
+        found.append(" ".join(node.op_type for node in part.graph))
+        return open_session(part, threads=1)
+
+    monkeypatch.setattr(attnserve.calibration.layerwise, "open_session", opened)
+    return found
+
+
+STRETCHES = {
+    "chain": (CHAIN, ["a", "b", "c d", "e"]),
+    "far apart": (CHAIN, ["b", "e"]),
+    "at once": (CHAIN, ["e a c"]),
+    "branch": (BRANCH, ["a", "left", "b", "d"]),
+    "both parts": (BRANCH, ["right", "c", "d"]),
+    "body": (BODY, ["a", "b", "c", "d"]),
+    "into a body": (BODY, ["flag", "d"]),
+    "constants": (FOLDED, ["a", "Wt", "c"]),
+    "sequence": (SEQUENCE, ["a", "c", "e"]),
+    "an input": (CHAIN, ["x", "x b", "x e"]),
+    "again": (CHAIN, ["b b", "b c", "c", "b"]),
+    "an initializer": (CHAIN, ["W b", "d W"]),
+    "backwards": (CHAIN, ["d", "b", "e", "a"]),
+}
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told", "not told"])
+@pytest.mark.parametrize("case", STRETCHES)
+def test_stretches_are_one_run(case: str, told: bool):
+    """Whether or not it is told what will be wanted, which decides only what is run again."""
+    body, stretches = STRETCHES[case]
+    graph = model(body, stretches[-1].split()[-1])
+    text = ir.to_onnx_text(graph)
+    stepwise = Stepwise(graph, batches())
+    for place, names in enumerate(stretches):
+        later = [v for after in stretches[place + 1 :] for v in values(graph, after)]
+        found = list(stepwise.advance(values(graph, names), later if told else ()))
+        same(found, whole(graph, names))
+    assert ir.to_onnx_text(graph) == text
+    assert not kept(stepwise)
+
+
+def test_no_node_is_run_twice(ran: list[str]):
+    graph = model(CHAIN, "e")
+    stepwise = Stepwise(graph, batches())
+    for place, name in enumerate("bce"):
+        for _ in stepwise.advance(values(graph, name), values(graph, " ".join("bce"[place + 1 :]))):
+            pass
+    assert ran == ["Mul Sin", "MatMul", "Cos Add"]
+
+
+def test_nothing_is_run_for_what_is_known(ran: list[str]):
+    graph = model(CHAIN, "e")
+    stepwise = Stepwise(graph, batches())
+    list(stepwise.advance(values(graph, "b"), values(graph, "b e")))
+    list(stepwise.advance(values(graph, "b x"), values(graph, "e")))
+    list(stepwise.advance([], values(graph, "e")))
+    assert ran == ["Mul Sin"]
+
+
+def test_only_what_will_be_read_is_kept():
+    graph = model(BRANCH, "d")
+    stepwise = Stepwise(graph, batches())
+    for names, later, left in (
+        ("left", "d", {"left", "right"}),  # skip is made of the input, and was not needed yet
+        ("b", "d", {"b", "right"}),
+        ("skip", "d", {"b", "right", "skip"}),
+        ("c", "d", {"c", "skip"}),
+        ("d", "", set[str]()),
+    ):
+        list(stepwise.advance(values(graph, names), values(graph, later)))
+        assert kept(stepwise) == left
+
+
+def test_what_a_body_reads_is_kept():
+    graph = model(BODY, "d")
+    stepwise = Stepwise(graph, batches())
+    list(stepwise.advance(values(graph, "flag b"), values(graph, "d")))
+    assert kept(stepwise) == {"a", "b", "flag"}
+
+
+def test_constants_are_not_kept():
+    graph = model(FOLDED, "c")
+    stepwise = Stepwise(graph, batches())
+    list(stepwise.advance(values(graph, "Wt a"), values(graph, "c")))
+    assert kept(stepwise) == {"a"}
+
+
+def test_what_is_wanted_later_is_kept_until_then(ran: list[str]):
+    graph = model(CHAIN, "e")
+    stepwise = Stepwise(graph, batches())
+    list(stepwise.advance(values(graph, "d"), values(graph, "b")))
+    assert kept(stepwise) == {"b"}
+    same(list(stepwise.advance(values(graph, "b"))), whole(graph, "b"))
+    assert len(ran) == 1 and not kept(stepwise)
+
+
+def test_what_lies_ahead_may_be_edited():
+    graph = model(CHAIN, "e")
+    stepwise = Stepwise(graph, batches())
+    list(stepwise.advance(values(graph, "b"), values(graph, "e")))
+    product = value(graph, "c").producer()
+    assert product is not None
+    make = Inserter(graph.graph, product, "new")
+    shifted = make.op("Add", [value(graph, "b"), make.constant(np.ones(4, np.float32), "one")], "s")
+    weight = make.constant(np.eye(4, dtype=np.float32), "weight")
+    replace_uses(value(graph, "c"), make.op("MatMul", [shifted, weight], "product"))
+    remove_unused(graph)
+    assert all(node is not product for node in graph.graph)
+    same(list(stepwise.advance(values(graph, "d"), values(graph, "e"))), whole(graph, "d"))
+    same(list(stepwise.advance(values(graph, "e"))), whole(graph, "e"))
+
+
+def test_an_edit_may_read_what_was_let_go():
+    graph = model(CHAIN, "e")
+    stepwise = Stepwise(graph, batches())
+    list(stepwise.advance(values(graph, "c"), values(graph, "e")))
+    last = value(graph, "e").producer()
+    assert last is not None
+    last.replace_input_with(1, value(graph, "a"))
+    same(list(stepwise.advance(values(graph, "e"))), whole(graph, "e"))
+
+
+def test_a_look_ahead_stays_where_it_is(ran: list[str]):
+    graph = model(CHAIN, "e")
+    stepwise = Stepwise(graph, batches())
+    list(stepwise.advance(values(graph, "b"), values(graph, "e")))
+    same(list(stepwise.look(values(graph, "e b"))), whole(graph, "e b"))
+    assert kept(stepwise) == {"b"}
+    given = graph.graph.initializers["W"]
+    given.const_value = ir.tensor(np.ones((4, 4), np.float32), name="W")
+    same(list(stepwise.advance(values(graph, "e"))), whole(graph, "e"))
+    assert ran == ["Mul Sin", "MatMul Cos Add", "MatMul Cos Add"]
+
+
+def test_a_name_that_is_taken_gives_way():
+    """Split is run again for the part that was let go, beside the part that is known."""
+    graph = model(BRANCH, "d")
+    stepwise = Stepwise(graph, batches())
+    list(stepwise.advance(values(graph, "left"), values(graph, "b")))
+    assert kept(stepwise) == {"left"}
+    same(list(stepwise.advance(values(graph, "c"))), whole(graph, "c"))
+
+
+def test_batches_are_fed_as_the_model_takes_them():
+    graph = model(CHAIN, "e")
+    turned = [{"other": -batch["x"]} for batch in batches()]
+    stepwise = Stepwise(graph, turned, feed=lambda batch: {"x": -batch["other"]})
+    list(stepwise.advance(values(graph, "b"), values(graph, "e")))
+    same(list(stepwise.advance(values(graph, "e"))), whole(graph, "e"))
+
+
+def test_without_batches_there_is_nothing():
+    graph = model(CHAIN, "e")
+    assert list(Stepwise(graph, []).advance(values(graph, "e"))) == []
+
+
+def test_a_batch_that_is_refused_is_told():
+    graph = model(CHAIN, "e")
+    wrong = [{"x": np.zeros((2, 3, 5), np.float32)}]
+    with pytest.raises(InvalidData, match=r"the model refuses the inputs x \(2, 3, 5\)"):
+        list(Stepwise(graph, wrong).advance(values(graph, "e")))
+    lacking = [{"y": np.zeros((2, 3, 4), np.float32)}]
+    with pytest.raises(InvalidData, match="the model refuses the inputs"):
+        list(Stepwise(graph, lacking).advance(values(graph, "e")))

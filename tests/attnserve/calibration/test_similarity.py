@@ -1,0 +1,333 @@
+"""How alike heads attend, held against the definition, text by text and query by query."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from attnserve.calibration.similarity import HeadSimilarity, measure_similarity
+from attnserve.checks.certify import read_attention
+from attnserve.models.artifact import load_model, open_artifact
+from attnserve.models.datasets import load_inputs
+from attnserve.runtime.session import Batch, open_session
+from graph_passes.blocks import AttentionBlock
+from graph_passes.emit.editing import exposing
+from graph_passes.errors import InvalidArgument, InvalidData
+from tests.graph_passes.graphs import D, H, K, V, graph
+
+MASK = """
+        real = Cast <to = 1> (attention_mask)
+        hidden = Sub(one, real)
+        low_hidden = Mul(hidden, low)
+        mask = Unsqueeze(low_hidden, a12)"""
+LAYER = """
+        {n}q0 = MatMul({x}, Wq{n})
+        {n}q1 = Reshape({n}q0, heads)
+        {n}q = Transpose <perm = [0, 2, 1, 3]> ({n}q1)
+        {n}k0 = MatMul({y}, Wk{n})
+        {n}k1 = Reshape({n}k0, heads)
+        {n}k = Transpose <perm = [0, 2, 3, 1]> ({n}k1)
+        {n}v0 = MatMul({y}, Wv{n})
+        {n}v1 = Reshape({n}v0, v_heads)
+        {n}v = Transpose <perm = [0, 2, 1, 3]> ({n}v1)
+        {n}s0 = MatMul({n}q, {n}k)
+        {n}s1 = Mul({n}s0, scale)
+        {n}s = {mask}
+        {n}p = Softmax <axis = -1> ({n}s)
+        {n}c0 = MatMul({n}p, {n}v)
+        {n}c1 = Transpose <perm = [0, 2, 1, 3]> ({n}c0)
+        {n}c = Reshape({n}c1, merge)
+        {n}o = MatMul({n}c, Wo{n})
+        {out} = Add({x}, {n}o)"""
+INPUTS = f"float[batch, sequence, {D}] x, int64[batch, sequence] attention_mask"
+
+
+def weights(*layers: str, alike: bool = False) -> dict[str, np.ndarray]:
+    """Weights of their own for each layer, or the same for all."""
+    random, shapes = np.random.default_rng(0), {"Wq": H * K, "Wk": H * K, "Wv": H * V}
+    made: dict[str, np.ndarray] = {"a12": np.array([1, 2], np.int64)}
+    for layer in layers:
+        random = np.random.default_rng(0) if alike else random
+        for name, width in shapes.items():
+            made[name + layer] = random.standard_normal((D, width)).astype(np.float32)
+        made["Wo" + layer] = random.standard_normal((H * V, D)).astype(np.float32)
+    return made
+
+
+def two_layers(alike: bool = False) -> ir.Model:
+    """Self-attention twice; ``alike``: the same weights, on the same tokens."""
+    first = LAYER.format(n="a", x="x", y="x", out="h", mask="Add(as1, mask)")
+    tokens = "x" if alike else "h"
+    second = LAYER.format(n="b", x=tokens, y=tokens, out="out", mask="Add(bs1, mask)")
+    output = f"float[batch, sequence, {D}] out, float[batch, sequence, {D}] h"
+    constants = weights("a", "b", alike=alike)
+    return graph(MASK + first + second, inputs=INPUTS, output=output, constants=constants)
+
+
+def texts(*lengths: int, width: int = 9, seed: int = 1) -> Batch:
+    """One text of each length, padded to the width with noise."""
+    x = np.random.default_rng(seed).standard_normal((len(lengths), width, D)).astype(np.float32)
+    mask = np.arange(width) < np.array(lengths)[:, None]
+    return {"x": x, "attention_mask": mask.astype(np.int64)}
+
+
+def probabilities(model: ir.Model, blocks: Sequence[AttentionBlock], batch: Batch) -> np.ndarray:
+    """Of all heads of all layers, (N, B, S, T)."""
+    values = [block.probabilities for block in blocks]
+    with exposing(model, values):  # type: ignore[arg-type]
+        seen = open_session(model).run(None, batch)
+    return np.concatenate([np.asarray(p) for p in seen], axis=1).swapaxes(0, 1)
+
+
+def by_hand(model: ir.Model, blocks: Sequence[AttentionBlock], batches: Sequence[Batch]):
+    """Eq. 2 and the mean of eq. 3, as they are written."""
+    similarities: list[np.ndarray] = []
+    for batch in batches:
+        p = probabilities(model, blocks, batch).astype(np.float64)
+        for text, real in enumerate(batch["attention_mask"].astype(bool)):
+            rows = p[:, text][:, real]  # N Q T
+            distance = np.abs(rows[:, None] - rows).sum(-1) / 2
+            similarities.append(1 - distance.mean(-1))
+    return np.mean(similarities, axis=0)
+
+
+# Measuring
+
+
+def test_similarity_is_that_of_the_definition():
+    model = two_layers()
+    blocks = read_attention(model).blocks
+    batches = [texts(9, 4, 1), texts(6, 2, width=7, seed=2), texts(12, width=12, seed=3)]
+    got = measure_similarity(model, blocks, batches)
+    assert (got.layers, got.heads) == (tuple(block.name for block in blocks), (H, H))
+    assert got.queries == 9 + 4 + 1 + 6 + 2 + 12
+    # Single-precision probabilities, added in single precision.
+    np.testing.assert_allclose(got.matrix, by_hand(model, blocks, batches), rtol=0, atol=1e-6)
+
+
+def test_similarity_is_symmetric_and_one_on_the_diagonal():
+    model = two_layers()
+    got = measure_similarity(model, read_attention(model).blocks, [texts(9, 5)])
+    np.testing.assert_array_equal(got.matrix, got.matrix.T)
+    np.testing.assert_allclose(np.diag(got.matrix), 1.0, rtol=0, atol=1e-6)
+    assert got.matrix.min() >= 0.0
+    assert got.matrix[~np.eye(2 * H, dtype=bool)].max() < 0.99, "heads of their own differ"
+
+
+def test_layers_that_are_the_same_are_wholly_similar():
+    model = two_layers(alike=True)
+    got = measure_similarity(model, read_attention(model).blocks, [texts(9, 5)])
+    first, second = got.layers
+    np.testing.assert_allclose(np.diag(got.between(first, second)), 1.0, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(got.best(), np.ones((2, 2)), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("width", [9, 10, 17])
+def test_padding_changes_nothing(width: int):
+    model = two_layers()
+    blocks = read_attention(model).blocks
+    short = texts(9, 5)
+    long = texts(9, 5, width=width, seed=7)
+    long["x"][:, :9] = short["x"]
+    one, two = (measure_similarity(model, blocks, [batch]).matrix for batch in (short, long))
+    np.testing.assert_allclose(one, two, rtol=0, atol=1e-6)
+
+
+def test_a_text_counts_once_however_it_is_batched_and_however_long_it_is():
+    model = two_layers()
+    blocks = read_attention(model).blocks
+    together = texts(9, 3, 1)
+    apart = [{name: array[i : i + 1] for name, array in together.items()} for i in range(3)]
+    one, two = (measure_similarity(model, blocks, batches) for batches in ([together], apart))
+    np.testing.assert_allclose(one.matrix, two.matrix, rtol=0, atol=1e-6)
+    singles = [measure_similarity(model, blocks, [batch]).matrix for batch in apart]
+    np.testing.assert_allclose(one.matrix, np.mean(singles, axis=0), rtol=0, atol=1e-6)
+
+
+def test_a_text_without_tokens_does_not_count():
+    model = two_layers()
+    blocks = read_attention(model).blocks
+    batch = texts(9, 5)
+    empty = {name: np.concatenate([array, array[:1]]) for name, array in batch.items()}
+    empty["attention_mask"][-1] = 0
+    one, two = (measure_similarity(model, blocks, [b]) for b in (batch, empty))
+    np.testing.assert_allclose(one.matrix, two.matrix, rtol=0, atol=1e-6)
+    assert two.queries == 14
+
+
+def test_fewer_queries_are_spread_evenly_over_texts_and_tokens(tiny: Path, sentences: Path):
+    artifact = open_artifact(tiny)
+    model = load_model(artifact)
+    data = load_inputs(sentences, model, artifact, split=False)
+    blocks = read_attention(model).blocks
+    whole = measure_similarity(model, blocks, data.fit)
+    some, again = (measure_similarity(model, blocks, data.fit, most_queries=240) for _ in range(2))
+    assert 200 <= some.queries <= 240 < whole.queries, "four of each of 60 sentences, or all"
+    np.testing.assert_array_equal(some.matrix, again.matrix)
+    # A third of the queries, of tokens that attend alike: the mean moves in the second digit.
+    np.testing.assert_allclose(some.matrix, whole.matrix, rtol=0, atol=0.03)
+
+
+def test_every_text_gives_at_least_one_query():
+    model = two_layers()
+    batch = texts(9, 5, 1)
+    got = measure_similarity(model, read_attention(model).blocks, [batch], most_queries=1)
+    assert got.queries == 3
+
+
+def test_heads_that_lie_in_the_batch_are_read_alike():
+    plain = LAYER.format(n="a", x="x", y="x", out="out", mask="Identity(as1)")
+    constants = weights("a") | {
+        "in_batch": np.array([-1, 5, K], np.int64),
+        "v_in_batch": np.array([-1, 5, V], np.int64),
+        "out_of_batch": np.array([-1, H, 5, V], np.int64),
+    }
+    flat = """
+        q0 = MatMul(x, Wqa)
+        q1 = Reshape(q0, heads)
+        q2 = Transpose <perm = [0, 2, 1, 3]> (q1)
+        q = Reshape(q2, in_batch)
+        k0 = MatMul(x, Wka)
+        k1 = Reshape(k0, heads)
+        k2 = Transpose <perm = [0, 2, 1, 3]> (k1)
+        k3 = Reshape(k2, in_batch)
+        k = Transpose <perm = [0, 2, 1]> (k3)
+        v0 = MatMul(x, Wva)
+        v1 = Reshape(v0, v_heads)
+        v2 = Transpose <perm = [0, 2, 1, 3]> (v1)
+        v = Reshape(v2, v_in_batch)
+        s0 = MatMul(q, k)
+        s = Mul(s0, scale)
+        p = Softmax <axis = -1> (s)
+        c0 = MatMul(p, v)
+        c1 = Reshape(c0, out_of_batch)
+        c2 = Transpose <perm = [0, 2, 1, 3]> (c1)
+        c = Reshape(c2, merge)
+        o = MatMul(c, Woa)
+        out = Add(x, o)"""
+    x = texts(5, 5, width=5)["x"]
+    results = []
+    for body in (plain, flat):
+        model = graph(body, inputs=f"float[batch, 5, {D}] x", constants=constants)
+        (block,) = read_attention(model).blocks
+        assert block.probabilities is not None
+        results.append(measure_similarity(model, [block], [{"x": x}]).matrix)
+    np.testing.assert_allclose(*results, rtol=0, atol=1e-6)
+
+
+def memories(*lengths: int) -> list[Batch]:
+    """Batches of six tokens that attend to a memory of each of these lengths."""
+    random = np.random.default_rng(0)
+    return [
+        {
+            "x": random.standard_normal((2, 6, D)).astype(np.float32),
+            "memory": random.standard_normal((2, length, D)).astype(np.float32),
+        }
+        for length in lengths
+    ]
+
+
+@pytest.mark.parametrize("lengths", [(6,), (4,), (6, 4)])
+def test_self_and_cross_attention_are_not_compared(lengths: tuple[int, ...]):
+    """Not even where there are as many keys."""
+    model = graph(
+        LAYER.format(n="a", x="x", y="x", out="h", mask="Identity(as1)")
+        + LAYER.format(n="b", x="h", y="memory", out="g", mask="Identity(bs1)")
+        + LAYER.format(n="c", x="g", y="g", out="out", mask="Identity(cs1)"),
+        inputs=f"float[batch, sequence, {D}] x, float[batch, keys, {D}] memory",
+        constants=weights("a", "b", "c"),
+    )
+    got = measure_similarity(model, read_attention(model).blocks, memories(*lengths))
+    own, cross, last = got.layers
+    for layer in (own, last):
+        assert np.isnan(got.between(layer, cross)).all()
+        assert np.isnan(got.between(cross, layer)).all()
+    assert np.isfinite(got.between(own, last)).all()
+    assert np.isfinite(got.between(cross, cross)).all()
+    np.testing.assert_array_equal(np.isnan(got.best()), [[0, 1, 0], [1, 0, 1], [0, 1, 0]])
+    ranks = got.sequential()
+    assert list(ranks) == [last], "it is compared with the last before it that it can be"
+    np.testing.assert_array_equal(ranks[last], np.sort(got.between(last, own).max(1)))
+
+
+@pytest.mark.parametrize(("lengths", "comparable"), [((6,), True), ((4,), False), ((6, 4), False)])
+def test_layers_with_other_lengths_in_any_batch_are_not_compared(
+    lengths: tuple[int, ...], comparable: bool
+):
+    model = graph(
+        LAYER.format(n="a", x="x", y="memory", out="h", mask="Identity(as1)")
+        + LAYER.format(n="b", x="h", y="x", out="out", mask="Identity(bs1)"),
+        inputs=f"float[batch, sequence, {D}] x, float[batch, keys, {D}] memory",
+        constants=weights("a", "b"),
+    )
+    got = measure_similarity(model, read_attention(model).blocks, memories(*lengths))
+    assert np.isfinite(got.between(*got.layers)).all() == comparable
+    assert bool(got.sequential()) == comparable
+
+
+# Reading
+
+
+def made(matrix: np.ndarray) -> HeadSimilarity:
+    return HeadSimilarity(("a", "b"), (1, 2), matrix, 1)
+
+
+def test_the_best_match_is_chosen_for_each_head_of_the_first_layer():
+    got = made(np.array([[1.0, 0.2, 0.6], [0.2, 1.0, 0.5], [0.6, 0.5, 1.0]]))
+    np.testing.assert_allclose(got.best(), [[1.0, 0.6], [(0.2 + 0.6) / 2, 1.0]], atol=1e-12)
+    np.testing.assert_array_equal(got.between("b", "a"), [[0.2], [0.6]])
+
+
+def test_ranks_go_from_the_lowest_similarity_with_the_layer_before_to_the_highest():
+    got = made(np.array([[1.0, 0.6, 0.2], [0.6, 1.0, 0.5], [0.2, 0.5, 1.0]]))
+    assert {name: ranks.tolist() for name, ranks in got.sequential().items()} == {"b": [0.2, 0.6]}
+
+
+def test_a_layer_that_was_not_measured_is_refused():
+    with pytest.raises(InvalidArgument, match=r"called 'c' was measured.*one of: a, b\n"):
+        made(np.eye(3)).between("a", "c")
+
+
+# What is refused, and what is left alone
+
+
+def test_the_graph_is_left_as_it_was_and_progress_is_told():
+    model = two_layers()
+    before, told = ir.to_onnx_text(model), []
+    batches = [texts(9), texts(4)]
+    measure_similarity(
+        model, read_attention(model).blocks, batches, progress=lambda *step: told.append(step)
+    )
+    assert ir.to_onnx_text(model) == before
+    assert told == [(1, 2), (2, 2)]
+
+
+def test_no_attention_is_no_similarity():
+    got = measure_similarity(two_layers(), [], [texts(9)])
+    assert (got.matrix.shape, got.best().shape, got.queries) == ((0, 0), (0, 0), 0)
+
+
+@pytest.mark.parametrize("batches", [[], [texts(0, 0)]], ids=["no batch", "all padding"])
+def test_data_without_a_token_is_refused(batches: list[Batch]):
+    model = two_layers()
+    with pytest.raises(InvalidData, match=r"has no real token\ncheck the mask"):
+        measure_similarity(model, read_attention(model).blocks, batches)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_activations_that_are_not_finite_are_refused(value: float):
+    model = two_layers()
+    batch = texts(9, 5)
+    batch["x"][0, 0, 0] = value
+    with pytest.raises(InvalidData, match="probabilities on the calibration data are not finite"):
+        measure_similarity(model, read_attention(model).blocks, [batch])
+
+
+def test_no_queries_are_refused():
+    model = two_layers()
+    with pytest.raises(InvalidArgument, match="most_queries is 0: expected 1 or more"):
+        measure_similarity(model, read_attention(model).blocks, [texts(9)], most_queries=0)

@@ -1,0 +1,284 @@
+"""bench: fair ratios, memory of the model's own process, and errors that say what to do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper, parser
+
+from attnserve.checks import benchmark as measure
+from attnserve.checks.benchmark import BenchReport, Measurement, bench
+from attnserve.cli.app import main
+from graph_passes.errors import AttnserveError, InvalidArgument, InvalidData, InvalidModel
+
+POSITIONS = 48
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """small.onnx embeds and multiplies once, large.onnx 24 times; both have 48 positions."""
+    path = tmp_path_factory.mktemp("models")
+    random = np.random.default_rng(0)
+    tensors = [
+        numpy_helper.from_array(random.standard_normal(shape).astype(np.float32) / 16, name)
+        for name, shape in {"w": (11, 256), "p": (POSITIONS, 256), "m": (256, 256)}.items()
+    ]
+    for name, products in {"small": 1, "large": 24}.items():
+        chain = " ".join(f"h{i + 1} = MatMul(h{i}, m)" for i in range(products))
+        model = parser.parse_model(
+            f"""<ir_version: 8, opset_import: ["" : 17]>
+            g (int64[batch,seq] input_ids) => (float[batch,seq,256] y)
+            <int64[1] zero = {{0}}, int64[1] one = {{1}}>
+            {{
+              e = Gather(w, input_ids)
+              s = Shape<start = 1>(input_ids)
+              r = Slice(p, zero, s, zero)
+              h0 = Add(e, r)
+              {chain}
+              y = Identity(h{products})
+            }}"""
+        )
+        model.graph.initializer.extend(tensors)
+        onnx.save(model, path / f"{name}.onnx")
+    return path
+
+
+@pytest.fixture(scope="session")
+def report(folder: Path) -> BenchReport:
+    models = [folder / "small.onnx", folder / "large.onnx"]
+    return bench(models, batches=(1, 2), sequences=(8, POSITIONS), rounds=6)
+
+
+def test_models_come_in_the_order_given_for_each_shape(report: BenchReport, folder: Path):
+    rows = [(Path(r.model).stem, r.batch, r.sequence) for r in report.results]
+    shapes = [(1, 8), (1, POSITIONS), (2, 8), (2, POSITIONS)]
+    assert rows == [(model, *shape) for shape in shapes for model in ("small", "large")]
+    assert report.results[0].model == str(folder / "small.onnx")
+
+
+def test_the_json_has_the_keys_of_the_contract_and_survives_a_round_trip(report: BenchReport):
+    content = report.to_json()
+    assert content.keys() == {"results", "machine"}
+    assert list(content["results"][0]) == [
+        "model",
+        "batch",
+        "sequence",
+        "p50_ms",
+        "p90_ms",
+        "p99_ms",
+        "speedup_vs_first",
+        "speedup_ci95",
+        "macs",
+        "peak_rss_bytes",
+    ]
+    assert json.loads(json.dumps(content, allow_nan=False)) == content
+    assert content["machine"]["onnxruntime"] and content["machine"]["threads"] == 1
+
+
+def test_the_first_model_is_as_fast_as_itself_exactly(report: BenchReport):
+    for result in report.results[::2]:
+        assert result.speedup_vs_first == 1.0 and result.speedup_ci95 == (1.0, 1.0)
+
+
+def test_more_work_is_slower_and_the_interval_says_so(report: BenchReport):
+    small, large = report.results[-2:]
+    assert large.p50_ms > small.p50_ms
+    low, high = large.speedup_ci95
+    assert 0 < low <= large.speedup_vs_first <= high < 1
+    assert len(large.samples_ms) == 6 and large.first_ms == small.samples_ms
+
+
+def test_products_are_counted_and_their_rate_reported(report: BenchReport):
+    large = report.results[-1]
+    assert large.macs == 24 * 2 * POSITIONS * 256 * 256
+    assert large.gmacs_per_second == pytest.approx(large.macs / (large.p50_ms * 1e-3) / 1e9)
+
+
+def test_memory_is_the_model_s_own_and_not_its_parent_s(folder: Path):
+    ballast = np.ones(2**27, dtype=np.uint8)  # 128 MiB that only the parent holds
+    ballast_run = bench([folder / "small.onnx"], sequences=(8,), rounds=1).results[0]
+    own = measure._peak_rss_bytes()
+    assert ballast.all() and own > 2**27
+    assert 2**24 < ballast_run.peak_rss_bytes < own
+
+
+def test_what_runs_of_a_shape_need_grows_with_the_shape(folder: Path):
+    """In the arena of the CPU, in the place of a GPU's."""
+
+    def peak(rows: int, tokens: int) -> int | None:
+        feed = {"input_ids": np.ones((rows, tokens), np.int64)}
+        return measure.peak_of_runs(folder / "large.onnx", feed, provider="cpu", threads=1)
+
+    small, large = peak(1, 8), peak(64, POSITIONS)
+    assert small is not None and large is not None
+    hidden = 64 * POSITIONS * 256 * 4  # bytes of one product's output
+    assert 2 * hidden <= large < 8 * hidden
+    assert small < hidden
+
+
+def test_where_onnx_runtime_does_not_tell_there_is_no_peak(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def untold(path: Path) -> Any:
+        raise InvalidData(f"{path}: no profile of ONNX Runtime")
+
+    monkeypatch.setattr(measure, "read_profile", untold)
+    feed = {"input_ids": np.ones((1, 8), np.int64)}
+    assert measure.peak_of_runs(folder / "small.onnx", feed, provider="cpu") is None
+
+
+@pytest.mark.parametrize("told", [5 * 2**20, None])
+def test_peaks_are_told_on_cuda_alone_each_of_its_own_model_and_shape(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    told: int | None,
+):  # fmt: skip
+    """The runs are on the CPU, in the place of a GPU."""
+    asked: list[tuple[str, tuple[int, ...]]] = []
+    child = measure._child
+
+    def peak(model: Path, inputs: Any, *, provider: str, threads: int) -> int | None:
+        assert provider == "cuda"
+        asked.append((model.stem, inputs["input_ids"].shape))
+        return told and told + len(asked)
+
+    monkeypatch.setattr(measure, "peak_of_runs", peak)
+    monkeypatch.setattr(
+        measure, "_child", lambda model, provider, threads: child(model, "cpu", threads)
+    )
+    models = [folder / "small.onnx", folder / "large.onnx"]
+    report = bench(models, sequences=(8, 16), rounds=1, provider="cuda")
+    assert asked == [(name, (1, n)) for n in (8, 16) for name in ("small", "large")]
+    rows = report.to_json()["results"]
+    assert [row.get("peak_gpu_bytes") for row in rows] == [
+        told and told + place for place in (1, 2, 3, 4)
+    ]
+    assert all(("peak_gpu_bytes" in row) == (told is not None) for row in rows)
+    for provider in ("cuda", "cpu"):
+        given = ["bench", str(models[0]), "--seq", "8", "--rounds", "1", "--provider", provider]
+        assert main(given) == 0
+        shown = capsys.readouterr().out
+        assert ("GPU" in shown) == (provider == "cuda")
+        assert (" 5 " in shown) == (provider == "cuda" and told is not None)
+
+
+def test_percentiles_and_ratio_follow_from_the_samples():
+    # The machine halves its speed after the second round: pairs cancel what medians would not.
+    result = Measurement("m", 1, 1, (1.0, 1.0, 2.0, 2.0), (3.0, 3.0, 6.0, 6.0), None, 0)
+    assert (result.p50_ms, result.speedup_vs_first) == (1.5, 3.0)
+    assert result.speedup_ci95 == (3.0, 3.0) and result.gmacs_per_second is None
+
+
+def test_the_interval_narrows_with_rounds_and_is_the_same_for_the_same_seed():
+    def width(rounds: int) -> float:
+        noise = np.random.default_rng(0).normal(10, 1, (2, rounds))
+        result = Measurement("m", 1, 1, tuple(noise[0]), tuple(noise[1]), None, 0)
+        assert result.speedup_ci95 == result.speedup_ci95
+        low, high = result.speedup_ci95
+        assert low < 1 < high
+        return high - low
+
+    assert width(400) < width(25) / 2
+
+
+def test_rounds_alternate_the_order_of_the_models():
+    ran: list[str] = []
+
+    class Child:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def run(self, repeats: int) -> str:
+            ran.append(self.name)
+            return self.name
+
+    children = [Child("a"), Child("b")]
+    for backwards in (False, True):
+        assert measure._round(children, [1, 1], backwards=backwards) == ["a", "b"]
+    assert ran == ["a", "b", "b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("round_seconds", "rounds"), [(1e-4, 200), (0.08, 100), (0.081, 98), (0.4, 20), (30.0, 20)]
+)
+def test_rounds_fit_the_time_within_limits_and_are_even(round_seconds: float, rounds: int):
+    assert measure._rounds_within(8.0, round_seconds) == rounds
+
+
+def test_progress_ends_at_its_total(folder: Path):
+    seen: list[tuple[int, int]] = []
+    bench(
+        [folder / "small.onnx"],
+        sequences=(8, 16),
+        rounds=2,
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert seen == [(50, 200), (100, 200), (150, 200), (200, 200)]
+
+
+def test_a_script_without_a_main_guard_can_call_it(folder: Path):
+    """The child imports attnserve, never the caller's script."""
+    script = (
+        "from attnserve.checks.benchmark import bench\n"
+        f"print(len(bench([{str(folder / 'small.onnx')!r}], sequences=(8,), rounds=1).results))"
+    )
+    run = [sys.executable, "-"]
+    done = subprocess.run(run, input=script, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr, done.returncode) == ("1\n", "", 0)
+
+
+def test_longer_than_the_positions_is_an_error_with_model_and_shape(folder: Path):
+    with pytest.raises(InvalidArgument) as refused:
+        bench([folder / "small.onnx"], sequences=(POSITIONS + 1,), rounds=1)
+    assert "small.onnx: does not run at batch 1, sequence 49: " in refused.value.what
+    assert refused.value.fix == "use a shorter sequence or a smaller batch"
+
+
+def test_the_longest_text_is_named_where_the_artifact_knows_it(folder: Path, tmp_path: Path):
+    (tmp_path / "model.onnx").write_bytes((folder / "small.onnx").read_bytes())
+    (tmp_path / "attnserve.json").write_text(json.dumps({"max_length": POSITIONS}))
+    with pytest.raises(InvalidArgument, match="use a sequence of at most 48"):
+        bench([tmp_path], sequences=(64,), rounds=1)
+
+
+def test_a_process_that_dies_is_an_error_with_its_model(folder: Path):
+    with measure._child(folder / "small.onnx", "cpu", 1) as child:
+        child.process.kill()
+        with pytest.raises(InvalidModel, match=r"small\.onnx: .*process ended with status"):
+            child.run(1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rounds": 0}, "rounds is 0: expected at least 1"),
+        ({"batches": (1, 0)}, "batch is 0: expected at least 1"),
+        ({"sequences": (-4,)}, "sequence is -4: expected at least 1"),
+        ({"sequences": ()}, "no sequence to measure"),
+        ({"threads": -1}, "threads is -1: expected at least 0"),
+        ({"provider": "tpu"}, "provider is 'tpu': expected one of cpu, cuda"),
+        ({"models": []}, "no model to measure"),
+        ({"models": ["absent.onnx"]}, r"absent\.onnx: no such file or folder"),
+    ],
+)
+def test_bad_arguments_are_refused_in_at_most_three_lines(
+    folder: Path, options: dict, message: str
+):
+    arguments = {"models": [folder / "small.onnx"], **options}
+    with pytest.raises(AttnserveError, match=message) as refused:
+        bench(**arguments)
+    assert refused.value.exit_code == 2 and len(str(refused.value).splitlines()) <= 3
+
+
+def test_a_graph_that_onnx_runtime_refuses_is_named(folder: Path, tmp_path: Path):
+    model = onnx.load(folder / "small.onnx")
+    model.graph.node[-1].op_type = "NoSuchOperator"
+    onnx.save(model, tmp_path / "bad.onnx")
+    with pytest.raises(InvalidModel, match=r"bad\.onnx: ONNX Runtime refuses the graph"):
+        bench([tmp_path / "bad.onnx"], sequences=(8,), rounds=1)

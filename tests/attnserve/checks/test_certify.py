@@ -1,0 +1,211 @@
+"""The certificate: what is read right passes, and every reading that is wrong is caught."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from attnserve.checks.certify import (
+    SHAPES,
+    SINGLE,
+    TOLERANCE,
+    Certified,
+    Evaluate,
+    certify,
+    onnx_reference,
+    onnx_runtime,
+    read_attention,
+)
+from attnserve.models.artifact import load_model
+from attnserve.runtime.session import open_session
+from graph_passes.analysis.shapes import bind_axes, interpret
+from graph_passes.blocks import AttentionBlock, Miss
+from graph_passes.errors import InvalidModel
+from graph_passes.matching.find import find_attention
+from tests.graph_passes.graphs import attention
+
+EXPORTS = [("eager", "torchscript", 17), ("sdpa", "dynamo", 23)]  # all six: test_inspection.py
+
+
+def prove(
+    model: ir.Model,
+    block: AttentionBlock,
+    *,
+    runs: Sequence[Evaluate] = (onnx_runtime,),
+    shapes: Sequence[tuple[int, int]] = SHAPES,
+    **changes: Any,
+) -> Certified | Miss:
+    facts = [
+        interpret(model, bind_axes(model.graph, batch=batch, sequence=sequence))
+        for batch, sequence in shapes
+    ]
+    block = dataclasses.replace(block, **changes)
+    given = [(lambda: facts, evaluate) for evaluate in runs]
+    return certify(block, given, dict(model.opset_imports), model.ir_version)
+
+
+@pytest.fixture
+def graph(tiny: Path) -> ir.Model:
+    return load_model(tiny / "model.onnx")
+
+
+@pytest.mark.parametrize("export", EXPORTS, ids=lambda export: "-".join(map(str, export)))
+def test_plain_and_fused_attention_is_certified(tiny_export: Callable[..., Path], export: tuple):
+    reading = read_attention(load_model(tiny_export(*export) / "model.onnx"))
+    assert len(reading.blocks) == 2 and reading.misses == ()
+    assert [(b.num_heads, b.head_size, b.input_size) for b in reading.blocks] == [(4, 8, 32)] * 2
+    assert [b.scale for b in reading.blocks] == [pytest.approx(8**-0.5, rel=1e-6)] * 2
+    assert all(certified.max_abs_error <= TOLERANCE for certified in reading.certified)
+
+
+def test_a_right_reading_is_certified_with_a_small_error(graph: ir.Model):
+    result = prove(graph, find_attention(graph)[0][0])
+    assert isinstance(result, Certified) and 0 <= result.max_abs_error <= TOLERANCE
+
+
+@pytest.mark.parametrize("factor", [1.001, -1.0, 8**0.5, 0.0])
+def test_a_wrong_scale_is_caught(graph: ir.Model, factor: float):
+    block = find_attention(graph)[0][0]
+    result = prove(graph, block, scale=block.scale * factor)
+    assert isinstance(result, Miss)
+    assert "the graph computes something else" in result.reason
+    assert "at most 1e-04 allowed" in result.reason and block.name in result.reason
+
+
+def test_queries_and_keys_may_not_be_told_apart_wrongly(graph: ir.Model):
+    block = find_attention(graph)[0][0]
+    # softmax(k q^T) is not softmax(q k^T): the reading must say which is which.
+    assert isinstance(prove(graph, block, q=block.k, k=block.q), Miss)
+    assert isinstance(prove(graph, block, v=block.k), Miss)
+
+
+def test_heads_in_another_order_are_caught(graph: ir.Model):
+    block = find_attention(graph)[0][0]
+    columns = block.q.columns[::-1].copy()
+    assert isinstance(prove(graph, block, q=dataclasses.replace(block.q, columns=columns)), Miss)
+
+
+def test_a_forgotten_mask_is_caught(graph: ir.Model):
+    block = find_attention(graph)[0][0]
+    assert block.steps
+    assert isinstance(prove(graph, block, steps=()), Miss)
+
+
+def test_the_output_projection_is_part_of_the_certificate(graph: ir.Model):
+    one, other = find_attention(graph)[0]
+    assert one.output is not None and other.output is not None
+    wrong = dataclasses.replace(one.output, weight=other.output.weight)
+    assert isinstance(prove(graph, one, output=wrong), Miss)
+
+
+def test_a_wrong_query_bias_is_caught_and_a_key_bias_does_not_matter(graph: ir.Model):
+    block = find_attention(graph)[0][0]
+    # Softmax ignores what is the same for all keys: q b_K^T is.
+    offset = block.q.offset + np.linspace(-3, 3, 32).reshape(4, 8)
+    assert isinstance(prove(graph, block, q=dataclasses.replace(block.q, offset=offset)), Miss)
+    assert isinstance(prove(graph, block, k=dataclasses.replace(block.k, offset=offset)), Certified)
+
+
+def test_weights_that_are_nan_are_never_certified(graph: ir.Model):
+    weight = find_attention(graph)[0][0].q.weight
+    assert weight.const_value is not None
+    array = weight.const_value.numpy().copy()
+    array[0, 0] = np.nan
+    weight.const_value = ir.tensor(array, name=weight.name)
+    reading = read_attention(graph)
+    assert len(reading.blocks) == 1 and len(reading.misses) == 1
+
+
+def test_a_graph_that_the_runtime_refuses_is_run_by_onnx_itself(graph: ir.Model):
+    graph.opset_imports[""] = 9999
+    with pytest.raises(InvalidModel, match="ONNX Runtime refuses the graph"):
+        open_session(graph)
+    reading = read_attention(graph)
+    assert len(reading.blocks) == 2 and reading.misses == ()
+    assert all(certified.max_abs_error <= TOLERANCE for certified in reading.certified)
+
+
+def test_a_wrong_reading_is_caught_by_onnx_itself_too(graph: ir.Model):
+    block = find_attention(graph)[0][0]
+    (result, wrong) = (
+        prove(graph, block, runs=[onnx_reference], scale=block.scale * factor) for factor in (1, 2)
+    )
+    assert isinstance(result, Certified) and result.max_abs_error <= TOLERANCE
+    assert isinstance(wrong, Miss) and "the graph computes something else" in wrong.reason
+
+
+def refuses(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    raise RuntimeError(f"no kernel for {len(feeds)} inputs\nand a long trace")
+
+
+def test_the_first_that_can_run_a_graph_decides(graph: ir.Model):
+    block = find_attention(graph)[0][0]
+    result = prove(graph, block, runs=[refuses, onnx_runtime])
+    assert isinstance(result, Certified)
+    wrong = prove(graph, block, runs=[refuses, onnx_runtime], scale=2 * block.scale)
+    assert isinstance(wrong, Miss) and "the graph computes something else" in wrong.reason
+
+
+def test_a_graph_that_nobody_runs_is_a_miss_with_the_first_reason(graph: ir.Model):
+    block = find_attention(graph)[0][0]
+    result = prove(graph, block, runs=[refuses, refuses])
+    assert isinstance(result, Miss)
+    assert re.fullmatch(
+        rf"read as attention '{block.name}', not certified: refuses: no kernel for \d+ inputs",
+        result.reason,
+    )
+
+
+def test_a_run_that_makes_no_number_is_never_certified(graph: ir.Model):
+    def nothing(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        return [np.full_like(array, np.nan) for array in onnx_runtime(model, feeds)]
+
+    result = prove(graph, find_attention(graph)[0][0], runs=[nothing])
+    assert isinstance(result, Miss) and "difference inf" in result.reason
+
+
+def test_graphs_of_one_sequence_at_a_time_are_certified_at_one_sequence():
+    """ONNX Runtime wants a row of angles for each sequence; PyTorch's exporter writes one."""
+    scores = "\n q9 = RotaryEmbedding(q, cos, sin)\n s0 = MatMul(q9, kT)\n s = Mul(s0, scale)"
+    angles = "float[1, sequence, 2] cos, float[1, sequence, 2] sin"
+    inputs = f"float[batch, sequence, 12] x, float[batch, 1, 1, sequence] mask, {angles}"
+    model = attention(scores=scores, inputs=inputs, opset=23)
+    (block,), _ = find_attention(model)
+    assert isinstance(prove(model, block), Miss)
+    assert isinstance(prove(model, block, shapes=SINGLE), Certified)
+    assert len(read_attention(model).blocks) == 1
+
+
+def test_an_operator_without_a_kernel_is_a_miss_that_names_it():
+    softmax = "\n p = com.microsoft.BiasSoftmax <axis = 3, is_inner_broadcast = 0> (s, mask)"
+    inputs = "float[batch, sequence, 12] x, float[batch, 3, sequence, sequence] mask"
+    reading = read_attention(attention(mask="", softmax=softmax, inputs=inputs))
+    assert reading.blocks == ()
+    assert "BiasSoftmax" in reading.misses[0].reason
+
+
+def test_the_same_seed_gives_the_same_certificate(graph: ir.Model):
+    one, two = (read_attention(graph, seed=3).certified[0].max_abs_error for _ in range(2))
+    assert one == two
+
+
+def test_reading_changes_nothing(graph: ir.Model):
+    read_attention(graph)  # gives some constants the names of their values
+    before = ir.to_onnx_text(graph)
+    read_attention(graph, seed=1)
+    assert ir.to_onnx_text(graph) == before
+
+
+def test_a_graph_without_attention_needs_no_runtime():
+    model = ir.from_onnx_text(
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[n] x) => (float[n] y) { y = Exp(x) }'
+    )
+    reading = read_attention(model)
+    assert (reading.certified, reading.misses) == ((), ())

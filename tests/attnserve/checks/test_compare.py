@@ -1,0 +1,255 @@
+"""verify: errors and cosines by hand, padding, shapes, and models that do not belong together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import parser
+
+from attnserve.checks.compare import Tally, check_cosine_bound, compare, random_batches, verify
+from attnserve.models.artifact import load_model
+from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
+
+HEADER = '<ir_version: 8, opset_import: ["" : 17]> g'
+
+
+def model(path: Path, text: str) -> Path:
+    onnx.save(parser.parse_model(f"{HEADER} {text}"), path)
+    return path
+
+
+def pair(folder: Path, body: str) -> tuple[Path, Path]:
+    """y = x, and y = what ``body`` makes of x."""
+    signature = (
+        "(float[batch, seq, 2] x, int64[batch, seq] attention_mask) => (float[batch, seq, 2] y)"
+    )
+    first = model(folder / "first.onnx", signature + "{ y = Identity(x) }")
+    return first, model(folder / "second.onnx", signature + "{" + body + "}")
+
+
+def feed(x: list[list[list[float]]], mask: list[list[int]]) -> dict[str, np.ndarray]:
+    return {"x": np.array(x, np.float32), "attention_mask": np.array(mask, np.int64)}
+
+
+def measured(first: Path, second: Path, *batches: dict[str, np.ndarray]):
+    return compare(load_model(first), load_model(second), batches, "test")
+
+
+def test_a_model_agrees_with_itself_exactly(tiny: Path):
+    report = verify(tiny, tiny)
+    (output,) = report.outputs
+    assert output.name == "last_hidden_state" and report.data == "random inputs"
+    assert (output.max_abs_error, output.mean_abs_error, output.relative_error) == (0, 0, 0)
+    assert (report.mean_cosine, report.min_cosine) == (1, 1)
+
+
+def test_errors_and_cosines_are_those_computed_by_hand(tmp_path: Path):
+    # Swapping the two numbers of a token: (3, 4) -> (4, 3), cosine 24/25; (1, 0) -> (0, 1), 0.
+    first, second = pair(tmp_path, "i = Constant<value_ints = [1, 0]>() y = Gather<axis = 2>(x, i)")
+    (output,) = measured(first, second, feed([[[3, 4], [1, 0]]], [[1, 1]])).outputs
+    assert output.max_abs_error == 1
+    assert output.mean_abs_error == 1
+    assert output.relative_error == pytest.approx((4 / 26) ** 0.5, abs=1e-12)
+    assert output.mean_cosine == pytest.approx((24 / 25 + 0) / 2, abs=1e-12)
+    assert output.min_cosine == pytest.approx(0, abs=1e-12)
+
+
+def test_batches_weigh_by_their_tokens(tmp_path: Path):
+    first, second = pair(tmp_path, "i = Constant<value_ints = [1, 0]>() y = Gather<axis = 2>(x, i)")
+    report = measured(
+        first, second, feed([[[1, 1], [1, 1], [1, 1]]], [[1, 1, 1]]), feed([[[1, 0]]], [[1]])
+    )
+    assert report.mean_cosine == pytest.approx(0.75, abs=1e-12)
+    assert report.min_cosine == 0
+
+
+def test_padding_does_not_count(tmp_path: Path):
+    # y = x * mask: wrong at padding only.
+    first, second = pair(
+        tmp_path, "a = Constant<value_ints = [2]>() m = Unsqueeze(attention_mask, a)"
+        " f = Cast<to = 1>(m) y = Mul(x, f)"
+    )  # fmt: skip
+    batch = feed([[[3, 4], [5, 6]], [[1, 2], [7, 8]]], [[1, 1], [1, 0]])
+    report = measured(first, second, batch)
+    assert report.min_cosine == 1 and report.outputs[0].max_abs_error == 0
+    batch["attention_mask"][1, 0] = 0
+    batch["attention_mask"][1, 1] = 1  # on the left as on the right
+    assert measured(first, second, batch).min_cosine == 1
+
+
+def test_padding_of_one_number_a_token_does_not_count(tmp_path: Path):
+    signature = "(float[batch, seq] x, int64[batch, seq] attention_mask) => (float[batch, seq] y)"
+    first = model(tmp_path / "a.onnx", signature + "{ y = Identity(x) }")
+    second = model(
+        tmp_path / "b.onnx", signature + "{ f = Cast<to = 1>(attention_mask) y = Mul(x, f) }"
+    )
+    batch = {"x": np.ones((2, 3), np.float32), "attention_mask": np.array([[1, 1, 0], [1, 1, 1]])}
+    assert measured(first, second, batch).outputs[0].max_abs_error == 0
+    assert measured(second, first, batch).outputs[0].mean_abs_error == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "cosine"),
+    [
+        ("y = Neg(x)", -1.0),
+        ("z = Constant<value_float = 0.0>() y = Mul(x, z)", 0.0),
+        ("z = Constant<value_float = 2.0>() y = Mul(x, z)", 1.0),
+        ("z = Constant<value_float = 0.0>() n = Div(z, z) y = Add(x, n)", 0.0),
+    ],
+    ids=["opposite", "zero", "twice", "nan"],
+)
+def test_the_extremes_of_a_cosine(tmp_path: Path, body: str, cosine: float):
+    report = measured(*pair(tmp_path, body), feed([[[3, 4], [1, 2]]], [[1, 1]]))
+    assert report.mean_cosine == pytest.approx(cosine, abs=1e-12)
+    assert json.loads(json.dumps(report.to_json(), allow_nan=False)), "JSON has no infinity"
+
+
+def test_zero_against_zero_agrees(tmp_path: Path):
+    report = measured(*pair(tmp_path, "y = Neg(x)"), feed([[[0, 0]]], [[1]]))
+    assert (report.mean_cosine, report.outputs[0].relative_error) == (1, 0)
+
+
+def test_the_same_infinity_agrees(tmp_path: Path):
+    report = measured(*pair(tmp_path, "y = Add(x, x)"), feed([[[-np.inf, 0]]], [[1]]))
+    assert (report.min_cosine, report.outputs[0].max_abs_error) == (1, 0)
+
+
+def test_real_text_is_measured_where_it_is_given(tiny: Path, sentences: Path):
+    report = verify(tiny, tiny, data=sentences)
+    assert (report.data, report.min_cosine) == ("sentences.txt", 1)
+
+
+def test_the_json_has_the_keys_of_the_contract(tiny: Path):
+    content = verify(tiny, tiny).to_json()
+    assert {"outputs", "mean_cosine", "min_cosine"} <= content.keys()
+    assert list(content["outputs"][0]) == [
+        "name", "max_abs_error", "mean_abs_error", "relative_error", "mean_cosine", "min_cosine",
+    ]  # fmt: skip
+
+
+# Models that do not belong together
+
+
+def test_other_outputs_are_refused(tmp_path: Path):
+    first = model(tmp_path / "a.onnx", "(float[n] x) => (float[n] y) { y = Exp(x) }")
+    second = model(tmp_path / "b.onnx", "(float[n] x) => (float[n] z) { z = Exp(x) }")
+    with pytest.raises(InvalidModel, match="different outputs: y against z\nverify a model"):
+        verify(first, second)
+
+
+def test_other_inputs_are_refused(tmp_path: Path):
+    first = model(tmp_path / "a.onnx", "(float[n] x) => (float[n] y) { y = Exp(x) }")
+    second = model(tmp_path / "b.onnx", "(float[n] z) => (float[n] y) { y = Exp(z) }")
+    with pytest.raises(InvalidModel, match="different inputs: x against z"):
+        verify(first, second)
+
+
+def test_outputs_of_another_shape_are_refused(tmp_path: Path):
+    first = model(tmp_path / "a.onnx", "(float[n, 3] x) => (float[n, m] y) { y = Exp(x) }")
+    second = model(
+        tmp_path / "b.onnx", "(float[n, 3] x) => (float[n, m] y) { y = Concat<axis = 1>(x, x) }"
+    )
+    with pytest.raises(InvalidModel, match=r"has shape \(1, 3\), of the second \(1, 6\)"):
+        verify(first, second)
+
+
+# Random inputs
+
+
+def test_random_inputs_are_the_same_for_a_seed(tiny: Path):
+    graph = load_model(tiny / "model.onnx")
+    one, two, other = (random_batches(graph, seed) for seed in (7, 7, 8))
+    assert [b["input_ids"].shape for b in one] == [(1, 4), (1, 8), (2, 16), (4, 32)]
+    assert all((a["input_ids"] == b["input_ids"]).all() for a, b in zip(one, two, strict=True))
+    assert any((a["input_ids"] != b["input_ids"]).any() for a, b in zip(one, other, strict=True))
+
+
+def positions(path: Path, count: int) -> Path:
+    """Adds a table of ``count`` positions to every row: longer rows cannot be run."""
+    return model(
+        path,
+        f"""(float[batch, seq] x) => (float[batch, seq] y) <int64[1] zero = {{0}}> {{
+            rows = Constant<value_ints = [{count}]>()
+            table = ConstantOfShape(rows)
+            length = Shape<start = 1>(x)
+            used = Slice(table, zero, length)
+            y = Add(x, used)
+        }}""",
+    )
+
+
+@pytest.mark.parametrize(("count", "shapes"), [(32, 4), (31, 3), (9, 2), (4, 1)])
+def test_shapes_longer_than_the_model_are_left_out(tmp_path: Path, count: int, shapes: int):
+    path = positions(tmp_path / "m.onnx", count)
+    assert len(random_batches(load_model(path))) == shapes
+    assert verify(path, path).min_cosine == 1
+
+
+def test_a_model_that_runs_at_no_shape_is_refused(tmp_path: Path):
+    with pytest.raises(InvalidData, match="the model refuses the inputs"):
+        verify(positions(tmp_path / "m.onnx", 2), tmp_path / "m.onnx")
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape"),
+    [("2, 8", (2, 8)), ("batch, 8", (1, 8)), ("3, seq", (3, 4))],
+)
+def test_fixed_axes_keep_their_size(tmp_path: Path, axes: str, shape: tuple[int, int]):
+    path = model(
+        tmp_path / "m.onnx", f"(int64[{axes}] ids) => (int64[{axes}] y) {{ y = Neg(ids) }}"
+    )
+    assert random_batches(load_model(path))[0]["ids"].shape == shape
+    assert verify(path, path).min_cosine == 1
+
+
+def test_a_model_without_inputs_is_compared(tmp_path: Path):
+    path = model(
+        tmp_path / "m.onnx", "() => (float[2] y) { y = Constant<value_floats = [1.0, 2.0]>() }"
+    )
+    assert verify(path, path).min_cosine == 1
+
+
+@pytest.mark.parametrize("bound", [1.01, -1.01, float("nan"), float("inf")])
+def test_a_bound_that_is_no_cosine_is_refused(bound: float):
+    with pytest.raises(InvalidArgument, match="expected a cosine, -1 to 1"):
+        check_cosine_bound(bound)
+
+
+@pytest.mark.parametrize("bound", [None, -1, 0, 0.98, 1])
+def test_a_bound_that_is_a_cosine_is_not(bound: float | None):
+    check_cosine_bound(bound)
+
+
+def test_the_standard_error_counts_texts_not_tokens():
+    """Four texts whose cosines are 1, 1, 0 and 0: a mean of 0.5, known to 0.29."""
+    a = np.zeros((4, 50, 2))
+    a[..., 0] = 1.0
+    b = a.copy()
+    b[2:] = b[2:, :, ::-1]  # at right angles
+    tally = Tally()
+    for half in (slice(0, 2), slice(2, 4)):
+        tally.add(a[half], b[half], {"attention_mask": np.ones((2, 50), np.int64)})
+    assert tally.result("").mean_cosine == 0.5
+    assert tally.standard_error == pytest.approx((0.25 / 4 * 4 / 3) ** 0.5)
+
+
+def test_longer_texts_weigh_more_and_padding_nothing():
+    a = np.ones((2, 30, 2))
+    b = a.copy()
+    b[1, 10:] = -1.0
+    mask = np.ones((2, 30), np.int64)
+    mask[1, 10:] = 0
+    tally = Tally()
+    tally.add(a, b, {"attention_mask": mask})
+    assert tally.result("").mean_cosine == pytest.approx(1.0)
+    assert tally.standard_error == pytest.approx(0.0, abs=1e-12)
+
+
+def test_one_text_tells_nothing_of_others():
+    tally = Tally()
+    tally.add(np.ones((1, 5, 2)), -np.ones((1, 5, 2)), {})
+    assert tally.standard_error == 0.0

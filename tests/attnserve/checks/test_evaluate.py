@@ -1,0 +1,354 @@
+"""The task scores: by hand, against scipy where it is here, and on the real model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from attnserve.checks.evaluate import (
+    ClassificationScore,
+    StsScore,
+    average_ranks,
+    evaluate,
+    pearson,
+    spearman,
+)
+from attnserve.models.tokenizer import embed_texts, load_tokenizer
+from attnserve.runtime.session import open_session
+from graph_passes.errors import (
+    AttnserveError,
+    CheckFailed,
+    InvalidArgument,
+    InvalidData,
+    InvalidModel,
+)
+
+# east and north are at right angles, northeast is between them; nan is what it says.
+VECTORS = {"[PAD]": (9, 9), "east": (1, 0), "north": (0, 1), "northeast": (1, 1), "west": (-1, 0),
+           "nan": (float("nan"), 0)}  # fmt: skip
+
+TOKENS = """<ir_version: 10, opset_import: ["" : 18]>
+tokens (int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask)
+=> (float[batch, sequence, 2] last_hidden_state) { last_hidden_state = Gather(table, input_ids) }"""
+
+LOGITS = """<ir_version: 10, opset_import: ["" : 18]>
+classes (int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask)
+=> (float[batch, 2] logits) {
+    zero = Constant<value_int = 0>()
+    first = Gather<axis = 1>(input_ids, zero)
+    logits = Gather(table, first)
+}"""
+
+
+def artifact(folder: Path, text: str) -> Path:
+    model = onnx.parser.parse_model(text)
+    vectors = np.array(list(VECTORS.values()), np.float32)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(vectors, "table"))
+    onnx.save(model, folder / "model.onnx")
+    ids = {word: index for index, word in enumerate(VECTORS)}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="[PAD]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    """A model whose vector of a text is the mean of its words' vectors."""
+    return artifact(tmp_path, TOKENS)
+
+
+@pytest.fixture
+def classes(tmp_path: Path) -> Path:
+    """A model whose class is 0 for east, 1 for north."""
+    return artifact(tmp_path, LOGITS)
+
+
+def table(folder: Path, *lines: str) -> Path:
+    path = folder / "data.tsv"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+STS = "score\tsentence1\tsentence2"
+
+
+# --- correlation --------------------------------------------------------------------------------
+
+
+def test_ties_share_the_mean_of_their_ranks() -> None:
+    assert average_ranks(np.array([10.0, 30.0, 10.0, 20.0])).tolist() == [1.5, 4.0, 1.5, 3.0]
+
+
+def test_spearman_with_ties_by_hand() -> None:
+    # Ranks 1, 2.5, 2.5, 4 and 1, 2, 3, 4: covariance 4.5, variances 4.5 and 5.
+    x, y = np.array([1.0, 2.0, 2.0, 9.0]), np.array([1.0, 2.0, 3.0, 4.0])
+    assert spearman(x, y) == pytest.approx(4.5 / np.sqrt(4.5 * 5), abs=1e-15)
+
+
+def test_a_monotone_relation_is_one_for_spearman_and_less_for_pearson() -> None:
+    x = np.arange(1.0, 10.0)
+    assert spearman(x, x**5) == pytest.approx(1, abs=1e-12)
+    assert spearman(x, -x) == pytest.approx(-1, abs=1e-12)
+    assert pearson(x, 3 * x - 7) == pytest.approx(1, abs=1e-12)
+    assert pearson(x, x**5) < 0.9
+
+
+@given(st.lists(st.tuples(st.integers(-3, 3), st.integers(-3, 3)), min_size=3, max_size=40))
+def test_both_agree_with_scipy(pairs: list[tuple[int, int]]) -> None:
+    stats = pytest.importorskip("scipy.stats")
+    x, y = np.array(pairs, np.float64).T
+    if np.ptp(x) and np.ptp(y):
+        assert spearman(x, y) == pytest.approx(stats.spearmanr(x, y).statistic, abs=1e-12)
+        assert pearson(x, y) == pytest.approx(stats.pearsonr(x, y).statistic, abs=1e-12)
+
+
+# --- sts ----------------------------------------------------------------------------------------
+
+
+def test_sts_is_the_correlation_of_cosines_with_scores(tokens: Path) -> None:
+    data = table(
+        tokens,
+        STS,
+        "5\teast\teast",  # cosine 1
+        "3\teast\tnortheast",  # 0.71
+        "0\teast\twest",  # -1
+        "1\teast east\tnorth",  # 0
+    )
+    score = evaluate(tokens, task="sts", data=data)
+    assert isinstance(score, StsScore)
+    np.testing.assert_allclose(score.cosines, [1, np.sqrt(0.5), -1, 0], atol=1e-6)
+    assert score.spearman == pytest.approx(1, abs=1e-12)
+    assert score.pearson == pytest.approx(np.corrcoef(score.cosines, [5, 3, 0, 1])[0, 1])
+    assert score.spearman_ci95 == pytest.approx((1, 1))
+    content = json.loads(json.dumps(score.to_json(), allow_nan=False))
+    assert list(content) == ["task", "rows", "spearman", "pearson", "spearman_ci95"]
+    assert (content["task"], content["rows"], len(content["spearman_ci95"])) == ("sts", 4, 2)
+
+
+def test_columns_come_in_any_order_among_others_and_quotes_are_text(tokens: Path) -> None:
+    data = table(
+        tokens,
+        "id\tSentence2\tsplit\tscore\tsentence1",
+        '1\teast "\tdev\t5.0\teast\r',
+        "",
+        "2\twest\tdev\t-1e0\teast",
+    )
+    assert evaluate(tokens, task="sts", data=data).to_json()["rows"] == 2
+
+
+def test_batches_and_padding_do_not_change_the_score(tokens: Path) -> None:
+    words = ["east", "north", "northeast", "west"]
+    rng = np.random.default_rng(0)
+    lines = [
+        f"{rng.integers(0, 6)}\t{' '.join(rng.choice(words, 3))}\t{' '.join(rng.choice(words, 5))}"
+        for _ in range(40)
+    ]
+    data = table(tokens, STS, *lines)
+    done: list[tuple[int, int]] = []
+    one, seven = (
+        evaluate(tokens, task="sts", data=data, batch_size=size, progress=progress)
+        for size, progress in ((1, None), (7, lambda *counts: done.append(counts)))
+    )
+    assert isinstance(one, StsScore) and isinstance(seven, StsScore)
+    np.testing.assert_allclose(one.cosines, seven.cosines, atol=1e-6)
+    assert done[-1] == (80, 80) and len(done) == 12
+    low, high = one.spearman_ci95
+    assert low < one.spearman < high
+    assert one.spearman_ci95 == seven.spearman_ci95
+
+
+def test_the_seed_decides_the_interval_and_nothing_else(tokens: Path) -> None:
+    lines = ["5\teast\teast", "1\teast\twest", "3\teast\tnorth", "2\tnorth\tnortheast"]
+    data = table(tokens, STS, *lines)
+    first, again, other = (evaluate(tokens, task="sts", data=data, seed=s) for s in (0, 0, 1))
+    assert first.to_json() == again.to_json()
+    assert first.to_json()["spearman"] == other.to_json()["spearman"]
+
+
+def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
+    """Normal pairs of correlation 0.5: Spearman's is 6/pi asin(0.25), Pearson 1907."""
+    from attnserve.checks.evaluate import _draw_rows, _interval, _resampled_spearman
+
+    truth = 6 / np.pi * np.arcsin(0.25)
+    rng = np.random.default_rng(0)
+    inside = 0
+    for _ in range(60):
+        x, noise = rng.standard_normal((2, 120))
+        y = 0.5 * x + np.sqrt(0.75) * noise
+        low, high = _interval(_resampled_spearman(x, y, _draw_rows(len(x), rng)))
+        inside += low <= truth <= high
+    assert inside >= 52  # of 60; 57 are expected, and 52 is its lower one-in-a-hundred
+
+
+@pytest.mark.parametrize(
+    ("lines", "match"),
+    [
+        ([""], "line 1: no column score"),
+        (["5\teast\teast", "1\teast\twest"], "line 1: no column score"),
+        (["score\tsentence1", "5\teast"], "line 1: no column sentence2"),
+        ([STS], "no rows after the header line"),
+        ([STS, "", "  "], "no rows"),
+        ([STS, "5\teast\teast", "", "1\teast"], "line 4: 2 tab-separated fields, the header has 3"),
+        ([STS, "5\teast\teast\tmore"], "line 2: 4 tab-separated fields"),
+        ([STS, "5\teast\t "], "line 2: sentence2 is empty"),
+        ([STS, "5\teast\teast", "good\teast\twest"], "line 3: score 'good' is not a number"),
+        ([STS, "nan\teast\teast", "1\teast\twest"], "line 2: score 'nan'"),
+        ([STS, "5\teast\teast", "inf\teast\twest"], "line 3: score 'inf'"),
+        ([STS, "5\teast\teast"], "1 rows with a single score: a correlation is undefined"),
+        ([STS, "2\teast\teast", "2\teast\twest"], "2 rows with a single score"),
+    ],
+)
+def test_a_table_that_cannot_be_scored_is_refused_where_it_is_wrong(
+    lines: list[str], match: str, tokens: Path
+) -> None:
+    with pytest.raises(InvalidData, match=match) as caught:
+        evaluate(tokens, task="sts", data=table(tokens, *lines))
+    assert len(str(caught.value).splitlines()) <= 3
+
+
+def test_a_file_that_is_missing_or_not_text_is_refused(tokens: Path) -> None:
+    with pytest.raises(InvalidData, match="cannot be read"):
+        evaluate(tokens, task="sts", data=tokens / "absent.tsv")
+    (tokens / "data.tsv").write_bytes(b"score\tsentence1\xff")
+    with pytest.raises(InvalidData, match="not UTF-8"):
+        evaluate(tokens, task="sts", data=tokens / "data.tsv")
+
+
+def test_a_model_that_answers_nan_or_always_the_same_fails_the_check(tokens: Path) -> None:
+    with pytest.raises(CheckFailed, match="NaN or infinite numbers for text 1"):
+        evaluate(tokens, task="sts", data=table(tokens, STS, "1\teast\teast", "2\tnan\teast"))
+    with pytest.raises(CheckFailed, match="the same cosine for every pair"):
+        evaluate(tokens, task="sts", data=table(tokens, STS, "1\teast\teast", "2\twest\twest"))
+
+
+def test_pooling_is_the_artifacts_unless_it_is_given(tokens: Path) -> None:
+    data = table(tokens, STS, "5\teast west west\teast", "1\tnorth\teast", "0\twest\teast")
+    (tokens / "attnserve.json").write_text('{"pooling": "cls"}', encoding="utf-8")
+    for pooling, cosine in ((None, 1), ("cls", 1), ("mean", -1)):
+        score = evaluate(tokens, task="sts", data=data, pooling=pooling)
+        assert isinstance(score, StsScore)
+        np.testing.assert_allclose(score.cosines, [cosine, 0, -1], atol=1e-6)
+    with pytest.raises(InvalidArgument, match="pooling 'none' expects"):
+        evaluate(tokens, task="sts", data=data, pooling="none")
+
+
+def test_longer_texts_are_cut_at_the_artifacts_length_unless_it_is_given(tokens: Path) -> None:
+    data = table(tokens, STS, "5\teast west west\teast", "1\tnorth\teast", "0\twest\teast")
+    (tokens / "attnserve.json").write_text('{"max_length": 1}', encoding="utf-8")
+    for length, cosine in ((None, 1), (3, -1)):
+        score = evaluate(tokens, task="sts", data=data, max_length=length)
+        assert isinstance(score, StsScore)
+        assert score.cosines[0] == pytest.approx(cosine)
+
+
+# --- classification -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("column", ["text", "sentence"])
+def test_classification_counts_the_rows_whose_largest_logit_is_the_label(
+    column: str, classes: Path
+) -> None:
+    lines = ["0\teast", "1\tnorth", "1\teast north north", "0\teast north"]
+    data = table(classes, f"label\t{column}", *lines)
+    score = evaluate(classes, task="classification", data=data)
+    assert isinstance(score, ClassificationScore)
+    assert score.predictions.tolist() == [0, 1, 0, 0]
+    content = json.loads(json.dumps(score.to_json(), allow_nan=False))
+    assert list(content) == ["task", "rows", "accuracy", "accuracy_ci95"]
+    assert (content["task"], content["rows"], content["accuracy"]) == ("classification", 4, 0.75)
+    low, high = content["accuracy_ci95"]
+    assert 0 <= low < 0.75 < high <= 1
+
+
+def test_a_perfect_score_has_no_spread(classes: Path) -> None:
+    data = table(classes, "label\ttext", "0\teast", "1\tnorth")
+    assert evaluate(classes, task="classification", data=data).to_json() == {
+        "task": "classification",
+        "rows": 2,
+        "accuracy": 1.0,
+        "accuracy_ci95": [1.0, 1.0],
+    }
+
+
+def test_labels_may_be_the_names_in_the_models_config(classes: Path) -> None:
+    (classes / "config.json").write_text('{"id2label": {"0": "E", "1": "N"}}', encoding="utf-8")
+    data = table(classes, "text\tlabel", "east\tE", "north\tN", "north\t1")
+    assert evaluate(classes, task="classification", data=data).to_json()["accuracy"] == 1
+    with pytest.raises(InvalidData, match=r"line 2: label 'W': expected .* \(E, N\)"):
+        evaluate(classes, task="classification", data=table(classes, "label\ttext", "W\twest"))
+
+
+@pytest.mark.parametrize("label", ["-1", "0.5", "yes", "²"])
+def test_a_label_that_is_no_class_is_refused(label: str, classes: Path) -> None:
+    with pytest.raises(InvalidData, match=r"line 2: label .*\(none\)"):
+        evaluate(classes, task="classification", data=table(classes, "label\ttext", f"{label}\tx"))
+
+
+@pytest.mark.parametrize("label", ["2", "9" * 30])
+def test_a_label_beyond_the_classes_is_refused(label: str, classes: Path) -> None:
+    data = table(classes, "label\ttext", "1\teast", f"{label}\teast")
+    with pytest.raises(InvalidData, match=f"line 3: label '{label}', and the model has 2 classes"):
+        evaluate(classes, task="classification", data=data)
+
+
+def test_a_model_without_logits_is_refused(tokens: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"expects logits \[batch, classes\]"):
+        evaluate(tokens, task="classification", data=table(tokens, "label\ttext", "0\teast"))
+
+
+# --- what the model and the options may be ------------------------------------------------------
+
+
+def test_an_unknown_task_a_missing_model_and_a_missing_tokenizer_are_refused(
+    tokens: Path, tmp_path: Path
+) -> None:
+    data = table(tokens, STS, "1\teast\teast", "2\tnorth\teast")
+
+    def refused(error: type[AttnserveError], match: str, model: Path = tokens, task: str = "sts"):
+        with pytest.raises(error, match=match):
+            evaluate(model, task=task, data=data)  # type: ignore[arg-type]
+
+    refused(InvalidArgument, "--task qa: expected sts or classification", task="qa")
+    refused(InvalidModel, "no such file or folder", model=tmp_path / "absent")
+    (tokens / "tokenizer.json").rename(tokens / "moved.json")
+    refused(InvalidData, "text needs the model's tokenizer")
+    evaluate(tokens, task="sts", data=data, tokenizer=tokens / "moved.json")
+
+
+def test_a_text_that_the_model_cannot_take_is_refused_with_its_size(tokens: Path) -> None:
+    model = onnx.load(tokens / "model.onnx")
+    for value in model.graph.input:
+        for axis, size in zip(value.type.tensor_type.shape.dim, (1, 4), strict=True):
+            axis.dim_value = size
+    onnx.save(model, tokens / "model.onnx")
+    session, encoder = open_session(tokens / "model.onnx"), load_tokenizer(tokens)
+    with pytest.raises(InvalidData, match="the model refuses a batch of 2 texts x 1 tokens"):
+        embed_texts(session, encoder, ["east", "west"], pooling="mean", normalize=False)
+    with pytest.raises(InvalidData, match="no texts"):
+        embed_texts(session, encoder, [], pooling="mean", normalize=False)
+
+
+# --- the real model -----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_minilm_scores_what_it_is_known_to_score(
+    minilm_export: Callable[[str, str, int], Path], shared: Path
+) -> None:
+    data = shared / "data" / "sts" / "stsb_dev.tsv"
+    score = evaluate(minilm_export("sdpa", "torchscript", 17), task="sts", data=data, threads=1)
+    assert isinstance(score, StsScore)
+    assert score.rows == 1500
+    assert score.spearman == pytest.approx(0.8672, abs=5e-5)
+    low, high = score.spearman_ci95
+    assert 0.84 < low < score.spearman < high < 0.89

@@ -1,0 +1,394 @@
+"""Calibration data and its moments, held against what numpy computes sentence by sentence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from attnserve.calibration.moments import collect_moments
+from attnserve.checks.certify import read_attention
+from attnserve.models.artifact import Artifact, load_model, open_artifact
+from attnserve.models.datasets import BATCH_SIZE, Dataset, load_inputs, token_mask
+from attnserve.models.tokenizer import load_tokenizer
+from attnserve.runtime.session import open_session
+from graph_passes.blocks import AttentionBlock
+from graph_passes.emit.editing import exposing
+from graph_passes.errors import InvalidData, InvalidModel
+
+HEADER = '<ir_version: 8, opset_import: ["" : 17]> g'
+IDS = f"{HEADER} (int64[batch, seq] input_ids, int64[batch, seq] attention_mask)"
+COPY = f"{IDS} => (int64[batch, seq] y) {{ y = Mul(input_ids, attention_mask) }}"
+
+
+def read(path: Path, artifact: Artifact, **options: object) -> Dataset:
+    return load_inputs(path, load_model(artifact), artifact, **options)  # type: ignore[arg-type]
+
+
+def rows(batches: list | tuple | object) -> int:
+    return sum(len(batch["input_ids"]) for batch in batches)  # type: ignore[union-attr]
+
+
+# Text
+
+
+def test_every_tenth_sentence_is_held_out(tiny: Path, sentences: Path):
+    data = read(sentences, open_artifact(tiny))
+    assert (rows(data.fit), rows(data.held_out)) == (54, 6)
+    assert {"file": "sentences.txt", "rows": 60}.items() <= data.source.items()
+    assert data.source["fit_tokens"] < data.source["tokens"]
+    assert len(data.source["sha256"]) == 64
+    assert max(len(batch["input_ids"]) for batch in data.fit) == BATCH_SIZE
+
+
+def test_held_out_sentences_are_not_fitted(tiny: Path, tmp_path: Path):
+    words = ["a", "the", "man", "woman", "dog", "cat", "child", "is", "are", "was"]
+    (tmp_path / "ten.txt").write_text("\n".join(words))
+    data = read(tmp_path / "ten.txt", open_artifact(tiny))
+    tokenizer = load_tokenizer(tiny)
+    (last,) = tokenizer.encode(["was"])
+    assert data.held_out[0]["input_ids"].tolist() == [last.ids]
+    assert last.ids not in np.concatenate([b["input_ids"] for b in data.fit]).tolist()
+
+
+def test_without_a_split_all_rows_are_in_both(tiny: Path, sentences: Path):
+    data = read(sentences, open_artifact(tiny), split=False)
+    assert rows(data.fit) == rows(data.held_out) == 60
+
+
+@pytest.mark.parametrize(("count", "fit", "held"), [(1, 1, 1), (2, 1, 1), (10, 9, 1), (20, 18, 2)])
+def test_few_sentences_still_serve_both_ends(
+    tiny: Path, tmp_path: Path, count: int, fit: int, held: int
+):
+    (tmp_path / "few.txt").write_text("a man\n" * count)
+    data = read(tmp_path / "few.txt", open_artifact(tiny))
+    assert (rows(data.fit), rows(data.held_out)) == (fit, held)
+
+
+def test_the_length_is_the_median_of_the_text(tiny: Path, tmp_path: Path):
+    (tmp_path / "text.txt").write_text("a\na b\na b c\n")
+    assert read(tmp_path / "text.txt", open_artifact(tiny)).length == 4  # [CLS] a b [SEP]
+
+
+def test_long_sentences_are_cut_to_the_artifacts_length(tiny: Path, tmp_path: Path):
+    (tmp_path / "long.txt").write_text("dog " * 500)
+    assert read(tmp_path / "long.txt", open_artifact(tiny)).length == 64
+
+
+def test_a_tokenizer_elsewhere_can_be_named(tiny: Path, sentences: Path, tmp_path: Path):
+    bare = tmp_path / "bare.onnx"
+    bare.write_bytes((tiny / "model.onnx").read_bytes())
+    artifact = open_artifact(bare)
+    with pytest.raises(InvalidData, match=r"no tokenizer\.json beside the model.*\n.*--tokenizer"):
+        read(sentences, artifact)
+    assert rows(read(sentences, artifact, tokenizer=tiny / "tokenizer.json").fit) == 54
+
+
+def test_a_model_without_a_mask_gets_one_sentence_at_a_time(tiny: Path, sentences: Path):
+    model = ir.from_onnx_text(
+        f"{HEADER} (int64[batch, seq] input_ids) => (int64[batch, seq] y) {{ y = Neg(input_ids) }}"
+    )
+    data = load_inputs(sentences, model, open_artifact(tiny))
+    assert {len(batch["input_ids"]) for batch in data.fit} == {1}
+
+
+def test_a_fixed_batch_is_kept(tiny: Path, sentences: Path):
+    model = ir.from_onnx_text(COPY.replace("batch", "2"))
+    data = load_inputs(sentences, model, open_artifact(tiny))
+    assert {len(batch["input_ids"]) for batch in data.fit} == {2}
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "holds no text"),
+        (b"\n \n\t\n", "holds no text"),
+        (b"\xff\xfe\x00\x01" * 40, "not UTF-8 text"),
+    ],
+)
+def test_a_text_without_sentences_is_refused(
+    tiny: Path, tmp_path: Path, content: bytes, reason: str
+):
+    (tmp_path / "calib.txt").write_bytes(content)
+    with pytest.raises(InvalidData, match=reason):
+        read(tmp_path / "calib.txt", open_artifact(tiny))
+
+
+def test_a_missing_file_is_refused(tiny: Path, tmp_path: Path):
+    with pytest.raises(InvalidData, match=r"nothing\.txt: no such file"):
+        read(tmp_path / "nothing.txt", open_artifact(tiny))
+
+
+def test_a_broken_tokenizer_is_refused(model: Path, sentences: Path):
+    (model / "tokenizer.json").write_text("{}")
+    with pytest.raises(InvalidModel, match=r"not a tokenizer\.json"):
+        read(sentences, open_artifact(model))
+
+
+# Arrays
+
+
+def arrays(count: int = 3, length: int = 5) -> dict[str, np.ndarray]:
+    ids = np.arange(count * length).reshape(count, length) % 100
+    return {
+        "input_ids": ids,
+        "attention_mask": np.ones_like(ids),
+        "token_type_ids": np.zeros_like(ids),
+    }
+
+
+@pytest.fixture
+def artifact(tiny: Path) -> Artifact:
+    return open_artifact(tiny)
+
+
+def test_an_npz_is_rows_by_input_name(artifact: Artifact, tmp_path: Path):
+    np.savez(tmp_path / "calib.npz", **arrays(20, 7))
+    data = read(tmp_path / "calib.npz", artifact)
+    assert (rows(data.fit), rows(data.held_out), data.length) == (18, 2, 7)
+    assert [len(batch["input_ids"]) for batch in data.fit] == [16, 2]
+    np.testing.assert_array_equal(data.held_out[0]["input_ids"], arrays(20, 7)["input_ids"][9::10])
+
+
+def test_a_folder_of_npz_may_hold_several_lengths(artifact: Artifact, tmp_path: Path):
+    for length in (4, 9, 12):
+        np.savez(tmp_path / f"{length}.npz", **arrays(3, length))
+    data = read(tmp_path, artifact, split=False)
+    assert sorted(batch["input_ids"].shape for batch in data.fit) == [(3, 4), (3, 9), (3, 12)]
+    assert data.length == 9
+
+
+def test_integers_of_another_width_are_converted(artifact: Artifact, tmp_path: Path):
+    np.savez(tmp_path / "c.npz", **{k: v.astype(np.int32) for k, v in arrays().items()})
+    assert read(tmp_path / "c.npz", artifact).fit[0]["input_ids"].dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"input_ids": None}, r"missing \['input_ids'\], not an input none"),
+        ({"ids": np.ones((3, 5))}, r"missing none, not an input \['ids'\]"),
+        ({"input_ids": np.ones((3, 5))}, "'input_ids' is float64, the model takes int64"),
+        ({"input_ids": np.array([["a"] * 5] * 3)}, "'input_ids' is <U1, the model takes int64"),
+        ({"input_ids": np.ones((2, 5), int)}, "'input_ids': 2.*rows"),
+        ({"input_ids": np.int64(3)}, "'input_ids': 0.*rows"),
+        ({key: np.ones((0, 5), int) for key in arrays()}, "rows"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(
+    artifact: Artifact, tmp_path: Path, change: dict, reason: str
+):
+    given = {key: value for key, value in (arrays() | change).items() if value is not None}
+    np.savez(tmp_path / "calib.npz", **given)
+    with pytest.raises(InvalidData, match=reason):
+        read(tmp_path / "calib.npz", artifact)
+
+
+def test_an_archive_of_objects_is_never_unpickled(artifact: Artifact, tmp_path: Path):
+    np.savez(tmp_path / "c.npz", **(arrays() | {"input_ids": np.array([{}], dtype=object)}))
+    with pytest.raises(InvalidData, match=r"not an \.npz of arrays"):
+        read(tmp_path / "c.npz", artifact)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 no archive", b"text"])
+def test_what_is_no_archive_is_refused(artifact: Artifact, tmp_path: Path, content: bytes):
+    (tmp_path / "c.npz").write_bytes(content)
+    with pytest.raises(InvalidData, match=r"not an \.npz of arrays.*\n.*numpy\.savez"):
+        read(tmp_path / "c.npz", artifact)
+
+
+def test_a_folder_without_arrays_is_refused(artifact: Artifact, tmp_path: Path):
+    with pytest.raises(InvalidData, match=r"no \.npz file in this folder"):
+        read(tmp_path, artifact)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"input_ids": np.full((3, 5), 10**6)},
+        {"input_ids": np.ones((3, 5, 2), int)},
+        {key: np.ones((3, 200), int) for key in arrays()},
+    ],
+    ids=["vocabulary", "rank", "positions"],
+)
+def test_arrays_that_the_model_refuses_are_an_error_of_the_data(
+    artifact: Artifact, tmp_path: Path, change: dict
+):
+    np.savez(tmp_path / "c.npz", **(arrays() | change))
+    graph = load_model(artifact)
+    data = load_inputs(tmp_path / "c.npz", graph, artifact)
+    with pytest.raises(InvalidData, match=r"the model refuses the inputs input_ids \(2, "):
+        collect_moments(graph, read_attention(graph).blocks, data.fit)
+
+
+# Masks
+
+
+def test_the_mask_of_a_batch_is_found_by_name_and_shape():
+    mask = np.array([[1, 0], [1, 1]])
+    found = token_mask({"input_ids": mask, "attention_mask": mask}, (2, 2))
+    np.testing.assert_array_equal(found, mask.astype(bool))
+    assert token_mask({"attention_mask": mask}, (2, 3)).all(), "of another shape"
+    assert token_mask({"attention_mask": mask.astype(np.float32)}, (2, 2)).all(), "additive"
+    assert token_mask({}, (1, 4)).shape == (1, 4)
+
+
+# Moments
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def by_hand(graph: ir.Model, block: AttentionBlock, texts: list[dict[str, np.ndarray]]):
+    """The moments of one self-attention block by their definitions, one sentence at a time."""
+    with exposing(graph, [block.x]):
+        session = open_session(graph)
+    assert block.output is not None
+    tokens = [session.run(None, text)[0][0].astype(np.float64) for text in texts]  # S D
+    everything = np.concatenate(tokens)
+    mean = everything.mean(0)
+    covariance = (everything - mean).T @ (everything - mean) / len(everything)
+    matrix, heads = block.output.matrix(), range(block.num_heads)
+    spread, weight = np.zeros_like(covariance), np.zeros(block.num_heads)
+    for x in tokens:
+        for h in heads:
+            q, k, v = (x @ p.heads()[h] + p.offset[h] for p in (block.q, block.k, block.v))
+            probabilities = softmax(block.scale * q @ k.T)
+            written = v @ matrix[block.output.rows[h]]  # S D
+            for p in probabilities:  # of one query
+                for values, add in ((x, "keys"), (written, "writes")):
+                    centred = values - p @ values
+                    if add == "keys":
+                        spread += (centred * p[:, None]).T @ centred
+                    else:
+                        weight[h] += (p[:, None] * centred**2).sum()
+    queries = len(everything)
+    return mean, covariance, spread / queries / block.num_heads, np.sqrt(weight / queries)
+
+
+@pytest.mark.parametrize(
+    "export",
+    [("eager", "torchscript", 17), ("sdpa", "dynamo", 18)],
+    ids=["eager-torchscript", "sdpa-dynamo"],
+)
+def test_moments_are_those_of_the_sentences_without_their_padding(
+    tiny_export: Callable[..., Path], sentences: Path, export: tuple
+):
+    folder = tiny_export(*export)
+    artifact = open_artifact(folder)
+    graph = load_model(artifact)
+    data = load_inputs(sentences, graph, artifact, split=False)
+    assert any((batch["attention_mask"] == 0).any() for batch in data.fit), "nothing is padded"
+    blocks = read_attention(graph).blocks
+    got = collect_moments(graph, blocks, data.fit)
+    singles = [
+        {name: array[i : i + 1, :length] for name, array in batch.items()}
+        for batch in data.fit
+        for i, length in enumerate(batch["attention_mask"].sum(1))
+    ]
+    assert len(singles) == 60
+    for block in blocks:
+        mean, covariance, keys, weight = by_hand(graph, block, singles)
+        moments = got[block.name]
+        # float32 activations: relative to the largest entry.
+        for found, expected in (
+            (moments.query_mean, mean),
+            (moments.query_covariance, covariance),
+            (moments.key_covariance, keys),
+            (moments.head_weight, weight),
+        ):
+            assert found is not None
+            np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
+
+
+def test_moments_do_not_depend_on_how_rows_are_batched(tiny: Path, sentences: Path):
+    artifact = open_artifact(tiny)
+    graph = load_model(artifact)
+    data = load_inputs(sentences, graph, artifact, split=False)
+    blocks = read_attention(graph).blocks[:1]
+    halves = [
+        {name: array[part] for name, array in batch.items()}
+        for batch in data.fit
+        for part in (slice(None, 5), slice(5, None))
+    ]
+    one, two = (
+        collect_moments(graph, blocks, batches)[blocks[0].name] for batches in (data.fit, halves)
+    )
+    np.testing.assert_allclose(one.key_covariance, two.key_covariance, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(one.query_covariance, two.query_covariance, rtol=0, atol=1e-5)
+
+
+def test_collecting_leaves_the_graph_as_it_was_and_reports_progress(tiny: Path, sentences: Path):
+    artifact = open_artifact(tiny)
+    graph = load_model(artifact)
+    data, blocks = load_inputs(sentences, graph, artifact), read_attention(graph).blocks
+    before, seen = ir.to_onnx_text(graph), []
+    collect_moments(graph, blocks, data.fit, progress=lambda *step: seen.append(step))
+    assert ir.to_onnx_text(graph) == before
+    assert seen == [(i + 1, len(data.fit)) for i in range(len(data.fit))]
+
+
+def test_data_that_is_all_padding_is_refused(tiny: Path):
+    graph = load_model(open_artifact(tiny))
+    batch = arrays() | {"attention_mask": np.zeros((3, 5), int)}
+    with pytest.raises(InvalidData, match="has no real token"):
+        collect_moments(graph, read_attention(graph).blocks, [batch])
+
+
+BARE = (
+    HEADER
+    + """ (float[batch, seq, 4] x) => (float[batch, seq, 4] y)
+<int64[4] split = {0, 0, 2, 2}, int64[3] merge = {0, 0, 4}, float[1] scale = {0.5}> {
+    q0 = MatMul(x, wq)  q1 = Reshape(q0, split)  q = Transpose<perm = [0, 2, 1, 3]>(q1)
+    k0 = MatMul(x, wk)  k1 = Reshape(k0, split)  k = Transpose<perm = [0, 2, 3, 1]>(k1)
+    v0 = MatMul(x, wv)  v1 = Reshape(v0, split)  v = Transpose<perm = [0, 2, 1, 3]>(v1)
+    s0 = MatMul(q, k)  s = Mul(s0, scale)  p = Softmax<axis = -1>(s)
+    c = MatMul(p, v)  c1 = Transpose<perm = [0, 2, 1, 3]>(c)  c2 = Reshape(c1, merge)
+    y = MatMul(c2, wo)
+}"""
+)
+
+
+def bare() -> ir.Model:
+    """Attention and nothing else: its tokens are the graph's own input."""
+    proto = ir.to_proto(ir.from_onnx_text(BARE))
+    random = np.random.default_rng(0)
+    for name in ("wq", "wk", "wv", "wo"):
+        weight = ir.tensor(random.standard_normal((4, 4)).astype(np.float32), name=name)
+        proto.graph.initializer.append(ir.to_proto(weight))
+    return ir.from_proto(proto)
+
+
+def test_attention_that_reads_the_graphs_input_is_calibrated():
+    graph = bare()
+    (block,) = read_attention(graph).blocks
+    x = np.random.default_rng(1).standard_normal((3, 6, 4)).astype(np.float32)
+    moments = collect_moments(graph, [block], [{"x": x}])[block.name]
+    np.testing.assert_allclose(moments.query_mean, x.reshape(-1, 4).mean(0), atol=1e-6)
+
+
+def test_activations_that_are_not_finite_are_refused():
+    graph = bare()
+    x = np.ones((1, 3, 4), np.float32)
+    x[0, 0, 0] = np.inf
+    with (
+        np.errstate(invalid="ignore"),
+        pytest.raises(InvalidData, match="activations on the calibration data are not finite"),
+    ):
+        collect_moments(graph, read_attention(graph).blocks, [{"x": x}])
+
+
+def test_the_source_can_be_written_down(tiny: Path, sentences: Path, tmp_path: Path):
+    assert json.dumps(dict(read(sentences, open_artifact(tiny)).source), allow_nan=False)
+    np.savez(tmp_path / "c.npz", **arrays())
+    first = read(tmp_path, open_artifact(tiny)).source["sha256"]
+    assert len(first) == 64
+    np.savez(tmp_path / "d.npz", **arrays())
+    second = read(tmp_path, open_artifact(tiny)).source["sha256"]
+    assert second != first, "a folder's is of all its files"

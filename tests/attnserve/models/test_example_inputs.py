@@ -1,0 +1,130 @@
+"""Example inputs: valid for the graph, the same for the same seed."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from attnserve.models.example_inputs import example_inputs, id_bound
+from graph_passes.errors import InvalidArgument, InvalidModel
+
+
+def model(inputs: str, body: str = "y = Identity(w)", weights: str = "float[3,2] w") -> ir.Model:
+    """A graph with these inputs, and a table ``w`` of 3 rows."""
+    return ir.from_onnx_text(
+        f"""<ir_version: 10, opset_import: ["" : 18, "com.microsoft" : 1]>
+        g ({inputs}) => (float[a,b] y) <{weights} = {{1, 2, 3, 4, 5, 6}}> {{ {body} }}"""
+    )
+
+
+BERT = (
+    "int64[batch,seq] input_ids, int64[batch,seq] attention_mask, int64[batch,seq] token_type_ids"
+)
+
+
+def test_an_encoder_gets_ids_of_its_vocabulary_a_full_mask_and_one_segment():
+    inputs = example_inputs(model(BERT, "y = Gather(w, input_ids)"), 4, 64)
+    assert {name: array.shape for name, array in inputs.items()} == dict.fromkeys(inputs, (4, 64))
+    assert list(inputs) == ["input_ids", "attention_mask", "token_type_ids"]
+    assert set(inputs["input_ids"].ravel()) == {0, 1, 2}
+    assert inputs["attention_mask"].all() and not inputs["token_type_ids"].any()
+    assert all(array.dtype == np.int64 for array in inputs.values())
+
+
+def test_the_same_seed_gives_the_same_inputs_and_another_seed_others():
+    graph = model(BERT)
+    one, same, other = (example_inputs(graph, 2, 32, seed) for seed in (1, 1, 2))
+    assert (one["input_ids"] == same["input_ids"]).all()
+    assert (one["input_ids"] != other["input_ids"]).any()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "y = Gather<axis = 0>(w, ids)",
+        "c = Cast<to = 6>(ids) f = Flatten(c) y = Gather(w, f)",
+        "h = Cast<to = 10>(w) y = Gather(h, ids)",
+        "y = com.microsoft.EmbedLayerNormalization(ids, , w, w, , w, w)",
+    ],
+)
+def test_the_vocabulary_is_read_from_the_table(body: str):
+    assert id_bound(model("int64[b,s] ids", body).graph.inputs[0]) == 3
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "y = Gather<axis = 1>(w, ids)",  # columns, not rows
+        "y = Gather(ids, w)",  # the ids are the table
+        "c = Add(ids, ids) y = Gather(w, c)",  # no longer the ids that came in
+    ],
+)
+def test_what_is_no_table_of_the_ids_gives_no_bound(body: str):
+    assert id_bound(model("int64[b,s] ids", body).graph.inputs[0]) is None
+
+
+def test_the_smaller_of_two_tables_bounds_the_ids():
+    graph = ir.from_onnx_text(
+        """<ir_version: 10, opset_import: ["" : 18]>
+        g (int64[b,s] ids) => (float[b,s] y)
+        <float[5] large = {1, 2, 3, 4, 5}, float[2] small = {1, 2}>
+        { l = Gather(large, ids) s = Gather(small, ids) y = Add(l, s) }"""
+    )
+    assert id_bound(graph.graph.inputs[0]) == 2
+
+
+def test_types_and_fixed_axes_are_the_graph_s():
+    inputs = example_inputs(
+        model("float16[n,3,8,8] pixels, bool[n,1,s,t] keep, int32[s] lengths, float scale"), 2, 5
+    )
+    assert inputs["pixels"].shape == (2, 3, 8, 8) and inputs["pixels"].dtype == np.float16
+    assert inputs["keep"].shape == (2, 1, 5, 5) and inputs["keep"].all()
+    assert inputs["lengths"].dtype == np.int32
+    assert inputs["scale"].shape == ()
+
+
+def test_an_initializer_that_is_also_an_input_is_not_asked_for():
+    graph = model("int64[b,s] ids, float[3,2] w")
+    assert list(example_inputs(graph, 1, 2)) == ["ids"]
+
+
+def test_padded_masks_end_in_zeros_and_the_first_row_is_full():
+    mask = example_inputs(model(BERT), 16, 33, padded=True)["attention_mask"]
+    lengths = mask.sum(axis=1)
+    assert lengths[0] == 33 and lengths.min() >= 17 and lengths.min() < 33
+    assert (np.diff(mask, axis=1) <= 0).all()
+
+
+def test_positions_count_up_and_may_not_outrun_their_table():
+    graph = model("int64[b,s] position_ids", "y = Gather(w, position_ids)")
+    assert example_inputs(graph, 2, 3)["position_ids"].tolist() == [[0, 1, 2]] * 2
+    with pytest.raises(InvalidArgument, match="sequence 4 is longer than the 3 positions"):
+        example_inputs(graph, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ("int64[1,s] ids", "'ids' has a fixed batch of 1, asked for 2"),
+        ("int64[b,128] ids", "'ids' has a fixed sequence of 128, asked for 7"),
+    ],
+)
+def test_a_fixed_axis_of_another_size_is_refused(inputs: str, message: str):
+    with pytest.raises(InvalidArgument, match=message):
+        example_inputs(model(inputs), 2, 7)
+
+
+@pytest.mark.parametrize(("batch", "sequence"), [(0, 1), (1, 0), (-1, 8)])
+def test_an_empty_shape_is_refused(batch: int, sequence: int):
+    with pytest.raises(InvalidArgument, match="expected at least 1"):
+        example_inputs(model(BERT), batch, sequence)
+
+
+def test_text_and_unknown_shapes_are_refused():
+    with pytest.raises(InvalidModel, match="'words' is of type STRING: expected numbers"):
+        example_inputs(model("string[b,s] words"), 1, 1)
+    graph = model("int64[b,s] ids")
+    graph.graph.inputs[0].shape = None
+    with pytest.raises(InvalidModel, match="'ids' has no shape"):
+        example_inputs(graph, 1, 1)

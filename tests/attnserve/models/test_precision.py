@@ -1,0 +1,618 @@
+"""precision: 16 and 8 bits keep what the model means and promises, or are refused for a reason."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from attnserve.checks.compare import compare
+from attnserve.models import precision as module
+from attnserve.models.artifact import load_model, open_artifact
+from attnserve.models.datasets import load_inputs
+from attnserve.models.precision import convert, on_cpu, precision_of
+from attnserve.runtime.session import open_session, weight_bytes
+from graph_passes.errors import CannotRewrite, InvalidArgument, InvalidModel
+from graph_passes.passes.invariants import interface
+
+Build = Callable[..., Path]
+RNG = np.random.default_rng(0)
+STATE = RNG.bit_generator.state
+D, H, VOCABULARY = 16, 4, 64
+HEAD = '<ir_version: 10, opset_import: ["" : {opset}, "com.microsoft" : 1]> g '
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers_in_any_order() -> None:
+    RNG.bit_generator.state = STATE
+
+
+def graph(text: str, opset: int = 18, **weights: np.ndarray) -> ir.Model:
+    """A text graph whose free names are these weights."""
+    model = ir.from_onnx_text(HEAD.format(opset=opset) + text)
+    given = {name: ir.tensor(array, name=name) for name, array in weights.items()}
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        for place, value in enumerate(node.inputs):
+            if value is not None and value.name in given:
+                name = value.name
+                if name not in model.graph.initializers:
+                    model.graph.register_initializer(ir.val(name, const_value=given[name]))
+                node.replace_input_with(place, model.graph.initializers[name])
+    return model
+
+
+def normal(*shape: int) -> np.ndarray:
+    return RNG.normal(size=shape).astype(np.float32)
+
+
+def run(model: ir.Model, **feeds: np.ndarray) -> np.ndarray:
+    return open_session(model).run(None, feeds)[0]
+
+
+def operators(model: ir.Model) -> Counter[str]:
+    return Counter(node.op_type for node in ir.traversal.RecursiveGraphIterator(model.graph))
+
+
+def error(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.linalg.norm(a - b) / np.linalg.norm(a))
+
+
+def product(**weights: np.ndarray) -> ir.Model:
+    weights = weights or {"w": normal(D, D)}
+    return graph("(float[b, s, 16] x) => (float[b, s, 16] y) { y = MatMul(x, w) }", **weights)
+
+
+ATTENTION = "(float[b, s, 16] x, {mask}) => (float[b, s, 16] y) {{ {body} y = MatMul(c, o) }}"
+MASKS = {"key": "int32[b, s] m", "bias": "float[b, 1, s, s] m"}
+FUSED = "c = com.microsoft.Attention <num_heads = 4{more}> (x, w, a, {operands})"
+INSIDE = {
+    "key": FUSED.format(more="", operands="m"),
+    "bias": FUSED.format(more="", operands=", , m").replace(
+        "(x, w, a, , , m)", '(x, w, a, "", "", m)'
+    ),
+}
+OUTSIDE = {
+    "key": "q = MatMul(x, wq) k = MatMul(x, wk) v = MatMul(x, wv)"
+    "c = com.microsoft.MultiHeadAttention <num_heads = 4> (q, k, v, a, m)",
+    "bias": "q = MatMul(x, wq) k = MatMul(x, wk) v = MatMul(x, wv)"
+    'c = com.microsoft.MultiHeadAttention <num_heads = 4> (q, k, v, a, "", m)',
+}
+
+
+def attention(body: str, mask: str) -> ir.Model:
+    packed = RNG.normal(size=(D, 3 * D)).astype(np.float32) / 2
+    wq, wk, wv = np.split(packed, 3, axis=1)
+    weights = {"w": packed, "wq": wq, "wk": wk, "wv": wv, "a": normal(3 * D), "o": normal(D, D)}
+    text = ATTENTION.format(mask=MASKS[mask], body=body)
+    return graph(text, **weights)
+
+
+def padded(mask: str) -> dict[str, np.ndarray]:
+    """Two rows of five tokens, of which the second has three."""
+    keys = np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]], np.int32)
+    bias = np.where(keys[:, None, None, :] > 0, 0.0, -3.4e38) + np.zeros((2, 1, 5, 1))
+    x = np.random.default_rng(1).normal(size=(2, 5, D)).astype(np.float32)
+    return {"x": x, "m": keys if mask == "key" else bias.astype(np.float32)}
+
+
+# ---- what they are called ------------------------------------------------------------------------
+
+
+def test_float32_is_the_model_itself():
+    model = product()
+    assert convert(model, "float32") is model
+    assert precision_of(model) == "float32"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [(np.float32, "float32"), (np.float16, "float16"), (np.int8, "int8"), (np.uint8, "int8"),
+     (np.float64, "float64")],
+)  # fmt: skip
+def test_a_model_is_named_for_its_weights(dtype: type, name: str):
+    model = graph(
+        "(float[b, 16] x) => (float[b, 16] y) { c = CastLike(w, x) y = MatMul(x, c) }",
+        w=np.ones((D, D), dtype),
+    )
+    assert precision_of(model) == name
+
+
+def test_two_kinds_of_weights_are_both_named_from_a_tenth_on():
+    def of(rows: int) -> str:
+        text = "(float[b, 16] x) => (float[b, 16] y) "
+        text += "{ c = CastLike(w, x) d = MatMul(c, v) y = MatMul(x, d) }"
+        return precision_of(graph(text, w=np.ones((rows, D), np.float16), v=normal(90, D)))
+
+    assert of(10) == "float32+float16"
+    assert of(9) == "float32"
+
+
+def test_indices_and_shapes_are_no_weights():
+    model = graph(
+        "(int64[b, s] x) => (int64[b, s, 9] y) { y = Gather(t, x) }", t=np.zeros((99, 9), np.int64)
+    )
+    assert precision_of(model) == "float32"
+
+
+def test_another_precision_is_refused():
+    with pytest.raises(
+        InvalidArgument, match="precision 'int4': expected float32, float16, bfloat16 or int8"
+    ):
+        convert(product(), "int4")  # type: ignore[arg-type]
+
+
+# ---- what stays ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["float16", "bfloat16", "int8"])
+def test_the_interface_the_source_and_the_process_stay_as_they_were(
+    precision: module.Precision, capfd: pytest.CaptureFixture[str]
+):
+    model = product()
+    model.metadata_props["who"] = "us"
+    before, nodes = interface(model), list(model.graph)
+    handlers, disabled = list(logging.root.handlers), logging.root.manager.disable
+    files = set(Path(tempfile.gettempdir()).glob("*"))
+    made = convert(model, precision)
+    assert interface(model) == before
+    assert list(model.graph) == nodes
+    assert (interface(made).inputs, interface(made).outputs) == (before.inputs, before.outputs)
+    assert dict(made.metadata_props) == {"who": "us"}
+    assert precision_of(made) == precision
+    assert (list(logging.root.handlers), logging.root.manager.disable) == (handlers, disabled)
+    new = set(Path(tempfile.gettempdir()).glob("*")) - files
+    assert not [path for path in new if path.name.startswith(("attnserve-", "ort.quant"))]
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("precision", "least", "largest"),
+    [("float16", 0.9999, 0.55), ("bfloat16", 0.999, 0.55), ("int8", 0.99, 0.4)],
+)
+def test_a_tiny_bert_stays_near_its_original_in_less_space(
+    tiny: Path, sentences: Path, precision: module.Precision, least: float, largest: float
+):
+    model = load_model(artifact := open_artifact(tiny))
+    batches = load_inputs(sentences, model, artifact, split=False).fit
+    made = convert(model, precision)
+    assert compare(model, made, batches, "sentences").mean_cosine >= least
+    assert weight_bytes(made) < largest * weight_bytes(model)
+    for other in ("float16", "bfloat16", "int8"):
+        with pytest.raises(InvalidArgument, match=r"already|expected a float32 model"):
+            convert(made, other)
+
+
+def test_a_fused_export_is_converted_too(tiny_export: Build, sentences: Path):
+    fusions = pytest.importorskip("onnxscript.rewriter.ort_fusions")
+    model = load_model(artifact := open_artifact(tiny_export("sdpa", "dynamo", 18)))
+    batches = load_inputs(sentences, model, artifact, split=False).fit
+    fused = fusions.optimize_for_ort(model.clone())
+    fused = fused[0] if isinstance(fused, tuple) else fused
+    assert operators(fused)["Attention"] == 2  # with attention_bias
+    for precision, least in (("float16", 0.9999), ("bfloat16", 0.999), ("int8", 0.99)):
+        made = convert(fused, precision)
+        assert operators(made)["Attention"] == 2
+        assert compare(model, made, batches, "sentences").mean_cosine >= least
+
+
+@pytest.mark.parametrize("precision", ["float16", "bfloat16", "int8"])
+def test_what_is_cut_out_of_a_model_states_no_type_and_is_converted_as_float32(
+    precision: module.Precision,
+):
+    model, x = product(), normal(2, 5, D)
+    expected = run(model, x=x)
+    model.graph.outputs[0].type = None
+    made = convert(model, precision)
+    assert made.graph.outputs[0].dtype in (None, ir.DataType.FLOAT)
+    assert error(expected, run(on_cpu(made), x=x)) < 0.03
+
+
+# ---- float16 -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("low", [-3.4e38, -1e9, float("-inf")])
+def test_a_mask_hides_what_it_hid(low: float):
+    text = """(float[b, s, 16] x, float[b, s] m) => (float[b, s, 16] y) {
+        one = Constant <value_float = 1.0> () axes = Constant <value_ints = [1]> ()
+        n = Sub(one, m) a = Mul(n, low) r = Unsqueeze(a, axes)
+        k = Transpose <perm = [0, 2, 1]> (x) s0 = MatMul(x, k) s1 = Add(s0, r) s2 = Add(s1, r)
+        p = Softmax <axis = -1> (s2) c = MatMul(p, x) y = MatMul(c, w) }"""
+    if np.isinf(low):
+        text = text.replace("a = Mul(n, low)", "h = Cast <to = 9> (n) a = Where(h, low, zero)")
+    model = graph(text, low=np.array(low, np.float32), zero=np.array(0, np.float32), w=normal(D, D))
+    made = convert(model, "float16")
+    floor = next(v for n, v in made.graph.initializers.items() if n == "low").const_value
+    assert floor is not None
+    assert float(floor.numpy()) == (low if np.isinf(low) else -module.LARGEST)
+    x = padded("key")["x"]
+    keep = np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]], np.float32)
+    expected, got = run(model, x=x, m=keep), run(made, x=x, m=keep)
+    assert np.isfinite(got).all()
+    assert error(expected, got) < 3e-3
+    alone = run(made, x=x[1:, :3], m=keep[1:, :3])
+    assert error(alone, got[1:, :3]) < 3e-3  # hidden tokens change nothing
+    if not np.isinf(low):  # a row that is hidden throughout is no NaN, masked twice or not
+        assert np.isfinite(run(made, x=x, m=np.zeros_like(keep))).all()
+
+
+def test_masks_at_the_limit_are_not_touched():
+    model = graph(
+        "(float[b, 16] x) => (float[b, 16] y) { z = MatMul(x, w) y = Add(z, m) }",
+        w=normal(D, D),
+        m=np.array([-module.LARGEST, -10_000.0, *[0.0] * 14], np.float32),
+    )
+    held = convert(model, "float16").graph.initializers["m"].const_value
+    assert held is not None
+    np.testing.assert_array_equal(held.numpy()[:3], [-module.LARGEST, -10_000.0, 0.0])
+
+
+@pytest.mark.parametrize("mask", ["key", "bias"])
+@pytest.mark.parametrize("bodies", [INSIDE, OUTSIDE], ids=["Attention", "MultiHeadAttention"])
+def test_fused_attention_in_float16_runs_on_a_cpu(bodies: dict[str, str], mask: str):
+    model, feeds = attention(bodies[mask], mask), padded(mask)
+    made = convert(model, "float16")
+    assert precision_of(made) == "float16"
+    assert error(run(model, **feeds), run(made, **feeds)) < 5e-3
+
+
+def turned() -> ir.Model:
+    """x by the angles of its positions p."""
+    return graph(
+        "(int64[s] p, float[s, 16] x) => (float[s, 16] y) { f = Cast <to = 1> (p)"
+        "axes = Constant <value_ints = [1]> () u = Unsqueeze(f, axes)"
+        "a = Mul(u, freq) c = Cos(a) n = Sin(a) cn = Concat <axis = 1> (c, n)"
+        "t = Mul(x, cn) y = MatMul(t, w) }",
+        freq=(10_000.0 ** -np.linspace(0, 0.9, 8)).astype(np.float32)[None],
+        w=np.eye(D, dtype=np.float32),
+    )
+
+
+def test_angles_of_far_positions_stay_exact():
+    model = turned()
+    made = convert(model, "float16")
+    assert precision_of(made) == "float16"
+    positions = np.array([3, 2049, 4099, 70_001])  # of which float16 knows the first alone
+    feeds = {"p": positions, "x": np.ones((4, D), np.float32)}
+    np.testing.assert_allclose(run(made, **feeds), run(model, **feeds), atol=1e-3)
+
+
+def test_a_sine_of_what_weights_made_is_no_position():
+    model = graph(
+        "(float[b, 16] x) => (float[b, 16] y) { z = MatMul(x, w) y = Sin(z) }", w=normal(D, D) / 9
+    )
+    made = convert(model, "float16")
+    assert precision_of(made) == "float16"
+    assert operators(made)["Cast"] == 2  # of the input and of the output
+
+
+def test_operators_that_must_stay_float32_stay_so_behind_operators_unknown_to_onnx():
+    model = graph(
+        "(float[b, 16] x) => (float[b, 16] y) { z = MatMul(x, w) g = com.microsoft.QuickGelu(z)"
+        "m = Max(g, low) n = Min(m, high) y = MatMul(n, w) }",
+        w=normal(D, D),
+        low=np.array(-1, np.float32),
+        high=np.array(1, np.float32),
+    )
+    made = convert(model, "float16")
+    x = normal(3, D)
+    assert error(run(model, x=x), run(made, x=x)) < 5e-3
+    assert operators(made)["Cast"] == 4, "no cast between Max and Min"
+
+
+def test_a_model_without_matrices_is_not_called_float16():
+    model = graph("(float[b, 16] x) => (float[b, 16] y) { y = Mul(x, w) }", w=normal(D))
+    with pytest.raises(CannotRewrite, match="float16: the weights are still float32"):
+        convert(model, "float16")
+
+
+# ---- bfloat16 ------------------------------------------------------------------------------------
+
+
+def test_a_session_on_a_cpu_refuses_bfloat16_in_one_line_and_says_what_to_do(tmp_path: Path):
+    made = convert(product(), "bfloat16")
+    ir.save(made, tmp_path / "model.onnx")
+    for source in (made, tmp_path / "model.onnx"):
+        with pytest.raises(
+            InvalidModel, match="computes in bfloat16, for which ONNX Runtime"
+        ) as no:
+            open_session(source)
+        assert no.value.fix == (
+            "run it with --provider cuda, or make it with --fp16, which runs on a CPU too"
+        )
+
+
+def test_a_kernel_that_is_missing_for_another_reason_is_no_matter_of_bfloat16():
+    model = graph("(int8[b] x) => (int8[b] y) { y = Sqrt(x) }")
+    with pytest.raises(InvalidModel, match="ONNX Runtime refuses the graph"):
+        open_session(model)
+
+
+def test_what_a_cpu_runs_in_its_place_is_close_and_nothing_else_is_touched():
+    model, x = product(), normal(2, 5, D)
+    made = convert(model, "bfloat16")
+    nodes = list(made.graph)
+    assert 0 < error(run(model, x=x), run(on_cpu(made), x=x)) < 2**-7  # two factors, and a result
+    assert list(made.graph) == nodes and precision_of(made) == "bfloat16"
+    for other in (model, convert(model, "float16"), convert(model, "int8")):
+        assert on_cpu(other) is other
+
+
+def test_verify_on_a_cpu_says_how_it_compared():
+    model, x = product(), normal(2, 5, D)
+    made = convert(model, "bfloat16")
+    told = compare(model, made, [{"x": x}], "numbers")
+    assert told.data == "numbers, bfloat16 rounded in float32"
+    assert 0.999 < told.mean_cosine < 1
+    assert compare(model, model, [{"x": x}], "numbers").data == "numbers"
+
+
+def test_angles_of_far_positions_stay_exact_in_bfloat16_too():
+    """Which counts to 256."""
+    model = turned()
+    feeds = {"p": np.array([3, 257, 4099, 70_001]), "x": np.ones((4, D), np.float32)}
+    made = on_cpu(convert(model, "bfloat16"))
+    np.testing.assert_allclose(run(made, **feeds), run(model, **feeds), atol=2**-8)
+
+
+@pytest.mark.parametrize("opset", [12, 13])
+def test_bfloat16_needs_opset_13(opset: int):
+    model = graph(
+        "(float[b, 16] x) => (float[b, 16] y) { y = MatMul(x, w) }", opset, w=normal(D, D)
+    )
+    if opset == 13:
+        assert precision_of(convert(model, "bfloat16")) == "bfloat16"
+        return
+    with pytest.raises(CannotRewrite, match="the model has opset 12, bfloat16 needs 13"):
+        convert(model, "bfloat16")
+
+
+def test_numbers_beyond_float16_are_kept():
+    weight = np.full((D, D), 1e30, np.float32)
+    made = on_cpu(convert(product(w=weight), "bfloat16"))
+    x = np.eye(D, dtype=np.float32)[None]
+    np.testing.assert_allclose(run(made, x=x)[0], weight, rtol=2**-8)
+
+
+# ---- int8 ----------------------------------------------------------------------------------------
+
+
+def test_every_column_has_a_scale_of_its_own_and_zero_columns_stay_zero():
+    weight = normal(D, D)
+    weight[:, 0] *= 1000  # with one scale for all, the other columns would vanish
+    weight[:, 1] = 0
+    model = product(w=weight)
+    made, x = convert(model, "int8"), normal(2, 5, D)
+    assert operators(made)["MatMulInteger"] == 1
+    expected, got = run(model, x=x), run(made, x=x)
+    assert error(expected[..., 2:], got[..., 2:]) < 0.03
+    np.testing.assert_array_equal(got[..., 1], 0)
+
+
+def test_what_8_bits_can_hold_is_exact():
+    weight = RNG.integers(-127, 128, (D, D)).astype(np.float32)
+    weight[0] = 127
+    x = RNG.integers(0, 256, (1, 2, D)).astype(np.float32)
+    x[0, 0, :2] = 0, 255
+    model = product(w=weight)
+    np.testing.assert_allclose(run(convert(model, "int8"), x=x), run(model, x=x), rtol=1e-5)
+
+
+def test_stacked_weights_stay_float32_for_their_product_takes_no_scale_a_column():
+    model = graph(
+        "(float[b, 3, s, 16] x) => (float[b, 3, s, 16] y) { z = MatMul(x, w) y = MatMul(z, v) }",
+        w=normal(3, D, D),
+        v=normal(D, D),
+    )
+    made, x = convert(model, "int8"), normal(2, 3, 5, D)
+    assert (operators(made)["MatMul"], operators(made)["MatMulInteger"]) == (1, 1)
+    assert error(run(model, x=x), run(made, x=x)) < 0.03
+
+
+@pytest.mark.parametrize("transposed", [0, 1])
+def test_weights_of_gemm_that_others_read_too_stay_right(transposed: int):
+    """The tool transposes such weights in place."""
+    model = graph(
+        f"(float[b, 16] x) => (float[b, 16] y) {{ g = Gemm <transB = {transposed}> (x, w, a)"
+        f"h = Gemm <transB = {transposed}> (g, w, a) u = MatMul(h, w) e = Mul(u, w0)"
+        "y = Add(e, u) }",
+        w=normal(D, D) / 4,
+        w0=normal(D),
+        a=normal(D),
+    )
+    made, x = convert(model, "int8"), normal(8, D)
+    assert operators(made)["MatMulInteger"] == 3
+    assert error(run(model, x=x), run(made, x=x)) < 0.06
+
+
+def test_a_gemm_with_factors_and_products_of_activations_stay_float32():
+    model = graph(
+        "(float[b, 16] x) => (float[b, b] y) { g = Gemm <alpha = 0.5> (x, w, a) h = MatMul(x, w)"
+        "t = Transpose <perm = [1, 0]> (g) y = MatMul(h, t) }",
+        w=normal(D, D),
+        a=normal(D),
+    )
+    made, x = convert(model, "int8"), normal(4, D)
+    counts = operators(made)
+    assert (counts["Gemm"], counts["MatMul"], counts["MatMulInteger"]) == (1, 1, 1)
+    assert error(run(model, x=x), run(made, x=x)) < 0.06
+
+
+def test_weights_that_are_made_of_weights_are_quantized():
+    model = graph(
+        "(float[b, 16] x) => (float[b, 32] y) { t = Transpose <perm = [1, 0]> (w)"
+        "c = Concat <axis = 1> (t, w) y = MatMul(x, c) }",
+        w=normal(D, D),
+    )
+    made, x = convert(model, "int8"), normal(4, D)
+    assert precision_of(made) == "int8"
+    assert error(run(model, x=x), run(made, x=x)) < 0.03
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(16, ir.DataType.UINT8), (15, ir.DataType.FLOAT)])
+def test_tables_are_quantized_from_a_twentieth_of_the_weights_on(rows: int, dtype: ir.DataType):
+    text = "(int64[b, s] ids) => (float[b, s, 304] y) { e = Gather(t, ids) y = MatMul(e, w) }"
+    model = graph(text, t=normal(rows, D), w=normal(D, 19 * D))
+    made, ids = convert(model, "int8"), np.array([[3, 1], [0, 14]])
+    tables = [n.inputs[0] for n in made.graph if n.op_type == "Gather"]
+    assert [value.dtype for value in tables if value is not None] == [dtype]
+    assert error(run(model, ids=ids), run(made, ids=ids)) < 0.03
+
+
+def test_a_table_that_is_multiplied_too_stays_float32_where_it_is_read():
+    model = graph(
+        "(int64[b, s] ids) => (float[b, s, 64] y) { e = Gather(t, ids)"
+        "u = Transpose <perm = [1, 0]> (t) y = MatMul(e, u) }",
+        t=normal(VOCABULARY, D),
+    )
+    made, ids = convert(model, "int8"), np.array([[3, 1], [0, 63]])
+    assert operators(made)["MatMulInteger"] == 1
+    assert error(run(model, ids=ids), run(made, ids=ids)) < 0.03
+
+
+@pytest.mark.parametrize(
+    ("bodies", "mask", "operator"),
+    [(INSIDE, "key", "QAttention"), (INSIDE, "bias", "Attention"),
+     (OUTSIDE, "key", "MultiHeadAttention"), (OUTSIDE, "bias", "MultiHeadAttention")],
+)  # fmt: skip
+def test_fused_attention_means_the_same_whatever_its_mask(
+    bodies: dict[str, str], mask: str, operator: str
+):
+    """QAttention takes no bias of scores, and the tool would leave it out."""
+    model, feeds = attention(bodies[mask], mask), padded(mask)
+    made = convert(model, "int8")
+    assert operators(made)[operator] == 1
+    assert error(run(model, **feeds), run(made, **feeds)) < 0.05
+
+
+def test_sizes_that_say_what_is_so_without_them_do_not_keep_attention_in_float32():
+    def sized(v: int) -> ir.Model:
+        more = f", qkv_hidden_sizes = [16, 16, {v}]"
+        text = ATTENTION.format(mask=MASKS["key"], body=FUSED.format(more=more, operands="m"))
+        return graph(text, w=normal(D, 32 + v) / 2, a=normal(32 + v), o=normal(v, D))
+
+    for v, operator in ((16, "QAttention"), (32, "Attention")):
+        model, feeds = sized(v), padded("key")
+        made = convert(model, "int8")
+        assert operators(made)[operator] == 1
+        assert error(run(model, **feeds), run(made, **feeds)) < 0.05
+
+
+def test_attention_of_onnx_itself_is_not_taken_for_that_of_microsoft():
+    text = """(float[b, s, 16] x) => (float[b, s, 16] y) {
+        q = MatMul(x, wq) k = MatMul(x, wk) v = MatMul(x, wv)
+        c = Attention <q_num_heads = 4, kv_num_heads = 4> (q, k, v) y = MatMul(c, o) }"""
+    model = graph(text, 23, **{name: normal(D, D) / 3 for name in ("wq", "wk", "wv", "o")})
+    made, x = convert(model, "int8"), normal(2, 5, D)
+    assert operators(made)["Attention"] == 1
+    assert operators(made)["MatMulInteger"] == 4
+    assert error(run(model, x=x), run(made, x=x)) < 0.05
+
+
+BRANCHES = """(float[b, 16] x, bool c) => (float[b, 16] y) {{
+    h = MatMul(x, w) e = Gather(t, i)
+    z = If (c) <then_branch = yes () => (float[b, 16] p) {{ {then} }},
+                else_branch = no () => (float[b, 16] n) {{ r = MatMul(h, v) n = Add(r, e) }}>
+    y = MatMul(z, w) }}"""
+
+
+@pytest.mark.parametrize("precision", ["float16", "int8"])
+def test_bodies_are_converted_with_what_they_read_from_outside(precision: module.Precision):
+    model = graph(
+        BRANCHES.format(then="q = MatMul(h, w) p = Add(q, e)"),
+        w=normal(D, D) / 4,
+        v=normal(D, D) / 4,
+        t=normal(VOCABULARY, D),
+        i=np.array(3),
+    )
+    made, x = convert(model, precision), normal(3, D)
+    if precision == "int8":
+        assert operators(made)["MatMulInteger"] == 4
+    for condition in (True, False):
+        feeds = {"x": x, "c": np.array(condition)}
+        assert error(run(model, **feeds), run(made, **feeds)) < 0.06
+
+
+def test_a_model_above_the_limit_of_a_message_goes_through_files(monkeypatch: pytest.MonkeyPatch):
+    model, x = product(), normal(2, 5, D)
+    monkeypatch.setattr(module, "PROTOBUF_LIMIT_BYTES", 100)
+    made = convert(model, "int8")
+    assert error(run(model, x=x), run(made, x=x)) < 0.03
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "(float[b, 16] x) => (float[b, 16] y) { y = Mul(x, w) }",  # no product
+        "(float[16, 16] x) => (float[16, 16] y) { z = Mul(x, w) y = MatMul(z, x) }",  # no weight
+        "(int64[b] x) => (float[b, 16] y) { y = Gather(w, x) }",  # a table alone
+        "(float[b, 16] x) => (float[b] y) { y = MatMul(x, v) }",  # a vector is no matrix
+    ],
+)
+def test_int8_without_a_product_to_quantize_is_refused(text: str):
+    model = graph(text, w=normal(D, D), v=normal(D))
+    with pytest.raises(CannotRewrite, match="no MatMul, Gemm or com"):
+        convert(model, "int8")
+
+
+@pytest.mark.parametrize("precision", ["float16", "int8"])
+def test_a_quantized_model_is_refused(precision: module.Precision):
+    made = convert(product(), "int8")
+    with pytest.raises(InvalidArgument, match=f"{precision}: the model is already int8: "):
+        convert(made, precision)
+    pairs = graph(
+        "(float[b, 16] x) => (float[b, 16] y) { d = DequantizeLinear(w, s) y = MatMul(x, d) }",
+        w=np.ones((D, D), np.int8),
+        s=np.array(1, np.float32),
+    )
+    with pytest.raises(InvalidArgument, match="already int8: DequantizeLinear"):
+        convert(pairs, precision)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float64])
+def test_int8_is_made_from_float32_alone(dtype: type):
+    model = graph(
+        "(float[b, 16] x) => (float[b, 16] y) { c = CastLike(w, x) y = MatMul(x, c) }",
+        w=np.ones((D, D), dtype),
+    )
+    with pytest.raises(
+        InvalidArgument, match="int8: expected a float32 model, the weights of this"
+    ):
+        convert(model, "int8")
+
+
+def test_float16_again_is_refused():
+    made = convert(product(), "float16")
+    with pytest.raises(InvalidArgument, match="float16: the model's weights are float16 already"):
+        convert(made, "float16")
+
+
+def test_an_old_opset_is_refused():
+    model = graph("(float[b, 16] x) => (float[b, 16] y) { y = MatMul(x, w) }", 10, w=normal(D, D))
+    with pytest.raises(CannotRewrite, match="int8: the model has opset 10, dynamic quantization"):
+        convert(model, "int8")
+
+
+def test_weights_that_are_not_numbers_are_refused_by_name_of_the_tool():
+    model = product(w=np.full((D, D), np.nan, np.float32))
+    with pytest.raises(CannotRewrite, match="int8: the conversion fails on this model: "):
+        convert(model, "int8")
+
+
+def test_a_model_that_would_not_run_is_refused():
+    model = graph(
+        "(float[b, 16] x) => (float[b, 16] y) { z = MatMul(x, w) y = other.Unknown(z) }",
+        w=normal(D, D),
+    )
+    model.opset_imports["other"] = 1
+    for precision in ("float16", "bfloat16", "int8"):
+        with pytest.raises(CannotRewrite, match=f"{precision}: the model that .* does not run"):
+            convert(model, precision)

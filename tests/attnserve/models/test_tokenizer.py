@@ -1,0 +1,340 @@
+"""Texts in, vectors out: what tokenizing, batching and pooling promise."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from attnserve.models.tokenizer import Encoding, TextEncoder, load_tokenizer, pool, read_sentences
+from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
+
+INPUTS = {
+    "input_ids": np.dtype(np.int64),
+    "attention_mask": np.dtype(np.int64),
+    "token_type_ids": np.dtype(np.int32),
+}
+CLS, SEP, PAD = 2, 3, 0
+
+
+@pytest.fixture
+def tokenizer() -> Tokenizer:
+    """a -> 5, b -> 6, c -> 7; texts become [CLS] ... [SEP]."""
+    vocabulary = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "a": 5, "b": 6, "c": 7}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    return tokenizer
+
+
+@pytest.fixture
+def encoder(tokenizer: Tokenizer) -> TextEncoder:
+    return TextEncoder(tokenizer, pad_id=PAD, max_length=4)
+
+
+def ids(encodings: list[Encoding]) -> list[list[int]]:
+    return [encoding.ids for encoding in encodings]
+
+
+# --- encode -------------------------------------------------------------------------------------
+
+
+def test_a_text_at_the_limit_is_whole_and_one_beyond_keeps_its_special_tokens(
+    encoder: TextEncoder,
+) -> None:
+    assert ids(encoder.encode(["a b", "a b c"])) == [[CLS, 5, 6, SEP], [CLS, 5, 6, SEP]]
+
+
+def test_without_truncation_a_long_text_is_refused_with_count_and_limit(
+    encoder: TextEncoder,
+) -> None:
+    assert len(encoder.encode(["a b"], truncate=False)[0]) == 4
+    with pytest.raises(InvalidData, match="text 1 has 5 tokens, more than the limit of 4"):
+        encoder.encode(["a", "a b c"], truncate=False)
+
+
+def test_a_call_may_ask_for_its_own_length(encoder: TextEncoder) -> None:
+    assert ids(encoder.encode(["a b c"], max_length=3)) == [[CLS, 5, SEP]]
+    assert ids(encoder.encode(["a b c"], max_length=9)) == [[CLS, 5, 6, 7, SEP]]
+
+
+@pytest.mark.parametrize("length", [2, 1, 0, -1])
+def test_a_length_without_room_for_text_is_refused(
+    length: int, encoder: TextEncoder, tokenizer: Tokenizer
+) -> None:
+    with pytest.raises(InvalidArgument, match="2 are special tokens\nuse at least 3"):
+        encoder.encode(["a"], max_length=length)
+    with pytest.raises(InvalidArgument):
+        TextEncoder(tokenizer, pad_id=PAD, max_length=length)
+
+
+def test_special_tokens_inside_a_text_are_cut_like_others(tokenizer: Tokenizer) -> None:
+    tokenizer.add_special_tokens(["[SEP]"])
+    encoder = TextEncoder(tokenizer, pad_id=PAD)
+    assert ids(encoder.encode(["a [SEP] [SEP] b"], max_length=4)) == [[CLS, 5, SEP, SEP]]
+
+
+def test_the_tokenizers_own_truncation_and_padding_are_switched_off(tokenizer: Tokenizer) -> None:
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=16)
+    assert ids(TextEncoder(tokenizer, pad_id=PAD).encode(["a b c"])) == [[CLS, 5, 6, 7, SEP]]
+
+
+def test_the_empty_text_is_its_special_tokens_and_without_any_it_is_refused(
+    encoder: TextEncoder, tokenizer: Tokenizer
+) -> None:
+    assert ids(encoder.encode([""])) == [[CLS, SEP]]
+    assert encoder.encode([]) == []
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
+    with pytest.raises(InvalidData, match="text 1 has no tokens"):
+        TextEncoder(tokenizer, pad_id=PAD).encode(["a", " "])
+
+
+@pytest.mark.parametrize("text", ["\ud800", 7, None, b"a"])
+def test_what_is_not_unicode_text_is_refused(text: str, encoder: TextEncoder) -> None:
+    with pytest.raises(InvalidData, match="expected a list of Unicode strings"):
+        encoder.encode(["a", text])
+
+
+@given(st.lists(st.sampled_from("abc"), max_size=12), st.integers(3, 9))
+def test_truncation_is_what_tokenizers_own_would_do(words: list[str], limit: int) -> None:
+    vocabulary = {"[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "a": 5, "b": 6, "c": 7}
+    ours, theirs = (Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]")) for _ in range(2))
+    for tokenizer in (ours, theirs):
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP] [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        )
+    theirs.enable_truncation(limit + 1)
+    text = " ".join(words)
+    encoder = TextEncoder(ours, pad_id=PAD, max_length=limit + 1)
+    assert encoder.encode([text])[0].ids == theirs.encode(text).ids
+
+
+def test_threads_with_different_lengths_do_not_meet(encoder: TextEncoder) -> None:
+    wrong: list[int] = []
+
+    def work(length: int) -> None:
+        for _ in range(200):
+            if len(encoder.encode(["a b c a b c a b c"], max_length=length)[0]) != length:
+                wrong.append(length)
+
+    threads = [threading.Thread(target=work, args=(length,)) for length in (3, 5, 8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+# --- batches ------------------------------------------------------------------------------------
+
+
+def test_a_batch_is_padded_to_its_longest_text_in_the_types_of_the_model(
+    encoder: TextEncoder,
+) -> None:
+    batch = encoder.batch_inputs(encoder.encode(["a", "a b"]), INPUTS)
+    assert batch["input_ids"].tolist() == [[CLS, 5, SEP, PAD], [CLS, 5, 6, SEP]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
+    assert batch["token_type_ids"].tolist() == [[0] * 4] * 2
+    assert {name: array.dtype for name, array in batch.items()} == INPUTS
+
+
+def test_only_the_inputs_that_the_model_has_are_filled(encoder: TextEncoder) -> None:
+    wanted = {"input_ids": INPUTS["input_ids"], "attention_mask": INPUTS["attention_mask"]}
+    assert encoder.batch_inputs(encoder.encode(["a"]), wanted).keys() == wanted.keys()
+
+
+def test_an_input_that_no_tokenizer_provides_is_named(encoder: TextEncoder) -> None:
+    with pytest.raises(InvalidData, match="takes 'pixel_values'; a tokenizer provides input_ids,"):
+        encoder.batch_inputs(encoder.encode(["a"]), {"pixel_values": np.dtype(np.int64)})
+
+
+def test_without_an_attention_mask_only_equal_lengths_share_a_batch(encoder: TextEncoder) -> None:
+    wanted = {"input_ids": INPUTS["input_ids"]}
+    assert encoder.batch_inputs(encoder.encode(["a", "b"]), wanted)["input_ids"].shape == (2, 3)
+    with pytest.raises(InvalidData, match="use a batch size of 1"):
+        encoder.batch_inputs(encoder.encode(["a", "a b"]), wanted)
+
+
+@given(st.lists(st.integers(1, 9), max_size=20), st.integers(1, 7))
+def test_batches_cover_every_text_once_longest_first(lengths: list[int], size: int) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+    encoder = TextEncoder(tokenizer, pad_id=PAD)
+    encodings = [Encoding([n] * n, [0] * n) for n in lengths]
+    seen: list[int] = []
+    widths: list[int] = []
+    for indices, inputs in encoder.batches(encodings, size, INPUTS):
+        assert 1 <= len(indices) <= size
+        assert inputs["attention_mask"].sum(axis=1).tolist() == [lengths[i] for i in indices]
+        seen.extend(indices.tolist())
+        widths.append(inputs["input_ids"].shape[1])
+    assert sorted(seen) == list(range(len(lengths)))
+    assert widths == sorted(widths, reverse=True)
+
+
+def test_a_batch_size_below_one_is_refused(encoder: TextEncoder) -> None:
+    with pytest.raises(InvalidArgument, match="batch size 0"):
+        list(encoder.batches(encoder.encode(["a"]), 0, INPUTS))
+
+
+# --- load_tokenizer -----------------------------------------------------------------------------
+
+
+def save(tokenizer: Tokenizer, folder: Path, **config: object) -> Path:
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def test_the_file_and_its_folder_are_the_same_tokenizer(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    save(tokenizer, tmp_path, model_max_length=4)
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        encoder = load_tokenizer(path)
+        assert ids(encoder.encode(["a b c"])) == [[CLS, 5, 6, SEP]]
+        assert encoder.max_length == 4
+    assert load_tokenizer(tmp_path, max_length=5).max_length == 5
+
+
+@pytest.mark.parametrize("stated", [10**30, 1e30, None, "512", 0])
+def test_a_limit_that_is_none_is_no_limit(
+    stated: object, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    assert load_tokenizer(save(tokenizer, tmp_path, model_max_length=stated)).max_length is None
+
+
+@pytest.mark.parametrize("pad", ["b", {"content": "b"}])
+def test_the_pad_token_is_the_one_that_is_stated(
+    pad: object, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    assert load_tokenizer(save(tokenizer, tmp_path, pad_token=pad)).pad_id == 6
+    tokenizer.enable_padding(pad_id=7, pad_token="c")
+    assert load_tokenizer(save(tokenizer, tmp_path, pad_token=pad)).pad_id == 7
+
+
+def test_a_missing_tokenizer_is_invalid_data_and_a_broken_one_an_invalid_model(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(InvalidData, match=r"tokenizer.json: no such file(.|\n)*--tokenizer"):
+        load_tokenizer(tmp_path)
+    for content in (b"", b"{}", b"not json", b"\xff\xfe"):
+        (tmp_path / "tokenizer.json").write_bytes(content)
+        with pytest.raises(InvalidModel, match=r"not a tokenizer.json") as caught:
+            load_tokenizer(tmp_path)
+        assert len(str(caught.value).splitlines()) == 2
+
+
+# --- pool ---------------------------------------------------------------------------------------
+
+HIDDEN = np.array([[[1.0, 2.0], [3.0, 6.0], [1e9, np.pi]]], np.float32)  # B S D
+MASK = np.array([[1, 1, 0]])
+
+
+def test_the_mean_leaves_padding_out() -> None:
+    assert pool(HIDDEN, MASK, "mean", False).tolist() == [[2.0, 4.0]]
+
+
+def test_cls_is_the_first_token() -> None:
+    assert pool(HIDDEN, MASK, "cls", False).tolist() == [[1.0, 2.0]]
+
+
+def test_one_vector_a_text_is_pooled_already() -> None:
+    for pooling in ("mean", "cls", "none"):
+        assert pool(HIDDEN[:, 0], MASK, pooling, False).tolist() == [[1.0, 2.0]]
+
+
+def test_none_is_refused_for_one_vector_a_token() -> None:
+    with pytest.raises(InvalidArgument, match=r"expects \[batch, hidden\].*\[1, 3, 2\]"):
+        pool(HIDDEN, MASK, "none", False)
+
+
+def test_an_output_of_another_rank_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match=r"shape \(2,\) cannot be pooled"):
+        pool(HIDDEN[0, 0], MASK, "mean", False)
+
+
+def test_normalized_vectors_have_length_one_and_zero_stays_zero() -> None:
+    vectors = pool(np.array([[3.0, 4.0], [0.0, 0.0]], np.float32), MASK, "none", True)
+    np.testing.assert_allclose(vectors, [[0.6, 0.8], [0.0, 0.0]], rtol=1e-6)
+
+
+def test_half_precision_is_summed_in_single() -> None:
+    hidden = np.full((1, 8, 1), 60000, np.float16)
+    pooled = pool(hidden, np.ones((1, 8)), "mean", False)
+    assert pooled.dtype == np.float32
+    np.testing.assert_allclose(pooled, [[60000]], rtol=1e-3)
+
+
+def test_a_row_without_any_token_is_zero_not_nan() -> None:
+    assert pool(HIDDEN, np.zeros((1, 3)), "mean", True).tolist() == [[0.0, 0.0]]
+
+
+# --- read_sentences -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "sentences"),
+    [
+        (b"one\ntwo\n", ["one", "two"]),
+        (b"\xef\xbb\xbfone\r\n\r\n  two \r\n", ["one", "two"]),
+        ("a\u2028b\x0cc\nd".encode(), ["a\u2028b\x0cc", "d"]),
+    ],
+    ids=["plain", "mark-blank-crlf", "separators-inside"],
+)
+def test_a_sentence_is_a_line_that_is_not_blank(
+    content: bytes, sentences: list[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "text.txt"
+    path.write_bytes(content)
+    assert read_sentences(path) == sentences
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(b"", "holds no text"), (b"\n \n", "holds no text"), (b"ok\n\xff", r"not UTF-8.*byte 3")],
+)
+def test_a_file_without_sentences_is_refused(content: bytes, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_bytes(content)
+    with pytest.raises(InvalidData, match=reason):
+        read_sentences(path)
+
+
+def test_a_path_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "absent.txt"):
+        with pytest.raises(InvalidData, match="cannot be read"):
+            read_sentences(path)
+
+
+def test_the_calibration_text_of_the_project_is_varied() -> None:
+    sentences = read_sentences(Path(__file__).parents[3] / "benchmarks" / "calibration.txt")
+    words = [len(sentence.split()) for sentence in sentences]
+    assert len(sentences) >= 320
+    assert len({sentence.lower() for sentence in sentences}) == len(sentences)
+    assert min(words) >= 3 and max(words) <= 45
+    assert min(words) <= 5 and max(words) >= 30
+
+
+# --- against transformers -----------------------------------------------------------------------
+
+
+def test_ids_are_those_of_transformers(tiny_bert: Callable[..., Path]) -> None:
+    import transformers
+
+    folder = tiny_bert()
+    texts = ["A man is playing a guitar.", "Dogs!", "zebra 42 xyz, the cat"]
+    expected = transformers.AutoTokenizer.from_pretrained(folder)(texts)
+    encodings = load_tokenizer(folder).encode(texts)
+    assert ids(encodings) == expected["input_ids"]
+    assert [encoding.type_ids for encoding in encodings] == expected["token_type_ids"]

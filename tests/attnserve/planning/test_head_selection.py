@@ -1,0 +1,612 @@
+"""Which heads go and which take whose probabilities: configurations, masks and edges as asked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnserve.calibration.similarity import HeadSimilarity
+from attnserve.planning.head_selection import (
+    MutableEdges,
+    Reuse,
+    edges_by_damage,
+    edges_of,
+    layer_name,
+    masks_by_loss,
+    masks_by_score,
+    parse_reuse,
+    read_edges,
+    read_masks,
+    reused_layers,
+)
+from graph_passes.blocks import AttentionBlock
+from graph_passes.errors import AttnserveError, InvalidArgument, InvalidData
+from graph_passes.matching.find import find_attention
+from graph_passes.passes.reuse_attention import ReuseAttention, check_edges
+from tests.graph_passes.graphs import H, layers
+
+L = 4
+NAMES = [f"attention_{layer}" for layer in range(L)]
+
+
+@cache
+def blocks(count: int = L) -> tuple[AttentionBlock, ...]:
+    """Layers of H heads each, all with the same masks."""
+    return tuple(find_attention(layers(count))[0])
+
+
+def alike(count: int = L, seed: int = 0) -> HeadSimilarity:
+    """Any similarity of all heads: symmetric, 1 with itself, no two the same."""
+    half = np.random.default_rng(seed).random((count * H, count * H))
+    matrix = (half + half.T) / 2
+    np.fill_diagonal(matrix, 1)
+    return HeadSimilarity(tuple(NAMES[:count]), (H,) * count, matrix, 100)
+
+
+def configured(
+    text: str,
+    count: int = L,
+    *,
+    masks: Mapping[str, Sequence[int]] | None = None,
+    similarity: HeadSimilarity | None = None,
+) -> MutableEdges:
+    reuse = parse_reuse(text)
+    chosen = [NAMES[layer] for layer in reused_layers(reuse, count)]
+    return edges_of(reuse, blocks(count), chosen, masks=masks or {}, similarity=similarity)
+
+
+# What is asked for, in a few words
+
+
+@pytest.mark.parametrize(
+    ("text", "reuse"),
+    [
+        ("partial:6", Reuse("partial", 6)),
+        ("partial:6:4", Reuse("partial", 6, 4)),
+        ("full:1", Reuse("full", None, 1)),
+        ("alternate", Reuse("alternate")),
+        ("all-end", Reuse("all-end")),
+        ("all-end:3", Reuse("all-end", None, 3)),
+        ("auto", Reuse("auto")),
+    ],
+)
+def test_every_configuration_of_the_paper_has_a_name(text: str, reuse: Reuse):
+    assert parse_reuse(text) == reuse
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", ":", "partial", "partial:", "partial:a", "partial:-1", "partial:1.5", "partial: 1",
+     "partial:1:2:3", "partial:1:", "full", "full:", "full:1:2", "alternate:1", "auto:2",
+     "all-end:x", "FULL:1", "full:²", "nothing", "partial:" + "9" * 5000],
+    ids=lambda text: text[:20],
+)  # fmt: skip
+def test_anything_else_is_refused_with_what_is_known(text: str):
+    with pytest.raises(InvalidArgument, match=r"expected partial:K\[:P\], full:P.*\n.*partial:6"):
+        parse_reuse(text)
+
+
+@pytest.mark.parametrize("text", ["partial:0", "partial:1:0", "full:0", "all-end:0"])
+def test_none_is_no_number_of_heads_or_layers(text: str):
+    with pytest.raises(InvalidArgument, match="expected numbers from 1 up"):
+        parse_reuse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "expected"),
+    [  # layers count from 0: of 12, the first is 0 and the last 11
+        ("partial:6", 12, range(1, 11)),
+        ("partial:6", 3, [1]),
+        ("partial:6:1", 12, [1]),
+        ("partial:6:11", 12, range(1, 12)),
+        ("partial:1:1", 2, [1]),
+        ("full:1", 12, [1]),
+        ("full:11", 12, range(1, 12)),
+        ("full:1", 2, [1]),
+        ("alternate", 12, [1, 3, 5, 7, 9, 11]),
+        ("alternate", 5, [1, 3]),
+        ("alternate", 2, [1]),
+        ("all-end", 12, range(5, 11)),
+        ("all-end", 3, [1]),
+        ("all-end:1", 12, [10]),
+        ("all-end:10", 12, range(1, 11)),
+        ("auto", 12, range(1, 11)),
+    ],
+)
+def test_the_layers_that_reuse_are_those_of_the_paper(
+    text: str, count: int, expected: Sequence[int]
+):
+    assert list(reused_layers(parse_reuse(text), count)) == list(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "reason"),
+    [
+        ("partial:1", 2, "at most 0: the first and the last are exact"),
+        ("partial:1:2", 2, "2 layers of 2, expected at most 1: the first is exact"),
+        ("partial:1:12", 12, "12 layers of 12, expected at most 11"),
+        ("full:12", 12, "12 layers of 12, expected at most 11: the first is exact"),
+        ("full:1", 1, "1 layers of 1, expected at most 0"),
+        ("alternate", 1, "expected at most 0"),
+        ("all-end", 2, "at most 0: the first and the last are exact"),
+        ("all-end:11", 12, "11 layers of 12, expected at most 10: the first and the last"),
+        ("auto", 2, "expected at most 0"),
+        ("full:9999999999", 3, "expected at most 2"),
+    ],
+)
+def test_more_layers_than_may_reuse_are_refused(text: str, count: int, reason: str):
+    with pytest.raises(InvalidArgument, match=rf"--reuse .*{reason}.*\n.*fewer layers"):
+        reused_layers(parse_reuse(text), count)
+
+
+def test_more_heads_than_there_are_are_refused():
+    assert all(len(heads) == H for heads in configured(f"partial:{H}").values())
+    with pytest.raises(InvalidArgument, match=r"partial:4: attention_1 has 3 heads\n.*1 to 3"):
+        configured("partial:4")
+
+
+# Whose probabilities: by index, as in the paper
+
+
+def algorithm_1(count: int, reused: Sequence[int], K: int) -> MutableEdges:
+    """The paper's algorithm, carrying the names of exact heads where it carries probabilities."""
+    edges: MutableEdges = {}
+    before: list[tuple[str, int]] = []
+    for layer in range(count):
+        taken = before[:K] if layer in reused else []
+        own = [(NAMES[layer], head) for head in range(H - len(taken))]
+        if taken:
+            edges[NAMES[layer]] = {len(own) + i: source for i, source in enumerate(taken)}
+        before = [*own, *taken]
+    return edges
+
+
+@pytest.mark.parametrize(
+    ("text", "K", "reused"),
+    [
+        ("partial:1", 1, [1, 2]),
+        ("partial:2", 2, [1, 2]),
+        ("partial:2:3", 2, [1, 2, 3]),
+        ("partial:3", 3, [1, 2]),
+        ("full:3", 3, [1, 2, 3]),
+        ("full:1", 3, [1]),
+        ("alternate", 3, [1, 3]),
+        ("all-end", 3, [1, 2]),
+        ("all-end:1", 3, [2]),
+    ],
+)
+def test_by_index_is_algorithm_1_followed_to_exact_heads(text: str, K: int, reused: list[int]):
+    edges = configured(text)
+    assert edges == algorithm_1(L, reused, K)
+    check_edges(edges, blocks())
+
+
+def test_by_index_passes_over_pruned_heads():
+    masks = {NAMES[0]: [0, 1, 1], NAMES[1]: [1, 1, 0]}
+    edges = configured("partial:1", masks=masks)
+    assert edges == {NAMES[1]: {1: (NAMES[0], 1)}, NAMES[2]: {2: (NAMES[1], 0)}}
+
+
+# Whose probabilities: the most similar of those that are exact
+
+
+def exact(
+    edges: MutableEdges, masks: Mapping[str, Sequence[int]], before: int
+) -> list[tuple[str, int]]:
+    """Heads of earlier layers that compute probabilities and stay."""
+    return [
+        (name, head)
+        for name in NAMES[:before]
+        for head in range(H)
+        if masks.get(name, [1] * H)[head] and head not in edges.get(name, {})
+    ]
+
+
+def value(similarity: HeadSimilarity, name: str, head: int, source: tuple[str, int]) -> float:
+    return float(similarity.between(name, source[0])[head, source[1]])
+
+
+some_masks = st.lists(
+    st.sampled_from([(1, 1, 1), (1, 1, 0), (0, 1, 1), (1, 0, 1), (0, 1, 0)]), min_size=L, max_size=L
+)
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 10**6), K=st.integers(1, H), P=st.integers(1, L - 1), masks=some_masks)
+def test_a_head_takes_the_most_similar_exact_one_of_any_similarity(
+    seed: int, K: int, P: int, masks: list[tuple[int, ...]]
+):
+    similarity = alike(seed=seed)
+    masked = dict(zip(NAMES, masks, strict=True))
+    edges = configured(f"partial:{K}:{P}", masks=masked, similarity=similarity)
+    check_edges(edges, blocks())  # every source is earlier, and not reused itself
+    assert list(edges) == NAMES[1 : P + 1]
+    for layer, (name, taken) in enumerate(edges.items(), start=1):
+        mine = [head for head in range(H) if masked[name][head]]
+        sources = exact(edges, masked, layer)
+        assert len(taken) == min(K, len(mine)) and set(taken) <= set(mine)
+        assert set(taken.values()) <= set(sources)
+        if len(taken) < len(mine):
+            best = {h: max(sources, key=lambda s, h=h: value(similarity, name, h, s)) for h in mine}
+            nearest = sorted(mine, key=lambda h: -value(similarity, name, h, best[h]))
+            assert taken == {head: best[head] for head in nearest[:K]}
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(0, 10**6))
+def test_a_whole_layer_takes_each_head_of_one_layer_once(seed: int):
+    """Of all one-to-one wirings to all exact layers, the most similar on average."""
+    similarity = alike(seed=seed)
+    edges = configured("alternate", similarity=similarity)
+    assert list(edges) == [NAMES[1], NAMES[3]]
+    for name, sources in ((NAMES[1], [NAMES[0]]), (NAMES[3], [NAMES[0], NAMES[2]])):
+        wirings = [
+            {head: (source, theirs) for head, theirs in enumerate(order)}
+            for source in sources
+            for order in permutations(range(H))
+        ]
+        best = max(
+            wirings,
+            key=lambda wiring, name=name: sum(
+                value(similarity, name, head, source) for head, source in wiring.items()
+            ),
+        )
+        assert edges[name] == best
+
+
+def test_a_whole_layer_without_a_layer_to_take_it_from_takes_the_nearest_heads():
+    """The first layer lost a head: no layer has as many, so that some head serves two."""
+    masks = {NAMES[0]: [1, 1, 0]}
+    edges = configured("full:1", masks=masks, similarity=alike())
+    taken = edges[NAMES[1]]
+    assert sorted(taken) == [0, 1, 2] and set(taken.values()) <= {(NAMES[0], 0), (NAMES[0], 1)}
+
+
+def test_layers_that_cannot_be_compared_are_no_source():
+    similarity = alike()
+    similarity.matrix[: 2 * H, 2 * H :] = similarity.matrix[2 * H :, : 2 * H] = np.nan
+    edges = configured("full:3", similarity=similarity)
+    assert set(edges) == {NAMES[1], NAMES[3]}, "layer 2 has nothing before it to compare with"
+    assert {source for source, _ in edges[NAMES[3]].values()} == {NAMES[2]}
+
+
+def test_a_reused_head_of_an_earlier_call_is_no_source():
+    model = layers(3)
+    ReuseAttention({NAMES[1]: {0: (NAMES[0], 2)}})(model)
+    found = find_attention(model)[0]
+    (reused,) = found[1].reused
+    similarity = alike(3)
+    similarity.matrix[:] = 0.1
+    similarity.matrix[2 * H :, H + reused.heads[0]] = 0.9  # more alike than any exact head
+    asked = Reuse("partial", 2)
+    edges = edges_of(asked, found, [NAMES[2]], masks={}, similarity=similarity)
+    assert len(edges[NAMES[2]]) == 2
+    assert (NAMES[1], int(reused.heads[0])) not in edges[NAMES[2]].values()
+    check_edges(edges, found)
+
+
+# As many as do no damage
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 10**6), budget=st.sampled_from([0.0, 0.01, 0.1, 1.0, 100.0]))
+def test_edges_by_damage_keep_to_the_budget_and_to_exact_sources(seed: int, budget: float):
+    similarity = alike(seed=seed)
+    effect = {name: np.random.default_rng(seed + 1).random(H) for name in NAMES}
+    edges = edges_by_damage(
+        blocks(), NAMES[1:], masks={}, similarity=similarity, effect=effect, budget=budget
+    )
+    check_edges(edges, blocks())
+    damage = sum(
+        effect[name][head] * (1 - value(similarity, name, head, source)) ** 2
+        for name, taken in edges.items()
+        for head, source in taken.items()
+    )
+    assert damage <= budget
+    assert all(4 * len(taken) >= H for taken in edges.values())
+    assert bool(edges) or budget < 1
+
+
+def test_the_least_damaging_edge_comes_first():
+    similarity = alike()
+    effect = {name: np.ones(H) for name in NAMES}
+    damage, name, head, source = min(
+        ((1 - value(similarity, NAMES[layer], head, source)) ** 2, NAMES[layer], head, source)
+        for layer in (1, 2)
+        for head in range(H)
+        for source in exact({}, {}, layer)
+    )
+
+    def edges(budget: float) -> MutableEdges:
+        return edges_by_damage(
+            blocks(), NAMES[1:3], masks={}, similarity=similarity, effect=effect, budget=budget
+        )
+
+    assert edges(damage) == {name: {head: source}}
+    assert edges(damage * (1 - 1e-9)) == {}
+
+
+def test_a_layer_of_many_heads_reuses_a_quarter_of_them_or_none():
+    """Of 3 heads one is a third; what cannot be measured (NaN) is never chosen."""
+    similarity = alike()
+    effect = {name: np.full(H, np.nan) for name in NAMES}
+    effect[NAMES[2]] = np.array([np.nan, 1e-9, np.nan])
+    edges = edges_by_damage(
+        blocks(), NAMES[1:], masks={}, similarity=similarity, effect=effect, budget=1.0
+    )
+    assert list(edges) == [NAMES[2]] and list(edges[NAMES[2]]) == [1]
+
+
+# Which heads go
+
+scores = st.lists(
+    st.lists(st.floats(0, 1, allow_subnormal=False), min_size=1, max_size=6), min_size=1, max_size=5
+)
+
+
+@given(scores=scores, fraction=st.floats(0.01, 0.99))
+def test_the_lowest_scores_go_and_every_layer_keeps_one(scores: list[list[float]], fraction: float):
+    named = {f"layer {i}": np.array(values) for i, values in enumerate(scores)}
+    masks = masks_by_score(named, fraction)
+    total = sum(map(len, scores))
+    gone = sum(mask.count(0) for mask in masks.values())
+    assert gone == min(round(fraction * total), total - len(scores))
+    assert all(sum(mask) >= 1 for mask in masks.values())
+    for name, mask in masks.items():  # whoever stays is worth as much, of its layer
+        lost = [named[name][h] for h in range(len(mask)) if not mask[h]]
+        kept = [named[name][h] for h in range(len(mask)) if mask[h]]
+        assert not lost or max(lost) <= min(kept)
+
+
+def test_the_share_is_of_all_heads_and_not_of_each_layer():
+    masks = masks_by_score({"a": np.array([5, 6, 7, 8]), "b": np.array([1, 2, 3, 4])}, 0.25)
+    assert masks == {"a": [1, 1, 1, 1], "b": [0, 0, 1, 1]}
+    masks = masks_by_score({"a": np.array([5, 6, 7, 8]), "b": np.array([1, 2, 3, 4])}, 0.5)
+    assert masks == {"a": [0, 1, 1, 1], "b": [0, 0, 0, 1]}, "the last of a layer stays"
+
+
+@pytest.mark.parametrize(("fraction", "gone"), [(0.124, 0), (0.126, 1), (0.374, 1), (0.376, 2)])
+def test_a_share_is_rounded_to_whole_heads(fraction: float, gone: int):
+    masks = masks_by_score({"a": np.arange(4)}, fraction)
+    assert masks["a"].count(0) == gone
+    orders = {"a": ([0, 1, 2, 3], np.arange(5) / 4)}
+    assert masks_by_loss(orders, fraction, {"a": np.ones(4)}) == masks
+
+
+@given(
+    steps=st.lists(
+        st.lists(st.floats(0, 1, allow_subnormal=False), min_size=1, max_size=6),
+        min_size=1,
+        max_size=5,
+    ),
+    fraction=st.floats(0.01, 0.99),
+    seed=st.integers(0, 99),
+)
+def test_by_loss_heads_go_in_the_order_of_their_layer(
+    steps: list[list[float]], fraction: float, seed: int
+):
+    random = np.random.default_rng(seed)
+    orders = {
+        f"layer {i}": (random.permutation(len(added)).tolist(), np.cumsum([0, *added]))
+        for i, added in enumerate(steps)
+    }
+    effects = {name: random.uniform(0.1, 9, len(order)) for name, (order, _) in orders.items()}
+    masks = masks_by_loss(orders, fraction, effects)
+    total = sum(map(len, steps))
+    gone = {name: mask.count(0) for name, mask in masks.items()}
+    assert sum(gone.values()) == min(round(fraction * total), total - len(steps))
+    for name, mask in masks.items():
+        order, _ = orders[name]
+        assert sum(mask) >= 1
+        assert {head for head, stays in enumerate(mask) if not stays} == set(order[: gone[name]])
+
+
+def test_by_loss_the_cheapest_step_of_any_layer_is_next():
+    orders = {
+        "a": ([2, 0, 1], np.array([0, 0.1, 0.5, 1])),
+        "b": ([0, 1, 2], np.array([0, 0.2, 0.3, 1])),
+    }
+    expected = {
+        1: ([1, 1, 0], [1, 1, 1]),
+        2: ([1, 1, 0], [0, 1, 1]),
+        3: ([1, 1, 0], [0, 0, 1]),
+        4: ([0, 1, 0], [0, 0, 1]),
+    }
+    for heads, (a, b) in expected.items():
+        alike = {name: np.array([1, 1, 1]) for name in orders}
+        assert masks_by_loss(orders, heads / 6, alike) == {"a": a, "b": b}
+
+
+def test_by_loss_what_counts_is_what_becomes_of_it_at_the_output():
+    """Of equal losses, those go first that the layers after take back."""
+    orders = {name: ([0, 1, 2], np.array([0, 0.1, 0.3, 1])) for name in ("early", "last")}
+    effects = {"early": np.array([0.1, 0.1, 0.2]), "last": np.array([1, 1, 2])}
+    masks = [masks_by_loss(orders, heads / 6, effects) for heads in (1, 2, 3)]
+    assert masks[0] == {"early": [0, 1, 1], "last": [1, 1, 1]}
+    assert masks[1] == {"early": [0, 0, 1], "last": [1, 1, 1]}
+    assert masks[2] == {"early": [0, 0, 1], "last": [0, 1, 1]}
+
+
+# Names of layers
+
+
+@pytest.mark.parametrize("layer", ["1", "attention_1"])
+def test_a_layer_is_named_or_counted_from_0(layer: str):
+    assert layer_name(layer, NAMES) == NAMES[1]
+
+
+def test_a_name_comes_before_an_index():
+    assert layer_name("0", ["1", "0"]) == "0"
+
+
+@pytest.mark.parametrize("layer", ["4", "-1", "", "1.0", "²", "attention", "9" * 5000])
+def test_an_unknown_layer_is_refused(layer: str):
+    with pytest.raises(InvalidArgument, match=r"--skip: no attention is called .* has 4") as caught:
+        layer_name(layer, NAMES, "--skip")
+    assert len(str(caught.value)) < 400
+
+
+# Masks that a user writes
+
+
+def write(path: Path, content: Any) -> Path:
+    text = content if isinstance(content, str) else json.dumps(content)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_masks_are_read_by_name_or_index(tmp_path: Path):
+    content = {"attention_2": [1, 1, 1], "0": [1, 0, 1], "1": [0, 0, 0]}
+    expected = {"attention_2": [1, 1, 1], "attention_0": [1, 0, 1], "attention_1": [0, 0, 0]}
+    assert read_masks(write(tmp_path / "m.json", content), blocks()) == expected
+    assert read_masks(content, blocks()) == expected
+    assert read_masks({0: (1, 0, 1)}, blocks()) == {"attention_0": [1, 0, 1]}
+    assert read_masks({"0": np.array([1, 0, 1])}, blocks()) == {"attention_0": [1, 0, 1]}
+    assert read_masks({"0": [1.0, 0.0, 1]}, blocks()) == {"attention_0": [1, 0, 1]}
+
+
+GONE = [0] * H
+MASKS: dict[str, tuple[Any, str]] = {
+    "too short": ({"0": [1, 0]}, "of attention_0 has 2 entries, expected 3: one a head"),
+    "too long": ({"0": [1, 0, 1, 1]}, "has 4 entries, expected 3"),
+    "empty": ({"0": []}, "has 0 entries, expected 3"),
+    "a layer that is not there": ({"4": [1, 0, 1]}, "no attention is called '4'; the model has 4"),
+    "a layer twice": ({"0": [1, 0, 1], "attention_0": [1, 1, 0]}, "attention_0 has two masks"),
+    "every layer gone": (dict.fromkeys("0123", GONE), "no attention would be left"),
+    "2": ({"0": [1, 2, 0]}, r"0 has \[1, 2, 0\], expected a list of 0 and 1"),
+    "-1": ({"0": [1, -1, 0]}, "expected a list of 0 and 1"),
+    "a half": ({"0": [1, 0.5, 0]}, "expected a list of 0 and 1"),
+    "text": ({"0": [1, "1", 0]}, "expected a list of 0 and 1"),
+    "null": ({"0": [1, None, 0]}, r"\[1, null, 0\], expected a list of 0 and 1"),
+    "true": ({"0": [1, True, 0]}, r"\[1, true, 0\], expected a list of 0 and 1"),
+    "not a number": ('{"0": [1, NaN, 0]}', "expected a list of 0 and 1"),
+    "a list in it": ({"0": [1, [1], 0]}, "expected a list of 0 and 1"),
+    "no list": ({"0": 1}, "0 has 1, expected a list of 0 and 1"),
+    "an object": ({"0": {"0": 1}}, "expected a list of 0 and 1"),
+    "a long text": ({"0": "1" * 10**5}, "expected a list of 0 and 1"),
+    "not JSON": ("{0: [1]}", "not JSON"),
+    "nothing": ("", "not JSON"),
+    "a key twice": ('{"0": [1, 0, 1], "0": [1, 1, 0]}', "a key is there twice"),
+    "a list at the top": ([[1, 0, 1]], r"expected an object, \{.layer.: \[1, 0"),
+    "null at the top": (None, "expected an object"),
+    "an empty object": ({}, "expected an object"),
+    "brackets without end": ("[" * 10**5, "not JSON"),
+    "digits without end": ('{"0": [' + "1" * 5000 + ", 0, 1]}", "not JSON"),
+}
+
+
+def refused(error: AttnserveError) -> None:
+    """Two lines that fit on a screen, and the exit code of bad input."""
+    assert error.exit_code == 2
+    lines = str(error).splitlines()
+    assert len(lines) == 2 and max(map(len, lines)) < 500
+
+
+@pytest.mark.parametrize("mistake", MASKS)
+def test_a_mistake_in_a_mask_is_told_in_a_line(tmp_path: Path, mistake: str):
+    content, reason = MASKS[mistake]
+    path = write(tmp_path / "m.json", content)
+    with pytest.raises((InvalidArgument, InvalidData), match=f"(--prune-heads|mask).*{reason}") as (
+        caught
+    ):
+        read_masks(path, blocks())
+    refused(caught.value)
+
+
+@pytest.mark.parametrize("option", ["--prune-heads", "--reuse"])
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("none.json", None, "no such file"),
+        (".", None, "cannot be read: .*directory"),
+        ("binary.json", bytes(range(128, 256)), "not JSON: .*utf-8"),
+        ("x" * 300 + ".json", None, "cannot be read: .*name too long"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_told_in_a_line(
+    tmp_path: Path, option: str, name: str, content: bytes | None, reason: str
+):
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    read = read_masks if option == "--prune-heads" else read_edges
+    with pytest.raises(InvalidData, match=f"(?s){option} .*{reason}"):
+        read(path, blocks())
+
+
+# Edges that a user writes
+
+
+def test_edges_are_read_by_name_or_index(tmp_path: Path):
+    content = {"attention_2": {"0": ["0", 2], "1": ["attention_1", 0]}, "1": {"2": [0, 1]}}
+    expected = {
+        "attention_2": {0: ("attention_0", 2), 1: ("attention_1", 0)},
+        "attention_1": {2: ("attention_0", 1)},
+    }
+    assert read_edges(write(tmp_path / "e.json", content), blocks()) == expected
+    assert read_edges(content, blocks()) == expected
+    assert read_edges(expected, blocks()) == expected, "as a plan holds them"
+    assert read_edges({1: {2: (0, 1)}}, blocks()) == {"attention_1": {2: ("attention_0", 1)}}
+
+
+def test_layers_without_edges_are_left_out():
+    assert read_edges({"1": {}}, blocks()) == {}
+
+
+EDGES: dict[str, tuple[Any, str]] = {
+    "forward": ({"0": {"0": ["1", 0]}}, "the source must be an earlier layer than attention_0"),
+    "to the same layer": ({"1": {"0": ["1", 1]}}, "must be an earlier layer"),
+    "to itself": ({"1": {"0": ["1", 0]}}, "must be an earlier layer"),
+    "from a reused head": (
+        {"1": {"0": ["0", 0]}, "2": {"1": ["1", 0]}},
+        r"attention_2\[1\] <- attention_1\[0\]: the source is reused itself",
+    ),
+    "no such head": ({"1": {"3": ["0", 0]}}, "attention_1 has no head 3, expected 0 to 2"),
+    "no such source head": ({"1": {"0": ["0", 3]}}, "attention_0 has no head 3, expected 0 to 2"),
+    "a negative source head": ({"1": {"0": ["0", -1]}}, "has no head -1"),
+    "a huge source head": ({"1": {"0": ["0", 10**30]}}, "has no head 1000"),
+    "a huge head": ({"1": {"9" * 50: ["0", 0]}}, "has no head 999"),
+    "a head without end": ({"1": {"9" * 5000: ["0", 0]}}, "count heads from 0"),
+    "a negative head": ({"1": {"-1": ["0", 0]}}, r"\{.-1.: .*count heads from 0"),
+    "no number": ({"1": {"a": ["0", 0]}}, "count heads from 0"),
+    "an unknown layer": ({"x": {"0": ["0", 0]}}, "no attention is called 'x'"),
+    "an unknown source": ({"1": {"0": ["x", 0]}}, "no attention is called 'x'"),
+    "a negative source": ({"1": {"0": [-1, 0]}}, "no attention is called '-1'"),
+    "a source alone": ({"1": {"0": ["0"]}}, r"\[.0.\]\}, expected"),
+    "a source of three": ({"1": {"0": ["0", 1, 2]}}, "expected .*earlier layer"),
+    "a number for a source": ({"1": {"0": 0}}, "expected .*earlier layer"),
+    "null for a source": ({"1": {"0": None}}, "expected .*earlier layer"),
+    "text for a head": ({"1": {"0": ["0", "1"]}}, "expected .*earlier layer"),
+    "a half head": ({"1": {"0": ["0", 0.5]}}, "expected .*earlier layer"),
+    "true for a head": ({"1": {"0": ["0", True]}}, "expected .*earlier layer"),
+    "true for a layer": ({"1": {"0": [True, 0]}}, "expected .*earlier layer"),
+    "a list of heads": ({"1": [["0", 0]]}, "expected an object by head"),
+    "two sources": ('{"1": {"0": ["0", 0], "00": ["0", 1]}}', "head 0 of attention_1 has two"),
+    "two sources by name": (
+        {"1": {"0": ["0", 0]}, "attention_1": {"0": ["0", 1]}},
+        "head 0 of attention_1 has two sources",
+    ),
+    "a head twice": ('{"1": {"0": ["0", 0], "0": ["0", 1]}}', "a key is there twice"),
+    "a list at the top": ([["1", 0, "0", 0]], "expected an object"),
+    "not JSON": ("1 <- 0", "not JSON"),
+}
+
+
+@pytest.mark.parametrize("mistake", EDGES)
+def test_a_mistake_in_edges_is_told_in_a_line(tmp_path: Path, mistake: str):
+    content, reason = EDGES[mistake]
+    path = write(tmp_path / "e.json", content)
+    with pytest.raises((InvalidArgument, InvalidData), match=f"(?s)(--reuse|edge).*{reason}") as (
+        caught
+    ):
+        read_edges(path, blocks())
+    refused(caught.value)

@@ -1,0 +1,230 @@
+"""The fastest operators that compute the same: what is written, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+import attnserve
+from attnserve.models.artifact import Artifact, load_model, open_artifact
+from attnserve.models.example_inputs import example_inputs
+from attnserve.planning import lossless as exact
+from attnserve.runtime.session import open_session
+from graph_passes.analysis.constants import constant_array
+from graph_passes.errors import CannotRewrite, InvalidModel
+
+LAYERS = 2
+
+
+@pytest.fixture(scope="module")
+def bert(tiny_bert: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    folder = tmp_path_factory.mktemp("exact") / "bert"
+    attnserve.export(str(tiny_bert(max_position_embeddings=128)), folder, exporter="torchscript")
+    return open_artifact(folder)
+
+
+@pytest.fixture
+def any_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is tiny is not faster: speed is another test's affair."""
+    monkeypatch.setattr(exact, "_gain", lambda pair, feed, seconds: 2.0)
+
+
+def changed(change: Callable[[ir.Model], None]) -> Callable[..., Any]:
+    """A rewriting that does something else besides."""
+    carry_out = exact.carry_out
+
+    def both(plan: Any, graph: ir.Model, *args: Any, **kwargs: Any) -> Any:
+        done = carry_out(plan, graph, *args, **kwargs)
+        change(graph)
+        return done
+
+    return both
+
+
+def scaled(by: float) -> Callable[[ir.Model], None]:
+    """Of the last norm: it goes into every number of the output in proportion."""
+
+    def change(graph: ir.Model) -> None:
+        norm = [node for node in graph.graph if node.op_type == "LayerNormalization"][-1]
+        weight = constant_array(norm.inputs[1]) * np.float64(by)  # type: ignore[arg-type]
+        value = ir.val("scaled", const_value=ir.tensor(weight.astype(np.float32)))
+        graph.graph.register_initializer(value)
+        norm.replace_input_with(1, value)
+
+    return change
+
+
+@pytest.mark.usefixtures("any_speed")
+def test_every_block_is_one_operator_and_the_numbers_are_the_same(
+    bert: Artifact, tmp_path: Path
+) -> None:
+    before = bert.model.read_bytes()
+    found = exact.rewrite_exactly(bert, tmp_path / "new.onnx", threads=1)
+    assert (found.attention, found.gelu, found.speedup) == (LAYERS, LAYERS, pytest.approx(2.0))
+    assert found.min_cosine >= 1 - 1e-9 and found.max_error < 5e-6
+    assert bert.model.read_bytes() == before
+    old, new = load_model(bert), load_model(tmp_path / "new.onnx")
+    kinds = [node.op_type for node in new.graph]
+    assert (kinds.count("Attention"), kinds.count("Gelu")) == (LAYERS, LAYERS)
+    assert "Softmax" not in kinds and "Erf" not in kinds
+    feed = example_inputs(old, 5, 21, seed=9, padded=True)
+    a, b = (
+        open_session(path, threads=1).run(None, feed)[0]
+        for path in (bert.model, tmp_path / "new.onnx")
+    )
+    assert np.abs(a - b).max() < 1e-5 * np.abs(a).max()
+
+
+@pytest.mark.usefixtures("any_speed")
+def test_what_is_written_so_already_is_left_alone(bert: Artifact, tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    exact.rewrite_exactly(bert, tmp_path / "one" / "model.onnx", threads=1)
+    again = open_artifact(tmp_path / "one")
+    with pytest.raises(CannotRewrite, match="no block can be written in a faster operator"):
+        exact.rewrite_exactly(again, tmp_path / "two.onnx", threads=1)
+    assert not (tmp_path / "two.onnx").exists()
+
+
+@pytest.mark.usefixtures("any_speed")
+@pytest.mark.parametrize(
+    ("off", "text"),
+    [
+        (1 + 5e-5, r"its output 'last_hidden_state' would be another at 1 x 1: cosine 1\.0+,"),
+        (np.nan, "would be another at 1 x 1: cosine 0.0+, off by nan"),
+    ],
+)
+def test_other_numbers_are_refused(
+    bert: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, off: float, text: str
+) -> None:
+    monkeypatch.setattr(exact, "carry_out", changed(scaled(off)))
+    with pytest.raises(CannotRewrite, match=text):
+        exact.rewrite_exactly(bert, tmp_path / "new.onnx", threads=1)
+
+
+@pytest.mark.usefixtures("any_speed")
+def test_what_differs_in_padded_rows_alone_is_refused(
+    bert: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rewriting that forgets the mask: the same for every text that stands alone."""
+
+    def forget(graph: ir.Model) -> None:
+        for node in graph.graph:
+            if node.op_type == "Attention":
+                node.replace_input_with(5 if node.domain else 3, None)
+
+    monkeypatch.setattr(exact, "carry_out", changed(forget))
+    with pytest.raises(CannotRewrite, match="would be another at 3 x 16"):
+        exact.rewrite_exactly(bert, tmp_path / "new.onnx", threads=1)
+
+
+@pytest.mark.usefixtures("any_speed")
+def test_where_the_newest_operator_has_no_kernel_an_older_one_is_taken(
+    bert: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacks(source: Path, **how: Any) -> Any:
+        graph = ir.load(source).graph
+        if any((n.domain, n.op_type) == ("", "Attention") for n in graph):
+            raise InvalidModel(f"{source}: no kernel", "none")
+        return open_session(source, **how)
+
+    monkeypatch.setattr(exact, "open_session", lacks)
+    found = exact.rewrite_exactly(bert, tmp_path / "new.onnx", threads=1)
+    assert found.attention == LAYERS
+    nodes = load_model(tmp_path / "new.onnx").graph
+    assert [n.domain for n in nodes if n.op_type == "Attention"] == ["com.microsoft"] * LAYERS
+
+
+@pytest.mark.usefixtures("any_speed")
+def test_another_interface_is_refused(
+    bert: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rename(graph: ir.Model) -> None:
+        graph.graph.outputs[0].name = "other"
+
+    monkeypatch.setattr(exact, "carry_out", changed(rename))
+    with pytest.raises(CannotRewrite, match=r"it would have \[\('other',.*expected \[\('last_hid"):
+        exact.rewrite_exactly(bert, tmp_path / "new.onnx", threads=1)
+
+
+@pytest.mark.parametrize(
+    ("gains", "why"),
+    [
+        ({16: 1.02, 128: 1.021}, None),
+        ({16: 1.019, 128: 1.019}, "it would run 1.02x as fast: at least 1.02x is worth it"),
+        ({16: 1.5, 128: 0.969}, "it would run 0.97x as fast at 1 x 128"),
+        ({16: 1.5, 128: 0.97}, None),
+    ],
+)
+def test_only_what_is_faster_is_worth_it(
+    bert: Artifact,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gains: dict[int, float],
+    why: str | None,
+) -> None:
+    monkeypatch.setattr(
+        exact, "_gain", lambda pair, feed, seconds: gains[feed["input_ids"].shape[1]]
+    )
+    if why is None:
+        exact.rewrite_exactly(bert, tmp_path / "new.onnx", threads=1)
+        return
+    with pytest.raises(CannotRewrite, match=why):
+        exact.rewrite_exactly(bert, tmp_path / "new.onnx", threads=1)
+
+
+def test_a_gain_is_that_of_the_fastest_runs() -> None:
+    """A busy machine holds most runs up, and makes none faster."""
+
+    class Session:
+        def __init__(self, *seconds: float) -> None:
+            self.seconds = list(seconds)
+
+        def run(self, names: None, feed: object) -> list[np.ndarray]:
+            clock.append(clock[-1] + self.seconds.pop(0))
+            return []
+
+    clock = [0.0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exact, "perf_counter", lambda: clock[-1])
+        pair = Session(9, 8, 3, 9, 7), Session(5, 9, 6, 8, 2)
+        assert exact._gain(pair, {}, 0) == 1.5  # type: ignore[arg-type]
+
+
+NO_ATTENTION = """
+<ir_version: 10, opset_import: ["": 18]>
+plain (float[n, 4] x) => (float[n, 4] y) { y = Relu(x) }
+"""
+
+
+def test_a_model_without_attention_is_left_alone(tmp_path: Path) -> None:
+    ir.save(ir.from_onnx_text(NO_ATTENTION), tmp_path / "model.onnx")
+    with pytest.raises(CannotRewrite, match="faster operator: none was found"):
+        exact.rewrite_exactly(open_artifact(tmp_path), tmp_path / "new.onnx")
+
+
+@pytest.mark.usefixtures("any_speed")
+def test_a_model_that_cannot_be_tried_is_left_alone(
+    bert: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exact, "COMPARED", ((1, 100_000),))  # it has fewer positions
+    with pytest.raises(CannotRewrite, match="it runs on no example inputs to compare it on"):
+        exact.rewrite_exactly(bert, tmp_path / "new.onnx", threads=1)
+
+
+def test_distances() -> None:
+    a = np.array([[3.0, 4.0], [0.0, 0.0]], np.float32)
+    assert exact._distance(a, a) == (1.0, 0.0)
+    assert exact._distance(a, a[:1]) == (0.0, np.inf)
+    cosine, error = exact._distance(a, np.array([[3.0, 4.0], [0.0, 1.0]], np.float32))
+    assert (cosine, error) == (0.0, 0.25)  # nothing became something
+    cosine, error = exact._distance(a, np.array([[4.0, 3.0], [0.0, 0.0]], np.float32))
+    assert (cosine, error) == (pytest.approx(0.96), 0.25)
+    assert exact._distance(0 * a, a) == (0.0, np.inf)  # something where nothing was
+    flags = np.array([True, False])
+    assert exact._distance(flags, ~flags)[1] > exact.MOST_ERROR
+    assert exact._distance(np.array(2.0), np.array(2.0)) == (1.0, 0.0)

@@ -1,0 +1,167 @@
+"""--mixing and --head-dk: the form that costs less, and never more than before at any length."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnserve.checks.compare import verify
+from attnserve.checks.inspect import inspect
+from attnserve.models.artifact import load_model
+from attnserve.planning.mixing import choose_head_size, widest_head
+from attnserve.planning.optimize import optimize
+from graph_passes.analysis.constants import is_constant
+from graph_passes.errors import InvalidArgument
+
+MINILM: dict[str, Any] = {"heads": 12, "head_size": 32, "widths": (384, 384)}
+BERT: dict[str, Any] = {"heads": 12, "head_size": 64, "widths": (768, 768)}
+
+
+# Which form
+
+
+@pytest.mark.parametrize(("K", "widest"), [(1, 0), (2, 1), (8, 7), (12, 7), (16, 15), (32, 31)])
+def test_the_widest_head_leaves_room_for_its_content(K: int, widest: int):
+    """The content takes one dimension; above 8, heads are padded to multiples of 8."""
+    assert widest_head(K) == widest
+
+
+@pytest.mark.parametrize("longest", [128, 512, None])
+def test_dense_scores_of_more_dimensions_than_a_head_has_are_never_chosen(longest: int | None):
+    """MiniLM at R = 128, BERT at R = 256: where the paper's form costs less than the original
+    (up to 171 and 341 tokens), sparse mixing costs less again."""
+    assert choose_head_size(128, **MINILM, length=32, longest=longest) == 31
+    assert choose_head_size(256, **BERT, length=128, longest=longest) == 63
+
+
+def test_fewer_shared_dimensions_than_a_head_has_are_all_read():
+    """R <= K: dense scores cost no more than the original's, at any length."""
+    assert choose_head_size(32, **MINILM, length=512, longest=None) is None
+
+
+def test_where_nothing_is_saved_the_papers_form_is_what_was_asked_for():
+    assert choose_head_size(384, **MINILM, length=128, longest=512) is None
+
+
+@given(
+    rank=st.integers(1, 383),
+    length=st.integers(1, 512),
+    longest=st.one_of(st.none(), st.integers(1, 4096)),
+)
+def test_what_is_chosen_is_never_above_the_original(rank: int, length: int, longest: int | None):
+    """By the counts of the module's docstring, up to the longest text."""
+    D = E = 384
+    H, K = 12, 32
+    size = choose_head_size(rank, **MINILM, length=length, longest=longest)
+
+    def saved(S: int) -> int:
+        original = H * K * (D + E) + S * H * K
+        if size is None:
+            return original - (rank * (D + E) + H * (E + rank) + S * H * rank)
+        wide = H * K if rank >= H * size else rank
+        return original - (wide * (D + E) + H * (E + K) + S * H * K)
+
+    some_form_is_not = rank * 768 + 12 * 416 <= 384 * 768
+    if some_form_is_not:
+        assert all(saved(S) >= 0 for S in (1, longest or 10**6))
+
+
+# In the graph
+
+
+@pytest.fixture
+def forms(tiny: Path, sentences: Path, tmp_path: Path) -> Any:
+    """(options) -> form and head size of each layer, as inspect reads the file."""
+
+    def made(**options: Any) -> list[tuple[str, int]]:
+        optimize(tiny, tmp_path / "new", calib=sentences, force=True, **options)
+        blocks = inspect(tmp_path / "new").reading.blocks
+        return [(block.form, block.head_size) for block in blocks]
+
+    return made
+
+
+def test_forms_are_as_asked(forms: Any):
+    """Heads of 8 that read 7 shared dimensions and their content; R = 12 of 32."""
+    assert forms(collab_dk=12, mixing="dense") == [("collaborative", 12)] * 2
+    assert forms(collab_dk=12, mixing="sparse") == [("sparse", 8)] * 2
+    assert forms(collab_dk=12, head_dk=5) == [("sparse", 6)] * 2
+    assert forms(head_dk=5) == [("standard", 6)] * 2
+    assert forms(collab_dk=[12, 28], mixing="sparse") == [("sparse", 8), ("standard", 8)]
+
+
+def test_by_default_the_longest_text_decides(forms: Any):
+    """The tiny model takes 64 tokens; R = 16 of 32 breaks even before, R = 8 never."""
+    assert forms(collab_dk=16) == [("sparse", 8)] * 2
+    assert forms(collab_dk=8) == [("collaborative", 8)] * 2
+
+
+def test_the_full_size_is_exact_and_dense(forms: Any):
+    assert forms(collab_dk=32) == [("collaborative", 32)] * 2
+
+
+def test_steps_say_how_many_dimensions_a_head_reads(tiny: Path, sentences: Path, tmp_path: Path):
+    report = optimize(tiny, tmp_path / "new", collab_dk=12, head_dk=6, calib=sentences)
+    assert [(step.rank, step.head_size) for step in report.steps] == [(12, 6)] * 2
+    assert all(0 < (step.relative_error or 0) < 1 for step in report.steps)
+    assert report.plan.to_json()["head_dk"] == dict.fromkeys(report.plan.ranks, 6)
+
+
+def test_sparse_heads_come_close_to_dense_ones(tiny: Path, sentences: Path, tmp_path: Path):
+    for mixing in ("dense", "sparse"):
+        optimize(tiny, tmp_path / mixing, collab_dk=16, mixing=mixing, calib=sentences, refit=False)
+    dense, sparse = (
+        verify(tiny, tmp_path / mixing, data=sentences).mean_cosine
+        for mixing in ("dense", "sparse")
+    )
+    assert sparse > dense - 0.01
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"collab_dk": 16, "mixing": "dense", "head_dk": 4}, "--head-dk 4 is about sparse mixing"),
+        ({"mixing": "sparse", "prune": 0.5}, "--mixing sparse is a form of collaborative heads"),
+        ({"collab_dk": 16, "head_dk": 9}, "--head-dk 9: expected 1 to 8"),
+        ({"head_dk": 0}, "--head-dk 0: expected 1 to 8"),
+        ({"collab_dk": 3, "head_dk": 4}, "has 3 shared dimensions that a head can read"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    options: dict[str, Any], text: str, tiny: Path, sentences: Path, tmp_path: Path
+):
+    with pytest.raises(InvalidArgument, match=text):
+        optimize(tiny, tmp_path / "new", calib=sentences, **options)
+    assert not any(tmp_path.iterdir())
+
+
+def test_heads_that_are_left_share_or_are_cut(tiny: Path, sentences: Path, tmp_path: Path):
+    """After pruning, R and the sizes count for the heads that stay."""
+    report = optimize(
+        tiny, tmp_path / "new", prune_heads={"0": [1, 0, 1, 1]}, head_dk=4, calib=sentences
+    )
+    ranks = [step.rank for step in report.steps if step.rewrite == "collaborate"]
+    assert ranks == [12, 16]
+    blocks = inspect(tmp_path / "new").reading.blocks
+    assert [(b.num_heads, b.head_size) for b in blocks] == [(3, 5), (4, 5)]
+
+
+def test_sparse_heads_stay_quantizable(tiny: Path, sentences: Path, tmp_path: Path):
+    """Every product with a weight becomes one of integers, at a mean cosine of 0.99."""
+    from onnxruntime.quantization import quantize_dynamic
+
+    optimize(tiny, tmp_path / "new", collab_dk=12, mixing="sparse", calib=sentences)
+    path = tmp_path / "new" / "model.onnx"
+    quantize_dynamic(path, tmp_path / "int8.onnx")
+    nodes = [node.op_type for node in load_model(tmp_path / "int8.onnx").graph]
+    weighted = [
+        node
+        for node in load_model(path).graph
+        if node.op_type == "MatMul" and is_constant(node.inputs[1])
+    ]
+    assert nodes.count("MatMulInteger") == len(weighted)
+    assert verify(path, tmp_path / "int8.onnx").mean_cosine > 0.99

@@ -1,0 +1,76 @@
+"""The front: every choice that no other beats in both loss and time."""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnserve.planning.candidates import Option, Size
+from attnserve.planning.pareto import pareto_front
+
+
+def part(*pairs: tuple[float, float]) -> list[Option]:
+    return [Option((Size(kept),), loss, ms) for kept, (loss, ms) in enumerate(pairs)]
+
+
+def test_each_choice_takes_one_option_of_each_part():
+    front = pareto_front([part((0.0, 3.0), (0.1, 1.0)), part((0.0, 2.0), (0.3, 1.0))])
+    assert [(choice.picks, choice.loss, choice.ms) for choice in front] == [
+        ((0, 0), 0.0, 5.0),
+        ((1, 0), 0.1, 3.0),
+        ((1, 1), 0.4, 2.0),
+    ]
+
+
+def test_an_option_that_loses_more_and_is_slower_is_never_taken():
+    """Seven heads that run slower than eight: a greedy step would stop there."""
+    front = pareto_front([part((0.0, 4.0), (0.1, 4.5), (0.2, 2.0))])
+    assert [choice.picks for choice in front] == [(0,), (2,)]
+
+
+def test_without_parts_there_is_one_choice_that_changes_nothing():
+    (only,) = pareto_front([])
+    assert only.picks == () and only.loss == only.ms == 0.0
+
+
+def test_a_part_without_options_is_an_error():
+    with pytest.raises(ValueError, match="a part without options"):
+        pareto_front([part((0.0, 1.0)), []])
+
+
+numbers = st.integers(0, 20).map(float)
+parts = st.lists(st.lists(st.tuples(numbers, numbers), min_size=1, max_size=4), max_size=4)
+
+
+@given(parts)
+def test_it_is_the_front_of_all_combinations(pairs: list[list[tuple[float, float]]]):
+    given_parts = [part(*each) for each in pairs]
+    everything = [
+        (sum(o.loss for o in chosen), sum(o.ms for o in chosen)) for chosen in product(*given_parts)
+    ]
+    best = {
+        (loss, ms)
+        for loss, ms in everything
+        if not any((a <= loss and b < ms) or (a < loss and b <= ms) for a, b in everything)
+    }
+    front = pareto_front(given_parts)
+    assert {(choice.loss, choice.ms) for choice in front} == best
+    assert all(a.loss < b.loss and a.ms > b.ms for a, b in pairwise(front))
+    for choice in front:  # the picks are what the sums are of
+        chosen = [options[pick] for options, pick in zip(given_parts, choice.picks, strict=True)]
+        assert choice.loss == sum(o.loss for o in chosen)
+        assert choice.ms == sum(o.ms for o in chosen)
+
+
+def test_a_thinned_front_still_starts_exact_and_ends_fastest():
+    many = [part(*((i**1.7 / 977, 50.0 - i) for i in range(40))) for _ in range(4)]
+    whole, thin = pareto_front(many), pareto_front(many, most=60)
+    assert len(thin) <= 60 < len(whole)
+    assert thin[0] == whole[0]
+    assert thin[-1].ms == whole[-1].ms
+    for choice in thin:  # within five percent of the best time at no more loss
+        best = min(each.ms for each in whole if each.loss <= choice.loss + 1e-12)
+        assert choice.ms <= 1.05 * best

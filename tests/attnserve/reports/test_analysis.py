@@ -1,0 +1,402 @@
+"""analyze: what is measured of attention, held against what numpy computes from the definitions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from attnserve.calibration.moments import collect_moments
+from attnserve.calibration.spectra import (
+    MOST_TEXTS,
+    MOST_TOKENS,
+    captured_variance,
+    measure_ranks,
+    text_lengths,
+)
+from attnserve.checks.certify import read_attention
+from attnserve.models.artifact import load_model, open_artifact
+from attnserve.models.datasets import Dataset, load_inputs
+from attnserve.planning.optimize import optimize
+from attnserve.reports.analysis import Analysis, analyze_graph
+from attnserve.runtime.session import open_session, run
+from graph_passes.emit.editing import exposing
+from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
+from graph_passes.factorize.moments import TokenMoments
+from tests import architectures
+from tests.graph_passes.matching.test_operators import READ as OPERATORS
+
+Build = Callable[..., Path]
+EXACT = {"rtol": 1e-6, "atol": 1e-9}
+
+
+def analysis_of(folder: Path, calib: Path, **options: Any) -> Analysis:
+    artifact = open_artifact(folder)
+    graph = load_model(artifact)
+    data = load_inputs(calib, graph, artifact, split=False)
+    return analyze_graph(graph, data, source={"file": artifact.model.name}, threads=1, **options)
+
+
+@pytest.fixture(scope="module")
+def analysis(tiny: Path, sentences: Path) -> Analysis:
+    return analysis_of(tiny, sentences)
+
+
+@pytest.fixture(scope="module")
+def content(analysis: Analysis) -> dict[str, Any]:
+    return json.loads(json.dumps(analysis.to_json(), allow_nan=False))
+
+
+def heads(seed: int, shape: tuple[int, ...]) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+def covariance(seed: int, size: int) -> np.ndarray:
+    root = heads(seed, (size, size)) * np.geomspace(1, 0.01, size)
+    return root @ root.T
+
+
+def root_of(matrix: np.ndarray) -> np.ndarray:
+    values, vectors = np.linalg.eigh(matrix)
+    return (vectors * np.sqrt(np.maximum(values, 0))) @ vectors.T
+
+
+def shares(matrix: np.ndarray) -> np.ndarray:
+    energy = np.linalg.svd(matrix, compute_uv=False) ** 2
+    return energy.cumsum() / energy.sum()
+
+
+# Captured variance
+
+
+def test_the_spectra_are_those_of_singular_values():
+    q, k = heads(0, (3, 10, 2)), heads(1, (3, 8, 2))
+    found = captured_variance(q, k)
+    together = np.concatenate(list(q), axis=1), np.concatenate(list(k), axis=1)
+    np.testing.assert_allclose(found.query.layer, shares(together[0]), **EXACT)
+    np.testing.assert_allclose(found.key.layer, shares(together[1]), **EXACT)
+    assert found.product is not None
+    product = shares(together[0] @ together[1].T)[:6]  # of rank HK = 6
+    np.testing.assert_allclose(found.product.layer, product, **EXACT)
+    for head in range(3):
+        np.testing.assert_allclose(found.query.heads[head], shares(q[head]), **EXACT)
+        np.testing.assert_allclose(found.product.heads[head], shares(q[head] @ k[head].T)[:2])
+
+
+def test_moments_weigh_directions_by_how_much_tokens_vary_along_them():
+    q, k, x, y = heads(0, (3, 10, 2)), heads(1, (3, 8, 2)), covariance(2, 10), covariance(3, 8)
+    found = captured_variance(q, k, TokenMoments(np.ones(10), x, y))
+    left, right = (
+        np.concatenate([root_of(c) @ head for head in side], axis=1) for c, side in ((x, q), (y, k))
+    )
+    assert found.product is not None
+    np.testing.assert_allclose(found.query.layer, shares(left), **EXACT)
+    np.testing.assert_allclose(found.key.layer, shares(right), **EXACT)
+    np.testing.assert_allclose(found.product.layer, shares(left @ right.T)[:6], **EXACT)
+
+
+def test_white_tokens_weigh_nothing():
+    q, k = heads(0, (2, 6, 3)), heads(1, (2, 6, 3))
+    white = TokenMoments(np.zeros(6), np.eye(6), np.eye(6))
+    plain, weighted = captured_variance(q, k), captured_variance(q, k, white)
+    np.testing.assert_allclose(plain.query.layer, weighted.query.layer, **EXACT)
+
+
+def test_a_rank_is_the_fewest_directions_that_hold_a_share():
+    q = np.diag(np.sqrt([80.0, 15.0, 4.0, 1.0]))[None]  # one head of size 4
+    query = captured_variance(q, q).query
+    assert [query.rank(share) for share in (0.8, 0.9, 0.95, 0.99, 1.0)] == [1, 2, 2, 3, 4]
+    assert query.head_ranks(0.9).tolist() == [2]
+
+
+def test_no_more_directions_than_tokens_have():
+    wide = captured_variance(heads(0, (4, 6, 3)), heads(1, (4, 5, 3)))  # HK = 12
+    assert len(wide.query.layer) == 5 and wide.query.rank(1.0) <= 5
+
+
+def test_copies_of_a_head_add_no_direction():
+    q = np.repeat(heads(0, (1, 10, 3)), 4, axis=0)
+    found = captured_variance(q, heads(1, (4, 10, 3)))
+    assert found.query.rank(1.0) == 3 and found.key.rank(1.0) == 10
+
+
+def test_weights_of_zeros_are_held_by_one_direction():
+    zero = np.zeros((2, 4, 2))
+    found = captured_variance(zero, zero)
+    assert found.query.rank(0.99) == 1 and found.query.head_ranks(0.99).tolist() == [1, 1]
+
+
+def test_the_layers_spectra_come_from_its_own_weights_and_moments(
+    analysis: Analysis, tiny: Path, sentences: Path
+):
+    artifact = open_artifact(tiny)
+    graph = load_model(artifact)
+    blocks = read_attention(graph).blocks
+    data = load_inputs(sentences, graph, artifact, split=False)
+    moments = collect_moments(graph, blocks, data.fit, threads=1)
+    for layer, block in zip(analysis.layers, blocks, strict=True):
+        assert layer.weights is not None and layer.calibrated is not None
+        q = block.q.heads()
+        plain = np.concatenate(list(q), axis=1)
+        np.testing.assert_allclose(layer.weights.query.layer, shares(plain), rtol=1e-5)
+        root = root_of(moments[block.name].query_covariance)
+        np.testing.assert_allclose(layer.calibrated.query.layer, shares(root @ plain), rtol=1e-5)
+
+
+# Lengths and ranks
+
+
+def test_lengths_count_real_tokens(analysis: Analysis, tiny: Path, sentences: Path):
+    artifact = open_artifact(tiny)
+    graph = load_model(artifact)
+    data = load_inputs(sentences, graph, artifact, split=False)
+    expected = np.concatenate([batch["attention_mask"].sum(1) for batch in data.fit])
+    assert analysis.lengths.tolist() == expected.tolist()
+    assert analysis.lengths.sum() == data.source["tokens"]
+    (first, *_) = read_attention(graph).blocks
+    assert text_lengths(graph, first, data.fit[:1]).tolist() == expected[:16].tolist()
+
+
+def test_ranks_are_those_of_the_graph_s_scores(tiny: Path, tmp_path: Path):
+    """Text by text, with numpy's own rank at the tolerance that is documented."""
+    (tmp_path / "two.txt").write_text("a man is playing with the dog and the ball .\nthe cat\n")
+    artifact = open_artifact(tiny)
+    graph = load_model(artifact)
+    data = load_inputs(tmp_path / "two.txt", graph, artifact, split=False)
+    (block, *_) = read_attention(graph).blocks
+    found = measure_ranks(graph, [block], data.fit)[block.name]
+    assert block.logits is not None and block.probabilities is not None
+    with exposing(graph, [block.logits, block.probabilities]):
+        session = open_session(graph)
+    (batch,) = data.fit
+    scores, attended = run(session, batch)  # B H S T
+    lengths = batch["attention_mask"].sum(1)
+    assert found.sizes.tolist() == lengths.tolist()
+    for row, n in enumerate(lengths):
+        real = scores[row, :, :n, :n].astype(np.float64)
+        centred = real - real.mean(-1, keepdims=True)
+        assert found.scores[row].tolist() == np.linalg.matrix_rank(centred, rtol=0.01).tolist()
+        p = attended[row, :, :n, :n].astype(np.float64)
+        assert found.probabilities[row].tolist() == np.linalg.matrix_rank(p, rtol=0.01).tolist()
+
+
+def test_scores_have_no_more_rank_than_a_head_is_wide(analysis: Analysis):
+    for layer in analysis.layers:
+        assert layer.ranks is not None
+        bound = np.minimum(layer.ranks.sizes, layer.head_size)[:, None]
+        assert (layer.ranks.scores <= bound).all() and (layer.ranks.scores >= 1).all()
+        assert (layer.ranks.probabilities <= layer.ranks.sizes[:, None]).all()
+        assert (layer.ranks.used > 0).all() and (layer.ranks.used <= 1).all()
+        assert (layer.ranks.spanned > 0).all() and (layer.ranks.spanned <= 1).all()
+
+
+def test_ranks_are_measured_on_a_bounded_part_of_the_data(analysis: Analysis, sentences: Path):
+    for layer in analysis.layers:
+        assert layer.ranks is not None
+        assert len(layer.ranks.sizes) == MOST_TEXTS < len(analysis.lengths)
+        assert layer.ranks.sizes.max() <= MOST_TOKENS
+        assert len(set(layer.ranks.sizes.tolist())) > 5  # short and long ones
+
+
+# The whole
+
+
+def test_the_json_has_these_keys(content: dict[str, Any]):
+    assert list(content) == [
+        "format", "model", "calibration", "seed", "versions", "layers", "summary", "similarity",
+        "lengths", "mask", "not_analysed",
+    ]  # fmt: skip
+    first, second = content["layers"]
+    assert list(first) == [
+        "name", "index", "kind", "num_heads", "head_size", "input_size", "captured_variance",
+        "ranks", "importance", "votes", "notes",
+    ]  # fmt: skip
+    assert [first["index"], second["index"]] == [0, 1]
+    assert (first["kind"], first["num_heads"], first["head_size"]) == ("self", 4, 8)
+    assert list(first["captured_variance"]) == ["weights", "calibrated"]
+    product = first["captured_variance"]["calibrated"]["product"]
+    assert list(product) == [
+        "rank_90", "rank_99", "head_rank_90", "head_rank_99", "full_rank", "directions", "captured",
+    ]  # fmt: skip
+    assert product["full_rank"] == 32 and product["captured"][-1] == 1.0
+    assert list(first["importance"]) == ["energy", "energy_share", "leave_one_out", "sensitivity"]
+    assert all(len(values) == 4 for values in first["importance"].values())
+    assert {"file": "sentences.txt", "rows": 60}.items() <= content["calibration"].items()
+    assert content["not_analysed"] == [] and "attnserve" in content["versions"]
+
+
+def test_the_summary_is_what_the_rest_says(content: dict[str, Any]):
+    first, second = content["summary"]
+    assert first["nearest"] is None and first["similarity"] is None
+    assert second["nearest"] == 0
+    assert second["similarity"] == content["similarity"]["best"][1][0]
+    shares = content["layers"][1]["importance"]["energy_share"]
+    assert sum(shares) == pytest.approx(1, abs=1e-5)
+    assert shares[second["weakest_head"]] == second["weakest_share"] == min(shares)
+    variance = content["layers"][1]["captured_variance"]["calibrated"]
+    assert second["rank"] == max(variance[side]["rank_99"] for side in ("query", "key"))
+
+
+def test_similarity_is_symmetric_and_every_head_is_itself(content: dict[str, Any]):
+    matrix = np.array(content["similarity"]["matrix"])
+    assert matrix.shape == (8, 8) and sum(content["similarity"]["heads"]) == 8
+    np.testing.assert_allclose(matrix, matrix.T, atol=1e-9)
+    np.testing.assert_allclose(np.diag(matrix), 1, atol=1e-4)
+
+
+def test_half_of_the_heads_are_voted_to_stay_unless_said_otherwise(
+    analysis: Analysis, tiny: Path, sentences: Path
+):
+    assert [sum(mask) for mask in analysis.mask.values()] == [2, 2]
+    one = analysis_of(tiny, sentences, groups=1)
+    assert [sum(mask) for mask in one.mask.values()] == [1, 1]
+    assert all(set(mask) == {0, 1} for mask in one.mask.values())
+    for layer in analysis.layers:  # one head a group
+        assert sorted(layer.votes.groups[layer.votes.mask == 1].tolist()) == [0, 1]
+
+
+def test_the_same_seed_gives_the_same_numbers(content: dict[str, Any], tiny: Path, sentences: Path):
+    again = json.loads(json.dumps(analysis_of(tiny, sentences).to_json()))
+    assert again == content
+
+
+@pytest.mark.parametrize("groups", [0, 5, -1])
+def test_more_groups_than_heads_are_refused_before_anything_runs(
+    tiny: Path, sentences: Path, groups: int
+):
+    stages: list[str] = []
+    with pytest.raises(InvalidArgument, match=f"--groups {groups}: expected 1 to 4"):
+        analysis_of(tiny, sentences, groups=groups, progress=lambda *at: stages.append(at[0]))
+    assert stages == []
+
+
+def test_progress_names_every_stage(tiny: Path, sentences: Path):
+    stages: dict[str, tuple[int, int]] = {}
+    analysis_of(
+        tiny, sentences, progress=lambda what, done, total: stages.update({what: (done, total)})
+    )
+    assert list(stages) == [
+        "moments", "similarity", "ranks", "energy", "voting", "leave one out", "sensitivity",
+    ]  # fmt: skip
+    assert all(done == total for done, total in stages.values())
+
+
+@pytest.mark.parametrize(
+    "export", [("sdpa", "torchscript", 17), ("sdpa", "dynamo", 23)], ids=["sdpa-17", "operator-23"]
+)
+def test_every_way_of_writing_attention_gives_the_same_numbers(
+    content: dict[str, Any], tiny_export: Build, export: Sequence[Any], sentences: Path
+):
+    """A fused operator is decomposed first. 1e-3: the exports differ by their rounding."""
+    other = analysis_of(tiny_export(*export), sentences).to_json()
+    for mine, theirs in zip(content["layers"], other["layers"], strict=True):
+        for measure, values in mine["importance"].items():
+            np.testing.assert_allclose(theirs["importance"][measure], values, rtol=2e-3, atol=1e-5)
+        for metric in ("weights", "calibrated"):
+            assert (
+                theirs["captured_variance"][metric]["query"]["rank_99"]
+                == mine["captured_variance"][metric]["query"]["rank_99"]
+            )
+    np.testing.assert_allclose(
+        np.array(other["similarity"]["matrix"]),
+        np.array(content["similarity"]["matrix"]),
+        atol=1e-3,
+    )
+
+
+ROPE = "captured variance by the weights alone: rotary positions stand between"
+NORM = "no captured variance: q/k norm stands between"
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "layers", "note"),
+    [
+        ("Llama", "", 2, ROPE),  # and grouped key/value heads
+        ("Qwen3", "", 2, NORM),
+        ("BART", "", 4, ""),  # the decoder's cross-attention, in the middle
+        ("BERT", "fp16", 2, ""),
+        ("ViT", "", 2, ""),  # no text, no mask
+    ],
+    ids=["rope", "norm", "cross", "half precision", "images"],
+)
+def test_other_architectures_are_analysed_as_far_as_they_can_be(
+    name: str, variant: Any, layers: int, note: str, tmp_path: Path
+):
+    found = analysis_of(
+        *exported(name, variant, ("dynamo", 18) if variant else ("torchscript", 17), tmp_path)
+    )
+    assert len(found.layers) == layers and found.not_analysed == ()
+    for layer in found.layers:
+        assert "".join(layer.notes).startswith(note) and bool(layer.notes) == bool(note)
+        assert (layer.calibrated is None) == bool(note) and (layer.weights is None) == (
+            note == NORM
+        )
+        assert layer.ranks is not None and np.isfinite(layer.leave_one_out).all()
+    if note == ROPE:
+        assert all(x.weights is not None and x.weights.product is None for x in found.layers)
+    if name == "BART":
+        cross = [layer.kind for layer in found.layers].index("cross")
+        assert np.isnan(found.similarity.best()[cross, :cross]).all()
+        assert found.summary()[cross].nearest is None
+    json.dumps(found.to_json(), allow_nan=False)
+
+
+def test_an_operator_that_cannot_be_taken_apart_is_refused_with_its_reason():
+    nothing_to_run = Dataset((), (), length=8, source={})
+    with pytest.raises(InvalidModel, match=r"reads cached keys(.|\n)*--attention eager"):
+        analyze_graph(OPERATORS["ai.onnx: past"].model(), nothing_to_run, source={})
+
+
+def exported(name: str, variant: Any, exporter: Any, folder: Path) -> tuple[Path, Path]:
+    """A tiny model of an architecture, and one batch of its inputs as .npz."""
+    pytest.importorskip("transformers", reason="pip install 'attnserve[torch]'")
+    architecture = architectures.ARCHITECTURES[name]
+    reason = architectures.export(
+        architectures.Cell(name, "sdpa", *exporter, variant), folder / "model.onnx"
+    )
+    assert not reason
+    made = architectures.feeds(architecture)
+    for value in ir.load(folder / "model.onnx").graph.inputs:
+        assert value.name is not None and value.dtype is not None
+        made[value.name] = made[value.name].astype(value.dtype.numpy())
+    np.savez(folder / "inputs.npz", **made)
+    return folder / "model.onnx", folder / "inputs.npz"
+
+
+@pytest.mark.parametrize("mixing", ["dense", "sparse"])
+def test_collaborative_heads_are_analysed_but_for_their_spectra(
+    tiny: Path, sentences: Path, tmp_path: Path, mixing: Any
+):
+    optimize(tiny, tmp_path / "new", collab_dk=16, mixing=mixing, layers=["1"])
+    first, second = analysis_of(tmp_path / "new", sentences).layers
+    assert first.calibrated is not None and first.notes == ()
+    assert second.weights is None and "collaborative already" in second.notes[0]
+    assert second.ranks is not None and second.ranks.scores.max() <= second.ranks.sizes.max()
+
+
+def test_a_model_without_attention_is_an_error_that_says_so(tmp_path: Path):
+    text = (
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[n, 4] x) => (float[n, 4] y)'
+        " { [last] y = Softmax<axis = -1>(x) }"
+    )
+    np.savez(tmp_path / "x.npz", x=np.ones((3, 4), np.float32))
+    ir.save(ir.from_onnx_text(text), tmp_path / "m.onnx")
+    with pytest.raises(InvalidModel, match=r"no attention can be analysed \(last: "):
+        analysis_of(tmp_path / "m.onnx", tmp_path / "x.npz")
+
+
+def test_activations_that_are_not_finite_are_an_error(tiny: Path, sentences: Path):
+    artifact = open_artifact(tiny)
+    graph = load_model(artifact)
+    data = load_inputs(sentences, graph, artifact, split=False)
+    name = next(n for n in graph.graph.initializers if "word_embeddings" in n)
+    value = graph.graph.initializers[name]
+    assert value.const_value is not None
+    value.const_value = ir.tensor(np.full(value.const_value.shape.numpy(), np.nan, np.float32))
+    with pytest.raises(InvalidData, match="not finite"):
+        analyze_graph(graph, data, source={})

@@ -1,0 +1,314 @@
+"""analyze: what is written, when nothing is, and a page that stands by itself."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from attnserve.calibration.similarity import HeadSimilarity
+from attnserve.reports.analysis import Analysis, NotAnalysed
+from attnserve.reports.html import analyze, findings, render
+from attnserve.reports.plots import FIGURES
+from graph_passes.errors import (
+    AttnserveError,
+    InvalidData,
+    InvalidModel,
+    InvalidOutput,
+)
+
+pytest.importorskip("jinja2", reason="pip install 'attnserve[report]'")
+pytest.importorskip("matplotlib", reason="pip install 'attnserve[report]'")
+
+Build = Callable[..., Path]
+HOSTILE = "</title><script>alert(1)</script> & \"'$x_1$"
+
+
+@pytest.fixture(scope="module")
+def written(tiny: Path, sentences: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("analysis") / "not" / "there yet"
+    analyze(tiny, folder, calib=sentences, threads=1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def analysis(tiny: Path, sentences: Path, tmp_path_factory: pytest.TempPathFactory) -> Analysis:
+    return analyze(tiny, tmp_path_factory.mktemp("again"), calib=sentences, threads=1)
+
+
+class Page(HTMLParser):
+    """Which tags a page opens and closes, and what their attributes are."""
+
+    VOID = frozenset({"meta", "link", "img", "br", "hr", "input"})
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open.pop() == tag, f"</{tag}> closes nothing"
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def page_of(analysis: Analysis) -> Page:
+    paths = {"model": Path("m.onnx"), "calib": Path("c.txt"), "output": Path("out")}
+    return Page(render(analysis, **paths))
+
+
+def commands(analysis: Analysis, **paths: str) -> list[str]:
+    given = {"model": "m.onnx", "calib": "c.txt", "output": "out", **paths}
+    found = findings(analysis, **{name: Path(path) for name, path in given.items()})
+    return [finding.command for finding in found if finding.command]
+
+
+def tree(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+# What is written
+
+
+def test_three_files_are_written_and_missing_parents_made(written: Path):
+    assert tree(written) == ["analysis.json", "mask.json", "report.html"]
+
+
+def test_the_json_is_readable_and_has_no_nan(written: Path):
+    text = (written / "analysis.json").read_text(encoding="utf-8")
+    content = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
+    assert content["format"] == 1 and re.fullmatch("[0-9a-f]{64}", content["model"]["sha256"])
+    row = next(line for line in text.splitlines() if '"energy_share"' in line)
+    assert row.count(",") >= 4  # a row of numbers stays on one line
+
+
+def test_the_mask_has_each_layer_by_name(written: Path):
+    content = json.loads((written / "analysis.json").read_text(encoding="utf-8"))
+    mask = json.loads((written / "mask.json").read_text(encoding="utf-8"))
+    assert (
+        mask
+        == content["mask"]
+        == {layer["name"]: layer["votes"]["mask"] for layer in content["layers"]}
+    )
+    assert all(len(bits) == 4 and sum(bits) == 2 for bits in mask.values())
+
+
+def test_the_same_call_writes_the_same_bytes(written: Path, tiny: Path, sentences: Path, tmp_path):
+    analyze(tiny, tmp_path / "there yet", calib=sentences, threads=1)
+    for name in ("analysis.json", "mask.json"):
+        assert (tmp_path / "there yet" / name).read_bytes() == (written / name).read_bytes()
+
+
+# When nothing is
+
+
+def test_a_folder_that_holds_something_is_refused_without_force(
+    tiny: Path, sentences: Path, tmp_path: Path
+):
+    (tmp_path / "mine.txt").write_text("keep me")
+    with pytest.raises(InvalidOutput, match="exists already"):
+        analyze(tiny, tmp_path, calib=sentences)
+    assert tree(tmp_path) == ["mine.txt"]
+    analyze(tiny, tmp_path, calib=sentences, force=True)
+    assert tree(tmp_path) == ["analysis.json", "mask.json", "mine.txt", "report.html"]
+    assert (tmp_path / "mine.txt").read_text() == "keep me"
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_file_is_no_folder(tiny: Path, sentences: Path, tmp_path: Path, force: bool):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(InvalidOutput, match="expected a folder"):
+        analyze(tiny, tmp_path / "file", calib=sentences, force=force)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def refused(error: type[AttnserveError], match: str, model: Path, output: Path, **options: Any):
+    with pytest.raises(error, match=match):
+        analyze(model, output, **options)
+    assert not output.exists() and not output.parent.exists()
+
+
+def test_broken_input_is_one_error_and_writes_nothing(tiny: Path, sentences: Path, tmp_path: Path):
+    out = tmp_path / "a" / "b"
+    empty, binary = tmp_path / "empty.txt", tmp_path / "binary.txt"
+    empty.write_text("\n")
+    binary.write_bytes(b"\xff\xfe\x00")
+    refused(InvalidData, "no such file", tiny, out, calib=tmp_path / "no.txt")
+    refused(InvalidData, "holds no text", tiny, out, calib=empty)
+    refused(InvalidData, "not UTF-8", tiny, out, calib=binary)
+    refused(InvalidModel, "no such file", tmp_path / "no.onnx", out, calib=sentences)
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(tiny / "model.onnx", bare)
+    refused(InvalidData, "no tokenizer", bare, out, calib=sentences)
+
+
+def test_weights_that_are_not_finite_are_refused_by_name(
+    model: Path, sentences: Path, tmp_path: Path
+):
+    graph = ir.load(model / "model.onnx")
+    name, value = next(
+        (n, v) for n, v in graph.graph.initializers.items() if "word_embeddings" in n
+    )
+    assert value.const_value is not None
+    broken = np.full(value.const_value.shape.numpy(), np.nan, np.float32)
+    value.const_value = ir.tensor(broken, name=name)
+    ir.save(graph, model / "model.onnx")
+    refused(InvalidModel, "NaN or infinite", model, tmp_path / "a" / "b", calib=sentences)
+
+
+# The page
+
+
+def test_the_page_loads_nothing_from_anywhere(written: Path):
+    html = (written / "report.html").read_text(encoding="utf-8")
+    assert "http://" not in html and "https://" not in html and "@import" not in html
+    for tag, name, value in Page(html).attributes:
+        if name in {"src", "href", "xlink:href", "data", "srcset", "action"}:
+            assert value.startswith(("#", "data:image/png;base64,")), (tag, name, value[:60])
+        assert not name.startswith("on")
+    for target in re.findall(r"url\(([^)]*)\)", html):
+        assert target.startswith("#"), target
+
+
+def test_the_page_is_well_formed_and_has_its_parts(written: Path):
+    html = (written / "report.html").read_text(encoding="utf-8")
+    page = Page(html)
+    assert page.open == [] and "script" not in page.tags
+    assert page.tags.count("svg") == page.tags.count("figure") == len(FIGURES)
+    assert page.tags.count("figcaption") == len(FIGURES) and page.tags.count("h1") == 1
+    assert page.tags.count("details") >= 4
+    assert "prefers-color-scheme: dark" in html and "@media print" in html
+    assert len(html) < 500_000
+
+
+def test_a_plot_speaks_in_the_page_s_colours_and_its_axes_are_named(analysis: Analysis):
+    for draw in FIGURES:
+        figure = draw(analysis)
+        assert figure is not None
+        assert "var(--ink)" in figure.svg and "#0b0b0" not in figure.svg
+        assert "<metadata" not in figure.svg and figure.svg.startswith("<svg")
+        assert figure.caption.endswith(".") and figure.caption.count(". ") == 0  # one sentence
+        words = Page(figure.svg).text
+        assert any(axis in words for axis in ("layer", "tokens, n", "directions kept, % of all"))
+
+
+def test_hostile_names_are_text(analysis: Analysis):
+    first, *rest = analysis.layers
+    similarity = analysis.similarity
+    hostile = replace(
+        analysis,
+        model={**analysis.model, "name": HOSTILE, "file": HOSTILE},
+        calibration={**analysis.calibration, "file": HOSTILE},
+        layers=(replace(first, name=HOSTILE, notes=(HOSTILE,)), *rest),
+        similarity=replace(similarity, layers=(HOSTILE, *similarity.layers[1:])),
+        not_analysed=(NotAnalysed(HOSTILE, HOSTILE),),
+    )
+    page = page_of(hostile)
+    assert "script" not in page.tags and page.open == []
+    assert page.text.count(HOSTILE) >= 6
+
+
+def test_paths_in_commands_are_quoted_for_the_shell(analysis: Analysis):
+    lines = commands(analysis, model="my model; rm -rf x", calib="a'b.txt")
+    assert lines and all("'my model; rm -rf x'" in line for line in lines)
+    assert all("""'a'"'"'b.txt'""" in line for line in lines)
+
+
+# What it says
+
+
+def test_the_findings_name_dimensions_heads_and_lengths(analysis: Analysis):
+    said = findings(analysis, model=Path("m"), calib=Path("c"), output=Path("o"))
+    text = " ".join(finding.text for finding in said)
+    rows = analysis.summary()
+    assert f"{min(row.rank or 0 for row in rows)} of 32 dimensions hold 99 %" in text
+    assert "1 of 4 heads of layer" in text and "keeps 4 of 8 heads" in text
+    share = 100 * np.mean(analysis.lengths > 8)
+    assert f"{share:.0f} % of the texts are longer than a head is wide (8)" in text
+
+
+def test_the_shared_dimensions_that_are_tried_hold_99_percent(analysis: Analysis):
+    (line,) = [line for line in commands(analysis) if "--collab-dk" in line]
+    match = re.search(r"--collab-dk ([\d,]+) ", line)
+    assert match is not None
+    sizes = [int(size) for size in match[1].split(",")]
+    for size, row in zip(sizes, analysis.summary(), strict=True):
+        assert row.rank is not None and row.rank <= size <= 32 and size % 8 == 0
+
+
+def alike(analysis: Analysis, value: float) -> Analysis:
+    matrix = np.full((8, 8), value)
+    np.fill_diagonal(matrix, 1.0)
+    names = tuple(layer.name for layer in analysis.layers)
+    return replace(analysis, similarity=HeadSimilarity(names, (4, 4), matrix, 100))
+
+
+def test_reuse_is_offered_where_layers_attend_alike_and_only_there(analysis: Analysis):
+    for value, offered in ((0.9, True), (0.3, False)):
+        said = findings(alike(analysis, value), model=Path("m"), calib=Path("c"), output=Path("o"))
+        text = " ".join(finding.text for finding in said)
+        assert ("Layers 0 and 1 attend alike (similarity 0.90" in text) is offered
+        assert ("No layer repeats another" in text) is not offered
+        assert any("--reuse" in finding.command for finding in said) is offered
+
+
+def test_layers_that_cannot_be_compared_leave_a_gap_not_an_error(analysis: Analysis):
+    apart = alike(analysis, 0.5)
+    apart.similarity.matrix[:4, 4:] = np.nan
+    apart.similarity.matrix[4:, :4] = np.nan
+    assert apart.summary()[1].nearest is None
+    content = json.loads(json.dumps(apart.to_json(), allow_nan=False))
+    assert content["similarity"]["matrix"][0][7] is None
+    assert content["similarity"]["sequential"] == {}
+    assert page_of(apart).open == []
+
+
+def test_what_was_not_measured_is_said(analysis: Analysis):
+    first, second = analysis.layers
+    without = replace(
+        analysis,
+        layers=(
+            replace(first, weights=None, calibrated=None, ranks=None, notes=("no spectrum here",)),
+            replace(second, calibrated=None, weights=replace(second.weights, product=None)),
+        ),
+        not_analysed=(NotAnalysed("decoder", "its keys are cached"),),
+    )
+    page = page_of(without)
+    assert "Layer 0: no spectrum here." in page.text and "its keys are cached" in page.text
+    assert not any("--collab-dk" in line for line in commands(without))
+
+
+def test_one_layer_of_one_head_is_enough(tiny_bert: Build, sentences: Path, tmp_path: Path):
+    from attnserve.models.export import export
+
+    small = tiny_bert(num_hidden_layers=1, num_attention_heads=1, initializer_range=0.3)
+    export(str(small), tmp_path / "small", attention="eager", exporter="torchscript", opset=17)
+    found = analyze(tmp_path / "small", tmp_path / "out", calib=sentences)
+    assert list(found.mask.values()) == [[1]]
+    page = Page((tmp_path / "out" / "report.html").read_text(encoding="utf-8"))
+    assert page.open == [] and "attend alike" not in page.text

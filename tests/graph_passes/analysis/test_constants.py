@@ -1,0 +1,253 @@
+"""A weight is a weight, whatever an exporter wraps it in: text in, certified reading out."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from graph_passes.analysis.constants import (
+    constant_array,
+    constant_shape,
+    constant_type,
+    is_constant,
+    origin,
+)
+from tests.graph_passes.graphs import PLAIN_INPUT, D, H, K, attention, graph, only, reasons, weights
+
+rng = np.random.default_rng(3)
+QUANTIZED = rng.integers(-100, 100, (D, H * K)).astype(np.int8)
+BY_COLUMN = rng.uniform(0.005, 0.02, H * K).astype(np.float32)
+BY_ROW = rng.uniform(0.005, 0.02, D).astype(np.float32)
+CONSTANTS = {
+    "W8": QUANTIZED,
+    "Wu8": (QUANTIZED.astype(np.int16) + 128).astype(np.uint8),
+    "step": np.float32(0.01),
+    "nothing": np.int8(0),
+    "seven": np.int8(7),
+    "middle": np.uint8(128),
+    "by_column": BY_COLUMN,
+    "by_row": BY_ROW,
+    "zero_by_column": rng.integers(-5, 5, H * K).astype(np.int8),
+    "by_block": rng.uniform(0.005, 0.02, (3, H * K)).astype(np.float32),
+    "W16": weights()["Wq"].astype(np.float16),
+    "Wb16": weights()["Wq"].astype(ml_dtypes.bfloat16),
+    "W64": weights()["Wq"].astype(np.float64),
+    "square": np.array([D, H * K], np.int64),
+    "split_shape": np.array([D, H, K], np.int64),
+    "Wq_half": weights()["Wq"][:, : H * K // 2].copy(),
+    "Wq_other": weights()["Wq"][:, H * K // 2 :].copy(),
+    "Wlow": rng.standard_normal((K, H * K)).astype(np.float32),
+}
+WQ = weights()["Wq"]
+ELEMENTS = ", ".join(map(repr, WQ.ravel().tolist()))
+CONSTANT_NODE = f"Constant <value = float[{D}, {H * K}] {{{ELEMENTS}}}> ()"
+PLAIN = (QUANTIZED * np.float32(0.01)).astype(np.float32)
+
+WRAPPED: dict[str, tuple[str, np.ndarray]] = {
+    "nothing": ("W = Identity(Wq)", WQ),
+    "two Identities": ("W1 = Identity(Wq)\n W = Identity(W1)", WQ),
+    "Transpose": ("W = Transpose(WqT)", WQ),
+    "Transpose of a Transpose": ("W1 = Transpose(Wq)\n W = Transpose <perm = [1, 0]> (W1)", WQ),
+    "Cast from half precision": ("W = Cast <to = 1> (W16)", CONSTANTS["W16"].astype(np.float32)),
+    "Cast from bfloat16": ("W = Cast <to = 1> (Wb16)", CONSTANTS["Wb16"].astype(np.float32)),
+    "Cast from double": ("W = Cast <to = 1> (W64)", WQ),
+    "CastLike of an activation's type": (
+        "W = CastLike(W16, x)",
+        CONSTANTS["W16"].astype(np.float32),
+    ),
+    "Reshape": ("W1 = Reshape(Wq, split_shape)\n W = Reshape(W1, square)", WQ),
+    "Squeeze and Unsqueeze": ("W1 = Unsqueeze(Wq, a0)\n W = Squeeze(W1, a0)", WQ),
+    "Concat": ("W = Concat <axis = 1> (Wq_half, Wq_other)", WQ),
+    "Slice": ("W = Slice(Wqkv, n0, n12, a1)", weights()["Wqkv"][:, : H * K]),
+    "Split": ("W, W8_, W9_ = Split <axis = 1> (Wqkv, thirds)", weights()["Wqkv"][:, : H * K]),
+    "the second part of a Split": (
+        "W8_, W, W9_ = Split <axis = 1> (Wqkv, thirds)",
+        weights()["Wqkv"][:, H * K : 2 * H * K],
+    ),
+    "a product with a constant": ("W = Mul(Wq, inverse)", WQ * weights()["inverse"]),
+    "a sum with a low-rank product": (
+        "W1 = MatMul(Wk1, Wlow)\n W = Add(Wq, W1)",
+        WQ + weights()["Wk1"] @ CONSTANTS["Wlow"],
+    ),
+    "DequantizeLinear": ("W = DequantizeLinear(W8, step)", PLAIN),
+    "DequantizeLinear with a zero point": (
+        "W = DequantizeLinear(W8, step, seven)",
+        (QUANTIZED.astype(np.float32) - 7) * np.float32(0.01),
+    ),
+    "DequantizeLinear of unsigned bytes": ("W = DequantizeLinear(Wu8, step, middle)", PLAIN),
+    "DequantizeLinear by column": (
+        "W = DequantizeLinear <axis = 1> (W8, by_column)",
+        QUANTIZED * BY_COLUMN,
+    ),
+    "DequantizeLinear by column with zero points": (
+        "W = DequantizeLinear <axis = 1> (W8, by_column, zero_by_column)",
+        (QUANTIZED.astype(np.float32) - CONSTANTS["zero_by_column"]) * BY_COLUMN,
+    ),
+    "DequantizeLinear by row": (
+        "W = DequantizeLinear <axis = 0> (W8, by_row)",
+        QUANTIZED * BY_ROW[:, None],
+    ),
+    "DequantizeLinear by row, its axis counted from the end": (
+        "W = DequantizeLinear <axis = -2> (W8, by_row)",
+        QUANTIZED * BY_ROW[:, None],
+    ),
+    "Transpose of DequantizeLinear": (
+        "W1 = DequantizeLinear <axis = 0> (W8, by_row)\n W = Transpose(W1)",
+        (QUANTIZED * BY_ROW[:, None]).T,
+    ),
+    "quantized and back": (
+        "W1 = QuantizeLinear(Wq, step, nothing)\n W = DequantizeLinear(W1, step, nothing)",
+        np.clip(np.rint(WQ / np.float32(0.01)), -128, 127) * np.float32(0.01),
+    ),
+    "a Constant node": (
+        f"W = {CONSTANT_NODE}",
+        WQ,
+    ),
+    "Identity of a Constant node": (
+        f"W1 = {CONSTANT_NODE}"
+        "\n W = Identity(W1)",
+        WQ,
+    ),
+}  # fmt: skip
+
+
+def query(wrapped: str) -> str:
+    return f"""
+        {wrapped}
+        q0 = MatMul(x, W)
+        q2 = Reshape(q0, heads)
+        q = Transpose <perm = [0, 2, 1, 3]> (q2)"""
+
+
+def wrapped(text: str, opset: int = 17) -> ir.Model:
+    return attention(q=query(text), constants=CONSTANTS, opset=opset)
+
+
+@pytest.mark.parametrize("case", WRAPPED)
+def test_weight_behind_wrappers_is_read_and_certified(case: str) -> None:
+    text, expected = WRAPPED[case]
+    block = only(wrapped(text))
+    assert (block.num_heads, block.head_size, block.input_size) == (H, K, D)
+    assert block.q.matrix().dtype == np.float32
+    np.testing.assert_allclose(block.q.matrix(), expected, atol=1e-6, rtol=1e-6)
+
+
+def test_weight_quantized_in_blocks() -> None:
+    """Opset 21: a scale for each 4 rows of a column."""
+    text = "W = DequantizeLinear <axis = 0, block_size = 4> (W8, by_block)"
+    block = only(wrapped(text, opset=21))
+    expected = QUANTIZED * CONSTANTS["by_block"].repeat(4, axis=0)
+    np.testing.assert_allclose(block.q.matrix(), expected, atol=1e-6, rtol=0)
+
+
+def test_bias_behind_wrappers_is_the_same_bias() -> None:
+    text = query("W = Identity(Wq)").replace(
+        "q2 = Reshape(q0,", "row = Unsqueeze(bq, a0)\n q1 = Add(q0, row)\n q2 = Reshape(q1,"
+    )
+    block = only(attention(q=text))
+    np.testing.assert_array_equal(block.q.offset, weights()["bq"].reshape(H, K))
+
+
+def test_output_weight_behind_wrappers_is_read() -> None:
+    block = only(attention(output="\n W = Transpose(WoT)\n o = MatMul(c, W)\n out = Add(o, bo)"))
+    assert block.output is not None
+    np.testing.assert_array_equal(block.output.matrix(), weights()["Wo"])
+
+
+def test_layers_that_share_a_weight_through_identities_share_its_origin() -> None:
+    block = only(
+        attention(
+            q=query("W = Identity(Wq)"),
+            k="\n Wk9 = Identity(Wq)\n k0 = MatMul(x, Wk9)\n k2 = Reshape(k0, heads)"
+            "\n kT = Transpose <perm = [0, 2, 3, 1]> (k2)",
+        )
+    )
+    assert block.q.weight is block.k.weight
+    assert block.q.weight is not None and block.q.weight.name == "Wq"
+
+
+MISSED = {
+    "Transpose of an input": (
+        "W = Transpose(fed)",
+        "MatMul stands between the query projection and the product",
+    ),
+    "Cast of an input": (
+        "W = Cast <to = 1> (fed)",
+        "MatMul stands between the query projection and the product",
+    ),
+    "DequantizeLinear with the scale of an input": (
+        "W = DequantizeLinear(W8, fed_step)",
+        "MatMul stands between the query projection and the product",
+    ),
+    "an operator that is no wrapper": (
+        "W = Sin(Wq)",
+        "MatMul stands between the query projection and the product",
+    ),
+    "a random weight": (
+        "W = RandomNormalLike(Wq)",
+        "MatMul stands between the query projection and the product",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISSED)
+def test_what_inputs_change_is_no_weight(case: str) -> None:
+    text, reason = MISSED[case]
+    inputs = (
+        f"{PLAIN_INPUT}, float[batch, 1, 1, sequence] mask, float[{D}, {D}] fed, float fed_step"
+    )
+    (said,) = reasons(attention(q=query(text), inputs=inputs, constants=CONSTANTS))
+    assert reason in said
+
+
+def value_of(text: str) -> ir.Value:
+    """The value W of a text."""
+    model = graph(f"\n {text}\n out = MatMul(x, W)", constants=CONSTANTS)
+    return next(v for node in model.graph for v in node.outputs if v.name == "W")
+
+
+@pytest.mark.parametrize("case", WRAPPED)
+def test_elements_shape_and_type_are_those_of_the_graph(case: str) -> None:
+    text, expected = WRAPPED[case]
+    value = value_of(text)
+    assert is_constant(value)
+    assert (constant_shape(value), constant_type(value)) == (expected.shape, ir.DataType.FLOAT)
+    np.testing.assert_allclose(constant_array(value), expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype"),
+    [
+        ("W = Transpose(W16)", ir.DataType.FLOAT16),
+        ("W = Identity(Wb16)", ir.DataType.BFLOAT16),
+        ("W = Cast <to = 10> (Wq)", ir.DataType.FLOAT16),
+    ],
+)
+def test_half_precision_keeps_its_type_and_is_read_in_single(text: str, dtype: ir.DataType) -> None:
+    value = value_of(text)
+    assert (constant_type(value), constant_array(value).dtype) == (dtype, np.float32)
+
+
+def test_wrappers_end_somewhere() -> None:
+    chain = "\n ".join(f"W{i + 1}_ = Transpose(W{i}_)" for i in range(20))
+    value = value_of(f"W0_ = Transpose(Wq)\n {chain}\n W = Transpose(W20_)")
+    assert not is_constant(value)
+    assert not is_constant(None)
+
+
+def test_origin_looks_through_identities_alone() -> None:
+    through, kept = value_of("W1 = Identity(Wq)\n W = Identity(W1)"), value_of("W = Transpose(Wq)")
+    assert origin(through).name == "Wq"
+    assert origin(kept) is kept
+
+
+def test_weights_stay_unread_until_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shape is told without the elements, as long as nothing wraps them."""
+    value = value_of("W = Identity(Wq)")
+    tensor = origin(value).const_value
+    assert tensor is not None
+    monkeypatch.setattr(type(tensor), "numpy", lambda self: pytest.fail("read"))
+    assert is_constant(value)
+    assert (constant_shape(value), constant_type(value)) == ((D, H * K), ir.DataType.FLOAT)

@@ -1,0 +1,285 @@
+"""Attention written anew from its reading computes what the reading says: any heads, any order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from graph_passes.analysis.shapes import Facts, interpret_small
+from graph_passes.blocks import AttentionBlock
+from graph_passes.emit.attention import (
+    emit_context,
+    emit_heads,
+    emit_output,
+    emit_probabilities,
+    heads_apart,
+    why_not,
+    why_not_values,
+)
+from graph_passes.emit.editing import Inserter, exposing
+from graph_passes.matching.find import find_attention
+from graph_passes.reference import attention_reference, inputs_of
+from tests.graph_passes.graphs import (
+    FLOAT_MASK,
+    PLAIN_INPUT,
+    D,
+    H,
+    K,
+    attention,
+    feeds,
+    layers,
+    run,
+    weights,
+)
+from tests.graph_passes.matching.test_operators import READ as OPERATORS
+from tests.graph_passes.passes.test_prune_heads import BOTH_TURNED, CASES, OPERANDS
+from tests.graph_passes.test_rotary import ANGLES
+from tests.graph_passes.test_rotary import CONSTANTS as ROTARY
+
+EXACT = 1e-5
+"""Largest difference of a probability, or of an output of magnitude 1 or less."""
+
+ORDERS = ((0, 1, 2), (2, 0), (1,), (1, 1, 0))
+"""All heads, some in another order, one, and one of them twice."""
+
+
+def read(model: ir.Model) -> tuple[AttentionBlock, Facts]:
+    (block,), _ = find_attention(model)
+    return block, interpret_small(model, batch=2, sequence=5)
+
+
+def inserter(block: AttentionBlock) -> Inserter:
+    assert block.output is not None
+    return Inserter(block.graph, block.output.nodes[-1], "new")
+
+
+def computed(model: ir.Model, value: ir.Value, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    with exposing(model, [value]):
+        return run(model, arrays)
+
+
+def case_model(case: str) -> ir.Model:
+    inputs, parts = CASES[case]
+    order = "sequence, batch" if case == "sequence first" else "batch, sequence"
+    return attention(
+        inputs=inputs,
+        output_type=f"float[{order}, {D}] out",
+        constants=OPERANDS | ROTARY,
+        **parts,
+    )
+
+
+@pytest.mark.parametrize("heads", ORDERS, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_probabilities_are_those_of_the_reference(case: str, heads: Sequence[int]) -> None:
+    """Masks, biases by head, rotary positions and norms, each with the heads it belongs to."""
+    model = case_model(case)
+    block, facts = read(model)
+    arrays = feeds(model)
+    wanted = [value for value in inputs_of(block) if not value.is_graph_input()]
+    known = {value: arrays[str(value.name)] for value in inputs_of(block) if value.is_graph_input()}
+    known |= {value: computed(model, value, arrays) for value in wanted}
+    whole = attention_reference(block, known, batch=2).probabilities  # B H S T
+    value = emit_probabilities(inserter(block), block, np.array(heads), facts)
+    got = computed(model, value, arrays)
+    np.testing.assert_allclose(got, whole[:, list(heads)], atol=EXACT, rtol=0)
+
+
+@pytest.mark.parametrize("heads", ORDERS[:3], ids=str)
+def test_output_is_the_sum_over_the_heads_that_are_written(heads: Sequence[int]) -> None:
+    """out = sum over heads + b, whatever their order."""
+    model, arrays = attention(), feeds(attention())
+    block, _ = read(model)
+    alone = [run(written(attention(), [head]), arrays) for head in heads]
+    assert block.output is not None
+    expected = sum(alone) - (len(heads) - 1) * block.output.offset()
+    got = run(written(model, heads), arrays)
+    np.testing.assert_allclose(got, expected, atol=EXACT, rtol=0)
+    if len(heads) == H:
+        np.testing.assert_allclose(got, run(attention(), arrays), atol=EXACT, rtol=0)
+
+
+def written(model: ir.Model, heads: Sequence[int]) -> ir.Model:
+    """The model with the attention of these heads in the place of its own."""
+    block, facts = read(model)
+    make, chosen = inserter(block), np.array(heads)
+    probabilities = emit_probabilities(make, block, chosen, facts)
+    context = emit_context(make, block, probabilities, chosen, facts)
+    emit_output(make, block, context, chosen, facts)
+    return model
+
+
+def test_shared_key_heads_are_projected_once() -> None:
+    inputs, parts = CASES["one key/value head for all"]
+    model = attention(inputs=inputs, **parts)
+    block, _ = read(model)
+    emit_heads(inserter(block), block.k, 1.0)
+    assert model.graph.initializers["new/weight"].shape == ir.Shape([D, K])
+    (spread,) = [node for node in model.graph if node.name == "new/spread"]
+    assert spread.op_type == "Gather"
+
+
+def test_heads_that_differ_by_a_factor_alone_are_two() -> None:
+    """One key head with a factor for each query head: the columns are the same, the keys not."""
+    shared = CASES["one key/value head for all"][1]["k"]
+    scores = "\n kG = Mul(kT, per_head)\n s0 = MatMul(q, kG)\n s = Mul(s0, scale)"
+    assert_written(lambda: attention(k=shared, scores=scores))
+
+
+def test_rotated_heads_that_differ_by_a_factor_alone_are_two() -> None:
+    shared = CASES["one key/value head for all"][1]["k"]
+    scores = BOTH_TURNED.replace("(k_rows, ", "(k_gained, ").replace(
+        " k_cos =", " k_gained = Mul(k_rows, per_head)\n k_cos ="
+    )
+    inputs = f"{PLAIN_INPUT}, {FLOAT_MASK}, {ANGLES.format(size=K)}"
+    assert_written(lambda: attention(k=shared, scores=scores, inputs=inputs, constants=ROTARY))
+
+
+def test_heads_with_angles_of_their_own_are_not_one() -> None:
+    """One key head, turned by another angle for each query head."""
+    shared = CASES["one key/value head for all"][1]["k"]
+    angles = [f"float[1, {H}, sequence, {K}] {name}" for name in ("cos", "sin")]
+    inputs = ", ".join((PLAIN_INPUT, FLOAT_MASK, *angles))
+    assert_written(lambda: attention(k=shared, scores=BOTH_TURNED, inputs=inputs, constants=ROTARY))
+
+
+def assert_written(build: Callable[[], ir.Model]) -> None:
+    """All heads, and each alone, are what the graph computes."""
+    arrays = feeds(build())
+    model = build()
+    block, facts = read(model)
+    assert block.probabilities is not None
+    whole = computed(model, block.probabilities, arrays)
+    assert np.abs(whole[:, 0] - whole[:, 1]).max() > 1e-2
+    for heads in ORDERS:
+        value = emit_probabilities(inserter(block), block, np.array(heads), facts)
+        got = computed(model, value, arrays)
+        np.testing.assert_allclose(got, whole[:, list(heads)], atol=EXACT, rtol=0)
+
+
+def test_scale_is_in_the_weights() -> None:
+    """The scale costs no node of its own."""
+    model = attention()
+    block, facts = read(model)
+    emit_probabilities(inserter(block), block, np.arange(H), facts)
+    new = [node.op_type for node in model.graph if (node.name or "").startswith("new/")]
+    assert "Mul" not in new
+    weight = model.graph.initializers["new/query/weight"].const_value
+    assert weight is not None
+    np.testing.assert_allclose(weight.numpy(), 0.37 * weights()["Wq"], atol=1e-6)
+
+
+def test_probabilities_with_heads_in_the_batch_are_laid_out_apart() -> None:
+    from tests.graph_passes.matching.test_find import LAID_OUT
+    from tests.graph_passes.matching.test_find import READ as LAYOUTS
+
+    model = attention(constants=LAID_OUT, **LAYOUTS["heads and batch in one axis"])
+    block, facts = read(model)
+    arrays = feeds(model)
+    assert block.probabilities is not None
+    flat = computed(model, block.probabilities, arrays)
+    apart = computed(model, heads_apart(inserter(block), block, facts), arrays)
+    assert (flat.shape, apart.shape) == ((2 * H, 7, 7), (2, H, 7, 7))
+    np.testing.assert_array_equal(apart.reshape(flat.shape), flat)
+
+
+@pytest.mark.parametrize("opset", [11, 13, 17, 18, 23])
+@pytest.mark.parametrize("case", ["rotary", "q/k norm by root mean square", "mask by head"])
+def test_operators_mean_the_same_at_any_opset(case: str, opset: int) -> None:
+    inputs, parts = CASES[case]
+    if opset >= 18:
+        old, new = "ReduceMean <axes = [-1]> (q_squared)", "ReduceMean (q_squared, last)"
+        parts = {name: text.replace(old, new) for name, text in parts.items()}
+
+    def build() -> ir.Model:
+        return attention(inputs=inputs, constants=OPERANDS | ROTARY, opset=opset, **parts)
+
+    arrays = feeds(build())
+    got = run(written(build(), range(H)), arrays)
+    np.testing.assert_allclose(got, run(build(), arrays), atol=EXACT, rtol=EXACT)
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+
+def test_every_case_may_be_written() -> None:
+    for case in CASES:
+        block, facts = read(case_model(case))
+        assert (why_not(block), why_not(block, facts), why_not_values(block)) == ("", "", "")
+
+
+OPERATOR_REASONS = {
+    "ai.onnx: past": "its cached keys and values are inputs of the graph",
+    "MultiHeadAttention: keys and values handed in": "its cached keys and values are inputs",
+    "GroupQueryAttention: no cache": "its operator is told the lengths of a cache",
+    "GroupQueryAttention: rotary without a cache": "its rotary positions are counted inside",
+}
+
+
+@pytest.mark.parametrize("name", OPERATOR_REASONS)
+def test_operators_that_keep_count_of_a_cache_are_refused(name: str) -> None:
+    block, _ = read(OPERATORS[name].model())
+    assert OPERATOR_REASONS[name] in why_not(block)
+
+
+def test_values_alone_may_be_written_where_queries_may_not() -> None:
+    text = "\n sizes = ReduceSum <keepdims = 1> (q, last)\n m = Add(s, sizes)"
+    block, _ = read(attention(mask=text))
+    assert why_not(block) == "its position bias is computed from its own queries or keys"
+    assert why_not_values(block) == ""
+
+
+def test_collaborative_heads_are_refused() -> None:
+    from tests.graph_passes.passes.test_collaborate import collaborate
+
+    block, _ = read(collaborate(attention()))
+    assert why_not(block) == "its heads are collaborative: they share their queries and keys"
+
+
+def test_mask_of_an_unknown_shape_is_refused() -> None:
+    """Which of its axes is that of the heads cannot be told."""
+    block, facts = read(attention())
+    (step,) = block.steps
+    mask = step.value  # type: ignore[union-attr]
+    known = {value: fact for value, fact in facts.known.items() if value is not mask}
+    reason = why_not(block, replace(facts, known=known))
+    assert reason == "the shape of its mask 'mask' could not be inferred"
+
+
+def test_flattened_tokens_are_refused() -> None:
+    model = attention(
+        inputs=f"float[6, {D}] x, float[2, 1, 1, 3] mask",
+        output_type=f"float[6, {D}] out",
+        constants={
+            "heads": np.array([2, 3, H, K], np.int64),
+            "v_heads": np.array([2, 3, H, 2], np.int64),
+            "merge": np.array([6, 6], np.int64),
+        },
+    )
+    assert why_not(read(model)[0]) == "its tokens are not laid out as (batch, sequence, size)"
+
+
+def test_heads_of_another_number_of_turned_elements_are_refused() -> None:
+    block, _ = read(case_model("rotary"))
+    turns = list(block.q.turns)
+    gain = turns[1].gain.copy()
+    gain[0, 2:] = 0
+    columns = turns[0].columns.copy()
+    columns[0] = columns[0, 0]
+    turns = [replace(turns[0], columns=columns), replace(turns[1], gain=gain * 0)]
+    block = replace(block, q=replace(block.q, turns=tuple(turns)))
+    assert why_not(block) == "its positions turn some heads by more elements than others"
+
+
+def test_names_of_a_second_writing_are_new() -> None:
+    model = layers(1)
+    block, facts = read(model)
+    for _ in range(2):
+        emit_probabilities(inserter(block), block, np.arange(H), facts)
+    names = [node.outputs[0].name for node in model.graph]
+    assert len(set(names)) == len(names)
+    assert "new/softmax_2" in names

@@ -1,0 +1,226 @@
+"""Keys and values of earlier tokens, handed in by the caller: text in, certified reading out."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from graph_passes.passes.collaborate import why_not
+from tests.graph_passes.graphs import PLAIN_INPUT, SCALE, H, K, V, attention, only, reasons
+
+CACHE = f"float[batch, {H}, past, {K}] pk, float[batch, {H}, past, {V}] pv"
+INPUTS = f"{PLAIN_INPUT}, {CACHE}"
+
+KEYS = """
+        k0 = MatMul(x, Wk)
+        k1 = Add(k0, bk)
+        k2 = Reshape(k1, heads)
+        k3 = Transpose <perm = [0, 2, 1, 3]> (k2)"""
+VALUES = """
+        v0 = MatMul(x, Wv)
+        v1 = Add(v0, bv)
+        v2 = Reshape(v1, v_heads)
+        v3 = Transpose <perm = [0, 2, 1, 3]> (v2)"""
+JOINED = {
+    "k": f"{KEYS}\n k4 = Concat <axis = 2> (pk, k3)\n kT = Transpose <perm = [0, 1, 3, 2]> (k4)",
+    "v": f"{VALUES}\n v = Concat <axis = 2> (pv, v3)",
+    "mask": "\n m = Identity(s)",
+}
+"""A decoder's step: what was there comes first."""
+
+
+def cached(inputs: str = INPUTS, **changes: str) -> ir.Model:
+    return attention(inputs=inputs, **{**JOINED, **changes})
+
+
+READ: dict[str, tuple[dict[str, str], str]] = {
+    "keys and values joined": ({}, INPUTS),
+    "joined as they are transposed": (
+        {
+            "k": f"{KEYS}\n k4 = Transpose <perm = [0, 1, 3, 2]> (k3)"
+            "\n kT = Concat <axis = 3> (pk, k4)"
+        },
+        INPUTS.replace(f"past, {K}] pk", f"{K}, past] pk"),
+    ),
+    "joined before the heads are apart": (
+        {
+            "k": "\n k0 = MatMul(x, Wk)\n k1 = Add(k0, bk)\n k2 = Reshape(k1, heads)"
+            "\n k4 = Concat <axis = 1> (pk, k2)\n kT = Transpose <perm = [0, 2, 3, 1]> (k4)"
+        },
+        INPUTS.replace(f"[batch, {H}, past, {K}] pk", f"[batch, past, {H}, {K}] pk"),
+    ),
+    "joined, and the keys scaled with their cache": (
+        {"scores": "\n k9 = Mul(kT, scale)\n s = MatMul(q, k9)"},
+        INPUTS,
+    ),
+    "present keys and values are outputs": (
+        {"v": f"{VALUES}\n v = Concat <axis = 2> (pv, v3)\n present = Identity(v)"},
+        INPUTS,
+    ),
+    "one cache for keys and values": (
+        {
+            "k": f"{KEYS}\n pk = Gather <axis = 0> (both, i0)\n k4 = Concat <axis = 2> (pk, k3)"
+            "\n kT = Transpose <perm = [0, 1, 3, 2]> (k4)",
+            "v": "\n v0 = MatMul(x, Wk)\n v2 = Reshape(v0, heads)"
+            "\n v3 = Transpose <perm = [0, 2, 1, 3]> (v2)\n pv = Gather <axis = 0> (both, i1)"
+            "\n v = Concat <axis = 2> (pv, v3)",
+            "output": "\n out = MatMul(c, Wo12)",
+        },
+        f"{PLAIN_INPUT}, float[2, batch, {H}, past, {K}] both",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", READ)
+def test_cache_before_the_tokens_is_read_and_certified(case: str) -> None:
+    parts, inputs = READ[case]
+    block = only(cached(inputs, **parts))
+    assert (block.num_heads, block.num_kv_heads, block.head_size) == (H, H, K)
+    assert block.scale == pytest.approx(SCALE, rel=1e-6)
+    assert block.k.past is not None and block.v.past is not None
+    assert (block.kind, block.q.past) == ("self", None)
+    assert "cached keys are an input of the graph" in why_not(block)
+
+
+def test_cache_is_told_by_its_axes() -> None:
+    past = only(cached()).k.past
+    assert past is not None and past.value.name == "pk"
+    assert (past.axes[0], past.axes[2], past.token_axis) == ("batch", "token", 2)
+    parts, inputs = READ["joined before the heads are apart"]
+    past = only(cached(inputs, **parts)).k.past
+    assert past is not None and (past.axes[1], past.token_axis) == ("token", 1)
+
+
+CROSS: dict[str, str] = {
+    "k": "\n kT = Transpose <perm = [0, 1, 3, 2]> (pk)",
+    "v": "\n v = Identity(pv)",
+    "mask": "\n m = Identity(s)",
+}
+
+
+def test_cached_cross_attention_has_no_projections_of_its_keys() -> None:
+    block = only(cached(**CROSS))
+    assert (block.k.weight, block.v.weight, block.kind) == (None, None, "cross")
+    assert (block.y.name, block.num_heads, block.num_kv_heads) == ("pk", H, H)
+    assert (block.head_size, block.v_head_size) == (K, V)
+    assert why_not(block) == (
+        "its keys are handed in by the caller: no projection in this graph makes them"
+    )
+
+
+def test_cached_cross_attention_with_its_mask() -> None:
+    inputs = f"{INPUTS}, float[batch, 1, 1, past] mask"
+    block = only(cached(inputs, **CROSS | {"mask": "\n m = Add(s, mask)"}))
+    assert len(block.steps) == 1
+
+
+def test_grouped_cache_is_shared_by_the_query_heads() -> None:
+    """One key head, repeated after its cache was joined."""
+    parts = {
+        "k": "\n k0 = MatMul(x, Wk1)\n k2 = Reshape(k0, one_head)"
+        "\n k3 = Transpose <perm = [0, 2, 1, 3]> (k2)\n k4 = Concat <axis = 2> (pk, k3)"
+        "\n kT = Transpose <perm = [0, 1, 3, 2]> (k4)",
+        "v": "\n v0 = MatMul(x, Wv1)\n v2 = Reshape(v0, one_v_head)"
+        "\n v3 = Transpose <perm = [0, 2, 1, 3]> (v2)\n v = Concat <axis = 2> (pv, v3)",
+    }
+    inputs = f"{PLAIN_INPUT}, float[batch, 1, past, {K}] pk, float[batch, 1, past, {V}] pv"
+    block = only(cached(inputs, **parts))
+    assert (block.num_heads, block.num_kv_heads) == (H, 1)
+
+
+MISSED: dict[str, tuple[dict[str, str], str]] = {
+    "the cache after the tokens": (
+        {"k": f"{KEYS}\n k4 = Concat <axis = 2> (k3, pk)"
+              "\n kT = Transpose <perm = [0, 1, 3, 2]> (k4)"},
+        "the cache of the key does not come before its tokens",
+    ),
+    "two caches": (
+        {"k": f"{KEYS}\n k4 = Concat <axis = 2> (pk, pk2, k3)"
+              "\n kT = Transpose <perm = [0, 1, 3, 2]> (k4)"},
+        "the key joins several caches",
+    ),
+    "a cache scaled element by element": (
+        {"k": f"{KEYS}\n pk9 = Mul(pk, gains)\n k4 = Concat <axis = 2> (pk9, k3)"
+              "\n kT = Transpose <perm = [0, 1, 3, 2]> (k4)"},
+        "the cache of the key is scaled element by element",
+    ),
+    "a cache plus a constant": (
+        {"k": f"{KEYS}\n pk9 = Add(pk, gains)\n k4 = Concat <axis = 2> (pk9, k3)"
+              "\n kT = Transpose <perm = [0, 1, 3, 2]> (k4)"},
+        "Add adds to a key",
+    ),
+    "a cache that is squashed": (
+        {"k": f"{KEYS}\n pk9 = Tanh(pk)\n k4 = Concat <axis = 2> (pk9, k3)"
+              "\n kT = Transpose <perm = [0, 1, 3, 2]> (k4)"},
+        "Tanh stands between the key projection and the product",
+    ),
+    "a cache of two axes": (
+        {"k": "\n kT = Transpose <perm = [1, 0]> (flat_keys)"},
+        "Softmax is not fed by a product of queries and keys",
+    ),
+    "queries that are joined to a cache": (
+        {"q": "\n q0 = MatMul(x, Wq)\n q2 = Reshape(q0, heads)"
+              "\n q3 = Transpose <perm = [0, 2, 1, 3]> (q2)\n q = Concat <axis = 2> (pk, q3)"},
+        "the query is 'pk', an input of the graph: no projection makes it",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISSED)
+def test_near_miss_is_missed_with_a_reason(case: str) -> None:
+    parts, reason = MISSED[case]
+    inputs = f"{INPUTS}, float[batch, {H}, past, {K}] pk2, float[past, {K}] flat_keys"
+    gains = np.linspace(0.5, 2, K).astype(np.float32)
+    model = attention(inputs=inputs, constants={"gains": gains}, **{**JOINED, **parts})
+    (said,) = reasons(model)
+    assert reason in said
+
+
+@pytest.mark.parametrize(
+    "scaled",
+    [
+        "pk9 = Mul(pk, root)\n k9 = Mul(k3, root)",
+        "pk9 = Identity(pk)\n k9 = Div(k3, one)",
+    ],
+    ids=["both by the same", "neither"],
+)
+def test_cache_with_a_scale_of_its_own(scaled: str) -> None:
+    block = only(
+        cached(
+            k=f"{KEYS}\n {scaled}\n k4 = Concat <axis = 2> (pk9, k9)"
+            "\n kT = Transpose <perm = [0, 1, 3, 2]> (k4)"
+        )
+    )
+    assert block.k.past is not None
+
+
+def test_cache_scaled_apart_from_its_tokens_is_read_with_its_scale() -> None:
+    """The scale of the cache is the scale of the logits; that of the tokens becomes a gain."""
+    block = only(
+        cached(
+            k=f"{KEYS}\n pk9 = Mul(pk, root)\n k4 = Concat <axis = 2> (pk9, k3)"
+            "\n kT = Transpose <perm = [0, 1, 3, 2]> (k4)"
+        )
+    )
+    assert block.scale == pytest.approx(SCALE**1.5, rel=1e-5)
+    np.testing.assert_allclose(block.k.gain, SCALE**-0.5, rtol=1e-5)
+
+
+def test_rotated_keys_after_their_cache() -> None:
+    """Each step rotates its own keys; those of the cache were rotated when they were made."""
+    turned = (
+        f"{KEYS}\n k8 = com.microsoft.RotaryEmbedding(k3, where, cos_table, sin_table)"
+        "\n k4 = Concat <axis = 2> (pk, k8)\n kT = Transpose <perm = [0, 1, 3, 2]> (k4)"
+    )
+    turns = np.random.default_rng(0).uniform(0, 6, (16, K // 2))
+    model = attention(
+        inputs=f"{INPUTS}, int64[batch, sequence] where",
+        constants={
+            "cos_table": np.cos(turns).astype(np.float32),
+            "sin_table": np.sin(turns).astype(np.float32),
+        },
+        **{**JOINED, "k": turned},
+    )
+    block = only(model)
+    assert block.position == "rope" and block.k.past is not None

@@ -1,0 +1,101 @@
+"""New nodes go where they are told, under names of their own; what nothing reads goes away."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from graph_passes.emit.editing import Inserter, exposing, remove_unused, replace_uses
+from tests.graph_passes.graphs import attention, feeds, graph, run
+
+BODY = """
+    a = MatMul(x, Wq)
+    out = Add(a, bq)"""
+
+
+def node_named(model: ir.Model, output: str) -> ir.Node:
+    return next(node for node in model.graph if node.outputs[0].name == output)
+
+
+def test_inserted_nodes_stand_before_the_anchor_in_order() -> None:
+    model = graph(BODY)
+    make = Inserter(model.graph, node_named(model, "out"), "layer")
+    half = make.constant(np.array(0.5, np.float32), "half")
+    made = make.op("Mul", [node_named(model, "a").outputs[0], half], "halved")
+    turned = make.op("Transpose", [made], "turned", perm=[0, 2, 1])
+    assert [node.outputs[0].name for node in model.graph] == [
+        "a",
+        "layer/halved",
+        "layer/turned",
+        "out",
+    ]
+    assert list(turned.producer().attributes["perm"].as_ints()) == [0, 2, 1]  # type: ignore[union-attr]
+
+
+def test_names_that_are_taken_get_a_number() -> None:
+    model = graph(BODY)
+    anchor = node_named(model, "out")
+    for _ in range(2):  # a second rewrite of the same layer starts a new Inserter
+        Inserter(model.graph, anchor, "layer").constant(np.zeros(1, np.float32), "w")
+    make = Inserter(model.graph, anchor, "layer")
+    make.op("Abs", [anchor.outputs[0]], "w")
+    names = [*model.graph.initializers, *(node.name for node in model.graph)]
+    assert {"layer/w", "layer/w_2", "layer/w_3"} <= set(names)
+
+
+def test_constant_has_type_and_shape_and_is_a_copy() -> None:
+    model = graph(BODY)
+    array = np.arange(6, dtype=np.float16).reshape(2, 3)
+    value = Inserter(model.graph, node_named(model, "out"), "layer").constant(array.T, "w")
+    array[:] = 0
+    assert (value.dtype, value.shape) == (ir.DataType.FLOAT16, ir.Shape([3, 2]))
+    assert value.const_value is not None
+    assert value.const_value.numpy().tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+def test_scalar_constant_stays_a_scalar() -> None:
+    model = graph(BODY)
+    make = Inserter(model.graph, node_named(model, "out"), "layer")
+    assert make.constant(np.array(2.0), "c").shape == ir.Shape([])
+
+
+def test_uses_are_replaced_and_what_is_unread_is_removed() -> None:
+    model = graph(BODY)
+    old = node_named(model, "a").outputs[0]
+    make = Inserter(model.graph, node_named(model, "out"), "layer")
+    new = make.op("Abs", [model.graph.inputs[0]], "abs")
+    replace_uses(old, new)
+    remove_unused(model)
+    assert [node.op_type for node in model.graph] == ["Abs", "Add"]
+    assert list(model.graph.initializers) == ["bq"]
+    assert [value.name for value in model.graph.inputs] == ["x", "mask"]
+
+
+def test_replaced_output_of_the_graph_keeps_its_name_and_shape() -> None:
+    model = graph(BODY)
+    old = model.graph.outputs[0]
+    make = Inserter(model.graph, node_named(model, "out"), "layer")
+    replace_uses(old, make.op("Abs", [node_named(model, "a").outputs[0]], "abs"))
+    remove_unused(model)
+    (now,) = model.graph.outputs
+    assert (now.name, now.dtype, str(now.shape)) == ("out", old.dtype, str(old.shape))
+    assert [node.op_type for node in model.graph] == ["MatMul", "Abs"]
+    arrays = feeds(model)
+    assert (run(model, arrays) >= 0).all()
+
+
+def test_other_outputs_are_exposed_for_a_while() -> None:
+    model = attention()
+    probabilities = node_named(model, "p").outputs[0]
+    arrays = feeds(model)
+    with exposing(model, [probabilities]):
+        np.testing.assert_allclose(run(model, arrays).sum(axis=-1), 1.0, atol=1e-6, rtol=0)
+    assert [value.name for value in model.graph.outputs] == ["out"]
+
+
+def test_outputs_come_back_after_an_error() -> None:
+    model = attention()
+    with pytest.raises(ZeroDivisionError), exposing(model, [node_named(model, "p").outputs[0]]):
+        raise ZeroDivisionError
+    assert [value.name for value in model.graph.outputs] == ["out"]

@@ -1,0 +1,389 @@
+"""The decomposition of stacked heads, held against the dense stack that it never forms."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import tensorly as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensorly.decomposition import parafac
+from tensorly.tenalg import unfolding_dot_khatri_rao
+
+from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
+from graph_passes.factorize.cp import (
+    CollaborativeFactors,
+    collaborative_factors,
+    relative_error,
+)
+from graph_passes.factorize.head_stack import HeadStack
+from graph_passes.factorize.moments import TokenMoments
+
+DIMENSIONS = st.tuples(*(st.integers(1, 6) for _ in range(4)))  # H D E K
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def heads(H: int, D: int, E: int, K: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return rng.standard_normal((H, D, K)), rng.standard_normal((H, E, K))
+
+
+def dense(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    return np.einsum("hdk,hek->hde", queries, keys)
+
+
+def approximation(factors: CollaborativeFactors) -> np.ndarray:
+    return np.einsum("hr,dr,er->hde", factors.mixing, factors.query, factors.key)
+
+
+def error_of(stack: np.ndarray, factors: CollaborativeFactors) -> float:
+    return float(np.linalg.norm(stack - approximation(factors)) / np.linalg.norm(stack))
+
+
+def tokens(width: int, seed: int) -> np.ndarray:
+    """200 sequences of 8 tokens around a mean that is not zero, of decaying spectrum."""
+    rng = np.random.default_rng(seed)
+    axes = np.linalg.qr(rng.standard_normal((width, width)))[0] / np.arange(1, width + 1)
+    sequences = rng.standard_normal((200, 1, width)) + rng.standard_normal((200, 8, width))
+    return sequences @ axes.T + 2 * rng.standard_normal(width) / width
+
+
+def moments_of(x: np.ndarray, y: np.ndarray) -> TokenMoments:
+    x, y = x.reshape(-1, x.shape[-1]), (y - y.mean(axis=1, keepdims=True)).reshape(-1, y.shape[-1])
+    mean = x.mean(axis=0)
+    return TokenMoments(mean, (x - mean).T @ (x - mean) / len(x), y.T @ y / len(y))
+
+
+# What the algebra promises
+
+
+@given(DIMENSIONS, st.integers(1, 5), SEEDS)
+def test_products_equal_those_of_the_dense_stack(dimensions, rank, seed):
+    queries, keys = heads(*dimensions, seed)
+    H, D, E, _ = dimensions
+    rng = np.random.default_rng(seed)
+    M, P, Q = (rng.standard_normal((size, rank)) for size in (H, D, E))
+    stack = HeadStack(queries, keys)
+    WP, WQ = stack.query.T @ P, stack.key.T @ Q
+    cp = (np.ones(rank), [M, P, Q])
+    for mode, product in enumerate(
+        (stack.over_heads(WP, WQ), stack.over_query(M, WQ), stack.over_key(M, WP))
+    ):
+        expected = unfolding_dot_khatri_rao(tl.tensor(dense(queries, keys)), cp, mode)
+        np.testing.assert_allclose(product, expected, rtol=1e-9, atol=1e-9)
+
+
+@settings(deadline=None, max_examples=40)
+@given(DIMENSIONS, SEEDS, st.data())
+def test_the_error_is_that_of_the_dense_stack(dimensions, seed, data):
+    H, _, _, K = dimensions
+    rank = data.draw(st.integers(1, H * K))
+    queries, keys = heads(*dimensions, seed)
+    factors = collaborative_factors(queries, keys, rank, max_iterations=20)
+    expected = error_of(dense(queries, keys), factors)
+    assert factors.relative_error == pytest.approx(expected, rel=1e-6, abs=1e-7)
+    assert relative_error(queries, keys, factors) == pytest.approx(expected, rel=1e-6, abs=1e-7)
+
+
+@settings(deadline=None, max_examples=20)
+@given(DIMENSIONS, SEEDS)
+def test_the_full_rank_is_the_block_of_ones(dimensions, seed):
+    H, _, _, K = dimensions
+    queries, keys = heads(*dimensions, seed)
+    factors = collaborative_factors(queries, keys, H * K)
+    assert (factors.relative_error, factors.iterations, factors.rank) == (0.0, 0, H * K)
+    np.testing.assert_array_equal(factors.mixing, np.kron(np.eye(H), np.ones(K)))
+    np.testing.assert_allclose(approximation(factors), dense(queries, keys), rtol=0, atol=1e-12)
+
+
+def test_tensorly_reads_the_factors():
+    queries, keys = heads(3, 8, 6, 4)
+    factors = collaborative_factors(queries, keys, 7)
+    stack = tl.cp_to_tensor(factors.cp_tensor())
+    np.testing.assert_allclose(stack, approximation(factors), rtol=0, atol=1e-12)
+
+
+# What a decomposition is worth
+
+
+@pytest.mark.parametrize(("H", "D", "E", "K"), [(4, 16, 16, 4), (3, 6, 9, 5), (1, 12, 12, 8)])
+def test_the_error_falls_as_the_rank_grows(H, D, E, K):
+    queries, keys = heads(H, D, E, K)
+    errors = [
+        collaborative_factors(queries, keys, rank, tolerance=1e-6).relative_error
+        for rank in range(1, H * K + 1)
+    ]
+    assert all(after <= before + 1e-4 for before, after in pairwise(errors))
+    assert errors[0] > 0.5
+    assert errors[-1] == 0.0
+
+
+def test_one_head_is_truncated_as_its_singular_values_say():
+    queries, keys = heads(1, 12, 10, 8)
+    values = np.linalg.svd(dense(queries, keys)[0], compute_uv=False)
+    best = np.sqrt((values[3:] ** 2).sum() / (values**2).sum())
+    factors = collaborative_factors(queries, keys, 3)
+    assert factors.relative_error == pytest.approx(best, rel=1e-6)
+
+
+def test_sharing_is_never_worse_than_truncating_each_head():
+    queries, keys = heads(4, 16, 16, 4)
+    values = np.linalg.svd(dense(queries, keys), compute_uv=False)
+    dropped = np.sort(values, axis=None)[::-1][8:]
+    alone = np.sqrt((dropped**2).sum() / (values**2).sum())
+    assert collaborative_factors(queries, keys, 8).relative_error < alone
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_heads_share_is_found(seed):
+    """Heads that mix 6 common dimensions, K = 6 each, need R = 6 and not H * K = 24."""
+    rng = np.random.default_rng(seed)
+    P, Q = rng.standard_normal((20, 6)), rng.standard_normal((20, 6))
+    queries, keys = P * rng.standard_normal((4, 1, 6)), np.stack([Q] * 4)
+    assert collaborative_factors(queries, keys, 6, tolerance=1e-5).relative_error < 1e-3
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("H", "D", "E", "K", "rank"), [(4, 18, 18, 4, 8), (3, 10, 14, 5, 9)])
+def test_no_worse_than_parafac(H, D, E, K, rank, seed):
+    queries, keys = heads(H, D, E, K, seed)
+    ours = collaborative_factors(queries, keys, rank, tolerance=1e-5, max_iterations=400)
+    _, theirs = parafac(
+        tl.tensor(dense(queries, keys)), rank, n_iter_max=400, tol=1e-8, init="random",
+        random_state=0, return_errors=True,
+    )  # fmt: skip
+    assert ours.relative_error <= 1.02 * theirs[-1]
+
+
+def test_components_do_not_cancel():
+    queries, keys = heads(6, 16, 16, 4)
+    factors = collaborative_factors(queries, keys, 18, tolerance=1e-6, max_iterations=1000)
+    norms = [np.linalg.norm(f, axis=0) for f in (factors.mixing, factors.query, factors.key)]
+    energy = (np.prod(norms, axis=0) ** 2).sum()
+    assert energy < 100 * np.linalg.norm(dense(queries, keys)) ** 2
+
+
+def test_columns_are_balanced():
+    factors = collaborative_factors(*heads(3, 8, 6, 4), 7)
+    np.testing.assert_allclose(np.linalg.norm(factors.mixing, axis=0), 1, rtol=0, atol=1e-12)
+    norms = np.linalg.norm(factors.query, axis=0), np.linalg.norm(factors.key, axis=0)
+    np.testing.assert_allclose(*norms, rtol=1e-9)
+
+
+def test_the_same_input_gives_the_same_factors():
+    queries, keys = heads(3, 8, 8, 4)
+    first, second = (collaborative_factors(queries, keys, 6) for _ in range(2))
+    np.testing.assert_array_equal(first.query, second.query)
+    np.testing.assert_array_equal(first.mixing, second.mixing)
+
+
+def test_the_order_of_heads_does_not_matter():
+    queries, keys = heads(4, 10, 10, 3)
+    order = [2, 0, 3, 1]
+    factors = collaborative_factors(queries, keys, 6, max_iterations=20)
+    permuted = collaborative_factors(queries[order], keys[order], 6, max_iterations=20)
+    np.testing.assert_allclose(permuted.mixing, factors.mixing[order], rtol=0, atol=1e-6)
+
+
+def test_the_size_of_the_weights_does_not_matter():
+    queries, keys = heads(3, 8, 8, 4)
+    errors = [
+        collaborative_factors(queries * scale, keys * scale, 6, max_iterations=20).relative_error
+        for scale in (1e-6, 1.0, 1e6)
+    ]
+    np.testing.assert_allclose(errors, errors[1], rtol=1e-6)
+
+
+def test_progress_hears_of_every_sweep():
+    heard: list[tuple[int, float]] = []
+    factors = collaborative_factors(
+        *heads(3, 8, 8, 4), 6, progress=lambda iteration, error: heard.append((iteration, error))
+    )
+    assert [iteration for iteration, _ in heard] == list(range(1, factors.iterations + 1))
+    assert heard[-1][1] == factors.relative_error
+
+
+# Biases and calibration
+
+
+def test_content_is_the_query_bias_seen_through_the_keys():
+    queries, keys = heads(3, 8, 6, 4)
+    bias = np.random.default_rng(1).standard_normal((3, 4))
+    for rank in (5, 12):
+        factors = collaborative_factors(queries, keys, rank, query_bias=bias)
+        expected = [keys[h] @ bias[h] for h in range(3)]
+        np.testing.assert_allclose(factors.content, expected, rtol=0, atol=1e-12)
+
+
+def score_error(queries, keys, factors, x, y) -> float:
+    """E over tokens and heads of what softmax sees of the error in the scores, squared."""
+    original = np.einsum("nsd,hde,nte->nhst", x, dense(queries, keys), y, optimize=True)
+    shared = np.einsum("nsd,hde,nte->nhst", x, approximation(factors), y, optimize=True)
+    shared += np.einsum("he,nte->nht", factors.content, y)[:, :, None]
+    difference = original - shared
+    return float(((difference - difference.mean(axis=-1, keepdims=True)) ** 2).mean())
+
+
+@pytest.mark.parametrize(("D", "E"), [(12, 12), (12, 9)])
+def test_calibration_lowers_the_error_of_the_scores(D, E):
+    queries, keys = heads(4, D, E, 4)
+    x, y = tokens(D, 1), tokens(E, 2)
+    plain = collaborative_factors(queries, keys, 8)
+    calibrated = collaborative_factors(queries, keys, 8, moments=moments_of(x, y))
+    unfolded = replace(calibrated, content=0 * calibrated.content)
+    other_sign = replace(calibrated, content=-calibrated.content)
+    ours = score_error(queries, keys, calibrated, x, y)
+    assert ours < 0.5 * score_error(queries, keys, plain, x, y)
+    assert ours < score_error(queries, keys, unfolded, x, y)
+    assert score_error(queries, keys, unfolded, x, y) < score_error(queries, keys, other_sign, x, y)
+
+
+def test_the_fold_is_exact_for_the_mean_token():
+    queries, keys = heads(3, 8, 6, 4)
+    bias = np.random.default_rng(1).standard_normal((3, 4))
+    moments = moments_of(tokens(8, 1), tokens(6, 2))
+    factors = collaborative_factors(queries, keys, 5, query_bias=bias, moments=moments)
+    mean_query = moments.query_mean @ queries[:] + bias  # H K
+    expected = np.einsum("hk,hek->he", mean_query, keys)
+    shared = (factors.mixing * (moments.query_mean @ factors.query)) @ factors.key.T
+    np.testing.assert_allclose(shared + factors.content, expected, rtol=0, atol=1e-9)
+
+
+def test_the_calibrated_error_is_that_of_the_whitened_stack():
+    queries, keys = heads(3, 8, 6, 4)
+    moments = moments_of(tokens(8, 1), tokens(6, 2))
+    factors = collaborative_factors(queries, keys, 5, moments=moments)
+    x, y = (np.linalg.cholesky(c).T for c in (moments.query_covariance, moments.key_covariance))
+    stack, shared = (x @ t @ y.T for t in (dense(queries, keys), approximation(factors)))
+    expected = np.linalg.norm(stack - shared) / np.linalg.norm(stack)
+    assert factors.relative_error == pytest.approx(expected, rel=1e-6)
+    assert relative_error(queries, keys, factors, moments=moments) == pytest.approx(
+        expected, rel=1e-6
+    )
+
+
+def test_white_tokens_change_nothing():
+    queries, keys = heads(3, 8, 6, 4)
+    white = TokenMoments(np.zeros(8), np.eye(8), np.eye(6))
+    plain = collaborative_factors(queries, keys, 5)
+    np.testing.assert_array_equal(
+        collaborative_factors(queries, keys, 5, moments=white).query, plain.query
+    )
+
+
+@pytest.mark.parametrize("spread", [0, 1, 3])
+def test_tokens_that_span_few_directions_are_no_trouble(spread):
+    queries, keys = heads(3, 8, 8, 4)
+    basis = np.random.default_rng(1).standard_normal((8, spread))
+    covariance = basis @ basis.T
+    moments = TokenMoments(np.ones(8), covariance, covariance)
+    factors = collaborative_factors(queries, keys, 6, moments=moments)
+    assert all(np.isfinite(f).all() for f in (factors.query, factors.key, factors.content))
+    assert factors.relative_error < 1
+
+
+# Hostile and degenerate input
+
+
+@pytest.mark.parametrize("zero", ["queries", "keys", "both"])
+def test_a_stack_of_zeros_is_decomposed_into_zeros(zero):
+    queries, keys = heads(3, 8, 8, 4)
+    queries = queries * (zero == "keys")
+    keys = keys * (zero == "queries")
+    factors = collaborative_factors(queries, keys, 5)
+    assert factors.relative_error == 0.0
+    np.testing.assert_array_equal(approximation(factors), 0.0)
+
+
+def test_a_head_may_be_zero():
+    queries, keys = heads(3, 8, 8, 4)
+    queries[1] = 0
+    factors = collaborative_factors(queries, keys, 10)
+    np.testing.assert_allclose(approximation(factors)[1], 0.0, rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize(("D", "K", "rank"), [(3, 8, 13), (4, 4, 15), (1, 2, 3)])
+def test_the_rank_may_exceed_the_width(D, K, rank):
+    queries, keys = heads(4, D, D, K)
+    factors = collaborative_factors(queries, keys, rank)
+    assert factors.query.shape == (D, rank)
+    assert factors.relative_error < 0.05 + error_of(
+        dense(queries, keys), collaborative_factors(queries, keys, rank - 1)
+    )
+
+
+def test_float32_and_integers_are_computed_in_float64():
+    queries, keys = heads(2, 6, 6, 3)
+    assert collaborative_factors(queries.astype(np.float32), keys, 4).query.dtype == np.float64
+    assert collaborative_factors(np.ones((2, 3, 2), int), np.ones((2, 3, 2), int), 2)
+
+
+def test_the_input_is_left_alone():
+    queries, keys = heads(2, 6, 6, 3)
+    before = queries.copy(), keys.copy()
+    collaborative_factors(queries, keys, 6).query[:] = 0
+    np.testing.assert_array_equal((queries, keys), before)
+
+
+@pytest.mark.parametrize("rank", [-1, 0, 13])
+def test_refuses_a_rank_that_cannot_be(rank):
+    with pytest.raises(InvalidArgument, match=rf"is {rank}; expected 1 to 12 \(3 heads of size 4"):
+        collaborative_factors(*heads(3, 8, 8, 4), rank)
+
+
+def test_refuses_no_sweeps():
+    with pytest.raises(InvalidArgument, match="max_iterations is 0; expected 1 or more"):
+        collaborative_factors(*heads(3, 8, 8, 4), 5, max_iterations=0)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys"), [((3, 8, 4), (3, 8, 5)), ((3, 8, 4), (2, 8, 4)), ((8, 4), (8, 4))]
+)
+def test_refuses_shapes_that_disagree(queries, keys):
+    with pytest.raises(InvalidArgument, match=r"expected \(H, D, K\) and \(H, E, K\)"):
+        collaborative_factors(np.ones(queries), np.ones(keys), 2)
+
+
+def test_refuses_a_bias_of_another_shape():
+    with pytest.raises(InvalidArgument, match=r"query_bias has shape \(12,\); expected \(3, 4\)"):
+        collaborative_factors(*heads(3, 8, 8, 4), 5, query_bias=np.ones(12))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("name", ["queries", "keys", "query_bias"])
+def test_refuses_weights_that_are_not_finite(name, value):
+    queries, keys = heads(3, 8, 8, 4)
+    arguments = {"queries": queries, "keys": keys, "query_bias": np.zeros((3, 4))}
+    arguments[name].flat[0] = value
+    with pytest.raises(InvalidModel, match=f"{name} hold values that are not finite"):
+        collaborative_factors(**arguments, rank=5)
+
+
+@pytest.mark.parametrize(
+    ("moments", "reason"),
+    [
+        ((np.ones(3), np.eye(4), np.eye(2)), r"query_covariance has shape \(4, 4\), expected \(3"),
+        ((np.ones((2, 2)), np.eye(4), np.eye(2)), r"query_mean has shape \(2, 2\)"),
+        ((np.ones(4), np.eye(4), np.ones((2, 3))), r"key_covariance has shape \(2, 3\)"),
+        ((np.ones(4), np.eye(4), np.full((2, 2), np.nan)), "key_covariance holds values"),
+        ((np.ones(4), np.triu(np.ones((4, 4))), np.eye(2)), "query_covariance is not symmetric"),
+    ],
+)
+def test_refuses_moments_that_cannot_be(moments, reason):
+    with pytest.raises(InvalidData, match=reason):
+        TokenMoments(*moments)
+
+
+def test_refuses_moments_of_another_layer():
+    moments = TokenMoments(np.zeros(8), np.eye(8), np.eye(7))
+    with pytest.raises(InvalidData, match=r"\(8, 7\) features; the layer reads \(8, 6\)"):
+        collaborative_factors(*heads(3, 8, 6, 4), 5, moments=moments)
+
+
+def test_refuses_a_covariance_with_negative_eigenvalues():
+    moments = TokenMoments(np.zeros(8), np.diag([1.0] * 7 + [-1.0]), np.eye(6))
+    with pytest.raises(InvalidData, match="query_covariance has the negative eigenvalue -1"):
+        collaborative_factors(*heads(3, 8, 6, 4), 5, moments=moments)

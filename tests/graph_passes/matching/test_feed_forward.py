@@ -1,0 +1,614 @@
+"""Feed-forwards are found however they are written, and PruneNeurons is masking their neurons."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+
+from attnserve.runtime.session import open_session
+from graph_passes.analysis.constants import constant_array, constant_type
+from graph_passes.analysis.cost import model_cost, parameters
+from graph_passes.emit.editing import Inserter
+from graph_passes.errors import CannotRewrite
+from graph_passes.matching.feed_forward import FeedForwardBlock, find_feed_forward
+from graph_passes.passes.prune_neurons import PruneNeurons, why_not
+from tests.architectures import Cell
+from tests.graph_passes.graphs import PLAIN_INPUT, D, feeds, graph, run, text_of
+
+EXACT = 1e-5
+"""Pruning is masking but for the order of sums."""
+
+F = 16
+NAME = "feed_forward_0"
+MASK = np.arange(F) % 3 != 1
+KEPT = int(MASK.sum())
+
+
+def constants(seed: int = 0, width: int = F) -> dict[str, np.ndarray]:
+    """Every constant that a text here may name."""
+    rng = np.random.default_rng(seed)
+    shapes = {
+        "W1": (D, width), "Wu": (D, width), "W2": (width, D), "b1": (width,), "bu": (width,),
+        "b2": (D,), "slopes": (width,), "W3": (D, width), "gains": (width,), "Wn": (width, 5),
+        "W22": (width, width),
+    }  # fmt: skip
+    arrays = {n: (rng.standard_normal(s) / 2).astype(np.float32) for n, s in shapes.items()}
+    arrays |= {f"{name}T": np.ascontiguousarray(arrays[name].T) for name in ("W1", "W2")}
+    scalars = {"root2": 2**0.5, "half": 0.5, "one": 1, "three": 3, "six": 6, "cubic": 0.044715,
+               "slope": 0.797884, "lowest": -0.1, "highest": 0.4}  # fmt: skip
+    arrays |= {name: np.float32(value) for name, value in scalars.items()}
+    integers = {"flat": [-1, D], "wide": [0, -1, width], "whole": [0, -1, D], "i0": 0, "i1": 1,
+                "last": [-1], "n1": [1], "nF": [width], "nD": [D], "end": [9], "a0": [0],
+                "thirds": [0, 0, 4, width // 4], "joined": [0, 0, width]}  # fmt: skip
+    return arrays | {name: np.array(value, np.int64) for name, value in integers.items()}
+
+
+UP = "\n h0 = MatMul(x, W1)\n h = Add(h0, b1)"
+DOWN = "\n o = MatMul(a, W2)\n out = Add(o, b2)"
+RELU = f"{UP}\n a = Relu(h){DOWN}"
+ERF = """
+ e0 = Div(h, root2)
+ e1 = Erf(e0)
+ e2 = Add(e1, one)
+ e3 = Mul(h, e2)
+ a = Mul(e3, half)"""
+TANH = """
+ t0 = Pow(h, three)
+ t1 = Mul(t0, cubic)
+ t2 = Add(h, t1)
+ t3 = Mul(t2, slope)
+ t4 = Tanh(t3)
+ t5 = Add(one, t4)
+ t6 = Mul(half, h)
+ a = Mul(t6, t5)"""
+LENGTHS = " = Shape(x)\n b0 = Gather(s, i0)\n t0 = Gather(s, i1)\n b = Unsqueeze(b0, a0)\n t = Unsqueeze(t0, a0)"  # noqa: E501
+DYNAMIC = f"""
+ s{LENGTHS}
+ flat_x = Reshape(x, flat)
+ h0 = Gemm(flat_x, W1, b1)
+ wide_shape = Concat <axis = 0> (b, t, nF)
+ h = Reshape(h0, wide_shape)
+ a1 = Gelu(h)
+ asked = Shape(a1)
+ width = Slice(asked, last, end, a0)
+ first = Gather(asked, i0)
+ flat_shape = Concat <axis = 0> (last, width)
+ a = Reshape(a1, flat_shape)
+ o = Gemm(a, W2, b2)
+ batch = Unsqueeze(first, a0)
+ out_shape = Concat <axis = 0> (batch, t, nD)
+ out = Reshape(o, out_shape)"""
+
+FORMS: dict[str, str] = {
+    "ReLU": RELU,
+    "no biases": "\n h = MatMul(x, W1)\n a = Relu(h)\n out = MatMul(a, W2)",
+    "bias before the product": RELU.replace("Add(h0, b1)", "Add(b1, h0)"),
+    "GELU by Erf": f"{UP}{ERF}{DOWN}",
+    "GELU by Tanh": f"{UP}{TANH}{DOWN}",
+    "Gelu": f"{UP}\n a = Gelu(h){DOWN}",
+    "Gelu by com.microsoft": f"{UP}\n a = com.microsoft.Gelu(h){DOWN}",
+    "FastGelu with its bias": f"\n h = MatMul(x, W1)\n a = com.microsoft.FastGelu(h, b1){DOWN}",
+    "BiasGelu": f"\n h = MatMul(x, W1)\n a = com.microsoft.BiasGelu(h, b1){DOWN}",
+    "QuickGelu": f"{UP}\n a = com.microsoft.QuickGelu <alpha = 1.702> (h){DOWN}",
+    "a slope a neuron": f"{UP}\n a = PRelu(h, slopes){DOWN}",
+    "squared ReLU with a gain": f"{UP}\n r = Relu(h)\n r2 = Mul(r, r)\n a = Mul(r2, gains){DOWN}",
+    "clipped": f"{UP}\n a = Clip(h, lowest, highest){DOWN}",
+    "hard sigmoid by hand": f"{UP}\n c = Add(h, three)\n d = Clip(c, lowest, six)"
+                            f"\n e = Div(d, six)\n a = Mul(h, e){DOWN}",
+    "chosen": f"{UP}\n y = Greater(h, half)\n z = Mul(h, half)\n a = Where(y, h, z){DOWN}",
+    "dropout": f"{UP}\n r = Relu(h)\n a = Dropout(r){DOWN}",
+    "gated by SiLU": "\n g = MatMul(x, W1)\n g1 = Sigmoid(g)\n g2 = Mul(g, g1)\n u = MatMul(x, Wu)"
+                     "\n a = Mul(g2, u)\n out = MatMul(a, W2)",
+    "gated by GELU": f"{UP}\n g = Gelu(h)\n u0 = MatMul(x, Wu)\n u = Add(u0, bu)"
+                     f"\n a = Mul(g, u){DOWN}",
+    "gated by nothing": f"\n g = MatMul(x, W1)\n u = MatMul(x, Wu)\n a = Mul(g, u){DOWN}",
+    "gated, each flattened": "\n x1 = Reshape(x, flat)\n x2 = Reshape(x, flat)"
+                             "\n g = Gemm(x1, W1, b1)\n g1 = Sigmoid(g)\n u = Gemm(x2, Wu)"
+                             "\n a = Mul(g1, u)\n o = Gemm(a, W2, b2)\n out = Reshape(o, whole)",
+    "Gemm, transposed, flattened": "\n f = Reshape(x, flat)\n h = Gemm <transB = 1> (f, W1T, b1)"
+                                   "\n a = Relu(h)"
+                                   "\n o = Gemm <transB = 1, alpha = 0.5> (a, W2T, b2)"
+                                   "\n out = Reshape(o, whole)",
+    "a Reshape that names its width": "\n f = Reshape(x, flat)\n h0 = Gemm(f, W1, b1)"
+                                      f"\n h = Reshape(h0, wide)\n a = Relu(h){DOWN}",
+    "shapes that are computed": DYNAMIC,
+    "FusedGemm": '\n f = Reshape(x, flat)\n a = com.microsoft.FusedGemm <activation = "Relu"> '
+                 "(f, W1, b1)\n o = Gemm(a, W2, b2)\n out = Reshape(o, whole)",
+    "FusedMatMul": "\n h0 = com.microsoft.FusedMatMul <transB = 1, alpha = 0.5> (x, W1T)"
+                   f"\n h = Add(h0, b1)\n a = Relu(h){DOWN}",
+    "Einsum": '\n h0 = Einsum <equation = "bsd,df->bsf"> (x, W1)\n h = Add(h0, b1)\n a = Relu(h)'
+              '\n o = Einsum <equation = "bsf,fd->bsd"> (a, W2)\n out = Add(o, b2)',
+    "a weight behind a Transpose": "\n W = Transpose <perm = [1, 0]> (W1T)"
+                                   f"\n h0 = MatMul(x, W)\n h = Add(h0, b1)\n a = Relu(h){DOWN}",
+    "a weight behind an Identity": "\n W = Identity(W2)"
+                                   + RELU.replace("(a, W2)", "(a, W)"),
+}  # fmt: skip
+
+
+def build(body: str, own: Mapping[str, np.ndarray] | None = None, **options: str) -> ir.Model:
+    return graph(
+        body,
+        opset=20,
+        constants=constants() | dict(own or {}),
+        **({"inputs": PLAIN_INPUT} | options),
+    )
+
+
+def only(model: ir.Model) -> FeedForwardBlock:
+    (block,) = find_feed_forward(model)
+    return block
+
+
+def masked(model: ir.Model, masks: Mapping[str, Sequence[int] | np.ndarray]) -> ir.Model:
+    """The model whose rows of W_2 are zero where a mask is: those neurons write nothing."""
+    for block in find_feed_forward(model):
+        if block.name in masks:
+            array = constant_array(block.second.weight)
+            array = array.astype(constant_type(block.second.weight).numpy())
+            np.moveaxis(array, block.second.contracted[0], 0)[
+                np.asarray(masks[block.name]) == 0
+            ] = 0
+            make = Inserter(block.graph, block.product, f"{block.name}/masked")
+            block.product.replace_input_with(1, make.constant(array, "weight"))
+    return model
+
+
+def assert_is_masking(
+    make: Callable[[], ir.Model],
+    masks: Mapping[str, Sequence[int] | np.ndarray],
+    arrays: Mapping[str, np.ndarray] | None = None,
+    atol: float = EXACT,
+) -> ir.Model:
+    """Pruned and masked models write the same, other than the original; names stay."""
+    given = feeds(make()) if arrays is None else arrays
+    expected = run(masked(make(), masks), given)
+    model = make()
+    assert PruneNeurons(masks)(model).modified
+    onnx.checker.check_model(ir.to_proto(model), full_check=True)
+    got = run(model, given)
+    assert got.dtype == expected.dtype
+    np.testing.assert_allclose(got, expected, atol=atol, rtol=atol)
+    assert np.abs(expected.astype(float) - run(make(), given)).max() > 10 * atol
+    left = {block.name: block.num_neurons for block in find_feed_forward(model)}
+    whole = {block.name: block.num_neurons for block in find_feed_forward(make())}
+    assert left == whole | {name: int(np.sum(mask)) for name, mask in masks.items()}
+    return model
+
+
+# ---- what is found ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_feed_forward_is_found(form: str) -> None:
+    block = only(build(FORMS[form]))
+    arrays = constants()
+    assert (block.name, block.num_neurons, block.input_size) == (NAME, F, D)
+    assert block.x.name == "x"
+    assert len(block.first) == len(block.products) == (2 if "gated" in form else 1)
+    assert why_not(block) == ""
+    scale = 0.5 if form == "FusedMatMul" else 1
+    np.testing.assert_allclose(block.matrix(), scale * arrays["W1"])
+    scale = 0.5 if "transposed" in form else 1
+    np.testing.assert_allclose(block.second_matrix(), scale * arrays["W2"])
+    assert (block.bias is None) == ("b2" not in FORMS[form])
+    assert block.output.name == ("o" if "Gemm" in form or "out_shape" in FORMS[form]
+                                 or "each flattened" in form else "out")  # fmt: skip
+
+
+def test_block_computes_what_its_equation_says() -> None:
+    model = build(RELU)
+    block, arrays = only(model), feeds(model)
+    (b1,) = block.constants_by_neuron
+    assert block.bias is not None
+    hidden = np.maximum(arrays["x"] @ block.matrix() + constant_array(b1.value), 0)
+    expected = hidden @ block.second_matrix() + constant_array(block.bias)
+    np.testing.assert_allclose(run(model, arrays), expected, atol=EXACT, rtol=EXACT)
+    assert block.hidden.name == "a"
+    assert [node.op_type for node in block.nodes] == ["Add", "Relu"]
+
+
+def test_constants_in_order_of_execution() -> None:
+    block = only(build(FORMS["gated by GELU"]))
+    assert [operand.value.name for operand in block.constants_by_neuron] == ["b1", "bu"]
+
+
+def test_layers_in_order_of_execution() -> None:
+    blocks = find_feed_forward(layers(3))
+    assert [block.name for block in blocks] == [f"feed_forward_{index}" for index in range(3)]
+    assert [block.x.name for block in blocks] == ["x", "x_1", "x_2"]
+
+
+def test_name_is_what_nodes_or_weights_agree_on() -> None:
+    by_node = build(RELU)
+    by_node.graph[0].name = "/model/layers.3/mlp/up/MatMul"
+    by_node.graph[3].name = "/model/layers.3/mlp/down/MatMul"
+    assert only(by_node).name == "model.layers.3.mlp"
+    by_weight = build(RELU)
+    for old, new in (("b1", "model.layers.3.up.bias"), ("W2", "model.layers.3.down.weight")):
+        by_weight.graph.initializers[old].name = new
+    assert only(by_weight).name == "model.layers.3"
+
+
+def test_feed_forward_in_a_body() -> None:
+    body = RELU.replace("out = ", "done = ").replace("\n", "\n    ")
+    text = f"""
+        out = If (choice) <
+            then_branch = yes () => (float[batch, sequence, {D}] done) {{{body}
+            }},
+            else_branch = no () => (float[batch, sequence, {D}] out_else) {{
+                out_else = Identity(x)
+            }}>"""
+
+    def make() -> ir.Model:
+        return build(text, inputs=f"{PLAIN_INPUT}, bool choice")
+
+    arrays = feeds(build(RELU)) | {"choice": np.array(True)}
+    assert only(make()).graph is not make().graph
+    assert_is_masking(make, {NAME: MASK}, arrays)
+
+
+# ---- near misses --------------------------------------------------------------------------------
+
+OUT = f"float[batch, sequence, {D}] out"
+WIDE = f"float[batch, sequence, {F}]"
+NEAR_MISSES: dict[str, tuple[str, str]] = {
+    "hidden is read elsewhere": (f"{RELU}\n shown = Neg(a)", f"{OUT}, {WIDE} shown"),
+    "pre-activation is read elsewhere": (f"{RELU}\n shown = Neg(h0)", f"{OUT}, {WIDE} shown"),
+    "hidden is an output": (RELU, f"{OUT}, {WIDE} a"),
+    "two products read hidden": (f"{RELU}\n shown = MatMul(a, Wn)",
+                                 f"{OUT}, float[batch, sequence, 5] shown"),
+    "its width is asked for": (f"{RELU}\n shown = Shape(a)", f"{OUT}, int64[3] shown"),
+    "its width is computed with": (
+        f"{RELU}\n s = Shape(a)\n s2 = Gather(s, last)\n shown = Mul(s2, s2)",
+        f"{OUT}, int64[1] shown",
+    ),
+    "linear only": (UP + "\n m = Mul(h, half)\n d = Div(m, six)\n n = Neg(d)\n a = Identity(n)"
+                    + DOWN, OUT),
+    "a sum of two products": (UP + "\n u = MatMul(x, Wu)\n a = Add(h, u)" + DOWN, OUT),
+    "LayerNormalization between": (UP + "\n r = Relu(h)\n a = LayerNormalization(r, gains, b1)"
+                                   + DOWN, OUT),
+    "LayerNormalization by hand": (
+        UP + "\n r = Relu(h)\n m = ReduceMean(r, last)\n c = Sub(r, m)\n c2 = Mul(c, c)"
+        "\n v = ReduceMean(c2, last)\n d = Sqrt(v)\n n = Div(c, d)\n a = Mul(n, gains)" + DOWN, OUT,
+    ),
+    "softmax between": (UP + "\n a = Softmax <axis = -1> (h)" + DOWN, OUT),
+    "columns are mixed": (UP + "\n r = Relu(h)\n r1 = Reshape(r, thirds)\n r2 = Transpose"
+                          "<perm = [0, 1, 3, 2]> (r1)\n a = Reshape(r2, joined)" + DOWN, OUT),
+    "gate of other tokens": ("\n x1 = Neg(x)\n g = MatMul(x1, W1)\n g1 = Sigmoid(g)"
+                             "\n u = MatMul(x, Wu)\n a = Mul(g1, u)" + DOWN, OUT),
+    "three gates": ("\n g = MatMul(x, W1)\n g1 = Sigmoid(g)\n u = MatMul(x, Wu)"
+                    "\n v = MatMul(x, W3)\n uv = Mul(u, v)\n a = Mul(g1, uv)" + DOWN, OUT),
+    "gate of another width": ("\n w1 = Slice(W1, a0, n1, last)\n g = MatMul(x, w1)"
+                              "\n g1 = Sigmoid(g)\n u = MatMul(x, Wu)\n a = Mul(g1, u)" + DOWN,
+                              OUT),
+    "activations of no product": ("\n a = Relu(x)\n o = MatMul(a, Wsquare)\n out = Add(o, b2)",
+                                  OUT),
+    "a gated attention": (
+        "\n q = MatMul(x, W1)\n k = MatMul(x, Wu)\n kT = Transpose <perm = [0, 2, 1]> (k)"
+        "\n s = MatMul(q, kT)\n p = Softmax <axis = -1> (s)\n v = MatMul(x, W3)\n c = MatMul(p, v)"
+        "\n g0 = MatMul(x, Wu)\n g = Sigmoid(g0)\n a = Mul(c, g)" + DOWN, OUT,
+    ),
+    "dropout that may be on": (
+        UP + "\n r = Relu(h)\n yes = Greater(size, half)\n a = Dropout(r, half, yes)" + DOWN, OUT,
+    ),
+    "another width told by the tokens": (
+        f"\n f = Reshape(x, flat)\n h = Gemm(f, W1)\n s{LENGTHS}\n d = Gather(s, last)"
+        "\n w = Add(d, four)\n shape = Concat <axis = 0> (b, t, w)\n r = Reshape(h, shape)"
+        "\n a = Relu(r)" + DOWN, OUT,
+    ),
+    "a bias that is an input": (UP.replace("b1", "size") + "\n a = Relu(h)" + DOWN, OUT),
+    "its width picks": (
+        f"{RELU}\n s = Shape(a)\n n = Gather(s, last)\n shown = Slice(zeros, a0, n, a0)",
+        f"{OUT}, int64[n] shown",
+    ),
+    "its width is told as another length": (
+        UP + "\n s = Shape(h)\n w = Slice(s, last, end, a0)"
+        "\n shape = Concat <axis = 0> (w, last, w)\n r = Reshape(h, shape)\n a = Relu(r)" + DOWN,
+        OUT.replace("batch", str(F)),
+    ),
+    "a constant a position": (
+        UP + "\n p = Add(h, positions)\n a = Relu(p)" + DOWN, OUT.replace("sequence", "4"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NEAR_MISSES)
+def test_near_miss_is_not_found(case: str) -> None:
+    body, outputs = NEAR_MISSES[case]
+    own = {"Wsquare": constants()["W22"][:D, :D], "four": np.array([4], np.int64),
+           "zeros": np.zeros(20, np.int64), "positions": np.ones((4, 1), np.float32)}  # fmt: skip
+    tokens = outputs.partition(" out")[0]
+    model = build(body, own, output=outputs, inputs=f"{tokens} x, float size")
+    assert find_feed_forward(model) == []
+    run(model, feeds(model) | {"size": np.array(0, np.float32)})  # and the graph works
+
+
+POOLER = """
+ token = Gather <axis = 1> (x, i0)
+ h = Gemm(token, W1, b1)
+ a = Tanh(h)
+ out = Gemm(a, Wn)"""
+
+
+@pytest.mark.parametrize("width", [D - 1, D, F])
+def test_pooler_is_found_where_it_is_no_bottleneck(width: int) -> None:
+    model = build(POOLER, constants(0, width), output="float[batch, 5] out")
+    assert [block.num_neurons for block in find_feed_forward(model)] == [width] * (width >= D)
+
+
+# ---- pruning ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_slicing_neurons_out_is_masking_them(form: str) -> None:
+    model = assert_is_masking(lambda: build(FORMS[form]), {NAME: MASK})
+    before = parameters(build(FORMS[form]))
+    block = only(build(FORMS[form]))
+    by_neuron = len(block.first) * D + len(block.constants_by_neuron) + D
+    assert before - parameters(model) == (F - KEPT) * by_neuron
+
+
+@pytest.mark.parametrize("form", ["ReLU", "gated by SiLU", "Gemm, transposed, flattened"])
+def test_products_fall_by_their_share(form: str) -> None:
+    lengths = {"batch": 2, "sequence": 7}
+    model = build(FORMS[form])
+    PruneNeurons({NAME: MASK})(model)
+    macs = [model_cost(each).macs for each in (build(FORMS[form]), model)]
+    assert macs[0] is not None and macs[1] is not None
+    products = 3 if "gated" in form else 2
+    assert macs[0](lengths) - macs[1](lengths) == 2 * 7 * products * D * (F - KEPT)
+
+
+def test_nodes_and_names_stay() -> None:
+    before, model = (
+        build(FORMS["shapes that are computed"]),
+        build(FORMS["shapes that are computed"]),
+    )
+    PruneNeurons({NAME: MASK})(model)
+    assert [node.op_type for node in model.graph] == [node.op_type for node in before.graph]
+    assert before.graph.initializers.keys() - model.graph.initializers.keys() == {"nF"}
+    assert model.graph.initializers.keys() - before.graph.initializers.keys() == {
+        f"{NAME}/pruned/width"
+    }
+    assert {"W1", "b1", "W2", "b2"} <= model.graph.initializers.keys()
+
+
+def test_shape_that_others_are_told_stays() -> None:
+    """Exporters write the shape that all layers' values have once."""
+    shown = "\n shown = ConstantOfShape(wide_shape)"
+
+    def make() -> ir.Model:
+        return build(FORMS["shapes that are computed"] + shown, output=f"{OUT}, {WIDE} shown")
+
+    model = assert_is_masking(make, {NAME: MASK})
+    got = open_session(model, threads=1).run(None, feeds(model))[1]
+    assert got.shape == (2, 7, F)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_shapes_that_exporters_noted_are_those_of_the_pruned(form: str) -> None:
+    proto = onnx.shape_inference.infer_shapes(ir.to_proto(build(FORMS[form])))
+    model = ir.from_proto(proto)
+    PruneNeurons({NAME: MASK})(model)
+    values = [*model.graph.initializers.values(), *(v for n in model.graph for v in n.outputs)]
+    assert not any(F in (value.shape or ()) for value in values)
+
+
+def test_dead_neurons_leave_without_a_trace() -> None:
+    """Exact where rows of W_2 are zero."""
+    own = {"W2": constants()["W2"] * MASK[:, None]}
+    model, arrays = build(RELU, own), feeds(build(RELU))
+    expected = run(model, arrays)
+    PruneNeurons({NAME: MASK})(model)
+    np.testing.assert_allclose(run(model, arrays), expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("form", ["ReLU", "a weight behind a Transpose"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_keeps_its_type(dtype: str, form: str) -> None:
+    kind = ir.DataType[dtype.upper()]
+    own = {n: a.astype(kind.numpy()) for n, a in constants().items() if a.dtype == np.float32}
+
+    def make() -> ir.Model:
+        return build(FORMS[form], own, inputs=f"{dtype}[batch, sequence, {D}] x",
+                     output=f"{dtype}[batch, sequence, {D}] out")  # fmt: skip
+
+    if dtype == "float16":
+        model = assert_is_masking(make, {NAME: MASK}, atol=2e-2)
+    else:  # which ONNX Runtime does not compute
+        model = PruneNeurons({NAME: MASK})(make()).model
+    assert {constant_type(value) for value in model.graph.initializers.values()} == {kind}
+    expected = own["W2"][MASK].astype(np.float32)
+    np.testing.assert_array_equal(only(model).second_matrix(), expected)
+
+
+def test_pruned_twice_is_pruned_once() -> None:
+    """Down to fewer neurons than tokens have elements, which would not be found anew."""
+    masks = [np.arange(F) < 8, np.arange(8) % 2 == 0]
+    model = build(RELU)
+    for mask in masks:
+        PruneNeurons({NAME: mask})(model)
+    both = np.isin(np.arange(F), [0, 2, 4, 6])
+    arrays = feeds(build(RELU))
+    expected = run(masked(build(RELU), {NAME: both}), arrays)
+    np.testing.assert_allclose(run(model, arrays), expected, atol=EXACT, rtol=EXACT)
+    assert only(model).num_neurons == 4
+
+
+def test_pruned_blocks_are_found_again_in_the_file(tmp_path: Path) -> None:
+    model = layers(3)
+    PruneNeurons({"feed_forward_1": np.arange(F) == 2})(model)
+    ir.save(model, tmp_path / "model.onnx")
+    for again in (model.clone(), ir.load(tmp_path / "model.onnx")):
+        left = {block.name: block.num_neurons for block in find_feed_forward(again)}
+        assert left == {"feed_forward_0": F, "feed_forward_1": 1, "feed_forward_2": F}
+
+
+def layers(count: int, *, same: Sequence[str] = (), aliases: bool = False) -> ir.Model:
+    """x = x + feed_forward(x), with weights of their own but for ``same``."""
+    body, own = "", dict[str, np.ndarray]()
+    for layer in range(count):
+        text = RELU
+        for name in ("W1", "b1", "W2", "b2"):
+            if name in same:
+                if aliases and layer:
+                    body += f"\n {name}_alias{layer} = Identity({name})"
+                    text = re.sub(rf"\b{name}\b", f"{name}_alias{layer}", text)
+                continue
+            own[f"{name}_{layer}"] = constants(layer)[name]
+            text = re.sub(rf"\b{name}\b", f"{name}_{layer}", text)
+        text = re.sub(r"\b(h0|h|a|o|out)\b", rf"\1_{layer}", text)
+        text = re.sub(r"\bx\b", f"x_{layer}" if layer else "x", text)
+        after, before = f"x_{layer + 1}", f"x_{layer}" if layer else "x"
+        body += f"{text}\n {after} = Add({before}, out_{layer})"
+    return build(body, own, output=f"float[batch, sequence, {D}] x_{count}")
+
+
+def test_layers_are_pruned_apart() -> None:
+    assert_is_masking(
+        lambda: layers(3), {"feed_forward_0": MASK, "feed_forward_2": [0, 1] * (F // 2)}
+    )
+
+
+def test_products_in_a_row_are_two_feed_forwards_that_share_one() -> None:
+    """W_2 of the first is W_1 of the second: it loses rows and columns."""
+    body = f"{UP}\n a1 = Relu(h)\n h2 = MatMul(a1, W22)\n a = Relu(h2){DOWN}"
+    masks = {NAME: MASK, "feed_forward_1": np.arange(F) % 2}
+    model = assert_is_masking(lambda: build(body), masks)
+    assert model.graph.initializers["W22"].shape == (KEPT, F // 2)
+
+
+SHARED = ("W1", "b1", "W2", "b2")
+
+
+@pytest.mark.parametrize("aliases", [False, True])
+def test_layers_that_share_their_weights_go_on_sharing_them(aliases: bool) -> None:
+    """ALBERT: three layers, one weight; torch hands it on by Identity."""
+
+    def make() -> ir.Model:
+        return layers(3, same=SHARED, aliases=aliases)
+
+    model = assert_is_masking(make, {f"feed_forward_{layer}": MASK for layer in range(3)})
+    assert parameters(make()) - parameters(model) == (F - KEPT) * (2 * D + 1)
+    assert set(model.graph.initializers) == set(SHARED)
+
+
+@pytest.mark.parametrize("mask", [(), [0, 1] * (F // 2)], ids=["kept whole", "another mask"])
+def test_layers_that_share_weights_are_not_parted(mask: Sequence[int]) -> None:
+    model = layers(2, same=("W2",))
+    before = text_of(model)
+    masks = {"feed_forward_0": MASK} | ({"feed_forward_1": mask} if mask else {})
+    with pytest.raises(CannotRewrite, match=r"shares its weights and is not pruned by the same"):
+        PruneNeurons(masks)(model)
+    assert text_of(model) == before
+
+
+def test_biases_that_are_shared_by_chance_are_parted() -> None:
+    """Exporters make one of equal constants, as biases of zeros are."""
+    model = assert_is_masking(lambda: layers(2, same=("b1",)), {NAME: MASK})
+    assert model.graph.initializers["b1"].shape == (F,)
+
+
+def test_one_weight_on_both_sides() -> None:
+    """out = relu(x W) W^T: the one initializer stays one."""
+    body = "\n f = Reshape(x, flat)\n h = Gemm(f, W1)\n a = Relu(h)" \
+           "\n o = Gemm <transB = 1> (a, W1)\n out = Reshape(o, whole)"  # fmt: skip
+
+    def make() -> ir.Model:
+        return build(body)
+
+    model = assert_is_masking(make, {NAME: MASK})
+    assert parameters(model) == D * KEPT
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+BAD_MASKS: dict[str, tuple[Sequence[object], str]] = {
+    "too short": ((1, 0), r"the mask of feed_forward_0 has 2 entries, expected 16: one a neuron"),
+    "too many axes": ([[1]] * F, r"the mask of feed_forward_0 has shape \(16, 1\), expected 16"),
+    "a share": ([0.5] * F, r"the mask of feed_forward_0 holds 0\.5, expected 0 or 1"),
+    "negative": ([-1] * F, r"the mask of feed_forward_0 holds -1, expected 0 or 1"),
+    "not a number": ([float("nan")] * F, r"the mask of feed_forward_0 holds nan, expected 0 or 1"),
+    "no neuron": ([0] * F, r"the mask of feed_forward_0 leaves no neuron"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_MASKS)
+def test_masks_hold_a_zero_or_a_one_for_each_neuron(case: str) -> None:
+    mask, said = BAD_MASKS[case]
+    with pytest.raises(CannotRewrite, match=said) as caught:
+        PruneNeurons({NAME: mask})(build(RELU))  # type: ignore[dict-item]
+    assert "\n" not in caught.value.what
+
+
+def test_unknown_layer_is_refused() -> None:
+    with pytest.raises(CannotRewrite, match="mlp_9: no feed-forward has this name"):
+        PruneNeurons({"mlp_9": MASK})(build(RELU))
+
+
+def test_nothing_is_asked_of_a_whole_mask() -> None:
+    model = build(RELU)
+    before = text_of(model)
+    assert not PruneNeurons({NAME: [1] * F})(model).modified
+    assert text_of(model) == before
+
+
+def _quantized() -> ir.Model:
+    body = "\n W = DequantizeLinear(bytes, half)" + RELU.replace("W1", "W")
+    return build(body, {"bytes": np.full((D, F), 3, np.int8)})
+
+
+def _weight_is_an_input() -> ir.Model:
+    model = build(RELU)
+    model.graph.inputs.append(model.graph.initializers["W1"])
+    return model
+
+
+REFUSED = {
+    "its weights are quantized": _quantized,
+    "its weights are inputs or outputs of the graph": _weight_is_an_input,
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_prune_is_refused(reason: str) -> None:
+    model = REFUSED[reason]()
+    assert why_not(only(model)) == reason
+    before = text_of(model)
+    with pytest.raises(CannotRewrite, match=reason):
+        PruneNeurons({NAME: MASK})(model)
+    assert text_of(model) == before
+
+
+# ---- real exports -------------------------------------------------------------------------------
+
+EXPORTS = {
+    "BERT": ("torchscript", 17, 2), "ALBERT": ("torchscript", 17, 3),
+    "Llama": ("torchscript", 17, 2), "GPT-2": ("torchscript", 17, 2),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", EXPORTS)
+def test_exports_of_hugging_face(
+    architecture: str, exported: Callable[[Cell], tuple[Path, str]]
+) -> None:
+    exporter, opset, count = EXPORTS[architecture]
+    path, reason = exported(Cell(architecture, "eager", exporter, opset))  # type: ignore[arg-type]
+    assert not reason
+    blocks = find_feed_forward(ir.load(path))
+    assert len(blocks) == count
+    assert {len(block.first) for block in blocks} == {2 if architecture == "Llama" else 1}
+    mask = np.arange(blocks[0].num_neurons) % 3 != 1
+    inputs = open_session(ir.load(path), threads=1).get_inputs()
+    arrays = {i.name: np.ones((2, 7), np.int64) for i in inputs}
+    arrays["input_ids"] = np.arange(14).reshape(2, 7)
+    assert_is_masking(
+        lambda: ir.load(path), {block.name: mask for block in blocks}, arrays, atol=2e-5
+    )

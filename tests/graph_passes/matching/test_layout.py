@@ -1,0 +1,282 @@
+"""Where labels arrive is the reading: columns, gain, offset and scale of each projection."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import permutations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graph_passes.analysis.shapes import bind_axes, interpret
+from graph_passes.blocks import OutputProjection, Projection
+from graph_passes.matching.labels import Unread, say
+from graph_passes.matching.layout import Reader, only_consumer
+from tests.graph_passes.graphs import D, H, K, graph, run, weights
+
+COLUMNS = np.arange(H * K).reshape(H, K)
+
+
+def reader_of(model: ir.Model) -> Reader:
+    facts = interpret(model, bind_axes(model.graph, batch=2, sequence=5))
+    return Reader(facts, dict(model.opset_imports))
+
+
+def value_of(model: ir.Model, name: str) -> ir.Value:
+    return next(v for node in model.graph for v in node.outputs if v.name == name)
+
+
+def model_of(text: str, **constants: np.ndarray) -> ir.Model:
+    return graph(
+        text, inputs=f"float[b, s, {D}] x", output="float[b, h, s, k] out", constants=constants
+    )
+
+
+def projection(
+    text: str, *, axes: Sequence[int] | None = None, **constants: np.ndarray
+) -> Projection:
+    model = model_of(text, **constants)
+    return reader_of(model).projection(value_of(model, "out"), "query", axes=axes)
+
+
+PLAIN = """
+    q0 = MatMul(x, Wq)
+    q1 = Add(q0, bq)
+    q2 = Reshape(q1, heads)
+    out = Transpose <perm = [0, 2, 1, 3]> (q2)"""
+
+
+def test_columns_are_heads_side_by_side() -> None:
+    read = projection(PLAIN)
+    np.testing.assert_array_equal(read.columns, COLUMNS)
+    np.testing.assert_array_equal(read.offset, weights()["bq"].reshape(H, K))
+    np.testing.assert_array_equal(read.gain, np.ones((H, K)))
+    assert (read.scale, read.layout, read.by_sequence) == (1.0, "B H T K", True)
+    assert [node.op_type for node in read.nodes] == ["MatMul", "Add", "Reshape", "Transpose"]
+
+
+def test_heads_are_the_weights_columns() -> None:
+    read = projection(PLAIN)
+    expected = weights()["Wq"].reshape(D, H, K).transpose(1, 0, 2)
+    np.testing.assert_allclose(read.heads(), expected, atol=1e-7)
+    assert read.num_distinct_heads == H
+
+
+def test_transposed_weight_is_the_same_matrix() -> None:
+    read = projection(
+        """
+    x2 = Reshape(x, flat)
+    q0 = Gemm <transB = 1> (x2, WqT)
+    q2 = Reshape(q0, laid_out)
+    out = Transpose <perm = [0, 2, 1, 3]> (q2)""",
+        laid_out=np.array([2, 5, H, K], np.int64),
+    )
+    assert read.contracted == (1,)
+    np.testing.assert_array_equal(read.matrix(), weights()["Wq"])
+    assert (read.input.name, read.by_sequence) == ("x", True)  # not the flattened x2
+
+
+def test_scale_gain_and_offset_are_kept_apart() -> None:
+    """((q * 2 + b) * g) / 4 is read as 1/2 * (q * g + b g / 2)."""
+    read = projection(
+        """
+    q0 = MatMul(x, Wq)
+    q1 = Mul(q0, two)
+    q2 = Add(q1, bq)
+    q3 = Mul(q2, bk)
+    q4 = Div(q3, four)
+    q5 = Reshape(q4, heads)
+    out = Transpose <perm = [0, 2, 1, 3]> (q5)""",
+        two=np.array(2, np.float32),
+        four=np.array([4], np.float32),
+    )
+    arrays = weights()
+    assert read.scale == 0.5
+    np.testing.assert_allclose(read.gain, arrays["bk"].reshape(H, K), rtol=1e-6)
+    offset = (arrays["bq"] * arrays["bk"]).reshape(H, K) / 2
+    np.testing.assert_allclose(read.offset, offset, rtol=1e-6)
+
+
+def test_constants_added_together_are_one_offset() -> None:
+    text = PLAIN.replace("q1 = Add(q0, bq)", "q9 = Add(q0, bq)\n q1 = Sub(q9, bk)")
+    expected = (weights()["bq"] - weights()["bk"]).reshape(H, K)
+    np.testing.assert_allclose(projection(text).offset, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("perm", list(permutations(range(4))))
+def test_any_order_of_axes_is_read_once_it_is_named(perm: tuple[int, ...]) -> None:
+    """q2 is (B, T, H, K); the axes say where B, H, T and K went."""
+    axes = [perm.index(axis) for axis in (0, 2, 1, 3)]
+    read = projection(PLAIN.replace("[0, 2, 1, 3]", str(list(perm))), axes=axes)
+    np.testing.assert_array_equal(read.columns, COLUMNS)
+    assert (read.axes, read.sequence_first) == (tuple(axes), False)
+
+
+def test_tokens_last_without_being_told_are_refused() -> None:
+    text = PLAIN.replace("perm = [0, 2, 1, 3]", "perm = [0, 2, 3, 1]")
+    with pytest.raises(Unread, match="which are no whole sequences of 4"):
+        projection(text)
+
+
+def test_merged_heads_are_split() -> None:
+    model = graph("\n out = MatMul(x, Wq)", inputs=f"float[b, s, {D}] x")
+    read = reader_of(model).projection(value_of(model, "out"), "query", heads=H)
+    np.testing.assert_array_equal(read.columns, COLUMNS)
+    assert read.layout == "B T H*K"
+    with pytest.raises(Unread, match=r"has shape \(2, 5, 12\), not 5 heads side by side"):
+        reader_of(model).projection(value_of(model, "out"), "query", heads=5)
+
+
+def test_repeated_heads_are_shared_columns() -> None:
+    read = projection(
+        """
+    k0 = MatMul(x, Wk1)
+    k1 = Reshape(k0, one_head)
+    k2 = Transpose <perm = [0, 2, 1, 3]> (k1)
+    out = Expand(k2, three)""",
+        three=np.array([1, 3, 1, 1], np.int64),
+    )
+    assert (read.num_heads, read.num_distinct_heads) == (3, 1)
+
+
+@given(st.permutations(range(4)), st.permutations(range(4)))
+def test_any_two_permutations_are_followed_or_refused(first: list[int], second: list[int]) -> None:
+    """Read only where they lead to (B, H, T, K), and then the columns are where ONNX puts them."""
+    model = model_of(f"""
+    q0 = MatMul(x, Wq)
+    q1 = Reshape(q0, heads)
+    q2 = Transpose <perm = {first}> (q1)
+    out = Transpose <perm = {second}> (q2)""")
+    x = np.random.default_rng(0).standard_normal((2, 5, D)).astype(np.float32)
+    moved = [first[axis] for axis in second]
+    try:
+        read = reader_of(model).projection(value_of(model, "out"), "query")
+    except Unread:
+        assert moved not in ([0, 2, 1, 3], [1, 2, 0, 3])
+        return
+    tokens = x.swapaxes(0, 1) if read.sequence_first else x  # the batch may be the sequence
+    assert read.sequence_first == (moved[0] == 1)
+    columns = (tokens @ weights()["Wq"])[:, :, read.columns]  # B T H K
+    model.graph.outputs[0].shape = None
+    got = run(model, {"x": x})
+    np.testing.assert_allclose(got, columns.transpose(0, 2, 1, 3), atol=1e-4, rtol=0)
+
+
+REFUSED = {
+    "tokens in another order": (
+        PLAIN.replace("perm = [0, 2, 1, 3]", "perm = [2, 0, 1, 3]"),
+        "the layout of the query moves tokens out of place",
+    ),
+    "one token only": (
+        """
+    q0 = MatMul(x, Wq)
+    q2 = Reshape(q0, heads)
+    q3 = Transpose <perm = [0, 2, 1, 3]> (q2)
+    out = Slice(q3, n0, n1, a2)""",
+        r"the query is laid out as \(2, 3, 1, 4\), not \(B, H, T, K\)",
+    ),
+    "reversed": (
+        """
+    q0 = MatMul(x, Wq)
+    q2 = Reshape(q0, heads)
+    q3 = Transpose <perm = [0, 2, 1, 3]> (q2)
+    out = Slice(q3, last, before, a2, last)""",
+        "the layout of the query moves tokens out of place",
+    ),
+    "a constant less the tokens": (
+        PLAIN.replace("Add(q0, bq)", "Sub(bq, q0)"),
+        "Sub subtracts the query from a constant",
+    ),
+    "a constant over the tokens": (
+        PLAIN.replace("Add(q0, bq)", "Div(bq, q0)"),
+        "Div stands between the query projection and the product",
+    ),
+    "times zero": (PLAIN.replace("Add(q0, bq)", "Mul(q0, zero)"), "by zero or infinity"),
+    "over zero": (PLAIN.replace("Add(q0, bq)", "Div(q0, zero)"), "by zero or infinity"),
+    "a normalisation": (
+        PLAIN.replace("Add(q0, bq)", "LpNormalization(q0)"),
+        "LpNormalization stands between the query projection and the product",
+    ),
+    "a product whose left side is the weight": (
+        "\n xT = Transpose <perm = [0, 2, 1]> (x)\n q0 = MatMul(WqT, xT)\n out = Unsqueeze(q0, a1)",
+        "the query is made by MatMul, not by tokens and a matrix",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_out_of_place_is_refused(case: str) -> None:
+    text, reason = REFUSED[case]
+    with pytest.raises(Unread) as refused:
+        projection(text, before=np.array([-99], np.int64))
+    assert re.search(reason, refused.value.reason)
+
+
+def output_of(body: str, shape: str = f"b, {H}, s, {K}") -> OutputProjection | None:
+    """What reads the context c0, (B, H, S, V), numbered in this order."""
+    model = graph(body, inputs=f"float[{shape}] c0")
+    order = (2, H, 5, K)
+    labels = np.arange(np.prod(order)).reshape(order)
+    return reader_of(model).output_projection(model.graph.inputs[0], labels, order)
+
+
+MERGED = """
+    c1 = Transpose <perm = {perm}> (c0)
+    c = Reshape(c1, merge)
+    o = MatMul(c, Wo12)
+    out = Add(o, bo)"""
+
+
+@pytest.mark.parametrize(
+    ("perm", "rows", "sequence_first"),
+    [
+        ("[0, 2, 1, 3]", COLUMNS, False),
+        ("[0, 2, 3, 1]", np.arange(H * K).reshape(K, H).T, False),
+        ("[2, 0, 1, 3]", COLUMNS, True),
+    ],
+    ids=["heads side by side", "their sizes side by side", "sequences first"],
+)
+def test_output_projection_says_which_rows_a_head_meets(
+    perm: str, rows: np.ndarray, sequence_first: bool
+) -> None:
+    read = output_of(MERGED.format(perm=perm))
+    assert read is not None
+    np.testing.assert_array_equal(read.rows, rows)
+    assert (read.output.name, read.sequence_first) == ("out", sequence_first)
+    np.testing.assert_array_equal(read.offset(), weights()["bo"])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        MERGED.format(perm="[0, 3, 1, 2]"),
+        MERGED.format(perm="[0, 2, 1, 3]").replace("MatMul(c, Wo12)", "Tanh(c)"),
+        MERGED.format(perm="[0, 2, 1, 3]").replace("(c1, merge)", "(c1, merge)\n seen = Abs(c1)"),
+        MERGED.format(perm="[0, 2, 1, 3]").replace(
+            "MatMul(c", "com.microsoft.FusedMatMul <alpha = 2.0> (c"
+        ),
+    ],
+    ids=["tokens and heads merged", "no product", "read elsewhere too", "a product with a factor"],
+)
+def test_no_output_projection(body: str) -> None:
+    assert output_of(body) is None
+
+
+def test_only_consumer_does_not_count_shapes() -> None:
+    model = graph("\n a = Abs(x)\n n = Shape(a)\n out = Reshape(a, n)")
+    consumer = only_consumer(value_of(model, "a"))
+    assert consumer is not None and consumer.op_type == "Reshape"
+    assert only_consumer(value_of(model, "out")) is None  # an output of the graph
+    two = graph("\n a = Abs(x)\n b = Neg(a)\n out = Add(a, b)")
+    assert only_consumer(value_of(two, "a")) is None
+
+
+def test_nodes_are_named_by_operator_and_name() -> None:
+    node = ir.node("Abs", [])
+    assert say(node) == "Abs"
+    node.name = "layer.0/abs"
+    assert say(node) == "Abs 'layer.0/abs'"

@@ -1,0 +1,458 @@
+"""Collaborate: exact at R = H*K, lossy below, and nothing but queries and keys is touched."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from attnserve.checks.certify import read_attention
+from graph_passes.analysis.cost import macs_at, model_cost
+from graph_passes.analysis.shapes import bind_axes, interpret
+from graph_passes.blocks import AttentionBlock
+from graph_passes.emit.collaborative import most_read, padded_head_size
+from graph_passes.errors import CannotRewrite, InvalidArgument
+from graph_passes.factorize.cp import CollaborativeFactors
+from graph_passes.matching.find import find_attention
+from graph_passes.passes import refusals as rewrites
+from graph_passes.passes.collaborate import INSIDE_OPERATOR, Collaborate, factor, why_not
+from graph_passes.passes.decompose_attention import DecomposeAttention
+from tests.graph_passes.graphs import (
+    BOOL_MASK,
+    FUSED,
+    PARTS,
+    SCALE,
+    D,
+    H,
+    K,
+    attention,
+    feeds,
+    graph,
+    only,
+    run,
+    weights,
+)
+from tests.graph_passes.matching.test_find import LAID_OUT, READ, SPLIT
+
+EXACT = H * K
+
+
+def collaborate(model: ir.Model, rank: int = EXACT) -> ir.Model:
+    """Every block of a model at one rank."""
+    blocks, _ = find_attention(model)
+    return Collaborate({block.name: factor(block, rank) for block in blocks})(model).model
+
+
+def two_layers() -> ir.Model:
+    """A second attention, with the same weights, over the output of a first."""
+    first = "".join(PARTS.values())
+    made = "|".join(node.outputs[0].name or "" for node in attention().graph)
+    second = re.sub(rf"\b({made})\b", r"\1_2", first)
+    second = re.sub(r"\bx\b", "out", second)
+    return graph(first + second, output=f"float[batch, sequence, {D}] out_2")
+
+
+PACKED_PARTS = {"k": "", "v": "", "output": "\n        out = MatMul(c, Wo12)"}
+APPLIES = READ | {f"packed by {how}": {"q": text, **PACKED_PARTS} for how, text in SPLIT.items()}
+
+
+@pytest.mark.parametrize("layout", APPLIES)
+def test_exact_rank_changes_nothing(layout: str) -> None:
+    """Key bias dropped, query bias as content, scale kept: outputs within 1e-4."""
+    original = attention(constants=LAID_OUT, **APPLIES[layout])
+    rewritten = collaborate(attention(constants=LAID_OUT, **APPLIES[layout]))
+    arrays = feeds(original)
+    np.testing.assert_allclose(run(rewritten, arrays), run(original, arrays), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("rank", [1, 5, EXACT])
+@pytest.mark.parametrize("layout", ["plain", "no query bias", "packed by Split"])
+def test_rewritten_graph_is_read_back_as_what_it_is(layout: str, rank: int) -> None:
+    before = only(attention(**APPLIES[layout]))
+    after = only(collaborate(attention(**APPLIES[layout]), rank))
+    assert after.form == "collaborative"
+    assert (after.name, after.num_heads, after.input_size) == (before.name, H, D)
+    assert after.head_size == rank
+    assert after.scale == pytest.approx(before.scale, rel=1e-6)
+    assert (after.x.name, after.steps[0].value.name) == ("x", "mask")  # type: ignore[union-attr]
+    assert (after.content is not None) == (layout != "no query bias")
+
+
+def test_shared_dimensions_are_no_positions() -> None:
+    block = only(collaborate(attention(), 5))
+    assert (block.position, block.q.turns) == ("none", ())
+
+
+def test_factors_survive_the_way_into_the_graph_and_back() -> None:
+    factors = factor(only(attention()), 5)
+    after = only(collaborate(attention(), 5))
+    assert after.content is not None
+    np.testing.assert_allclose(after.q.matrix(), factors.query, atol=1e-6)
+    np.testing.assert_allclose(after.k.matrix(), factors.key, atol=1e-6)
+    np.testing.assert_allclose(after.q.gain, factors.mixing, atol=1e-6)
+    np.testing.assert_allclose(after.content.matrix().T, factors.content, atol=1e-6)
+
+
+def test_true_cost_is_read_back() -> None:
+    """S(2DR + 2DHV) + SHR + SDH for the content + S^2 H(R + V), with S = 7."""
+    rank, S, V = 5, 7, 2
+    model = collaborate(attention(), rank)
+    block = only(model)
+    macs, uncounted = macs_at(
+        interpret(model, bind_axes(model.graph, batch=1, sequence=S)), block.nodes
+    )
+    projections = S * (2 * D * rank + 2 * D * H * V)
+    assert uncounted == ()
+    assert macs == projections + S * H * rank + S * D * H + S * S * H * (rank + V)
+
+
+@pytest.mark.parametrize("scale", [0.05, 1.0, 2.0])
+@pytest.mark.parametrize("rank", [4, EXACT])
+def test_scale_is_the_graphs_own_whatever_the_rank(scale: float, rank: int) -> None:
+    """Recomputed as 1/sqrt(R), 1/sqrt(R/H) or 1/sqrt(K), it would be none of these."""
+    constants = {"scale": np.float32(scale)}
+    model = collaborate(attention(constants=constants), rank)
+    assert only(model).scale == pytest.approx(scale, rel=1e-6)
+    if rank == EXACT:
+        arrays = feeds(model)
+        expected = run(attention(constants=constants), arrays)
+        np.testing.assert_allclose(run(model, arrays), expected, atol=1e-4, rtol=0)
+
+
+def test_error_falls_as_the_rank_grows() -> None:
+    original = attention()
+    arrays = feeds(original)
+    expected = run(original, arrays)
+    errors = [
+        float(np.linalg.norm(run(collaborate(attention(), rank), arrays) - expected))
+        for rank in (1, 4, 8, EXACT)
+    ]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[0] > 10 * errors[-1]
+    assert errors[-1] <= 1e-4
+
+
+def test_key_bias_is_dropped_and_query_bias_becomes_content() -> None:
+    """v_h = W_K^h b_Q^h (eq. 3); b_K is nowhere, and the output is the same within 1e-4."""
+    block = only(attention())
+    factors = factor(block, EXACT)
+    expected = np.einsum("hek,hk->he", block.k.heads(), block.q.offset)
+    np.testing.assert_allclose(factors.content, expected, atol=1e-6)
+    model = collaborate(attention())
+    assert {"bq", "bk", "Wq", "Wk"}.isdisjoint(model.graph.initializers)
+    assert {"bv", "Wv", "bo", "Wo"} <= set(model.graph.initializers)
+
+
+def test_without_query_bias_there_is_no_content() -> None:
+    model = collaborate(attention(**READ["no query bias"]))
+    assert only(model).content is None
+    assert not any("content" in name for name in model.graph.initializers)
+
+
+def test_ranks_may_differ_from_layer_to_layer() -> None:
+    model = two_layers()
+    blocks, _ = find_attention(model)
+    ranks = {block.name: rank for block, rank in zip(blocks, (4, EXACT), strict=True)}
+    Collaborate({block.name: factor(block, ranks[block.name]) for block in blocks})(model)
+    read = read_attention(model)
+    assert {block.name: block.head_size for block in read.blocks} == ranks
+    assert read.misses == ()
+
+
+def test_one_layer_of_two_may_be_left_alone() -> None:
+    model, original = two_layers(), two_layers()
+    first = find_attention(model)[0][0]
+    Collaborate({first.name: factor(first, EXACT)})(model)
+    assert [block.form for block in find_attention(model)[0]] == ["collaborative", "standard"]
+    arrays = feeds(original)
+    np.testing.assert_allclose(run(model, arrays), run(original, arrays), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("rank", [0, -1, EXACT + 1])
+def test_rank_out_of_range_is_refused(rank: int) -> None:
+    said = rf"a shared dimension of {rank}: expected 1 to 12 \(3 heads x 4\)"
+    with pytest.raises(InvalidArgument, match=said):
+        factor(only(attention()), rank)
+
+
+def test_packed_values_get_a_product_of_their_own() -> None:
+    model = collaborate(attention(q=SPLIT["Split"], **PACKED_PARTS), 5)
+    assert "Wqkv" not in model.graph.initializers
+    block = only(model)
+    np.testing.assert_allclose(block.v.matrix(), weights()["Wqkv"][:, 24:], atol=1e-6)
+
+
+def test_cross_attention_is_rewritten_on_both_sides() -> None:
+    def cross() -> ir.Model:
+        return attention(
+            inputs=f"float[batch, sequence, {D}] x, float[batch, memory, {D}] y",
+            k="\n k0 = MatMul(y, Wk)\n k1 = Add(k0, bk)\n k2 = Reshape(k1, heads)"
+            "\n kT = Transpose <perm = [0, 2, 3, 1]> (k2)",
+            v="\n v0 = MatMul(y, Wv)\n v2 = Reshape(v0, v_heads)"
+            "\n v = Transpose <perm = [0, 2, 1, 3]> (v2)",
+            mask="\n m = Identity(s)",
+        )
+
+    model = collaborate(cross())
+    assert (only(model).kind, only(model).form) == ("cross", "collaborative")
+    rng = np.random.default_rng(0)
+    arrays = {
+        "x": rng.standard_normal((2, 7, D)).astype(np.float32),
+        "y": rng.standard_normal((2, 3, D)).astype(np.float32),
+    }
+    np.testing.assert_allclose(run(model, arrays), run(cross(), arrays), atol=1e-4, rtol=0)
+
+
+def test_boolean_mask_is_untouched() -> None:
+    parts = {"mask": "\n m = Where(mask, s, low)"}
+    inputs = f"float[batch, sequence, {D}] x, {BOOL_MASK}"
+    original, model = (attention(inputs=inputs, **parts) for _ in range(2))
+    collaborate(model)
+    arrays = feeds(original)
+    np.testing.assert_allclose(run(model, arrays), run(original, arrays), atol=1e-4, rtol=0)
+
+
+def test_half_precision_stays_half_precision() -> None:
+    half = {n: a.astype(np.float16) for n, a in weights().items() if n[0] in "Wbs"}
+
+    def model() -> ir.Model:
+        return attention(
+            inputs=f"float16[batch, sequence, {D}] x, float16[batch, 1, 1, sequence] mask",
+            output_type=f"float16[batch, sequence, {D}] out",
+            constants=half,
+        )
+
+    original, rewritten = model(), collaborate(model())
+    x = np.random.default_rng(0).standard_normal((2, 7, D)).astype(np.float16)
+    arrays = {"x": x, "mask": np.zeros((2, 1, 1, 7), np.float16)}
+    got, expected = run(rewritten, arrays), run(original, arrays)
+    assert got.dtype == np.float16
+    np.testing.assert_allclose(got.astype(float), expected.astype(float), atol=2e-2, rtol=0)
+
+
+REFUSED = {
+    "scores of five axes": (
+        {"mask": "\n s5 = Unsqueeze(s, a0)\n m5 = Add(s5, mask)\n m = Squeeze(m5, a0)"},
+        "its scores are laid out in an order that is not followed",
+    ),
+    "capped scores": (
+        {"mask": "\n capped = Tanh(s)\n m = Add(capped, mask)"},
+        "its logits are capped or weighted before the softmax, so the key bias counts",
+    ),
+    "weighted scores": (
+        {"mask": "\n m = Mul(s, mask)"},
+        "its logits are capped or weighted before the softmax, so the key bias counts",
+    ),
+    "a floor that softmax does not ignore": (
+        {"mask": "\n m = Max(s, weak)"},
+        "its mask fills in scores that softmax does not ignore",
+    ),
+    "a bias made of the queries": (
+        {"mask": "\n sizes = ReduceSum <keepdims = 1> (q, last)\n m = Add(s, sizes)"},
+        "its position bias is computed from its own queries or keys",
+    ),
+    "q/k norm": (
+        {"scores": "\n q9 = LayerNormalization(q, ones)\n s0 = MatMul(q9, kT)"
+                   "\n s = Mul(s0, scale)"},
+        "q/k norm stands between the projections and the scores",
+    ),
+    "scores that are an output": (
+        {"mask": "\n m = Add(s, mask)\n shown = Identity(s)"},
+        "its scores are read by more than the softmax",
+    ),
+    "a mask that softmax does not ignore": (
+        {"mask": "\n hidden = Less(mask, zero)\n m = Where(hidden, weak, s)"},
+        "its mask fills in scores that softmax does not ignore",
+    ),
+    "one key head for all": (
+        {"k": "\n k0 = MatMul(x, Wk1)\n k2 = Reshape(k0, one_head)"
+              "\n kT = Transpose <perm = [0, 2, 3, 1]> (k2)"},
+        "its key heads are grouped",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_rewrite_is_refused_where_it_would_not_be_exact(case: str) -> None:
+    parts, reason = REFUSED[case]
+    outputs = f"float[batch, sequence, {D}] out"
+    if "shown" in str(parts):
+        outputs += f", float[batch, {H}, sequence, sequence] shown"
+    constants = LAID_OUT | {"ones": np.ones(K, np.float32)}
+    model = attention(output_type=outputs, constants=constants, **parts)
+    (block,), _ = find_attention(model)
+    assert reason in why_not(block)
+    with pytest.raises(CannotRewrite, match=reason):
+        Collaborate({block.name: factor(replace_heads(block), 4)})(model)
+
+
+def replace_heads(block: AttentionBlock) -> AttentionBlock:
+    """A block whose keys are as many as its queries, so that factors can be made at all."""
+    return replace(block, k=replace(block.q, offset=block.k.offset))
+
+
+def test_flattened_tokens_are_refused() -> None:
+    """Layers that keep (B*S, D) throughout have no (B, S, D) value to read."""
+    model = attention(
+        inputs=f"float[6, {D}] x, float[2, 1, 1, 3] mask",
+        output_type=f"float[6, {D}] out",
+        constants={
+            "heads": np.array([2, 3, H, K], np.int64),
+            "v_heads": np.array([2, 3, H, 2], np.int64),
+            "merge": np.array([6, 6], np.int64),
+        },
+    )
+    assert why_not(only(model)) == "its tokens are not laid out as (batch, sequence, size)"
+
+
+def test_second_time_and_unknown_names_are_refused() -> None:
+    model = collaborate(attention(), 5)
+    block = only(model)
+    with pytest.raises(CannotRewrite, match="its heads are collaborative already"):
+        Collaborate({block.name: factor(block, 4)})(model)
+    with pytest.raises(CannotRewrite, match="layer_9: no attention has this name"):
+        Collaborate({"layer_9": factor(only(attention()), 4)})(attention())
+
+
+def test_fused_operator_is_decomposed_first() -> None:
+    operator = "Attention <scale = 0.37> (q, k, v, mask)"
+    parts = {
+        **FUSED,
+        "k": PARTS["k"].replace("kT", "k").replace("0, 2, 3, 1", "0, 2, 1, 3"),
+        "context": PARTS["context"].replace("MatMul(p, v)", operator),
+    }
+    inputs = f"float[batch, sequence, {D}] x, bool[batch, 1, sequence, sequence] mask"
+    original, model = (attention(opset=23, inputs=inputs, **parts) for _ in range(2))
+    block = only(model)
+    assert why_not(block) == INSIDE_OPERATOR
+    DecomposeAttention(frozenset({block.name}))(model)
+    collaborate(model)
+    assert (only(model).name, only(model).form) == (block.name, "collaborative")
+    assert only(model).scale == pytest.approx(SCALE, rel=1e-6)
+    arrays = feeds(original)
+    np.testing.assert_allclose(run(model, arrays), run(original, arrays), atol=1e-4, rtol=0)
+
+
+def test_graph_in_text_before_and_after() -> None:
+    """The rewritten graph reads like equation 7: two shared products, and M in between."""
+    model = collaborate(attention(**READ["no query bias"]), 5)
+    nodes = [f"{node.op_type} -> {node.outputs[0].name}" for node in model.graph]
+    name = "attention_0/collaborative"
+    assert nodes == [
+        "MatMul -> v0",
+        "Add -> v1",
+        "Reshape -> v2",
+        "Transpose -> v",
+        f"MatMul -> {name}/query",
+        f"Mul -> {name}/scaled_query",
+        f"Reshape -> {name}/query_tokens",
+        f"Mul -> {name}/mixed_query",
+        f"MatMul -> {name}/key",
+        f"Reshape -> {name}/key_tokens",
+        f"Transpose -> {name}/shared_key",
+        f"MatMul -> {name}/scores",
+        "Add -> m",
+        "Softmax -> p",
+        "MatMul -> c0",
+        "Transpose -> c1",
+        "Reshape -> c",
+        "MatMul -> o",
+        "Add -> out",
+    ]
+
+
+def test_parameters_fall_by_what_equation_7_says() -> None:
+    before, after = model_cost(attention()), model_cost(collaborate(attention(), 4))
+    gone = 2 * D * H * K + 2 * H * K  # W_Q, W_K and their biases
+    new = 2 * D * 4 + H * 4 + H * D  # W~Q, W~K, M and v
+    assert before.parameters - after.parameters == gone - new
+
+
+@pytest.mark.slow
+def test_minilm_at_full_rank_is_minilm(minilm_export: Callable[[str, str, int], Path]) -> None:
+    path = minilm_export("sdpa", "torchscript", 17) / "model.onnx"
+    original, model = ir.load(path), ir.load(path)
+    collaborate(model, 384)
+    ids = np.random.default_rng(0).integers(1000, 9000, (2, 9))
+    arrays = {name.name or "": np.ones_like(ids) for name in original.graph.inputs}
+    arrays["input_ids"] = ids
+    np.testing.assert_allclose(run(model, arrays), run(original, arrays), atol=1e-4, rtol=0)
+
+
+# Sparse mixing
+
+
+def sparse(model: ir.Model, rank: int, head_size: int, mixing: Any = "sparse") -> ir.Model:
+    blocks, _ = find_attention(model)
+    factors = {b.name: factor(b, rank, head_size=head_size) for b in blocks}
+    return Collaborate(factors, mixing=mixing)(model).model
+
+
+@pytest.mark.parametrize("layout", APPLIES)
+def test_sparse_mixing_of_all_dimensions_changes_nothing(layout: str) -> None:
+    original = attention(constants=LAID_OUT, **APPLIES[layout])
+    rewritten = sparse(attention(constants=LAID_OUT, **APPLIES[layout]), EXACT, K)
+    arrays = feeds(original)
+    np.testing.assert_allclose(run(rewritten, arrays), run(original, arrays), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("rank", [5, EXACT])
+@pytest.mark.parametrize("layout", APPLIES)
+def test_dense_and_sparse_emission_compute_the_same(layout: str, rank: int) -> None:
+    """Gathered (R = 5 for 9 entries) and side by side: outputs within 1e-5."""
+    made = [
+        sparse(attention(constants=LAID_OUT, **APPLIES[layout]), rank, 3, mixing)
+        for mixing in ("dense", "sparse")
+    ]
+    arrays = feeds(made[0])
+    np.testing.assert_allclose(run(made[1], arrays), run(made[0], arrays), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("rank", "form"), [(5, "sparse"), (EXACT, "standard")])
+@pytest.mark.parametrize("layout", ["plain", "no query bias", "packed by Split"])
+def test_sparse_heads_are_read_back_as_attention(layout: str, rank: int, form: str) -> None:
+    """Three dimensions and the content make heads of size four; padding is read as nothing."""
+    before = only(attention(**APPLIES[layout]))
+    model = sparse(attention(**APPLIES[layout]), rank, 3)
+    after = only(model)
+    assert (after.form, after.num_heads, after.input_size) == (form, H, D)
+    assert after.head_size == (3 if layout == "no query bias" else 4)
+    assert after.content is None and after.scale == pytest.approx(before.scale, rel=1e-6)
+    blocks, misses = (reading := read_attention(model)).blocks, reading.misses
+    assert len(blocks) == 1 and not misses
+    gathers = [node for node in model.graph if node.op_type == "Gather" and "/coll" in node.name]
+    assert len(gathers) == (2 if form == "sparse" else 0)
+
+
+def test_heads_of_many_dimensions_are_padded_for_fused_kernels() -> None:
+    """10 dimensions a head and the content: 16, a multiple of 8, and no head outgrows that."""
+    rng = np.random.default_rng(2)
+    mixing = np.where(rng.random((3, 12)) < 0.8, 1.0, 0.0)
+    content = np.ones((3, 4))
+    made = CollaborativeFactors(np.ones((4, 12)), np.ones((4, 12)), mixing, content, 0.1, 1)
+    assert padded_head_size(made) == 16
+    assert [most_read(size, 32) for size in (3, 7, 8, 10, 15, 16, 31, 32)] == [
+        3, 7, 15, 15, 15, 23, 31, 32,
+    ]  # fmt: skip
+
+
+def test_sparse_mixing_costs_what_it_says() -> None:
+    """S(2DR + D) for q and k, D H for the content, S H K' to mix, S^2 H (K' + V) with K' = 4."""
+    rank, S, V = 5, 7, 2
+    model = sparse(attention(), rank, 3)
+    facts = interpret(model, bind_axes(model.graph, batch=1, sequence=S))
+    macs, uncounted = macs_at(facts, only(model).nodes)
+    assert uncounted == ()
+    read = S * (2 * D * rank + D + D * H) + S * H * 4
+    assert macs == read + S * 2 * D * H * V + S * S * H * (4 + V)
+
+
+@pytest.mark.parametrize("rewrite", [rewrites.prune, rewrites.collaborate, rewrites.truncate])
+def test_sparse_heads_are_not_rewritten_again(rewrite: Any) -> None:
+    assert "its heads are collaborative" in rewrite(only(sparse(attention(), 5, 3)))

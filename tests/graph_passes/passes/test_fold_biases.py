@@ -1,0 +1,146 @@
+"""FoldBiases: additions of post-norm encoders that a norm before can do as well."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from graph_passes.passes.fold_biases import FoldBiases
+from tests.graph_passes.graphs import D, feeds, graph, run, text_of
+
+INPUTS = f"float[batch, sequence, {D}] x"
+LAYER = """
+ r = LayerNormalization(x, gain, beta)
+ z = MatMul(r, W)
+ hidden = Add(z, c)
+ act = Relu(hidden)
+ p = MatMul(act, V)
+ made = Add(p, b)
+ out = Add(made, r)"""
+TOLERANCE = 1e-5
+"""Of float32 sums of some dozen products, in another order."""
+
+
+def build(body: str, **more: np.ndarray) -> ir.Model:
+    random = np.random.default_rng(0)
+    constants = {name: random.standard_normal(D).astype(np.float32)
+                 for name in ("gain", "beta", "c", "b")}  # fmt: skip
+    constants |= {name: random.standard_normal((D, D)).astype(np.float32) for name in ("W", "V")}
+    constants = {name: array for name, array in constants.items() if name in body}
+    return graph(body, inputs=INPUTS, constants=constants | more)
+
+
+def operators(model: ir.Model) -> Counter[str]:
+    return Counter(node.op_type for node in model.graph)
+
+
+def changed(body: str, **more: np.ndarray) -> ir.Model:
+    """After the pass, which must not change what is computed."""
+    model = build(body, **more)
+    arrays = feeds(model)
+    before = run(model, arrays)
+    assert FoldBiases()(model).modified
+    np.testing.assert_allclose(run(model, arrays), before, rtol=TOLERANCE, atol=10 * TOLERANCE)
+    return model
+
+
+def test_the_norm_adds_it_and_the_next_map_takes_it_off_again():
+    model = changed(LAYER)
+    assert operators(model) == Counter(LayerNormalization=1, MatMul=2, Relu=1, Add=2)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("made = Add(p, b)", "made = Add(b, p)"),
+        ("out = Add(made, r)", "out = Add(r, made)"),
+        ("hidden = Add(z, c)", "hidden = Add(c, z)"),
+        ("LayerNormalization(x, gain, beta)", "LayerNormalization(x, gain)"),
+        ("r = LayerNormalization(x, gain, beta)", "n = Sigmoid(x)\n r = Add(n, beta)"),
+        ("act = Relu(hidden)", "s = Shape(r)\n act = Expand(hidden, s)"),
+    ],
+    ids=["bias first", "residual first", "other bias first", "a norm without a shift",
+         "a norm in parts", "its shape is read"],
+)  # fmt: skip
+def test_however_it_is_written(old: str, new: str):
+    body = LAYER.replace(old, new)
+    assert operators(changed(body))["Add"] == operators(build(body))["Add"] - 1
+
+
+def test_every_map_that_reads_the_norm_is_corrected():
+    body = LAYER.replace(
+        " act = Relu(hidden)",
+        """
+ z2 = MatMul(r, V)
+ hidden2 = Add(z2, beta)
+ both = Mul(hidden, hidden2)
+ act = Relu(both)""",
+    )
+    assert operators(changed(body))["Add"] == 3
+
+
+def test_a_fused_attention_takes_the_correction_into_its_bias():
+    body = """
+ r = LayerNormalization(x, gain, beta)
+ act = com.microsoft.Attention<num_heads = 2>(r, W, c)
+ p = MatMul(act, V)
+ made = Add(p, b)
+ out = Add(made, r)"""
+    random = np.random.default_rng(1)
+    wide = {"W": random.standard_normal((D, 3 * D)).astype(np.float32),
+            "c": random.standard_normal(3 * D).astype(np.float32)}  # fmt: skip
+    assert operators(changed(body, **wide))["Add"] == 1
+
+
+def test_layers_one_after_the_other():
+    second = LAYER.replace("LayerNormalization(x,", "LayerNormalization(out1,")
+    for name in ("r", "z", "hidden", "act", "p", "made"):
+        second = second.replace(f"{name} =", f"{name}2 =").replace(f"({name},", f"({name}2,")
+        second = second.replace(f", {name})", f", {name}2)").replace(f"({name})", f"({name}2)")
+    assert operators(changed(LAYER.replace("out =", "out1 =") + second))["Add"] == 4
+
+
+def test_constants_that_others_read_stay_as_they_are():
+    """The same vector is the shift of the norm, the bias of the map and what is folded."""
+    body = LAYER.replace("beta", "b").replace("(z, c)", "(z, b)")
+    changed(body)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("z = MatMul(r, W)", "turned = Relu(r)\n z = MatMul(turned, W)"),
+        ("hidden = Add(z, c)", "hidden = Identity(z)"),
+        ("act = Relu(hidden)", "act = Add(hidden, z)"),
+        ("made = Add(p, b)", "made = Mul(p, b)"),
+        ("act = Relu(hidden)", "more = Add(r, x)\n act = Add(hidden, more)"),
+        ("out = Add(made, r)", "twice = Add(made, made)\n out = Add(twice, r)"),
+        ("out = Add(made, r)", "out = Add(made, x)"),
+        ("r = LayerNormalization(x, gain, beta)", "r = Relu(x)"),
+    ],
+    ids=["something else reads the norm", "no bias to correct", "the product is read twice",
+         "no bias", "the norm is added elsewhere", "what is made is read twice",
+         "the residual is no norm", "nothing shifts the residual"],
+)  # fmt: skip
+def test_near_misses_are_left_alone(old: str, new: str):
+    model = build(LAYER.replace(old, new))
+    before = text_of(model)
+    assert not FoldBiases()(model).modified
+    assert text_of(model) == before
+
+
+def test_a_norm_that_is_an_output_is_left_alone():
+    model = build(LAYER)
+    norm = next(node for node in model.graph if node.op_type == "LayerNormalization")
+    model.graph.outputs.append(norm.outputs[0])
+    assert not FoldBiases()(model).modified
+
+
+def test_done_twice_is_done_once():
+    model = changed(LAYER)
+    before = text_of(model)
+    assert not FoldBiases()(model).modified
+    assert text_of(model) == before

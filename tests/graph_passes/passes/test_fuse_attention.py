@@ -1,0 +1,899 @@
+"""FuseAttention: one operator computes what its parts did, for each query that sees a key."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from attnserve.checks.certify import read_attention
+from attnserve.models.artifact import load_model
+from attnserve.models.opset import raise_opset
+from attnserve.runtime.session import open_session
+from graph_passes.analysis.cost import model_cost
+from graph_passes.analysis.shapes import interpret_small
+from graph_passes.blocks import AttentionBlock, Causal, PositionBias
+from graph_passes.errors import CannotRewrite, InvalidArgument
+from graph_passes.matching.find import find_attention
+from graph_passes.passes.collaborate import Collaborate, factor
+from graph_passes.passes.fuse_attention import LOW, OPSETS, Form, FuseAttention, why_not
+from graph_passes.passes.prune_heads import PruneHeads
+from graph_passes.passes.reuse_attention import ReuseAttention
+from tests import architectures
+from tests.architectures import ARCHITECTURES, Cell
+from tests.graph_passes.graphs import (
+    BOOL_MASK,
+    FLOAT_MASK,
+    PARTS,
+    PLAIN_INPUT,
+    D,
+    H,
+    K,
+    V,
+    attention,
+    feeds,
+    graph,
+    layers,
+    masked,
+    only,
+    run,
+    text_of,
+    weights,
+)
+from tests.graph_passes.matching.test_find import LAID_OUT, NO_PROJECTION
+from tests.graph_passes.matching.test_operators import READ as OPERATORS
+from tests.graph_passes.passes.test_collaborate import APPLIES
+from tests.graph_passes.passes.test_decompose_attention import any_feeds
+from tests.graph_passes.passes.test_prune_heads import CASES as MASKED
+from tests.graph_passes.passes.test_prune_heads import HALF, MEMORY, OPERANDS, ROTARY, SHARED, cross
+
+EXACT = 1e-5
+"""Fused is the same but for the order of sums."""
+
+NAME = "attention_0"
+FORMS: tuple[Form, ...] = get_args(Form)
+IDIOM = {
+    "attention": "microsoft_attention", "multi_head": "multi_head_attention",
+    "merged": "multi_head_attention", "onnx": "attention_operator",
+}  # fmt: skip
+OPERATOR = {
+    "attention": "Attention", "multi_head": "MultiHeadAttention", "merged": "MultiHeadAttention",
+    "onnx": "Attention",
+}  # fmt: skip
+both = pytest.mark.parametrize("form", FORMS)
+of_microsoft = pytest.mark.parametrize("form", [form for form in FORMS if form != "onnx"])
+PRODUCTS = {"attention": 0, "multi_head": 3, "merged": 1, "onnx": 3}
+"""Of queries, keys and values, beside the operator."""
+
+
+def raised(model: ir.Model, form: Form) -> ir.Model:
+    """In an opset that has the operators of a form."""
+    raise_opset(model, OPSETS.get(form, 0))
+    return model
+
+
+def fuse(model: ir.Model, form: Form, *names: str) -> ir.Model:
+    """Every block, or these, once the opset has the operator."""
+    found = names or tuple(block.name for block in find_attention(model)[0])
+    raised(model, form)
+    result = FuseAttention(dict.fromkeys(found, form))(model)
+    assert result.modified
+    return result.model
+
+
+def operators(model: ir.Model) -> list[ir.Node]:
+    nodes = ir.traversal.RecursiveGraphIterator(model.graph)
+    return [n for n in nodes if n.op_type in OPERATOR.values()]
+
+
+def biases(model: ir.Model) -> list[ir.Value | None]:
+    """What is added to the scores, operator by operator."""
+    found: list[ir.Value | None] = []
+    for node in operators(model):
+        place = 5 if node.domain else 3
+        found.append(node.inputs[place] if len(node.inputs) > place else None)
+    return found
+
+
+def reason(model: ir.Model, form: Form) -> str:
+    """Why the one block of a model cannot be fused."""
+    (block,), _ = find_attention(model)
+    return why_not(block, form, interpret_small(model, batch=2, sequence=5))
+
+
+def assert_same_block(after: AttentionBlock, before: AttentionBlock, form: Form) -> None:
+    assert (after.name, after.idiom, after.form) == (before.name, IDIOM[form], "standard")
+    assert (after.num_heads, after.num_kv_heads) == (before.num_heads, before.num_kv_heads)
+    assert (after.head_size, after.v_head_size) == (before.head_size, before.v_head_size)
+    assert after.scale == pytest.approx(before.scale, rel=1e-6)
+    assert (after.kind, after.position) == (before.kind, before.position)
+
+
+def assert_fused(
+    build: Callable[[], ir.Model],
+    form: Form,
+    arrays: Mapping[str, np.ndarray] | None = None,
+    atol: float = EXACT,
+) -> ir.Model:
+    """The same output, in one operator, which is read back under the same name and certified."""
+    before, arrays = only(build()), feeds(build()) if arrays is None else arrays
+    model = fuse(build(), form)
+    assert [node.op_type for node in operators(model)] == [OPERATOR[form]]
+    assert "Softmax" not in {node.op_type for node in model.graph}
+    expected, got = run(build(), arrays), run(model, arrays)
+    assert got.dtype == expected.dtype
+    np.testing.assert_allclose(got, expected, atol=atol, rtol=atol)
+    assert_same_block(only(model), before, form)
+    return model
+
+
+# ---- what is fused ------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("layout", [name for name in APPLIES if name not in NO_PROJECTION])
+def test_every_layout_becomes_one_operator(layout: str, form: Form) -> None:
+    assert_fused(lambda: attention(constants=LAID_OUT, **APPLIES[layout]), form)
+
+
+FUSED_MASKS = (
+    "no mask", "boolean mask kept", "boolean mask forbidden", "mask of two axes", "subtracted mask",
+    "mask by head", "ALiBi: a slope a head", "T5: a bias for every head, query and key",
+    "a bias of three axes",
+)  # fmt: skip
+
+
+@both
+@pytest.mark.parametrize("case", FUSED_MASKS)
+def test_masks_and_biases_become_one_bias(case: str, form: Form) -> None:
+    """(B or 1, H or 1, S, T), and none where there was none."""
+    inputs, parts = MASKED[case]
+    model = assert_fused(
+        lambda: attention(inputs=inputs, constants=OPERANDS | ROTARY, **parts), form
+    )
+    (bias,) = biases(model)
+    assert (bias is None) == (case == "no mask")
+    if bias is not None:
+        shape = interpret_small(model, batch=2, sequence=5).shape(bias)
+        assert shape is not None and shape[0] in (1, 2) and shape[1] in (1, H)
+        assert shape[2:] == (5, 5)
+
+
+FROM_OPERATORS = {
+    name: form
+    for name, case in OPERATORS.items()
+    for form in FORMS
+    if case.runs and case.output and not case.past
+    if not reason(case.model(), form) and only(case.model()).idiom != IDIOM[form]
+}
+
+
+@pytest.mark.parametrize("name", FROM_OPERATORS)
+def test_one_operator_becomes_another(name: str) -> None:
+    """ai.onnx Attention, whose causal mask is an attribute, and ONNX Runtime's own."""
+    case = OPERATORS[name]
+    assert_fused(case.model, FROM_OPERATORS[name], any_feeds(case.model()))
+
+
+def test_most_operators_become_another() -> None:
+    """The test above is over what applies; it must not be nothing."""
+    assert {name.split(":")[0] for name in FROM_OPERATORS} == {
+        "ai.onnx", "Attention", "MultiHeadAttention",
+    }  # fmt: skip
+    assert len(FROM_OPERATORS) > 25
+
+
+def test_causal_mask_is_an_attribute_of_ai_onnx_too() -> None:
+    case = OPERATORS["MultiHeadAttention: unidirectional"]
+    model = assert_fused(case.model, "onnx", any_feeds(case.model()))
+    (node,) = operators(model)
+    assert node.attributes.get_int("is_causal", 0) == 1
+    assert biases(model) == [None]
+
+
+@of_microsoft
+def test_causal_mask_is_an_attribute_and_no_bias(form: Form) -> None:
+    case = OPERATORS["ai.onnx: causal"]
+    model = assert_fused(case.model, form, any_feeds(case.model()))
+    (node,) = operators(model)
+    assert node.attributes.get_int("unidirectional", 0) == 1
+    assert biases(model) == [None]
+    assert only(model).steps == (Causal(ends_together=True),)
+
+
+def test_cross_attention_has_two_lengths() -> None:
+    rng = np.random.default_rng(0)
+    arrays = {n: rng.standard_normal((2, t, D)).astype(np.float32) for n, t in (("x", 7), ("y", 4))}
+    parts = {**cross(), "mask": PARTS["mask"]}
+    arrays["mask"] = np.where(rng.random((2, 1, 1, 4)) < 0.7, 0, -1e9).astype(np.float32)
+    arrays["mask"][..., 0] = 0
+
+    def build() -> ir.Model:
+        inputs = f"{PLAIN_INPUT}, {MEMORY}, float[batch, 1, 1, memory] mask"
+        return attention(inputs=inputs, **parts)
+
+    assert_fused(build, "multi_head", arrays)
+    with pytest.raises(CannotRewrite, match="not projected from the same tokens"):
+        fuse(build(), "attention")
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(5, 5), (3, 6), (6, 3)])
+def test_causal_cross_attention_is_a_bias(queries: int, keys: int) -> None:
+    """What the operator makes of two lengths is its own affair."""
+    case = OPERATORS["ai.onnx: cross attention"]
+    case = replace(case, body=case.body.replace("kv_num", "is_causal = 1, kv_num"))
+    rng = np.random.default_rng(0)
+    arrays = {
+        name: rng.standard_normal((2, length, D)).astype(np.float32)
+        for name, length in (("x", queries), ("y", keys))
+    }
+    model = assert_fused(case.model, "multi_head", arrays)
+    assert "unidirectional" not in operators(model)[0].attributes
+    assert None not in biases(model)
+
+
+@both
+def test_values_that_are_scaled(form: Form) -> None:
+    """Their bias too; the operator has no factor for them."""
+    parts = {"v": PARTS["v"].replace("v = T", "v9 = T") + "\n        v = Mul(v9, inverse)"}
+    assert_fused(lambda: attention(**parts), form)
+
+
+@both
+def test_heads_that_were_pruned(form: Form) -> None:
+    """Two heads of three, then one."""
+    for mask in ((1, 0, 1), (0, 1, 0)):
+
+        def build(mask: tuple[int, ...] = mask) -> ir.Model:
+            return PruneHeads({NAME: mask})(attention()).model
+
+        model = assert_fused(build, form)
+        expected = run(masked(attention(), {NAME: mask}), feeds(attention()))
+        np.testing.assert_allclose(run(model, feeds(attention())), expected, atol=EXACT, rtol=EXACT)
+
+
+@both
+@pytest.mark.parametrize("same", [(), SHARED], ids=["weights of their own", "shared weights"])
+def test_truncated_heads_are_ordinary_heads(same: tuple[str, ...], form: Form) -> None:
+    """What a query bias is worth to each key is one more dimension, whose query is constant."""
+
+    def build() -> ir.Model:
+        model = layers(2, same=same)
+        blocks, _ = find_attention(model)
+        sizes = {block.name: factor(blocks[0] if same else block, 2 * H, head_size=2)
+                 for block in blocks}  # fmt: skip
+        shared = next(iter(sizes.values()))
+        sizes = dict.fromkeys(sizes, shared) if same else sizes
+        return Collaborate(sizes, mixing="sparse")(model).model
+
+    model, arrays = fuse(build(), form), feeds(build())
+    np.testing.assert_allclose(run(model, arrays), run(build(), arrays), atol=EXACT, rtol=EXACT)
+    reading = read_attention(model)
+    assert reading.misses == ()
+    assert [(b.idiom, b.head_size, b.v_head_size) for b in reading.blocks] == [
+        (IDIOM[form], 3, V)
+    ] * 2
+
+
+@both
+@pytest.mark.parametrize("mask_type", ["float16", "float"])
+def test_half_precision(mask_type: str, form: Form) -> None:
+    """Within 2e-2, which is the rounding of half precision."""
+    cast = "\n s32 = Cast <to = 1> (s)\n m = Add(s32, mask)"
+    softmax = "\n p32 = Softmax <axis = -1> (m)\n p = Cast <to = 10> (p32)"
+
+    def build() -> ir.Model:
+        return attention(
+            inputs=f"float16[batch, sequence, {D}] x, {mask_type}[batch, 1, 1, sequence] mask",
+            output_type=f"float16[batch, sequence, {D}] out",
+            constants=HALF,
+            **({"mask": cast, "softmax": softmax} if mask_type == "float" else {}),
+        )
+
+    model = assert_fused(build, form, atol=2e-2)
+    (node,) = operators(model)
+    assert {v.dtype for v in node.inputs if v and v.dtype} == {ir.DataType.FLOAT16}
+
+
+@both
+def test_bfloat16_is_written_too_and_certified(form: Form) -> None:
+    """No CPU runs the operator in bfloat16: the certificate runs its reading beside the reference.
+
+    What hides a key is finite there, and survives a second one of its kind.
+    """
+    bfloat16 = {key: array.astype(ml_dtypes.bfloat16) if array.dtype == np.float16 else array
+                for key, array in HALF.items()}  # fmt: skip
+    model = fuse(
+        attention(
+            inputs=f"bfloat16[batch, sequence, {D}] x, bool[batch, 1, 1, sequence] mask",
+            output_type=f"bfloat16[batch, sequence, {D}] out",
+            constants=bfloat16 | {"low": np.array(-1e38, ml_dtypes.bfloat16)},
+            mask="\n hidden = Not(mask)\n m = Where(hidden, low, s)",
+        ),
+        form,
+    )
+    (node,) = operators(model)
+    assert {v.dtype for v in node.inputs if v and v.dtype} == {ir.DataType.BFLOAT16}
+    reading = read_attention(model)
+    assert [block.idiom for block in reading.blocks] == [IDIOM[form]] and not reading.misses
+    assert np.isfinite(2 * np.float32(np.array(LOW[ir.DataType.BFLOAT16], ml_dtypes.bfloat16)))
+
+
+def test_tokens_that_are_the_output_of_another_attention() -> None:
+    """No residual between the two: the second reads what the first made."""
+    made = re.findall(r"^\s*(\w+) =", "".join(PARTS.values()), re.MULTILINE)
+    names = "|".join(sorted(made, key=len, reverse=True))
+    body = re.sub(rf"\b({names})\b", r"\1_0", "".join(PARTS.values()))
+    body += re.sub(r"\bx\b", "out_0", "".join(PARTS.values()))
+    for form in FORMS:
+        model, arrays = fuse(graph(body), form), feeds(graph(body))
+        assert len(operators(model)) == 2 and "Softmax" not in text_of(model)
+        np.testing.assert_allclose(run(model, arrays), run(graph(body), arrays), atol=EXACT, rtol=0)
+
+
+def test_attention_in_a_body_is_fused_there() -> None:
+    body = "".join(PARTS.values()).replace("out = Add", "done = Add")
+    text = f"""
+        out = If (choice) <
+            then_branch = yes () => (float[batch, sequence, {D}] out_then) {{{body}
+                out_then = Identity(done)
+            }},
+            else_branch = no () => (float[batch, sequence, {D}] out_else) {{
+                out_else = Identity(x)
+            }}>"""
+    model = fuse(graph(text, inputs=f"{PLAIN_INPUT}, {FLOAT_MASK}, bool choice"), "attention")
+    arrays = feeds(attention()) | {"choice": np.array(True)}
+    expected = run(attention(), feeds(attention()))
+    np.testing.assert_allclose(run(model, arrays), expected, atol=EXACT, rtol=EXACT)
+
+
+# ---- queries that see no key --------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("guarded", [False, True])
+@pytest.mark.parametrize("hidden", [-np.inf, float(np.finfo(np.float32).min), -1e9, -1e4])
+def test_hidden_keys_have_no_part_in_any_query_that_sees_one(
+    hidden: float, guarded: bool, form: Form
+) -> None:
+    """And queries that see none are finite: they attend to all keys, evenly for great numbers."""
+    safe = "\n p0 = Softmax <axis = -1> (m)\n nan = IsNaN(p0)\n p = Where(nan, zero, p0)"
+    parts = {"softmax": safe} if guarded else {}
+    mask = np.where(np.arange(7) < 4, 0, hidden) * np.ones((2, 1, 1, 1))
+    arrays = feeds(attention()) | {"mask": mask.astype(np.float32)}
+    arrays["mask"][1] = hidden
+    expected, model = run(attention(**parts), arrays), fuse(attention(**parts), form)
+    got = run(model, arrays)
+    np.testing.assert_allclose(got[0], expected[0], atol=EXACT, rtol=EXACT)
+    assert np.isfinite(got).all()
+    if hidden < -1e8:
+        w = weights()
+        even = (arrays["x"][1] @ w["Wv"] + w["bv"]).mean(axis=0) @ w["Wo"] + w["bo"]
+        np.testing.assert_allclose(got[1], np.broadcast_to(even, got[1].shape), atol=EXACT, rtol=0)
+    if np.isfinite(hidden):
+        np.testing.assert_allclose(got[1], expected[1], atol=EXACT, rtol=EXACT)
+
+
+@both
+def test_masks_that_add_up_beyond_all_floats(form: Form) -> None:
+    lowest = np.finfo(np.float32).min
+    arrays = feeds(attention())
+    arrays["mask"] = np.where(arrays["mask"] < 0, lowest, 0).astype(np.float32)
+    parts = {"mask": "\n m1 = Add(s, mask)\n m = Add(m1, mask)"}
+    model = fuse(attention(**parts), form)
+    np.testing.assert_allclose(
+        run(model, arrays), run(attention(**parts), arrays), atol=EXACT, rtol=EXACT
+    )
+    arrays["mask"][:] = lowest
+    assert np.isfinite(run(model, arrays)).all()
+
+
+@of_microsoft
+def test_causal_mask_and_a_query_whose_only_key_is_hidden(form: Form) -> None:
+    """Left padding: the operator adds its own mask to ours, and both together stay finite."""
+    case = OPERATORS["ai.onnx: mask and causal"]
+    arrays = any_feeds(case.model())
+    arrays["mask"][:] = True
+    arrays["mask"][0, ..., :2] = False
+    got = run(fuse(case.model(), form), arrays)
+    assert np.isfinite(got).all()
+    expected = run(case.model(), arrays)
+    np.testing.assert_allclose(got[0, 2:], expected[0, 2:], atol=EXACT, rtol=EXACT)
+    np.testing.assert_allclose(got[1], expected[1], atol=EXACT, rtol=EXACT)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_two_masks_and_a_score_have_room(dtype: ir.DataType) -> None:
+    low = np.array(LOW[dtype], dtype.numpy())
+    assert np.isfinite(low + low + dtype.numpy().type(-5000))
+    assert np.exp(low) == 0
+
+
+@both
+def test_boolean_mask_that_hides_everything_is_even(form: Form) -> None:
+    """Whatever number its graph fills in."""
+    for fill in ("low", "infinity"):
+        inputs, parts = f"{PLAIN_INPUT}, {BOOL_MASK}", {"mask": f"\n m = Where(mask, s, {fill})"}
+        model = fuse(attention(inputs=inputs, **parts), form)
+        arrays = feeds(model)
+        arrays["mask"][1] = False
+        got, w = run(model, arrays), weights()
+        even = (arrays["x"][1] @ w["Wv"] + w["bv"]).mean(axis=0) @ w["Wo"] + w["bo"]
+        np.testing.assert_allclose(got[1], np.broadcast_to(even, got[1].shape), atol=EXACT, rtol=0)
+
+
+# ---- layers -------------------------------------------------------------------------------------
+
+
+@both
+def test_layers_with_one_mask_have_one_bias(form: Form) -> None:
+    model, arrays = fuse(layers(3), form), feeds(layers(3))
+    assert len(operators(model)) == 3 and len(set(biases(model))) == 1
+    np.testing.assert_allclose(run(model, arrays), run(layers(3), arrays), atol=EXACT, rtol=EXACT)
+    blocks = read_attention(model).blocks
+    assert [block.name for block in blocks] == [f"attention_{index}" for index in range(3)]
+    assert (
+        len({step.value for b in blocks for step in b.steps if isinstance(step, PositionBias)}) == 1
+    )
+
+
+def test_lengths_of_two_names_that_must_be_one() -> None:
+    """The mask counts keys, by a name of their own, and the queries are as many."""
+    inputs = f"{PLAIN_INPUT}, float[batch, 1, 1, keys] mask"
+    model, arrays = fuse(layers(3, inputs=inputs), "attention"), feeds(layers(3))
+    assert len(set(biases(model))) == 1
+    np.testing.assert_allclose(run(model, arrays), run(layers(3), arrays), atol=EXACT, rtol=EXACT)
+
+
+def test_one_layer_of_several() -> None:
+    """The others stay as they are, and what they share stays before them all."""
+    model, arrays = fuse(layers(3), "attention", "attention_1"), feeds(layers(3))
+    np.testing.assert_allclose(run(model, arrays), run(layers(3), arrays), atol=EXACT, rtol=EXACT)
+    reading = read_attention(model)
+    assert [block.idiom for block in reading.blocks] == ["softmax", IDIOM["attention"], "softmax"]
+    assert [block.name for block in reading.blocks] == [f"attention_{index}" for index in range(3)]
+
+
+def test_layers_of_either_form_share_one_bias() -> None:
+    model, arrays = layers(2), feeds(layers(2))
+    FuseAttention({"attention_0": "attention", "attention_1": "multi_head"})(model)
+    assert [node.op_type for node in operators(model)] == ["Attention", "MultiHeadAttention"]
+    assert len(set(biases(model))) == 1
+    np.testing.assert_allclose(run(model, arrays), run(layers(2), arrays), atol=EXACT, rtol=EXACT)
+
+
+def encoder_and_decoder() -> ir.Model:
+    """Self-attention of y, then cross-attention of x over what it makes: one mask by keys."""
+    names = "|".join(sorted(re.findall(r"^\s*(\w+) =", "".join(PARTS.values()), re.MULTILINE),
+                            key=len, reverse=True))  # fmt: skip
+    first = re.sub(rf"\b({names})\b", r"\1_y", "".join(PARTS.values()))
+    first = re.sub(r"\bx\b", "y", first) + "\n memory = Add(y, out_y)"
+    second = "".join((PARTS | {p: PARTS[p].replace("(x, ", "(memory, ") for p in "kv"}).values())
+    inputs = f"{PLAIN_INPUT}, {MEMORY}, float[batch, 1, 1, memory_length] mask"
+    return graph(first + second, inputs=inputs.replace("memory, 12", "memory_length, 12"))
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(7, 4), (4, 7), (5, 5)])
+def test_a_mask_by_keys_is_spread_over_as_many_queries_as_there_are(
+    queries: int, keys: int
+) -> None:
+    """Encoders and decoders that share such a mask have biases of their own."""
+    rng = np.random.default_rng(0)
+    arrays = {
+        "x": rng.standard_normal((2, queries, D)).astype(np.float32),
+        "y": rng.standard_normal((2, keys, D)).astype(np.float32),
+        "mask": np.where(np.arange(keys) < 3, 0, -1e9).astype(np.float32) * np.ones((2, 1, 1, 1)),
+    }
+    arrays["mask"] = arrays["mask"].astype(np.float32)
+    model = fuse(encoder_and_decoder(), "multi_head")
+    assert len(set(biases(model))) == 2
+    expected = run(encoder_and_decoder(), arrays)
+    np.testing.assert_allclose(run(model, arrays), expected, atol=EXACT, rtol=EXACT)
+
+
+@both
+def test_layers_that_share_their_weights_go_on_sharing_them(form: Form) -> None:
+    """ALBERT: three layers, one weight; fused they are three operators and one weight."""
+    model = layers(3, same=SHARED)
+    before = model_cost(model).parameters
+    fuse(model, form)
+    scalars = 1  # two of the mask for one scale, which is an attribute now
+    assert model_cost(model).parameters == before + scalars
+    blocks = read_attention(model).blocks
+    for part in ("q", "k", "v", "output"):
+        assert len({id(getattr(block, part).weight) for block in blocks}) == 1
+
+
+def test_weights_that_lie_as_they_should_are_not_copied() -> None:
+    model = fuse(attention(), "multi_head")
+    (block,), _ = find_attention(model)
+    assert [part.weight.name for part in (block.q, block.k, block.v) if part.weight] == [
+        "Wq", "Wk", "Wv",
+    ]  # fmt: skip
+    assert block.output is not None and block.output.weight.name == "Wo"
+
+
+# ---- what is left -------------------------------------------------------------------------------
+
+
+@both
+def test_nodes_that_are_left(form: Form) -> None:
+    nodes = [node.op_type for node in fuse(attention(**MASKED["no mask"][1]), form).graph]
+    products = {
+        "attention": [], "multi_head": ["MatMul"] * 3, "merged": ["MatMul", "Split"],
+        "onnx": ["MatMul", "Add"] * 3,
+    }[form]  # fmt: skip
+    assert nodes == [*products, OPERATOR[form], "MatMul", "Add"]
+
+
+@both
+def test_queries_whose_shape_others_read_are_let_go(form: Form) -> None:
+    """Exporters ask a layer's queries how long the sequence is."""
+    shown = """
+        asked = Shape(q)
+        length = Gather <axis = 0> (asked, a2)
+        ones = Expand(one, length)
+        shown = CumSum(ones, i0)"""
+    model = attention(
+        output_type=f"float[batch, sequence, {D}] out, float[sequence] shown",
+        output=PARTS["output"] + shown,
+    )
+    fuse(model, form)
+    products = [node for node in model.graph if node.op_type == "MatMul"]
+    assert len(products) == 1 + PRODUCTS[form]
+    got = open_session(model, threads=1, optimize=False).run(None, feeds(attention()))[1]
+    np.testing.assert_array_equal(got, np.arange(1, 8))
+
+
+@of_microsoft
+def test_no_biases_become_zeros_where_the_operator_needs_them(form: Form) -> None:
+    """ONNX Runtime's Attention crashes without, on the CPU."""
+    model = fuse(attention(**APPLIES["no biases at all"]), form)
+    (node,) = operators(model)
+    bias = node.inputs[2 if form == "attention" else 3]
+    assert (bias is None) == (form != "attention")
+    if bias is not None and bias.const_value is not None:
+        assert bias.const_value.numpy().tolist() == [0] * (2 * H * K + H * V)
+
+
+def test_an_operator_that_the_opset_lacks_is_refused() -> None:
+    """Opset 22 has no Attention; the pass itself changes no opset."""
+    model = attention(opset=22)
+    before = text_of(model)
+    with pytest.raises(CannotRewrite, match="needs opset 23, and the model has 22"):
+        FuseAttention({NAME: "onnx"})(model)
+    assert text_of(model) == before
+    model = attention(opset=23)
+    FuseAttention({NAME: "onnx"})(model)
+    assert model.opset_imports[""] == 23
+    with pytest.raises(CannotRewrite, match="needs opset 13, and the model has 12"):
+        FuseAttention({NAME: "merged"})(attention(opset=12))
+
+
+@both
+def test_fusing_twice_is_fusing_once(form: Form) -> None:
+    model = fuse(layers(2), form)
+    before = ir.to_proto(model).SerializeToString()
+    again = FuseAttention({f"attention_{index}": form for index in range(2)})(model)
+    assert not again.modified
+    assert ir.to_proto(again.model).SerializeToString() == before
+    assert not FuseAttention({})(model).modified
+
+
+def test_there_and_back() -> None:
+    model, arrays = layers(2), feeds(layers(2))
+    for form in ("attention", "multi_head", "attention"):
+        fuse(model, form)
+    np.testing.assert_allclose(run(model, arrays), run(layers(2), arrays), atol=EXACT, rtol=EXACT)
+    assert len(set(biases(model))) == 1
+
+
+def test_names_survive_a_file(tmp_path: Path) -> None:
+    for form in FORMS:
+        ir.save(fuse(layers(2), form), tmp_path / f"{form}.onnx")
+        blocks, _ = find_attention(load_model(tmp_path / f"{form}.onnx"))
+        assert [block.name for block in blocks] == ["attention_0", "attention_1"]
+
+
+def test_the_domain_of_the_operators_is_imported() -> None:
+    model = attention()
+    del model.opset_imports["com.microsoft"]
+    FuseAttention({})(model)
+    assert "com.microsoft" not in model.opset_imports
+    fuse(model, "attention")
+    assert model.opset_imports == {"": 17, "com.microsoft": 1}
+    run(model, feeds(attention()))
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+NORM = {"q": PARTS["q"].replace("q2 = Reshape(q1", "q9 = LayerNormalization(q1, all_gains)\n"
+                                "        q2 = Reshape(q9")}  # fmt: skip
+REFUSED: dict[str, tuple[dict[str, str], str]] = {
+    "no output projection": (
+        {"output": "\n o = Tanh(c)\n o1 = MatMul(o, Wo)\n out = Add(o1, bo)"},
+        "its context does not go straight to an output projection",
+    ),
+    "keys that are an output": (
+        {"k": PARTS["k"].replace("k2 =", "shown =").replace("(k2)", "(shown)")},
+        "its queries, keys or values are read elsewhere",
+    ),
+    "probabilities that are an output": (
+        {"softmax": PARTS["softmax"].replace("p =", "shown ="),
+         "context": PARTS["context"].replace("(p, v)", "(shown, v)")},
+        "its scores or probabilities are read by another layer, or are an output",
+    ),
+    "probabilities that end in an output": (
+        {"context": PARTS["context"] + "\n shown = Abs(p)"},
+        "its scores or probabilities are read by another layer, or are an output",
+    ),
+    "a bias made of the queries": (
+        {"mask": "\n sizes = ReduceSum <keepdims = 1> (q, last)\n m = Add(s, sizes)"},
+        "its position bias is computed from its own queries or keys",
+    ),
+    "q/k norm": (NORM, "q/k norm stands between the projections and the scores"),
+    "a weak fill": (
+        {"mask": "\n b = Cast <to = 9> (mask)\n m = Where(b, s, weak)"},
+        "its mask fills in scores that softmax does not ignore",
+    ),
+    "scores weighted": (
+        {"mask": "\n m = Mul(s, mask)"},
+        "its logits are scaled, capped or weighted after the scores",
+    ),
+}  # fmt: skip
+SHOWN = {
+    "keys that are an output": f", float[batch, sequence, {H}, {K}] shown",
+    "probabilities that are an output": f", float[batch, {H}, sequence, sequence] shown",
+    "probabilities that end in an output": f", float[batch, {H}, sequence, sequence] shown",
+}
+
+
+@both
+@pytest.mark.parametrize("case", REFUSED)
+def test_fuse_is_refused(case: str, form: Form) -> None:
+    parts, said = REFUSED[case]
+    model = attention(
+        output_type=f"float[batch, sequence, {D}] out{SHOWN.get(case, '')}",
+        constants={"all_gains": np.ones(H * K, np.float32)},
+        **parts,
+    )
+    before = text_of(raised(model, form))
+    assert said in reason(model, form)
+    with pytest.raises(CannotRewrite, match=said) as caught:
+        fuse(model, form)
+    assert "\n" not in caught.value.what
+    assert text_of(model) == before
+
+
+@both
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("a soft cap and a floor", "its logits are scaled, capped or weighted"),
+        ("boolean mask, weakly filled", "its mask fills in scores that softmax does not ignore"),
+        ("one key/value head for all", "its key/value heads are grouped"),
+        ("rotary", "rotary positions stand between"),
+        ("q/k norm by root mean square", "q/k norm stands between"),
+        ("sequence first", "its tokens are not laid out as"),
+    ],
+)
+def test_near_misses_are_refused(case: str, said: str, form: Form) -> None:
+    inputs, parts = MASKED[case]
+    order = "sequence, batch" if case == "sequence first" else "batch, sequence"
+    model = attention(
+        inputs=inputs,
+        output_type=f"float[{order}, {D}] out",
+        constants=OPERANDS | ROTARY,
+        **parts,
+    )
+    with pytest.raises(CannotRewrite, match=said):
+        fuse(model, form)
+
+
+@of_microsoft
+def test_caches_are_refused(form: Form) -> None:
+    for name in ("ai.onnx: past", "GroupQueryAttention: no cache"):
+        assert "cache" in reason(OPERATORS[name].model(), form)
+
+
+@of_microsoft
+def test_keys_that_an_operator_also_returns_are_refused(form: Form) -> None:
+    """Else they would be computed twice."""
+    plain = OPERATORS["ai.onnx: heads side by side"]
+    body = plain.body.replace("c = A", "c, nk, nv = A")
+    assert reason(replace(plain, body=body).model(), form) == ""
+    kept = replace(plain, body=f"{body}\n kept = Abs(nk)").model()
+    assert reason(kept, form) == ""  # nothing comes of it
+    kept.graph.outputs.append(next(v for n in kept.graph for v in n.outputs if v.name == "kept"))
+    assert "are read by another layer, or are an output" in reason(kept, form)
+
+
+@both
+def test_heads_that_all_read_all_shared_dimensions_are_refused(form: Form) -> None:
+    model = attention()
+    Collaborate({NAME: factor(only(model), 4)}, mixing="dense")(model)
+    assert only(model).form == "collaborative"
+    assert reason(model, form) == "its heads are collaborative: they share their queries and keys"
+
+
+@both
+def test_sparse_heads_get_columns_of_their_own(form: Form) -> None:
+    """The same numbers, in one operator; what is left reads as ordinary heads."""
+
+    def build() -> ir.Model:
+        model = attention()
+        factors = factor(only(model), 4, head_size=2)
+        return Collaborate({NAME: factors}, mixing="sparse")(model).model
+
+    before = only(build())
+    assert before.form == "sparse" and before.is_sparse
+    model, arrays = fuse(build(), form), feeds(build())
+    assert [node.op_type for node in operators(model)] == [OPERATOR[form]]
+    assert not {"Softmax", "Gather"} & {node.op_type for node in model.graph}
+    np.testing.assert_allclose(run(model, arrays), run(build(), arrays), atol=EXACT, rtol=EXACT)
+    (after,) = read_attention(model).blocks
+    assert (after.form, after.head_size) == ("standard", before.head_size)
+
+
+@both
+def test_layers_that_hand_on_their_probabilities_are_refused(form: Form) -> None:
+    edges = {"attention_1": {head: ("attention_0", head) for head in range(H)}}
+    model = ReuseAttention(edges)(layers(3)).model
+    blocks, facts = find_attention(model)[0], interpret_small(model, batch=2, sequence=5)
+    assert [why_not(block, form, facts) for block in blocks] == [
+        "its scores or probabilities are read by another layer, or are an output",
+        "some of its heads take the probabilities of another layer already",
+        "",
+    ]
+
+
+@both
+def test_quantized_weights_are_refused(form: Form) -> None:
+    parts = {"v": "\n Wd = DequantizeLinear(Wi, Ws)" + PARTS["v"].replace("Wv", "Wd")}
+    constants = {
+        "Wi": np.random.default_rng(0).integers(-9, 9, (D, H * V)).astype(np.int8),
+        "Ws": np.float32(0.1),
+    }
+    model = attention(constants=constants, **parts)
+    assert reason(model, form) == "its weights are quantized, and would be written as floats"
+
+
+@both
+def test_other_precisions_are_refused(form: Form) -> None:
+    doubles = {n: a.astype(np.float64) for n, a in weights().items() if n[0] in "Wbs"}
+    inputs = f"double[batch, sequence, {D}] x, double[batch, 1, 1, sequence] mask"
+    output = f"double[batch, sequence, {D}] out"
+    model = attention(inputs=inputs, output_type=output, constants=doubles)
+    assert "its projections hold double" in reason(model, form)
+
+
+def test_mask_with_an_axis_of_windows_is_refused() -> None:
+    """Swin: (B, windows, H, S, T) is added to scores of (B * windows, H, S, T)."""
+    split, join = np.array([-1, 2, H, 4, 4], np.int64), np.array([-1, H, 4, 4], np.int64)
+    model = attention(
+        inputs=f"float[batch, 4, {D}] x, float[1, 2, 1, 4, 4] mask",
+        output_type=f"float[batch, 4, {D}] out",
+        constants={"split": split, "join": join},
+        mask="\n s5 = Reshape(s, split)\n m5 = Add(s5, mask)\n m = Reshape(m5, join)",
+    )
+    with pytest.raises(CannotRewrite, match="its mask has an axis of windows"):
+        fuse(model, "attention")
+
+
+def test_unknown_layers_and_forms_are_refused() -> None:
+    with pytest.raises(CannotRewrite, match="attention_9: no attention has this name"):
+        fuse(attention(), "attention", "attention_9")
+    with pytest.raises(InvalidArgument, match="the form of attention_0 is 'packed', expected one"):
+        fuse(attention(), "packed", NAME)  # type: ignore[arg-type]
+
+
+# ---- a mask that hides nothing ------------------------------------------------------------------
+
+SPREAD_TRUE = "\n b = Expand(all_true, of_batch)\n z = Where(b, zero, low)\n m = Add(s, z)"
+TRUES = {"all_true": np.ones((1, 1, 5, 5), bool), "of_batch": np.array([2, 1, 5, 5])}
+LENGTH_5 = f"float[batch, 5, {D}] x"
+
+
+def test_mask_that_hides_no_key_is_left_out() -> None:
+    """As dynamo writes for images, whose patches are all there."""
+    model = attention(inputs=LENGTH_5, constants=TRUES, mask=SPREAD_TRUE)
+    fuse(model, "attention")
+    assert biases(model) == [None]
+
+
+def test_mask_that_hides_no_key_of_a_short_sequence_stays() -> None:
+    """A window of 6 keys hides none of the 5 at which the graph was read."""
+    near = """
+        shape = Shape(x)
+        length = Gather <axis = 0> (shape, i1)
+        positions = Range(i0, length, i1)
+        column = Unsqueeze(positions, a1)
+        distance = Sub(column, positions)
+        far = Abs(distance)
+        b = Less(far, six)
+        z = Where(b, zero, low)
+        m = Add(s, z)"""
+
+    def build() -> ir.Model:
+        return attention(inputs=PLAIN_INPUT, constants={"six": np.array(6)}, mask=near)
+
+    model, arrays = fuse(build(), "attention"), feeds(build(), sequence=12)
+    assert biases(model) != [None]
+    np.testing.assert_allclose(run(model, arrays), run(build(), arrays), atol=EXACT, rtol=EXACT)
+
+
+# ---- what PyTorch exports -----------------------------------------------------------------------
+
+EXPORTED = {
+    Cell("BERT", "sdpa", "dynamo", 18): (1, 0),
+    Cell("BERT", "eager", "torchscript", 17): (1, 0),
+    Cell("GPT-2", "eager", "dynamo", 18): (1, 0),
+    Cell("ViT", "sdpa", "dynamo", 18): (0, 0),
+    Cell("T5", "eager", "torchscript", 17): (3, 1),
+    Cell("BART", "sdpa", "dynamo", 18): (3, 1),
+    Cell("ALBERT", "sdpa", "torchscript", 17): (3, 0),
+}
+"""Different biases of all layers, and layers that are cross-attention. Older exporters write the
+mask anew in every layer, and then it is another value in each."""
+
+
+def outputs(model: ir.Model | Path, arrays: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    session: Any = open_session(model, threads=1, optimize=False)
+    wanted = [value.name for value in session.get_inputs()]
+    given = {name: array for name, array in arrays.items() if name in wanted}
+    return [np.asarray(array) for array in session.run(None, given)]
+
+
+@pytest.mark.slow
+@both
+@pytest.mark.parametrize("cell", EXPORTED, ids=str)
+def test_exported_models_are_fused(
+    cell: Cell, form: Form, exported: Callable[[Cell], tuple[Path, str]]
+) -> None:
+    """Within 1e-5 on padded batches of two shapes; each layer is read as it was, and certified."""
+    (path, reason), architecture = exported(cell), ARCHITECTURES[cell.architecture]
+    assert not reason
+    model = load_model(path)
+    blocks, facts = find_attention(model)[0], interpret_small(model, batch=2, sequence=5)
+    names = [block.name for block in blocks if not why_not(block, form, facts)]
+    count, crossed = EXPORTED[cell]
+    assert len(names) == len(blocks) - (crossed if form in ("attention", "merged") else 0)
+    fuse(model, form, *names)
+    added = {bias for bias in biases(model) if bias is not None}
+    assert len(added) == count - (crossed if form in ("attention", "merged") else 0)
+    for lengths in (architectures.LENGTHS, architectures.OTHER_LENGTHS):
+        arrays = architectures.feeds(architecture, lengths)
+        for got, expected in zip(outputs(model, arrays), outputs(path, arrays), strict=True):
+            np.testing.assert_allclose(got, expected, atol=EXACT, rtol=EXACT)
+    reading = read_attention(model)
+    assert reading.misses == ()
+    assert [block.name for block in reading.blocks] == [block.name for block in blocks]
+    for before, after in zip(blocks, reading.blocks, strict=True):
+        if before.name in names:
+            assert_same_block(after, before, form)
+    if cell.architecture == "ALBERT":
+        assert len({id(block.v.weight) for block in reading.blocks}) == 1
+
+
+@pytest.mark.slow
+@both
+@pytest.mark.parametrize("cell", [*EXPORTED][:2], ids=str)
+def test_sequence_of_padding_alone_gives_numbers(
+    cell: Cell, form: Form, exported: Callable[[Cell], tuple[Path, str]]
+) -> None:
+    """And the sequences beside it are what they were."""
+    (path, reason), architecture = exported(cell), ARCHITECTURES[cell.architecture]
+    assert not reason
+    arrays = architectures.feeds(architecture, architectures.OTHER_LENGTHS)
+    arrays["attention_mask"][1] = 0
+    (got,) = outputs(fuse(load_model(path), form), arrays)
+    (expected,) = outputs(path, arrays)
+    assert np.isfinite(got).all()
+    np.testing.assert_allclose(got[[0, 2]], expected[[0, 2]], atol=EXACT, rtol=EXACT)

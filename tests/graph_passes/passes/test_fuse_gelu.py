@@ -1,0 +1,101 @@
+"""FuseGelu: a GELU in many nodes becomes one operator, and what is none stays."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from graph_passes.analysis.shapes import interpret_small
+from graph_passes.errors import CannotRewrite
+from graph_passes.matching.feed_forward import find_feed_forward
+from graph_passes.passes.fuse_gelu import FuseGelu, why_not
+from graph_passes.passes.prune_neurons import PruneNeurons
+from tests.graph_passes.graphs import feeds, run, text_of
+from tests.graph_passes.matching.test_feed_forward import DOWN, ERF, FORMS, NAME, TANH, UP, F, build
+
+EXACT = 2e-6
+
+
+def operators(model) -> Counter[str]:
+    return Counter(node.op_type for node in model.graph)
+
+
+@pytest.mark.parametrize(
+    ("body", "operator"),
+    [
+        (f"{UP}{ERF}{DOWN}", "Gelu"),
+        (f"{UP}{TANH}{DOWN}", "FastGelu"),
+        (FORMS["Gelu"], "Gelu"),
+        (FORMS["shapes that are computed"], "Gelu"),
+    ],
+    ids=["erf", "tanh", "ai.onnx Gelu", "with reshapes"],
+)
+def test_it_is_one_operator_and_the_same_numbers(body: str, operator: str):
+    model = build(body)
+    arrays = feeds(model)
+    before = run(model, arrays)
+    assert FuseGelu([NAME])(model).modified
+    fused = [node for node in model.graph if node.domain == "com.microsoft"]
+    assert [node.op_type for node in fused] == [operator]
+    assert not operators(model) & Counter(["Erf", "Tanh", "Pow", "Div"])
+    np.testing.assert_allclose(run(model, arrays), before, rtol=0, atol=EXACT)
+
+
+def test_the_feed_forward_is_found_again_by_its_name():
+    model = build(f"{UP}{ERF}{DOWN}")
+    name = find_feed_forward(model)[0].name
+    FuseGelu([name])(model)
+    (block,) = find_feed_forward(model)
+    assert (block.name, block.num_neurons) == (name, F)
+    arrays = feeds(model)
+    PruneNeurons({name: [1] * (F // 2) + [0] * (F - F // 2)})(model)
+    assert run(model, arrays).shape == (2, 7, 12)
+
+
+def test_nothing_asked_is_nothing_done():
+    model = build(f"{UP}{ERF}{DOWN}")
+    before = text_of(model)
+    assert not FuseGelu([])(model).modified
+    assert text_of(model) == before
+
+
+NEARLY = {
+    "another constant": ERF.replace("root2", "three"),
+    "without the half": ERF.replace("e3 = Mul(h, e2)\n a = Mul(e3, half)", "a = Mul(h, e2)"),
+    "twice": ERF.replace(" a = Mul(e3, half)", " e4 = Mul(e3, half)\n a = Mul(e4, half)"),
+    "sigmoid": "\n e = Sigmoid(h)\n a = Mul(h, e)",
+    "ReLU": "\n a = Relu(h)",
+}
+
+
+@pytest.mark.parametrize("activation", NEARLY.values(), ids=NEARLY)
+def test_what_is_nearly_a_gelu_is_left_alone(activation: str):
+    model = build(f"{UP}{activation}{DOWN}")
+    before = text_of(model)
+    with pytest.raises(CannotRewrite, match=f"{NAME}: its activation is no GELU"):
+        FuseGelu([NAME])(model)
+    assert text_of(model) == before
+
+
+@pytest.mark.parametrize(
+    ("form", "reason"),
+    [
+        ("gated by GELU", "gated by a second product"),
+        ("Gelu by com.microsoft", "an operator of ONNX Runtime already"),
+        ("BiasGelu", "an operator of ONNX Runtime already"),
+    ],
+)
+def test_why_not(form: str, reason: str):
+    model = build(FORMS[form])
+    (block,) = find_feed_forward(model)
+    facts = interpret_small(model, batch=2, sequence=5)
+    assert reason in why_not(block, facts, model.opset_imports)
+    with pytest.raises(CannotRewrite, match=reason):
+        FuseGelu([block.name])(model)
+
+
+def test_a_name_that_nothing_has_is_refused():
+    with pytest.raises(CannotRewrite, match="no feed-forward has this name"):
+        FuseGelu(["elsewhere"])(build(f"{UP}{ERF}{DOWN}"))

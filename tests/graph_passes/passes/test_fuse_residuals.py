@@ -1,0 +1,116 @@
+"""SumResiduals: what ONNX Runtime would merge into its slow SkipLayerNormalization stays apart."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+
+from attnserve.runtime.session import open_session
+from graph_passes.passes.fuse_residuals import SumResiduals, find_residuals
+from tests.graph_passes.graphs import D, feeds, graph, run, text_of
+
+INPUTS = f"float[batch, sequence, {D}] x, float[batch, sequence, {D}] y"
+POST = """
+ sum = Add(x, y)
+ out = LayerNormalization(sum, gain, shift)"""
+PRE = """
+ sum = Add(x, y)
+ normed = LayerNormalization(sum, gain, shift)
+ turned = MatMul(normed, W)
+ out = Add(sum, turned)"""
+
+
+def build(body: str) -> ir.Model:
+    random = np.random.default_rng(0)
+    constants = {
+        "gain": random.standard_normal(D).astype(np.float32),
+        "shift": random.standard_normal(D).astype(np.float32),
+        "W": random.standard_normal((D, D)).astype(np.float32),
+    }
+    return graph(body, inputs=INPUTS, constants=constants)
+
+
+def operators(model: ir.Model) -> Counter[str]:
+    return Counter(node.op_type for node in model.graph)
+
+
+@pytest.mark.parametrize("body", [POST, PRE], ids=["post-norm", "pre-norm"])
+def test_the_numbers_are_the_same(body: str):
+    model = build(body)
+    arrays = feeds(model)
+    before = run(model, arrays)
+    assert SumResiduals()(model).modified
+    assert operators(model)["Sum"] == 1
+    assert np.array_equal(run(model, arrays), before)
+
+
+def test_onnx_runtime_runs_it_as_it_is_written(tmp_path):
+    """Its own graph, optimized, has a SkipLayerNormalization before and none after."""
+    found = []
+    for change in (False, True):
+        model = build(POST)
+        if change:
+            SumResiduals()(model)
+        path = tmp_path / f"{change}.onnx"
+        onnx.save(ir.to_proto(model), tmp_path / "model.onnx")
+        found.append(_optimized(tmp_path / "model.onnx", path))
+    assert found[0]["SkipLayerNormalization"] == 1
+    assert found[1]["SkipLayerNormalization"] == 0
+
+
+def _optimized(source, target) -> Counter[str]:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(target)
+    options.log_severity_level = 4
+    onnxruntime.InferenceSession(str(source), options, providers=["CPUExecutionProvider"])
+    return Counter(node.op_type for node in onnx.load(target).graph.node)
+
+
+def test_done_twice_is_done_once():
+    model = build(PRE)
+    SumResiduals()(model)
+    before = text_of(model)
+    assert not SumResiduals()(model).modified
+    assert text_of(model) == before
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "\n sum = Add(x, shift)\n out = LayerNormalization(sum, gain, shift)",
+        "\n sum = Mul(x, y)\n out = LayerNormalization(sum, gain, shift)",
+        "\n out = Add(x, y)",
+    ],
+    ids=["a bias", "a product", "no norm"],
+)
+def test_what_is_no_residual_is_left_alone(body: str):
+    model = build(body)
+    before = text_of(model)
+    assert not find_residuals(model)
+    assert not SumResiduals()(model).modified
+    assert text_of(model) == before
+
+
+def test_two_norms_of_one_sum_read_one_sum():
+    model = build("""
+ sum = Add(x, y)
+ a = LayerNormalization(sum, gain, shift)
+ b = LayerNormalization(sum, shift, gain)
+ out = Add(a, b)""")
+    arrays = feeds(model)
+    before = run(model, arrays)
+    SumResiduals()(model)
+    assert operators(model)["Sum"] == 1 and operators(model)["Add"] == 1
+    assert np.array_equal(run(model, arrays), before)
+
+
+def test_a_session_still_opens():
+    model = build(POST)
+    SumResiduals()(model)
+    open_session(model, threads=1)

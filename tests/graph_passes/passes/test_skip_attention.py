@@ -1,0 +1,250 @@
+"""SkipAttention: an affine map of x, or a constant, in the place of a whole attention."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from attnserve.checks.certify import read_attention
+from graph_passes.analysis.cost import model_cost
+from graph_passes.analysis.shapes import interpret_small
+from graph_passes.emit.editing import remove_unused
+from graph_passes.errors import CannotRewrite, InvalidArgument
+from graph_passes.matching.find import find_attention
+from graph_passes.passes.prune_heads import PruneHeads
+from graph_passes.passes.skip_attention import AffineMap, SkipAttention, refill, skipped, why_not
+from tests.graph_passes.graphs import (
+    PLAIN_INPUT,
+    D,
+    H,
+    K,
+    attention,
+    feeds,
+    graph,
+    layers,
+    run,
+    text_of,
+    weights,
+)
+from tests.graph_passes.matching.test_find import LAID_OUT
+from tests.graph_passes.matching.test_find import READ as LAYOUTS
+from tests.graph_passes.passes.test_prune_heads import HALF, MEMORY, SEQUENCE_FIRST, SHARED, cross
+
+EXACT = 1e-5
+NAME = "attention_0"
+rng = np.random.default_rng(3)
+MAP = AffineMap(
+    rng.standard_normal((D, D)).astype(np.float32), rng.standard_normal(D).astype(np.float32)
+)
+CONSTANT = AffineMap(None, MAP.bias)
+WITHOUT_BIAS = AffineMap(MAP.weight, np.zeros(D, np.float32))
+MAPS = {"a map": MAP, "a constant": CONSTANT, "a map without a bias": WITHOUT_BIAS}
+
+
+def skip(model: ir.Model, affine: AffineMap, name: str = NAME) -> ir.Model:
+    return SkipAttention({name: affine})(model).model
+
+
+def applied(affine: AffineMap, x: np.ndarray) -> np.ndarray:
+    product = 0 * x if affine.weight is None else x @ affine.weight
+    return (product + affine.bias).astype(np.float32)
+
+
+@pytest.mark.parametrize("kind", MAPS)
+@pytest.mark.parametrize("layout", ["plain", "no biases at all", "Gemm as the output projection"])
+def test_attention_becomes_its_map(layout: str, kind: str) -> None:
+    """out = x W + b, within 1e-5; flattened tokens too."""
+    arrays = feeds(attention(constants=LAID_OUT, **LAYOUTS[layout]))
+    model = skip(attention(constants=LAID_OUT, **LAYOUTS[layout]), MAPS[kind])
+    expected = applied(MAPS[kind], arrays["x"])
+    np.testing.assert_allclose(run(model, arrays), expected, atol=EXACT, rtol=EXACT)
+    assert read_attention(model).blocks == ()
+    assert "Softmax" not in {node.op_type for node in model.graph}
+
+
+@pytest.mark.parametrize("kind", MAPS)
+def test_sequence_first(kind: str) -> None:
+    model = attention(
+        inputs=f"float[sequence, batch, {D}] x, float[1, 1, 1, sequence] mask",
+        output_type=f"float[sequence, batch, {D}] out",
+        **SEQUENCE_FIRST,
+    )
+    arrays = feeds(model)
+    expected = applied(MAPS[kind], arrays["x"])
+    np.testing.assert_allclose(run(skip(model, MAPS[kind]), arrays), expected, atol=EXACT, rtol=0)
+
+
+@pytest.mark.parametrize("kind", MAPS)
+def test_half_precision(kind: str) -> None:
+    """Within 2e-2 of magnitude 1, the rounding of half precision."""
+    model = attention(
+        inputs=f"float16[batch, sequence, {D}] x, float16[batch, 1, 1, sequence] mask",
+        output_type=f"float16[batch, sequence, {D}] out",
+        constants=HALF,
+    )
+    arrays = feeds(model)
+    got = run(skip(model, MAPS[kind]), arrays)
+    assert got.dtype == np.float16
+    expected = applied(MAPS[kind], arrays["x"].astype(np.float32))
+    np.testing.assert_allclose(got, expected, atol=2e-2, rtol=2e-2)
+
+
+def test_cross_attention_is_a_map_of_the_queries() -> None:
+    model = skip(attention(inputs=f"{PLAIN_INPUT}, {MEMORY}", **cross()), MAP)
+    x, y = (rng.standard_normal((2, n, D)).astype(np.float32) for n in (7, 4))
+    got = run(model, {"x": x, "y": y})
+    np.testing.assert_allclose(got, applied(MAP, x), atol=EXACT, rtol=EXACT)
+
+
+def test_one_layer_of_three() -> None:
+    """The others keep their names and their weights; nothing of the second stays."""
+    model, other = layers(3), layers(3)
+    skip(model, MAP, "attention_1")
+    assert [block.name for block in read_attention(model).blocks] == ["attention_0", "attention_2"]
+    assert not any(name.endswith("_1") for name in model.graph.initializers)
+    assert {f"{name}_{layer}" for name in SHARED for layer in (0, 2)} <= set(
+        model.graph.initializers
+    )
+    arrays = feeds(other)
+    first = run(single(0), arrays)
+    x1 = arrays["x"] + first
+    x2 = x1 + applied(MAP, x1)
+    expected = x2 + run(single(2), {**arrays, "x": x2})
+    np.testing.assert_allclose(run(model, arrays), expected, atol=EXACT, rtol=EXACT)
+
+
+def single(layer: int) -> ir.Model:
+    """One layer of ``layers``, alone and without its residual."""
+    return attention(constants={n: a for n, a in weights(layer).items() if n[0] in "Wb"})
+
+
+def test_parameters_and_macs_by_formula() -> None:
+    """d^2 + d and d^2 n of a map; d and nothing of a constant."""
+    mapped, constant = skip(attention(), MAP), skip(attention(), CONSTANT)
+    at = {"batch": 1, "sequence": 7}
+    macs = [model_cost(model).macs for model in (mapped, constant)]
+    assert [count(at) for count in macs if count is not None] == [D * D * 7, 0]
+    assert [model_cost(model).parameters for model in (mapped, constant)] == [D * D + D, D]
+
+
+def test_skipping_nothing_changes_nothing() -> None:
+    model = layers(2)
+    before = ir.to_proto(model).SerializeToString()
+    assert not SkipAttention({})(model).modified
+    assert ir.to_proto(model).SerializeToString() == before
+
+
+def test_one_map_of_two_layers_is_one_weight() -> None:
+    model = SkipAttention({"attention_0": MAP, "attention_1": MAP})(layers(2)).model
+    assert model_cost(model).parameters == D * D + D
+    assert [node.op_type for node in model.graph] == ["MatMul", "Add", "Add"] * 2
+
+
+def test_graph_in_text() -> None:
+    texts = [[f"{n.op_type} {n.name}" for n in skip(attention(), m).graph] for m in (MAP, CONSTANT)]
+    assert texts == [
+        [f"MatMul {NAME}/skip/output_product", f"Add {NAME}/skip/output"],
+        [
+            f"Shape {NAME}/skip/shape",
+            f"Slice {NAME}/skip/lengths",
+            f"Concat {NAME}/skip/output_shape",
+            f"Expand {NAME}/skip/output",
+        ],
+    ]
+
+
+# ---- what was left out is found again -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", MAPS)
+@pytest.mark.parametrize("layout", ["plain", "Gemm as the output projection"])
+def test_skipped_attention_is_found_and_refilled(layout: str, kind: str) -> None:
+    """Also after the graph was saved; and filled with another map it computes that."""
+    model = skip(attention(constants=LAID_OUT, **LAYOUTS[layout]), MAPS[kind])
+    model = ir.from_proto(ir.to_proto(model))
+    (gap,) = skipped(model)
+    assert (gap.name, gap.input.name) == (NAME, "x")
+    np.testing.assert_array_equal(gap.affine.bias, MAPS[kind].bias)
+    assert (gap.affine.weight is None) == (kind == "a constant")
+    other = AffineMap(-np.eye(D, dtype=np.float32), 2 * MAP.bias)
+    refill(gap, other, interpret_small(model, batch=2, sequence=5))
+    remove_unused(model)
+    arrays = feeds(attention(constants=LAID_OUT, **LAYOUTS[layout]))
+    expected = applied(other, arrays["x"])
+    np.testing.assert_allclose(run(model, arrays), expected, atol=EXACT, rtol=0)
+    (again,) = skipped(model)
+    np.testing.assert_array_equal(again.affine.bias, other.bias)
+
+
+def test_connections_that_skip_are_no_attention() -> None:
+    """Nodes of an exporter may be called like ours: "decoder/skip/Add"."""
+    model = graph("\n out = Add(x, x)")
+    model.graph[0].name = "decoder/skip/Add"
+    assert skipped(model) == []
+    both = skip(layers(2), MAP)
+    next(node for node in both.graph if node.op_type == "Softmax").name = "decoder/skip/Softmax"
+    assert [gap.name for gap in skipped(both)] == [NAME]
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+
+def test_unknown_layer_is_refused() -> None:
+    with pytest.raises(CannotRewrite, match="attention_9: no attention has this name"):
+        skip(attention(), MAP, "attention_9")
+
+
+WRONG_SHAPES = {
+    "of other tokens": AffineMap(np.zeros((D + 1, D), np.float32), MAP.bias),
+    "to other tokens": AffineMap(np.zeros((D, D + 1), np.float32), MAP.bias),
+    "with another bias": AffineMap(MAP.weight, np.zeros(D + 1, np.float32)),
+    "a longer constant": AffineMap(None, np.zeros(D + 1, np.float32)),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_SHAPES)
+def test_map_of_another_shape_is_refused(case: str) -> None:
+    model = attention()
+    before = text_of(model)
+    said = rf"attention_0: a map of shapes .*, expected \({D}, {D}\) and \({D},\)"
+    with pytest.raises(InvalidArgument, match=said) as caught:
+        skip(model, WRONG_SHAPES[case])
+    assert "\n" not in caught.value.what
+    assert text_of(model) == before
+
+
+def test_attention_without_an_output_projection_is_refused() -> None:
+    model = attention(**LAYOUTS["no output projection"])
+    (block,), _ = find_attention(model)
+    assert why_not(block) == "its context does not go straight to an output projection"
+    with pytest.raises(CannotRewrite, match="its context does not go straight"):
+        skip(model, MAP)
+
+
+def test_flattened_tokens_are_refused() -> None:
+    model = attention(
+        inputs=f"float[6, {D}] x, float[2, 1, 1, 3] mask",
+        output_type=f"float[6, {D}] out",
+        constants={
+            "heads": np.array([2, 3, H, K], np.int64),
+            "v_heads": np.array([2, 3, H, 2], np.int64),
+            "merge": np.array([6, 6], np.int64),
+        },
+    )
+    reason = why_not(find_attention(model)[0][0])
+    assert reason == "its tokens are not laid out as (batch, sequence, size)"
+
+
+def test_tokens_that_change_their_order_are_refused() -> None:
+    """Batch first goes in, sequence first comes out."""
+    model = attention(
+        inputs=PLAIN_INPUT,
+        output_type=f"float[sequence, batch, {D}] out",
+        mask="\n m = Identity(s)",
+        context=SEQUENCE_FIRST["context"],
+    )
+    (block,), _ = find_attention(model)
+    assert why_not(block) == "its input and its output count batch and tokens in different orders"
+    with pytest.raises(CannotRewrite, match="count batch and tokens in different orders"):
+        PruneHeads({block.name: (0, 0, 0)})(model)

@@ -1,0 +1,204 @@
+"""OpenAI's protocol: embeddings, models, and errors in its own body."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from starlette.testclient import TestClient
+
+from tests.service.tiny import ECHO, hidden_states, write_encoder, write_model
+
+
+def mean(ids: list[int]) -> np.ndarray:
+    return hidden_states(np.array([ids]))[0].mean(axis=0)
+
+
+def ask(client: TestClient, value: Any, **fields: Any) -> Any:
+    return client.post("/v1/embeddings", json={"model": "tiny", "input": value, **fields})
+
+
+def vectors(answer: Any) -> np.ndarray:
+    assert answer.status_code == 200, answer.text
+    return np.array([one["embedding"] for one in answer.json()["data"]])
+
+
+def test_a_vector_for_each_text(client: TestClient) -> None:
+    body = ask(client, ["a b c", "d"]).json()
+    assert body["object"] == "list"
+    assert body["model"] == "tiny"
+    assert body["usage"] == {"prompt_tokens": 8, "total_tokens": 8}
+    assert [(one["object"], one["index"]) for one in body["data"]] == [
+        ("embedding", 0),
+        ("embedding", 1),
+    ]
+    expected = [mean([2, 4, 5, 6, 3]), mean([2, 7, 3])]
+    found = [one["embedding"] for one in body["data"]]
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_every_form_of_input_means_the_same(client: TestClient) -> None:
+    text = vectors(ask(client, "a b"))
+    np.testing.assert_array_equal(vectors(ask(client, ["a b"])), text)
+    np.testing.assert_array_equal(vectors(ask(client, [2, 4, 5, 3])), text)
+    np.testing.assert_array_equal(vectors(ask(client, [[2, 4, 5, 3]])), text)
+
+
+def test_token_ids_go_to_the_model_as_they_are(client: TestClient) -> None:
+    answer = ask(client, [[4, 5], [6], [7, 7, 7, 7, 7, 7, 7, 7]])
+    expected = [mean([4, 5]), mean([6]), mean([7] * 8)]
+    np.testing.assert_allclose(vectors(answer), expected, rtol=1e-6, atol=1e-6)
+    assert answer.json()["usage"] == {"prompt_tokens": 11, "total_tokens": 11}
+
+
+def test_base64_is_little_endian_float32(client: TestClient) -> None:
+    (one,) = ask(client, "a b", encoding_format="base64").json()["data"]
+    found = np.frombuffer(base64.b64decode(one["embedding"]), "<f4")
+    np.testing.assert_array_equal(found, vectors(ask(client, "a b"))[0].astype("<f4"))
+
+
+def test_the_models_own_dimensions_may_be_asked_for(client: TestClient) -> None:
+    assert vectors(ask(client, "a", dimensions=4, user="someone")).shape == (1, 4)
+    assert ask(client, "a", dimensions=3).status_code == 400
+
+
+def test_what_it_cost_is_in_the_headers(client: TestClient) -> None:
+    headers = ask(client, ["a", "a b c"]).headers
+    assert headers["x-tokens"] == "8"
+    assert float(headers["x-total-ms"]) > 0
+    assert headers["x-model"] == "tiny"
+
+
+def test_models(client: TestClient) -> None:
+    listed = client.get("/v1/models").json()
+    assert listed["object"] == "list"
+    (card,) = listed["data"]
+    assert card["created"] > 1_600_000_000
+    assert (card["id"], card["object"], card["owned_by"]) == ("tiny", "model", "attnserve")
+    assert client.get("/v1/models/tiny").json() == card
+
+
+REFUSED: dict[str, tuple[Any, str, str | None]] = {
+    "no model": ({"input": "a"}, "model: Field required", "model"),
+    "model no text": ({"model": 1, "input": "a"}, "model: Input should be a valid string", "model"),
+    "no input": ({"model": "tiny"}, "input: Field required", "input"),
+    "empty input": ({"model": "tiny", "input": []}, "input: expected a text, texts, or", "input"),
+    "no ids": ({"model": "tiny", "input": [[]]}, "input: expected a text", "input"),
+    "texts and ids": ({"model": "tiny", "input": ["a", 1]}, "input: expected a text", "input"),
+    "a float": ({"model": "tiny", "input": [1.5]}, "input: expected a text", "input"),
+    "a boolean": ({"model": "tiny", "input": [True]}, "input: expected a text", "input"),
+    "id past the vocabulary": (
+        {"model": "tiny", "input": [[2], [8]]},
+        "text 1 holds 8: expected ids from 0 to 7",
+        "input",
+    ),
+    "negative id": (
+        {"model": "tiny", "input": [-1]},
+        "text 0 holds -1: expected ids from 0 to 7",
+        "input",
+    ),
+    "id past int64": ({"model": "tiny", "input": [2**64 - 1]}, "expected ids from 0 to 7", "input"),
+    "too many ids": (
+        {"model": "tiny", "input": [[2], [2] * 9]},
+        "text 1 has 9 tokens, more than the limit of 8",
+        "input",
+    ),
+    "too long": (
+        {"model": "tiny", "input": "a " * 9},
+        "text 0 has 11 tokens, more than the limit of 8",
+        "input",
+    ),
+    "dimensions": (
+        {"model": "tiny", "input": "a", "dimensions": 3},
+        "dimensions is 3, but vectors of tiny have 4; leave it out",
+        "dimensions",
+    ),
+    "dimensions of zero": ({"model": "tiny", "input": "a", "dimensions": 0}, "dim", "dimensions"),
+    "encoding": (
+        {"model": "tiny", "input": "a", "encoding_format": "int8"},
+        "encoding_format: Input should be 'float' or 'base64'",
+        "encoding_format",
+    ),
+    "unknown field": ({"model": "tiny", "input": "a", "inputs": 1}, "inputs: Extra", "inputs"),
+    "a list": ([], "the body: Input should be a valid dictionary", None),
+}
+
+
+def check(answer: Any, status: int, text: str, kind: str, param: Any, code: Any) -> None:
+    assert answer.status_code == status, answer.text
+    body = answer.json()
+    assert list(body) == ["error"]
+    error = body["error"]
+    assert list(error) == ["message", "type", "param", "code"]
+    assert text in error["message"]
+    assert "\n" not in error["message"]
+    assert (error["type"], error["param"], error["code"]) == (kind, param, code)
+
+
+@pytest.mark.parametrize(("body", "text", "param"), REFUSED.values(), ids=REFUSED)
+def test_what_is_refused(client: TestClient, body: Any, text: str, param: Any) -> None:
+    answer = client.post("/v1/embeddings", content=orjson.dumps(body))
+    check(answer, 400, text, "invalid_request_error", param, None)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "text", "code"),
+    [
+        ("POST", "/v1/embeddings", b"{", 400, "the body is not JSON", None),
+        (
+            "POST",
+            "/v1/embeddings",
+            b'{"model": "other", "input": "a"}',
+            404,
+            "unknown model 'other'",
+            "model_not_found",
+        ),
+        ("GET", "/v1/models/other", b"", 404, "unknown model 'other'", "model_not_found"),
+        ("GET", "/v1/nothing", b"", 404, "GET /v1/nothing: Not Found", None),
+        ("GET", "/v1", b"", 404, "GET /v1: Not Found", None),
+        ("GET", "/v1/embeddings", b"", 405, "Method Not Allowed", None),
+        ("POST", "/v1/models", b"", 405, "Method Not Allowed", None),
+        ("POST", "/v1/embeddings", b" " * 2_000_001, 413, "larger than 2000000 bytes", None),
+    ],
+)
+def test_every_error_has_openais_body(
+    client: TestClient, method: str, path: str, body: bytes, status: int, text: str, code: Any
+) -> None:
+    answer = client.request(method, path, content=body)
+    param = "model" if code else None
+    check(answer, status, text, "invalid_request_error", param, code)
+    assert answer.headers["x-request-id"]
+
+
+def test_the_others_keep_theirs(client: TestClient) -> None:
+    assert client.get("/v10").json() == {"error": "GET /v10: Not Found"}
+    assert client.get("/v2/nothing").json() == {"error": "GET /v2/nothing: Not Found"}
+
+
+def test_a_model_without_a_tokenizer_says_so(
+    start: Callable[..., TestClient], tmp_path: Path
+) -> None:
+    client = start(write_encoder(tmp_path / "tiny", tokenizer=False))
+    for value in ("a", [2, 4, 3]):
+        answer = ask(client, value)
+        check(answer, 404, "has no tokenizer.json beside", "invalid_request_error", None, None)
+
+
+def test_a_model_that_embeds_nothing_says_so(
+    start: Callable[..., TestClient], encoder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((encoder / "tokenizer.json").read_bytes())
+    client = start(write_model(tmp_path / "tiny.onnx", ECHO))
+    for value in ("a", [2, 3]):
+        answer = ask(client, value)
+        check(answer, 400, "expected int64 or int32", "invalid_request_error", "input", None)
+
+
+def test_a_defect_is_a_server_error(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.api.openai.respond", lambda *_: 1 / 0)
+    check(ask(client, "a"), 500, "internal error", "server_error", None, None)

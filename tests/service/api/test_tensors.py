@@ -1,0 +1,228 @@
+"""The codec: what is encoded decodes to itself, and nothing is bent, guessed or allocated."""
+
+from __future__ import annotations
+
+import struct
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from graph_passes.errors import InvalidData
+from service.api.schemas import InputTensor
+from service.api.tensors import DATATYPES, decode, decode_all, encode, encode_all, split
+from service.errors import MalformedRequest
+
+
+def arrays_of(dtype: np.dtype[Any], *, finite: bool) -> st.SearchStrategy[np.ndarray]:
+    elements = None
+    if dtype.kind == "f" and finite:
+        elements = hnp.from_dtype(dtype, allow_nan=False, allow_infinity=False)
+    shapes = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4)
+    return hnp.arrays(dtype, shapes, elements=elements)
+
+
+def any_array(*, finite: bool) -> st.SearchStrategy[np.ndarray]:
+    return st.sampled_from(sorted(DATATYPES)).flatmap(
+        lambda name: arrays_of(DATATYPES[name], finite=finite)
+    )
+
+
+def binary(datatype: str, shape: list[int], size: Any) -> InputTensor:
+    return InputTensor.model_validate(
+        {
+            "name": "x",
+            "shape": shape,
+            "datatype": datatype,
+            "parameters": {"binary_data_size": size},
+        }
+    )
+
+
+@given(array=any_array(finite=True), nested=st.booleans())
+def test_json_decodes_to_what_was_encoded(array: np.ndarray, nested: bool) -> None:
+    tensor = orjson.loads(orjson.dumps(encode("x", array), option=orjson.OPT_SERIALIZE_NUMPY))
+    if nested and array.ndim and array.size:
+        tensor["data"] = array.tolist()
+    decoded = decode(InputTensor.model_validate(tensor))
+    assert decoded.dtype == array.dtype
+    np.testing.assert_array_equal(decoded, array, strict=True)
+
+
+@given(
+    arrays=st.lists(any_array(finite=False), min_size=1, max_size=4),
+    as_bytes=st.sets(st.integers(0, 3)),
+    offset=st.integers(0, 8),
+    order=st.sampled_from("CF"),
+)
+def test_bytes_decode_to_what_was_encoded(
+    arrays: list[np.ndarray], as_bytes: set[int], offset: int, order: Any
+) -> None:
+    """Any mixture of JSON and bytes, at any address; bytes carry NaN and infinity."""
+    named = {str(index): np.asarray(array, order=order) for index, array in enumerate(arrays)}
+    chosen = {
+        name
+        for name, array in named.items()
+        if int(name) in as_bytes or (array.dtype.kind == "f" and not np.isfinite(array).all())
+    }
+    tensors, raw = encode_all(named, chosen)
+    head = orjson.dumps(tensors, option=orjson.OPT_SERIALIZE_NUMPY) + b" " * offset
+    text, rest = split(b"".join([head, *raw]), str(len(head)))
+    decoded = decode_all([InputTensor.model_validate(one) for one in orjson.loads(text)], rest)
+    assert list(decoded) == list(named)
+    for name, array in named.items():
+        assert decoded[name].flags.aligned
+        np.testing.assert_array_equal(decoded[name], array, strict=True)
+
+
+def test_bytes_are_little_endian_row_major_without_padding() -> None:
+    (tensor,), raw = encode_all({"x": np.array([[1, 2], [3, 4]], np.uint16, order="F")}, {"x"})
+    assert tensor == {
+        "name": "x",
+        "shape": [2, 2],
+        "datatype": "UINT16",
+        "parameters": {"binary_data_size": 8},
+    }
+    assert b"".join(raw) == struct.pack("<4H", 1, 2, 3, 4)
+
+
+def test_aligned_bytes_are_not_copied() -> None:
+    body = bytearray(64)
+    text, raw = split(body, "32")
+    assert (len(text), len(raw)) == (32, 32)
+    array = decode(binary("FP64", [4], 32), raw)
+    body[32:40] = struct.pack("<d", 7)
+    assert array[0] == 7
+
+
+@pytest.mark.parametrize(
+    "header", ["", "-1", "+1", "1.0", "0x1", " 1", "\u0661", "9" * 20, "x" * 99]
+)
+def test_a_header_that_is_no_length(header: str) -> None:
+    with pytest.raises(MalformedRequest, match="expected the bytes of JSON"):
+        split(b"{}", header)
+
+
+def test_the_json_ends_at_the_end_of_the_body_at_the_latest() -> None:
+    assert [bytes(part) for part in split(b"{}", "2")] == [b"{}", b""]
+    assert [bytes(part) for part in split(b"{}", None)] == [b"{}", b""]
+    with pytest.raises(MalformedRequest, match="is 3, but the body has 2 bytes"):
+        split(b"{}", "3")
+
+
+@pytest.mark.parametrize(
+    ("datatype", "shape", "raw", "error"),
+    [
+        ("INT64", [1, 3], b"\0" * 23, r"23 bytes for shape \[1, 3\] of INT64: expected 24"),
+        ("INT64", [1, 3], b"\0" * 25, "expected 24"),
+        ("INT64", [1, 3], b"", "0 bytes for shape"),
+        ("FP16", [], b"\0", r"1 bytes for shape \[\] of FP16: expected 2"),
+        ("BOOL", [2], b"\1\2", "a BOOL is a byte 0 or 1"),
+        ("INT8", [2**62, 2**62], b"\0", "expected 21267647932558653966460912964485513216"),
+        ("INT64", [0, 2**62], b"", "an axis of shape .* is too long"),
+        ("INT8", [0, 2**63], b"", "an axis of shape .* is too long"),
+    ],
+)
+def test_bytes_that_do_not_fit_their_shape(
+    datatype: str, shape: list[int], raw: bytes, error: str
+) -> None:
+    with pytest.raises(InvalidData, match=error):
+        decode_all([binary(datatype, shape, len(raw))], memoryview(raw))
+
+
+def test_a_tensor_takes_no_more_bytes_than_are_there() -> None:
+    raw = memoryview(bytes(4))
+    with pytest.raises(InvalidData, match="binary_data_size is 5, but 4 bytes are left"):
+        decode_all([binary("INT8", [5], 5)], raw)
+    with pytest.raises(InvalidData, match=f"binary_data_size is {2**63}, but 4 bytes"):
+        decode_all([binary("INT8", [2**63], 2**63)], raw)
+    with pytest.raises(InvalidData, match=r"1 bytes follow the last tensor\ndoes each binary"):
+        decode_all([binary("INT8", [3], 3)], raw)
+
+
+@pytest.mark.parametrize("size", [-1, 1.0, "4", True])
+def test_a_size_that_is_none(size: Any) -> None:
+    with pytest.raises(ValueError, match="binary_data_size"):
+        binary("INT8", [4], size)
+
+
+def test_data_is_given_once() -> None:
+    twice = binary("INT8", [1], 1).model_copy(update={"data": [1]})
+    with pytest.raises(InvalidData, match="input 'x' has data twice"):
+        decode_all([twice], memoryview(b"\0"))
+    with pytest.raises(InvalidData, match="input 'x' has no data\ngive 'data', or"):
+        decode_all([binary("INT8", [1], None)], memoryview(b""))
+
+
+def test_text_is_sent_elsewhere() -> None:
+    with pytest.raises(ValueError, match="models here take numbers, no BYTES; texts go to /embed"):
+        binary("BYTES", [1], 8)
+
+
+def test_a_great_shape_costs_no_memory() -> None:
+    tracemalloc.start()
+    try:
+        for _ in range(10):
+            with pytest.raises(InvalidData):
+                decode_all([binary("FP64", [2**40], 0)], memoryview(b""))
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
+
+
+@given(
+    datatype=st.sampled_from(sorted(DATATYPES)),
+    shape=st.lists(st.integers(0, 2**63), max_size=5),
+    data=st.recursive(
+        st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(),
+        lambda inner: st.lists(inner, max_size=4),
+    ),
+)
+def test_any_other_data_is_refused_or_is_what_it_says(
+    datatype: Any, shape: list[int], data: Any
+) -> None:
+    tensor = InputTensor.model_construct(
+        name="x", shape=shape, datatype=datatype, data=data if isinstance(data, list) else [data]
+    )
+    try:
+        array = decode(tensor)
+    except InvalidData:
+        return
+    assert array.dtype == DATATYPES[datatype]
+    assert list(array.shape) == shape
+
+
+@pytest.mark.parametrize(
+    ("datatype", "value"),
+    [
+        ("INT64", 2**63),
+        ("INT64", 1.0),
+        ("INT64", True),
+        ("INT8", -129),
+        ("UINT8", 256),
+        ("UINT64", -1),
+        ("BOOL", 1),
+        ("FP16", 70000),
+        ("FP32", 1e39),
+        ("FP32", False),
+        ("FP64", "1.0"),
+        ("FP64", None),
+    ],
+)
+def test_a_number_is_never_bent_to_its_datatype(datatype: Any, value: Any) -> None:
+    tensor = InputTensor.model_construct(name="x", shape=[1], datatype=datatype, data=[value])
+    with pytest.raises(InvalidData, match=r"not all of|out of the range of"):
+        decode(tensor)
+
+
+def test_a_long_string_among_short_ones_costs_no_memory() -> None:
+    """numpy would give each of them the width of the longest: 400 GB."""
+    data = ["x" * 1_000_000, *[""] * 100_000]
+    tensor = InputTensor.model_construct(name="x", shape=[len(data)], datatype="FP32", data=data)
+    with pytest.raises(InvalidData, match="not all of FP32"):
+        decode(tensor)

@@ -1,0 +1,253 @@
+"""Where models are served, and what is said where there is no GPU."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+
+from attnserve.models.artifact import open_artifact, save_model
+from attnserve.runtime.buckets import Buckets
+from attnserve.runtime.cuda import Cuda
+from attnserve.runtime.cuda_graphs import GraphRunner
+from attnserve.runtime.session import open_session, require_runtime
+from benchmarks.gpu.encoder import random_encoder
+from service.engine import device, model
+from service.engine.device import on_device
+from service.engine.model import Model
+from service.metrics import gpu_bytes
+from service.settings import Settings
+from tests.service.tiny import write_encoder, write_model
+
+CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str], str], None]:
+    """An ONNX Runtime with these providers, on a machine that gives this reason against a GPU."""
+
+    def install(providers: list[str], why: str) -> None:
+        one = SimpleNamespace(get_available_providers=lambda: providers)
+        monkeypatch.setattr(device, "require_runtime", lambda: one)
+        monkeypatch.setattr(device, "_why_no_gpu", lambda: why)
+
+    return install
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("given", [{}, {"provider": "auto"}])
+def test_a_gpu_that_can_be_used_is(
+    given: Any, tmp_path: Path, runtime: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime([CUDA, CPU], "")
+    assert on_device(Settings(model=tmp_path, **given)).provider == "cuda"
+    assert not lines(caplog)
+
+
+@pytest.mark.parametrize("given", [{}, {"provider": "auto"}])
+def test_a_gpu_that_cannot_be_used_is_told_in_one_line(
+    given: Any, tmp_path: Path, runtime: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime([CUDA, CPU], "no CUDA device can be used here.")
+    assert on_device(Settings(model=tmp_path, **given)).provider == "cpu"
+    assert lines(caplog) == [
+        "no GPU is used, models are served on the CPU: no CUDA device can be used here."
+    ]
+
+
+def test_the_build_for_cpus_says_so_only_to_those_who_asked(
+    tmp_path: Path, runtime: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime([CPU], "nobody is asked")
+    assert on_device(Settings(model=tmp_path)).provider == "cpu"
+    assert not lines(caplog)
+    assert on_device(Settings(model=tmp_path, provider="auto")).provider == "cpu"
+    assert lines(caplog) == [
+        "no GPU is used, models are served on the CPU: this ONNX Runtime is the build for CPUs"
+    ]
+
+
+@pytest.mark.parametrize("provider", ["cpu", "cuda"])
+def test_what_is_asked_for_by_name_is_not_changed(
+    provider: str, tmp_path: Path, runtime: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime([CUDA, CPU], "no GPU" if provider == "cuda" else "")
+    settings = Settings(model=tmp_path, provider=provider)
+    assert on_device(settings) is settings and not lines(caplog)
+
+
+def test_the_process_that_finds_out_says_why_and_its_death_is_a_reason_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if CUDA in require_runtime().get_available_providers():
+        pytest.skip("this ONNX Runtime has the CUDA provider")
+    assert "no CUDA execution provider" in device._why_no_gpu()
+
+    def end(code: str) -> None:
+        monkeypatch.setattr(device, "python", lambda _: [sys.executable, "-c", code])
+
+    end("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    assert device._why_no_gpu() == "the process that tried it ended: status -11"
+    end("import sys; sys.exit('CUDA driver version is insufficient')")
+    assert device._why_no_gpu().endswith("ended: CUDA driver version is insufficient")
+    end("import time; time.sleep(60)")
+    monkeypatch.setattr(device, "ASK_S", 0.2)
+    assert device._why_no_gpu() == "no session opened on it within 0.2 s"
+    end("print()")
+    assert device._why_no_gpu() == ""
+
+
+def test_cuda_by_name_is_an_error_where_there_is_none(tmp_path: Path) -> None:
+    if CUDA in require_runtime().get_available_providers():
+        pytest.skip("this ONNX Runtime has the CUDA provider")
+    command = [
+        sys.executable,
+        "-m",
+        "attnserve.cli",
+        "serve",
+        "--provider",
+        "cuda",
+        "--no-probe",
+    ]
+    done = subprocess.run(
+        [*command, str(write_encoder(tmp_path / "tiny")), "--port", "0"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "error: --provider cuda: this ONNX Runtime has no CUDA" in done.stderr
+
+
+# ---- a served model that captures graphs, with buffers on the CPU --------------------------------
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[GraphRunner, dict[str, Any]]]:
+    """Every runner that is opened, and what for: its session is on the CPU."""
+    opened: list[tuple[GraphRunner, dict[str, Any]]] = []
+
+    def open_runner(source: Path, **options: Any) -> GraphRunner:
+        buckets = Buckets(options["buckets"], longest=options["longest"])
+        opened.append((GraphRunner(open_session(source), buckets, place="cpu"), options))
+        return opened[-1][0]
+
+    monkeypatch.setattr(model, "open_runner", open_runner)
+    return opened
+
+
+def test_the_service_serves_from_captured_graphs_what_it_serves_without(
+    start: Callable[..., TestClient], tmp_path: Path, graphs: list[Any]
+) -> None:
+    encoder = write_encoder(tmp_path / "tiny")
+    texts = ["a", "a b", "a b c", ["a", "b c d"], "a b c d"]
+    client = start(encoder, provider="cpu", cuda_graphs=3, concurrency=2, tf32=True)
+    captured = [client.post("/embed", json={"inputs": text}).json() for text in texts * 3]
+    ((runner, options),) = graphs
+    assert (options["cuda"], options["buckets"], options["at_once"]) == (Cuda(tf32=True), 3, 2)
+    assert 0 < len(runner.buckets.captured) <= 3
+    graphs.clear()
+    plain = start(encoder, provider="cpu")
+    for told, text in zip(captured, texts * 3, strict=True):
+        expected = plain.post("/embed", json={"inputs": text}).json()["embeddings"]
+        np.testing.assert_allclose(told["embeddings"], expected, rtol=0, atol=1e-6)
+    assert not graphs[0][0].buckets.captured  # 0: none
+
+
+def test_padding_is_tried_before_it_is_used(tmp_path: Path, graphs: list[Any]) -> None:
+    """A mean over all tokens would change with every one that is added; attention masks it."""
+    encoder = Model(open_artifact(write_encoder(tmp_path / "tiny")), cuda_graphs=2)
+    encoder.warm_up()
+    assert (graphs[0][0]._rows, graphs[0][0]._tokens) == (True, True)
+    text = """<ir_version: 8, opset_import: ["" : 17]>
+    mean (int64[n, s] input_ids, int64[n, s] attention_mask) => (float[n] y)
+    { both = Add(input_ids, attention_mask)  x = Cast<to = 1>(both)
+      y = ReduceMean<axes = [1], keepdims = 0>(x) }"""
+    mixed = Model(open_artifact(write_model(tmp_path / "mean.onnx", text)), cuda_graphs=2)
+    mixed.warm_up()
+    assert (graphs[1][0]._rows, graphs[1][0]._tokens) == (True, False)
+    save_model(random_encoder(layers=1, hidden=8, heads=2, positions=16), tmp_path / "masked.onnx")
+    masked = Model(open_artifact(tmp_path / "masked.onnx"), cuda_graphs=2)
+    masked.warm_up()  # attention reads all tokens but those that the mask hides
+    assert (graphs[2][0]._rows, graphs[2][0]._tokens) == (True, True)
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("visible", "asked"),
+    [(None, 0), ("", 0), ("3,1", 3), ("GPU-1a2b", b"GPU-1a2b"), (" 2 ", 2)],
+)
+def test_memory_is_that_of_the_gpu_that_serves(
+    visible: str | None, asked: int | bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int | bytes] = []
+
+    class Driver:
+        def nvmlDeviceGetHandleByIndex_v2(self, index: int, device: Any) -> int:  # noqa: N802
+            seen.append(index)
+            return 0
+
+        def nvmlDeviceGetHandleByUUID(self, name: bytes, device: Any) -> int:  # noqa: N802
+            seen.append(name)
+            return 0
+
+        def nvmlDeviceGetMemoryInfo(self, device: Any, memory: Any) -> int:  # noqa: N802
+            memory._obj[:] = [100, 93, 7]
+            return 0
+
+    monkeypatch.setattr("service.metrics._nvml", Driver)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpu_bytes() == 7 and seen == [asked]
+
+
+def test_a_gpu_that_does_not_answer_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = SimpleNamespace(nvmlDeviceGetHandleByIndex_v2=lambda *_: 15)
+    monkeypatch.setattr("service.metrics._nvml", lambda: lost)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpu_bytes() is None
+
+
+# ---- from the first line of the log to the last --------------------------------------------------
+
+
+def test_an_application_decides_once_and_says_it_once(
+    start: Callable[..., TestClient], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if CUDA in require_runtime().get_available_providers():
+        pytest.skip("this ONNX Runtime has the CUDA provider")
+    client = start(write_encoder(tmp_path / "tiny"), provider="auto")
+    assert client.app.state.settings.provider == "cpu"  # type: ignore[attr-defined]
+    answer = client.post("/embed", json={"inputs": "a"})
+    assert answer.status_code == 200 and "x-gpu-bytes" not in answer.headers
+    assert len([line for line in lines(caplog) if "no GPU" in line]) == 1
+
+
+def test_several_workers_are_told_what_was_decided_for_all(
+    tmp_path: Path, runtime: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from service import app
+
+    runtime([CUDA, CPU], "no CUDA device can be used here.")
+    told: list[Settings] = []
+    monkeypatch.setattr(
+        "service.workers.supervisor.supervise", lambda settings, _: told.append(settings)
+    )
+    app.serve(Settings(model=tmp_path, port=0, workers=2))
+    assert [settings.provider for settings in told] == ["cpu"]
+    assert capfd.readouterr().err.splitlines() == [
+        "no GPU is used, models are served on the CPU: no CUDA device can be used here."
+    ]

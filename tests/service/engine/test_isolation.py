@@ -1,0 +1,265 @@
+"""What the probe's process finds of a model, and what is served then."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import attnserve
+from attnserve.models.artifact import open_artifact
+from service.api.triton import configuration
+from service.dashboard.stats import card
+from service.engine import isolation as probe
+from service.engine.isolation import Proven, Prover
+from service.engine.repository import Repository, say_operators
+from service.settings import Settings
+from tests.service.tiny import write_encoder
+
+FAST = """
+from attnserve.planning import lossless
+import service.engine.isolation
+lossless.LEAST_GAIN = lossless.SLOWEST = 0  # what is tiny is not faster
+{more}
+service.engine.isolation.main()
+"""
+"""The child, but for what the tests do to it: it runs by this file, whatever it is asked to run."""
+
+Child = Callable[[str], None]
+
+PYTHON = sys.executable
+
+
+@pytest.fixture(scope="module")
+def bert(tiny_bert: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("probe") / "bert"
+    attnserve.export(str(tiny_bert()), folder, exporter="torchscript")
+    return folder
+
+
+@pytest.fixture
+def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Child:
+    """Choose what the child does beside what it should."""
+
+    def choose(more: str) -> None:
+        program, python = tmp_path / "child.py", tmp_path / "python"
+        program.write_text(FAST.format(more=more))
+        python.write_text(f'#!/bin/sh\nexec "{PYTHON}" "{program}"\n')
+        python.chmod(0o755)
+        monkeypatch.setattr("service.engine.isolation.sys.executable", str(python))
+
+    choose("")
+    return choose
+
+
+def prover(folder: Path | None = None, **given: Any) -> Prover:
+    chosen = {"provider": "cpu", "threads": 1, "timeout_s": 60, "rewrite": True, **given}
+    return Prover(folder=folder, **chosen)
+
+
+def served(path: Path, **settings: Any) -> Mapping[str, Any]:
+    """What a repository over ``path`` says of the model, and what it answers."""
+
+    async def whole() -> Mapping[str, Any]:
+        chosen = Settings.model_validate({"model": path, "threads": 1, **settings})
+        repository = Repository(chosen)
+        await repository.start()
+        try:
+            engine = repository.engine()
+            say_operators(engine)
+            found = await engine.embed(["a man is playing a guitar", "a dog"])
+            config = configuration(engine)
+            told = json.loads(config["parameters"]["operators"]["string_value"])
+            assert told == card(engine)["operators"] == engine.model.operators
+            return {
+                **told,
+                "vectors": found.outputs["embeddings"],
+                "macs": found.macs,
+                "plan": engine.model.plan_id,
+                "config": {name: config[name] for name in ("input", "output", "max_batch_size")},
+                "file": config["default_model_filename"],
+            }
+        finally:
+            await repository.close()
+
+    return asyncio.run(asyncio.wait_for(whole(), 120))
+
+
+@pytest.mark.usefixtures("child")
+def test_the_same_model_in_faster_operators_is_served(
+    bert: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "attnserve")
+    fast = served(bert)
+    assert (fast["rewritten"], fast["attention"], fast["gelu"]) == (True, 2, 2)
+    assert "bert runs in other operators: 2 attention, 2 GELU; " in caplog.text
+    plain = served(bert, rewrite=False)
+    assert plain["rewritten"] is False and plain["why"] == "rewriting is switched off"
+    assert np.abs(fast["vectors"] - plain["vectors"]).max() < 1e-6
+    for same in ("macs", "plan", "config", "file"):  # all else that is told is the artifact's
+        assert fast[same] == plain[same]
+
+
+def test_a_model_that_is_not_probed_is_not_rewritten(bert: Path) -> None:
+    told = served(bert, probe=False)
+    assert (told["rewritten"], told["why"]) == (False, "it is not probed")
+
+
+def test_switched_off_nothing_is_tried(bert: Path, child: Child, tmp_path: Path) -> None:
+    child("lossless.rewrite_exactly = None")
+    one = prover(tmp_path / "rewritten", rewrite=False)
+    assert one.prove(open_artifact(bert)) == Proven(
+        one.identify(open_artifact(bert)).identity, None, probe.AS_IT_IS
+    )
+    assert not (tmp_path / "rewritten").exists()
+
+
+def test_it_is_written_once_where_nobody_else_can_look(
+    bert: Path, child: Child, tmp_path: Path
+) -> None:
+    folder = tmp_path / "rewritten"
+    one = prover(folder)
+    found = one.prove(open_artifact(bert))
+    assert found.rewritten is not None and list(folder.iterdir()) == [found.rewritten]
+    assert folder.stat().st_mode & 0o077 == 0
+    assert found.identity == one.identify(open_artifact(bert)).identity
+    child("raise SystemExit(5)")
+    assert one.prove(open_artifact(bert)) == found
+    # What one worker has found the others are told, as JSON.
+    other = prover(folder)
+    other.learn(json.loads(json.dumps(one.proofs())))
+    assert other.prove(open_artifact(bert)) == found
+
+
+@pytest.mark.usefixtures("child")
+def test_a_folder_of_its_own_goes_with_the_prover(bert: Path) -> None:
+    one = prover()
+    path = one.prove(open_artifact(bert)).rewritten
+    assert path is not None and path.is_file()
+    del one
+    assert not path.parent.exists()
+
+
+@pytest.mark.usefixtures("child")
+def test_what_was_cleaned_away_is_written_again(bert: Path, tmp_path: Path) -> None:
+    one = prover(tmp_path / "rewritten")
+    first = one.prove(open_artifact(bert)).rewritten
+    assert first is not None
+    first.unlink()
+    assert one.prove(open_artifact(bert)).rewritten == first and first.is_file()
+
+
+@pytest.mark.parametrize("used", [True, False])
+@pytest.mark.usefixtures("child")
+def test_files_of_what_is_loaded_stay_and_others_go(bert: Path, tmp_path: Path, used: bool) -> None:
+    loaded: set[str] | None = set()
+    one = prover(tmp_path / "rewritten", in_use=lambda: loaded)
+    first = one.prove(open_artifact(bert))
+    assert first.rewritten is not None
+    if used:
+        loaded.add(first.identity)
+    one.prove(open_artifact(write_encoder(tmp_path / "other")))
+    assert first.rewritten.exists() is used
+    loaded = None  # others are on their way
+    write_encoder(tmp_path / "third", max_length=7)
+    one.prove(open_artifact(tmp_path / "third"))
+    assert first.rewritten.exists() is used
+
+
+BREAKS: Mapping[str, tuple[str, str]] = {
+    "crashes": ("import os; lossless.rewrite_exactly = lambda *a, **k: os.abort()",
+                "the process that tried it ended with -6"),
+    "hangs": ("import time; service.engine.isolation.REWRITE_S = 1;"
+              " lossless.rewrite_exactly = lambda *a, **k: time.sleep(60)",
+              "it took too long"),
+    "is wrong": ("lossless.LEAST_COSINE = 2", "would be another at 1 x 1"),
+    "is slower": ("lossless.LEAST_GAIN = 1e9", "x as fast: at least 1000000000.0x is worth"),
+    "has a defect": ("lossless.exact_plan = None", "TypeError: 'NoneType' object is not"),
+    "babbles": ("lossless.rewrite_exactly = lambda *a, **k: print('{') or sys.exit(0)\n"
+                "import sys", "the process that tried it ended with 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", BREAKS)
+def test_whatever_its_rewriting_does_the_model_is_served_as_it_is(
+    bert: Path, child: Child, tmp_path: Path, way: str
+) -> None:
+    more, why = BREAKS[way]
+    child(more)
+    found = prover(tmp_path / "rewritten").prove(open_artifact(bert))
+    assert found.rewritten is None and found.operators["rewritten"] is False
+    assert why in found.operators["why"]
+    assert list((tmp_path / "rewritten").iterdir()) == []
+
+
+def test_a_probe_that_runs_out_of_time_in_its_rewriting_has_proven_the_model(
+    bert: Path, child: Child, tmp_path: Path
+) -> None:
+    child("import time; lossless.rewrite_exactly = lambda *a, **k: time.sleep(60)")
+    found = prover(tmp_path / "rewritten", timeout_s=12).prove(open_artifact(bert))
+    assert found.operators == {"rewritten": False, "why": "it took too long"}
+
+
+@pytest.mark.usefixtures("child")
+def test_a_file_that_does_not_load_is_not_served(
+    bert: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO", "attnserve")
+    prove = Prover.prove
+
+    def truncated(self: Prover, artifact: Any) -> Proven:
+        found = prove(self, artifact)
+        assert found.rewritten is not None
+        found.rewritten.write_bytes(found.rewritten.read_bytes()[:1000])
+        return found
+
+    monkeypatch.setattr(Prover, "prove", truncated)
+    told = served(bert)
+    assert told["rewritten"] is False and "ONNX Runtime refuses the graph" in told["why"]
+    assert "bert runs as it is: " in caplog.text
+    assert np.isfinite(told["vectors"]).all()
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("large", "it holds 0.0 GB of weights, more than 1e-09"),
+        ("no attention", "no block can be written in a faster operator"),
+    ],
+)
+def test_what_is_left_as_it_is(
+    bert: Path, child: Child, tmp_path: Path, what: str, why: str
+) -> None:
+    model = bert
+    if what == "large":
+        child("service.engine.isolation.MOST_BYTES = 1")
+    else:
+        model = write_encoder(tmp_path / "m")
+    found = prover(tmp_path / "rewritten").prove(open_artifact(model))
+    assert found.rewritten is None and why in found.operators["why"]
+
+
+@pytest.mark.usefixtures("child")
+def test_what_was_optimized_by_hand_is_served_in_faster_operators_too(
+    bert: Path, tmp_path: Path
+) -> None:
+    """Else it would be slower than the original, which is."""
+    attnserve.optimize(bert, tmp_path / "pruned", prune_heads={"0": [1, 0, 1, 1]})
+    told = served(tmp_path / "pruned")
+    assert (told["rewritten"], told["attention"], told["gelu"]) == (True, 2, 2)
+    plain = served(tmp_path / "pruned", rewrite=False)
+    assert np.abs(told["vectors"] - plain["vectors"]).max() < 1e-6
+    assert told["plan"] == plain["plan"] is not None
+
+
+def test_where_nobody_can_write_models_are_served_as_they_are(child: Child, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    artifact = open_artifact(write_encoder(tmp_path / "m"))
+    found = prover(tmp_path / "file" / "rewritten").prove(artifact)
+    assert found.operators == {"rewritten": False, "why": "there is no folder for it"}

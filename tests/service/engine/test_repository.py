@@ -1,0 +1,585 @@
+"""Models on disk and models that serve: loading, unloading, one in the place of another."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import psutil
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from starlette.testclient import TestClient
+
+from graph_passes.errors import InvalidModel
+from service.engine.repository import Entry, Repository
+from service.errors import NotFound, NotReady
+from service.settings import Settings
+from tests.service.tiny import ids_request, write_encoder, write_model
+
+
+def write_scale(folder: Path, factor: float) -> Path:
+    """A model of one input x that answers ``factor`` times x."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = f"""
+    <ir_version: 10, opset_import: ["": 18]>
+    scale (float[n] x) => (float[n] y) {{
+        factor = Constant<value = float {{{factor:g}}}>()
+        y = Mul(x, factor)
+    }}
+    """
+    write_model(folder / "new.onnx", text).rename(folder / "model.onnx")
+    return folder
+
+
+def play(
+    path: Path, script: Callable[[Repository], Coroutine[Any, Any, None]], **settings: Any
+) -> None:
+    async def whole() -> None:
+        chosen = Settings.model_validate({"model": path, "probe": False, **settings})
+        repository = Repository(chosen)
+        await repository.start()
+        try:
+            await script(repository)
+        finally:
+            await repository.close()
+
+    asyncio.run(asyncio.wait_for(whole(), 60))
+
+
+async def ask(repository: Repository, name: str, version: str | None = None) -> float:
+    engine = repository.engine(name, version)
+    answer = await engine.infer({"x": np.ones(1, np.float32)})
+    return float(answer.outputs["y"][0])
+
+
+# -- what is on disk ------------------------------------------------------------------------------
+
+
+def test_names_versions_and_the_highest(tmp_path: Path) -> None:
+    write_scale(tmp_path / "many" / "2", 2)
+    write_scale(tmp_path / "many" / "10", 10)
+    (tmp_path / "many" / "config.pbtxt").write_text("ignored")
+    (tmp_path / "many" / "draft").mkdir()
+    (tmp_path / "many" / "03").mkdir()
+    write_scale(tmp_path / "one", 1)
+    write_scale(tmp_path / ".hidden", 1)
+    (tmp_path / "no model").mkdir()
+
+    async def script(repository: Repository) -> None:
+        ready = [("many", "2"), ("many", "10"), ("one", "1")]
+        assert repository.index() == [Entry(*key, "READY") for key in ready]
+        assert repository.versions("many") == ["2", "10"]
+        assert [await ask(repository, "many", v) for v in (None, "2", "10")] == [10, 2, 10]
+        with pytest.raises(NotFound, match="unknown version '3' of 'many': it has 2, 10"):
+            repository.engine("many", "3")
+        with pytest.raises(NotFound, match="unknown model 'x': this server has 'many', 'one'"):
+            repository.engine("x")
+        with pytest.raises(NotFound, match="several models: many, one"):
+            repository.engine()
+
+    play(tmp_path, script)
+
+
+def test_a_tokenizer_above_the_versions_serves_them_all(tmp_path: Path) -> None:
+    version = write_encoder(tmp_path / "1")
+    folder = tmp_path / "models" / "tiny"
+    folder.mkdir(parents=True)
+    for name in ("tokenizer.json", "attnserve.json"):
+        (version / name).rename(folder / name)
+    shutil.move(version, folder / "1")
+
+    async def script(repository: Repository) -> None:
+        answer = await repository.engine("tiny").embed(["a b c d a b c d"])
+        assert answer.tokens == 8  # the record's max_length
+
+    play(tmp_path / "models", script)
+
+
+@pytest.mark.parametrize("make", [lambda path: None, lambda path: path.mkdir()])
+def test_a_path_without_models(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "models")
+
+    async def script(repository: Repository) -> None:
+        raise AssertionError
+
+    with pytest.raises(InvalidModel, match=r"models: (no such file|holds no model)"):
+        play(tmp_path / "models", script)
+
+
+def test_one_bad_model_does_not_stop_the_others(tmp_path: Path) -> None:
+    write_scale(tmp_path / "good", 1)
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "model.onnx").write_bytes(b"no model")
+
+    async def script(repository: Repository) -> None:
+        bad, good = repository.index()
+        assert bad.state == "UNAVAILABLE" and "not an ONNX file" in bad.reason
+        assert good.state == "READY" and repository.ready
+        with pytest.raises(NotReady, match="'bad' is not loaded"):
+            repository.engine("bad")
+
+    play(tmp_path, script)
+
+
+# -- loading and unloading ------------------------------------------------------------------------
+
+
+def test_load_and_unload(tmp_path: Path) -> None:
+    write_scale(tmp_path / "a", 1)
+
+    async def script(repository: Repository) -> None:
+        write_scale(tmp_path / "b", 2)
+        with pytest.raises(NotFound):
+            repository.engine("b")
+        assert repository.index()[1] == Entry("b", "1", "UNAVAILABLE", "not loaded")
+        await repository.load("b")
+        assert await ask(repository, "b") == 2
+        await repository.unload("b")
+        with pytest.raises(NotReady, match="'b' is not loaded"):
+            repository.engine("b")
+        await repository.unload("b")  # twice is once
+        await repository.load("b")
+        assert await ask(repository, "b") == 2
+        for call in (repository.load, repository.unload):
+            with pytest.raises(NotFound, match=r"unknown model '\.\./a'"):
+                await call("../a")
+
+    play(tmp_path, script)
+
+
+def test_a_replaced_model_answers_what_it_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_scale(tmp_path / "a", 1)
+
+    async def script(repository: Repository) -> None:
+        old = repository.engine("a")
+        go, run = threading.Event(), old.model.run
+
+        def held(inputs: Mapping[str, Any], outputs: Sequence[str] = ()) -> Any:
+            assert go.wait(10)
+            return run(inputs, outputs)
+
+        monkeypatch.setattr(old.model, "run", held)
+        waiting = [asyncio.ensure_future(ask(repository, "a")) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        write_scale(tmp_path / "a", 5)
+        await repository.load("a")
+        assert await ask(repository, "a") == 5
+        old.acquire()  # a request that has found its model, and not yet asked it
+        go.set()
+        assert await asyncio.gather(*waiting) == [1, 1, 1]
+        answer = await old.infer({"x": np.ones(1, np.float32)})
+        assert answer.outputs["y"] == [1]
+        old.release()
+        await repository.settled()
+        with pytest.raises(NotReady, match="unloaded"):  # its session is freed
+            await old.infer({"x": np.ones(1, np.float32)})
+
+    play(tmp_path, script)
+
+
+def test_what_did_not_change_stays(tmp_path: Path) -> None:
+    write_scale(tmp_path / "a" / "1", 1)
+
+    async def script(repository: Repository) -> None:
+        first = repository.engine("a")
+        write_scale(tmp_path / "a" / "2", 2)
+        await repository.load("a")
+        assert repository.engine("a", "1") is first
+        assert await ask(repository, "a") == 2
+        shutil.rmtree(tmp_path / "a" / "2")
+        await repository.load("a")
+        assert repository.engine("a") is first
+
+    play(tmp_path, script)
+
+
+def test_a_replacement_that_cannot_be_loaded_changes_nothing(tmp_path: Path) -> None:
+    write_scale(tmp_path / "a", 1)
+
+    async def script(repository: Repository) -> None:
+        (tmp_path / "a" / "model.onnx").write_bytes(b"half a model")
+        with pytest.raises(InvalidModel, match="not an ONNX file"):
+            await repository.load("a")
+        assert await ask(repository, "a") == 1
+        assert repository.ready
+        write_scale(tmp_path / "a", 3)
+        await repository.load("a")
+        assert await ask(repository, "a") == 3
+
+    play(tmp_path, script)
+
+
+def test_no_request_is_dropped_while_models_come_and_go(tmp_path: Path) -> None:
+    write_scale(tmp_path / "a", 0)
+
+    async def script(repository: Repository) -> None:
+        answers: list[float] = []
+        done = False
+
+        async def client() -> None:
+            while not done:
+                answers.append(await ask(repository, "a"))
+                await asyncio.sleep(0)
+
+        clients = [asyncio.ensure_future(client()) for _ in range(4)]
+        for factor in range(1, 6):
+            write_scale(tmp_path / "a", factor)
+            await repository.load("a")
+        done = True
+        await asyncio.gather(*clients)
+        assert set(answers) <= set(range(6)) and len(answers) > 10
+
+    play(tmp_path, script)
+
+
+@pytest.mark.slow
+def test_a_thousand_loads_leak_nothing(tmp_path: Path) -> None:
+    write_encoder(tmp_path / "models").rename(tmp_path / "tiny")
+    (tmp_path / "models").mkdir()
+    (tmp_path / "tiny").rename(tmp_path / "models" / "tiny")
+    write_scale(tmp_path / "models" / "other", 1)
+
+    async def script(repository: Repository) -> None:
+        async def cycle() -> None:
+            await repository.unload("tiny")
+            await repository.settled()
+            await repository.load("tiny")
+            await repository.engine("tiny").embed(["a b"])
+
+        for _ in range(100):
+            await cycle()
+        before = psutil.Process().memory_info().rss
+        threads = threading.active_count()
+        for _ in range(1000):
+            await cycle()
+        grown = psutil.Process().memory_info().rss - before
+        print(f"grown by {grown / 1e6:.1f} MB")
+        assert grown < 20e6
+        assert threading.active_count() <= threads + 8  # asyncio's own pool grows to a bound
+
+    async def whole() -> None:
+        repository = Repository(Settings(model=tmp_path / "models"))
+        await repository.start()
+        await script(repository)
+        await repository.close()
+
+    asyncio.run(whole())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="other C libraries return memory as they like")
+def test_weights_are_returned_to_the_system(tmp_path: Path) -> None:
+    """What is left of reading a graph is a second copy of its weights, in cycles."""
+    folder = write_encoder(tmp_path / "large")
+    model = onnx.load(folder / "model.onnx")
+    (words,) = [value for value in model.graph.initializer if value.name == "words_table"]
+    words.CopyFrom(onnx.numpy_helper.from_array(np.ones((2_000_000, 4), np.float32), words.name))
+    onnx.save(model, folder / "model.onnx")
+    size = words.ByteSize()
+    del model, words
+
+    async def whole() -> None:
+        repository = Repository(Settings(model=folder, probe=False, threads=1))
+        await repository.start()
+        before = psutil.Process().memory_info().rss
+        for _ in range(10):
+            await repository.unload("large")
+            await repository.settled()
+            await repository.load("large")
+        grown = psutil.Process().memory_info().rss - before
+        assert grown < 2 * size  # without it: some 18 copies
+        await repository.close()
+
+    asyncio.run(whole())
+
+
+# -- models are input of strangers ----------------------------------------------------------------
+
+
+def checksum(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("files", "text"),
+    [
+        ({"model.onnx": "0" * 64}, "not the file that attnserve.json describes"),
+        ({"model.onnx": None, "model.onnx.data": "0" * 64}, "missing, and attnserve.json names it"),
+        ({"model.onnx": None, "../secret": "0" * 64}, "expected a file beside it"),
+        ({"model.onnx": None, "tokenizer.json": 7}, "expected a file beside it"),
+    ],
+)
+def test_artifacts_are_checked_against_their_checksums(
+    tmp_path: Path, files: dict[str, Any], text: str
+) -> None:
+    folder = write_encoder(tmp_path / "tiny")
+    real = checksum(folder / "model.onnx")
+
+    async def script(repository: Repository) -> None:
+        assert repository.ready
+
+    for given, fails in ((files, True), ({"model.onnx": real}, False)):
+        told = {name: real if value is None else value for name, value in given.items()}
+        (folder / "attnserve.json").write_text(json.dumps({"files": told}))
+        if fails:
+            with pytest.raises(InvalidModel, match=text):
+                play(folder, script)
+        else:
+            play(folder, script)
+
+
+def with_external_data(folder: Path, location: str) -> Path:
+    folder.mkdir()
+    weight = numpy_helper.from_array(np.ones(4, np.float32), "w")
+    weight.ClearField("raw_data")
+    weight.data_location = TensorProto.EXTERNAL
+    for key, value in (("location", location), ("offset", "0"), ("length", "16")):
+        weight.external_data.add(key=key, value=value)
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 4])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 4])
+    graph = helper.make_graph([helper.make_node("Mul", ["x", "w"], ["y"])], "g", [x], [y], [weight])
+    model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)])
+    (folder / "model.onnx").write_bytes(model.SerializeToString())
+    return folder
+
+
+@pytest.mark.parametrize("location", ["{outside}", "../secret.bin", "a/../../secret.bin", "link"])
+def test_external_data_stays_in_its_folder(tmp_path: Path, location: str) -> None:
+    secret = tmp_path / "secret.bin"
+    secret.write_bytes(np.ones(4, np.float32).tobytes())
+    folder = with_external_data(tmp_path / "model", location.format(outside=secret))
+    (folder / "link").symlink_to(secret)
+
+    async def script(repository: Repository) -> None:
+        raise AssertionError
+
+    with pytest.raises(InvalidModel, match="expected a file inside the model's folder"):
+        play(folder, script)
+
+
+def test_external_data_in_its_folder_is_served(tmp_path: Path) -> None:
+    folder = with_external_data(tmp_path / "model", "weights.bin")
+    (folder / "weights.bin").write_bytes(np.full(4, 3, np.float32).tobytes())
+
+    async def script(repository: Repository) -> None:
+        answer = await repository.engine().infer({"x": np.ones((1, 4), np.float32)})
+        assert answer.outputs["y"].tolist() == [[3, 3, 3, 3]]
+
+    play(folder, script, probe=True)
+
+
+def test_operators_of_strangers_are_refused(tmp_path: Path) -> None:
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n"])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n"])
+    node = helper.make_node("Anything", ["x"], ["y"], domain="com.stranger")
+    graph = helper.make_graph([node], "g", [x], [y])
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("com.stranger", 1)]
+    onnx.save(helper.make_model(graph, ir_version=10, opset_imports=opsets), tmp_path / "m.onnx")
+
+    async def script(repository: Repository) -> None:
+        raise AssertionError
+
+    with pytest.raises(InvalidModel, match="ONNX Runtime refuses the graph"):
+        play(tmp_path / "m.onnx", script, probe=True)
+
+
+CRASHES = "import os; os.abort()"
+HANGS = "import time; time.sleep(60)"
+BABBLES = "print('no JSON'); raise SystemExit(3)"
+
+
+@pytest.mark.parametrize(
+    ("child", "text"),
+    [
+        (CRASHES, r"it crashes ONNX Runtime \(signal 6\)"),
+        (HANGS, "it did not load and run within 1 s"),
+        (BABBLES, "the process that tried it ended with 3"),
+    ],
+)
+def test_a_model_that_kills_its_probe_is_an_error_and_the_server_lives(
+    start: Callable[..., TestClient],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    child: str,
+    text: str,
+) -> None:
+    write_scale(tmp_path / "good", 2)
+    client = start(tmp_path)
+    repository: Repository = client.app.state.repository  # type: ignore[attr-defined]
+    write_scale(tmp_path / "evil", 1)
+    program = tmp_path / "child.py"
+    program.write_text(child)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{program}"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr("service.engine.isolation.sys.executable", str(python))
+    chosen = repository.settings.model_copy(update={"probe": True})
+    monkeypatch.setattr(repository, "settings", chosen)
+    monkeypatch.setattr(repository._prover, "_timeout_s", 1)
+    with pytest.raises(InvalidModel, match=text):
+        client.portal.call(repository.load, "evil")  # type: ignore[union-attr]
+    evil = repository.index()[0]
+    assert evil.state == "UNAVAILABLE" and evil.reason
+    x = {"name": "x", "shape": [1], "datatype": "FP32", "data": [1.5]}
+    answer = client.post("/v2/models/good/infer", json={"inputs": [x]})
+    assert answer.json()["outputs"][0]["data"] == [3]
+    assert client.get("/v2/health/ready").status_code == 200
+
+
+def test_a_graph_that_never_comes_back(tmp_path: Path) -> None:
+    """It loads, and its first run counts to 2 ** 62."""
+    text = """
+    <ir_version: 10, opset_import: ["": 18]>
+    forever (float[n] x) => (float[n] y) <int64 trips = {4611686018427387904}, bool go = {1}> {
+        y = Loop(trips, go, x) <
+            body = step (int64 i, bool on, float[n] a) => (bool still, float[n] b) {
+                still = Identity(on)
+                b = Add(a, a)
+            }
+        >
+    }
+    """
+    write_scale(tmp_path / "good", 2)
+    (tmp_path / "forever").mkdir()
+    write_model(tmp_path / "forever" / "model.onnx", text)
+
+    async def script(repository: Repository) -> None:
+        forever, good = repository.index()
+        assert (forever.state, good.state) == ("UNAVAILABLE", "READY")
+        assert "did not load and run within 8 s" in forever.reason
+        assert await ask(repository, "good") == 2
+
+    play(tmp_path, script, probe=True, probe_timeout_s=8)
+
+
+def test_what_has_run_once_is_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Path] = []
+
+    async def script(repository: Repository) -> None:
+        prover = repository._prover
+        attempt = prover._try
+        monkeypatch.setattr(
+            prover,
+            "_try",
+            lambda artifact, content: tried.append(artifact.model) or attempt(artifact, content),
+        )
+        await repository.unload("a")
+        await repository.load("a")
+        assert not tried
+        write_scale(tmp_path / "a", 7)
+        await repository.load("a")
+        await repository.load("a")
+        assert len(tried) == 1
+        assert await ask(repository, "a") == 7
+
+    write_scale(tmp_path / "a", 1)
+    play(tmp_path, script, probe=True)
+
+
+def test_the_probe_is_told_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNSERVE_API_KEYS", "hush-hush")
+    program = tmp_path / "python"
+    program.write_text(f'#!/bin/sh\nenv > "{tmp_path}/seen"\nexit 3\n')
+    program.chmod(0o755)
+    monkeypatch.setattr("service.engine.isolation.sys.executable", str(program))
+
+    async def script(repository: Repository) -> None:
+        raise AssertionError
+
+    with pytest.raises(InvalidModel, match="ended with 3"):
+        play(write_scale(tmp_path / "a", 1), script, probe=True)
+    assert "hush-hush" not in (tmp_path / "seen").read_text()
+    assert "PATH=" in (tmp_path / "seen").read_text()
+    assert os.environ["ATTNSERVE_API_KEYS"] == "hush-hush"
+
+
+# -- not ready, and ready again -------------------------------------------------------------------
+
+
+class Faulty:
+    """A session that fails on demand."""
+
+    def __init__(self, session: Any, text: str) -> None:
+        self.session, self.text, self.broken = session, text, True
+
+    def run(self, *args: Any) -> Any:
+        if self.broken:
+            raise RuntimeError(self.text)
+        return self.session.run(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.session, name)
+
+
+@pytest.mark.parametrize("text", ["Failed to allocate memory", "CUDA failure 700"])
+def test_a_failing_session_turns_readiness_off_until_it_runs_again(
+    start: Callable[..., TestClient], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setattr("service.engine.engine.RETRY_S", (0.05,))
+    write_encoder(tmp_path / "tiny")
+    write_scale(tmp_path / "other", 2)
+    client = start(tmp_path)
+    repository: Repository = client.app.state.repository  # type: ignore[attr-defined]
+    engine = repository.engine("tiny")
+    faulty = Faulty(engine.model._session, text)
+    monkeypatch.setattr(engine.model, "_session", faulty)
+    reload = threading.Event()
+    again = engine._reload
+    assert again is not None
+    monkeypatch.setattr(engine, "_reload", lambda: again() if reload.is_set() else 1 / 0)
+
+    answer = client.post("/embed", json={"inputs": "a", "model": "tiny"})
+    assert answer.status_code == 503 and answer.headers["retry-after"] == "5"
+    # Not ready, but alive; the model that runs is ready, and serves.
+    assert client.get("/v2/health/live").status_code == 200
+    assert client.get("/v2/health/ready").json() == {"ready": False}
+    told = client.get("/v2/models/tiny/ready")
+    assert (told.status_code, told.json()) == (503, {"name": "tiny", "ready": False})
+    assert client.get("/v2/models/other/ready").status_code == 200
+    assert [entry.state for entry in repository.index()] == ["READY", "UNAVAILABLE"]
+    refused = client.post("/v2/models/tiny/infer", json=ids_request([2, 3]))
+    assert refused.status_code == 503 and "tiny is not ready" in refused.json()["error"]
+
+    reload.set()
+    for _ in range(200):
+        if client.get("/v2/health/ready").status_code == 200:
+            break
+        threading.Event().wait(0.02)
+    assert client.post("/embed", json={"inputs": "a", "model": "tiny"}).status_code == 200
+    assert engine.model._session is not faulty  # it was loaded anew
+
+
+def test_a_session_that_recovers_is_not_reloaded(
+    start: Callable[..., TestClient], encoder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = start(encoder)
+    engine = client.app.state.repository.engine()  # type: ignore[attr-defined]
+    monkeypatch.setattr(engine, "_reload", lambda: 1 / 0)
+    model, warm_up = engine.model, engine.model.warm_up
+    faulty = Faulty(model._session, "out of memory")
+    monkeypatch.setattr(model, "_session", faulty)
+
+    def recover() -> None:
+        faulty.broken = False
+        warm_up()
+
+    monkeypatch.setattr(model, "warm_up", recover)
+    assert client.post("/embed", json={"inputs": "a"}).status_code == 503
+    for _ in range(200):
+        if client.get("/v2/health/ready").status_code == 200:
+            break
+        threading.Event().wait(0.02)
+    assert client.post("/embed", json={"inputs": "a"}).status_code == 200
+    assert engine.statistics()["inference_stats"]["fail"]["count"] == 1

@@ -1,0 +1,556 @@
+"""``--workers N``: several processes that answer as one, and the parent that keeps them alive."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from time import monotonic, time
+from typing import Any
+
+import httpx2
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import service
+from graph_passes.errors import InvalidModel
+from service.errors import NotReady
+from service.metrics import Metrics
+from service.settings import Settings
+from service.workers.shared_repository import SharedRepository
+from service.workers.shared_state import Runtime, Status
+from service.workers.supervisor import threads_of_each
+from tests.service.tiny import write_encoder
+
+EMBED = {"inputs": ["a b", "c"]}
+
+PROGRAM = """
+import sys
+import service.workers.supervisor
+from service.app import serve
+from service.settings import read_settings
+from graph_passes.errors import AttnserveError
+service.workers.supervisor.LOOK_S, service.workers.supervisor.HANGS_S = 0.2, 3
+try:
+    serve(read_settings())
+except KeyboardInterrupt:
+    sys.exit(130)
+except AttnserveError as error:
+    print(f"error: {error.what}", file=sys.stderr)
+    sys.exit(error.exit_code)
+"""
+
+
+def until(holds: Callable[[], Any], seconds: float = 30) -> Any:
+    """What ``holds`` returns, once that is true."""
+    end = monotonic() + seconds
+    while not (found := holds()):
+        assert monotonic() < end, "it never came true"
+        threading.Event().wait(0.02)
+    return found
+
+
+class Server:
+    """A real server with workers, on a free port of the loopback.
+
+    Attributes:
+        temporary: Where it keeps what its workers share.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path, temporary: Path) -> None:
+        self.process, self._log, self.temporary = process, log, temporary
+        self._clients: list[Client] = []
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    @property
+    def port(self) -> int:
+        found = re.search(r"serving .+ at http://127\.0\.0\.1:(\d+)\n", self.log)
+        assert found, self.log
+        return int(found[1])
+
+    def wait(self, workers: int = 2) -> None:
+        until(lambda: "serving" in self.log or self.process.poll() is not None)
+        if workers > 1:
+            assert "workers:" in self.log or until(lambda: "workers:" in self.log), self.log
+
+    @property
+    def left(self) -> list[Path]:
+        """What it shared between its workers, and should have taken away."""
+        return list(self.temporary.glob("attnserve-*"))
+
+    def pids(self) -> list[int]:
+        return [child.pid for child in psutil.Process(self.process.pid).children()]
+
+    def client(self, pid: int) -> Client:
+        """A connection that the worker ``pid`` has accepted."""
+        while True:
+            client = self.any_client()
+            client.get("/v2/health/live")
+            if client.is_served_by(pid):
+                return client
+            client.close()
+
+    def any_client(self) -> Client:
+        self._clients.append(Client(self.port))
+        return self._clients[-1]
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.close()
+
+
+class Client:
+    """One connection, kept: to one worker."""
+
+    def __init__(self, port: int) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+
+    def is_served_by(self, pid: int) -> bool:
+        assert self._connection.sock is not None
+        port = self._connection.sock.getsockname()[1]
+        worker = psutil.Process(pid)
+        ask = getattr(worker, "net_connections", None) or worker.connections  # since psutil 6
+        return any(one.raddr and one.raddr.port == port for one in ask("tcp"))
+
+    def ask(self, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
+        self._connection.request(method, path, None if body is None else json.dumps(body))
+        answer = self._connection.getresponse()
+        return answer.status, answer.read()
+
+    def get(self, path: str) -> Any:
+        return json.loads(self.ask("GET", path)[1])
+
+    def post(self, path: str, body: Any = None) -> int:
+        return self.ask("POST", path, body)[0]
+
+    @property
+    def ready(self) -> bool:
+        return self.ask("GET", "/v2/health/ready")[0] == 200
+
+    def index(self) -> list[tuple[str, str, str]]:
+        found = json.loads(self.ask("POST", "/v2/repository/index")[1])
+        return [(entry["name"], entry["version"], entry["state"]) for entry in found]
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+@contextmanager
+def serving(model: Path, folder: Path, **settings: object) -> Iterator[Server]:
+    """Two workers; killed at the end, where they still live."""
+    temporary = folder / "temporary"
+    temporary.mkdir(parents=True)
+    given = {"model": model, "port": 0, "workers": 2, "probe": False, **settings}
+    environment = {f"ATTNSERVE_{name.upper()}": str(value) for name, value in given.items()}
+    log = folder / "log"
+    with (
+        log.open("wb") as stderr,
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM],
+            cwd=Path(service.__file__).parents[1],
+            stderr=stderr,
+            env=os.environ | {"TMPDIR": str(temporary)} | environment,
+        ) as process,
+    ):
+        server = Server(process, log, temporary)
+        try:
+            yield server
+        finally:
+            server.close()
+            if process.poll() is None:
+                for pid in server.pids():
+                    psutil.Process(pid).kill()
+                process.kill()
+
+
+def repository(folder: Path, *names: str) -> Path:
+    """A folder of models, version 1 of each."""
+    for name in names:
+        (folder / name).mkdir(parents=True)
+        write_encoder(folder / name / "1")
+    return folder
+
+
+# -- as one --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("workers")
+    models = repository(folder / "models", "counted", "other", "tiny")
+    with serving(models, folder) as server:
+        server.wait()
+        yield server
+
+
+@pytest.fixture
+def clients(server: Server) -> list[Client]:
+    """One for each worker."""
+    return [server.client(pid) for pid in server.pids()]
+
+
+def test_every_worker_knows_what_all_have_done(clients: list[Client]) -> None:
+    one, two = clients
+    body = EMBED | {"model": "counted"}
+    assert [one.post("/embed", body) for _ in range(3)] == [200] * 3
+    assert [two.post("/embed", body) for _ in range(4)] == [200] * 4
+    assert two.post("/embed", body | {"inputs": ["a"] * 100}) == 413
+    idle = b'attnserve_in_flight{model="counted",version="1"} 0.0'
+    for client in clients:
+        (told,) = client.get("/v2/models/counted/stats")["model_stats"]
+        assert told["inference_stats"]["success"]["count"] == 7
+        assert told["inference_stats"]["fail"]["count"] == 1
+        assert (told["inference_count"], told["execution_count"]) == (14, 7)
+        (batches,) = told["batch_stats"]
+        assert batches["batch_size"] == 2 and batches["compute_infer"]["count"] == 7
+        assert batches["compute_infer"]["ns"] == told["inference_stats"]["compute_infer"]["ns"]
+        assert time() - told["last_inference"] / 1e3 < 60
+
+        # What is in flight elsewhere is told a second late.
+        until(partial(lambda asked: idle in asked.ask("GET", "/metrics")[1], client))
+        samples = {
+            (sample.name, *sorted(sample.labels.values())): sample.value
+            for family in text_string_to_metric_families(client.ask("GET", "/metrics")[1].decode())
+            for sample in family.samples
+        }
+        assert samples["attnserve_inferences_total", "1", "counted", "success"] == 7
+        assert samples["attnserve_request_seconds_count", "1", "counted"] == 7
+        assert samples["attnserve_rejects_total", "1", "counted", "too_large"] == 1
+        assert samples["attnserve_model_ready", "1", "counted"] == 1
+        assert samples["attnserve_workers",] == 2
+
+        def window(client: Client = client) -> dict[str, Any]:
+            (model,) = [m for m in client.get("/stats.json")["models"] if m["name"] == "counted"]
+            assert model["requests"] == 7
+            return model["window"]
+
+        # The last minute is that of all workers, a second late.
+        until(lambda: sum(second["requests"] for second in window()["seconds"]) == 7)
+        assert window()["batch_rows"] == {"2": 7} and window()["rejects"] == {"too_large": 1}
+        assert client.get("/stats.json")["workers"] == {"wanted": 2, "serving": 2}
+
+
+def test_what_one_worker_loads_or_unloads_all_do(server: Server, clients: list[Client]) -> None:
+    one, two = clients
+    body = EMBED | {"model": "other"}
+    assert one.ready and two.ready
+    assert one.post("/v2/repository/models/other/unload") == 200
+    for client in clients:
+        assert ("other", "1", "UNAVAILABLE") in client.index()
+        assert client.post("/embed", body) == 503
+        assert client.post("/embed", EMBED | {"model": "tiny"}) == 200
+        assert client.ready
+    assert two.post("/v2/repository/models/other/load") == 200
+    for client in clients:
+        assert ("other", "1", "READY") in client.index()
+        assert client.post("/embed", body) == 200
+        assert client.post("/v2/repository/models/none/load") == 404
+
+    # A new version, and one that cannot be loaded: what is well is served by all.
+    models = server.temporary.parent / "models" / "other"
+    write_encoder(models / "2")
+    write_encoder(models / "3")
+    (models / "3" / "model.onnx").write_bytes(b"not a model")
+    assert one.post("/v2/repository/models/other/load") == 422
+    for client in clients:
+        assert client.get("/v2/models/other")["versions"] == ["1", "2"]
+        assert ("other", "3", "UNAVAILABLE") in client.index()
+        assert client.ask("GET", "/v2/models/other/versions/2/ready")[0] == 200
+        assert client.ready
+
+
+# -- life and death ------------------------------------------------------------------------------
+
+
+def test_a_worker_that_is_killed_is_replaced_and_the_others_go_on(server: Server) -> None:
+    before = server.pids()
+    other = server.client(before[1])
+    body = EMBED | {"model": "tiny"}
+    assert other.post("/v2/repository/models/counted/unload") == 200
+
+    def answered() -> int:
+        (told,) = other.get("/v2/models/tiny/stats")["model_stats"]
+        return told["inference_stats"]["success"]["count"]
+
+    first, asked, seen, done = answered(), 0, list[int | str](), threading.Event()
+
+    def load() -> None:
+        while not done.wait(0.01):
+            try:
+                answer = httpx2.post(f"http://127.0.0.1:{server.port}/embed", json=body)
+                seen.append(answer.status_code)
+            except httpx2.TransportError as error:
+                seen.append(type(error).__name__)
+
+    def replaced() -> bool:
+        nonlocal asked
+        assert other.ready and other.post("/embed", body) == 200  # all the time
+        asked += 1
+        return before[0] not in server.pids() and other.get("/stats.json")["workers"] == {
+            "wanted": 2,
+            "serving": 2,
+        }
+
+    with ThreadPoolExecutor(2) as threads:
+        running = [threads.submit(load) for _ in range(2)]
+        until(lambda: len(seen) > 20)
+        psutil.Process(before[0]).kill()
+        until(replaced)
+        new = server.client(next(pid for pid in server.pids() if pid not in before))
+        done.set()
+    assert [one.result() for one in running] == [None, None]
+    lost = [one for one in seen if one != 200]
+    assert len(lost) <= 2 and not any(isinstance(one, int) for one in lost), lost
+    # Nothing that was answered is forgotten; what the dead worker computed may not have been seen.
+    well = first + asked + seen.count(200)
+    assert well <= answered() <= well + len(lost)
+    assert "was ended by SIGKILL: the others go on" in server.log
+    # It has what the others have, not what is on disk.
+    for client in (new, other):
+        assert ("counted", "1", "UNAVAILABLE") in client.index()
+    assert new.post("/v2/repository/models/counted/load") == 200
+    for client in (new, other):
+        assert ("counted", "1", "READY") in client.index() and client.ready
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        pytest.param(signal.SIGTERM, 0, id="told to stop"),
+        pytest.param(signal.SIGKILL, -signal.SIGKILL, id="left alone", marks=pytest.mark.slow),
+    ],
+)
+def test_all_workers_answer_what_they_accepted_and_end(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    model = write_encoder(tmp_path / "tiny")
+    with serving(model, tmp_path, max_wait_ms=1000) as server, ThreadPoolExecutor(4) as threads:
+        server.wait()
+        workers = [psutil.Process(pid) for pid in server.pids()]
+        clients = [server.client(worker.pid) for worker in workers for _ in range(2)]
+        accepted = [threads.submit(client.post, "/embed", EMBED) for client in clients]
+        watching = server.any_client()
+        series = b'attnserve_in_flight{model="tiny",version="1"} 4.0'
+        until(lambda: series in watching.ask("GET", "/metrics")[1])
+        server.process.send_signal(number)
+        assert [one.result() for one in accepted] == [200] * 4
+        assert server.process.wait(20) == code
+        psutil.wait_procs(workers, timeout=10)
+        assert not any(worker.is_running() for worker in workers)
+        assert server.left == []
+        assert "Traceback" not in server.log and "error" not in server.log
+        with pytest.raises(ConnectionRefusedError):
+            server.any_client().get("/v2/health/live")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_told_to_stop_twice_it_refuses_what_it_has_not_answered(
+    tmp_path: Path, workers: int
+) -> None:
+    """The first SIGINT waits for answers, here for a batch that takes a minute to fill."""
+    model, wait = write_encoder(tmp_path / "tiny"), {"max_wait_ms": 60_000, "timeout_ms": 90_000}
+    with (
+        serving(model, tmp_path, workers=workers, **wait) as server,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        server.wait(workers)
+        asked = threads.submit(server.any_client().ask, "POST", "/embed", EMBED)
+        watching = server.any_client()
+        series = b'attnserve_in_flight{model="tiny",version="1"} 1.0'
+        until(lambda: series in watching.ask("GET", "/metrics")[1])
+        server.process.send_signal(signal.SIGINT)
+        threading.Event().wait(1)
+        assert not asked.done() and server.process.poll() is None
+        server.process.send_signal(signal.SIGINT)
+        status, body = asked.result(10)
+        assert status == 503 and b"the server was told to stop at once" in body
+        assert server.process.wait(20) == 130
+        assert server.left == []
+        assert "Traceback" not in server.log
+
+
+def test_a_worker_that_hangs_is_killed_and_replaced(tmp_path: Path) -> None:
+    with serving(write_encoder(tmp_path / "tiny"), tmp_path) as server:
+        server.wait()
+        silent, other = server.pids()
+        client = server.client(other)
+        psutil.Process(silent).suspend()
+        until(lambda: f"(process {silent}) hangs: it is killed" in server.log)
+        until(lambda: "serves again" in server.log)
+        assert other in server.pids() and silent not in server.pids()
+        assert client.post("/embed", EMBED) == 200
+        assert server.log.count("hangs: it is killed") == 1  # who speaks is left alone
+
+
+def test_a_model_that_cannot_be_served_is_not_said_to_be(tmp_path: Path) -> None:
+    models = repository(tmp_path / "models", "broken", "tiny")
+    (models / "broken" / "1" / "model.onnx").write_bytes(b"no model")
+    with serving(models, tmp_path) as server:
+        server.wait()
+        assert re.search(r"^serving tiny at http", server.log, re.MULTILINE), server.log
+
+
+def test_what_is_wrong_with_the_models_is_said_once(tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").write_bytes(b"not a model")
+    with serving(tmp_path / "model.onnx", tmp_path) as server:
+        assert server.process.wait(30) == 2
+        lines = [line for line in server.log.splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1 and "model.onnx" in lines[0]
+        assert server.left == []
+
+
+def test_a_worker_that_dies_at_its_start_is_tried_again_then_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\nif 'service.workers.worker' in sys.orig_argv: os._exit(7)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with serving(write_encoder(tmp_path / "tiny"), tmp_path) as server:
+        assert server.process.wait(30) == 2
+        assert server.log.count("started again") >= 2
+        assert re.search(r"error: worker \d ended with 7 before it served", server.log)
+        assert server.left == []
+
+
+# -- what a worker shares, two of them in this process -------------------------------------------
+
+
+def together(
+    model: Path, folder: Path, play: Callable[[SharedRepository, Runtime, Starts], Awaitable[None]]
+) -> None:
+    """Run ``play`` with a worker that serves, and a way to start another."""
+    runtime = Runtime(folder, 2)
+    runtime.prepare()
+
+    async def run() -> None:
+        started: list[SharedRepository] = []
+
+        async def start(worker: int) -> SharedRepository:
+            settings = Settings(model=model, probe=False, workers=2)
+            one = SharedRepository(settings, Metrics(), worker=worker, runtime=runtime)
+            await one.start()
+            await one.join()
+            one.say_serving()
+            started.append(one)
+            return one
+
+        try:
+            await play(await start(0), runtime, start)
+        finally:
+            for one in started:
+                await one.leave()
+                await one.close()
+
+    asyncio.run(run())
+
+
+Starts = Callable[[int], Awaitable[SharedRepository]]
+
+
+def test_ready_needs_all_workers_first_and_those_that_serve_later(tmp_path: Path) -> None:
+    async def play(one: SharedRepository, runtime: Runtime, start: Starts) -> None:
+        assert not one.ready
+        two = await start(1)
+        assert not one.ready  # the supervisor has not seen it yet
+        runtime.say_complete()
+        assert one.ready and two.ready and one.workers == (2, 2)
+        runtime.say(replace(_status(runtime, 1), ready=False))
+        assert not one.ready and two.ready
+        runtime.say(replace(_status(runtime, 1), at=time() - 60))  # it hangs
+        assert not one.ready
+        runtime.forget(1)  # it died
+        assert one.ready and one.workers == (2, 1)
+
+    together(write_encoder(tmp_path / "tiny"), _folder(tmp_path), play)
+
+
+def test_a_worker_does_not_start_with_other_files_than_the_others_serve(tmp_path: Path) -> None:
+    models = repository(tmp_path / "models", "tiny")
+
+    async def play(one: SharedRepository, runtime: Runtime, start: Starts) -> None:
+        write_encoder(models / "tiny" / "2")  # not asked for yet: of no concern
+        two = await start(1)
+        assert two.versions("tiny") == one.versions("tiny") == ["1"]
+        await two.leave()
+        record = models / "tiny" / "1" / "attnserve.json"
+        record.write_text(json.dumps({"max_length": 4}))
+        with pytest.raises(InvalidModel, match="tiny: its files have changed since another"):
+            await start(1)
+        await one.load("tiny")
+        two = await start(1)
+        assert two.versions("tiny") == one.versions("tiny") == ["1", "2"]
+
+    together(models, _folder(tmp_path), play)
+
+
+def test_a_worker_that_cannot_follow_is_why_a_load_fails(tmp_path: Path) -> None:
+    models = repository(tmp_path / "models", "tiny")
+
+    async def play(one: SharedRepository, runtime: Runtime, start: Starts) -> None:
+        two = await start(1)
+        runtime.say_complete()
+        write_encoder(models / "tiny" / "2")
+
+        def unlucky(*args: object, **kwargs: object) -> None:
+            raise MemoryError
+
+        two._load = unlucky  # type: ignore[method-assign, assignment]
+        with pytest.raises(NotReady, match="worker 1: tiny: MemoryError"):
+            await one.load("tiny")
+        assert not one.ready and not two.ready  # what they serve is not the same
+        del two._load
+        await one.load("tiny")
+        assert two.versions("tiny") == ["1", "2"] and one.ready and two.ready
+
+    together(models, _folder(tmp_path), play)
+
+
+def test_a_worker_that_hangs_is_named(tmp_path: Path) -> None:
+    async def play(one: SharedRepository, runtime: Runtime, start: Starts) -> None:
+        runtime.say(Status(1, 4711, serving=True, ready=True, at=time() - 60))
+        with pytest.raises(NotReady, match=r"worker 1 \(process 4711\) does not answer"):
+            await one.load("tiny")
+
+    together(write_encoder(tmp_path / "tiny"), _folder(tmp_path), play)
+
+
+def test_the_cores_are_shared_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    monkeypatch.setattr(sys, "platform", "linux")
+
+    def threads(**given: int) -> int:
+        return threads_of_each(Settings(model=tmp_path, **given))  # type: ignore[arg-type]
+
+    assert threads(workers=2) == 4
+    assert threads(workers=2, concurrency=2) == 2
+    assert threads(workers=16) == 1
+    assert threads(workers=2, threads=3) == 3
+
+
+def _status(runtime: Runtime, worker: int) -> Status:
+    status = runtime.status(worker)
+    assert status is not None
+    return status
+
+
+def _folder(path: Path) -> Path:
+    folder = path / "shared"
+    folder.mkdir()
+    return folder
