@@ -13,12 +13,13 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
+from attnserve.context import Provider
 from attnserve.runtime.cuda import PARITY, Cuda
 from graph_passes.errors import (
     AttnserveError,
@@ -45,8 +46,6 @@ __all__ = [
     "weight_bytes",
     "why_no_cuda",
 ]
-
-Provider = Literal["cpu", "cuda"]
 
 Batch = dict[str, np.ndarray]
 """The inputs of one run, by name."""

@@ -1,0 +1,41 @@
+"""Settings that every stage of a run shares: where models run, the seed, who hears of progress."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+__all__ = ["Progress", "Provider", "RunContext", "ignore_progress"]
+
+Provider = Literal["cpu", "cuda"]
+"""The ONNX Runtime execution provider."""
+
+Progress = Callable[[str, int, int], None]
+"""Receives (stage name, steps done, steps in total)."""
+
+
+def ignore_progress(stage: str, done: int, total: int) -> None:
+    """Report nothing."""
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """Settings of a run.
+
+    Attributes:
+        provider: The execution provider of every session.
+        threads: Intra-op threads of a session; 0 leaves the choice to ONNX Runtime.
+        seed: Of everything random.
+        progress: Called after each step of a long stage.
+    """
+
+    provider: Provider = "cpu"
+    threads: int = 0
+    seed: int = 0
+    progress: Progress = ignore_progress
+
+    def stage(self, name: str) -> Callable[[int, int], None]:
+        """A callback (steps done, steps in total) that reports the progress of one stage."""
+        return partial(self.progress, name)
