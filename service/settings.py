@@ -115,6 +115,12 @@ class Settings(BaseSettings):
         gt=0,
         description="Time of a request that names none (x-timeout-ms); past it the answer is 504.",
     )
+    max_timeout_ms: float = Field(
+        default=300_000,
+        gt=0,
+        le=86_400_000,
+        description="Maximum of x-timeout-ms. A larger timeout_ms raises it.",
+    )
 
     max_body_bytes: int = Field(default=2_000_000, ge=1, description="Bytes of one request's body.")
     max_inputs: int = Field(default=32, ge=1, description="Texts of one request.")

@@ -217,6 +217,27 @@ def test_a_deadline_that_is_no_time_is_refused(client: TestClient, given: str) -
     assert answer.json()["error"].startswith("x-timeout-ms is")
 
 
+@pytest.mark.parametrize(
+    ("settings", "given", "status"),
+    [
+        ({}, "300000", 200),
+        ({}, "300001", 422),
+        ({"max_timeout_ms": 40_000}, "40000", 200),
+        ({"max_timeout_ms": 40_000}, "40001", 422),
+        ({"timeout_ms": 400_000}, "400000", 200),
+    ],
+)
+def test_deadline_above_the_maximum_is_refused(
+    start: Callable[..., TestClient],
+    encoder: Path,
+    settings: dict[str, int],
+    given: str,
+    status: int,
+) -> None:
+    answer = start(encoder, **settings).post("/embed", json=EMBED, headers={"x-timeout-ms": given})
+    assert answer.status_code == status
+
+
 # -- busy, alive, ready ---------------------------------------------------------------------------
 
 
