@@ -112,6 +112,36 @@ def test_a_file_of_keys_that_cannot_hold_is_refused(tmp_path: Path, content: byt
         read_keys(Settings(model=tmp_path, api_keys_file=path))
 
 
+@pytest.mark.parametrize("given", ["", " ", ",", " , "])
+def test_api_keys_set_but_empty_are_refused(
+    encoder: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    """An unset secret of a deployment must not let everybody in."""
+    monkeypatch.setenv("ATTNSERVE_MODEL", str(encoder))
+    monkeypatch.setenv("ATTNSERVE_API_KEYS", given)
+    with pytest.raises(InvalidArgument, match="api_keys"):
+        create_app()
+
+
+@pytest.mark.parametrize(
+    "name", ["ATTNSERVE_API_KEY", "ATTNSERVE_APIKEYS", "attnserve_api_key_file"]
+)
+def test_api_keys_misspelled_are_refused(
+    encoder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("ATTNSERVE_MODEL", str(encoder))
+    monkeypatch.setenv(name, "hush")
+    with pytest.raises(InvalidArgument, match=name) as caught:
+        create_app()
+    assert "hush" not in str(caught.value)
+
+
+def test_an_empty_key_among_others_is_refused(tmp_path: Path) -> None:
+    settings = Settings.model_validate({"model": tmp_path, "api_keys": ["one", ""]})
+    with pytest.raises(InvalidArgument, match="key 2 of 2 is empty"):
+        read_keys(settings)
+
+
 def test_keys_are_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNSERVE_API_KEYS", "one-key, other-key")
     settings = Settings(model=tmp_path)
