@@ -172,6 +172,12 @@ class Model:
         sizes: dict[str, tuple[int, str]] = {}
         for tensor in self.inputs:
             self._check_tensor(tensor, inputs[tensor.name], sizes)
+        shape = self.ids(inputs).shape
+        if shape[:1] == (0,):
+            raise InvalidData(
+                f"the inputs have no rows: the batch axis of {list(shape)} is 0",
+                "send at least one row",
+            )
 
     def check_outputs(self, names: Sequence[str]) -> None:
         """Raises ``InvalidData`` where one of ``names`` is no output."""
