@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from attnserve.artifact import Artifact, load_model, open_artifact, sha256
-from attnserve.session import Provider, external_files, weight_bytes
+from attnserve.external_data import external_files
+from attnserve.session import Provider, weight_bytes
 from graph_passes.errors import AttnserveError, InvalidArgument, InvalidModel, MissingExtra
 from service.model import AS_IT_IS, Model
 

@@ -30,9 +30,10 @@ from attnserve.artifact import (
     open_artifact,
     write_record,
 )
+from attnserve.external_data import external_files
 from attnserve.inputs import example_inputs
 from attnserve.precision import is_bfloat16, on_cpu
-from attnserve.session import Provider, external_files, open_session
+from attnserve.session import Provider, open_session
 from graph_passes.errors import InvalidArgument, InvalidModel, InvalidOutput
 
 __all__ = ["TritonModel", "Value", "write_repository"]

@@ -15,8 +15,8 @@ import pytest
 from attnserve import session as sessions
 from attnserve.artifact import load_model, save_model
 from attnserve.device import PARITY, Cuda
+from attnserve.external_data import external_files
 from attnserve.session import (
-    external_files,
     open_session,
     require_runtime,
     weight_bytes,
