@@ -34,6 +34,7 @@ import attnserve
 from attnserve.checks.benchmark import Measurement
 from attnserve.checks.compare import check_cosine_bound
 from attnserve.checks.evaluate import TaskName
+from attnserve.context import Provider
 from attnserve.models.artifact import Pooling, open_artifact
 from attnserve.models.export import Attention, Exporter
 from attnserve.models.precision import Precision
@@ -41,7 +42,6 @@ from attnserve.planning.head_selection import Alignment
 from attnserve.planning.mixing import Mixing
 from attnserve.planning.report import PlanReport, Point
 from attnserve.planning.request import Importance
-from attnserve.runtime.session import Provider
 from graph_passes.errors import AttnserveError, CheckFailed, InvalidArgument
 
 __all__ = ["app", "main"]

@@ -58,6 +58,7 @@ import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
+from attnserve.runtime.external_data import map_external_data
 from attnserve.runtime.session import (
     PROTOBUF_LIMIT_BYTES,
     lacks_kernels,
@@ -135,6 +136,7 @@ def convert(model: ir.Model, precision: Precision) -> ir.Model:
     _check_source(model, precision)
     require_runtime()
     copy = model.clone()
+    map_external_data(copy)
     try:
         with _quiet():
             _give_names(copy)
@@ -244,7 +246,7 @@ def _halved(model: ir.Model) -> ir.Model:
 
     state_types(model)  # the tool converts only what it knows to be float32
     exact = sorted(_positions(model))
-    proto = ir.to_proto(ir.external_data.load_to_model(model))
+    proto = ir.to_proto(model)
     constants = {tensor.name for tensor in proto.graph.initializer}
     others = [value for value in proto.graph.value_info if value.name not in constants]
     del proto.graph.value_info[:]  # or it takes constants that stay float32 for converted ones

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from attnserve.checks.evaluate import TaskName
+from attnserve.context import Provider
 from attnserve.models.artifact import check_output, load_model, open_artifact, staged
 from attnserve.models.datasets import load_inputs
 from attnserve.models.precision import Precision
 from attnserve.planning.apply import Stage
 from attnserve.planning.report import PlanReport, draw_front
 from attnserve.planning.search import Allowed, Goal, search
-from attnserve.runtime.session import Provider
 from graph_passes.errors import InvalidArgument
 
 __all__ = ["plan"]

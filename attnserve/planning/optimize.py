@@ -21,6 +21,7 @@ from attnserve.checks.compare import (
     require_empty,
 )
 from attnserve.checks.evaluate import TaskName
+from attnserve.context import Provider
 from attnserve.models.artifact import (
     Artifact,
     check_target,
@@ -44,7 +45,6 @@ from attnserve.planning.plan import MAKE_ONE, Plan, read_plan
 from attnserve.planning.report import PlanReport
 from attnserve.planning.request import Importance, Ranks, Request, make_plan
 from attnserve.planning.search import Allowed, Goal, search
-from attnserve.runtime.session import Provider
 from graph_passes.analysis.cost import Cost, break_even, model_cost
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
