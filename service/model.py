@@ -25,6 +25,7 @@ import onnx_ir as ir
 from attnserve.artifact import Artifact, load_model
 from attnserve.device import PARITY, Cuda
 from attnserve.inputs import example_inputs, id_bound
+from attnserve.precision import int8_warning
 from attnserve.running import open_runner
 from attnserve.session import Provider, weight_bytes
 from attnserve.text import Encoding, load_tokenizer, model_inputs, pool
@@ -129,6 +130,7 @@ class Model:
             value.name: bound for value in original.graph.inputs if (bound := id_bound(value))
         }
         self._examples = _examples(original)
+        self.int8_warning = int8_warning(original)
         self._is_large = weight_bytes(original) > MUCH
         del original
         self._give_back()
