@@ -101,7 +101,8 @@ class Request:
             raise InvalidArgument(
                 "no rewrite is asked for",
                 "give --keep or --target-speedup to have them chosen, or --collab-dk, --head-dk, "
-                "--reuse, --prune, --prune-heads, --skip, --ffn, --fp16, --bf16 or --int8",
+                "--reuse, --prune, --prune-heads, --skip, --ffn, --fp16, --bf16, --int8 or "
+                "--int8-full",
             )
         if self.head_dk is not None and self.mixing == "dense":
             raise InvalidArgument(
