@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import onnx_ir as ir
 
+from attnserve.choices import Alignment
 from attnserve.similarity import HeadSimilarity
 from graph_passes import rewrites
 from graph_passes.attention import AttentionBlock
@@ -38,7 +39,6 @@ __all__ = [
     "reused_layers",
 ]
 
-Alignment = Literal["similarity", "index"]
 Masks = dict[str, list[int]]
 """By layer, 1 for each head that stays and 0 for each that goes."""
 MutableEdges = dict[str, dict[int, tuple[str, int]]]

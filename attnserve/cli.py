@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
 import typer
@@ -31,18 +31,21 @@ from rich.progress import (
 from rich.table import Table
 
 import attnserve
-from attnserve.artifact import Pooling, open_artifact
-from attnserve.choose import Alignment
-from attnserve.evaluate import TaskName
-from attnserve.export import Attention, Exporter
-from attnserve.measure import Measurement
-from attnserve.mixing import Mixing
-from attnserve.plan_report import PlanReport, Point
-from attnserve.precision import Precision
-from attnserve.request import Importance
-from attnserve.session import Provider
-from attnserve.verify import check_cosine_bound
-from graph_passes.errors import AttnserveError, CheckFailed, InvalidArgument
+from attnserve.choices import (
+    Alignment,
+    Attention,
+    Exporter,
+    Importance,
+    Mixing,
+    Pooling,
+    Precision,
+    Provider,
+    TaskName,
+)
+
+if TYPE_CHECKING:  # what imports ONNX is imported where it is used: `--help` does not need it
+    from attnserve.measure import Measurement
+    from attnserve.plan_report import PlanReport, Point
 
 __all__ = ["app", "main"]
 
@@ -102,6 +105,24 @@ Bf16 = Annotated[
 ]
 Int8 = Annotated[bool, typer.Option("--int8", help="8-bit weights, after all else.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite an existing output.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        _line(f"attnserve {attnserve.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Options of the program itself."""
 
 
 @app.command()
@@ -224,8 +245,14 @@ def analyze(
         ),
     ],
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder to write.", show_default=False)
-    ],
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Folder to write; NAME-analysis beside the model by default.",
+            show_default=False,
+        ),
+    ] = None,
     tokenizer: Tokenizer = None,
     groups: Annotated[
         int | None,
@@ -255,7 +282,7 @@ def analyze(
             progress=stage,
         )
     if json:
-        _print_json(analysis.to_json())
+        _print_json({"output": str(analysis.output), **analysis.to_json()})
         return
     rows = analysis.summary()
     names, legend = _short([row.name for row in rows], room=out.width - 56)
@@ -278,15 +305,22 @@ def analyze(
         _line(legend)
     for each in analysis.not_analysed:
         _line(f"not analysed {each.name}: {each.reason}")
-    _line(f"{output / 'report.html'}")
+    assert analysis.output is not None
+    _line(f"wrote {analysis.output / 'report.html'}")
 
 
 @app.command()
 def optimize(
     model: Model,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="OUT.onnx, or a folder.", show_default=False)
-    ],
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="OUT.onnx, or a folder; NAME-optimized beside the model by default.",
+            show_default=False,
+        ),
+    ] = None,
     collab_dk: Annotated[
         str | None,
         typer.Option(
@@ -436,12 +470,12 @@ def optimize(
         for warning in report.warnings:
             _say(f"warning: {warning}")
     if json:
-        _print_json(report.to_json())
+        _print_json({"output": str(report.output), **report.to_json()})
         return
     steps = [step for step in report.steps if step.rewrite != "fuse"]
     names, legend = _short([step.block for step in steps], room=out.width - 66)
     table = _table(
-        f"{report.output}" + (" (dry run: nothing was written)" if dry_run else ""),
+        f"{report.output} (dry run: nothing was written)" if dry_run else f"wrote {report.output}",
         ("block", "rewrite", ">left", ">R", ">error", ">fitted", ">MMACs"),
     )
     for step, name in zip(steps, names, strict=True):
@@ -487,11 +521,14 @@ def plan(
         ),
     ],
     output: Annotated[
-        Path,
+        Path | None,
         typer.Option(
-            "--output", "-o", help="A .json file; a plot goes beside it.", show_default=False
+            "--output",
+            "-o",
+            help="A .json file, with a plot beside it; plan.json beside the model by default.",
+            show_default=False,
         ),
-    ],
+    ] = None,
     keep: Keep = None,
     target_speedup: TargetSpeedup = None,
     eval_data: EvalData = None,
@@ -537,10 +574,11 @@ def plan(
             progress=stage,
         )
     if json:
-        _print_json(report.to_json())
+        _print_json({"output": str(report.output), **report.to_json()})
         return
     _show_plan(report)
-    _line(f"{output}, {output.with_suffix('.svg')}")
+    assert report.output is not None
+    _line(f"wrote {report.output}, {report.output.with_suffix('.svg')}")
 
 
 def _allowed(text: str | None) -> list[Any]:
@@ -553,6 +591,8 @@ def _precision(fp16: bool, bf16: bool, int8: bool) -> Precision:
     }  # fmt: skip
     given = [name for name, (is_given, _) in asked.items() if is_given]
     if len(given) > 1:
+        from graph_passes.errors import InvalidArgument
+
         raise InvalidArgument(f"{' and '.join(given)} exclude each other", "give one of them")
     return asked[given[0]][1] if given else "float32"
 
@@ -636,6 +676,8 @@ def verify(
     seed: Seed = 0,
 ) -> None:
     """Measure how far a rewritten model is from its original."""
+    from attnserve.verify import check_cosine_bound
+
     _setup(quiet, verbose)
     check_cosine_bound(min_cosine)
     with _progress(quiet) as stage:
@@ -662,6 +704,8 @@ def verify(
             )
         out.print(table)
     if min_cosine is not None and report.mean_cosine < min_cosine:
+        from graph_passes.errors import CheckFailed
+
         raise CheckFailed(
             f"mean cosine {report.mean_cosine:.5f} on {report.data}, "
             f"expected at least {min_cosine}",
@@ -984,37 +1028,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         result = app(args=given, prog_name="attnserve", standalone_mode=False)
-    except AttnserveError as error:
-        _show(error)
-        _trace(given)
-        return error.exit_code
-    except OSError as error:  # a path that no check could foresee
-        where = f"{error.filename}: " if error.filename else ""
-        _show(AttnserveError(f"{where}{error.strerror or error}", "check the path"))
-        _trace(given)
-        return 2
     except KeyboardInterrupt:
         return _interrupted()
     except Exception as error:
-        if (usage := getattr(error, "format_message", None)) is not None:  # click's own errors
-            context = getattr(error, "ctx", None)
-            command = getattr(context, "command_path", "attnserve")
-            if message := usage():
-                _show(AttnserveError(message, f"see `{command} --help`"))
-            return 2
-        if type(error).__name__ == "Abort":
-            return _interrupted()
-        _show(
-            AttnserveError(
-                f"unexpected {type(error).__name__}: {str(error)[:300]}",
-                "add --verbose for the traceback, and please report it with the input",
-            )
-        )
-        _trace(given)
-        return 2
+        return _failed(error, given)
     if result == INTERRUPTED:  # what typer makes of Ctrl-C
         return _interrupted()
     return result if isinstance(result, int) else 0
+
+
+def _failed(error: Exception, arguments: Sequence[str]) -> int:
+    """Print one short error; returns the exit code."""
+    if (usage := getattr(error, "format_message", None)) is not None:  # click's own errors
+        context = getattr(error, "ctx", None)
+        command = getattr(context, "command_path", "attnserve")
+        if message := usage():
+            _show(message, f"see `{command} --help`")
+        return 2
+    if type(error).__name__ == "Abort":
+        return _interrupted()
+
+    from graph_passes.errors import AttnserveError
+
+    code = 2
+    if isinstance(error, AttnserveError):
+        code = error.exit_code
+        _show(error.what, error.fix)
+    elif isinstance(error, OSError):  # a path that no check could foresee
+        where = f"{error.filename}: " if error.filename else ""
+        _show(f"{where}{error.strerror or error}", "check the path")
+    else:
+        _show(
+            f"unexpected {type(error).__name__}: {str(error)[:300]}",
+            "add --verbose for the traceback, and please report it with the input",
+        )
+    if {"-v", "--verbose"} & set(arguments):
+        traceback.print_exc(file=sys.stderr)
+    return code
 
 
 def _setup(quiet: bool, verbose: bool) -> None:
@@ -1086,6 +1136,8 @@ def _alike(rows: Sequence[Sequence[str]]) -> int:
 
 def _model_names(models: Sequence[Path]) -> tuple[list[str], list[str]]:
     """The artifacts' names where short and distinct; else numbers, and what they stand for."""
+    from attnserve.artifact import open_artifact
+
     names = [open_artifact(model).name for model in models]
     if len(set(names)) == len(names) and max(map(len, names)) <= 10:
         return [escape(name) for name in names], []
@@ -1093,13 +1145,8 @@ def _model_names(models: Sequence[Path]) -> tuple[list[str], list[str]]:
     return numbers, [f"{n}: {model}" for n, model in zip(numbers, models, strict=True)]
 
 
-def _show(error: AttnserveError) -> None:
-    _say(f"error: {error.what}" + (f"\n  {error.fix}" if error.fix else ""))
-
-
-def _trace(arguments: Sequence[str]) -> None:
-    if {"-v", "--verbose"} & set(arguments):
-        traceback.print_exc(file=sys.stderr)
+def _show(what: str, fix: str) -> None:
+    _say(f"error: {what}" + (f"\n  {fix}" if fix else ""))
 
 
 def _print_json(value: dict[str, Any]) -> None:
@@ -1117,6 +1164,8 @@ def _names(text: str) -> list[str]:
 
 
 def _integers(option: str, text: str, *, least: int | None = 1) -> list[int]:
+    from graph_passes.errors import InvalidArgument
+
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError as error:

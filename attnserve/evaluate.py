@@ -12,11 +12,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from attnserve.artifact import Artifact, Pooling, load_model, open_artifact
+from attnserve.choices import TaskName
 from attnserve.session import Provider, open_session
 from attnserve.text import (
     Progress,
@@ -47,7 +48,6 @@ __all__ = [
     "spearman",
 ]
 
-TaskName = Literal["sts", "classification"]
 TASKS: tuple[TaskName, ...] = ("sts", "classification")
 
 RESAMPLES = 1000

@@ -22,7 +22,7 @@ from collections.abc import Generator, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import onnx_ir as ir
@@ -36,14 +36,12 @@ from attnserve.artifact import (
     staged,
     write_record,
 )
+from attnserve.choices import Attention, Exporter
 from attnserve.session import open_session
 from attnserve.text import UNBOUNDED
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidModel, MissingExtra
 
 __all__ = ["TASKS", "ExportReport", "Exporter", "Task", "export"]
-
-Exporter = Literal["dynamo", "torchscript"]
-Attention = Literal["sdpa", "eager"]
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from attnserve.artifact import check_output, load_model, open_artifact, staged
+from attnserve.artifact import check_output, default_output, load_model, open_artifact, staged
 from attnserve.calibrate import load_inputs
 from attnserve.carry_out import Stage
 from attnserve.evaluate import TaskName
@@ -21,7 +22,7 @@ __all__ = ["plan"]
 
 def plan(
     model: Path,
-    output: Path,
+    output: Path | None = None,
     *,
     calib: Path,
     keep: float | None = None,
@@ -45,7 +46,7 @@ def plan(
 
     Args:
         model: An .onnx file or an artifact folder.
-        output: The .json file.
+        output: The .json file; plan.json beside the model by default.
         calib: Text (a sentence a line), .npz or a folder of .npz. One row in ten is kept from all
             fits, to judge by.
         keep: What must be kept of the mean output cosine, or of the task's score.
@@ -63,6 +64,7 @@ def plan(
     """
     goal = Goal(keep, target_speedup, task, eval_data, tuple(allow), precision)
     artifact = open_artifact(model)
+    output = output or default_output(model, "plan")
     if output.suffix != ".json":
         raise InvalidArgument(f"{output}: expected a .json file", "for example -o plan.json")
     plot = output.with_suffix(".svg")
@@ -81,4 +83,4 @@ def plan(
         text = json.dumps(found.report.to_json(), indent=1)
         (stage / output.name).write_text(text + "\n", encoding="utf-8")
         (stage / plot.name).write_text(draw_front(found.report), encoding="utf-8")
-    return found.report
+    return replace(found.report, output=output)

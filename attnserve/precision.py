@@ -51,13 +51,13 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
+from attnserve.choices import Precision
 from attnserve.session import (
     PROTOBUF_LIMIT_BYTES,
     lacks_kernels,
@@ -80,7 +80,6 @@ from graph_passes.shapes import state_types
 
 __all__ = ["LARGEST", "Precision", "convert", "is_bfloat16", "on_cpu", "precision_of"]
 
-Precision = Literal["float32", "float16", "bfloat16", "int8"]
 
 LARGEST = 30_000.0
 """Finite float32 beyond it becomes this. A mask of -3.4e38 still hides what it hides, and two masks

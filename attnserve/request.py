@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from attnserve.calibrate import Batch, Dataset
 from attnserve.certify import Reading
+from attnserve.choices import Importance
 from attnserve.choose import (
     Alignment,
     Masks,
@@ -51,7 +52,6 @@ __all__ = [
     "require_attention",
 ]
 
-Importance = Literal["energy", "loo", "voting"]
 Ranks = int | Sequence[int] | Mapping[str, int]
 Stage = Callable[[str, int, int], None]
 

@@ -13,12 +13,13 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
+from attnserve.choices import Provider
 from attnserve.device import PARITY, Cuda
 from graph_passes.errors import AttnserveError, InvalidArgument, InvalidModel, MissingExtra
 
@@ -38,7 +39,6 @@ __all__ = [
     "why_no_cuda",
 ]
 
-Provider = Literal["cpu", "cuda"]
 
 PROTOBUF_LIMIT_BYTES = 2**31 - 2**20
 """A protobuf message holds less than 2 GiB; larger models keep their weights beside it."""
