@@ -16,7 +16,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import orjson
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -46,6 +45,7 @@ from attnserve.choices import (
 if TYPE_CHECKING:  # what imports ONNX is imported where it is used: `--help` does not need it
     from attnserve.measure import Measurement
     from attnserve.plan_report import PlanReport, Point
+    from graph_passes.errors import AttnserveError
 
 __all__ = ["app", "main"]
 
@@ -1039,32 +1039,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _failed(error: Exception, arguments: Sequence[str]) -> int:
     """Print one short error; returns the exit code."""
+    from graph_passes.errors import AttnserveError
+
     if (usage := getattr(error, "format_message", None)) is not None:  # click's own errors
         context = getattr(error, "ctx", None)
         command = getattr(context, "command_path", "attnserve")
         if message := usage():
-            _show(message, f"see `{command} --help`")
+            _show(AttnserveError(message, f"see `{command} --help`"))
         return 2
     if type(error).__name__ == "Abort":
         return _interrupted()
-
-    from graph_passes.errors import AttnserveError
-
-    code = 2
     if isinstance(error, AttnserveError):
-        code = error.exit_code
-        _show(error.what, error.fix)
+        _show(error)
     elif isinstance(error, OSError):  # a path that no check could foresee
         where = f"{error.filename}: " if error.filename else ""
-        _show(f"{where}{error.strerror or error}", "check the path")
+        _show(AttnserveError(f"{where}{error.strerror or error}", "check the path"))
     else:
         _show(
-            f"unexpected {type(error).__name__}: {str(error)[:300]}",
-            "add --verbose for the traceback, and please report it with the input",
+            AttnserveError(
+                f"unexpected {type(error).__name__}: {str(error)[:300]}",
+                "add --verbose for the traceback, and please report it with the input",
+            )
         )
     if {"-v", "--verbose"} & set(arguments):
         traceback.print_exc(file=sys.stderr)
-    return code
+    return error.exit_code if isinstance(error, AttnserveError) else 2
 
 
 def _setup(quiet: bool, verbose: bool) -> None:
@@ -1145,11 +1144,13 @@ def _model_names(models: Sequence[Path]) -> tuple[list[str], list[str]]:
     return numbers, [f"{n}: {model}" for n, model in zip(numbers, models, strict=True)]
 
 
-def _show(what: str, fix: str) -> None:
-    _say(f"error: {what}" + (f"\n  {fix}" if fix else ""))
+def _show(error: AttnserveError) -> None:
+    _say(f"error: {error.what}" + (f"\n  {error.fix}" if error.fix else ""))
 
 
 def _print_json(value: dict[str, Any]) -> None:
+    import orjson  # Ctrl-C during this import ends Python with a segmentation fault
+
     sys.stdout.write(orjson.dumps(value, option=orjson.OPT_INDENT_2).decode() + "\n")
 
 
