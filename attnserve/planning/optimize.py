@@ -11,7 +11,7 @@ from typing import Any, get_args
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.checks.certify import Reading, read_attention, require_finite_weights
+from attnserve.checks.certify import MatchReport, read_attention, require_finite_weights
 from attnserve.checks.compare import (
     Fidelity,
     check_cosine_bound,
@@ -329,7 +329,7 @@ def optimize(
 
 
 def _replayed(
-    path: Path, artifact: Artifact, reading: Reading, data: Dataset, graph: ir.Model
+    path: Path, artifact: Artifact, reading: MatchReport, data: Dataset, graph: ir.Model
 ) -> tuple[Plan, int, Provider]:
     """The plan of a file, which was made for this model and this data, with its seed and the
     provider that it was fitted on."""

@@ -14,7 +14,7 @@ from attnserve.calibration.importance import leave_one_out
 from attnserve.calibration.neurons import MULTIPLE, layer_weights, masks_by_energy, neuron_energy
 from attnserve.calibration.similarity import HeadSimilarity, measure_similarity
 from attnserve.calibration.voting import voting_to_stay
-from attnserve.checks.certify import Reading
+from attnserve.checks.certify import MatchReport
 from attnserve.models.datasets import Dataset
 from attnserve.models.precision import Precision
 from attnserve.planning.head_selection import (
@@ -138,7 +138,7 @@ class Request:
 def make_plan(
     request: Request,
     graph: ir.Model,
-    reading: Reading,
+    reading: MatchReport,
     data: Dataset | None,
     *,
     provider: Provider = "cpu",
@@ -176,11 +176,13 @@ def make_plan(
     return plan
 
 
-def require_attention(reading: Reading) -> None:
+def require_attention(reading: MatchReport) -> None:
     """Raises: InvalidModel: The model has no attention."""
     if reading.blocks:
         return
-    misses = "; ".join(f"{m.node.name or m.node.op_type}: {m.reason}" for m in reading.misses[:2])
+    misses = "; ".join(
+        f"{m.node.name or m.node.op_type}: {m.reason}" for m in reading.unmatched[:2]
+    )
     raise InvalidModel(
         "no attention was found"
         + (f" ({misses[:400]})" if misses else ": the graph has no softmax"),
@@ -194,7 +196,7 @@ class _Maker:
 
     request: Request
     graph: ir.Model
-    reading: Reading
+    reading: MatchReport
     data: Dataset | None
     provider: Provider
     threads: int

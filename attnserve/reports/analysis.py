@@ -299,7 +299,7 @@ def _measurable(
         decompose.DecomposeAttention(names)(model)
         reading = read_attention(model, seed=seed)
     left_out = [
-        NotAnalysed(miss.node.name or miss.node.op_type, miss.reason) for miss in reading.misses
+        NotAnalysed(miss.node.name or miss.node.op_type, miss.reason) for miss in reading.unmatched
     ]
     blocks: list[AttentionBlock] = []
     for block in reading.blocks:

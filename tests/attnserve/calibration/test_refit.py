@@ -255,7 +255,7 @@ def test_a_fitted_graph_is_read_and_certified_and_keeps_its_interface():
     reading = read_attention(graph)
     assert [block.name for block in reading.blocks] == [ONE, TWO]
     assert [block.num_heads for block in reading.blocks] == [2, 2]
-    assert not reading.misses
+    assert not reading.unmatched
     for side in ("inputs", "outputs"):
         ours, theirs = (getattr(each.graph, side) for each in (graph, original))
         assert [(v.name, v.dtype, str(v.shape)) for v in ours] == [
