@@ -9,10 +9,10 @@ import onnx_ir as ir
 
 from attnserve.runtime.session import Batch, Provider, open_session, run
 
-__all__ = ["Stepwise"]
+__all__ = ["LayerwiseRunner"]
 
 
-class Stepwise:
+class LayerwiseRunner:
     """Values of a model on batches, each computed from those that were kept last.
 
     Before each stretch the graph is read anew, so nodes may have been edited since, but for those
@@ -42,7 +42,7 @@ class Stepwise:
         self._given = [_by_value(model.graph.inputs, feed(batch)) for batch in batches]
         self._kept: list[dict[ir.Value, np.ndarray]] = [{} for _ in batches]
 
-    def advance(
+    def run_to(
         self, wanted: Sequence[ir.Value], later: Collection[ir.Value] = ()
     ) -> Iterator[list[np.ndarray]]:
         """Run up to ``wanted``, and keep from there on what ``later`` depends on, no more.
@@ -55,7 +55,7 @@ class Stepwise:
         """
         return self._stretch(wanted, later)
 
-    def look(self, wanted: Sequence[ir.Value]) -> Iterator[list[np.ndarray]]:
+    def peek(self, wanted: Sequence[ir.Value]) -> Iterator[list[np.ndarray]]:
         """Run up to ``wanted`` and stay: what lies on the way may still be edited."""
         return self._stretch(wanted, None)
 

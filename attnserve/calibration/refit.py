@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.calibration.layerwise import Stepwise
+from attnserve.calibration.layerwise import LayerwiseRunner
 from attnserve.models.datasets import token_mask
 from attnserve.runtime.session import Batch, Provider, open_session, run
 from graph_passes.analysis.constants import constant_array, origin
@@ -236,7 +236,7 @@ def refit(
         feed: A batch as the rewritten model takes it, whose caches may have other shapes.
         targets: Of the original on these batches, where several models are fitted to it; names
             that it lacks are passed over. Without, what is kept of both models is bounded as in
-            ``Stepwise``.
+            ``LayerwiseRunner``.
 
     Raises:
         InvalidData: A model refuses a batch, or its activations are not finite.
@@ -246,7 +246,7 @@ def refit(
     chosen = [name for name in names if name in theirs.sequence_first]
     pin_names(find_attention(model)[0])
     groups = _groups(model, chosen)
-    mine = Stepwise(model, batches, feed=feed, provider=provider, threads=threads)
+    mine = LayerwiseRunner(model, batches, feed=feed, provider=provider, threads=threads)
     done: dict[str, Refit] = {}
     for index, group in enumerate(groups):
         found = find_sites(model, chosen)
@@ -257,11 +257,11 @@ def refit(
         ahead = [_read(found[name] for name in each) for each in groups[index:]]
         wanted, later = ahead[0], list(chain(*ahead[1:]))
         if len(group) == 1:
-            read = mine.advance(wanted, later)
+            read = mine.run_to(wanted, later)
         else:  # the first of them will change what the others read
-            for _ in mine.advance(_read([found[group[0]]]), [*wanted, *later]):
+            for _ in mine.run_to(_read([found[group[0]]]), [*wanted, *later]):
                 pass
-            read = mine.look(wanted)
+            read = mine.peek(wanted)
         folds = _Folds([found[name] for name in group], theirs.sequence_first)
         pairs = zip(batches, read, theirs.of(group), strict=True)
         for step, (batch, arrays, made) in enumerate(pairs, start=1):
@@ -365,11 +365,11 @@ class _Theirs:
         self.outputs = {name: sums.get(name, site.output) for name, site in sites.items()}
         self.sequence_first = {name: site.sequence_first for name, site in sites.items()}
         self.summed = frozenset(sums)
-        self.model = Stepwise(original, batches, provider=provider, threads=threads)
+        self.model = LayerwiseRunner(original, batches, provider=provider, threads=threads)
 
     def of(self, names: Sequence[str]) -> Iterator[list[np.ndarray]]:
         wanted = [self.outputs.pop(name) for name in names]
-        return self.model.advance(wanted, list(self.outputs.values()))
+        return self.model.run_to(wanted, list(self.outputs.values()))
 
 
 def _is_target(site: Site | None, original: ir.Model) -> bool:
