@@ -16,9 +16,10 @@ from typing import Any, cast
 import numpy as np
 
 from attnserve.checks.certify import require_finite_weights
+from attnserve.context import Progress, RunContext, ignore_progress
 from attnserve.models.artifact import check_output, load_model, open_artifact, sha256, staged
 from attnserve.models.datasets import load_inputs
-from attnserve.reports.analysis import Analysis, LayerAnalysis, Stage, analyze_graph
+from attnserve.reports.analysis import Analysis, LayerAnalysis, analyze_graph
 from attnserve.reports.plots import FIGURES
 from attnserve.runtime.session import Provider
 from graph_passes.errors import InvalidOutput
@@ -62,7 +63,7 @@ def analyze(
     threads: int = 0,
     seed: int = 0,
     force: bool = False,
-    progress: Stage | None = None,
+    progress: Progress | None = None,
 ) -> Analysis:
     """Measure a model's attention on a text, and write what was found into a folder.
 
@@ -95,10 +96,7 @@ def analyze(
             "sha256": sha256(artifact.model),
         },
         groups=groups,
-        provider=provider,
-        threads=threads,
-        seed=seed,
-        progress=progress,
+        context=RunContext(provider, threads, seed, progress or ignore_progress),
     )
     files = {
         "analysis.json": _readable(analysis.to_json()) + "\n",
@@ -120,7 +118,7 @@ def render(analysis: Analysis, *, model: Path, calib: Path, output: Path) -> str
     import jinja2
 
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("attnserve"),
+        loader=jinja2.PackageLoader("attnserve.reports"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
