@@ -14,6 +14,7 @@ from attnserve.calibration.moments import collect_moments
 from attnserve.calibration.refit import refit
 from attnserve.checks.certify import MatchReport, read_attention
 from attnserve.checks.compare import empty_axes, random_batches, shaped_for
+from attnserve.context import RunContext
 from attnserve.models.datasets import Dataset
 from attnserve.models.opset import raise_opset
 from attnserve.planning.plan import Plan
@@ -273,8 +274,7 @@ class _Run:
         found = refit(
             self.graph, self.original, names, batches,
             fit=fit, feed=lambda batch: shaped_for(self.graph, batch, empty),
-            provider=self.provider, threads=self.threads,
-            progress=lambda done, total: self.report("fit again", done, total),
+            context=RunContext(self.provider, self.threads, self.seed, self.report),
         )  # fmt: skip
         self.steps = [
             replace(step, relative_error=found[step.block].relative_error_before)
@@ -357,9 +357,8 @@ def _factor(
                  or head_sizes.get(b.name, b.head_size) < b.head_size]  # fmt: skip
         if lossy:
             moments = collect_moments(
-                graph, lossy, data.fit, threads=threads,
-                progress=lambda done, total: report("calibrate", done, total),
-            )  # fmt: skip
+                graph, lossy, data.fit, context=RunContext(threads=threads, progress=report)
+            )
     factors: dict[str, CollaborativeFactors] = {}
     for uses in _sharing(blocks, ranks, head_sizes):
         first = uses[0]

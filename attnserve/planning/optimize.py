@@ -21,6 +21,7 @@ from attnserve.checks.compare import (
     require_empty,
 )
 from attnserve.checks.evaluate import TaskName
+from attnserve.context import RunContext
 from attnserve.models.artifact import (
     Artifact,
     check_target,
@@ -289,8 +290,8 @@ def optimize(
         batches = random_batches(original, seed, empty=empty_axes(original, graph))
     source = f"held out of {calib.name}" if calib is not None else "random inputs"
     fidelity = compare(
-        original, converted, batches, source, provider=provider, threads=threads,
-        progress=lambda done, total: report_stage("verify", done, total),
+        original, converted, batches, source,
+        context=RunContext(provider, threads, seed, report_stage),
     )  # fmt: skip
     after = model_cost(graph)
     even = break_even(before.macs, after.macs) if before.macs and after.macs else None
