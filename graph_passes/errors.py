@@ -15,6 +15,8 @@ A graph that merely holds no attention is not an error: finding returns ``Unmatc
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import onnx_ir as ir
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "InvalidOutput",
     "InvariantBroken",
     "MissingExtra",
+    "Refusal",
 ]
 
 
@@ -103,3 +106,19 @@ class CheckFailed(AttnserveError):
     default_code = "check.failed"
 
     exit_code = 1
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a rewrite does not apply to a block.
+
+    Attributes:
+        code: A stable name of the reason.
+        reason: One clause for users, whose subject is the block.
+    """
+
+    code: str
+    reason: str
+
+    def __str__(self) -> str:
+        return self.reason

@@ -35,13 +35,14 @@ from attnserve.runtime.session import Batch, open_session, run
 from graph_passes.analysis.constants import constant_array, origin
 from graph_passes.analysis.shapes import Facts, interpret_small
 from graph_passes.blocks import AttentionBlock, OutputProjection
+from graph_passes.context import GraphContext
 from graph_passes.emit.attention import emit_affine
 from graph_passes.emit.editing import Inserter, exposing, remove_unused, share_constants
 from graph_passes.matching.feed_forward import FeedForwardBlock, find_feed_forward
 from graph_passes.matching.find import find_attention
-from graph_passes.matching.naming import PINNED, pin_names
+from graph_passes.matching.naming import pin_name, pin_names
 from graph_passes.passes.fuse_residuals import residual_of
-from graph_passes.passes.invariants import check, interface
+from graph_passes.passes.invariants import check_invariants, interface
 from graph_passes.passes.skip_attention import AffineMap, Skipped, refill, skipped
 
 if TYPE_CHECKING:
@@ -240,14 +241,19 @@ def refit(
     before = interface(model)
     theirs: _Theirs | Targets = targets or _Theirs(original, names, batches, context)
     chosen = [name for name in names if name in theirs.sequence_first]
-    pin_names(find_attention(model)[0])
-    groups = _groups(model, chosen)
+    with GraphContext.of(model) as graph:
+        pin_names(graph.get(find_attention)[0])
+        shapes = graph.get(interpret_small, batch=2, sequence=5)
+        found = find_sites(model, chosen)
+    groups = _groups(found, chosen)
     mine = LayerwiseRunner(model, batches, feed=feed, context=context)
     progress = context.stage("refit outputs")
     done: dict[str, Refit] = {}
     for index, group in enumerate(groups):
-        found = find_sites(model, chosen)
-        for name in theirs.summed & found.keys():
+        remaining = [name for each in groups[index:] for name in each]
+        if not all(_is_current(found[name]) for name in remaining):
+            found = find_sites(model, chosen)
+        for name in theirs.summed & set(remaining):
             beside = residual_of(found[name].output)
             assert beside is not None, f"{name}: its residual is gone"
             found[name] = replace(found[name], beside=beside[0])
@@ -264,9 +270,11 @@ def refit(
         for step, (batch, arrays, made) in enumerate(pairs, start=1):
             folds.add(batch, dict(zip(wanted, arrays, strict=True)), made)
             progress(index * len(batches) + step, len(groups) * len(batches))
-        done |= _fitted(model, folds.sites, folds.moments(), fit=fit)
+        done |= _fitted(model, folds.sites, folds.moments(), shapes, fit=fit)
+        with GraphContext.of(model) as graph:
+            graph.invalidate()
     share_constants(model, since=before.initializers)
-    check(before, model, after="refit")
+    check_invariants(before, model, after="refit")
     return done
 
 
@@ -376,9 +384,15 @@ def _read(sites: Iterable[Site]) -> list[ir.Value]:
     return list(dict.fromkeys(value for value in values if value is not None))
 
 
-def _groups(model: ir.Model, names: Sequence[str]) -> list[list[str]]:
+def _is_current(site: Site) -> bool:
+    """Whether the values of a site are still in its graph: refitting others may replace them."""
+    values = [value for value in (site.tokens, site.output, site.beside) if value is not None]
+    nodes = [node for value in values if (node := value.producer()) is not None]
+    return all(node.graph is not None for node in nodes)
+
+
+def _groups(sites: Mapping[str, Site], names: Sequence[str]) -> list[list[str]]:
     """Names in execution order, grouped by shared weight."""
-    sites = find_sites(model, names)
     groups: dict[object, list[str]] = {}
     for name in sorted(names, key=list(sites).index):
         groups.setdefault(sites[name].shared, []).append(name)
@@ -387,7 +401,9 @@ def _groups(model: ir.Model, names: Sequence[str]) -> list[list[str]]:
 
 def find_sites(model: ir.Model, names: Sequence[str]) -> dict[str, Site]:
     """All maps that can be fitted, in execution order; feed-forward layers only if named."""
-    blocks = [_of_block(b) for b in find_attention(model)[0] if b.output is not None]
+    with GraphContext.of(model) as graph:
+        attention = graph.get(find_attention)[0]
+    blocks = [_of_block(b) for b in attention if b.output is not None]
     found = [*blocks, *map(_of_skipped, skipped(model))]
     known = {site.name for site in found}
     if not known.issuperset(names):
@@ -522,7 +538,7 @@ def _text_of(target: np.ndarray, batch: Batch, turned: bool) -> np.ndarray:
 
 
 def _fitted(
-    model: ir.Model, sites: Sequence[Site], folds: Sequence[Moments], *, fit: bool
+    model: ir.Model, sites: Sequence[Site], folds: Sequence[Moments], shapes: Facts, *, fit: bool
 ) -> dict[str, Refit]:
     """Choose a ridge, fit, and write the new weights into the graph."""
     whole = _total(folds)
@@ -536,9 +552,8 @@ def _fitted(
         return {each.name: Refit(error, error, None) for each in sites}
     weight, bias = ridge_towards(whole, site.prior, [ridge])[0]
     better = whole.error(weight, bias)
-    facts = interpret_small(model, batch=2, sequence=5)
     for each in sites:
-        install(each, weight, bias, facts)
+        install(each, weight, bias, shapes)
     remove_unused(model)
     return {each.name: Refit(error, (better / scale) ** 0.5, ridge) for each in sites}
 
@@ -583,7 +598,7 @@ def install(site: Site, weight: np.ndarray, bias: np.ndarray, facts: Facts) -> i
     if isinstance(site.of, FeedForwardBlock):
         make = Inserter(site.of.graph, site.of.product, f"{site.name}/refit")
         product = emit_affine(make, site.of.hidden, weight, bias, site.of.output, facts)
-        product.metadata_props[PINNED] = site.name
+        pin_name(product, site.name)
         return product
     output = site.of.output
     assert output is not None

@@ -29,6 +29,7 @@ from graph_passes.blocks import (
     PositionBias,
     Unmatched,
 )
+from graph_passes.context import GraphContext
 from graph_passes.errors import InvalidModel, MissingExtra
 from graph_passes.matching.find import find_attention
 from graph_passes.reference import attention_reference, inputs_of, logits_reference, softmax
@@ -126,7 +127,9 @@ def read_attention(model: ir.Model, *, seed: int = 0) -> MatchReport:
     Raises:
         MissingExtra: ONNX Runtime is not installed.
     """
-    blocks, misses = find_attention(model)
+    with GraphContext.of(model) as context:
+        blocks, unmatched = context.get(find_attention)
+    misses = list(unmatched)
     proved: list[Certified] = []
 
     @cache

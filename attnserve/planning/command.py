@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from attnserve.checks.evaluate import TaskName
-from attnserve.context import Provider
+from attnserve.context import Progress, Provider, RunContext, ignore_progress
 from attnserve.models.artifact import (
     check_output,
     default_output,
@@ -18,7 +18,6 @@ from attnserve.models.artifact import (
 )
 from attnserve.models.datasets import load_inputs
 from attnserve.models.precision import Precision, check_cpu
-from attnserve.planning.apply import Stage
 from attnserve.planning.report import PlanReport, draw_front
 from attnserve.planning.search import Allowed, Goal, search
 from graph_passes.errors import InvalidArgument
@@ -44,7 +43,7 @@ def plan(
     threads: int = 0,
     seed: int = 0,
     force: bool = False,
-    progress: Stage | None = None,
+    progress: Progress = ignore_progress,
 ) -> PlanReport:
     """Find a plan, and write it as .json with a plot (.svg) beside it; no model is written.
 
@@ -83,7 +82,7 @@ def plan(
     data = load_inputs(calib, graph, artifact, tokenizer=tokenizer)
     found = search(
         goal, artifact, graph, data, tokenizer=tokenizer, batch=batch, sequence=sequence,
-        provider=provider, threads=threads, seed=seed, progress=progress,
+        context=RunContext(provider, threads, seed, progress),
     )  # fmt: skip
     output.parent.mkdir(parents=True, exist_ok=True)
     with staged(output.parent) as stage:

@@ -11,7 +11,7 @@ import numpy as np
 
 from attnserve.checks.compare import Fidelity
 from attnserve.checks.evaluate import Share
-from attnserve.planning.plan import Plan
+from attnserve.planning.plan import FORMAT, Plan
 from attnserve.reports.drawing import FIRST, GRID, INK, MUTED, SECOND, svg_file
 
 __all__ = ["Decision", "PlanReport", "Point", "Speed", "draw_front"]
@@ -119,7 +119,7 @@ class PlanReport:
             "value": self.share.value, "standard_error": self.share.standard_error,
         }  # fmt: skip
         return {
-            "format": 1,
+            "format": FORMAT,
             "model": dict(self.model),
             "calibration": dict(self.calibration),
             "asked": dict(self.asked),
@@ -134,7 +134,7 @@ class PlanReport:
             "speedup": self.speedup,
             "speeds": [asdict(speed) for speed in self.speeds],
             "layers": [asdict(decision) for decision in self.decisions],
-            "rewrites": self.rewrites.to_json(),
+            "plan": self.rewrites.to_json(),
             "front": [asdict(point) for point in self.front],
             "latency_ms": list(self.timed),
             "machine": self.machine,

@@ -32,9 +32,9 @@ from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.models.artifact import versions
 from attnserve.models.datasets import Dataset
 from graph_passes.blocks import AttentionBlock
-from graph_passes.errors import InvalidArgument, InvalidModel
-from graph_passes.passes import collaborate
-from graph_passes.passes import decompose_attention as decompose
+from graph_passes.errors import InvalidArgument, InvalidModel, Refusal
+from graph_passes.passes.collaborate import sharing_refusal
+from graph_passes.passes.decompose_attention import DecomposeAttention, decomposition_refusal
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -237,7 +237,7 @@ def analyze_graph(
     _check_groups(groups, blocks)
 
     lengths = text_lengths(model, blocks[0], data.fit, context=context)
-    whitened = [block for block in blocks if not collaborate.why_not(block)]
+    whitened = [block for block in blocks if sharing_refusal(block) is None]
     moments = collect_moments(model, whitened, data.fit, context=context)
     similarity = measure_similarity(model, blocks, data.fit, context=context)
     scored = [block for block in blocks if block.logits is not None and block.q.num_heads]
@@ -279,19 +279,21 @@ def _measurable(
     """The blocks whose attention is observable, the index of every block, and the other blocks."""
     reading = read_attention(model, seed=seed)
     indices = {block.name: index for index, block in enumerate(reading.blocks)}
-    fused = {b.name: decompose.why_not(b) for b in reading.blocks if b.logits is None}
-    names = frozenset(
-        b.name for b in reading.blocks if fused.get(b.name) == "" and b.graph is model.graph
-    )
+    fused = {b.name: decomposition_refusal(b) for b in reading.blocks if b.logits is None}
+    names = [
+        b.name
+        for b in reading.blocks
+        if b.name in fused and fused[b.name] is None and b.graph is model.graph
+    ]
     if names:
-        decompose.DecomposeAttention(names)(model)
+        DecomposeAttention(names)(model)
         reading = read_attention(model, seed=seed)
     left_out = [
         NotAnalyzed(miss.node.name or miss.node.op_type, miss.reason) for miss in reading.unmatched
     ]
     blocks: list[AttentionBlock] = []
     for block in reading.blocks:
-        reason = _unobservable(block, model, fused.get(block.name, ""))
+        reason = _unobservable(block, model, fused.get(block.name))
         if reason:
             left_out.append(NotAnalyzed(block.name, reason))
         else:
@@ -308,12 +310,14 @@ def _measurable(
     return blocks, indices, tuple(left_out)
 
 
-def _unobservable(block: AttentionBlock, model: ir.Model, fused: str) -> str:
+def _unobservable(block: AttentionBlock, model: ir.Model, fused: Refusal | None) -> str:
     """Why the attention of a block cannot be observed; empty if it can."""
     if block.graph is not model.graph:
         return "it is in a subgraph (If, Loop), whose values cannot be graph outputs"
     if block.probabilities is None:
-        return fused or "the graph has no probabilities of shape (batch, heads, queries, keys)"
+        if fused is not None:
+            return fused.reason
+        return "the graph has no probabilities of shape (batch, heads, queries, keys)"
     if block.v.output is None:
         return "the graph has no value tensor"
     return ""
@@ -340,7 +344,7 @@ def _variance(
     by_weights = captured_variance(*heads, product=not turned)
     if moments is not None:
         return by_weights, captured_variance(*heads, moments), ()
-    note = f"captured variance of the weights only: {collaborate.why_not(block)}"
+    note = f"captured variance of the weights only: {sharing_refusal(block)}"
     return by_weights, None, (note,)
 
 

@@ -21,6 +21,7 @@ from graph_passes.blocks import (
     Turn,
     Unmatched,
 )
+from graph_passes.context import GraphContext
 from graph_passes.matching.idioms import SOFTMAXES, SoftmaxReading
 from graph_passes.matching.labels import Unread, say
 from graph_passes.matching.layout import Reader
@@ -43,8 +44,9 @@ def find_attention(model: ir.Model) -> tuple[list[AttentionBlock], list[Unmatche
     Bodies of If, Loop and Scan are read like the main graph; functions must have been inlined. A
     reading is a claim: ``attnserve.checks.certify`` proves it by running the graph.
     """
-    facts = interpret_small(model, batch=BATCH, sequence=SEQUENCE)
-    others = interpret_small(model, batch=BATCH + 1, sequence=SEQUENCE + 2)
+    with GraphContext.of(model) as context:
+        facts = context.get(interpret_small, batch=BATCH, sequence=SEQUENCE)
+        others = context.get(interpret_small, batch=BATCH + 1, sequence=SEQUENCE + 2)
     reader = Reader(without_lengths(facts, others), dict(model.opset_imports))
     blocks: list[AttentionBlock] = []
     misses: list[Unmatched] = []
