@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import onnx_ir as ir
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, TypeAdapter
 
 from graph_passes.blocks import (
     AttentionBlock,
@@ -51,12 +51,12 @@ class SharedDimensions(BaseModel):
         factors: The matrices; computed from the weights alone unless given. Not part of plan.json.
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     rank: int = Field(ge=1)
     head_size: int | None = Field(default=None, ge=1)
     cache: bool = False
-    factors: CollaborativeFactors | None = Field(default=None, exclude=True)
+    factors: InstanceOf[CollaborativeFactors] | None = Field(default=None, exclude=True)
 
     @property
     def is_sparse(self) -> bool:

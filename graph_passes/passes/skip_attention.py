@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import onnx_ir as ir
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, TypeAdapter, model_validator
 
 from graph_passes.analysis.constants import constant_array
 from graph_passes.analysis.shapes import Facts
@@ -66,10 +66,10 @@ class Replacement(BaseModel):
         map: Its weights; zeros unless given, to be fitted afterwards. Not part of plan.json.
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: Literal["affine", "constant"] = "affine"
-    map: AffineMap | None = Field(default=None, exclude=True)
+    map: InstanceOf[AffineMap] | None = Field(default=None, exclude=True)
 
     @model_validator(mode="before")
     @classmethod
