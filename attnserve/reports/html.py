@@ -120,7 +120,7 @@ def render(analysis: Analysis, *, model: Path, calib: Path, output: Path) -> str
     import jinja2
 
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("attnserve"),
+        loader=jinja2.PackageLoader("attnserve.reports"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

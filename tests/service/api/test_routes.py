@@ -326,7 +326,7 @@ def server(model: Path, **environment: str) -> Iterator[tuple[str, subprocess.Po
     program = (
         "import time, sys\n"
         "from pathlib import Path\n"
-        "from service import model\n"
+        "from service.engine import model\n"
         "from service.app import serve\n"
         "from service.settings import Settings\n"
         "run = model.Model.run\n"
