@@ -535,7 +535,7 @@ COMMITTED = (
 them to ``tests/fixtures/onnx``, where tests read them without torch."""
 
 EXTERNAL = (COMMITTED[2], COMMITTED[9])
-"""Committed exports whose weights are external data, which is the default of torch.onnx."""
+"""Committed exports that keep their external data; the weights of the others are in the graph."""
 
 
 def cells_of(architecture: Architecture) -> list[Cell]:
@@ -592,8 +592,10 @@ def feeds(
     return made
 
 
-def export(cell: Cell, path: Path, *, external_data: bool = False) -> str:
-    """Write the cell's graph, by default with weights inside; the reason where PyTorch cannot.
+def export(cell: Cell, path: Path) -> str:
+    """Write the cell's graph as PyTorch does by default; the reason where it cannot.
+
+    The dynamo exporter stores weights in a file beside the graph.
 
     A graph counts as not written where ONNX's checker refuses it, and where the tracer has baked
     the lengths of the example into it.
@@ -631,8 +633,7 @@ def export(cell: Cell, path: Path, *, external_data: bool = False) -> str:
         }
         if cell.exporter == "dynamo":
             shapes = _dynamic_shapes(architecture)
-            options |= {"dynamic_shapes": (shapes,), "external_data": external_data}
-            options["verbose"] = False
+            options |= {"dynamic_shapes": (shapes,), "verbose": False}
         else:
             mode = torch.onnx.TrainingMode
             training = mode.TRAINING if cell.variant == "dropout" else mode.EVAL

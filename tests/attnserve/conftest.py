@@ -17,14 +17,16 @@ COMMITTED = Path(__file__).parents[1] / "fixtures" / "bert"
 
 @pytest.fixture(scope="session")
 def tiny_export(made_once: Build) -> Build:
-    """(attention, exporter, opset) -> the artifact folder: 2 layers, 4 heads x 8, 64 positions.
+    """(attention, exporter, opset, layers) -> the artifact folder: 4 heads x 8, 64 positions.
 
     A copy of what ``tests/fixtures/make.py`` exported, shared by all tests: copy it before changing
     it.
     """
 
-    def build(attention: Any = "eager", exporter: Any = "torchscript", opset: int = 17) -> Path:
-        name = f"{attention}-{exporter}-{opset}"
+    def build(
+        attention: Any = "eager", exporter: Any = "torchscript", opset: int = 17, layers: int = 2
+    ) -> Path:
+        name = f"{attention}-{exporter}-{opset}-{layers}"
         return made_once(f"tiny-{name}", lambda folder: shutil.copytree(COMMITTED / name, folder))
 
     return build

@@ -52,14 +52,9 @@ def record(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def bert(tiny_bert: Build, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bert(tiny_export: Build) -> Path:
     """3 layers of 4 heads x 8; shared."""
-    from attnserve.models.export import export
-
-    folder = tmp_path_factory.mktemp("three") / "layers"
-    source = tiny_bert(num_hidden_layers=3, initializer_range=0.3)
-    export(str(source), folder, attention="eager", exporter="torchscript", opset=17)
-    return folder
+    return tiny_export("eager", "torchscript", 17, 3)
 
 
 def text(path: Path, count: int, seed: int) -> Path:
