@@ -16,6 +16,7 @@ if hasattr(os, "sched_setaffinity") and (worker := os.environ.get("PYTEST_XDIST_
 import gc
 import importlib.util
 import string
+import sys
 from collections.abc import Callable, Generator
 from functools import cache
 from pathlib import Path
@@ -69,6 +70,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 CPU_SECONDS = pytest.StashKey[float]()
+TORCH = pytest.StashKey[bool]()
 
 
 def cpu_seconds() -> float:
@@ -79,15 +81,19 @@ def cpu_seconds() -> float:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None]:
     item.stash[CPU_SECONDS] = cpu_seconds()
+    item.stash[TORCH] = "torch" in sys.modules
     return (yield)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
     try:
-        return (yield)
+        result = yield
     finally:
         item.user_properties.append(("cpu_seconds", cpu_seconds() - item.stash[CPU_SECONDS]))
+    if not item.stash[TORCH] and "torch" in sys.modules and not item.get_closest_marker("export"):
+        pytest.fail("this test imports torch: use a graph of tests/fixtures, or mark it `export`")
+    return result
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -36,6 +36,7 @@ def lint(config: Path) -> subprocess.CompletedProcess[str]:
     return python(code, str(config))
 
 
+@pytest.mark.process
 def test_import_contracts_hold():
     done = lint(ROOT / "pyproject.toml")
     assert done.returncode == 0, done.stdout
@@ -48,6 +49,7 @@ def modules_of(package: str) -> list[str]:
     return [name.removesuffix(".__init__") for name in names if not name.endswith("__main__")]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("package", ["graph_passes", "attnserve", "service"])
 def test_import_without_extras_succeeds(package: str):
     """Neither torch nor ONNX Runtime: a command that needs one says which extra to install."""

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-Build = Callable[..., Path]
+from tests.fixtures.make import BERT
 
-COMMITTED = Path(__file__).parents[1] / "fixtures" / "bert"
+Build = Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +27,7 @@ def tiny_export(made_once: Build) -> Build:
         attention: Any = "eager", exporter: Any = "torchscript", opset: int = 17, layers: int = 2
     ) -> Path:
         name = f"{attention}-{exporter}-{opset}-{layers}"
-        return made_once(f"tiny-{name}", lambda folder: shutil.copytree(COMMITTED / name, folder))
+        return made_once(f"tiny-{name}", lambda folder: shutil.copytree(BERT / name, folder))
 
     return build
 

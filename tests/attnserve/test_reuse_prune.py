@@ -185,7 +185,7 @@ def test_the_json_has_the_keys_of_the_contract(made: Made):
     assert {name: entry[name] for name in content} == content
 
 
-@pytest.mark.parametrize("case", ["prune", pytest.param("reuse", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", ["prune", pytest.param("reuse", marks=pytest.mark.timing)])
 def test_the_fit_is_closer_on_text_it_has_not_seen(made: Made, bert: Path, unseen: Path, case: str):
     fitted, plain = (
         verify(bert, made(case, refit).folder, data=unseen).outputs[0] for refit in (True, False)
@@ -237,7 +237,6 @@ def test_a_second_call_goes_on_from_the_first(made: Made, bert: Path, seen: Path
     assert verify(bert, tmp_path / "two", data=seen).mean_cosine > 0.5
 
 
-@pytest.mark.slow
 def test_fused_exports_are_rewritten_too(tiny_bert: Build, seen: Path, made: Made, tmp_path: Path):
     """The same plan, and nearly the same model, from an export that fuses attention."""
     from attnserve.models.export import export
@@ -367,7 +366,7 @@ def test_calibration_of_no_real_token_is_refused(tiny: Path, tmp_path: Path):
 # Again and again
 
 
-@pytest.mark.slow
+@pytest.mark.timing
 def test_any_rewrite_may_follow_any_other(small: Path, arrays: Path, tmp_path: Path):
     """Each call reads, and certifies, what the one before wrote."""
     asked: list[dict[str, Any]] = [

@@ -41,6 +41,7 @@ def error_has_its_protocols_form(path: str, content: bytes) -> None:
         assert isinstance(body["error"], str)
 
 
+@pytest.mark.fuzz
 def test_every_route_keeps_to_its_description(
     start: Callable[..., TestClient], encoder: Path
 ) -> None:
