@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.checks.certify import Reading, read_attention, require_finite_weights
+from attnserve.checks.certify import MatchReport, read_attention, require_finite_weights
 from attnserve.checks.compare import (
     Fidelity,
     check_cosine_bound,
@@ -21,11 +21,13 @@ from attnserve.checks.compare import (
     require_empty,
 )
 from attnserve.checks.evaluate import TaskName
-from attnserve.context import Provider
+from attnserve.context import Provider, RunContext
 from attnserve.models.artifact import (
     Artifact,
+    check_output,
     check_target,
     copy_companions,
+    default_output,
     fingerprint,
     load_model,
     merged_record,
@@ -121,7 +123,7 @@ class OptimizeReport:
 
 def optimize(
     model: Path,
-    output: Path,
+    output: Path | None = None,
     *,
     collab_dk: Ranks | None = None,
     collab_cache: bool = False,
@@ -164,7 +166,8 @@ def optimize(
 
     Args:
         model: An .onnx file or an artifact folder; never changed.
-        output: An .onnx file, or a folder that receives model.onnx.
+        output: An .onnx file, or a folder that receives model.onnx; the folder NAME-optimized
+            beside the model by default.
         collab_dk: R for every layer, one R a layer in order, or R by layer name.
         collab_cache: Rewrite cached keys of decoders too: the cache, an input and an output of the
             model, then holds R shared dimensions (and H content logits) a token instead of H*K.
@@ -251,6 +254,9 @@ def optimize(
     check_cosine_bound(min_cosine)
     artifact = open_artifact(model)
     graph = load_model(artifact)
+    if output is None:
+        output = default_output(model, "optimized")
+        check_output(output, force=force or dry_run)
     target = check_target(output, artifact, graph, force=force or dry_run)
     report_stage = progress or _silent
     require_finite_weights(graph)
@@ -296,8 +302,8 @@ def optimize(
         batches = random_batches(original, seed, empty=empty_axes(original, graph))
     source = f"held out of {calib.name}" if calib is not None else "random inputs"
     fidelity = compare(
-        original, converted, batches, source, provider=provider, threads=threads,
-        progress=lambda done, total: report_stage("verify", done, total),
+        original, converted, batches, source,
+        context=RunContext(provider, threads, seed, report_stage),
     )  # fmt: skip
     after = model_cost(graph)
     even = break_even(before.macs, after.macs) if before.macs and after.macs else None
@@ -337,7 +343,7 @@ def optimize(
 
 
 def _replayed(
-    path: Path, artifact: Artifact, reading: Reading, data: Dataset, graph: ir.Model
+    path: Path, artifact: Artifact, reading: MatchReport, data: Dataset, graph: ir.Model
 ) -> tuple[Plan, int, Provider]:
     """The plan of a file, which was made for this model and this data, with its seed and the
     provider that it was fitted on."""

@@ -149,7 +149,7 @@ def test_committed_graph_is_read_as_configured_and_rewrites_apply(
 ):
     inspection = inspect(cell.committed, batch=2, sequence=8)
     entry = expected[str(cell)]
-    assert inspection.reading.misses == ()
+    assert inspection.reading.unmatched == ()
     layers = near([Layer(**layer) for layer in entry["layers"]], cell)
     assert [layer_of(block) for block in inspection.reading.blocks] == layers
     assert make.rewrites_that_apply(inspection.to_json()) == entry["rewrites"]
@@ -238,7 +238,7 @@ def test_every_other_head_is_pruned(cell: Cell):
     model = decomposed(load_model(path))
     PruneHeads(masks)(model)
     reading = read_attention(model)
-    assert [miss.reason for miss in reading.misses] == []
+    assert [miss.reason for miss in reading.unmatched] == []
     assert {b.name: b.num_heads for b in reading.blocks} == {n: sum(m) for n, m in masks.items()}
     assert parameters(model) < parameters(load_model(path))
     same_outputs(cell, model, masked(load_model(path), masks))
@@ -254,7 +254,7 @@ def test_probabilities_of_earlier_layers_are_reused(cell: Cell, part: int):
     assert edges
     ReuseAttention(edges)(model)
     reading = read_attention(model)
-    assert [miss.reason for miss in reading.misses] == []
+    assert [miss.reason for miss in reading.unmatched] == []
     assert {b.name for b in reading.blocks if b.form == "reuse"} == edges.keys()
     if cell.architecture != "ALBERT":  # whose other layers go on using what they shared
         assert parameters(model) < parameters(load_model(path))
