@@ -482,7 +482,10 @@ def work_is_refused(*_: object, **__: object) -> None:
     raise AssertionError("the output is checked before the data is read")
 
 
-@pytest.mark.parametrize("command", DEFAULTS)
+SEARCHING = pytest.param("plan", marks=pytest.mark.timing(seconds=20))
+
+
+@pytest.mark.parametrize("command", [*sorted(DEFAULTS.keys() - {"plan"}), SEARCHING])
 def test_command_without_output_writes_beside_the_model(
     cli: Cli, model: Path, sentences: Path, tmp_path: Path, command: str
 ):

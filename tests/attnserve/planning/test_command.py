@@ -371,6 +371,7 @@ def test_what_was_written_keeps_what_was_promised(
     assert again.mean_cosine > 0.93
 
 
+@pytest.mark.timing
 def test_int8_comes_after_the_rewrites_and_counts(
     model: Path, sentences: Path, tmp_path: Path, counted: None
 ):
