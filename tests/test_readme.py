@@ -139,7 +139,8 @@ def test_what_the_planner_promises_holds_where_it_was_measured():
     assert min(row["vs_exported"] for row in by_hand) >= 0.97
 
 
-@pytest.mark.slow(seconds=90)
+@pytest.mark.export
+@pytest.mark.timing(seconds=90)
 def test_make_demo_holds(minilm_folder):
     """Exported, rewritten, proved, measured, served and asked, in under four minutes."""
     done = subprocess.run(

@@ -131,7 +131,7 @@ def arrays(model: ir.Model) -> dict[str, np.ndarray]:
     return {str(v.name): v.const_value.numpy() for v in values if v.const_value is not None}
 
 
-SEARCH = pytest.param("search", marks=pytest.mark.slow(seconds=15))
+SEARCH = pytest.param("search", marks=pytest.mark.timing(seconds=15))
 
 
 @pytest.mark.parametrize("how", [*sorted(HOW.keys() - {"search"}), SEARCH])

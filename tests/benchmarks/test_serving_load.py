@@ -94,6 +94,7 @@ def column(phase: dict[str, Any], name: str) -> list[float]:
     return [row[phase["columns"].index(name)] for row in phase["rows"]]
 
 
+@pytest.mark.process
 def test_closed_loop_sends_as_many_as_asked_in_their_order():
     with server() as (port, bodies):
         (phase,) = generate(port, {"concurrency": 1, "requests": 5})
@@ -101,6 +102,7 @@ def test_closed_loop_sends_as_many_as_asked_in_their_order():
     assert column(phase, "status") == [200] * 5 and column(phase, "tokens") == [7] * 5
 
 
+@pytest.mark.process
 def test_closed_loop_keeps_so_many_in_flight():
     with server(0.05) as (port, _):
         (phase,) = generate(port, {"concurrency": 4, "seconds": 0.5})
@@ -108,6 +110,7 @@ def test_closed_loop_keeps_so_many_in_flight():
     assert min(column(phase, "latency_ms")) >= 50
 
 
+@pytest.mark.process
 def test_open_loop_sends_at_its_rate_whatever_the_answers_do():
     """All but one connection wait; latency counts from when a request was due."""
     with server(0.1) as (port, _):
@@ -120,6 +123,7 @@ def test_open_loop_sends_at_its_rate_whatever_the_answers_do():
     )
 
 
+@pytest.mark.process
 def test_an_answer_belongs_to_the_phase_that_asked():
     with server(0.3) as (port, _):
         first, second = generate(
@@ -129,12 +133,14 @@ def test_an_answer_belongs_to_the_phase_that_asked():
         assert min(column(phase, "due_s")) >= 0 and max(column(phase, "due_s")) <= 0.5
 
 
+@pytest.mark.process
 def test_connections_that_break_are_counted():
     with server(hang_up_every=5) as (port, _):
         (phase,) = generate(port, {"concurrency": 1, "requests": 20})
     assert column(phase, "status").count(0) == 4 and column(phase, "status").count(200) == 16
 
 
+@pytest.mark.process
 def test_nobody_listens():
     with server() as (port, _):
         pass

@@ -19,6 +19,8 @@ from service.app import create_app
 from service.settings import Settings
 from tests.service.conftest import listening
 
+pytestmark = pytest.mark.process
+
 README = Path(__file__).parents[2] / "README.md"
 
 # The inputs and the token ids of a BERT, and nothing else of it.

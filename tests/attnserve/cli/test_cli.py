@@ -482,7 +482,10 @@ def work_is_refused(*_: object, **__: object) -> None:
     raise AssertionError("the output is checked before the data is read")
 
 
-@pytest.mark.parametrize("command", DEFAULTS)
+SEARCHING = pytest.param("plan", marks=pytest.mark.timing(seconds=20))
+
+
+@pytest.mark.parametrize("command", [*sorted(DEFAULTS.keys() - {"plan"}), SEARCHING])
 def test_command_without_output_writes_beside_the_model(
     cli: Cli, model: Path, sentences: Path, tmp_path: Path, command: str
 ):
@@ -634,11 +637,13 @@ def test_the_program_prints_json_and_nothing_else(tiny: Path, tmp_path: Path):
     assert len(done.stderr.splitlines()) == 2
 
 
+@pytest.mark.process
 def test_sentences_are_not_wrapped_for_programs(tiny: Path):
     done = process("inspect", tiny, env={**os.environ, "COLUMNS": "40"})
     assert re.search(r"^2 certified, 0 missed; .* in attention$", done.stdout, re.MULTILINE)
 
 
+@pytest.mark.process
 def test_the_same_command_writes_the_same_bytes(tiny: Path, sentences: Path, tmp_path: Path):
     for name in ("one", "two"):
         done = process(
@@ -648,6 +653,7 @@ def test_the_same_command_writes_the_same_bytes(tiny: Path, sentences: Path, tmp
     assert tree(tmp_path / "one") == tree(tmp_path / "two")
 
 
+@pytest.mark.process
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are sent otherwise")
 def test_a_program_that_is_interrupted_leaves_nothing(tiny: Path, tmp_path: Path):
     calib = tmp_path / "calib.txt"

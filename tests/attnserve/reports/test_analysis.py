@@ -30,6 +30,7 @@ from graph_passes.emit.editing import exposing
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 from graph_passes.factorize.moments import TokenMoments
 from tests import architectures
+from tests.architectures import Cell
 from tests.errors import raises
 from tests.graph_passes.matching.test_operators import READ as OPERATORS
 
@@ -321,22 +322,20 @@ NORM = "no captured variance: q/k normalization is between"
 
 
 @pytest.mark.parametrize(
-    ("name", "variant", "layers", "note"),
+    ("cell", "layers", "note"),
     [
-        ("Llama", "", 2, ROPE),  # and grouped key/value heads
-        ("Qwen3", "", 2, NORM),
-        ("BART", "", 4, ""),  # the decoder's cross-attention, in the middle
-        ("BERT", "fp16", 2, ""),
-        ("ViT", "", 2, ""),  # no text, no mask
+        (Cell("Llama", "eager", "dynamo", 18), 2, ROPE),  # and grouped key/value heads
+        (Cell("Qwen3", "eager", "dynamo", 18), 2, NORM),
+        (Cell("BART", "eager", "dynamo", 18), 4, ""),  # cross-attention in the middle
+        (Cell("BERT", "eager", "torchscript", 17, "fp16"), 2, ""),
+        (Cell("ViT", "sdpa", "dynamo", 23), 2, ""),  # no text, no mask
     ],
     ids=["rope", "norm", "cross", "half precision", "images"],
 )
 def test_other_architectures_are_analysed_as_far_as_they_can_be(
-    name: str, variant: Any, layers: int, note: str, tmp_path: Path
+    cell: Cell, layers: int, note: str, tmp_path: Path
 ):
-    found = analysis_of(
-        *exported(name, variant, ("dynamo", 18) if variant else ("torchscript", 17), tmp_path)
-    )
+    found = analysis_of(cell.committed, inputs_of(cell, tmp_path / "inputs.npz"))
     assert len(found.layers) == layers and found.not_analysed == ()
     for layer in found.layers:
         assert "".join(layer.notes).startswith(note) and bool(layer.notes) == bool(note)
@@ -346,7 +345,7 @@ def test_other_architectures_are_analysed_as_far_as_they_can_be(
         assert layer.ranks is not None and np.isfinite(layer.leave_one_out).all()
     if note == ROPE:
         assert all(x.weights is not None and x.weights.product is None for x in found.layers)
-    if name == "BART":
+    if cell.architecture == "BART":
         cross = [layer.kind for layer in found.layers].index("cross")
         assert np.isnan(found.similarity.best()[cross, :cross]).all()
         assert found.summary()[cross].nearest is None
@@ -359,20 +358,14 @@ def test_an_operator_that_cannot_be_taken_apart_is_refused_with_its_reason():
         analyze_graph(OPERATORS["ai.onnx: past"].model(), nothing_to_run, source={})
 
 
-def exported(name: str, variant: Any, exporter: Any, folder: Path) -> tuple[Path, Path]:
-    """A tiny model of an architecture, and one batch of its inputs as .npz."""
-    pytest.importorskip("transformers", reason="pip install 'attnserve[torch]'")
-    architecture = architectures.ARCHITECTURES[name]
-    reason = architectures.export(
-        architectures.Cell(name, "sdpa", *exporter, variant), folder / "model.onnx"
-    )
-    assert not reason
-    made = architectures.feeds(architecture)
-    for value in ir.load(folder / "model.onnx").graph.inputs:
+def inputs_of(cell: Cell, path: Path) -> Path:
+    """One batch of inputs of a committed graph, as .npz."""
+    made = architectures.feeds(architectures.ARCHITECTURES[cell.architecture])
+    for value in ir.load(cell.committed).graph.inputs:
         assert value.name is not None and value.dtype is not None
         made[value.name] = made[value.name].astype(value.dtype.numpy())
-    np.savez(folder / "inputs.npz", **made)
-    return folder / "model.onnx", folder / "inputs.npz"
+    np.savez(path, **made)
+    return path
 
 
 @pytest.mark.parametrize("mixing", ["dense", "sparse"])

@@ -109,6 +109,7 @@ np.save(path.with_name("got.npy"), got)
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("where", ["path", "memory", "memory, as it is"])
 @pytest.mark.parametrize("external", [False, True])
 def test_attention_without_a_bias_does_not_end_the_process(
@@ -262,6 +263,7 @@ def test_without_the_runtime_the_extra_to_install_is_named(monkeypatch: pytest.M
         require_runtime()
 
 
+@pytest.mark.process
 def test_without_the_runtime_a_command_says_which_extra_to_install(tiny: Path, tmp_path: Path):
     code = (
         "import sys; sys.modules['onnxruntime'] = None\n"

@@ -774,7 +774,6 @@ EXPORTS = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("written", "exporter", "opset"), EXPORTS)
 def test_minilm_is_read_from_every_export(
     minilm_export: Callable[[str, str, int], Path], written: str, exporter: str, opset: int

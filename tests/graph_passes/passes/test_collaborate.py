@@ -374,7 +374,6 @@ def test_parameters_fall_by_what_equation_7_says() -> None:
     assert before.parameters - after.parameters == gone - new
 
 
-@pytest.mark.slow
 def test_minilm_at_full_rank_is_minilm(minilm_export: Callable[[str, str, int], Path]) -> None:
     path = minilm_export("sdpa", "torchscript", 17) / "model.onnx"
     original, model = ir.load(path), ir.load(path)

@@ -851,7 +851,6 @@ def outputs(model: ir.Model | Path, arrays: Mapping[str, np.ndarray]) -> list[np
     return [np.asarray(array) for array in session.run(None, given)]
 
 
-@pytest.mark.slow
 @both
 @pytest.mark.parametrize("cell", EXPORTED, ids=str)
 def test_exported_models_are_fused(
@@ -882,7 +881,6 @@ def test_exported_models_are_fused(
         assert len({id(block.v.weight) for block in reading.blocks}) == 1
 
 
-@pytest.mark.slow
 @both
 @pytest.mark.parametrize("cell", [*EXPORTED][:2], ids=str)
 def test_sequence_of_padding_alone_gives_numbers(

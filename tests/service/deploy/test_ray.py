@@ -117,7 +117,7 @@ def eventually(holds: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.2)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_two_replicas_answer_and_a_killed_one_is_replaced(url: str):
     pid, _, address = url.partition(" ")
     process = psutil.Process(int(pid))
@@ -144,7 +144,7 @@ def test_two_replicas_answer_and_a_killed_one_is_replaced(url: str):
         assert survivor in running()
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_errors_keep_their_form(url: str):
     address = url.partition(" ")[2]
     answer = httpx.post(f"{address}/v2/models/nobody/infer", json={"inputs": []}, timeout=30)
