@@ -1,4 +1,4 @@
-# Every habit of the house. Python >= 3.11 with pip and venv is all that must be there.
+# Development commands. They need Python >= 3.11 with pip and venv.
 
 PYTHON ?= python3
 VENV := .venv
@@ -10,7 +10,7 @@ endif
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint types bench clean
+.PHONY: help venv demo test lint types docs bench clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ lint: $(INSTALLED) ## Check style and format (ruff)
 
 types: $(INSTALLED) ## Check types (pyright, strict on graph_passes and attnserve)
 	$(BIN)/pyright
+
+docs: $(INSTALLED) ## Build the documentation site into build/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: $(INSTALLED) ## Run every benchmark that needs no data; each writes into benchmarks/results
 	@set -e; for file in $(filter-out benchmarks/demo.py benchmarks/fidelity.py benchmarks/mixing.py benchmarks/reuse_prune.py benchmarks/serving_load.py,$(wildcard benchmarks/[a-z]*.py)); do \

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+
+README_TABLE = re.compile(r"(<!-- results -->\n).*?(<!-- /results -->)", re.DOTALL)
 
 SYSTEMS = {
     "attnserve": "`attnserve serve`",
@@ -280,6 +285,45 @@ def serving_overload() -> str:
     )
 
 
+UTILIZATION = 0.6
+"""The planned share of a replica's capacity."""
+
+
+def capacity() -> str:
+    """Capacity and cost of one replica."""
+    result = load("serving")
+    found = result["throughput"]
+    rate = found["median_texts_per_s"]["attnserve"]
+    cost = found["last_round"]["attnserve"]["per_text"]
+    latency = result["overload"]["phases"]["before"]["latency_ms"]
+    hours = 1e6 / rate / 3600
+    rows = {
+        "cores": f"{len(found['server_cores'])}",
+        "texts per second at saturation, one text per request": f"{rate:.0f}",
+        "tokens per text": f"{cost['tokens']:.1f}",
+        "MACs per text, with padding": f"{cost['macs'] / 1e9:.3f} G",
+        "MACs per second at saturation": f"{cost['macs'] * rate / 1e9:.1f} G",
+        "latency at half the capacity, p50 and p99": f"{latency['p50']:.1f} ms,"
+        f" {latency['p99']:.1f} ms",
+        "memory after warm-up": f"{result['memory']['rss_before_bytes'] / 2**20:.0f} MiB",
+        "MACs per million texts": f"{cost['macs'] * 1e6 / 1e12:.0f} T",
+        "machine-hours per million texts, fully used": f"{hours:.2f}",
+        f"machine-hours per million texts, {UTILIZATION:.0%} used": f"{hours / UTILIZATION:.2f}",
+    }
+    return table(["one replica", "value"], [list(row) for row in rows.items()])
+
+
+def replicas() -> str:
+    """How many replicas hold a peak load, with one spare."""
+    rate = load("serving")["throughput"]["median_texts_per_s"]["attnserve"]
+    peaks = (100, 1_000, 10_000, 100_000)
+    needed = [math.ceil(peak / (UTILIZATION * rate)) + 1 for peak in peaks]
+    return table(
+        ["peak, texts per second", *(f"{peak:,}" for peak in peaks)],
+        [["replicas", *(f"{count:,}" for count in needed)]],
+    )
+
+
 def table1() -> str:
     """Table 1 of arXiv 2006.16362, computed and measured here."""
     rows: list[list[str]] = []
@@ -341,3 +385,13 @@ def cuda() -> str:
         goal = f"at least {low}" if low is not None else f"at most {high}"
         rows.append([bound["what"], goal, "not measured" if value is None else f"{value:.2f}"])
     return table(["quantity", "goal", "measured"], rows)
+
+
+def with_results(readme: str) -> str:
+    """The README with its table of results as measured."""
+    return README_TABLE.sub(lambda match: f"{match[1]}{headline()}\n{match[2]}", readme)
+
+
+if __name__ == "__main__":
+    path = ROOT / "README.md"
+    path.write_text(with_results(path.read_text(encoding="utf-8")), encoding="utf-8")
