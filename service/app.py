@@ -34,14 +34,7 @@ from service.api.schemas import (
     SimilarityRequest,
     TokenizeRequest,
 )
-from service.auth import RequireKey, read_keys
-from service.dashboard import router as dashboard
-from service.dashboard.stats import report
-from service.engine.device import on_device
-from service.engine.repository import Repository, say_operators
-from service.errors import install_handlers
-from service.metrics import Metrics
-from service.settings import Settings
+from service.settings import Settings, read_settings
 
 __all__ = [
     "Server",
@@ -65,9 +58,9 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
             starts, which then raises what ``Repository.start`` raises.
 
     Raises:
-        InvalidArgument: The file with the API keys cannot be read.
+        InvalidArgument: A setting cannot work, or the file with the API keys cannot be read.
     """
-    chosen = settings or Settings()  # pyright: ignore[reportCallIssue]  (from the environment)
+    chosen = settings or read_settings()
     models = repository or Repository(chosen, Metrics())
     chosen, metrics = models.settings, models.metrics
 

@@ -22,7 +22,8 @@ def read_keys(settings: Settings) -> tuple[bytes, ...]:
     """The keys of ``settings`` and of its file; none where everybody may ask.
 
     Raises:
-        InvalidArgument: The file cannot be read or holds no key, or a key is no plain ASCII.
+        InvalidArgument: The file cannot be read or holds no key, or a key is empty or no plain
+            ASCII.
     """
     keys = [key.get_secret_value() for key in settings.api_keys]
     path = settings.api_keys_file
@@ -37,6 +38,8 @@ def read_keys(settings: Settings) -> tuple[bytes, ...]:
             raise InvalidArgument(f"{path}: holds no key", "write a key a line")
         keys += found
     for number, key in enumerate(keys, 1):
+        if not key:  # a request without a key sends this one
+            raise InvalidArgument(f"key {number} of {len(keys)} is empty", "remove or set it")
         if not key.isascii() or not key.isprintable() or " " in key:
             raise InvalidArgument(
                 f"key {number} of {len(keys)} holds more than plain ASCII characters",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -37,8 +39,15 @@ def _listed(value: object) -> object:
     )
 
 
+def _listed_secrets(value: object) -> object:
+    parts = _listed(value)
+    if parts == [] and isinstance(value, str):  # an unset secret would let everybody in
+        raise ValueError("set but holds no key; expected keys separated by commas, or unset")
+    return parts
+
+
 Listed = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_listed)]
-Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_listed)]
+Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_listed_secrets)]
 
 
 class Settings(BaseSettings):
@@ -115,6 +124,12 @@ class Settings(BaseSettings):
         gt=0,
         description="Time of a request that names none (x-timeout-ms); past it the answer is 504.",
     )
+    max_timeout_ms: float = Field(
+        default=300_000,
+        gt=0,
+        le=86_400_000,
+        description="Maximum of x-timeout-ms. A larger timeout_ms raises it.",
+    )
 
     max_body_bytes: int = Field(default=2_000_000, ge=1, description="Bytes of one request's body.")
     max_inputs: int = Field(default=32, ge=1, description="Texts of one request.")
@@ -183,9 +198,20 @@ def read_settings(**given: Any) -> Settings:
     """``given`` (what is None is not), and for the rest what the environment says.
 
     Raises:
-        InvalidArgument: A value cannot work.
+        InvalidArgument: A value cannot work, or a variable misspells ATTNSERVE_API_KEYS.
     """
+    _refuse_misspelled_keys()
     return read(Settings, given)
+
+
+def _refuse_misspelled_keys() -> None:
+    """Unknown variables are ignored, but a misspelled ATTNSERVE_API_KEYS would let everybody in."""
+    known = {f"ATTNSERVE_{name}".upper() for name in Settings.model_fields}
+    for name in os.environ:
+        if re.match("ATTNSERVE_API_?KEY", name, re.IGNORECASE) and name.upper() not in known:
+            raise InvalidArgument(
+                f"{name}: no such setting", "set ATTNSERVE_API_KEYS or ATTNSERVE_API_KEYS_FILE"
+            )
 
 
 def read(kind: type[Kind], given: Mapping[str, Any]) -> Kind:

@@ -547,7 +547,9 @@ def feeds(
 
 
 def export(cell: Cell, path: Path) -> str:
-    """Write the cell's graph, weights inside; the reason where PyTorch cannot.
+    """Write the cell's graph as PyTorch does by default; the reason where it cannot.
+
+    The dynamo exporter stores weights in a file beside the graph.
 
     A graph counts as not written where ONNX's checker refuses it, and where the tracer has baked
     the lengths of the example into it.
@@ -585,7 +587,7 @@ def export(cell: Cell, path: Path) -> str:
         }
         if cell.exporter == "dynamo":
             shapes = _dynamic_shapes(architecture)
-            options |= {"dynamic_shapes": (shapes,), "external_data": False, "verbose": False}
+            options |= {"dynamic_shapes": (shapes,), "verbose": False}
         else:
             mode = torch.onnx.TrainingMode
             training = mode.TRAINING if cell.variant == "dropout" else mode.EVAL

@@ -20,7 +20,8 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.calibration.refit import context_moments
-from attnserve.runtime.session import Batch, Provider
+from attnserve.context import Provider
+from attnserve.runtime.session import Batch
 from graph_passes.blocks import AttentionBlock
 
 if TYPE_CHECKING:

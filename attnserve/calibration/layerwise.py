@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.runtime.session import Batch, Provider, open_session, run
+from attnserve.context import Provider
+from attnserve.runtime.session import Batch, open_session, run
 
 __all__ = ["Stepwise"]
 

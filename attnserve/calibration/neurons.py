@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
+from attnserve.context import Provider
 from attnserve.models.datasets import token_mask
-from attnserve.runtime.session import Batch, Provider, open_session, run
+from attnserve.runtime.session import Batch, open_session, run
 from graph_passes.analysis.constants import origin
 from graph_passes.emit.editing import exposing
 from graph_passes.errors import InvalidData

@@ -29,8 +29,9 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.calibration.layerwise import Stepwise
+from attnserve.context import Provider
 from attnserve.models.datasets import token_mask
-from attnserve.runtime.session import Batch, Provider, open_session, run
+from attnserve.runtime.session import Batch, open_session, run
 from graph_passes.analysis.constants import constant_array, origin
 from graph_passes.analysis.shapes import Facts, interpret_small
 from graph_passes.blocks import AttentionBlock, OutputProjection

@@ -20,8 +20,9 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.calibration.moments import Progress
+from attnserve.context import Provider
 from attnserve.models.datasets import token_mask
-from attnserve.runtime.session import Batch, Provider, open_session, run
+from attnserve.runtime.session import Batch, open_session, run
 from graph_passes.blocks import AttentionBlock
 from graph_passes.emit.editing import exposing
 from graph_passes.errors import InvalidData

@@ -15,8 +15,9 @@ import onnx_ir as ir
 
 from attnserve.calibration.importance import by_head, no_token, not_finite, observe
 from attnserve.calibration.moments import Progress
+from attnserve.context import Provider
 from attnserve.models.datasets import token_mask
-from attnserve.runtime.session import Batch, Provider
+from attnserve.runtime.session import Batch
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import InvalidArgument
 

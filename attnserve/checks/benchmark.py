@@ -28,12 +28,12 @@ from typing import Any, cast, get_args
 
 import numpy as np
 
+from attnserve.context import Provider
 from attnserve.models.artifact import Artifact, load_model, open_artifact
 from attnserve.models.example_inputs import example_inputs
 from attnserve.runtime.io_binding import bound
 from attnserve.runtime.profile import read_profile
 from attnserve.runtime.session import (
-    Provider,
     cpu_name,
     open_session,
     output_of,

@@ -456,6 +456,5 @@ def _in_single_precision(graph: ir.Graph) -> None:
 def _single_tensor(tensor: ir.TensorProtocol | None) -> Any:
     if tensor is None or _single(tensor.dtype) is not tensor.dtype:
         return tensor and ir.tensor(tensor.numpy().astype(np.float32), name=tensor.name)
-    # A session over external data would write it to a folder of its own. A copy, for whoever saves
-    # the model closes the map of the file, which must not be in use.
-    return ir.tensor(tensor.numpy().copy()) if isinstance(tensor, ir.ExternalTensor) else tensor
+    # A session over external data would write it to a folder of its own.
+    return ir.tensor(tensor.numpy()) if isinstance(tensor, ir.ExternalTensor) else tensor

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from attnserve.context import Provider
 from attnserve.models.artifact import load_model, open_artifact
 from attnserve.models.datasets import load_inputs, token_mask
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.precision import is_bfloat16, on_cpu
-from attnserve.runtime.session import Batch, Provider, open_session, run
+from attnserve.runtime.session import Batch, open_session, run
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 
 __all__ = [

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
+from attnserve.context import Provider
 from attnserve.models.artifact import Artifact, Pooling, load_model, open_artifact
 from attnserve.models.tokenizer import (
     Progress,
@@ -25,7 +26,7 @@ from attnserve.models.tokenizer import (
     read_text,
     run_texts,
 )
-from attnserve.runtime.session import Provider, open_session
+from attnserve.runtime.session import open_session
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
 
 if TYPE_CHECKING:

@@ -34,6 +34,7 @@ import attnserve
 from attnserve.checks.benchmark import Measurement
 from attnserve.checks.compare import check_cosine_bound
 from attnserve.checks.evaluate import TaskName
+from attnserve.context import Provider
 from attnserve.models.artifact import Pooling, open_artifact
 from attnserve.models.export import Attention, Exporter
 from attnserve.models.precision import Precision
@@ -41,7 +42,6 @@ from attnserve.planning.head_selection import Alignment
 from attnserve.planning.mixing import Mixing
 from attnserve.planning.report import PlanReport, Point
 from attnserve.planning.request import Importance
-from attnserve.runtime.session import Provider
 from graph_passes.errors import AttnserveError, CheckFailed, InvalidArgument
 
 __all__ = ["app", "main"]
@@ -100,7 +100,17 @@ Fp16 = Annotated[bool, typer.Option("--fp16", help="16-bit weights, after all el
 Bf16 = Annotated[
     bool, typer.Option("--bf16", help="16-bit weights with the range of 32, for GPUs alone.")
 ]
-Int8 = Annotated[bool, typer.Option("--int8", help="8-bit weights, after all else.")]
+Int8 = Annotated[
+    bool,
+    typer.Option("--int8", help="8-bit integers, after all else; weights of 7 bits, for any CPU."),
+]
+Int8Full = Annotated[
+    bool,
+    typer.Option(
+        "--int8-full",
+        help="The same with weights of 8 bits: for CPUs with VNNI, AMX or ARM dot products only.",
+    ),
+]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite an existing output.")]
 
 
@@ -352,6 +362,7 @@ def optimize(
     fp16: Fp16 = False,
     bf16: Bf16 = False,
     int8: Int8 = False,
+    int8_full: Int8Full = False,
     plan: Annotated[
         Path | None,
         typer.Option(help="Carry out what `attnserve plan` wrote.", show_default=False),
@@ -416,7 +427,7 @@ def optimize(
             task=task,
             allow=_allowed(allow),
             plan=plan,
-            precision=_precision(fp16, bf16, int8),
+            precision=_precision(fp16, bf16, int8, int8_full),
             refit=refit,
             calib=calib,
             tokenizer=tokenizer,
@@ -500,6 +511,7 @@ def plan(
     fp16: Fp16 = False,
     bf16: Bf16 = False,
     int8: Int8 = False,
+    int8_full: Int8Full = False,
     tokenizer: Tokenizer = None,
     batch: Annotated[int, typer.Option(min=1, help="Batch size to be fast at.")] = 1,
     seq: Annotated[
@@ -526,7 +538,7 @@ def plan(
             eval_data=eval_data,
             task=task,
             allow=_allowed(allow),
-            precision=_precision(fp16, bf16, int8),
+            precision=_precision(fp16, bf16, int8, int8_full),
             tokenizer=tokenizer,
             batch=batch,
             sequence=seq,
@@ -547,9 +559,10 @@ def _allowed(text: str | None) -> list[Any]:
     return [] if text is None else _names(text)
 
 
-def _precision(fp16: bool, bf16: bool, int8: bool) -> Precision:
+def _precision(fp16: bool, bf16: bool, int8: bool, int8_full: bool) -> Precision:
     asked: dict[str, tuple[bool, Precision]] = {
         "--fp16": (fp16, "float16"), "--bf16": (bf16, "bfloat16"), "--int8": (int8, "int8"),
+        "--int8-full": (int8_full, "int8-full"),
     }  # fmt: skip
     given = [name for name, (is_given, _) in asked.items() if is_given]
     if len(given) > 1:

@@ -25,7 +25,8 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 
 from attnserve.models.onnx_reader import read_in_place
-from attnserve.runtime.session import PROTOBUF_LIMIT_BYTES, external_files, weight_bytes
+from attnserve.runtime.external_data import external_files, map_external_data
+from attnserve.runtime.session import PROTOBUF_LIMIT_BYTES, weight_bytes
 from graph_passes.errors import InvalidModel, InvalidOutput
 
 __all__ = [
@@ -240,10 +241,11 @@ def _flatten(model: ir.Model) -> None:
 
 def save_model(model: ir.Model, path: Path, *, external: bool = False) -> None:
     """Write ``model`` at ``path``; weights go to ``path`` + ``.data`` when asked or over 2 GB."""
-    if external or weight_bytes(model) >= PROTOBUF_LIMIT_BYTES:
-        ir.save(model, path, external_data=_data_file(path).name)
-    else:
-        ir.save(ir.external_data.load_to_model(model), path)
+    if external_files(model):
+        model = model.clone()
+        map_external_data(model)
+    beside = external or weight_bytes(model) >= PROTOBUF_LIMIT_BYTES
+    ir.save(model, path, external_data=_data_file(path).name if beside else None)
 
 
 def check_target(output: Path, artifact: Artifact, model: ir.Model, *, force: bool = False) -> Path:

@@ -9,7 +9,8 @@ Dimensions: B texts in a batch, S tokens of the longest one, D numbers a token, 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -18,7 +19,13 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from attnserve.models.artifact import Pooling
-from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData, InvalidModel
+from graph_passes.errors import (
+    AttnserveError,
+    CheckFailed,
+    InvalidArgument,
+    InvalidData,
+    InvalidModel,
+)
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -94,20 +101,25 @@ class TextEncoder:
             max_length: Tokens, special ones included; None for the encoder's own limit.
 
         Raises:
-            InvalidData: A text is too long, has no token at all, or is not text.
+            InvalidData: A text is too long, has no token at all, is not text, or the tokenizer
+                fails on it.
             InvalidArgument: ``max_length`` leaves no room beside the special tokens.
         """
         self._check_length(max_length)
         limit = max_length or self.max_length
-        try:
-            encodings = [
-                Encoding(raw.ids, raw.type_ids) for raw in self._tokenizer.encode_batch(list(texts))
-            ]
-        except TypeError as error:
-            raise InvalidData(
-                "a text cannot be tokenized: expected a list of Unicode strings",
-                "remove lone surrogates and everything that is not a string",
-            ) from error
+        with _errors_as(
+            InvalidData,
+            "the tokenizer fails on a text",
+            "send another text, or check the tokenizer",
+        ):
+            try:
+                raws = self._tokenizer.encode_batch(list(texts))
+            except TypeError as error:
+                raise InvalidData(
+                    "a text cannot be tokenized: expected a list of Unicode strings",
+                    "remove lone surrogates and everything that is not a string",
+                ) from error
+        encodings = [Encoding(raw.ids, raw.type_ids) for raw in raws]
         for index, encoding in enumerate(encodings):
             if not encoding:
                 raise InvalidData(f"text {index} has no tokens", "remove empty texts")
@@ -202,7 +214,7 @@ def load_tokenizer(path: Path, *, max_length: int | None = None) -> TextEncoder:
 
     Raises:
         InvalidData: There is no such file.
-        InvalidModel: The file is not a tokenizer.json.
+        InvalidModel: The file is not a tokenizer.json, or its tokenizer fails on any text.
         InvalidArgument: ``max_length`` leaves no room beside the special tokens.
     """
     file = path / "tokenizer.json" if path.is_dir() else path
@@ -211,18 +223,18 @@ def load_tokenizer(path: Path, *, max_length: int | None = None) -> TextEncoder:
             f"{file}: no such file: text needs the model's tokenizer",
             "give its tokenizer.json with --tokenizer",
         )
-    try:
+    with _errors_as(
+        InvalidModel,
+        f"{file}: not a tokenizer.json",
+        "copy it again; a vocab.txt or a .model file must be converted first",
+    ):
         tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
-    except Exception as error:  # tokenizers raises bare Exception
-        raise InvalidModel(
-            f"{file}: not a tokenizer.json: {error}",
-            "copy it again; a vocab.txt or a .model file must be converted first",
-        ) from error
     config = _read_config(file.with_name("tokenizer_config.json"))
     stated = config.get("model_max_length")
     if max_length is None and isinstance(stated, int) and 0 < stated <= UNBOUNDED:
         max_length = stated
-    return TextEncoder(tokenizer, pad_id=_pad_id(tokenizer, config), max_length=max_length)
+    with _errors_as(InvalidModel, f"{file}: the tokenizer fails", "copy it again"):
+        return TextEncoder(tokenizer, pad_id=_pad_id(tokenizer, config), max_length=max_length)
 
 
 def model_inputs(session: onnxruntime.InferenceSession) -> dict[str, np.dtype[Any]]:
@@ -381,6 +393,21 @@ def read_sentences(path: Path) -> list[str]:
     if not sentences:
         raise InvalidData(f"{path}: holds no text", "write one sentence a line")
     return sentences
+
+
+@contextmanager
+def _errors_as(kind: type[AttnserveError], what: str, fix: str) -> Generator[None]:
+    """Raise errors of ``tokenizers`` as ``kind``.
+
+    The library raises bare ``Exception``. A panic of its Rust code is a ``PanicException``, which
+    is a ``BaseException`` and cannot be imported.
+    """
+    try:
+        yield
+    except (AttnserveError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise kind(f"{what}: {error}", fix) from error
 
 
 def _mask(encodings: Sequence[Encoding]) -> Bool[np.ndarray, "B S"]:

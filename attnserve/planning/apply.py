@@ -14,10 +14,11 @@ from attnserve.calibration.moments import collect_moments
 from attnserve.calibration.refit import refit
 from attnserve.checks.certify import Reading, read_attention
 from attnserve.checks.compare import empty_axes, random_batches, shaped_for
+from attnserve.context import Provider
 from attnserve.models.datasets import Dataset
 from attnserve.models.opset import raise_opset
 from attnserve.planning.plan import Plan
-from attnserve.runtime.session import Batch, Provider
+from attnserve.runtime.session import Batch
 from graph_passes.analysis.cost import macs_at
 from graph_passes.analysis.shapes import bind_axes, interpret
 from graph_passes.blocks import AttentionBlock

@@ -19,6 +19,7 @@ from attnserve.calibration.elimination import RIDGE, Elimination, eliminate, eli
 from attnserve.calibration.moments import collect_moments
 from attnserve.calibration.refit import Moments, context_moments, refit
 from attnserve.calibration.similarity import measure_similarity
+from attnserve.context import Provider
 from attnserve.planning.candidates import (
     MULTIPLE,
     SIZES,
@@ -32,7 +33,7 @@ from attnserve.planning.candidates import (
 )
 from attnserve.planning.head_selection import Reuse, edges_of
 from attnserve.planning.loss_estimation import WhatIf
-from attnserve.runtime.session import Batch, Provider
+from attnserve.runtime.session import Batch
 from graph_passes.errors import AttnserveError
 from graph_passes.factorize.moments import TokenMoments
 from graph_passes.matching.feed_forward import FeedForwardBlock

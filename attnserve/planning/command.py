@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from attnserve.checks.evaluate import TaskName
+from attnserve.context import Provider
 from attnserve.models.artifact import check_output, load_model, open_artifact, staged
 from attnserve.models.datasets import load_inputs
-from attnserve.models.precision import Precision
+from attnserve.models.precision import Precision, check_cpu
 from attnserve.planning.apply import Stage
 from attnserve.planning.report import PlanReport, draw_front
 from attnserve.planning.search import Allowed, Goal, search
-from attnserve.runtime.session import Provider
 from graph_passes.errors import InvalidArgument
 
 __all__ = ["plan"]
@@ -52,7 +52,7 @@ def plan(
         target_speedup: Or how much faster the model must be.
         eval_data, task: The rows a score is measured on, and which.
         allow: "ffn" lets the plan take neurons out of feed-forwards.
-        precision: "float16", "bfloat16" or "int8" weights, after all rewrites.
+        precision: "float16", "bfloat16", "int8" or "int8-full" weights, after all rewrites.
         batch, sequence: The shape to be fast at; the calibration data's lengths (its quartiles)
             without a sequence.
         threads: Of the sessions that are timed; all others use every core.
@@ -61,6 +61,7 @@ def plan(
         CheckFailed: The goal cannot be reached.
         InvalidModel, InvalidArgument, InvalidData, InvalidOutput: See their texts.
     """
+    check_cpu(precision)
     goal = Goal(keep, target_speedup, task, eval_data, tuple(allow), precision)
     artifact = open_artifact(model)
     if output.suffix != ".json":

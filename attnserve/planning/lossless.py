@@ -18,12 +18,13 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.checks.certify import read_attention
+from attnserve.context import Provider
 from attnserve.models.artifact import Artifact, load_model, save_model
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.opset import raise_opset
 from attnserve.planning.apply import carry_out
 from attnserve.planning.plan import Plan
-from attnserve.runtime.session import Batch, Provider, open_session, run
+from attnserve.runtime.session import Batch, open_session, run
 from graph_passes.analysis.shapes import interpret_small
 from graph_passes.errors import AttnserveError, CannotRewrite
 from graph_passes.matching.feed_forward import find_feed_forward

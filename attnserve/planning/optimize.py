@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import onnx_ir as ir
@@ -21,6 +21,7 @@ from attnserve.checks.compare import (
     require_empty,
 )
 from attnserve.checks.evaluate import TaskName
+from attnserve.context import Provider
 from attnserve.models.artifact import (
     Artifact,
     check_target,
@@ -36,7 +37,7 @@ from attnserve.models.artifact import (
     write_record,
 )
 from attnserve.models.datasets import Dataset, load_inputs
-from attnserve.models.precision import Precision, convert
+from attnserve.models.precision import Precision, check_cpu, convert, int8_weight_bits
 from attnserve.planning.apply import Stage, Step, carry_out, count_macs
 from attnserve.planning.head_selection import Alignment
 from attnserve.planning.mixing import Mixing
@@ -44,7 +45,6 @@ from attnserve.planning.plan import MAKE_ONE, Plan, read_plan
 from attnserve.planning.report import PlanReport
 from attnserve.planning.request import Importance, Ranks, Request, make_plan
 from attnserve.planning.search import Allowed, Goal, search
-from attnserve.runtime.session import Provider
 from graph_passes.analysis.cost import Cost, break_even, model_cost
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
@@ -81,7 +81,8 @@ class OptimizeReport:
     """What was done to a model, what it cost and what it saved.
 
     ``found`` says how it was found, where it was searched for. Parameters and MACs are those of the
-    rewritten model in float32, bytes those of its weights as they are written.
+    rewritten model in float32, bytes those of its weights as they are written. ``int8_weight_bits``
+    is 8 where the model needs a CPU with VNNI, AMX or ARM dot products; None without int8.
     """
 
     output: Path
@@ -95,8 +96,10 @@ class OptimizeReport:
     warnings: tuple[str, ...]
     plan: Plan
     found: PlanReport | None = None
+    int8_weight_bits: Literal[7, 8] | None = None
 
     def to_json(self) -> dict[str, Any]:
+        bits = self.int8_weight_bits
         return {
             "before": asdict(self.before),
             "after": asdict(self.after),
@@ -111,6 +114,7 @@ class OptimizeReport:
             "sequence": self.sequence,
             "warnings": list(self.warnings),
             "plan": self.plan.to_json(),
+            **({} if bits is None else {"int8_weight_bits": bits}),
             **({} if self.found is None else {"search": self.found.summary()}),
         }
 
@@ -189,7 +193,9 @@ def optimize(
         eval_data, task: The rows a score is measured on, and which score.
         allow: "ffn" lets the search take neurons out of feed-forwards.
         plan: What ``attnserve.plan`` wrote, carried out again: the same bytes on the same machine.
-        precision: "float16", "bfloat16" or "int8" weights, once all rewrites are done.
+        precision: "float16", "bfloat16", "int8" or "int8-full" weights, once all rewrites are done.
+            "int8" has 7-bit weights, which are exact on every CPU; "int8-full" has 8-bit weights,
+            for CPUs with VNNI, AMX or ARM dot products only.
         refit: Fit the output projections of rewritten layers, and the second matrices of
             feed-forwards, to the original's output, where there is ``calib``.
         calib: Text (a sentence a line), .npz or a folder of .npz; without it the weights alone are
@@ -207,6 +213,7 @@ def optimize(
         InvalidModel, InvalidArgument, InvalidData, InvalidOutput, CannotRewrite: See their texts.
         CheckFailed: The fidelity is below ``min_cosine``, or the goal of a search is not reached.
     """
+    check_cpu(precision)
     given = (collab_dk, head_dk, reuse, prune, prune_heads, ffn, layers)
     asked = any(value is not None for value in given) or bool(skip)
     goal = request = None
@@ -315,6 +322,7 @@ def optimize(
         ),
         plan=decided,
         found=found and found.report,
+        int8_weight_bits=int8_weight_bits(converted),
     )
     if min_cosine is not None and fidelity.mean_cosine < min_cosine:
         raise CheckFailed(
@@ -363,7 +371,9 @@ def _replayed(
     if type(seed) is not int or seed < 0 or provider not in get_args(Provider):
         raise InvalidData(f"--plan {path}: seed {seed!r}, provider {provider!r}", MAKE_ONE)
     neurons = {block.name: block.num_neurons for block in find_feed_forward(graph)}
-    return read_plan(rewrites, reading.blocks, feed_forwards=neurons), seed, provider
+    plan = read_plan(rewrites, reading.blocks, feed_forwards=neurons)
+    check_cpu(plan.precision)
+    return plan, seed, provider
 
 
 def _bytes(graph: ir.Model) -> int:

@@ -15,6 +15,7 @@ from attnserve.calibration.neurons import MULTIPLE, layer_weights, masks_by_ener
 from attnserve.calibration.similarity import HeadSimilarity, measure_similarity
 from attnserve.calibration.voting import voting_to_stay
 from attnserve.checks.certify import Reading
+from attnserve.context import Provider
 from attnserve.models.datasets import Dataset
 from attnserve.models.precision import Precision
 from attnserve.planning.head_selection import (
@@ -35,7 +36,7 @@ from attnserve.planning.head_selection import (
 )
 from attnserve.planning.mixing import Mixing, choose_head_size, widest_head
 from attnserve.planning.plan import Plan
-from attnserve.runtime.session import Batch, Provider
+from attnserve.runtime.session import Batch
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import CannotRewrite, InvalidArgument, InvalidModel
 from graph_passes.matching.feed_forward import FeedForwardBlock, find_feed_forward
@@ -100,7 +101,8 @@ class Request:
             raise InvalidArgument(
                 "no rewrite is asked for",
                 "give --keep or --target-speedup to have them chosen, or --collab-dk, --head-dk, "
-                "--reuse, --prune, --prune-heads, --skip, --ffn, --fp16, --bf16 or --int8",
+                "--reuse, --prune, --prune-heads, --skip, --ffn, --fp16, --bf16, --int8 or "
+                "--int8-full",
             )
         if self.head_dk is not None and self.mixing == "dense":
             raise InvalidArgument(

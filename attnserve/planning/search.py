@@ -28,6 +28,7 @@ import onnx_ir as ir
 from attnserve.checks.certify import read_attention, require_finite_weights
 from attnserve.checks.compare import Fidelity, compare
 from attnserve.checks.evaluate import ONE_SIDED, TASKS, Share, TaskName, score_session, share_kept
+from attnserve.context import Provider
 from attnserve.models.artifact import (
     Artifact,
     fingerprint,
@@ -60,7 +61,7 @@ from attnserve.planning.pareto import Choice, pareto_front
 from attnserve.planning.plan import Plan
 from attnserve.planning.report import Decision, PlanReport, Point, Speed
 from attnserve.planning.request import require_attention
-from attnserve.runtime.session import Provider, open_session, run
+from attnserve.runtime.session import open_session, run
 from attnserve.runtime.timer import LatencyTable, Part, default_cache
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import (

@@ -28,9 +28,9 @@ from attnserve.calibration.spectra import (
 )
 from attnserve.calibration.voting import Votes, voting_to_stay
 from attnserve.checks.certify import read_attention
+from attnserve.context import Provider
 from attnserve.models.artifact import versions
 from attnserve.models.datasets import Dataset
-from attnserve.runtime.session import Provider
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import InvalidArgument, InvalidModel
 from graph_passes.passes import collaborate

@@ -16,11 +16,11 @@ from typing import Any, cast
 import numpy as np
 
 from attnserve.checks.certify import require_finite_weights
+from attnserve.context import Provider
 from attnserve.models.artifact import check_output, load_model, open_artifact, sha256, staged
 from attnserve.models.datasets import load_inputs
 from attnserve.reports.analysis import Analysis, LayerAnalysis, Stage, analyze_graph
 from attnserve.reports.plots import FIGURES
-from attnserve.runtime.session import Provider
 from graph_passes.errors import InvalidOutput
 
 __all__ = ["Finding", "analyze", "findings", "render"]

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
+from attnserve.context import Provider
 from attnserve.runtime.io_binding import bound
 from attnserve.runtime.session import (
     Batch,
-    Provider,
     cpu_name,
     open_session,
     output_of,

@@ -58,8 +58,6 @@ access = logging.getLogger("attnserve.access")
 SANE_ID = re.compile(rb"[\w.:/+=@-]{1,128}", re.ASCII)
 JSON = orjson.OPT_SERIALIZE_NUMPY
 GONE = "the client is gone"
-LONGEST_MS = 86_400_000
-"""A day: no deadline is later."""
 
 
 def json_response(
@@ -106,7 +104,7 @@ def deadline(request: Request) -> float:
     The time starts with the last byte of the body (``parse_body``).
 
     Raises:
-        InvalidData: x-timeout-ms is no positive number.
+        InvalidData: x-timeout-ms is no positive number, or above ``max_timeout_ms``.
     """
     settings: Settings = request.app.state.settings
     given = request.headers.get("x-timeout-ms")
@@ -116,8 +114,11 @@ def deadline(request: Request) -> float:
             timeout_ms = float(given)
         except ValueError:
             timeout_ms = math.nan
-        if not 0 < timeout_ms <= LONGEST_MS:
-            raise InvalidData(f"x-timeout-ms is {given!r}: expected milliseconds above 0")
+        longest = max(settings.max_timeout_ms, settings.timeout_ms)
+        if not 0 < timeout_ms <= longest:
+            raise InvalidData(
+                f"x-timeout-ms is {given!r}: expected milliseconds above 0, at most {longest:g}"
+            )
     return request.state.started + timeout_ms / 1e3
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-from service.errors import DeadlineExceeded, NotReady, Overloaded
+from service.errors import DeadlineExceeded, ModelFailed, NotReady, Overloaded
 
 __all__ = ["Batch", "Batcher", "Outcome", "Queue", "Ran", "Row"]
 
@@ -261,11 +261,12 @@ class Batcher:
             DeadlineExceeded: It has passed, or would before the run is over.
             NotReady: The batcher is closed.
             asyncio.CancelledError: What still waited is never computed.
+            ValueError: There are no rows: a request without rows would never be answered.
             Exception: What ``run`` raised for one of these rows.
         """
         request = self._request(deadline)
         with self._lock:
-            self._add(request, rows, request.asked)
+            self._add(request, _not_empty(rows), request.asked)
         self._start()
         return await self._answered(request)
 
@@ -425,9 +426,9 @@ class Batcher:
         started = perf_counter()
         try:
             if not request.gone:
-                rows = make()
-        except Exception as error:
-            failed = error
+                rows = _not_empty(make())
+        except BaseException as error:
+            failed = _as_exception(error)
         now = perf_counter()
         request.make_s = now - started
         with self._lock:
@@ -462,7 +463,8 @@ class Batcher:
         started = perf_counter()
         try:
             ran = self._run(rows[0].key, [row.payload for row in rows])
-        except Exception as error:
+        except BaseException as raised:
+            error = _as_exception(raised)
             requests: dict[Any, list[Row]] = {}
             for row in rows:
                 requests.setdefault(row.request, []).append(row)
@@ -517,6 +519,24 @@ class Batcher:
             assert self._loop is not None
             self._loop.call_soon_threadsafe(self._expire, request)
         return late
+
+
+def _not_empty(rows: Sequence[Row]) -> Sequence[Row]:
+    if not rows:
+        raise ValueError("a request needs at least one row")
+    return rows
+
+
+def _as_exception(error: BaseException) -> Exception:
+    """``error``, or an Exception in its place that a request can be answered with.
+
+    A panic of a Rust extension is no Exception.
+    """
+    if isinstance(error, Exception):
+        return error
+    failed = ModelFailed(f"the model failed: {type(error).__name__}: {error}", "try again")
+    failed.__cause__ = error
+    return failed
 
 
 def _outcome(request: _Request) -> Outcome:

@@ -27,8 +27,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from attnserve.context import Provider
 from attnserve.models.artifact import Artifact, load_model, open_artifact, sha256
-from attnserve.runtime.session import Provider, external_files, weight_bytes
+from attnserve.runtime.external_data import external_files
+from attnserve.runtime.session import weight_bytes
 from graph_passes.errors import AttnserveError, InvalidArgument, InvalidModel, MissingExtra
 from service.engine.model import AS_IT_IS, Model
 
@@ -43,6 +45,28 @@ TOLD: dict[str, type[AttnserveError]] = {
 """Errors that the child may pass on as they are."""
 
 log = logging.getLogger("attnserve")
+
+PASSED = frozenset(
+    {
+        "HOME", "USER", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TEMP", "TMP",
+        "LD_PRELOAD", "GLIBC_TUNABLES", "TOKENIZERS_PARALLELISM",
+        "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "NVIDIA_TF32_OVERRIDE",
+        "PYTHONHOME", "PYTHONUSERBASE", "PYTHONNOUSERSITE", "PYTHONFAULTHANDLER",
+        "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED", "PYTHONUTF8", "PYTHONWARNINGS",
+        "SSL_CERT_FILE", "SSL_CERT_DIR",
+        "SYSTEMROOT", "WINDIR", "USERPROFILE", "APPDATA", "LOCALAPPDATA",
+    }
+)  # fmt: skip
+"""Environment variables that child processes inherit. NVIDIA's are listed one by one:
+NVIDIA_API_KEY is a secret."""
+
+PASSED_PREFIXES = (
+    "LC_", "CUDA_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "RAYON_", "MALLOC_"
+)  # fmt: skip
+"""Beginnings of the names of further variables that child processes inherit."""
+
+SEARCH_PATHS = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
+"""Variables that child processes inherit without their empty and relative entries."""
 
 FIX = "do not serve this file; if you made it, check it with onnx.checker.check_model"
 
@@ -259,11 +283,31 @@ def python(module: str) -> list[str]:
     return [sys.executable, "-P", "-m", module]
 
 
-def environment() -> dict[str, str]:
-    """Of a child: it finds this installation and nothing else, and is told no secret."""
-    paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("ATTNSERVE_")}
-    return kept | {"PYTHONPATH": paths}
+def environment(*prefixes: str) -> dict[str, str]:
+    """The environment of a child process: an allow-list that holds no secrets.
+
+    The child imports the same ``attnserve`` as this process. Search paths keep only absolute
+    folders that exist. An empty or relative entry means the working folder, which may hold a
+    downloaded model: its ``random.py`` would be imported in place of the standard library's.
+
+    Args:
+        prefixes: Beginnings of further variable names to pass on.
+    """
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name in PASSED or name.startswith((*PASSED_PREFIXES, *prefixes))
+    }
+    installation = str(Path(__file__).absolute().parents[2])
+    paths = {name: _absolute(os.environ.get(name, "")) for name in SEARCH_PATHS}
+    paths["PYTHONPATH"] = [installation, *paths["PYTHONPATH"]]
+    return kept | {name: os.pathsep.join(found) for name, found in paths.items() if found}
+
+
+def _absolute(paths: str) -> list[str]:
+    """The absolute entries of a search path that exist."""
+    found = paths.split(os.pathsep)
+    return [path for path in found if Path(path).is_absolute() and os.access(path, os.F_OK)]
 
 
 def _sha256(path: Path) -> str:

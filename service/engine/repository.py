@@ -339,6 +339,8 @@ class Repository:
         if _state(artifact) != before:
             model.close()
             raise InvalidModel(f"{artifact.model}: changed while it was loaded", "load it again")
+        if model.int8_warning is not None:
+            log.warning("%s version %s: %s", name, version, model.int8_warning)
         return content, model
 
     def _open(self, artifact: Artifact, name: str, version: str, proven: Proven) -> Model:

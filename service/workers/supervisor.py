@@ -219,7 +219,7 @@ class _Supervisor:
             worker.process = subprocess.Popen(
                 python("service.workers.worker"),
                 stdin=subprocess.PIPE,
-                env=environment(),
+                env=environment("OTEL_"),  # a worker may export traces
                 pass_fds=[listener.fileno()],
                 process_group=0,  # what a terminal sends comes here alone, and is passed on
             )

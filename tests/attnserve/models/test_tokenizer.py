@@ -105,6 +105,49 @@ def test_what_is_not_unicode_text_is_refused(text: str, encoder: TextEncoder) ->
         encoder.encode(["a", text])
 
 
+def test_encode_tokenizer_panics_is_invalid_data_and_later_texts_are_encoded(
+    tokenizer: Tokenizer,
+) -> None:
+    content = json.loads(tokenizer.to_str())
+    content["normalizer"] = {"type": "Replace", "pattern": {"String": "a"}, "content": ""}
+    content["pre_tokenizer"] = {"type": "FixedLength", "length": 0}  # it panics on any character
+    encoder = TextEncoder(Tokenizer.from_str(json.dumps(content)), pad_id=PAD)
+    with pytest.raises(InvalidData, match="chunk size must be non-zero"):
+        encoder.encode(["b"])
+    assert ids(encoder.encode(["a"])) == [[CLS, SEP]]
+
+
+def test_encode_unknown_token_missing_is_invalid_data(tokenizer: Tokenizer) -> None:
+    content = json.loads(tokenizer.to_str())
+    del content["model"]["vocab"]["[UNK]"]
+    encoder = TextEncoder(Tokenizer.from_str(json.dumps(content)), pad_id=PAD)
+    with pytest.raises(InvalidData, match=r"\[UNK\]"):
+        encoder.encode(["new"])
+
+
+PANICS = {
+    "when it is read": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+    "when it encodes": {
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "[X]", "type_id": 0}}],
+            "pair": [],
+            "special_tokens": {},
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("when", PANICS)
+def test_load_tokenizer_that_panics_is_invalid_model(
+    tokenizer: Tokenizer, tmp_path: Path, when: str
+) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(tokenizer.to_str()) | PANICS[when]))
+    with pytest.raises(InvalidModel, match=r"tokenizer\.json"):
+        load_tokenizer(path)
+
+
 @given(st.lists(st.sampled_from("abc"), max_size=12), st.integers(3, 9))
 def test_truncation_is_what_tokenizers_own_would_do(words: list[str], limit: int) -> None:
     vocabulary = {"[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "a": 5, "b": 6, "c": 7}

@@ -384,6 +384,31 @@ def test_a_precision_may_be_asked_for_alone(model: Path, sentences: Path, tmp_pa
     assert report.after.bytes < 0.6 * report.before.bytes
     assert report.after.parameters == report.before.parameters
     assert report.fidelity.mean_cosine > 0.9
+    entry = json.loads((tmp_path / "attnserve.json").read_text())["lineage"][-1]
+    assert entry["plan"]["precision"] == "int8"
+    assert entry["int8_weight_bits"] == report.int8_weight_bits == 7
+
+
+def test_int8_full_by_hand_records_8_bits(
+    model: Path, sentences: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("attnserve.models.precision.has_int8_dot_product", lambda: True)
+    arguments = ["optimize", str(model), "--int8-full", "-o", str(tmp_path / "out.onnx")]
+    assert main(arguments) == 0
+    entry = json.loads((tmp_path / "attnserve.json").read_text())["lineage"][-1]
+    assert entry["plan"]["precision"] == "int8-full"
+    assert entry["int8_weight_bits"] == 8
+
+
+def test_int8_full_without_a_dot_product_is_refused_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("attnserve.models.precision.has_int8_dot_product", lambda: False)
+    with pytest.raises(InvalidArgument, match="int8-full: this CPU"):
+        attnserve.optimize(tmp_path / "none", tmp_path / "out.onnx", precision="int8-full")
+    with pytest.raises(InvalidArgument, match="int8-full: this CPU"):
+        attnserve.plan(tmp_path / "none", tmp_path / "p.json", calib=tmp_path / "none", keep=0.9,
+                       precision="int8-full")  # fmt: skip
 
 
 def test_bfloat16_is_proved_on_a_cpu_which_is_told_that_it_cannot_run_it(
@@ -614,6 +639,8 @@ def test_plan_prints_the_table_the_front_and_the_verdict(
     assert json.loads(capsys.readouterr().out)["gain"] is True
     assert main([*arguments[:-2], "--fp16", "--int8", "--force"]) == 2
     assert "--fp16 and --int8 exclude each other" in capsys.readouterr().err
+    assert main([*arguments[:-2], "--int8", "--int8-full", "--force"]) == 2
+    assert "--int8 and --int8-full exclude each other" in capsys.readouterr().err
     assert main([*arguments, "--bf16", "--force"]) == 2
     assert "bfloat16 cannot be timed on a CPU" in capsys.readouterr().err
 

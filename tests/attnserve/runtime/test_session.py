@@ -15,8 +15,8 @@ import pytest
 from attnserve.models.artifact import load_model, save_model
 from attnserve.runtime import session as sessions
 from attnserve.runtime.cuda import PARITY, Cuda
+from attnserve.runtime.external_data import external_files
 from attnserve.runtime.session import (
-    external_files,
     open_session,
     require_runtime,
     weight_bytes,

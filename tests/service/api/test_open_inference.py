@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import numpy as np
 import orjson
 import pytest
@@ -189,3 +190,27 @@ def test_infinity_is_null(start: Callable[..., TestClient], tmp_path: Path) -> N
     inputs = [{"name": "x", "datatype": "FP32", "shape": [3], "data": [0, -1, 1]}]
     answer = client.post("/v2/models/log/infer", json={"inputs": inputs})
     assert answer.json()["outputs"][0]["data"] == [None, None, 0.0]
+
+
+IMAGE = """
+<ir_version: 10, opset_import: ["": 18]>
+image (float[batch, 3, height, width] pixel_values) => (float[batch, 3, height, width] doubled)
+{
+    doubled = Add(pixel_values, pixel_values)
+}
+"""
+
+
+def test_infer_zero_rows_is_refused_at_once(
+    start: Callable[..., TestClient], tmp_path: Path
+) -> None:
+    client = start(write_model(tmp_path / "image.onnx", IMAGE), timeout_ms=2000)
+
+    def infer(rows: int) -> httpx2.Response:
+        tensor = {"name": "pixel_values", "shape": [rows, 3, 2, 2], "datatype": "FP32"}
+        body = {"inputs": [tensor | {"data": [1.0] * (rows * 12)}]}
+        return client.post("/v2/models/image/infer", json=body)
+
+    refused = infer(0)
+    assert refused.status_code == 422 and "[0, 3, 2, 2]" in refused.json()["error"]
+    assert infer(2).json()["outputs"][0]["shape"] == [2, 3, 2, 2]

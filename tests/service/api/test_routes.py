@@ -112,6 +112,36 @@ def test_a_file_of_keys_that_cannot_hold_is_refused(tmp_path: Path, content: byt
         read_keys(Settings(model=tmp_path, api_keys_file=path))
 
 
+@pytest.mark.parametrize("given", ["", " ", ",", " , "])
+def test_api_keys_set_but_empty_are_refused(
+    encoder: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    """An unset secret of a deployment must not let everybody in."""
+    monkeypatch.setenv("ATTNSERVE_MODEL", str(encoder))
+    monkeypatch.setenv("ATTNSERVE_API_KEYS", given)
+    with pytest.raises(InvalidArgument, match="api_keys"):
+        create_app()
+
+
+@pytest.mark.parametrize(
+    "name", ["ATTNSERVE_API_KEY", "ATTNSERVE_APIKEYS", "attnserve_api_key_file"]
+)
+def test_api_keys_misspelled_are_refused(
+    encoder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("ATTNSERVE_MODEL", str(encoder))
+    monkeypatch.setenv(name, "hush")
+    with pytest.raises(InvalidArgument, match=name) as caught:
+        create_app()
+    assert "hush" not in str(caught.value)
+
+
+def test_an_empty_key_among_others_is_refused(tmp_path: Path) -> None:
+    settings = Settings.model_validate({"model": tmp_path, "api_keys": ["one", ""]})
+    with pytest.raises(InvalidArgument, match="key 2 of 2 is empty"):
+        read_keys(settings)
+
+
 def test_keys_are_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNSERVE_API_KEYS", "one-key, other-key")
     settings = Settings(model=tmp_path)
@@ -215,6 +245,27 @@ def test_a_deadline_that_is_no_time_is_refused(client: TestClient, given: str) -
     answer = client.post("/embed", json=EMBED, headers={"x-timeout-ms": given})
     assert answer.status_code == 422
     assert answer.json()["error"].startswith("x-timeout-ms is")
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "status"),
+    [
+        ({}, "300000", 200),
+        ({}, "300001", 422),
+        ({"max_timeout_ms": 40_000}, "40000", 200),
+        ({"max_timeout_ms": 40_000}, "40001", 422),
+        ({"timeout_ms": 400_000}, "400000", 200),
+    ],
+)
+def test_deadline_above_the_maximum_is_refused(
+    start: Callable[..., TestClient],
+    encoder: Path,
+    settings: dict[str, int],
+    given: str,
+    status: int,
+) -> None:
+    answer = start(encoder, **settings).post("/embed", json=EMBED, headers={"x-timeout-ms": given})
+    assert answer.status_code == status
 
 
 # -- busy, alive, ready ---------------------------------------------------------------------------

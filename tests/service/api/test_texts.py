@@ -255,3 +255,19 @@ def test_a_model_that_mixes_its_rows_never_shares_a_batch(
     # Tensors that come together run together: that is what their sender asked for.
     y = client.post("/v2/models/mixer/infer", json=ids_request([2], [4])).json()["outputs"][0]
     assert y["data"] == [-1.0, 1.0]
+
+
+@pytest.mark.parametrize("route", ["/embed", "/tokenize"])
+def test_text_that_makes_the_tokenizer_panic_is_refused_and_others_are_served(
+    start: Callable[..., TestClient], tmp_path: Path, route: str
+) -> None:
+    path = write_encoder(tmp_path / "m") / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["normalizer"] = {"type": "Replace", "pattern": {"String": "a"}, "content": ""}
+    content["pre_tokenizer"] = {"type": "FixedLength", "length": 0}
+    path.write_text(json.dumps(content))
+    client = start(tmp_path / "m", timeout_ms=5000)
+    for _ in range(2):
+        refused = client.post(route, json={"inputs": "b"})
+        assert refused.status_code == 422 and "tokenizer" in refused.json()["error"]
+        assert client.post("/embed", json={"inputs": "a"}).status_code == 200

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.engine.batcher import Batch, Batcher, Queue, Ran, Row
-from service.errors import DeadlineExceeded, NotReady, OutOfMemory, Overloaded
+from service.errors import DeadlineExceeded, ModelFailed, NotReady, OutOfMemory, Overloaded
 
 LENGTHS = st.integers(1, 40)
 
@@ -357,6 +357,56 @@ def test_what_cannot_be_made_is_its_own_error(brief: bool) -> None:
 
     play(script, failed=failed.append)
     assert failed == []
+
+
+class Panic(BaseException):
+    """What an extension module in Rust raises."""
+
+
+@pytest.mark.parametrize("brief", [True, False])
+def test_submit_from_make_panics_request_fails_and_slot_is_free(brief: bool) -> None:
+    def panic() -> list[Row]:
+        raise Panic("of its own")
+
+    failed: list[Any] = []
+
+    async def script(batcher: Batcher) -> None:
+        with pytest.raises(ModelFailed, match="Panic: of its own"):
+            await batcher.submit_from(panic, 2, brief=brief)
+        outcome = await batcher.submit_from(lambda: rows(1), 1, brief=brief)
+        assert outcome.results == [("text", 1)]
+
+    play(script, failed=failed.append)
+    assert failed == []
+
+
+def test_submit_run_panics_request_fails_and_slot_is_free() -> None:
+    def run(key: Hashable, payloads: list[Any]) -> Ran:
+        if "bad" in payloads:
+            raise Panic("of its own")
+        return echo(key, payloads)
+
+    failed: list[Any] = []
+
+    async def script(batcher: Batcher) -> None:
+        with pytest.raises(ModelFailed, match="Panic: of its own"):
+            await batcher.submit(rows("bad"))
+        assert (await batcher.submit(rows("good"))).results == [("text", "good")]
+
+    play(script, run, failed=failed.append)
+    assert [type(error) for error in failed] == [ModelFailed]
+
+
+def test_submit_without_rows_is_refused() -> None:
+    async def script(batcher: Batcher) -> None:
+        with pytest.raises(ValueError, match="at least one row"):
+            await asyncio.wait_for(batcher.submit([]), 5)
+        for brief in (True, False):
+            with pytest.raises(ValueError, match="at least one row"):
+                await asyncio.wait_for(batcher.submit_from(list, 0, brief=brief), 5)
+        assert (await batcher.submit(rows(1))).results == [("text", 1)]
+
+    play(script)
 
 
 @pytest.mark.parametrize("brief", [True, False])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +15,8 @@ import numpy as np
 import pytest
 
 import attnserve
+import graph_passes
+import service
 from attnserve.models.artifact import open_artifact
 from service.api.triton import configuration
 from service.dashboard.stats import card
@@ -263,3 +267,70 @@ def test_where_nobody_can_write_models_are_served_as_they_are(child: Child, tmp_
     artifact = open_artifact(write_encoder(tmp_path / "m"))
     found = prover(tmp_path / "file" / "rewritten").prove(artifact)
     assert found.operators == {"rewritten": False, "why": "there is no folder for it"}
+
+
+# -- the environment of child processes -----------------------------------------------------------
+
+WHERE = """
+import json, random, sys
+import attnserve, graph_passes, service
+files = [module.__file__ for module in (random, attnserve, graph_passes, service)]
+print(json.dumps([files, sys.path]))
+"""
+
+
+@pytest.mark.parametrize(
+    "given", [None, "", ":", ".", "sub", "{kept}:", ":{kept}", "{kept}:/no/such"]
+)
+def test_environment_python_path_has_no_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    kept, current = tmp_path / "kept", tmp_path / "current"
+    kept.mkdir()
+    for folder in (current, current / "sub"):
+        folder.mkdir()
+        for name in ("random", "attnserve", "service"):
+            (folder / f"{name}.py").write_text("raise SystemExit('executed')")
+    monkeypatch.chdir(current)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    if given is not None:
+        monkeypatch.setenv("PYTHONPATH", given.format(kept=kept))
+    command = [PYTHON, "-P", "-c", WHERE]
+    found = subprocess.run(command, env=probe.environment(), check=True, capture_output=True)
+    files, path = json.loads(found.stdout)
+    here = (random, attnserve, graph_passes, service)
+    assert files == [module.__file__ for module in here]
+    assert (str(kept) in path) is ("kept" in (given or ""))
+    assert all(Path(entry).is_absolute() for entry in path)
+    assert not {str(current), str(current / "sub")} & set(path)
+
+
+def test_environment_other_search_paths_have_no_current_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin::bin")
+    monkeypatch.setenv("LD_LIBRARY_PATH", ":")
+    found = probe.environment()
+    assert found["PATH"] == "/usr/bin" and "LD_LIBRARY_PATH" not in found
+
+
+def test_environment_passes_settings_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed = {"CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "LC_ALL", "LANG", "TMPDIR", "TZ", "HOME"}
+    secret = {"AWS_SECRET_ACCESS_KEY", "NVIDIA_API_KEY", "ATTNSERVE_API_KEYS", "HF_TOKEN"}
+    for name in (*passed, *secret, "OTEL_EXPORTER_OTLP_HEADERS"):
+        monkeypatch.setenv(name, "value")
+    found = probe.environment()
+    assert passed <= found.keys()
+    assert not (secret | {"OTEL_EXPORTER_OTLP_HEADERS"}) & found.keys()
+    assert probe.environment("OTEL_").keys() - found.keys() == {"OTEL_EXPORTER_OTLP_HEADERS"}
+
+
+def test_prove_model_folder_with_python_files_executes_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_encoder(tmp_path / "m")
+    (folder / "random.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.chdir(folder)
+    prover(rewrite=False).prove(open_artifact(Path()))
+    assert not (tmp_path / "executed").exists()

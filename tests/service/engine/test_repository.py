@@ -583,3 +583,40 @@ def test_a_session_that_recovers_is_not_reloaded(
         threading.Event().wait(0.02)
     assert client.post("/embed", json={"inputs": "a"}).status_code == 200
     assert engine.statistics()["inference_stats"]["fail"]["count"] == 1
+
+
+# -- int8 on CPUs whose kernels saturate ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("largest", "has_dot_product", "warns"),
+    [(127, False, True), (64, False, False), (127, True, False)],
+)
+def test_load_8_bit_int8_weights_without_a_dot_product_warns_in_log_and_config(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    start: Callable[..., TestClient],
+    largest: int,
+    has_dot_product: bool,
+    warns: bool,
+) -> None:
+    monkeypatch.setattr("attnserve.models.precision.has_int8_dot_product", lambda: has_dot_product)
+    (tmp_path / "int8").mkdir()
+    text = f"""
+    <ir_version: 10, opset_import: ["": 18]>
+    int8 (float[n, 2] x) => (float[n, 2] y) <int8[2, 2] w = {{{largest}, 0, 0, 1}}> {{
+        q, scale, zero = DynamicQuantizeLinear(x)
+        i = MatMulInteger(q, w, zero)
+        f = Cast<to = 1>(i)
+        y = Mul(f, scale)
+    }}
+    """
+    write_model(tmp_path / "int8" / "model.onnx", text)
+    with caplog.at_level("WARNING", logger="attnserve"):
+        client = start(tmp_path / "int8", probe=False)
+    told = [record.getMessage() for record in caplog.records if "saturate" in record.getMessage()]
+    assert bool(told) is warns
+    parameters = client.get("/v2/models/int8/config").json()["parameters"]
+    assert ("int8_warning" in parameters) is warns
+    assert client.get("/v2/models/int8/ready").status_code == 200

@@ -429,6 +429,30 @@ def test_a_worker_that_dies_at_its_start_is_tried_again_then_given_up(
         assert server.left == []
 
 
+def test_worker_environment_has_tracing_settings_and_no_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import json, os, pathlib, sys\n"
+        "if 'service.workers.worker' in sys.orig_argv:\n"
+        f"    file = pathlib.Path({str(tmp_path)!r}, f'seen{{os.getpid()}}')\n"
+        "    file.write_text(json.dumps([dict(os.environ), sys.path]))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}")
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "name")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    with serving(write_encoder(tmp_path / "tiny"), tmp_path) as server:
+        server.wait()
+        assert server.any_client().ready
+    seen = [json.loads(file.read_text()) for file in tmp_path.glob("seen*")]
+    assert len(seen) == 2
+    for variables, path in seen:
+        assert variables["OTEL_SERVICE_NAME"] == "name"
+        assert "AWS_SECRET_ACCESS_KEY" not in variables
+        assert not any(name.startswith("ATTNSERVE_") for name in variables)
+        assert "" not in variables["PYTHONPATH"].split(os.pathsep) and "" not in path
+
+
 # -- what a worker shares, two of them in this process -------------------------------------------
 
 
