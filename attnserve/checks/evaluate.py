@@ -12,10 +12,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from attnserve.choices import TaskName
 from attnserve.context import Provider
 from attnserve.models.artifact import Artifact, Pooling, load_model, open_artifact
 from attnserve.models.tokenizer import (
@@ -48,7 +49,6 @@ __all__ = [
     "spearman",
 ]
 
-TaskName = Literal["sts", "classification"]
 TASKS: tuple[TaskName, ...] = ("sts", "classification")
 
 RESAMPLES = 1000

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -141,6 +142,7 @@ class Analysis:
         lengths: Tokens of each text, as the first layer's keys.
         not_analysed: The rest, with reasons.
         seed: Of the votes' grouping and the certificate.
+        output: The folder that it was written to, if any; not part of the content.
     """
 
     model: Mapping[str, Any]
@@ -150,6 +152,7 @@ class Analysis:
     lengths: Int[np.ndarray, " N"]
     not_analysed: tuple[NotAnalysed, ...]
     seed: int
+    output: Path | None = None
 
     @property
     def mask(self) -> dict[str, list[int]]:

@@ -114,7 +114,7 @@ def test_cuda_by_name_is_an_error_where_there_is_none(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "attnserve.cli",
+        "attnserve",
         "serve",
         "--provider",
         "cuda",
