@@ -10,7 +10,7 @@
     ├── InvariantBroken            a rewritten graph breaks a law (a defect of ours)
     └── CheckFailed                exit code 1: the work was done, and its promise does not hold
 
-A graph that merely holds no attention is not an error: finding returns ``Miss`` values.
+A graph that merely holds no attention is not an error: finding returns ``Unmatched`` values.
 """
 
 from __future__ import annotations

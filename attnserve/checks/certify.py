@@ -26,8 +26,8 @@ from graph_passes.blocks import (
     KeyMask,
     LogitStep,
     Mask,
-    Miss,
     PositionBias,
+    Unmatched,
 )
 from graph_passes.errors import InvalidModel, MissingExtra
 from graph_passes.matching.find import find_attention
@@ -36,7 +36,7 @@ from graph_passes.reference import attention_reference, inputs_of, logits_refere
 __all__ = [
     "TOLERANCE",
     "Certified",
-    "Reading",
+    "MatchReport",
     "certify",
     "read_attention",
     "require_finite_weights",
@@ -80,11 +80,11 @@ class Certified:
 
 
 @dataclass(frozen=True, eq=False)
-class Reading:
+class MatchReport:
     """Everything that was read of a model."""
 
     certified: tuple[Certified, ...]
-    misses: tuple[Miss, ...]
+    unmatched: tuple[Unmatched, ...]
 
     @property
     def blocks(self) -> tuple[AttentionBlock, ...]:
@@ -120,7 +120,7 @@ def _is_mask(array: np.ndarray) -> bool:
     return bool(np.all((array == 0) | np.isneginf(array)))
 
 
-def read_attention(model: ir.Model, *, seed: int = 0) -> Reading:
+def read_attention(model: ir.Model, *, seed: int = 0) -> MatchReport:
     """Find every attention of a model and certify it.
 
     Raises:
@@ -145,11 +145,11 @@ def read_attention(model: ir.Model, *, seed: int = 0) -> Reading:
     ]
     for block in blocks:
         result = certify(block, runs, dict(model.opset_imports), model.ir_version, seed=seed)
-        if isinstance(result, Miss):
+        if isinstance(result, Unmatched):
             misses.append(result)
         else:
             proved.append(result)
-    return Reading(tuple(proved), tuple(misses))
+    return MatchReport(tuple(proved), tuple(misses))
 
 
 def certify(
@@ -159,8 +159,8 @@ def certify(
     ir_version: int,
     *,
     seed: int = 0,
-) -> Certified | Miss:
-    """Run one block and compare; a disagreement is a ``Miss``.
+) -> Certified | Unmatched:
+    """Run one block and compare; a disagreement is an ``Unmatched``.
 
     Args:
         runs: Shapes to run at, and by what; the first that can run the block at all decides.
@@ -179,12 +179,14 @@ def certify(
             continue
         if worst <= TOLERANCE:
             return Certified(block, worst)
-        return Miss(
+        return Unmatched(
             block.product,
             f"read as attention {block.name!r}, but the graph computes something else "
             f"(difference {worst:.1e}, at most {TOLERANCE:.0e} allowed)",
         )
-    return Miss(block.product, f"read as attention {block.name!r}, not certified: {reasons[0]}")
+    return Unmatched(
+        block.product, f"read as attention {block.name!r}, not certified: {reasons[0]}"
+    )
 
 
 class _UndecidedError(Exception):

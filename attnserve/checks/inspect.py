@@ -9,7 +9,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from attnserve.checks.certify import Reading, read_attention
+from attnserve.checks.certify import MatchReport, read_attention
 from attnserve.models.artifact import load_model, open_artifact
 from graph_passes.analysis.cost import macs_at, parameters
 from graph_passes.analysis.shapes import bind_axes, interpret
@@ -23,7 +23,7 @@ __all__ = ["Inspection", "inspect"]
 class Inspection:
     """A model as it was read, at one batch size and sequence length."""
 
-    reading: Reading
+    reading: MatchReport
     block_macs: Mapping[str, int]
     parameters: int
     total_macs: int | None
@@ -41,7 +41,7 @@ class Inspection:
             "attention": [*self._blocks(), *map(self._gap, self.skipped)],
             "missed": [
                 {"node": miss.node.name or miss.node.op_type, "reason": miss.reason}
-                for miss in self.reading.misses
+                for miss in self.reading.unmatched
             ],
             "parameters": self.parameters,
             "macs": {

@@ -696,7 +696,7 @@ def verify(
     with _progress(quiet) as stage:
         report = attnserve.verify(
             original, new, data=data, tokenizer=tokenizer, provider=provider, threads=threads,
-            seed=seed, progress=_counted(stage, "verify"),
+            seed=seed, progress=stage,
         )  # fmt: skip
     if json:
         shown = report.to_json()
@@ -759,7 +759,7 @@ def evaluate(
             provider=provider,
             threads=threads,
             seed=seed,
-            progress=_counted(stage, "evaluate"),
+            progress=stage,
         )
     shown = score.to_json()
     if json:
@@ -792,7 +792,7 @@ def bench(
         report = attnserve.bench(
             models, batches=_integers("--batch", batch), sequences=_integers("--seq", seq),
             threads=threads, provider=provider, rounds=rounds, seed=seed,
-            progress=_counted(stage, "bench"),
+            progress=stage,
         )  # fmt: skip
     if json:
         _print_json(report.to_json())
@@ -1212,10 +1212,6 @@ def _progress(quiet: bool) -> Generator[Callable[[str, int, int], None]]:
             bars.update(tasks[what], completed=done, total=total)
 
         yield stage
-
-
-def _counted(stage: Callable[[str, int, int], None], what: str) -> Callable[[int, int], None]:
-    return lambda done, total: stage(what, done, total)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ import onnx_ir as ir
 
 from attnserve.calibration.moments import collect_moments
 from attnserve.calibration.refit import refit
-from attnserve.checks.certify import Reading, read_attention
+from attnserve.checks.certify import MatchReport, read_attention
 from attnserve.checks.compare import empty_axes, random_batches, shaped_for
-from attnserve.context import Provider
+from attnserve.context import Provider, RunContext
 from attnserve.models.datasets import Dataset
 from attnserve.models.opset import raise_opset
 from attnserve.planning.plan import Plan
@@ -251,7 +251,7 @@ class _Run:
         self.steps[-1] = replace(self.steps[-1], macs_after=self.macs)
         self.exact = False
 
-    def _macs_by_layer(self, reading: Reading) -> dict[str, int]:
+    def _macs_by_layer(self, reading: MatchReport) -> dict[str, int]:
         axes = bind_axes(self.graph.graph, batch=self.batch, sequence=self.length)
         facts = interpret(self.graph, axes)
         places = [*reading.blocks, *skipped(self.graph)]
@@ -274,8 +274,7 @@ class _Run:
         found = refit(
             self.graph, self.original, names, batches,
             fit=fit, feed=lambda batch: shaped_for(self.graph, batch, empty),
-            provider=self.provider, threads=self.threads,
-            progress=lambda done, total: self.report("fit again", done, total),
+            context=RunContext(self.provider, self.threads, self.seed, self.report),
         )  # fmt: skip
         self.steps = [
             replace(step, relative_error=found[step.block].relative_error_before)
@@ -327,11 +326,11 @@ class _Run:
             self.exact = self.exact and found.relative_error == 0
 
 
-def _require(reading: Reading, names: Collection[str]) -> None:
+def _require(reading: MatchReport, names: Collection[str]) -> None:
     """Every rewritten block must be read back and certified, under its own name."""
     lost = sorted(set(names) - {block.name for block in reading.blocks})
     if lost:
-        reason = reading.misses[0].reason if reading.misses else "it is not found any more"
+        reason = reading.unmatched[0].reason if reading.unmatched else "it is not found any more"
         raise InvalidModel(
             f"{lost[0]} is not certified after its rewrite: {reason}",
             DEFECT,
@@ -358,9 +357,8 @@ def _factor(
                  or head_sizes.get(b.name, b.head_size) < b.head_size]  # fmt: skip
         if lossy:
             moments = collect_moments(
-                graph, lossy, data.fit, threads=threads,
-                progress=lambda done, total: report("calibrate", done, total),
-            )  # fmt: skip
+                graph, lossy, data.fit, context=RunContext(threads=threads, progress=report)
+            )
     factors: dict[str, CollaborativeFactors] = {}
     for uses in _sharing(blocks, ranks, head_sizes):
         first = uses[0]

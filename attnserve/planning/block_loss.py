@@ -19,7 +19,7 @@ from attnserve.calibration.elimination import RIDGE, Elimination, eliminate, eli
 from attnserve.calibration.moments import collect_moments
 from attnserve.calibration.refit import Moments, context_moments, refit
 from attnserve.calibration.similarity import measure_similarity
-from attnserve.context import Provider
+from attnserve.context import Provider, RunContext
 from attnserve.planning.candidates import (
     MULTIPLE,
     SIZES,
@@ -92,9 +92,8 @@ def loss_curves(
     blocks = [block for group in able for block in group.blocks]
     probes, rest = _apart(batches)
     moments = context_moments(
-        model, blocks, rest, provider=provider, threads=threads,
-        progress=lambda done, total: report("measure blocks", done, total),
-    )  # fmt: skip
+        model, blocks, rest, context=RunContext(provider, threads, progress=report)
+    )
     ask = WhatIf(model, [b.name for b in blocks], probes, provider=provider, threads=threads)
     curves: dict[str, Curve] = {}
     for done, group in enumerate(able, start=1):
@@ -148,7 +147,7 @@ class _Weigh:
             decompose(plain, names)
             blocks = [block for block in find_attention(plain)[0] if block.name in names]
             moments = collect_moments(
-                plain, blocks, self.batches, provider=self.provider, threads=self.threads
+                plain, blocks, self.batches, context=RunContext(self.provider, self.threads)
             )
         found: dict[str, list[tuple[Size, float]]] = {}
         for done, (group, sizes) in enumerate(single.items(), start=1):
@@ -179,8 +178,7 @@ class _Weigh:
                     plain,
                     both,
                     self.batches[::FIT_EVERY],
-                    provider=self.provider,
-                    threads=self.threads,
+                    context=RunContext(self.provider, self.threads),
                 )
                 edges = edges_of(Reuse("full"), both, [reader], masks={}, similarity=alike)
                 taken = edges.get(reader, {})
@@ -195,8 +193,8 @@ class _Weigh:
     def _loss(self, new: ir.Model, fitted: Sequence[str]) -> float:
         """With the outputs of these layers fitted to the model's own."""
         if fitted:
-            refit(new, self.model, fitted, self.batches[::FIT_EVERY], provider=self.provider,
-                  threads=self.threads)  # fmt: skip
+            refit(new, self.model, fitted, self.batches[::FIT_EVERY],
+                  context=RunContext(self.provider, self.threads))  # fmt: skip
         return max(self.ask.loss_of(new), 1e-9)
 
 

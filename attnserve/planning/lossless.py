@@ -90,7 +90,7 @@ def exact_plan(graph: ir.Model, forms: Sequence[Form] = FORMS) -> Plan:
         raise_opset(newest, max(fuse.OPSETS.values()))
         opsets = dict(newest.opset_imports)
     reading = read_attention(graph)
-    reasons = [miss.reason for miss in reading.misses]
+    reasons = [miss.reason for miss in reading.unmatched]
     chosen: dict[str, Form] = {}
     for block in reading.blocks:
         if block.graph is not graph.graph or block.idiom in fuse.IDIOMS.values():

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.checks.certify import Reading, read_attention, require_finite_weights
+from attnserve.checks.certify import MatchReport, read_attention, require_finite_weights
 from attnserve.checks.compare import (
     Fidelity,
     check_cosine_bound,
@@ -21,7 +21,7 @@ from attnserve.checks.compare import (
     require_empty,
 )
 from attnserve.checks.evaluate import TaskName
-from attnserve.context import Provider
+from attnserve.context import Provider, RunContext
 from attnserve.models.artifact import (
     Artifact,
     check_output,
@@ -302,8 +302,8 @@ def optimize(
         batches = random_batches(original, seed, empty=empty_axes(original, graph))
     source = f"held out of {calib.name}" if calib is not None else "random inputs"
     fidelity = compare(
-        original, converted, batches, source, provider=provider, threads=threads,
-        progress=lambda done, total: report_stage("verify", done, total),
+        original, converted, batches, source,
+        context=RunContext(provider, threads, seed, report_stage),
     )  # fmt: skip
     after = model_cost(graph)
     even = break_even(before.macs, after.macs) if before.macs and after.macs else None
@@ -343,7 +343,7 @@ def optimize(
 
 
 def _replayed(
-    path: Path, artifact: Artifact, reading: Reading, data: Dataset, graph: ir.Model
+    path: Path, artifact: Artifact, reading: MatchReport, data: Dataset, graph: ir.Model
 ) -> tuple[Plan, int, Provider]:
     """The plan of a file, which was made for this model and this data, with its seed and the
     provider that it was fitted on."""

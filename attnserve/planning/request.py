@@ -14,9 +14,9 @@ from attnserve.calibration.importance import leave_one_out
 from attnserve.calibration.neurons import MULTIPLE, layer_weights, masks_by_energy, neuron_energy
 from attnserve.calibration.similarity import HeadSimilarity, measure_similarity
 from attnserve.calibration.voting import voting_to_stay
-from attnserve.checks.certify import Reading
+from attnserve.checks.certify import MatchReport
 from attnserve.choices import Importance
-from attnserve.context import Provider
+from attnserve.context import Provider, RunContext
 from attnserve.models.datasets import Dataset
 from attnserve.models.precision import Precision
 from attnserve.planning.head_selection import (
@@ -140,7 +140,7 @@ class Request:
 def make_plan(
     request: Request,
     graph: ir.Model,
-    reading: Reading,
+    reading: MatchReport,
     data: Dataset | None,
     *,
     provider: Provider = "cpu",
@@ -178,11 +178,13 @@ def make_plan(
     return plan
 
 
-def require_attention(reading: Reading) -> None:
+def require_attention(reading: MatchReport) -> None:
     """Raises: InvalidModel: The model has no attention."""
     if reading.blocks:
         return
-    misses = "; ".join(f"{m.node.name or m.node.op_type}: {m.reason}" for m in reading.misses[:2])
+    misses = "; ".join(
+        f"{m.node.name or m.node.op_type}: {m.reason}" for m in reading.unmatched[:2]
+    )
     raise InvalidModel(
         "no attention was found"
         + (f" ({misses[:400]})" if misses else ": the graph has no softmax"),
@@ -196,7 +198,7 @@ class _Maker:
 
     request: Request
     graph: ir.Model
-    reading: Reading
+    reading: MatchReport
     data: Dataset | None
     provider: Provider
     threads: int
@@ -272,16 +274,16 @@ class _Maker:
     ) -> Masks:
         match self.request.importance:
             case "energy":
-                found = elimination_order(self.graph, blocks, batches, **self._how("measure heads"))
+                found = elimination_order(self.graph, blocks, batches, context=self._context())
                 orders = {n: (e.order.tolist(), e.losses) for n, e in found.items()}
                 effects = leave_one_out(
                     self.graph, blocks, batches, most_rows=WEIGHING_ROWS,
-                    **self._how("weigh layers"),
+                    context=self._context(),
                 )  # fmt: skip
                 return masks_by_loss(orders, fraction, effects)
             case "loo":
                 return masks_by_score(
-                    leave_one_out(self.graph, blocks, batches, **self._how("leave heads out")),
+                    leave_one_out(self.graph, blocks, batches, context=self._context()),
                     fraction,
                 )
             case "voting":
@@ -291,9 +293,8 @@ class _Maker:
                     b.name: max(1, b.num_heads - round(fraction * b.num_heads)) for b in plain
                 }
                 votes = voting_to_stay(
-                    self._plain(), plain, batches, groups=groups, seed=self.seed,
-                    **self._how("vote on heads"),
-                )  # fmt: skip
+                    self._plain(), plain, batches, groups=groups, context=self._context()
+                )
                 return {name: [int(x) for x in found.mask] for name, found in votes.items()}
 
     def edges(self, skip: Mapping[str, str], masks: Masks) -> MutableEdges:
@@ -345,7 +346,7 @@ class _Maker:
         names = [name for name in names if name in seen]
         blocks = [block for block in blocks if block.name in seen]
         similarity = measure_similarity(
-            self._plain(), self._plain_blocks(), batches, **self._how("compare heads")
+            self._plain(), self._plain_blocks(), batches, context=self._context()
         )
         if reuse.kind == "auto":
             return self._auto(names, blocks, masks, similarity, batches)
@@ -360,7 +361,7 @@ class _Maker:
         batches: Sequence[Batch],
     ) -> MutableEdges:
         chosen = [block for block in blocks if block.name in names]
-        effect = leave_one_out(self.graph, chosen, batches, **self._how("leave heads out"))
+        effect = leave_one_out(self.graph, chosen, batches, context=self._context())
         return edges_by_damage(
             blocks, names, masks=masks, similarity=similarity, effect=effect, budget=AUTO_BUDGET
         )
@@ -508,10 +509,8 @@ class _Maker:
         if not blocks:
             self.warnings.append("--ffn: no feed-forward was found whose neurons could go")
             return {}
-        energies = neuron_energy(self.graph, blocks, batches, **self._how("measure neurons"))
-        weights = layer_weights(
-            self.graph, blocks, energies, batches[0], **self._how("weigh feed-forwards")
-        )
+        energies = neuron_energy(self.graph, blocks, batches, context=self._context())
+        weights = layer_weights(self.graph, blocks, energies, batches[0], context=self._context())
         masks = masks_by_energy(blocks, energies, weights, share)
         if not masks:
             self.warnings.append(f"--ffn {share} takes out less than {MULTIPLE} neurons a layer")
@@ -579,12 +578,8 @@ class _Maker:
             and block.graph is plain.graph
         ]
 
-    def _how(self, what: str) -> dict[str, Any]:
-        return {
-            "provider": self.provider,
-            "threads": self.threads,
-            "progress": lambda done, total: self.report(what, done, total),  # pyright: ignore
-        }
+    def _context(self) -> RunContext:
+        return RunContext(self.provider, self.threads, self.seed, self.report)
 
 
 KINDS = (":affine", ":constant")

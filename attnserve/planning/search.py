@@ -28,7 +28,7 @@ import onnx_ir as ir
 from attnserve.checks.certify import read_attention, require_finite_weights
 from attnserve.checks.compare import Fidelity, compare
 from attnserve.checks.evaluate import ONE_SIDED, TASKS, Share, TaskName, score_session, share_kept
-from attnserve.context import Provider
+from attnserve.context import Provider, RunContext
 from attnserve.models.artifact import (
     Artifact,
     fingerprint,
@@ -533,7 +533,7 @@ class _Search:
         exact, graph = graph, convert(graph, self.goal.precision)
         fidelity = compare(
             self.graph, graph, self.data.held_out, f"held out of {self.data.source['file']}",
-            provider=self.provider, progress=lambda done, total: report("verify", done, total),
+            context=RunContext(self.provider, progress=report),
         )  # fmt: skip
         share, loss = None, 1 - fidelity.mean_cosine
         if self.goal.task is None:
@@ -555,8 +555,11 @@ class _Search:
         assert self.goal.task is not None and self.goal.eval_data is not None
         return score_session(
             open_session(graph, provider=self.provider), self.artifact, task=self.goal.task,
-            data=self.goal.eval_data, tokenizer=self.tokenizer, seed=self.seed,
-            progress=lambda done, total: self.report(what, done, total),
+            data=self.goal.eval_data, tokenizer=self.tokenizer,
+            context=RunContext(
+                self.provider, seed=self.seed,
+                progress=lambda _, done, total: self.report(what, done, total),
+            ),
         )  # fmt: skip
 
     def _decided(self, choice: Choice) -> Plan:

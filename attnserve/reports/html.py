@@ -16,7 +16,7 @@ from typing import Any, cast
 import numpy as np
 
 from attnserve.checks.certify import require_finite_weights
-from attnserve.context import Provider
+from attnserve.context import Progress, Provider, RunContext, ignore_progress
 from attnserve.models.artifact import (
     check_output,
     default_output,
@@ -26,7 +26,7 @@ from attnserve.models.artifact import (
     staged,
 )
 from attnserve.models.datasets import load_inputs
-from attnserve.reports.analysis import Analysis, LayerAnalysis, Stage, analyze_graph
+from attnserve.reports.analysis import Analysis, LayerAnalysis, analyze_graph
 from attnserve.reports.plots import FIGURES
 from graph_passes.errors import InvalidOutput
 
@@ -69,7 +69,7 @@ def analyze(
     threads: int = 0,
     seed: int = 0,
     force: bool = False,
-    progress: Stage | None = None,
+    progress: Progress | None = None,
 ) -> Analysis:
     """Measure a model's attention on a text, and write what was found into a folder.
 
@@ -104,10 +104,7 @@ def analyze(
             "sha256": sha256(artifact.model),
         },
         groups=groups,
-        provider=provider,
-        threads=threads,
-        seed=seed,
-        progress=progress,
+        context=RunContext(provider, threads, seed, progress or ignore_progress),
     )
     files = {
         "analysis.json": _readable(analysis.to_json()) + "\n",

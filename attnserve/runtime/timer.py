@@ -39,8 +39,6 @@ from graph_passes.emit.editing import exposing, remove_unused
 
 __all__ = ["Cut", "LatencyTable", "Part", "cut_out", "default_cache", "in_turns", "take_turns"]
 
-Progress = Callable[[int, int], None]
-
 GROUP_SECONDS = 5.0
 """About how long the forms of one block are timed."""
 
@@ -348,7 +346,7 @@ class LatencyTable:
         """How many entries were measured in this run, not found."""
 
     def measure(
-        self, parts: Mapping[str, Part], *, progress: Progress | None = None
+        self, parts: Mapping[str, Part], *, progress: Callable[[int, int], None] | None = None
     ) -> dict[str, tuple[float, ...]]:
         """Milliseconds of each part at each shape: by name, in the order of the feeds.
 

@@ -82,7 +82,7 @@ def test_every_attention_is_certified_and_as_the_configuration_says(
     cell: Cell, outcome: Callable[[Cell], Outcome]
 ):
     reading, expected = outcome(cell).read.reading, expected_layers(cell)
-    reasons = [miss.reason for miss in reading.misses]
+    reasons = [miss.reason for miss in reading.unmatched]
     if cell.missed:
         assert len(reasons) == len(expected) and not reading.blocks
         assert all(re.fullmatch(r"\w.{10,250}[^.]", reason) for reason in reasons)
@@ -170,7 +170,7 @@ def test_every_other_head_is_pruned(cell: Cell, outcome: Callable[[Cell], Outcom
     model = decomposed(load_model(path))
     PruneHeads(masks)(model)
     reading = read_attention(model)
-    assert [miss.reason for miss in reading.misses] == []
+    assert [miss.reason for miss in reading.unmatched] == []
     assert {b.name: b.num_heads for b in reading.blocks} == {n: sum(m) for n, m in masks.items()}
     assert parameters(model) < parameters(load_model(path))
     same_outputs(cell, model, masked(load_model(path), masks))
@@ -189,7 +189,7 @@ def test_probabilities_of_earlier_layers_are_reused(
     assert edges
     ReuseAttention(edges)(model)
     reading = read_attention(model)
-    assert [miss.reason for miss in reading.misses] == []
+    assert [miss.reason for miss in reading.unmatched] == []
     assert {b.name for b in reading.blocks if b.form == "reuse"} == edges.keys()
     if cell.architecture != "ALBERT":  # whose other layers go on using what they shared
         assert parameters(model) < parameters(load_model(path))
@@ -289,7 +289,7 @@ def coverage(cell: Cell, outcome: Outcome, notes: Notes) -> str:
     if outcome.inspection is None:
         return "no" + notes.mark([outcome.reason])
     reading = outcome.inspection.reading
-    missed = notes.mark(miss.reason for miss in reading.misses)
+    missed = notes.mark(miss.reason for miss in reading.unmatched)
     expected = expected_layers(cell)
     right = sum(map(eq, map(layer_of, reading.blocks), expected))
     return f"{right}/{len(expected)}{missed}"

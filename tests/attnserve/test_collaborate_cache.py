@@ -145,7 +145,7 @@ def test_the_record_and_inspect_tell_what_the_cache_is(gpt2: Path, tmp_path: Pat
     read = inspect(report.output)
     assert [block.form for block in read.reading.blocks] == ["collaborative"] * LAYERS
     assert all(block.k.past is not None for block in read.reading.blocks)
-    assert read.reading.misses == ()
+    assert read.reading.unmatched == ()
 
 
 def test_without_the_flag_it_is_offered(gpt2: Path, tmp_path: Path):

@@ -139,7 +139,7 @@ def test_all_of_them_at_once_is_one_plan_in_one_file(made: Made):
     plan = report.plan
     assert set(plan.skip.values()) == {"affine"} and plan.masks and plan.edges and plan.ranks
     read = inspect(folder).reading
-    assert len(read.blocks) == 2 and not read.misses, "the third layer has no attention any more"
+    assert len(read.blocks) == 2 and not read.unmatched, "the third layer has no attention any more"
     for block in read.blocks:
         mask = plan.masks.get(block.name, [1, 1, 1, 1])
         assert block.num_heads == sum(mask)
@@ -387,7 +387,7 @@ def test_any_rewrite_may_follow_any_other(small: Path, arrays: Path, tmp_path: P
         new = tmp_path / str(number) / "model.onnx"
         report = optimize(path, new, calib=arrays, **each)
         assert report.steps[-1].macs_after == report.after.macs, each
-        assert not inspect(new).reading.misses, each
+        assert not inspect(new).reading.unmatched, each
         path = new
     assert forms(path) == ["sparse", "reuse"]
     assert len(record(path.parent)["lineage"]) == len(asked)

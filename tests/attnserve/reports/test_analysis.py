@@ -20,6 +20,7 @@ from attnserve.calibration.spectra import (
     text_lengths,
 )
 from attnserve.checks.certify import read_attention
+from attnserve.context import RunContext
 from attnserve.models.artifact import load_model, open_artifact
 from attnserve.models.datasets import Dataset, load_inputs
 from attnserve.planning.optimize import optimize
@@ -29,17 +30,22 @@ from graph_passes.emit.editing import exposing
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 from graph_passes.factorize.moments import TokenMoments
 from tests import architectures
+from tests.errors import raises
 from tests.graph_passes.matching.test_operators import READ as OPERATORS
 
 Build = Callable[..., Path]
 EXACT = {"rtol": 1e-6, "atol": 1e-9}
 
 
-def analysis_of(folder: Path, calib: Path, **options: Any) -> Analysis:
+def analysis_of(
+    folder: Path, calib: Path, *, groups: int | None = None, **settings: Any
+) -> Analysis:
     artifact = open_artifact(folder)
     graph = load_model(artifact)
     data = load_inputs(calib, graph, artifact, split=False)
-    return analyze_graph(graph, data, source={"file": artifact.model.name}, threads=1, **options)
+    context = RunContext(threads=1, **settings)
+    source = {"file": artifact.model.name}
+    return analyze_graph(graph, data, source=source, groups=groups, context=context)
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +144,7 @@ def test_the_layers_spectra_come_from_its_own_weights_and_moments(
     graph = load_model(artifact)
     blocks = read_attention(graph).blocks
     data = load_inputs(sentences, graph, artifact, split=False)
-    moments = collect_moments(graph, blocks, data.fit, threads=1)
+    moments = collect_moments(graph, blocks, data.fit, context=RunContext(threads=1))
     for layer, block in zip(analysis.layers, blocks, strict=True):
         assert layer.weights is not None and layer.calibrated is not None
         q = block.q.heads()
@@ -270,7 +276,7 @@ def test_more_groups_than_heads_are_refused_before_anything_runs(
     tiny: Path, sentences: Path, groups: int
 ):
     stages: list[str] = []
-    with pytest.raises(InvalidArgument, match=f"--groups {groups}: expected 1 to 4"):
+    with raises(InvalidArgument, "analysis.groups", groups, "1 to 4"):
         analysis_of(tiny, sentences, groups=groups, progress=lambda *at: stages.append(at[0]))
     assert stages == []
 
@@ -281,7 +287,8 @@ def test_progress_names_every_stage(tiny: Path, sentences: Path):
         tiny, sentences, progress=lambda what, done, total: stages.update({what: (done, total)})
     )
     assert list(stages) == [
-        "moments", "similarity", "ranks", "energy", "voting", "leave one out", "sensitivity",
+        "count tokens", "collect moments", "compare heads", "measure ranks", "measure energy",
+        "vote on heads", "leave heads out", "measure sensitivity",
     ]  # fmt: skip
     assert all(done == total for done, total in stages.values())
 
@@ -309,8 +316,8 @@ def test_every_way_of_writing_attention_gives_the_same_numbers(
     )
 
 
-ROPE = "captured variance by the weights alone: rotary positions stand between"
-NORM = "no captured variance: q/k norm stands between"
+ROPE = "captured variance of the weights only: rotary positions stand between"
+NORM = "no captured variance: q/k normalization is between"
 
 
 @pytest.mark.parametrize(
@@ -348,7 +355,7 @@ def test_other_architectures_are_analysed_as_far_as_they_can_be(
 
 def test_an_operator_that_cannot_be_taken_apart_is_refused_with_its_reason():
     nothing_to_run = Dataset((), (), length=8, source={})
-    with pytest.raises(InvalidModel, match=r"reads cached keys(.|\n)*--attention eager"):
+    with raises(InvalidModel, "analysis.no_attention", "reads cached keys"):
         analyze_graph(OPERATORS["ai.onnx: past"].model(), nothing_to_run, source={})
 
 
@@ -375,7 +382,7 @@ def test_collaborative_heads_are_analysed_but_for_their_spectra(
     optimize(tiny, tmp_path / "new", collab_dk=16, mixing=mixing, layers=["1"])
     first, second = analysis_of(tmp_path / "new", sentences).layers
     assert first.calibrated is not None and first.notes == ()
-    assert second.weights is None and "collaborative already" in second.notes[0]
+    assert second.weights is None and "already collaborative" in second.notes[0]
     assert second.ranks is not None and second.ranks.scores.max() <= second.ranks.sizes.max()
 
 
@@ -386,7 +393,7 @@ def test_a_model_without_attention_is_an_error_that_says_so(tmp_path: Path):
     )
     np.savez(tmp_path / "x.npz", x=np.ones((3, 4), np.float32))
     ir.save(ir.from_onnx_text(text), tmp_path / "m.onnx")
-    with pytest.raises(InvalidModel, match=r"no attention can be analysed \(last: "):
+    with raises(InvalidModel, "analysis.no_attention", "last: "):
         analysis_of(tmp_path / "m.onnx", tmp_path / "x.npz")
 
 
@@ -398,5 +405,5 @@ def test_activations_that_are_not_finite_are_an_error(tiny: Path, sentences: Pat
     value = graph.graph.initializers[name]
     assert value.const_value is not None
     value.const_value = ir.tensor(np.full(value.const_value.shape.numpy(), np.nan, np.float32))
-    with pytest.raises(InvalidData, match="not finite"):
+    with raises(InvalidData, "calibration.not_finite"):
         analyze_graph(graph, data, source={})

@@ -276,7 +276,7 @@ def test_truncated_heads_are_ordinary_heads(same: tuple[str, ...], form: Form) -
     model, arrays = fuse(build(), form), feeds(build())
     np.testing.assert_allclose(run(model, arrays), run(build(), arrays), atol=EXACT, rtol=EXACT)
     reading = read_attention(model)
-    assert reading.misses == ()
+    assert reading.unmatched == ()
     assert [(b.idiom, b.head_size, b.v_head_size) for b in reading.blocks] == [
         (IDIOM[form], 3, V)
     ] * 2
@@ -322,7 +322,7 @@ def test_bfloat16_is_written_too_and_certified(form: Form) -> None:
     (node,) = operators(model)
     assert {v.dtype for v in node.inputs if v and v.dtype} == {ir.DataType.BFLOAT16}
     reading = read_attention(model)
-    assert [block.idiom for block in reading.blocks] == [IDIOM[form]] and not reading.misses
+    assert [block.idiom for block in reading.blocks] == [IDIOM[form]] and not reading.unmatched
     assert np.isfinite(2 * np.float32(np.array(LOW[ir.DataType.BFLOAT16], ml_dtypes.bfloat16)))
 
 
@@ -873,7 +873,7 @@ def test_exported_models_are_fused(
         for got, expected in zip(outputs(model, arrays), outputs(path, arrays), strict=True):
             np.testing.assert_allclose(got, expected, atol=EXACT, rtol=EXACT)
     reading = read_attention(model)
-    assert reading.misses == ()
+    assert reading.unmatched == ()
     assert [block.name for block in reading.blocks] == [block.name for block in blocks]
     for before, after in zip(blocks, reading.blocks, strict=True):
         if before.name in names:
