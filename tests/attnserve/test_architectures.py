@@ -244,7 +244,7 @@ INTRODUCTION = """\
 
 The tests find attention in tiny random models that PyTorch exports, and write this page
 (`tests/attnserve/test_architectures.py` with `--write-support`). "2/2" means that two of two
-attention blocks are matched, verified, and agree with the configuration of the model. "no" means that
+attention blocks are matched, verified, and agree with the model configuration. "no" means that
 PyTorch cannot export the model. Footnotes give reasons.
 """
 
@@ -278,7 +278,7 @@ def support(outcomes: Mapping[Cell, Outcome]) -> str:
         table("architecture", usual),
         "## Older opsets, half precision, dropout\n",
         table("export", special),
-        "## Rewrites\n\n✓ with a footnote: the rewrite applies to some blocks; the footnote is about the others.\n",
+        "## Rewrites\n\n✓ with a footnote: the rewrite applies to some blocks, not to all.\n",
         table("architecture", rewrites(outcomes, notes)),
         f"{notes}\n",
     )
