@@ -11,7 +11,7 @@ INSTALLED := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest --numprocesses=logical --dist=worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all lint types bench clean
+.PHONY: help venv demo test test-all lint types docs bench clean
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ lint: $(INSTALLED) ## Check style and format (ruff), and the direction of import
 
 types: $(INSTALLED) ## Check types (pyright, strict on graph_passes and attnserve)
 	$(BIN)/pyright
+
+docs: $(INSTALLED) ## Build the documentation site into build/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: $(INSTALLED) ## Run the benchmarks that need no data; results go to benchmarks/results
 	@set -e; for file in $(filter-out benchmarks/demo.py benchmarks/fidelity.py benchmarks/mixing.py benchmarks/reuse_prune.py benchmarks/serving_load.py,$(wildcard benchmarks/[a-z]*.py)); do \

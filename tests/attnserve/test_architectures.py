@@ -306,11 +306,12 @@ def test_the_table_of_what_is_supported_is_what_was_found(
 # ---- docs/support.md ----------------------------------------------------------------------------
 
 INTRODUCTION = """\
-# What is read, and what can be rewritten
+# Supported models
 
-`tests/attnserve/test_architectures.py` found this and `pytest --write-support` wrote it: nothing is
-typed. Every model is a tiny random one, exported by PyTorch. "2/2" are the attentions that were
-found, certified and as the configuration says, of those that there are; "no" cannot be exported.
+The tests find attention in tiny random models that PyTorch exports, and write this page
+(`tests/attnserve/test_architectures.py` with `--write-support`). "2/2" means that two of two
+attention blocks are matched, verified, and agree with the model configuration. "no" means that
+PyTorch cannot export the model. Footnotes give reasons.
 """
 
 
@@ -341,9 +342,9 @@ def support(outcomes: Mapping[Cell, Outcome]) -> str:
     parts = (
         INTRODUCTION,
         table("architecture", usual),
-        "## Older opsets, half precision, dropout left in\n",
+        "## Older opsets, half precision, dropout\n",
         table("export", special),
-        "## Rewrites\n\n✓ with a note: it applies to some attentions; the note is about others.\n",
+        "## Rewrites\n\n✓ with a footnote: the rewrite applies to some blocks, not to all.\n",
         table("architecture", rewrites(outcomes, notes)),
         f"{notes}\n",
     )

@@ -1,4 +1,4 @@
-"""The load benchmark: its generator, its numbers, and what docs/scale.md says of them."""
+"""The load benchmark: its generator and its numbers."""
 
 from __future__ import annotations
 
@@ -15,15 +15,11 @@ import numpy as np
 import pytest
 
 from benchmarks.serving_load import (
-    MARKS,
     PROGRAMS,
-    RESULT,
-    SCALE,
     _recovery,
     cosines,
     pack,
     percentiles,
-    scaled,
     unpack,
 )
 
@@ -171,11 +167,3 @@ def test_recovery_is_when_the_last_of_the_aftermath_was_due(unwell_until: float,
 def test_recovery_forgives_one_slow_answer_in_a_second():
     due = np.arange(0, 5, 0.01)
     assert _recovery(due, np.isclose(due, 3.0)) == 0
-
-
-def test_scale_says_what_was_measured():
-    text = SCALE.read_text(encoding="utf-8")
-    assert all(text.count(mark) == 1 for mark in MARKS)
-    if not RESULT.is_file():
-        pytest.skip("nothing was measured yet")
-    assert scaled(text, json.loads(RESULT.read_text(encoding="utf-8"))) == text

@@ -622,13 +622,13 @@ def test_a_folder_in_the_way_is_refused_before_the_search(
 
 
 def test_a_share_of_no_score_is_an_error(model: Path, sentences: Path, tmp_path: Path):
-    score = attnserve.checks.evaluate(model, task="sts", data=pairs(tmp_path / "p.tsv", sentences))
+    score = attnserve.evaluate(model, task="sts", data=pairs(tmp_path / "p.tsv", sentences))
     with pytest.raises(CheckFailed, match="no share of it can be kept"):
         share_kept(replace(score, spearman=-0.1), score)  # type: ignore[type-var]
 
 
 def test_the_same_score_is_kept_whole(model: Path, sentences: Path, tmp_path: Path):
-    score = attnserve.checks.evaluate(model, task="sts", data=pairs(tmp_path / "p.tsv", sentences))
+    score = attnserve.evaluate(model, task="sts", data=pairs(tmp_path / "p.tsv", sentences))
     share = share_kept(score, score)
     assert share.value == 1 and share.standard_error == 0 and share.lower == 1
 
