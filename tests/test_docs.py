@@ -179,7 +179,7 @@ def pages_to_run() -> list[Path]:
 
 
 @pytest.mark.process
-@pytest.mark.slow(seconds=60)
+@pytest.mark.process
 @pytest.mark.parametrize("page", pages_to_run(), ids=lambda page: page.stem)
 def test_marked_blocks_run(
     page: Path, small_encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
