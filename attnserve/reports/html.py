@@ -81,7 +81,11 @@ def analyze(
     """
     artifact = open_artifact(model)
     if output.exists() and not output.is_dir():
-        raise InvalidOutput(f"{output}: expected a folder, this is a file", "choose another -o")
+        raise InvalidOutput(
+            f"{output}: expected a folder, this is a file",
+            "choose another `output`",
+            code="output.not_folder",
+        )
     check_output(output, force=force)
     graph = load_model(artifact)
     require_finite_weights(graph)

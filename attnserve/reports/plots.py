@@ -211,9 +211,9 @@ def layer_ranks(analysis: Analysis) -> Figure | None:
     return Figure(
         "spectra",
         "Directions that hold 99 %, layer by layer",
-        "Filled dots are on the data, hollow ones by the weights alone, and the line is all there "
-        "are: shared dimensions must serve every head, so read W_Q and W_K for --collab-dk; the "
-        "product sums over heads, which cancel in it.",
+        "Filled dots are weighted by the data, hollow dots use the weights only, and the line is "
+        "the maximum. Shared dimensions must serve every head, so choose them by W_Q and W_K: the "
+        "product sums over heads, which cancel.",
         svg(draw, (7.2, 4.2)),
         720,
     )

@@ -25,6 +25,7 @@ from graph_passes.errors import (
     InvalidModel,
     InvalidOutput,
 )
+from tests.errors import raises
 
 pytest.importorskip("jinja2", reason="pip install 'attnserve[report]'")
 pytest.importorskip("matplotlib", reason="pip install 'attnserve[report]'")
@@ -130,7 +131,7 @@ def test_a_folder_that_holds_something_is_refused_without_force(
     tiny: Path, sentences: Path, tmp_path: Path
 ):
     (tmp_path / "mine.txt").write_text("keep me")
-    with pytest.raises(InvalidOutput, match="exists already"):
+    with raises(InvalidOutput, "output.exists"):
         analyze(tiny, tmp_path, calib=sentences)
     assert tree(tmp_path) == ["mine.txt"]
     analyze(tiny, tmp_path, calib=sentences, force=True)
@@ -141,7 +142,7 @@ def test_a_folder_that_holds_something_is_refused_without_force(
 @pytest.mark.parametrize("force", [False, True])
 def test_a_file_is_no_folder(tiny: Path, sentences: Path, tmp_path: Path, force: bool):
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(InvalidOutput, match="expected a folder"):
+    with raises(InvalidOutput, "output.not_folder"):
         analyze(tiny, tmp_path / "file", calib=sentences, force=force)
     assert (tmp_path / "file").read_text() == "mine"
 
