@@ -17,6 +17,7 @@ from attnserve.checks import benchmark as measure
 from attnserve.checks.benchmark import BenchReport, Measurement, bench
 from attnserve.cli.app import main
 from graph_passes.errors import AttnserveError, InvalidArgument, InvalidData, InvalidModel
+from tests.errors import raises
 
 POSITIONS = 48
 

@@ -187,16 +187,16 @@ def test_a_model_without_an_opset_is_refused(plain: Path):
 
 
 @pytest.mark.parametrize(
-    ("change", "cause", "value"),
+    ("change", "cause", "shown"),
     [
-        ({"raw_data": b"1234"}, "size", "has 4 bytes, expected 16384"),
+        ({"raw_data": b"1234"}, "size", "has 4 bytes"),
         ({"dims": [64, -64]}, "shape", -64),
         ({"dims": [10**6, 10**6]}, "size", "expected 4000000000000"),
         ({"data_type": 99}, "type", ""),
     ],
 )
 def test_weights_that_are_not_what_they_say_are_refused(
-    plain: Path, change: dict, cause: str, value: object
+    plain: Path, change: dict, cause: str, shown: object
 ):
     proto = onnx.load(plain)
     weight = proto.graph.initializer[0]
@@ -207,7 +207,7 @@ def test_weights_that_are_not_what_they_say_are_refused(
         else:
             setattr(weight, field, value)
     onnx.save(proto, plain)
-    with raises(InvalidModel, f"artifact.weight_{cause}", value):
+    with raises(InvalidModel, f"artifact.weight_{cause}", shown):
         load_model(plain)
 
 

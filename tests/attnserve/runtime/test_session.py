@@ -245,7 +245,9 @@ def test_cuda_without_a_device_never_runs_on_the_cpu_in_silence(
 
 def test_it_is_known_why_nothing_runs_on_cuda(monkeypatch: pytest.MonkeyPatch):
     if "CUDAExecutionProvider" not in require_runtime().get_available_providers():
-        assert why_no_cuda() == "--provider cuda: this ONNX Runtime has no CUDA execution provider."
+        assert (
+            why_no_cuda() == "`provider` is cuda: this ONNX Runtime has no CUDA execution provider."
+        )
     monkeypatch.setattr(sessions, "_providers", lambda *_: ["CPUExecutionProvider"])
     assert why_no_cuda() is None
 
