@@ -20,6 +20,7 @@ from attnserve.context import Progress, Provider, RunContext, ignore_progress
 from attnserve.models.artifact import check_output, load_model, open_artifact, sha256, staged
 from attnserve.models.datasets import load_inputs
 from attnserve.reports.analysis import Analysis, LayerAnalysis, analyze_graph
+from attnserve.reports.drawing import require_extra
 from attnserve.reports.plots import FIGURES
 from graph_passes.errors import InvalidOutput
 
@@ -79,6 +80,7 @@ def analyze(
     Raises:
         InvalidModel, InvalidArgument, InvalidData, InvalidOutput: See their texts.
     """
+    require_extra("jinja2", "matplotlib")
     artifact = open_artifact(model)
     if output.exists() and not output.is_dir():
         raise InvalidOutput(
