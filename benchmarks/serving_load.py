@@ -235,7 +235,7 @@ def ours(setup: Setup, *options: str) -> Generator[tuple[int, psutil.Process]]:
     command = [
         sys.executable,
         "-m",
-        "attnserve.cli",
+        "attnserve",
         "serve",
         str(setup.model),
         "--port",

@@ -13,10 +13,11 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from attnserve.choices import TaskName
 from attnserve.context import DEFAULT_CONTEXT, Progress, Provider, RunContext, ignore_progress
 from attnserve.models.artifact import Artifact, Pooling, load_model, open_artifact
 from attnserve.models.tokenizer import (
@@ -47,7 +48,6 @@ __all__ = [
     "spearman",
 ]
 
-TaskName = Literal["sts", "classification"]
 TASKS: tuple[TaskName, ...] = ("sts", "classification")
 
 RESAMPLES = 1000

@@ -24,6 +24,7 @@ import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
+from attnserve.choices import Pooling
 from attnserve.models.onnx_reader import read_in_place
 from attnserve.runtime.external_data import external_files, map_external_data
 from attnserve.runtime.session import PROTOBUF_LIMIT_BYTES, weight_bytes
@@ -36,6 +37,7 @@ __all__ = [
     "check_output",
     "check_target",
     "copy_companions",
+    "default_output",
     "fingerprint",
     "load_model",
     "merged_record",
@@ -47,7 +49,6 @@ __all__ = [
     "write_record",
 ]
 
-Pooling = Literal["mean", "cls", "none"]
 
 PACKAGES = (
     "attnserve",
@@ -307,6 +308,20 @@ def check_target(output: Path, artifact: Artifact, model: ir.Model, *, force: bo
     ):
         check_output(record, force=force)
     return target
+
+
+def default_output(model: Path, kind: Literal["optimized", "analysis", "plan"]) -> Path:
+    """The output path of a command that was given none: beside ``model``.
+
+    ``minilm.onnx`` and the folder ``minilm`` give the folders ``minilm-optimized`` and
+    ``minilm-analysis``, and the file ``plan.json``.
+    """
+    if model.name in ("", ".."):  # ".", "a/.."
+        model = model.resolve()
+    if kind == "plan":
+        return model.parent / "plan.json"
+    name = model.name if model.is_dir() else model.stem
+    return model.parent / f"{name}-{kind}"
 
 
 def check_output(path: Path, *, source: Path | None = None, force: bool = False) -> None:

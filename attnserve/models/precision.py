@@ -62,6 +62,7 @@ import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
+from attnserve.choices import Precision
 from attnserve.runtime.cpu import has_int8_dot_product
 from attnserve.runtime.external_data import map_external_data
 from attnserve.runtime.session import (
@@ -96,7 +97,6 @@ __all__ = [
     "precision_of",
 ]
 
-Precision = Literal["float32", "float16", "bfloat16", "int8", "int8-full"]
 
 LARGEST = 30_000.0
 """Finite float32 beyond it becomes this. A mask of -3.4e38 still hides what it hides, and two masks

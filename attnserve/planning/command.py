@@ -5,11 +5,18 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from attnserve.checks.evaluate import TaskName
 from attnserve.context import Provider
-from attnserve.models.artifact import check_output, load_model, open_artifact, staged
+from attnserve.models.artifact import (
+    check_output,
+    default_output,
+    load_model,
+    open_artifact,
+    staged,
+)
 from attnserve.models.datasets import load_inputs
 from attnserve.models.precision import Precision, check_cpu
 from attnserve.planning.apply import Stage
@@ -24,7 +31,7 @@ log = logging.getLogger("attnserve")
 
 def plan(
     model: Path,
-    output: Path,
+    output: Path | None = None,
     *,
     calib: Path,
     keep: float | None = None,
@@ -48,7 +55,7 @@ def plan(
 
     Args:
         model: An .onnx file or an artifact folder.
-        output: The .json file.
+        output: The .json file; plan.json beside the model by default.
         calib: Text (a sentence a line), .npz or a folder of .npz. One row in ten is kept from all
             fits, to judge by.
         keep: What must be kept of the mean output cosine, or of the task's score.
@@ -67,6 +74,7 @@ def plan(
     check_cpu(precision)
     goal = Goal(keep, target_speedup, task, eval_data, tuple(allow), precision)
     artifact = open_artifact(model)
+    output = output or default_output(model, "plan")
     if output.suffix != ".json":
         raise InvalidArgument(f"{output}: expected a .json file", "for example -o plan.json")
     plot = output.with_suffix(".svg")
@@ -88,4 +96,4 @@ def plan(
             (stage / plot.name).write_text(draw_front(found.report), encoding="utf-8")
         except MissingExtra as error:
             log.warning("no plot was written: %s (%s)", error.what, error.fix)
-    return found.report
+    return replace(found.report, output=output)

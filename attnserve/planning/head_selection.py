@@ -16,6 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.calibration.similarity import HeadSimilarity
+from attnserve.choices import Alignment
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import InvalidArgument, InvalidData
 from graph_passes.passes import refusals as rewrites
@@ -38,7 +39,6 @@ __all__ = [
     "reused_layers",
 ]
 
-Alignment = Literal["similarity", "index"]
 Masks = dict[str, list[int]]
 """By layer, 1 for each head that stays and 0 for each that goes."""
 MutableEdges = dict[str, dict[int, tuple[str, int]]]

@@ -24,8 +24,10 @@ from attnserve.checks.evaluate import TaskName
 from attnserve.context import Provider, RunContext
 from attnserve.models.artifact import (
     Artifact,
+    check_output,
     check_target,
     copy_companions,
+    default_output,
     fingerprint,
     load_model,
     merged_record,
@@ -121,7 +123,7 @@ class OptimizeReport:
 
 def optimize(
     model: Path,
-    output: Path,
+    output: Path | None = None,
     *,
     collab_dk: Ranks | None = None,
     collab_cache: bool = False,
@@ -164,7 +166,8 @@ def optimize(
 
     Args:
         model: An .onnx file or an artifact folder; never changed.
-        output: An .onnx file, or a folder that receives model.onnx.
+        output: An .onnx file, or a folder that receives model.onnx; the folder NAME-optimized
+            beside the model by default.
         collab_dk: R for every layer, one R a layer in order, or R by layer name.
         collab_cache: Rewrite cached keys of decoders too: the cache, an input and an output of the
             model, then holds R shared dimensions (and H content logits) a token instead of H*K.
@@ -251,6 +254,9 @@ def optimize(
     check_cosine_bound(min_cosine)
     artifact = open_artifact(model)
     graph = load_model(artifact)
+    if output is None:
+        output = default_output(model, "optimized")
+        check_output(output, force=force or dry_run)
     target = check_target(output, artifact, graph, force=force or dry_run)
     report_stage = progress or _silent
     require_finite_weights(graph)

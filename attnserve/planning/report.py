@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -81,6 +82,7 @@ class PlanReport:
         speeds: Of the whole model, at all lengths that were checked.
         share: Of the task's score, where there is one.
         timed: Milliseconds of every form of every distinct block, by shape.
+        output: The file that it was written to, if any; not part of the content.
     """
 
     model: Mapping[str, str]
@@ -97,6 +99,7 @@ class PlanReport:
     timed: Sequence[Mapping[str, Any]]
     versions: Mapping[str, str]
     machine: str
+    output: Path | None = None
 
     @property
     def speedup(self) -> float:

@@ -15,6 +15,7 @@ from attnserve.calibration.neurons import MULTIPLE, layer_weights, masks_by_ener
 from attnserve.calibration.similarity import HeadSimilarity, measure_similarity
 from attnserve.calibration.voting import voting_to_stay
 from attnserve.checks.certify import MatchReport
+from attnserve.choices import Importance
 from attnserve.context import Provider, RunContext
 from attnserve.models.datasets import Dataset
 from attnserve.models.precision import Precision
@@ -53,7 +54,6 @@ __all__ = [
     "require_attention",
 ]
 
-Importance = Literal["energy", "loo", "voting"]
 Ranks = int | Sequence[int] | Mapping[str, int]
 Stage = Callable[[str, int, int], None]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -137,6 +138,7 @@ class Analysis:
         lengths: Number of tokens of each text, counted as keys of the first layer.
         not_analysed: Attention that was not measured, with reasons.
         seed: The seed of grouping and certification.
+        output: The folder that it was written to, if any; not part of the content.
     """
 
     model: Mapping[str, Any]
@@ -146,6 +148,7 @@ class Analysis:
     lengths: Int[np.ndarray, " N"]
     not_analysed: tuple[NotAnalyzed, ...]
     seed: int
+    output: Path | None = None
 
     @property
     def mask(self) -> dict[str, list[int]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +17,14 @@ import numpy as np
 
 from attnserve.checks.certify import require_finite_weights
 from attnserve.context import Progress, Provider, RunContext, ignore_progress
-from attnserve.models.artifact import check_output, load_model, open_artifact, sha256, staged
+from attnserve.models.artifact import (
+    check_output,
+    default_output,
+    load_model,
+    open_artifact,
+    sha256,
+    staged,
+)
 from attnserve.models.datasets import load_inputs
 from attnserve.reports.analysis import Analysis, LayerAnalysis, analyze_graph
 from attnserve.reports.drawing import require_extra
@@ -54,7 +61,7 @@ class Finding:
 
 def analyze(
     model: Path,
-    output: Path,
+    output: Path | None = None,
     *,
     calib: Path,
     tokenizer: Path | None = None,
@@ -69,7 +76,8 @@ def analyze(
 
     Args:
         model: An .onnx file or an artifact folder; never changed.
-        output: The folder that receives analysis.json, report.html and mask.json.
+        output: The folder that receives analysis.json, report.html and mask.json; NAME-analysis
+            beside the model by default.
         calib: Text (a sentence a line), .npz or a folder of .npz, of the kind that is served.
         tokenizer: tokenizer.json, where it is not beside the model.
         groups: How many heads of each layer Voting-to-Stay keeps; half of them by default.
@@ -82,6 +90,7 @@ def analyze(
     """
     require_extra("jinja2", "matplotlib")
     artifact = open_artifact(model)
+    output = output or default_output(model, "analysis")
     if output.exists() and not output.is_dir():
         raise InvalidOutput(
             f"{output}: expected a folder, this is a file",
@@ -111,7 +120,7 @@ def analyze(
     with staged(output) as stage:
         for name, content in files.items():
             (stage / name).write_text(content, encoding="utf-8")
-    return analysis
+    return replace(analysis, output=output)
 
 
 def render(analysis: Analysis, *, model: Path, calib: Path, output: Path) -> str:

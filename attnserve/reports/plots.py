@@ -378,7 +378,7 @@ def pareto_front(
             axes.plot([plan[0]], [plan[1]], "D", color=INK, label="plan (whole model, measured)")
         left = min([0.99, *(cosine for cosine, _ in built)]) - 0.02
         speeds = [speed for cosine, speed in predicted if cosine >= left]
-        top = max([1.05, *speeds, *([plan[1]] if plan else [])])
+        top = max(1.05, *speeds, 0.0 if plan is None else plan[1])
         axes.set_xlim(left, 1.002)
         axes.set_ylim(min([1.0, *speeds]) - 0.03, top * 1.05)
         axes.axhline(1.0, color=MUTED, linewidth=0.8, linestyle="--")

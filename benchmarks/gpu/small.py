@@ -102,7 +102,7 @@ def _started(form: Form, provider: Provider, log: IO[str]) -> subprocess.Popen[b
         sys.executable,
         "-P",
         "-m",
-        "attnserve.cli",
+        "attnserve",
         "serve",
         str(form.path),
         "--port",

@@ -16,10 +16,11 @@ import onnx_ir as ir
 import pytest
 
 from attnserve.calibration.similarity import HeadSimilarity
+from attnserve.reports import drawing
 from attnserve.reports.analysis import Analysis, NotAnalyzed
 from attnserve.reports.html import analyze, findings, render
 from attnserve.reports.plots import FIGURES
-from graph_passes.errors import (
+from graph_passes.errors import (, MissingExtra
     AttnserveError,
     InvalidData,
     InvalidModel,
@@ -313,3 +314,19 @@ def test_one_layer_of_one_head_is_enough(tiny_bert: Build, sentences: Path, tmp_
     assert list(found.mask.values()) == [[1]]
     page = Page((tmp_path / "out" / "report.html").read_text(encoding="utf-8"))
     assert page.open == [] and "attend alike" not in page.text
+
+
+@pytest.mark.parametrize("name", ["jinja2", "matplotlib"])
+def test_analyze_without_the_report_extra_is_refused_before_it_runs(
+    name: str, tiny: Path, sentences: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    hide(monkeypatch, name)
+    with raises(MissingExtra, "extra.report", name, "pip install 'attnserve[report]'"):
+        analyze(tiny, tmp_path / "out", calib=sentences)
+    assert not (tmp_path / "out").exists()
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    """Let a module look as if it was not installed."""
+    found = drawing.find_spec
+    monkeypatch.setattr(drawing, "find_spec", lambda name: None if name == module else found(name))

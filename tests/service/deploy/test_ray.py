@@ -82,7 +82,7 @@ def url(encoder: Path) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "attnserve.cli", "deploy", "ray", str(encoder)]
+    command = [sys.executable, "-m", "attnserve", "deploy", "ray", str(encoder)]
     options = ["--port", str(port), "--replicas", "2", "--cpus", "0.25"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": ""}
     process = subprocess.Popen([*command, *options], env=environment, cwd=ROOT)
