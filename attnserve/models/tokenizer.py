@@ -413,7 +413,7 @@ def read_sentences(path: Path) -> list[str]:
     sentences = [line.strip() for line in read_text(path).split("\n") if line.strip()]
     if not sentences:
         raise InvalidData(
-            f"{path}: contains no text", "write one sentence per line", code="text.empty_file"
+            f"{path}: holds no text", "write one sentence per line", code="text.empty_file"
         )
     return sentences
 

@@ -214,7 +214,7 @@ def layer_ranks(analysis: Analysis) -> Figure | None:
         "spectra",
         "Directions that hold 99 %, layer by layer",
         "Filled dots are weighted by the data, hollow dots use the weights only, and the line is "
-        "the maximum. Shared dimensions must serve every head, so choose them by W_Q and W_K: the "
+        "the maximum: shared dimensions must serve every head, so choose them by W_Q and W_K; the "
         "product sums over heads, which cancel.",
         svg(draw, (7.2, 4.2)),
         720,
