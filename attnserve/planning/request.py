@@ -57,6 +57,9 @@ AUTO_BUDGET = 0.04
 """Squared change of the output over its variation that ``reuse="auto"`` allows before the refit: a
 cosine of about 0.98, and more after it."""
 
+WEIGHING_HEADS = 4
+"""Heads of each layer that are left out to compare layers: only the sum over heads counts."""
+
 WEIGHING_ROWS = 16
 """Texts on which layers are compared: sums over heads need few."""
 
@@ -294,8 +297,9 @@ class _PlanBuilder:
                 found = elimination_order(self.model, blocks, batches, context=self.context)
                 orders = {name: (e.order.tolist(), e.losses) for name, e in found.items()}
                 effects = leave_one_out(
-                    self.model, blocks, batches, most_rows=WEIGHING_ROWS, context=self.context
-                )
+                    self.model, blocks, batches, most_rows=WEIGHING_ROWS,
+                    most_heads=WEIGHING_HEADS, context=self.context,
+                )  # fmt: skip
                 return masks_by_loss(orders, share, effects)
             case "loo":
                 scores = leave_one_out(self.model, blocks, batches, context=self.context)
