@@ -34,6 +34,13 @@ from service.api.schemas import (
     SimilarityRequest,
     TokenizeRequest,
 )
+from service.auth import RequireKey, read_keys
+from service.dashboard import router as dashboard
+from service.dashboard.stats import report
+from service.engine.device import on_device
+from service.engine.repository import Repository, say_operators
+from service.errors import install_handlers
+from service.metrics import Metrics
 from service.settings import Settings, read_settings
 
 __all__ = [
