@@ -13,7 +13,8 @@
         │   └── ModelFailed        its session or its device is broken
         └── ClientGone             the client hung up before its answer: nobody reads this one
 
-Every error answer is ``{"error": "text"}``, but where a protocol has a form of its own: ``FORMS``.
+The body of an error answer is ``{"error": "text"}``, unless its protocol has a renderer in
+``ERROR_RENDERERS``.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from starlette.requests import ClientDisconnect
 from graph_passes.errors import AttnserveError, InvalidArgument, InvalidData, InvalidModel
 
 __all__ = [
-    "FORMS",
+    "ERROR_RENDERERS",
     "STATUS",
     "ClientGone",
     "DeadlineExceeded",
@@ -132,7 +133,7 @@ RETRY_AFTER = {Overloaded: "1", NotReady: "5"}
 Form = Callable[[int, str, Exception | None], tuple[int, Any]]
 """(status, body) of an error answer, by its status, its text and the error where there is one."""
 
-FORMS: dict[str, Form] = {}
+ERROR_RENDERERS: dict[str, Form] = {}
 """The forms of protocols that have one of their own, by the first part of their paths."""
 
 
@@ -152,7 +153,7 @@ def error_response(
     error: Exception | None = None,
 ) -> Response:
     """``{"error": text}``, or what the protocol of ``path`` has in its place."""
-    form = FORMS.get("/" + path.split("/", 2)[1] if path.startswith("/") else path)
+    form = ERROR_RENDERERS.get("/" + path.split("/", 2)[1] if path.startswith("/") else path)
     status, body = (status, {"error": text}) if form is None else form(status, text, error)
     return Response(orjson.dumps(body), status, headers, media_type="application/json")
 

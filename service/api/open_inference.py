@@ -18,14 +18,14 @@ from attnserve import __version__
 from graph_passes.errors import InvalidData
 from service.api.routes import (
     accepts,
+    acquire_engine,
+    cancel_on_disconnect,
     deadline,
-    find,
+    get_engine,
     json_response,
     parse_json,
     read_body,
     respond,
-    served,
-    unless_gone,
 )
 from service.api.schemas import (
     InferRequest,
@@ -102,7 +102,7 @@ async def ready(request: Request) -> Response:
 @router.get("/models/{name}", response_model=ModelMetadata)
 @router.get("/models/{name}/versions/{version}", response_model=ModelMetadata)
 async def model_metadata(request: Request, name: str) -> Response:
-    engine = find(request, name, request.path_params.get("version"))
+    engine = get_engine(request, name, request.path_params.get("version"))
     return json_response(
         {
             "name": engine.name,
@@ -117,7 +117,7 @@ async def model_metadata(request: Request, name: str) -> Response:
 @router.get("/models/{name}/ready", **MODEL_READY)
 @router.get("/models/{name}/versions/{version}/ready", **MODEL_READY)
 async def model_ready(request: Request, name: str) -> Response:
-    engine = find(request, name, request.path_params.get("version"))
+    engine = get_engine(request, name, request.path_params.get("version"))
     repository: Repository = request.app.state.repository
     is_ready = repository.runs(engine)
     return json_response({"name": engine.name, "ready": is_ready}, 200 if is_ready else 503)
@@ -128,13 +128,13 @@ async def model_ready(request: Request, name: str) -> Response:
 async def infer(request: Request, name: str) -> Response:
     """Run the model on tensors. What the answer cost is in its headers and its parameters."""
     version = request.path_params.get("version")
-    find(request, name, version)
+    get_engine(request, name, version)
     head, raw = split(await read_body(request), request.headers.get(HEADER_LENGTH))
     body = parse_json(head, InferRequest)
     _refuse_unserved(body)
     inputs = decode_all(body.inputs, raw)
-    engine = served(request, name, version)
-    answer = await unless_gone(
+    engine = acquire_engine(request, name, version)
+    answer = await cancel_on_disconnect(
         request,
         engine.infer(
             inputs,

@@ -19,13 +19,13 @@ from fastapi import APIRouter, Request, Response
 from graph_passes.errors import InvalidArgument, InvalidData
 from service.api.routes import (
     accepts,
+    acquire_engine,
+    cancel_on_disconnect,
     deadline,
-    find,
+    get_engine,
     json_response,
     parse_body,
     respond,
-    served,
-    unless_gone,
 )
 from service.api.schemas import (
     EmbeddingsRequest,
@@ -36,7 +36,7 @@ from service.api.schemas import (
 )
 from service.engine.engine import Engine
 from service.engine.repository import Repository
-from service.errors import FORMS, InvalidField, UnknownModel
+from service.errors import ERROR_RENDERERS, InvalidField, UnknownModel
 
 __all__ = ["error_body", "router"]
 
@@ -67,7 +67,7 @@ def error_body(status: int, text: str, error: Exception | None) -> tuple[int, di
     return 400 if status == 422 else status, {"error": body}
 
 
-FORMS["/v1"] = error_body
+ERROR_RENDERERS["/v1"] = error_body
 
 
 @router.post("/embeddings", response_model=EmbeddingsResponse, **accepts(EmbeddingsRequest))
@@ -78,10 +78,10 @@ async def embeddings(request: Request) -> Response:
     worth little when cut.
     """
     body = await parse_body(request, EmbeddingsRequest)
-    engine = served(request, body.model)
+    engine = acquire_engine(request, body.model)
     _check_dimensions(engine, body.dimensions, engine.model.outputs[0].axes)
     try:
-        answer = await unless_gone(
+        answer = await cancel_on_disconnect(
             request, engine.embed(body.input, truncate=False, deadline=deadline(request))
         )
     except (InvalidData, InvalidArgument) as error:
@@ -120,7 +120,7 @@ async def models(request: Request) -> Response:
 
 @router.get("/models/{name}", response_model=ModelCard)
 async def model(request: Request, name: str) -> Response:
-    return json_response(_card(find(request, name)))
+    return json_response(_card(get_engine(request, name)))
 
 
 def _card(engine: Engine) -> dict[str, Any]:

@@ -35,18 +35,18 @@ from service.tracing import request_span
 __all__ = [
     "ObserveRequests",
     "accepts",
-    "conclude",
+    "acquire_engine",
+    "cancel_on_disconnect",
     "deadline",
     "describe_bodies",
-    "find",
+    "get_engine",
     "include",
     "json_response",
     "parse_body",
     "parse_json",
     "read_body",
+    "record_cost",
     "respond",
-    "served",
-    "unless_gone",
 ]
 
 T = TypeVar("T")
@@ -69,17 +69,17 @@ def json_response(
     )
 
 
-def find(request: Request, name: str | None = None, version: str | None = None) -> Engine:
-    """The engine that serves a model now; to run something on it, take it from ``served``.
+def get_engine(request: Request, name: str | None = None, version: str | None = None) -> Engine:
+    """The engine that serves a model now; to run something on it, take it from ``acquire_engine``.
 
     Raises:
-        NotFound, NotReady: See ``served``.
+        NotFound, NotReady: See ``acquire_engine``.
     """
     repository: Repository = request.app.state.repository
     return repository.engine(name, version)
 
 
-def served(request: Request, name: str | None = None, version: str | None = None) -> Engine:
+def acquire_engine(request: Request, name: str | None = None, version: str | None = None) -> Engine:
     """The engine that serves a model, kept open until this request is answered.
 
     Call it when the body is there: a client that is slow to send must not keep an old model alive.
@@ -92,7 +92,7 @@ def served(request: Request, name: str | None = None, version: str | None = None
         NotReady: It is not loaded yet, or unloaded already.
         NotFound: There is no such model or version.
     """
-    engine = find(request, name, version)
+    engine = get_engine(request, name, version)
     engine.acquire()
     request.scope["attnserve.engines"].append(engine)
     return engine
@@ -200,7 +200,7 @@ def parse_json(body: bytes | bytearray | memoryview, schema: type[B]) -> B:
         raise InvalidField(f"{where}: {first['msg']}", field=field) from error
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Await ``work``, and cancel it when the client hangs up: what still waits is never computed.
 
     Raises:
@@ -246,7 +246,7 @@ def respond(
         raw: Tensors that follow it as they are in memory.
     """
     written = orjson.Fragment(orjson.dumps(outputs, option=JSON))
-    cost, headers = conclude(request, engine, answer)
+    cost, headers = record_cost(request, engine, answer)
     if not raw:
         return json_response(envelope(written, cost), headers=headers)
     head = orjson.dumps(envelope(written, cost), option=JSON)
@@ -255,7 +255,7 @@ def respond(
     return Response(body, 200, headers, media_type="application/octet-stream")
 
 
-def conclude(
+def record_cost(
     request: Request, engine: Engine, answer: Answer
 ) -> tuple[dict[str, int | float], dict[str, str]]:
     """(what ``answer`` cost, its headers); the clock stops, and the metrics are told."""
@@ -335,7 +335,7 @@ def describe_bodies(app: FastAPI, *schemas: type[BaseModel]) -> None:
 class ObserveRequests:
     """ASGI middleware: x-request-id on every answer, a log line and a count for each.
 
-    The engines that a request holds (``served``) are let go when it is answered.
+    The engines that a request holds (``acquire_engine``) are let go when it is answered.
 
     A client's own id is kept where it is short and harmless, so that it can be found in its logs
     and in ours. A defect of ours ends here: the log has the trace, the client a 500 and the id.

@@ -12,12 +12,12 @@ from fastapi import APIRouter, Request, Response
 from graph_passes.errors import InvalidData
 from service.api.routes import (
     accepts,
+    acquire_engine,
+    cancel_on_disconnect,
     deadline,
     json_response,
     parse_body,
     respond,
-    served,
-    unless_gone,
 )
 from service.api.schemas import (
     EmbedRequest,
@@ -44,8 +44,8 @@ async def embed(request: Request) -> Response:
     An empty text is a text: its special tokens have a vector.
     """
     body = await parse_body(request, EmbedRequest)
-    engine = served(request, body.model, body.version)
-    answer = await unless_gone(
+    engine = acquire_engine(request, body.model, body.version)
+    answer = await cancel_on_disconnect(
         request, engine.embed(body.inputs, truncate=body.truncate, deadline=deadline(request))
     )
 
@@ -60,8 +60,8 @@ async def predict(request: Request) -> Response:
     those of ``id2label`` in attnserve.json or config.json, else the numbers of the classes.
     """
     body = await parse_body(request, PredictRequest)
-    engine = served(request, body.model, body.version)
-    answer = await unless_gone(
+    engine = acquire_engine(request, body.model, body.version)
+    answer = await cancel_on_disconnect(
         request, engine.classify(body.inputs, truncate=body.truncate, deadline=deadline(request))
     )
     labels = engine.model.labels
@@ -80,9 +80,9 @@ async def predict(request: Request) -> Response:
 async def similarity(request: Request) -> Response:
     """The cosine between texts: of each pair, or of one text with each of many."""
     body = await parse_body(request, SimilarityRequest)
-    engine = served(request, body.model, body.version)
+    engine = acquire_engine(request, body.model, body.version)
     texts, left, right = _compared(body)
-    answer = await unless_gone(
+    answer = await cancel_on_disconnect(
         request, engine.embed(texts, truncate=body.truncate, deadline=deadline(request))
     )
     vectors = answer.outputs["embeddings"].astype(np.float64)
@@ -96,7 +96,7 @@ async def similarity(request: Request) -> Response:
 async def tokenize(request: Request) -> Response:
     """The token ids of each text, special tokens included; nothing is run."""
     body = await parse_body(request, TokenizeRequest)
-    engine = served(request, body.model, body.version)
+    engine = acquire_engine(request, body.model, body.version)
     encodings = await engine.tokenize(body.inputs, truncate=body.truncate)
     return json_response(
         {

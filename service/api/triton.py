@@ -11,7 +11,7 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from graph_passes.errors import InvalidData
-from service.api.routes import accepts, find, json_response, parse_json, read_body
+from service.api.routes import accepts, get_engine, json_response, parse_json, read_body
 from service.api.schemas import (
     IndexEntry,
     IndexRequest,
@@ -40,12 +40,12 @@ async def all_statistics(request: Request) -> Response:
 async def model_statistics(request: Request, name: str) -> Response:
     """Of every version of a model."""
     repository: Repository = request.app.state.repository
-    return _statistics([find(request, name, one) for one in repository.versions(name)])
+    return _statistics([get_engine(request, name, one) for one in repository.versions(name)])
 
 
 @router.get("/models/{name}/versions/{version}/stats", response_model=ModelStatistics)
 async def version_statistics(request: Request, name: str, version: str) -> Response:
-    return _statistics([find(request, name, version)])
+    return _statistics([get_engine(request, name, version)])
 
 
 @router.get("/models/{name}/config", response_model=ModelConfig)
@@ -56,7 +56,9 @@ async def model_config(request: Request, name: str) -> Response:
     ``max_batch_size`` is 0 where a request's rows are no batch; else the first axis of every tensor
     is the batch, and is not among its ``dims``.
     """
-    return json_response(configuration(find(request, name, request.path_params.get("version"))))
+    return json_response(
+        configuration(get_engine(request, name, request.path_params.get("version")))
+    )
 
 
 # Its body is optional.

@@ -23,7 +23,7 @@ from typing import Any
 
 from service.errors import DeadlineExceeded, ModelFailed, NotReady, Overloaded
 
-__all__ = ["Batch", "Batcher", "Outcome", "Queue", "Ran", "Row"]
+__all__ = ["Batch", "BatchResult", "Batcher", "Queue", "RequestResult", "Row"]
 
 FORGET = 0.9
 """How much of the longest recent run is remembered from one run to the next."""
@@ -124,7 +124,7 @@ class Queue:
 
 
 @dataclass(frozen=True)
-class Ran:
+class BatchResult:
     """What a run gave: a result for each row, and nanoseconds before, in and after the session.
 
     ``macs`` are those of the whole batch, padding included; None where they cannot be counted.
@@ -146,7 +146,7 @@ class Batch:
     tokens: int
     started: float
     ended: float
-    ran: Ran
+    result: BatchResult
 
     @property
     def padded_tokens(self) -> int:
@@ -154,7 +154,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RequestResult:
     """What one request got: a result for each of its rows, in their order.
 
     ``batches`` pairs each run that had rows of this request with how many. ``compute_ms`` is the
@@ -171,7 +171,7 @@ class Outcome:
 
 @dataclass(eq=False)
 class _Request:
-    future: asyncio.Future[Outcome]
+    future: asyncio.Future[RequestResult]
     asked: float
     deadline: float | None
     rows: list[Row] = field(default_factory=list)
@@ -196,13 +196,13 @@ class Batcher:
         max_wait_ms: How long a free slot may wait for the budget to fill; 0 starts at once.
         max_queue: Rows that may wait.
         concurrency: Runs at once.
-        ran: Called on the event loop with every batch that ran.
-        failed: Called on the event loop with every error that was not the request's own.
+        on_batch: Called on the event loop with every batch that ran.
+        on_failure: Called on the event loop with every error that was not the request's own.
     """
 
     def __init__(
         self,
-        run: Callable[[Hashable, list[Any]], Ran],
+        run: Callable[[Hashable, list[Any]], BatchResult],
         *,
         budget: int,
         overhead: int = 0,
@@ -210,12 +210,12 @@ class Batcher:
         max_wait_ms: float = 0,
         max_queue: int = 512,
         concurrency: int = 1,
-        ran: Callable[[Batch], None] | None = None,
-        failed: Callable[[NotReady], None] | None = None,
+        on_batch: Callable[[Batch], None] | None = None,
+        on_failure: Callable[[NotReady], None] | None = None,
     ) -> None:
         self.queue = Queue(budget, overhead, max_rows)
         self.max_queue = max_queue
-        self._run, self._ran, self._failed = run, ran, failed
+        self._run, self._on_batch, self._on_failure = run, on_batch, on_failure
         self._max_wait = max_wait_ms / 1e3
         self._slots = concurrency
         self._pool = ThreadPoolExecutor(concurrency, "compute")
@@ -250,7 +250,7 @@ class Batcher:
                 f"{waiting} rows wait already, and at most {self.max_queue} may", "try again later"
             )
 
-    async def submit(self, rows: Sequence[Row], deadline: float | None = None) -> Outcome:
+    async def submit(self, rows: Sequence[Row], deadline: float | None = None) -> RequestResult:
         """Run ``rows``, which were admitted (``check_room``), in one or more batches.
 
         Args:
@@ -277,7 +277,7 @@ class Batcher:
         deadline: float | None = None,
         *,
         brief: bool = False,
-    ) -> Outcome:
+    ) -> RequestResult:
         """Run rows that are made first, in a thread.
 
         Args:
@@ -343,7 +343,7 @@ class Batcher:
             raise DeadlineExceeded("the deadline has passed", "allow more time, or send less")
         return _Request(loop.create_future(), now, deadline)
 
-    async def _answered(self, request: _Request) -> Outcome:
+    async def _answered(self, request: _Request) -> RequestResult:
         if request.deadline is not None and not request.future.done():
             assert self._loop is not None
             wait = request.deadline - request.asked
@@ -391,21 +391,21 @@ class Batcher:
             if isinstance(result, Exception):
                 for request in {row.request for row in rows}:
                     self._fail(request, result)
-                if isinstance(result, NotReady) and self._failed is not None:
-                    self._failed(result)
+                if isinstance(result, NotReady) and self._on_failure is not None:
+                    self._on_failure(result)
                 continue
             self._lag_s = max(perf_counter() - result.ended, self._lag_s * FORGET)
-            if self._ran is not None:
-                self._ran(result)
+            if self._on_batch is not None:
+                self._on_batch(result)
             counts: dict[_Request, int] = {}
-            for row, value in zip(rows, result.ran.results, strict=True):
+            for row, value in zip(rows, result.result.results, strict=True):
                 row.request.results[row.index] = value
                 counts[row.request] = counts.get(row.request, 0) + 1
             for request, count in counts.items():
                 request.batches.append((result, count))
                 request.left -= count
                 if not request.left and not request.future.done():
-                    request.future.set_result(_outcome(request))
+                    request.future.set_result(_request_result(request))
 
     def _arm(self, delay: float) -> None:
         """Look again when the oldest row has waited long enough."""
@@ -498,12 +498,14 @@ class Batcher:
                     assert self._loop is not None
                     self._loop.call_soon_threadsafe(self._arm, wait)
                     return None
-            batch = [row for row in self.queue.take() if not self._hopeless(row.request, now)]
+            batch = [
+                row for row in self.queue.take() if not self._will_miss_deadline(row.request, now)
+            ]
             if batch:
                 return batch
         return None
 
-    def _hopeless(self, request: _Request, now: float) -> bool:
+    def _will_miss_deadline(self, request: _Request, now: float) -> bool:
         """Whether a request that had to wait would be answered too late: then it is not computed.
 
         A busy loop is late twice: when it reads a request, whose clock starts only then, and when
@@ -539,11 +541,13 @@ def _as_exception(error: BaseException) -> Exception:
     return failed
 
 
-def _outcome(request: _Request) -> Outcome:
+def _request_result(request: _Request) -> RequestResult:
     spans = sorted((batch.started, batch.ended) for batch, _ in request.batches)
     busy, total = _union(spans), max(end for _, end in spans) - request.asked
     queued = max(total - busy - request.make_s, 0)
-    return Outcome(request.results, queued * 1e3, busy * 1e3, request.batches, request.make_s * 1e3)
+    return RequestResult(
+        request.results, queued * 1e3, busy * 1e3, request.batches, request.make_s * 1e3
+    )
 
 
 def _union(spans: Iterable[tuple[float, float]]) -> float:

@@ -22,7 +22,7 @@ import numpy as np
 from attnserve.models.tokenizer import Encoding
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
 from service.engine.answer import Answer
-from service.engine.batcher import Batcher, Outcome, Ran, Row
+from service.engine.batcher import Batcher, BatchResult, RequestResult, Row
 from service.engine.model import Model, TextTask
 from service.errors import DeadlineExceeded, NotFound, NotReady, Overloaded, TooLarge
 from service.metrics import Metrics, ModelMetrics
@@ -88,8 +88,8 @@ class Engine:
             max_wait_ms=settings.max_wait_ms,
             max_queue=settings.max_queue,
             concurrency=settings.concurrency,
-            ran=self.metrics.ran,
-            failed=self._failed,
+            on_batch=self.metrics.ran,
+            on_failure=self._failed,
         )
         self._reload = reload
         self._in_flight = 0
@@ -345,7 +345,7 @@ class Engine:
             for at in range(ids.shape[0])
         ]
 
-    def _run(self, key: Hashable, payloads: list[Any]) -> Ran:
+    def _run(self, key: Hashable, payloads: list[Any]) -> BatchResult:
         """Run one batch, in a worker."""
         assert isinstance(key, tuple)
         model, started = self.model, perf_counter_ns()
@@ -373,7 +373,7 @@ class Engine:
             results = model.vectors(key[0], inputs, output)[: len(payloads)]  # type: ignore[assignment]
         macs = self._macs_of(inputs)
         ended = perf_counter_ns()
-        return Ran(results, macs, ready - started, ran - ready, ended - ran)
+        return BatchResult(results, macs, ready - started, ran - ready, ended - ran)
 
     def _macs_of(self, inputs: Mapping[str, np.ndarray]) -> int | None:
         shapes = tuple((name, array.shape) for name, array in inputs.items())
@@ -386,17 +386,17 @@ class Engine:
     def _answer(
         self,
         outputs: dict[str, np.ndarray],
-        outcome: Outcome,
+        outcome: RequestResult,
         *,
         tokens: int,
         padded: int,
     ) -> Answer:
         macs: int | None = 0
         for batch, count in outcome.batches:
-            if batch.ran.macs is None or macs is None:
+            if batch.result.macs is None or macs is None:
                 macs = None
             else:
-                macs += batch.ran.macs * count // batch.rows
+                macs += batch.result.macs * count // batch.rows
         return Answer(
             outputs=outputs,
             queue_ms=outcome.queue_ms,
@@ -477,9 +477,9 @@ class Engine:
                 log.error("%s version %s: %s", self.name, self.version, self._broken)
 
 
-def _add_stages(stages: dict[str, int], outcome: Outcome, *, output_ns: int) -> None:
+def _add_stages(stages: dict[str, int], outcome: RequestResult, *, output_ns: int) -> None:
     """Nanoseconds of one request, by stage of the v2 protocol."""
-    runs = [batch.ran for batch, _ in outcome.batches]
+    runs = [batch.result for batch, _ in outcome.batches]
     stages["queue"] = int(outcome.queue_ms * 1e6)
     stages["compute_input"] = int(outcome.make_ms * 1e6) + sum(ran.input_ns for ran in runs)
     stages["compute_infer"] = sum(ran.infer_ns for ran in runs)

@@ -30,9 +30,9 @@ from typing import Any
 from attnserve.models.artifact import Artifact, load_model, open_artifact, sha256
 from attnserve.runtime.session import Provider, external_files, weight_bytes
 from graph_passes.errors import AttnserveError, InvalidArgument, InvalidModel, MissingExtra
-from service.engine.model import AS_IT_IS, Model
+from service.engine.model import NOT_REWRITTEN, Model
 
-__all__ = ["Proven", "Prover", "environment", "python"]
+__all__ = ["CheckResult", "IsolationChecker", "environment", "python"]
 
 COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "attnserve.json", "config.json")
 """What decides, beside the model, how it is served."""
@@ -77,7 +77,7 @@ MOST_BYTES = 1_000_000_000
 
 
 @dataclass(frozen=True)
-class Proven:
+class CheckResult:
     """A model that may be loaded.
 
     Attributes:
@@ -88,16 +88,16 @@ class Proven:
 
     identity: str
     rewritten: Path | None = None
-    operators: Mapping[str, Any] = field(default_factory=lambda: AS_IT_IS)
+    operators: Mapping[str, Any] = field(default_factory=lambda: NOT_REWRITTEN)
 
 
 @dataclass(frozen=True)
-class _Proof:
+class _Checked:
     """What else a model was made of when it ran: the files of its external data."""
 
     external: tuple[tuple[Path, str], ...]
     rewritten: Path | None = None
-    operators: Mapping[str, Any] = field(default_factory=lambda: AS_IT_IS)
+    operators: Mapping[str, Any] = field(default_factory=lambda: NOT_REWRITTEN)
 
     @property
     def holds(self) -> bool:
@@ -107,7 +107,7 @@ class _Proof:
         )
 
 
-class Prover:
+class IsolationChecker:
     """Tries models in a process of their own, each content once.
 
     Args:
@@ -115,7 +115,7 @@ class Prover:
         timeout_s: How long a model may take to load and run.
         rewrite: Whether to look for faster operators that compute the same.
         folder: Where rewritten models lie, made where it is missing; it belongs to the caller. None
-            makes one that goes with the prover.
+            makes one that goes with the checker.
         in_use: The identities of what is loaded: the files of others are taken away before another
             is written.
     """
@@ -132,9 +132,9 @@ class Prover:
     ) -> None:
         self._provider, self._threads, self._timeout_s = provider, threads, timeout_s
         self._rewrite, self._folder, self._in_use = rewrite, folder, in_use
-        self._proofs: dict[str, _Proof] = {}
+        self._checked: dict[str, _Checked] = {}
 
-    def prove(self, artifact: Artifact) -> Proven:
+    def check(self, artifact: Artifact) -> CheckResult:
         """What may be loaded, once ``artifact`` has run in a child.
 
         Raises:
@@ -142,13 +142,13 @@ class Prover:
             InvalidArgument: The provider is not available here.
         """
         content = self._content(artifact)
-        proof = self._proofs.get(content)
+        proof = self._checked.get(content)
         if proof is None or not proof.holds:
             self._tidy()
-            proof = self._proofs[content] = self._try(artifact, content)
-        return Proven(self._identity(content, proof), proof.rewritten, proof.operators)
+            proof = self._checked[content] = self._try(artifact, content)
+        return CheckResult(self._identity(content, proof), proof.rewritten, proof.operators)
 
-    def identify(self, artifact: Artifact) -> Proven:
+    def identify(self, artifact: Artifact) -> CheckResult:
         """The same without a proof, and as it is: for models that are trusted.
 
         Raises:
@@ -156,35 +156,35 @@ class Prover:
         """
         content = self._content(artifact)
         external = sorted(external_files(load_model(artifact)))
-        proof = _Proof(tuple((path, _sha256(path)) for path in external))
-        return Proven(
+        proof = _Checked(tuple((path, _sha256(path)) for path in external))
+        return CheckResult(
             self._identity(content, proof), None, {"rewritten": False, "why": "it is not probed"}
         )
 
-    def proofs(self) -> dict[str, dict[str, Any]]:
-        """What has passed, as JSON, for a prover in another process to ``learn``."""
+    def export_results(self) -> dict[str, dict[str, Any]]:
+        """What has passed, as JSON, for a prover in another process to ``import_results``."""
         return {
             content: {
                 "external": [(str(path), checksum) for path, checksum in proof.external],
                 "rewritten": None if proof.rewritten is None else str(proof.rewritten),
                 "operators": dict(proof.operators),
             }
-            for content, proof in self._proofs.items()
+            for content, proof in self._checked.items()
         }
 
-    def learn(self, proofs: Mapping[str, Mapping[str, Any]]) -> None:
+    def import_results(self, proofs: Mapping[str, Mapping[str, Any]]) -> None:
         """Trust what another prover of the same settings has tried."""
         for content, told in proofs.items():
             external = tuple((Path(path), checksum) for path, checksum in told["external"])
             rewritten = None if told["rewritten"] is None else Path(told["rewritten"])
-            self._proofs.setdefault(content, _Proof(external, rewritten, told["operators"]))
+            self._checked.setdefault(content, _Checked(external, rewritten, told["operators"]))
 
     def _tidy(self) -> None:
         """Take away the rewritten models of what is not loaded any more."""
         in_use = self._in_use()
         if in_use is None:  # others are being loaded just now
             return
-        for content, proof in list(self._proofs.items()):
+        for content, proof in list(self._checked.items()):
             if proof.rewritten is not None and self._identity(content, proof) not in in_use:
                 proof.rewritten.unlink(missing_ok=True)
 
@@ -196,13 +196,13 @@ class Prover:
             digest.update(f" {name} {path and _sha256(path)}".encode())
         return digest.hexdigest()
 
-    def _identity(self, content: str, proof: _Proof) -> str:
+    def _identity(self, content: str, proof: _Checked) -> str:
         digest = hashlib.sha256(content.encode())
         for path, checksum in proof.external:
             digest.update(f" {path.name} {checksum}".encode())
         return digest.hexdigest()
 
-    def _try(self, artifact: Artifact, content: str) -> _Proof:
+    def _try(self, artifact: Artifact, content: str) -> _Checked:
         new = self._room(content) if self._rewrite else None
         told, operators = self._ask(artifact, new)
         external = tuple((Path(path), _sha256(Path(path))) for path in told["external"])
@@ -211,7 +211,7 @@ class Prover:
             rewritten = new.replace(new.with_suffix(".onnx"))
         elif new is not None:
             new.unlink(missing_ok=True)
-        return _Proof(external, rewritten, operators)
+        return _Checked(external, rewritten, operators)
 
     def _room(self, content: str) -> Path | None:
         """Where the child may write the rewritten model; None where nobody can write."""
@@ -229,7 +229,7 @@ class Prover:
         """What the child says of the model, and of its rewriting to ``new``.
 
         Raises:
-            InvalidModel, InvalidArgument: See ``prove``.
+            InvalidModel, InvalidArgument: See ``check``.
         """
         name, asked = artifact.model, {
             "model": str(artifact.model),
@@ -268,7 +268,7 @@ class Prover:
         if "error" in told:
             raise TOLD.get(told["error"], InvalidModel)(told["what"], told["fix"])
         if not self._rewrite:
-            return told, dict(AS_IT_IS)
+            return told, dict(NOT_REWRITTEN)
         why = "there is no folder for it"
         if new is not None:
             late = code is None or code == -getattr(signal, "SIGALRM", 0)

@@ -32,11 +32,11 @@ from graph_passes.analysis.cost import model_cost
 from graph_passes.errors import AttnserveError, CheckFailed, InvalidData, InvalidModel
 from service.errors import ModelFailed, NotFound, OutOfMemory
 
-__all__ = ["AS_IT_IS", "Model", "Tensor", "TextTask"]
+__all__ = ["NOT_REWRITTEN", "Model", "Tensor", "TextTask"]
 
 TextTask = Literal["embed", "classify"]
 
-AS_IT_IS: Mapping[str, Any] = {"rewritten": False, "why": "rewriting is switched off"}
+NOT_REWRITTEN: Mapping[str, Any] = {"rewritten": False, "why": "rewriting is switched off"}
 """Of a model that runs in the operators it was exported in."""
 
 DTYPES: Mapping[str, np.dtype[Any]] = {
@@ -113,7 +113,7 @@ class Model:
         cuda_graphs: int = 0,
         at_once: int = 1,
         graph: Path | None = None,
-        operators: Mapping[str, Any] = AS_IT_IS,
+        operators: Mapping[str, Any] = NOT_REWRITTEN,
     ) -> None:
         self.artifact = artifact
         self.operators = operators

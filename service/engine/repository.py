@@ -21,7 +21,7 @@ from attnserve.models.artifact import Artifact, check_files, open_artifact
 from graph_passes.errors import AttnserveError, InvalidModel
 from service.engine.device import on_device
 from service.engine.engine import Engine
-from service.engine.isolation import Proven, Prover
+from service.engine.isolation import CheckResult, IsolationChecker
 from service.engine.model import Model
 from service.errors import NotFound, NotReady, UnknownModel
 from service.metrics import Metrics
@@ -70,7 +70,7 @@ class Repository:
         self.metrics = metrics or Metrics()
         self.metrics.watch = self._watch
         self.draining = False
-        self._prover = Prover(
+        self._checker = IsolationChecker(
             provider=settings.provider,
             threads=settings.threads,
             timeout_s=settings.probe_timeout_s,
@@ -329,34 +329,34 @@ class Repository:
         before = _state(artifact)
         check_files(artifact)
         trusted = not self.settings.probe
-        proven = (self._prover.identify if trusted else self._prover.prove)(artifact)
-        content = proven.identity
+        checked = (self._checker.identify if trusted else self._checker.check)(artifact)
+        content = checked.identity
         current = self._engines.get(name, {}).get(version)
         unchanged = current is not None and self._contents.get(current) == content
         if unchanged and not anyway and current is not None and current.ready:
             return content, None
-        model = self._open(artifact, name, version, proven)
+        model = self._open(artifact, name, version, checked)
         if _state(artifact) != before:
             model.close()
             raise InvalidModel(f"{artifact.model}: changed while it was loaded", "load it again")
         return content, model
 
-    def _open(self, artifact: Artifact, name: str, version: str, proven: Proven) -> Model:
-        """A warm model in the operators that were proven; as it is where these fail here.
+    def _open(self, artifact: Artifact, name: str, version: str, checked: CheckResult) -> Model:
+        """A warm model in the operators that were verified; as it is where these fail here.
 
         Raises:
             AttnserveError: It cannot be loaded as it is.
         """
         model: Model | None = None
-        if proven.rewritten is not None:
+        if checked.rewritten is not None:
             try:
-                model = self._warm(artifact, name, version, proven)
+                model = self._warm(artifact, name, version, checked)
             except AttnserveError as error:  # somebody cleaned up, or there is no memory now
                 why = {"rewritten": False, "why": error.what}
-                proven = replace(proven, rewritten=None, operators=why)
-        return model or self._warm(artifact, name, version, proven)
+                checked = replace(checked, rewritten=None, operators=why)
+        return model or self._warm(artifact, name, version, checked)
 
-    def _warm(self, artifact: Artifact, name: str, version: str, proven: Proven) -> Model:
+    def _warm(self, artifact: Artifact, name: str, version: str, checked: CheckResult) -> Model:
         model = Model(
             artifact,
             name=name,
@@ -366,8 +366,8 @@ class Repository:
             cuda=self.settings.cuda,
             cuda_graphs=self.settings.cuda_graphs,
             at_once=self.settings.concurrency,
-            graph=proven.rewritten,
-            operators=proven.operators,
+            graph=checked.rewritten,
+            operators=checked.operators,
         )
         model.warm_up()
         return model

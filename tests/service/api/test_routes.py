@@ -23,7 +23,7 @@ from starlette.testclient import TestClient
 
 import service
 from graph_passes.errors import InvalidArgument
-from service.api.routes import unless_gone
+from service.api.routes import cancel_on_disconnect
 from service.app import create_app
 from service.auth import read_keys
 from service.engine.model import Model
@@ -377,7 +377,7 @@ def server(model: Path, **environment: str) -> Iterator[tuple[str, subprocess.Po
     program = (
         "import time, sys\n"
         "from pathlib import Path\n"
-        "from service import model\n"
+        "from service.engine import model\n"
         "from service.app import serve\n"
         "from service.settings import Settings\n"
         "run = model.Model.run\n"
@@ -493,7 +493,7 @@ def test_what_a_client_waits_for_is_its_own() -> None:
         return 5
 
     async def script() -> None:
-        assert await unless_gone(asked(for_ever), work()) == 5
+        assert await cancel_on_disconnect(asked(for_ever), work()) == 5
         await asyncio.sleep(0)
         assert len(asyncio.all_tasks()) == 1  # nobody watches any more
 
@@ -512,7 +512,7 @@ def test_a_client_that_leaves_as_its_answer_is_ready_cancels_nothing_else() -> N
         return 5
 
     async def script() -> None:
-        assert await unless_gone(asked(leave), work()) == 5
+        assert await cancel_on_disconnect(asked(leave), work()) == 5
         for _ in range(5):
             await asyncio.sleep(0)  # the answer is on its way
 
@@ -534,11 +534,11 @@ def test_work_is_cancelled_for_a_client_that_left_and_nobody_else() -> None:
 
     async def script() -> None:
         with pytest.raises(ClientGone, match="hung up before its answer"):
-            await unless_gone(asked(leave), work("left"))
+            await cancel_on_disconnect(asked(leave), work("left"))
         task = asyncio.current_task()
         assert task is not None and task.cancelling() == 0
         # A server that stops is no client that left.
-        stopped = asyncio.ensure_future(unless_gone(asked(for_ever), work("stopped")))
+        stopped = asyncio.ensure_future(cancel_on_disconnect(asked(for_ever), work("stopped")))
         await asyncio.sleep(0.01)
         stopped.cancel()
         with pytest.raises(asyncio.CancelledError):

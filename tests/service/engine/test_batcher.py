@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.engine.batcher import Batch, Batcher, Queue, Ran, Row
+from service.engine.batcher import Batch, Batcher, BatchResult, Queue, Row
 from service.errors import DeadlineExceeded, ModelFailed, NotReady, OutOfMemory, Overloaded
 
 LENGTHS = st.integers(1, 40)
@@ -133,8 +133,8 @@ def test_laws_of_every_queue(
 # -- requests -------------------------------------------------------------------------------------
 
 
-def echo(key: Hashable, payloads: list[Any]) -> Ran:
-    return Ran([(key, payload) for payload in payloads])
+def echo(key: Hashable, payloads: list[Any]) -> BatchResult:
+    return BatchResult([(key, payload) for payload in payloads])
 
 
 class Gate:
@@ -144,7 +144,7 @@ class Gate:
         self.ran: list[list[Any]] = []
         self.go = threading.Event()
 
-    def __call__(self, key: Hashable, payloads: list[Any]) -> Ran:
+    def __call__(self, key: Hashable, payloads: list[Any]) -> BatchResult:
         self.ran.append(payloads)
         assert self.go.wait(10)
         return echo(key, payloads)
@@ -192,7 +192,7 @@ def test_results_return_to_their_own_request(
             assert outcome.queue_ms >= 0 and outcome.compute_ms > 0
 
     batches: list[Batch] = []
-    play(script, budget=budget, concurrency=concurrency, ran=batches.append)
+    play(script, budget=budget, concurrency=concurrency, on_batch=batches.append)
     assert sum(batch.rows for batch in batches) == sum(map(len, requests))
     assert sum(batch.tokens for batch in batches) == sum(map(sum, requests))
 
@@ -213,7 +213,7 @@ def test_what_waits_forms_batches_by_itself() -> None:
 def test_a_wait_fills_a_batch_and_has_a_bound() -> None:
     ran: list[list[Any]] = []
 
-    def run(key: Hashable, payloads: list[Any]) -> Ran:
+    def run(key: Hashable, payloads: list[Any]) -> BatchResult:
         ran.append(payloads)
         return echo(key, payloads)
 
@@ -305,7 +305,7 @@ def test_who_asks_at_the_same_time_shares_a_batch() -> None:
     ran: list[list[Any]] = []
     making = threading.Event()
 
-    def run(key: Hashable, payloads: list[Any]) -> Ran:
+    def run(key: Hashable, payloads: list[Any]) -> BatchResult:
         ran.append(payloads)
         return echo(key, payloads)
 
@@ -328,7 +328,7 @@ def test_the_time_of_making_is_told_apart() -> None:
         threading.Event().wait(0.05)
         return rows(1)
 
-    def run(key: Hashable, payloads: list[Any]) -> Ran:
+    def run(key: Hashable, payloads: list[Any]) -> BatchResult:
         threading.Event().wait(0.1)
         return echo(key, payloads)
 
@@ -355,7 +355,7 @@ def test_what_cannot_be_made_is_its_own_error(brief: bool) -> None:
         outcome = await batcher.submit_from(lambda: rows(1), 1, brief=brief)  # the slot is free
         assert outcome.results == [("text", 1)]
 
-    play(script, failed=failed.append)
+    play(script, on_failure=failed.append)
     assert failed == []
 
 
@@ -376,12 +376,12 @@ def test_submit_from_make_panics_request_fails_and_slot_is_free(brief: bool) -> 
         outcome = await batcher.submit_from(lambda: rows(1), 1, brief=brief)
         assert outcome.results == [("text", 1)]
 
-    play(script, failed=failed.append)
+    play(script, on_failure=failed.append)
     assert failed == []
 
 
 def test_submit_run_panics_request_fails_and_slot_is_free() -> None:
-    def run(key: Hashable, payloads: list[Any]) -> Ran:
+    def run(key: Hashable, payloads: list[Any]) -> BatchResult:
         if "bad" in payloads:
             raise Panic("of its own")
         return echo(key, payloads)
@@ -393,7 +393,7 @@ def test_submit_run_panics_request_fails_and_slot_is_free() -> None:
             await batcher.submit(rows("bad"))
         assert (await batcher.submit(rows("good"))).results == [("text", "good")]
 
-    play(script, run, failed=failed.append)
+    play(script, run, on_failure=failed.append)
     assert [type(error) for error in failed] == [ModelFailed]
 
 
@@ -415,7 +415,7 @@ def test_what_nobody_waits_for_when_it_is_made_is_never_computed(brief: bool, wh
     ran: list[list[Any]] = []
     making = threading.Event()
 
-    def run(key: Hashable, payloads: list[Any]) -> Ran:
+    def run(key: Hashable, payloads: list[Any]) -> BatchResult:
         ran.append(payloads)
         return echo(key, payloads)
 
@@ -486,7 +486,7 @@ def test_a_deadline_that_passes_while_it_waits_is_never_computed() -> None:
 def test_what_would_be_answered_too_late_is_not_begun() -> None:
     ran: list[Any] = []
 
-    def slow(key: Hashable, payloads: list[Any]) -> Ran:
+    def slow(key: Hashable, payloads: list[Any]) -> BatchResult:
         ran.extend(payloads)
         threading.Event().wait(0.2)
         return echo(key, payloads)
@@ -528,7 +528,7 @@ def test_what_is_cancelled_leaves_the_queue() -> None:
 def test_a_request_fails_for_its_own_rows_only() -> None:
     gate = Gate()
 
-    def picky(key: Hashable, payloads: list[Any]) -> Ran:
+    def picky(key: Hashable, payloads: list[Any]) -> BatchResult:
         gate(key, payloads)
         if "bad" in payloads:
             raise ValueError("bad")
@@ -555,7 +555,7 @@ def test_a_request_fails_for_its_own_rows_only() -> None:
 def test_what_is_not_the_requests_fault_is_reported() -> None:
     told: list[NotReady] = []
 
-    def broken(key: Hashable, payloads: list[Any]) -> Ran:
+    def broken(key: Hashable, payloads: list[Any]) -> BatchResult:
         raise OutOfMemory("no memory")
 
     async def script(batcher: Batcher) -> None:
@@ -571,13 +571,13 @@ def test_what_is_not_the_requests_fault_is_reported() -> None:
         with pytest.raises(NotReady, match="not now"):
             await waiting
 
-    play(script, broken, failed=told.append)
+    play(script, broken, on_failure=told.append)
 
 
 def test_runs_at_once() -> None:
     together = threading.Barrier(3, timeout=10)
 
-    def run(key: Hashable, payloads: list[Any]) -> Ran:
+    def run(key: Hashable, payloads: list[Any]) -> BatchResult:
         together.wait()
         return echo(key, payloads)
 

@@ -21,7 +21,7 @@ from attnserve.models.artifact import open_artifact
 from service.api.triton import configuration
 from service.dashboard.stats import card
 from service.engine import isolation as probe
-from service.engine.isolation import Proven, Prover
+from service.engine.isolation import CheckResult, IsolationChecker
 from service.engine.repository import Repository, say_operators
 from service.settings import Settings
 from tests.service.tiny import write_encoder
@@ -62,9 +62,9 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Child:
     return choose
 
 
-def prover(folder: Path | None = None, **given: Any) -> Prover:
+def checker(folder: Path | None = None, **given: Any) -> IsolationChecker:
     chosen = {"provider": "cpu", "threads": 1, "timeout_s": 60, "rewrite": True, **given}
-    return Prover(folder=folder, **chosen)
+    return IsolationChecker(folder=folder, **chosen)
 
 
 def served(path: Path, **settings: Any) -> Mapping[str, Any]:
@@ -117,9 +117,9 @@ def test_a_model_that_is_not_probed_is_not_rewritten(bert: Path) -> None:
 
 def test_switched_off_nothing_is_tried(bert: Path, child: Child, tmp_path: Path) -> None:
     child("lossless.rewrite_exactly = None")
-    one = prover(tmp_path / "rewritten", rewrite=False)
-    assert one.prove(open_artifact(bert)) == Proven(
-        one.identify(open_artifact(bert)).identity, None, probe.AS_IT_IS
+    one = checker(tmp_path / "rewritten", rewrite=False)
+    assert one.check(open_artifact(bert)) == CheckResult(
+        one.identify(open_artifact(bert)).identity, None, probe.NOT_REWRITTEN
     )
     assert not (tmp_path / "rewritten").exists()
 
@@ -128,23 +128,23 @@ def test_it_is_written_once_where_nobody_else_can_look(
     bert: Path, child: Child, tmp_path: Path
 ) -> None:
     folder = tmp_path / "rewritten"
-    one = prover(folder)
-    found = one.prove(open_artifact(bert))
+    one = checker(folder)
+    found = one.check(open_artifact(bert))
     assert found.rewritten is not None and list(folder.iterdir()) == [found.rewritten]
     assert folder.stat().st_mode & 0o077 == 0
     assert found.identity == one.identify(open_artifact(bert)).identity
     child("raise SystemExit(5)")
-    assert one.prove(open_artifact(bert)) == found
+    assert one.check(open_artifact(bert)) == found
     # What one worker has found the others are told, as JSON.
-    other = prover(folder)
-    other.learn(json.loads(json.dumps(one.proofs())))
-    assert other.prove(open_artifact(bert)) == found
+    other = checker(folder)
+    other.import_results(json.loads(json.dumps(one.export_results())))
+    assert other.check(open_artifact(bert)) == found
 
 
 @pytest.mark.usefixtures("child")
-def test_a_folder_of_its_own_goes_with_the_prover(bert: Path) -> None:
-    one = prover()
-    path = one.prove(open_artifact(bert)).rewritten
+def test_a_folder_of_its_own_goes_with_the_checker(bert: Path) -> None:
+    one = checker()
+    path = one.check(open_artifact(bert)).rewritten
     assert path is not None and path.is_file()
     del one
     assert not path.parent.exists()
@@ -152,27 +152,27 @@ def test_a_folder_of_its_own_goes_with_the_prover(bert: Path) -> None:
 
 @pytest.mark.usefixtures("child")
 def test_what_was_cleaned_away_is_written_again(bert: Path, tmp_path: Path) -> None:
-    one = prover(tmp_path / "rewritten")
-    first = one.prove(open_artifact(bert)).rewritten
+    one = checker(tmp_path / "rewritten")
+    first = one.check(open_artifact(bert)).rewritten
     assert first is not None
     first.unlink()
-    assert one.prove(open_artifact(bert)).rewritten == first and first.is_file()
+    assert one.check(open_artifact(bert)).rewritten == first and first.is_file()
 
 
 @pytest.mark.parametrize("used", [True, False])
 @pytest.mark.usefixtures("child")
 def test_files_of_what_is_loaded_stay_and_others_go(bert: Path, tmp_path: Path, used: bool) -> None:
     loaded: set[str] | None = set()
-    one = prover(tmp_path / "rewritten", in_use=lambda: loaded)
-    first = one.prove(open_artifact(bert))
+    one = checker(tmp_path / "rewritten", in_use=lambda: loaded)
+    first = one.check(open_artifact(bert))
     assert first.rewritten is not None
     if used:
         loaded.add(first.identity)
-    one.prove(open_artifact(write_encoder(tmp_path / "other")))
+    one.check(open_artifact(write_encoder(tmp_path / "other")))
     assert first.rewritten.exists() is used
     loaded = None  # others are on their way
     write_encoder(tmp_path / "third", max_length=7)
-    one.prove(open_artifact(tmp_path / "third"))
+    one.check(open_artifact(tmp_path / "third"))
     assert first.rewritten.exists() is used
 
 
@@ -196,7 +196,7 @@ def test_whatever_its_rewriting_does_the_model_is_served_as_it_is(
 ) -> None:
     more, why = BREAKS[way]
     child(more)
-    found = prover(tmp_path / "rewritten").prove(open_artifact(bert))
+    found = checker(tmp_path / "rewritten").check(open_artifact(bert))
     assert found.rewritten is None and found.operators["rewritten"] is False
     assert why in found.operators["why"]
     assert list((tmp_path / "rewritten").iterdir()) == []
@@ -206,7 +206,7 @@ def test_a_probe_that_runs_out_of_time_in_its_rewriting_has_proven_the_model(
     bert: Path, child: Child, tmp_path: Path
 ) -> None:
     child("import time; lossless.rewrite_exactly = lambda *a, **k: time.sleep(60)")
-    found = prover(tmp_path / "rewritten", timeout_s=12).prove(open_artifact(bert))
+    found = checker(tmp_path / "rewritten", timeout_s=12).check(open_artifact(bert))
     assert found.operators == {"rewritten": False, "why": "it took too long"}
 
 
@@ -215,15 +215,15 @@ def test_a_file_that_does_not_load_is_not_served(
     bert: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO", "attnserve")
-    prove = Prover.prove
+    prove = IsolationChecker.check
 
-    def truncated(self: Prover, artifact: Any) -> Proven:
+    def truncated(self: IsolationChecker, artifact: Any) -> CheckResult:
         found = prove(self, artifact)
         assert found.rewritten is not None
         found.rewritten.write_bytes(found.rewritten.read_bytes()[:1000])
         return found
 
-    monkeypatch.setattr(Prover, "prove", truncated)
+    monkeypatch.setattr(IsolationChecker, "check", truncated)
     told = served(bert)
     assert told["rewritten"] is False and "ONNX Runtime refuses the graph" in told["why"]
     assert "bert runs as it is: " in caplog.text
@@ -245,7 +245,7 @@ def test_what_is_left_as_it_is(
         child("service.engine.isolation.MOST_BYTES = 1")
     else:
         model = write_encoder(tmp_path / "m")
-    found = prover(tmp_path / "rewritten").prove(open_artifact(model))
+    found = checker(tmp_path / "rewritten").check(open_artifact(model))
     assert found.rewritten is None and why in found.operators["why"]
 
 
@@ -265,7 +265,7 @@ def test_what_was_optimized_by_hand_is_served_in_faster_operators_too(
 def test_where_nobody_can_write_models_are_served_as_they_are(child: Child, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     artifact = open_artifact(write_encoder(tmp_path / "m"))
-    found = prover(tmp_path / "file" / "rewritten").prove(artifact)
+    found = checker(tmp_path / "file" / "rewritten").check(artifact)
     assert found.operators == {"rewritten": False, "why": "there is no folder for it"}
 
 
@@ -332,5 +332,5 @@ def test_prove_model_folder_with_python_files_executes_none(
     (folder / "random.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.chdir(folder)
-    prover(rewrite=False).prove(open_artifact(Path()))
+    checker(rewrite=False).check(open_artifact(Path()))
     assert not (tmp_path / "executed").exists()
