@@ -17,13 +17,12 @@ from fastapi import APIRouter, Request, Response
 from attnserve import __version__
 from graph_passes.errors import InvalidData
 from service.api.routes import (
-    accepts,
+    JsonRoute,
     acquire_engine,
     cancel_on_disconnect,
     deadline,
     get_engine,
     json_response,
-    parse_json,
     read_body,
     respond,
 )
@@ -56,25 +55,38 @@ EXTENSIONS = (
 BINARY = {"schema": {"type": "string", "format": "binary"}}
 """A body of JSON and raw tensors."""
 
-INFER: dict[str, Any] = accepts(InferRequest) | {
+INFER: dict[str, Any] = {
     "response_model": InferResponse,
     "responses": {200: {"content": {"application/octet-stream": BINARY}}},
+    "openapi_extra": {
+        "requestBody": {"content": {"application/octet-stream": BINARY}},
+        "parameters": [
+            {
+                "name": "Inference-Header-Content-Length",
+                "in": "header",
+                "required": False,
+                "schema": {"type": "integer", "minimum": 0},
+                "description": "Bytes of JSON at the start of the body, if raw tensors follow it.",
+            }
+        ],
+    },
 }
-INFER["openapi_extra"]["requestBody"]["content"]["application/octet-stream"] = BINARY
-INFER["openapi_extra"]["parameters"] = [
-    {
-        "name": "Inference-Header-Content-Length",
-        "in": "header",
-        "required": False,
-        "schema": {"type": "integer", "minimum": 0},
-        "description": "Bytes of JSON at the start of the body, where raw tensors follow it.",
-    }
-]
 
 MODEL_READY: dict[str, Any] = {
     "response_model": ModelReady,
     "responses": {503: {"model": ModelReady}},
 }
+
+
+class InferRoute(JsonRoute):
+    """A route whose JSON may be followed by raw tensors, which go to ``request.state.raw``."""
+
+    async def read(self, request: Request) -> memoryview:
+        get_engine(request, **request.path_params)  # an unknown model: the body is not read
+        length = request.headers.get(HEADER_LENGTH)
+        head, request.state.raw = split(await read_body(request), length)
+        return head
+
 
 router = APIRouter(prefix="/v2", tags=["Open Inference Protocol v2"])
 
@@ -123,17 +135,11 @@ async def model_ready(request: Request, name: str) -> Response:
     return json_response({"name": engine.name, "ready": is_ready}, 200 if is_ready else 503)
 
 
-@router.post("/models/{name}/infer", **INFER)
-@router.post("/models/{name}/versions/{version}/infer", **INFER)
-async def infer(request: Request, name: str) -> Response:
+async def infer(request: Request, name: str, body: InferRequest) -> Response:
     """Run the model on tensors. What the answer cost is in its headers and its parameters."""
-    version = request.path_params.get("version")
-    get_engine(request, name, version)
-    head, raw = split(await read_body(request), request.headers.get(HEADER_LENGTH))
-    body = parse_json(head, InferRequest)
     _refuse_unserved(body)
-    inputs = decode_all(body.inputs, raw)
-    engine = acquire_engine(request, name, version)
+    inputs = decode_all(body.inputs, request.state.raw)
+    engine = acquire_engine(request, name, request.path_params.get("version"))
     answer = await cancel_on_disconnect(
         request,
         engine.infer(
@@ -155,6 +161,10 @@ async def infer(request: Request, name: str) -> Response:
 
     outputs, raw_outputs = encode_all(answer.outputs, _binary_outputs(body, answer.outputs))
     return respond(request, engine, answer, outputs, envelope, raw_outputs)
+
+
+for path in ("/models/{name}/infer", "/models/{name}/versions/{version}/infer"):
+    router.add_api_route(path, infer, methods=["POST"], route_class_override=InferRoute, **INFER)
 
 
 def _describe(tensors: Sequence[Tensor]) -> list[dict[str, Any]]:

@@ -18,13 +18,12 @@ from fastapi import APIRouter, Request, Response
 
 from graph_passes.errors import InvalidArgument, InvalidData
 from service.api.routes import (
-    accepts,
+    JsonRoute,
     acquire_engine,
     cancel_on_disconnect,
     deadline,
     get_engine,
     json_response,
-    parse_body,
     respond,
 )
 from service.api.schemas import (
@@ -49,6 +48,7 @@ ERRORS: dict[int, tuple[str, str | None]] = {
 router = APIRouter(
     prefix="/v1",
     tags=["OpenAI"],
+    route_class=JsonRoute,
     responses={"4XX": {"model": OpenAIError}, "5XX": {"model": OpenAIError}},
 )
 
@@ -70,14 +70,13 @@ def error_body(status: int, text: str, error: Exception | None) -> tuple[int, di
 ERROR_RENDERERS["/v1"] = error_body
 
 
-@router.post("/embeddings", response_model=EmbeddingsResponse, **accepts(EmbeddingsRequest))
-async def embeddings(request: Request) -> Response:
+@router.post("/embeddings", response_model=EmbeddingsResponse)
+async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
     """A vector for each text or list of token ids.
 
     ``dimensions`` is refused unless it is the model's own: a vector that was not trained for it is
     worth little when cut.
     """
-    body = await parse_body(request, EmbeddingsRequest)
     engine = acquire_engine(request, body.model)
     _check_dimensions(engine, body.dimensions, engine.model.outputs[0].axes)
     try:

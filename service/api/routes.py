@@ -9,18 +9,15 @@ import re
 import uuid
 import zlib
 from collections.abc import Callable, Coroutine, Sequence
-from inspect import signature
 from time import perf_counter
 from typing import Any, TypeVar
 from urllib.parse import quote
 
 import numpy as np
 import orjson
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
-from pydantic.json_schema import models_json_schema
-from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from graph_passes.errors import InvalidData
@@ -33,16 +30,13 @@ from service.settings import Settings
 from service.tracing import request_span
 
 __all__ = [
+    "JsonRoute",
     "ObserveRequests",
-    "accepts",
     "acquire_engine",
     "cancel_on_disconnect",
     "deadline",
-    "describe_bodies",
     "get_engine",
-    "include",
     "json_response",
-    "parse_body",
     "parse_json",
     "read_body",
     "record_cost",
@@ -101,7 +95,7 @@ def acquire_engine(request: Request, name: str | None = None, version: str | Non
 def deadline(request: Request) -> float:
     """When the answer must be there, on the clock of ``perf_counter``.
 
-    The time starts with the last byte of the body (``parse_body``).
+    The time starts with the last byte of the body (``read_body``).
 
     Raises:
         InvalidData: x-timeout-ms is no positive number, or above ``max_timeout_ms``.
@@ -167,17 +161,6 @@ def _unpacked(body: bytes | bytearray, encoding: str, limit: int) -> bytes | byt
     if not unpacker.eof or unpacker.unused_data:
         raise MalformedRequest(f"the body is not {encoding}: it ends too early or too late")
     return unpacked
-
-
-async def parse_body(request: Request, schema: type[B]) -> B:
-    """Read, parse and validate the body of ``request``, whatever its Content-Type says.
-
-    Raises:
-        TooLarge: See ``read_body``.
-        MalformedRequest: Not JSON, not UTF-8, or not unpacked.
-        InvalidField: JSON that does not fit ``schema``.
-    """
-    return parse_json(await read_body(request), schema)
 
 
 def parse_json(body: bytes | bytearray | memoryview, schema: type[B]) -> B:
@@ -273,63 +256,32 @@ def record_cost(
     return cost, headers
 
 
-def accepts(schema: type[BaseModel], *, required: bool = True) -> dict[str, Any]:
-    """What a route that calls ``parse_body`` tells the OpenAPI document."""
-    reference = {"$ref": f"#/components/schemas/{schema.__name__}"}
-    content = {"application/json": {"schema": reference}}
-    return {"openapi_extra": {"requestBody": {"required": required, "content": content}}}
+class JsonRoute(APIRoute):
+    """A route whose JSON body is read here and not by FastAPI.
 
-
-def include(app: FastAPI, *routers: APIRouter) -> None:
-    """Serve ``routers``, the first being looked through first.
-
-    FastAPI describes their routes, and Starlette answers them: an endpoint that reads its request
-    itself and makes its own response needs nothing of what FastAPI does around it (routers inside
-    of routers, parameters, exit stacks), which takes longer than all that is done here beside it.
+    The endpoint declares ``body: Schema``; FastAPI writes the schema into the OpenAPI document.
+    FastAPI's own reader does not unpack gzip, requires a Content-Type and parses with ``json``.
     """
-    for router in routers:
-        for route in router.routes:
-            assert isinstance(route, APIRoute)
-            app.router.routes.append(_Direct(route))
-    for router in routers:
-        app.include_router(router)
 
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        field = self.body_field
+        if field is None:
+            return super().get_route_handler()
+        schema, is_required = field.field_info.annotation, field.field_info.is_required()
+        assert isinstance(schema, type) and issubclass(schema, BaseModel)
+        path_parameters = [parameter.name for parameter in self.dependant.path_params]
 
-class _Direct(Route):
-    """The route of an endpoint that is given what its signature names, of its path and itself."""
+        async def handle(request: Request) -> Response:
+            content = await self.read(request)
+            body = schema() if not content and not is_required else parse_json(content, schema)
+            values = {name: request.path_params[name] for name in path_parameters}
+            return await self.endpoint(request=request, body=body, **values)
 
-    def __init__(self, described: APIRoute) -> None:
-        endpoint = described.endpoint
-        names = signature(endpoint).parameters.keys()
+        return handle
 
-        async def answer(request: Request) -> Response:
-            known = {**request.path_params, "request": request}
-            return await endpoint(**{name: known[name] for name in names})
-
-        super().__init__(described.path, answer)
-        # What has no description of its own, and is asked by many a load balancer.
-        self.methods = described.methods | ({"HEAD"} if "GET" in described.methods else set())
-
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        match, found = super().matches(scope)
-        found["route"] = self  # for the metrics, as FastAPI does
-        return match, found
-
-
-def describe_bodies(app: FastAPI, *schemas: type[BaseModel]) -> None:
-    """Add the ``schemas`` that routes accept to the OpenAPI document of ``app``."""
-    generate = app.openapi
-    _, definitions = models_json_schema(
-        [(schema, "validation") for schema in schemas],
-        ref_template="#/components/schemas/{model}",
-    )
-
-    def openapi() -> dict[str, Any]:
-        document = generate()
-        document["components"]["schemas"] |= definitions["$defs"]
-        return document
-
-    app.openapi = openapi
+    async def read(self, request: Request) -> bytes | bytearray | memoryview:
+        """Return the JSON text in the body of ``request``."""
+        return await read_body(request)
 
 
 class ObserveRequests:
@@ -354,6 +306,8 @@ class ObserveRequests:
         started, status = perf_counter(), 0
         engines: list[Engine] = []
         scope["attnserve.engines"] = engines
+        # FastAPI's GET routes refuse HEAD. The web server omits the body of the answer.
+        routed = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
 
         async def observed(message: Message) -> None:
             nonlocal status
@@ -364,7 +318,7 @@ class ObserveRequests:
 
         with request_span(scope) as finish:
             try:
-                await self._app(scope, receive, observed)
+                await self._app(routed, receive, observed)
             except Exception:
                 log.exception("request %s failed", request_id.decode())
                 if status:  # half an answer is out: the connection can only be dropped
@@ -375,7 +329,7 @@ class ObserveRequests:
                 for engine in engines:
                     engine.release()
                 # The route's pattern, not the path: a client must not make up series without end.
-                route = getattr(scope.get("route"), "path", "unknown")
+                route = getattr(routed.get("route"), "path", "unknown")
                 self._metrics.request(route, status)
                 finish(route, status)
                 if access.isEnabledFor(logging.INFO):

@@ -238,7 +238,7 @@ class ModelStatistics(Body):
 
 
 class IndexRequest(Body):
-    ready: bool = Field(False, description="Only what serves.")
+    ready: bool = Field(default=False, description="Only versions that are ready.")
 
 
 class IndexEntry(Body):

@@ -11,12 +11,11 @@ from fastapi import APIRouter, Request, Response
 
 from graph_passes.errors import InvalidData
 from service.api.routes import (
-    accepts,
+    JsonRoute,
     acquire_engine,
     cancel_on_disconnect,
     deadline,
     json_response,
-    parse_body,
     respond,
 )
 from service.api.schemas import (
@@ -34,16 +33,15 @@ from service.engine.engine import Engine
 
 __all__ = ["router"]
 
-router = APIRouter(tags=["Texts"])
+router = APIRouter(tags=["Texts"], route_class=JsonRoute)
 
 
-@router.post("/embed", response_model=EmbedResponse, **accepts(EmbedRequest))
-async def embed(request: Request) -> Response:
+@router.post("/embed", response_model=EmbedResponse)
+async def embed(request: Request, body: EmbedRequest) -> Response:
     """A vector for each text: tokenized, run, pooled and normalized as the artifact says.
 
     An empty text is a text: its special tokens have a vector.
     """
-    body = await parse_body(request, EmbedRequest)
     engine = acquire_engine(request, body.model, body.version)
     answer = await cancel_on_disconnect(
         request, engine.embed(body.inputs, truncate=body.truncate, deadline=deadline(request))
@@ -52,14 +50,13 @@ async def embed(request: Request) -> Response:
     return _told(request, engine, answer, "embeddings", answer.outputs["embeddings"])
 
 
-@router.post("/predict", response_model=PredictResponse, **accepts(PredictRequest))
-async def predict(request: Request) -> Response:
+@router.post("/predict", response_model=PredictResponse)
+async def predict(request: Request, body: PredictRequest) -> Response:
     """The classes of each text, the likeliest first.
 
     Scores are the softmax over the classes; of a single class, the sigmoid of its logit. Labels are
     those of ``id2label`` in attnserve.json or config.json, else the numbers of the classes.
     """
-    body = await parse_body(request, PredictRequest)
     engine = acquire_engine(request, body.model, body.version)
     answer = await cancel_on_disconnect(
         request, engine.classify(body.inputs, truncate=body.truncate, deadline=deadline(request))
@@ -76,10 +73,9 @@ async def predict(request: Request) -> Response:
     return _told(request, engine, answer, "predictions", predictions)
 
 
-@router.post("/similarity", response_model=SimilarityResponse, **accepts(SimilarityRequest))
-async def similarity(request: Request) -> Response:
+@router.post("/similarity", response_model=SimilarityResponse)
+async def similarity(request: Request, body: SimilarityRequest) -> Response:
     """The cosine between texts: of each pair, or of one text with each of many."""
-    body = await parse_body(request, SimilarityRequest)
     engine = acquire_engine(request, body.model, body.version)
     texts, left, right = _compared(body)
     answer = await cancel_on_disconnect(
@@ -92,10 +88,9 @@ async def similarity(request: Request) -> Response:
     return _told(request, engine, answer, "similarities", cosines)
 
 
-@router.post("/tokenize", response_model=TokenizeResponse, **accepts(TokenizeRequest))
-async def tokenize(request: Request) -> Response:
+@router.post("/tokenize", response_model=TokenizeResponse)
+async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """The token ids of each text, special tokens included; nothing is run."""
-    body = await parse_body(request, TokenizeRequest)
     engine = acquire_engine(request, body.model, body.version)
     encodings = await engine.tokenize(body.inputs, truncate=body.truncate)
     return json_response(

@@ -11,7 +11,7 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from graph_passes.errors import InvalidData
-from service.api.routes import accepts, get_engine, json_response, parse_json, read_body
+from service.api.routes import JsonRoute, get_engine, json_response
 from service.api.schemas import (
     IndexEntry,
     IndexRequest,
@@ -26,7 +26,7 @@ from service.engine.repository import Repository
 
 __all__ = ["router"]
 
-router = APIRouter(prefix="/v2", tags=["Triton's extensions of v2"])
+router = APIRouter(prefix="/v2", tags=["Triton's extensions of v2"], route_class=JsonRoute)
 
 
 @router.get("/models/stats", response_model=ModelStatistics)
@@ -61,15 +61,13 @@ async def model_config(request: Request, name: str) -> Response:
     )
 
 
-# Its body is optional.
-INDEX = accepts(IndexRequest, required=False)
-LOAD = accepts(RepositoryRequest, required=False)
+NO_FILTER = IndexRequest()
+NO_PARAMETERS = RepositoryRequest()
 
 
-@router.post("/repository/index", response_model=list[IndexEntry], **INDEX)
-async def index(request: Request) -> Response:
+@router.post("/repository/index", response_model=list[IndexEntry])
+async def index(request: Request, body: IndexRequest = NO_FILTER) -> Response:
     """Every version of every model, on disk or loaded; ``ready`` asks for those that serve."""
-    body = parse_json(await read_body(request) or b"{}", IndexRequest)
     repository: Repository = request.app.state.repository
     return json_response(
         [
@@ -85,13 +83,12 @@ async def index(request: Request) -> Response:
     )
 
 
-@router.post("/repository/models/{name}/load", response_class=Response, **LOAD)
-async def load(request: Request, name: str) -> Response:
+@router.post("/repository/models/{name}/load", response_class=Response)
+async def load(request: Request, name: str, body: RepositoryRequest = NO_PARAMETERS) -> Response:
     """Load what is on disk, in the place of what is loaded; it answers when it serves.
 
     Another configuration or other files cannot be sent along: what serves is what is on disk.
     """
-    body = parse_json(await read_body(request) or b"{}", RepositoryRequest)
     for key in body.parameters:
         if key == "config" or key.startswith("file:"):
             raise InvalidData(
@@ -102,13 +99,12 @@ async def load(request: Request, name: str) -> Response:
     return Response()
 
 
-@router.post("/repository/models/{name}/unload", response_class=Response, **LOAD)
-async def unload(request: Request, name: str) -> Response:
+@router.post("/repository/models/{name}/unload", response_class=Response)
+async def unload(request: Request, name: str, body: RepositoryRequest = NO_PARAMETERS) -> Response:
     """Take no more requests; those that were accepted are answered.
 
     No model here depends on another: ``unload_dependents`` changes nothing.
     """
-    body = parse_json(await read_body(request) or b"{}", RepositoryRequest)
     if not isinstance(body.parameters.get("unload_dependents", False), bool):
         raise InvalidData("parameters.unload_dependents: expected true or false")
     repository: Repository = request.app.state.repository
