@@ -93,7 +93,7 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
             expose_headers=["*"],
         )
     app.add_middleware(ObserveRequests, metrics=metrics)
-    install_handlers(app)
+    install_handlers(app, {"/v1": openai.render_error})
     told = APIRouter(tags=["Metrics"])
 
     @told.get("/metrics", response_class=Response)

@@ -35,9 +35,9 @@ from service.api.schemas import (
 )
 from service.engine.engine import Engine
 from service.engine.repository import Repository
-from service.errors import ERROR_RENDERERS, InvalidField, UnknownModel
+from service.errors import InvalidField, UnknownModel
 
-__all__ = ["error_body", "router"]
+__all__ = ["render_error", "router"]
 
 ERRORS: dict[int, tuple[str, str | None]] = {
     401: ("invalid_request_error", "invalid_api_key"),
@@ -53,8 +53,8 @@ router = APIRouter(
 )
 
 
-def error_body(status: int, text: str, error: Exception | None) -> tuple[int, dict[str, Any]]:
-    """(status, body) of an error below /v1; what cannot be processed (422) is a bad request."""
+def render_error(status: int, text: str, error: Exception | None) -> tuple[int, dict[str, Any]]:
+    """(status, body) of an error below /v1; OpenAI answers 400 where other routes answer 422."""
     kind, code = ERRORS.get(
         status, ("invalid_request_error" if status < 500 else "server_error", None)
     )
@@ -65,9 +65,6 @@ def error_body(status: int, text: str, error: Exception | None) -> tuple[int, di
         param = error.field or None
     body = {"message": text, "type": kind, "param": param, "code": code}
     return 400 if status == 422 else status, {"error": body}
-
-
-ERROR_RENDERERS["/v1"] = error_body
 
 
 @router.post("/embeddings", response_model=EmbeddingsResponse)

@@ -323,7 +323,7 @@ class ObserveRequests:
                 log.exception("request %s failed", request_id.decode())
                 if status:  # half an answer is out: the connection can only be dropped
                     raise
-                answer = error_response(scope["path"], 500, "internal error")
+                answer = error_response(scope, 500, "internal error")
                 await answer(scope, receive, observed)
             finally:
                 for engine in engines:
