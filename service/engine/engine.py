@@ -50,7 +50,7 @@ REASONS: Mapping[type[BaseException], str] = {
 }
 """Why a request has no answer, as the metrics say it."""
 
-BRIEF = 2000
+SHORT_CHARACTERS = 2000
 """Characters that are tokenized in about a millisecond: the thread that runs them does it, where it
 is free, which saves the ways between two threads and the loop."""
 
@@ -215,7 +215,7 @@ class Engine:
         self.model.require_tokenizer()
         self._check_texts(texts)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.batcher.maker, self._encode, texts, truncate)
+        return await loop.run_in_executor(self.batcher.prepare_pool, self._encode, texts, truncate)
 
     # -- life -------------------------------------------------------------------------------------
 
@@ -295,7 +295,7 @@ class Engine:
                 ]
 
             outcome = await self.batcher.submit_from(
-                rows, len(texts), deadline, brief=sum(map(len, texts)) <= BRIEF
+                rows, len(texts), deadline, is_short=sum(map(len, texts)) <= SHORT_CHARACTERS
             )
             started = perf_counter_ns()
             answer = self._answer(
@@ -400,7 +400,7 @@ class Engine:
         return Answer(
             outputs=outputs,
             queue_ms=outcome.queue_ms,
-            tokenize_ms=outcome.make_ms,
+            tokenize_ms=outcome.prepare_ms,
             compute_ms=outcome.compute_ms,
             tokens=tokens,
             padded_tokens=padded,
@@ -481,6 +481,6 @@ def _add_stages(stages: dict[str, int], outcome: RequestResult, *, output_ns: in
     """Nanoseconds of one request, by stage of the v2 protocol."""
     runs = [batch.result for batch, _ in outcome.batches]
     stages["queue"] = int(outcome.queue_ms * 1e6)
-    stages["compute_input"] = int(outcome.make_ms * 1e6) + sum(ran.input_ns for ran in runs)
+    stages["compute_input"] = int(outcome.prepare_ms * 1e6) + sum(ran.input_ns for ran in runs)
     stages["compute_infer"] = sum(ran.infer_ns for ran in runs)
     stages["compute_output"] = output_ns + sum(ran.output_ns for ran in runs)
