@@ -412,11 +412,11 @@ def say_operators(engine: Engine) -> None:
     done = engine.model.operators
     if done["rewritten"]:
         log.info(
-            "%s runs in other operators: %d attention, %d GELU; %.2fx as fast, cosine %.9f",
+            "%s runs with fused operators: %d attention, %d GELU; speed-up %.2fx, cosine %.9f",
             engine.name, done["attention"], done["gelu"], done["speedup"], done["min_cosine"],
         )  # fmt: skip
     elif engine.settings.probe and engine.settings.rewrite:
-        log.info("%s runs as it is: %s", engine.name, done["why"])
+        log.info("%s runs without fused operators: %s", engine.name, done["why"])
 
 
 def _repository(path: Path) -> Iterator[tuple[str, dict[str, _Place]]]:
