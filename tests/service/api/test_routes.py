@@ -546,7 +546,7 @@ def test_work_is_cancelled_for_a_client_that_left_and_nobody_else() -> None:
             raise
 
     async def script() -> None:
-        with pytest.raises(ClientGone, match="hung up before its answer"):
+        with pytest.raises(ClientGone, match="disconnected before its answer"):
             await cancel_on_disconnect(asked(leave), work("left"))
         task = asyncio.current_task()
         assert task is not None and task.cancelling() == 0
