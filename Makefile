@@ -1,4 +1,4 @@
-# Every habit of the house. Python >= 3.11 with pip and venv is all that must be there.
+# Development commands. They need Python >= 3.11 with pip and venv; `make venv` installs the rest.
 
 PYTHON ?= python3
 VENV := .venv
@@ -8,29 +8,37 @@ else
 BIN := $(VENV)/bin
 endif
 INSTALLED := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest --numprocesses=logical --dist=worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint types bench clean
+.PHONY: help venv demo test test-all lint types docs bench clean
 
-help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+help: ## List the commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-venv: $(INSTALLED) ## Make .venv with everything in it (again only when its requirements change)
+venv: $(INSTALLED) ## Install everything into .venv, again only when requirements change
 
 demo: $(INSTALLED) ## Export, optimize, verify, measure and serve a real encoder
 	$(BIN)/python -m benchmarks.demo
 
-test: $(INSTALLED) ## Run all tests; ARGS="-m 'not slow' tests/attnserve" runs some
-	$(BIN)/python -m pytest --numprocesses=logical --dist=worksteal $(ARGS)
+test: $(INSTALLED) ## Run the default tests; ARGS="tests/attnserve -k prune" runs some of them
+	$(PYTEST) -m "not (export or process or timing or fuzz or gpu)" $(ARGS)
 
-lint: $(INSTALLED) ## Check style and format (ruff)
+test-all: $(INSTALLED) ## Run all tests; ARGS="-m export" runs those with one mark
+	$(PYTEST) $(ARGS)
+
+lint: $(INSTALLED) ## Check style and format (ruff), and the direction of imports (import-linter)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/lint-imports --no-cache
 
 types: $(INSTALLED) ## Check types (pyright, strict on graph_passes and attnserve)
 	$(BIN)/pyright
 
-bench: $(INSTALLED) ## Run every benchmark that needs no data; each writes into benchmarks/results
+docs: $(INSTALLED) ## Build the documentation site into build/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+bench: $(INSTALLED) ## Run the benchmarks that need no data; results go to benchmarks/results
 	@set -e; for file in $(filter-out benchmarks/demo.py benchmarks/fidelity.py benchmarks/mixing.py benchmarks/reuse_prune.py benchmarks/serving_load.py,$(wildcard benchmarks/[a-z]*.py)); do \
 		echo "$$file"; $(BIN)/python $$file; \
 	done
@@ -39,8 +47,8 @@ clean: ## Remove .venv, caches and build products
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# torch comes first, at its exact version: what depends on it then takes the build that is there. The
-# stamp is written last, so that an interrupted installation starts again.
+# torch is installed first, at its exact version, so that packages which depend on it keep this build.
+# The stamp file is written last: an interrupted installation starts again.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "$(PYTHON) must be Python 3.11 or later: make PYTHON=/path/to/python3.11 ..." >&2; \

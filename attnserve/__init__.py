@@ -1,16 +1,22 @@
-"""attnserve: find attention in any transformer ONNX graph, rewrite, prove, measure and serve it.
+"""Find, compress, verify, benchmark and serve multi-head attention in ONNX models.
 
-The functions here are the commands of the same names.
+The functions here are the commands of the same names. Each is imported on first use.
 """
 
-from attnserve.checks.benchmark import bench
-from attnserve.checks.compare import verify
-from attnserve.checks.evaluate import evaluate
-from attnserve.checks.inspect import inspect
-from attnserve.models.export import export
-from attnserve.planning.command import plan
-from attnserve.planning.optimize import optimize
-from attnserve.reports.html import analyze
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from attnserve.checks.benchmark import bench
+    from attnserve.checks.compare import verify
+    from attnserve.checks.evaluate import evaluate
+    from attnserve.checks.inspect import inspect
+    from attnserve.models.export import export
+    from attnserve.planning.command import plan
+    from attnserve.planning.optimize import optimize
+    from attnserve.reports.html import analyze
 
 __all__ = [
     "__version__",
@@ -25,3 +31,21 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+_MODULES = {
+    "analyze": "attnserve.reports.html",
+    "bench": "attnserve.checks.benchmark",
+    "evaluate": "attnserve.checks.evaluate",
+    "export": "attnserve.models.export",
+    "inspect": "attnserve.checks.inspect",
+    "optimize": "attnserve.planning.optimize",
+    "plan": "attnserve.planning.command",
+    "verify": "attnserve.checks.compare",
+}
+"""The module that defines each function."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

@@ -1,4 +1,4 @@
-"""Settings that every stage of a run shares: where models run, the seed, who hears of progress."""
+"""Settings that all stages of a run share: provider, threads, seed and progress callback."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-__all__ = ["Progress", "Provider", "RunContext", "ignore_progress"]
+__all__ = ["DEFAULT_CONTEXT", "Progress", "Provider", "RunContext", "ignore_progress"]
 
 Provider = Literal["cpu", "cuda"]
 """The ONNX Runtime execution provider."""
@@ -27,7 +27,7 @@ class RunContext:
     Attributes:
         provider: The execution provider of every session.
         threads: Intra-op threads of a session; 0 leaves the choice to ONNX Runtime.
-        seed: Of everything random.
+        seed: The seed of every random choice.
         progress: Called after each step of a long stage.
     """
 
@@ -37,5 +37,9 @@ class RunContext:
     progress: Progress = ignore_progress
 
     def stage(self, name: str) -> Callable[[int, int], None]:
-        """A callback (steps done, steps in total) that reports the progress of one stage."""
+        """Return a callback (steps done, steps in total) for one stage."""
         return partial(self.progress, name)
+
+
+DEFAULT_CONTEXT = RunContext()
+"""CPU, threads chosen by ONNX Runtime, seed 0, no progress."""

@@ -28,8 +28,9 @@ import onnx_ir as ir
 
 from attnserve.checks.benchmark import bench, describe_machine
 from attnserve.checks.compare import verify
+from attnserve.context import Provider
 from attnserve.models.artifact import load_model, open_artifact, save_model
-from attnserve.runtime.session import Provider, why_no_cuda
+from attnserve.runtime.session import why_no_cuda
 from benchmarks.gpu.encoder import random_encoder, to_half
 from benchmarks.gpu.forms import ORIGINAL, OURS, SIZES, THEIRS, Size, collaborative
 from benchmarks.gpu.measure import (

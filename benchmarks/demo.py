@@ -155,7 +155,7 @@ def show_answer(console: Console, answer: dict[str, Any]) -> None:
 def ask(model: Path) -> dict[str, Any]:
     """Start `attnserve serve`, send one real request, stop it."""
     port = _free_port()
-    command = [sys.executable, "-m", "attnserve.cli", "serve", str(model), "--port", str(port)]
+    command = [sys.executable, "-m", "attnserve", "serve", str(model), "--port", str(port)]
     service = subprocess.Popen([*command, "--quiet"])
     url = f"http://127.0.0.1:{port}"
     try:

@@ -26,7 +26,6 @@ import argparse
 import base64
 import csv
 import json
-import math
 import os
 import re
 import shutil
@@ -59,9 +58,6 @@ from benchmarks.fidelity import minilm
 ROOT = Path(__file__).parents[1]
 PROGRAMS = Path(__file__).parent / "serving"
 RESULT = Path(__file__).parent / "results" / "serving.json"
-
-SCALE = ROOT / "docs" / "scale.md"
-MARKS = ("<!-- measured: written by benchmarks/serving_load.py -->\n", "<!-- /measured -->")
 
 IN_FLIGHT = 64
 """Requests in flight at saturation."""
@@ -147,8 +143,6 @@ def main(arguments: list[str] | None = None) -> int:
             f" --only {name}",
         }
         RESULT.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    if {"throughput", "overload", "memory"} <= results.keys():
-        SCALE.write_text(scaled(SCALE.read_text(encoding="utf-8"), results), encoding="utf-8")
     broken = [
         f"{name}: {what}"
         for name in wanted
@@ -235,7 +229,7 @@ def ours(setup: Setup, *options: str) -> Generator[tuple[int, psutil.Process]]:
     command = [
         sys.executable,
         "-m",
-        "attnserve.cli",
+        "attnserve",
         "serve",
         str(setup.model),
         "--port",
@@ -901,57 +895,6 @@ def worker_processes(supervisor: psutil.Process) -> list[psutil.Process]:
             if child.memory_info().rss > 64 * 2**20:
                 found.append(child)
     return found
-
-
-# docs/scale.md
-
-SHARE = 0.6
-"""Of what a replica can do, planned to be used."""
-
-
-def scaled(text: str, results: Mapping[str, Any]) -> str:
-    """docs/scale.md with its figures as ``results`` has them."""
-    first, last = (text.index(mark) for mark in MARKS)
-    return text[: first + len(MARKS[0])] + _figures(results) + text[last:]
-
-
-def _figures(results: Mapping[str, Any]) -> str:
-    found, memory_found = results["throughput"], results["memory"]
-    machine, rate = found["machine"], found["median_texts_per_s"]["attnserve"]
-    cost = found["last_round"]["attnserve"]["per_text"]
-    half = results["overload"]["phases"]["before"]
-    hours = 1e6 / rate / 3600
-    rows = [
-        ("texts a second, one in a request, at saturation", f"{rate:.0f}"),
-        ("tokens of a text", f"{cost['tokens']:.1f}"),
-        ("MACs of a text, padding included", f"{cost['macs'] / 1e9:.3f} G"),
-        ("MACs a second at saturation", f"{cost['macs'] * rate / 1e9:.1f} G"),
-        (
-            "at half the capacity: latency p50, p99",
-            f"{half['latency_ms']['p50']:.1f} ms, {half['latency_ms']['p99']:.1f} ms",
-        ),
-        ("memory of a warm replica", f"{memory_found['rss_before_bytes'] / 2**20:.0f} MiB"),
-        ("MACs of a million texts", f"{cost['macs'] * 1e6 / 1e12:.0f} T"),
-        ("machine-hours of a million texts, fully used", f"{hours:.2f}"),
-        (f"machine-hours of a million texts, {SHARE:.0%} used", f"{hours / SHARE:.2f}"),
-    ]
-    peaks = (100, 1_000, 10_000, 100_000)
-    replicas = [math.ceil(peak / (SHARE * rate)) + 1 for peak in peaks]
-    lines = [
-        f"all-MiniLM-L6-v2, sentences of {found['command'].split()[4]}, ONNX Runtime"
-        f" {machine['onnxruntime']}; a replica on {len(found['server_cores'])} core(s) of an"
-        f" {machine['cpu']}, {found['date'][:10]}. A machine-hour is an hour of those cores.",
-        "",
-        "| one replica | |",
-        "|---|---|",
-        *(f"| {name} | {value} |" for name, value in rows),
-        "",
-        "| texts a second at the peak | " + " | ".join(f"{peak:,}" for peak in peaks) + " |",
-        "|---|" + "---|" * len(peaks),
-        "| replicas | " + " | ".join(f"{number:,}" for number in replicas) + " |",
-        "",
-    ]
-    return "\n".join(lines)
 
 
 SECTIONS: Mapping[str, Callable[[Setup], dict[str, Any]]] = {

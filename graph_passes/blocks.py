@@ -36,7 +36,6 @@ __all__ = [
     "KeyMask",
     "LogitStep",
     "Mask",
-    "Miss",
     "Norm",
     "OutputProjection",
     "PositionBias",
@@ -45,6 +44,7 @@ __all__ = [
     "Scaled",
     "Spread",
     "Turn",
+    "Unmatched",
     "Weighted",
     "as_matrix",
 ]
@@ -517,7 +517,7 @@ class AttentionBlock:
 
 
 @dataclass(frozen=True, eq=False)
-class Miss:
+class Unmatched:
     """A node that looked like attention and was not read, and why."""
 
     node: ir.Node

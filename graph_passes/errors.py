@@ -10,10 +10,12 @@
     ├── InvariantBroken            a rewritten graph breaks a law (a defect of ours)
     └── CheckFailed                exit code 1: the work was done, and its promise does not hold
 
-A graph that merely holds no attention is not an error: finding returns ``Miss`` values.
+A graph that merely holds no attention is not an error: finding returns ``Unmatched`` values.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import onnx_ir as ir
 
@@ -27,6 +29,7 @@ __all__ = [
     "InvalidOutput",
     "InvariantBroken",
     "MissingExtra",
+    "Refusal",
 ]
 
 
@@ -103,3 +106,19 @@ class CheckFailed(AttnserveError):
     default_code = "check.failed"
 
     exit_code = 1
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a rewrite does not apply to a block.
+
+    Attributes:
+        code: A stable name of the reason.
+        reason: One clause for users, whose subject is the block.
+    """
+
+    code: str
+    reason: str
+
+    def __str__(self) -> str:
+        return self.reason

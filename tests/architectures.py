@@ -33,6 +33,8 @@ Exporter = Literal["torchscript", "dynamo"]
 Variant = Literal["", "fp16", "bf16", "dropout"]
 Shape = tuple[int | str, ...]
 
+GRAPHS = Path(__file__).parent / "fixtures" / "onnx"
+
 VOCABULARY = 61
 POSITIONS = 48
 LENGTHS = {"batch": 2, "sequence": 7, "source": 9, "past": 6}
@@ -95,6 +97,11 @@ class Cell:
     def missed(self) -> bool:
         """What cannot be read, for a reason: from opset 12 on dropout can be switched on."""
         return self.variant == "dropout" and self.opset >= 12
+
+    @property
+    def committed(self) -> Path:
+        """The path of the committed graph, which exists for the cells of ``COMMITTED``."""
+        return GRAPHS / (re.sub(r"[^a-z0-9]+", "-", str(self).lower()) + ".onnx")
 
     def __str__(self) -> str:
         return f"{self.architecture}-{self.column}"
@@ -491,6 +498,45 @@ ARCHITECTURES = {architecture.name: architecture for architecture in TABLE}
 EXPORTERS: tuple[tuple[Exporter, int], ...] = (("torchscript", 17), ("dynamo", 18), ("dynamo", 23))
 OLD_OPSETS = (11, 12, 13, 14, 15, 16, 18)
 
+COMMITTED = (
+    Cell("BERT", "eager", "torchscript", 17),
+    Cell("BERT, single head", "sdpa", "dynamo", 23),
+    Cell("BERT, no biases", "eager", "dynamo", 18),
+    Cell("RoBERTa", "sdpa", "torchscript", 17),
+    Cell("DistilBERT", "sdpa", "dynamo", 18),
+    Cell("ALBERT", "sdpa", "torchscript", 17),
+    Cell("ELECTRA", "eager", "dynamo", 23),
+    Cell("MPNet", "eager", "dynamo", 18),
+    Cell("DeBERTa-v2", "eager", "torchscript", 17),
+    Cell("ViT", "sdpa", "dynamo", 23),
+    Cell("DeiT", "eager", "dynamo", 18),
+    Cell("CLIP text", "sdpa", "dynamo", 18),
+    Cell("CLIP vision", "eager", "torchscript", 17),
+    Cell("GPT-2", "eager", "torchscript", 11),
+    Cell("GPT-2, cached", "eager", "torchscript", 17),
+    Cell("OPT", "sdpa", "dynamo", 23),
+    Cell("BART", "eager", "dynamo", 18),
+    Cell("BART decoder, cached", "sdpa", "dynamo", 18),
+    Cell("Marian", "sdpa", "dynamo", 18),
+    Cell("T5", "eager", "dynamo", 18),
+    Cell("Whisper encoder", "sdpa", "dynamo", 23),
+    Cell("Whisper decoder", "eager", "torchscript", 17),
+    Cell("Llama", "eager", "dynamo", 18),
+    Cell("Llama, cached", "sdpa", "torchscript", 17),
+    Cell("Qwen3", "eager", "dynamo", 18),
+    Cell("Qwen3, cached", "sdpa", "dynamo", 23),
+    Cell("Gemma", "eager", "dynamo", 23),
+    Cell("fixed head size", "sdpa", "dynamo", 18),
+    Cell("torch.nn", "sdpa", "dynamo", 18),
+    Cell("torch.nn, fixed length", "sdpa", "torchscript", 17),
+    Cell("BERT", "eager", "torchscript", 17, "fp16"),
+)
+"""One export per architecture, and one in half precision: ``python -m tests.fixtures.make`` writes
+them to ``tests/fixtures/onnx``, where tests read them without torch."""
+
+EXTERNAL = (COMMITTED[2], COMMITTED[9])
+"""Committed exports that keep their external data; the weights of the others are in the graph."""
+
 
 def cells_of(architecture: Architecture) -> list[Cell]:
     """Every way this architecture is exported: all by ``EXPORTERS``, a few by more."""
@@ -547,7 +593,9 @@ def feeds(
 
 
 def export(cell: Cell, path: Path) -> str:
-    """Write the cell's graph, weights inside; the reason where PyTorch cannot.
+    """Write the cell's graph as PyTorch does by default; the reason where it cannot.
+
+    The dynamo exporter stores weights in a file beside the graph.
 
     A graph counts as not written where ONNX's checker refuses it, and where the tracer has baked
     the lengths of the example into it.
@@ -585,7 +633,7 @@ def export(cell: Cell, path: Path) -> str:
         }
         if cell.exporter == "dynamo":
             shapes = _dynamic_shapes(architecture)
-            options |= {"dynamic_shapes": (shapes,), "external_data": False, "verbose": False}
+            options |= {"dynamic_shapes": (shapes,), "verbose": False}
         else:
             mode = torch.onnx.TrainingMode
             training = mode.TRAINING if cell.variant == "dropout" else mode.EVAL

@@ -16,7 +16,8 @@ if hasattr(os, "sched_setaffinity") and (worker := os.environ.get("PYTEST_XDIST_
 import gc
 import importlib.util
 import string
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Generator
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,12 @@ gc.set_threshold(20_000, 10, 10)
 hypothesis.settings.register_profile("attnserve", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("attnserve")
 
+EXPORTING = frozenset({"exported", "minilm_export", "tiny_bert"})
+"""Fixtures that run torch: a test that uses one has the mark ``export``."""
+
+SLOWEST = 10
+"""Tests that the report of processor time lists."""
+
 # fmt: off
 WORDS = [
     "a", "the", "man", "woman", "dog", "cat", "child", "is", "are", "was", "playing", "running",
@@ -49,14 +56,61 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest tests start first: none is left to run alone at the end."""
+    """Mark the tests that export, and start the longest first: none runs alone at the end."""
+    for item in items:
+        if not EXPORTING.isdisjoint(getattr(item, "fixturenames", ())):
+            item.add_marker("export")
 
     def seconds(item: pytest.Item) -> float:
-        mark = item.get_closest_marker("slow")
-        return mark.kwargs.get("seconds", 0) if mark else 0
+        return max((mark.kwargs.get("seconds", 0) for mark in item.iter_markers()), default=0)
 
     items.sort(key=seconds, reverse=True)
+
+
+CPU_SECONDS = pytest.StashKey[float]()
+TORCH = pytest.StashKey[bool]()
+
+
+def cpu_seconds() -> float:
+    """Return the processor time of this process and of its finished children."""
+    return sum(os.times()[:4])
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None]:
+    item.stash[CPU_SECONDS] = cpu_seconds()
+    item.stash[TORCH] = "torch" in sys.modules
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    try:
+        result = yield
+    finally:
+        item.user_properties.append(("cpu_seconds", cpu_seconds() - item.stash[CPU_SECONDS]))
+    if not item.stash[TORCH] and "torch" in sys.modules and not item.get_closest_marker("export"):
+        pytest.fail("this test imports torch: use a graph of tests/fixtures, or mark it `export`")
+    return result
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Report the processor time of the tests: unlike wall time, it ignores other processes."""
+    times = {
+        report.nodeid: seconds
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        if isinstance(report, pytest.TestReport) and report.when == "call"
+        for name, seconds in report.user_properties
+        if name == "cpu_seconds"
+    }
+    if len(times) < SLOWEST:
+        return
+    terminalreporter.section(f"slowest {SLOWEST} of {sum(times.values()):.0f} s processor time")
+    for nodeid in sorted(times, key=lambda nodeid: -times[nodeid])[:SLOWEST]:
+        terminalreporter.write_line(f"{times[nodeid]:7.1f} s  {nodeid}")
 
 
 @pytest.fixture(scope="session")
@@ -149,30 +203,35 @@ def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     BertConfig. The folder is shared by all who ask for the same: copy it before changing it.
     """
     pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
+
+    @cache
+    def build(cls: str = "BertModel", **changes: Any) -> Path:
+        return save_tiny_bert(tmp_path_factory.mktemp("tiny") / "bert", cls, **changes)
+
+    return build
+
+
+def save_tiny_bert(folder: Path, cls: str = "BertModel", **changes: Any) -> Path:
+    """Save a random BERT of two layers and a tokenizer of a hundred tokens."""
     _one_thread()
     import torch
     import transformers
 
-    @cache
-    def build(cls: str = "BertModel", **changes: Any) -> Path:
-        torch.manual_seed(0)
-        folder = tmp_path_factory.mktemp("tiny") / "bert"
-        config = transformers.BertConfig(
-            **{
-                "vocab_size": 128,
-                "hidden_size": 32,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "intermediate_size": 64,
-                "max_position_embeddings": 64,
-                **changes,
-            }
-        )
-        getattr(transformers, cls)(config).save_pretrained(folder)
-        tiny_tokenizer(folder)
-        return folder
-
-    return build
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        **{
+            "vocab_size": 128,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "intermediate_size": 64,
+            "max_position_embeddings": 64,
+            **changes,
+        }
+    )
+    getattr(transformers, cls)(config).save_pretrained(folder)
+    tiny_tokenizer(folder)
+    return folder
 
 
 def tiny_tokenizer(folder: Path) -> None:

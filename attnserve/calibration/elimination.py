@@ -1,18 +1,17 @@
-"""In which order heads can be left out, the others taking over what they can.
+"""Order heads or neurons for pruning, assuming that the output projection is refitted.
 
-What a head writes alone says too little once the output projection is fitted again: some of it
-others can write too. With C the covariance of the context and W the output projection, leaving out
-heads costs
+After a refit the remaining heads reproduce part of the output of a removed head. With C the
+covariance of the attention context and W the output projection, removing a set of heads costs
 
-    min over X of  tr (X - W)^T C (X - W),   X being zero in the rows of these heads
+    min over X of  tr (X - W)^T C (X - W),   with X zero in the rows of these heads.
 
-and the cheapest next head is known in closed form from the inverse of C (as in Optimal Brain
-Surgeon, Hassibi and Stork 1993).
+The cheapest next head follows in closed form from the inverse of C, as in Optimal Brain Surgeon
+(Hassibi and Stork 1993).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,8 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.calibration.refit import context_moments
-from attnserve.runtime.session import Batch, Provider
+from attnserve.context import DEFAULT_CONTEXT, RunContext
+from attnserve.runtime.session import Batch
 from graph_passes.blocks import AttentionBlock
 
 if TYPE_CHECKING:
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 __all__ = ["Elimination", "eliminate", "eliminate_neurons", "elimination_order"]
 
 RIDGE = 1e-3
-"""In units of the mean variance of the context, so that no head is replaced by noise."""
+"""Regularization of C, relative to its mean diagonal."""
 
 
 @dataclass(frozen=True, eq=False)
 class Elimination:
-    """The heads of a layer from the first to go.
+    """The pruning order of one layer.
 
     Attributes:
-        order: Heads.
-        losses: The share of the output's variance that is lost once n are gone, n = 0 .. H.
+        order: Heads (or neurons), the first to remove first.
+        losses: Share of the output variance that is lost after n removals, n = 0 .. H.
     """
 
     order: Int[np.ndarray, " H"]
@@ -50,15 +50,11 @@ def elimination_order(
     blocks: Sequence[AttentionBlock],
     batches: Sequence[Batch],
     *,
-    provider: Provider = "cpu",
-    threads: int = 0,
-    progress: Callable[[int, int], None] | None = None,
+    context: RunContext = DEFAULT_CONTEXT,
 ) -> dict[str, Elimination]:
-    """``eliminate`` for each block that has an output projection, by what it sees on this data."""
+    """``eliminate`` for each block that has an output projection, measured on these batches."""
     chosen = [block for block in blocks if block.output is not None]
-    moments = context_moments(
-        model, chosen, batches, provider=provider, threads=threads, progress=progress
-    )
+    moments = context_moments(model, chosen, batches, context=context)
     found: dict[str, Elimination] = {}
     for block in chosen:
         assert block.output is not None
@@ -72,11 +68,11 @@ def elimination_order(
 def eliminate(
     covariance: Float[np.ndarray, "N N"], weight: Float[np.ndarray, "N D"], heads: int
 ) -> Elimination:
-    """Leave out one head after the other, always the one whose loss is least.
+    """Remove heads one by one, each time the one with the least loss.
 
     Args:
-        covariance: Of the context, N = heads x V, head by head.
-        weight: W_O in the same order.
+        covariance: Covariance of the attention context; N = heads x V, ordered by head.
+        weight: The output projection W_O, rows in the same order.
     """
     size = len(covariance) // heads
     unit = float(np.trace(covariance)) / len(covariance) or 1.0
@@ -102,11 +98,11 @@ def eliminate(
 def eliminate_neurons(
     covariance: Float[np.ndarray, "F F"], weight: Float[np.ndarray, "F D"], step: int
 ) -> Elimination:
-    """The same for the neurons of a feed-forward, ``step`` of them at once.
+    """``eliminate`` for the neurons of a feed-forward layer, ``step`` neurons at a time.
 
     Args:
-        covariance: Of the neurons.
-        weight: W_2.
+        covariance: Covariance of the neurons.
+        weight: The second matrix W_2.
     """
     count = len(covariance)
     unit = float(np.trace(covariance)) / count or 1.0
@@ -117,13 +113,13 @@ def eliminate_neurons(
     losses = [0.0]
     while len(left):
         added = np.sum(x * x, axis=1) / np.maximum(np.diag(inverse), 1e-300)
-        gone = np.argsort(added, kind="stable")[:step]
-        stays = np.setdiff1d(np.arange(len(left)), gone)
-        solved = np.linalg.solve(inverse[np.ix_(gone, gone)], x[gone])
-        order += left[gone].tolist()
-        losses.append(losses[-1] + float(np.sum(x[gone] * solved)) / total)
-        across = inverse[np.ix_(stays, gone)]
-        pull = np.linalg.solve(inverse[np.ix_(gone, gone)], across.T)
+        removed = np.argsort(added, kind="stable")[:step]
+        stays = np.setdiff1d(np.arange(len(left)), removed)
+        solved = np.linalg.solve(inverse[np.ix_(removed, removed)], x[removed])
+        order += left[removed].tolist()
+        losses.append(losses[-1] + float(np.sum(x[removed] * solved)) / total)
+        across = inverse[np.ix_(stays, removed)]
+        pull = np.linalg.solve(inverse[np.ix_(removed, removed)], across.T)
         x = x[stays] - across @ solved
         inverse = inverse[np.ix_(stays, stays)] - across @ pull
         left = left[stays]

@@ -1,49 +1,49 @@
-"""What each head is worth, by three measures.
+"""Head importance, by three measures.
 
-    head_energy     how much a head writes about its mean
-    leave_one_out   how much the outputs change without it
-    sensitivity     how much they change with its gate (Michel et al. 2019, arXiv 1905.10650)
+    head_energy     energy of the head's output about its mean
+    leave_one_out   change of the model outputs without the head
+    sensitivity     change of the model outputs with the head's gate (Michel et al. 2019,
+                    arXiv 1905.10650)
 
-All stream over calibration batches: one is run and reduced at a time, padding excluded.
+One calibration batch is run and reduced at a time. Padding is excluded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.calibration.moments import Progress
+from attnserve.calibration.activations import (
+    by_head,
+    no_token,
+    not_finite,
+    observe,
+    row_count,
+)
+from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.models.datasets import token_mask
-from attnserve.runtime.session import Batch, Provider, open_session, run
+from attnserve.runtime.session import Batch, open_session, run
 from graph_passes.blocks import AttentionBlock
-from graph_passes.emit.editing import Inserter, exposing
-from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
+from graph_passes.emit.editing import Inserter
+from graph_passes.errors import InvalidArgument, InvalidModel
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
-__all__ = [
-    "by_head",
-    "head_energy",
-    "leave_one_out",
-    "no_token",
-    "not_finite",
-    "observe",
-    "sensitivity",
-]
+__all__ = ["head_energy", "leave_one_out", "sensitivity"]
 
 MOST_ROWS = 64
-"""Texts that the gated model runs on, once (or twice) a head."""
+"""Default number of texts that the gated model runs on, once (or twice) per head."""
 
 STEP = 1 / 64
-"""Of a gate, either way. The error of a central difference falls with its square, the rounding of
-single precision grows with its inverse: both stay near 1e-4 of a derivative here."""
+"""Step of a gate in each direction. The truncation error of a central difference falls with its
+square, the rounding error of float32 grows with its inverse; both are near 1e-4 here."""
 
 ROUNDING = 1e-12
-"""A variance below this part of the mean square is the rounding of a constant output."""
+"""A variance below this share of the mean square is the rounding error of a constant output."""
 
 
 # Energy
@@ -54,31 +54,27 @@ def head_energy(
     blocks: Sequence[AttentionBlock],
     batches: Sequence[Batch],
     *,
-    provider: Provider = "cpu",
-    threads: int = 0,
-    progress: Progress | None = None,
+    context: RunContext = DEFAULT_CONTEXT,
 ) -> dict[str, Float[np.ndarray, " H"]]:
     """E |(c_h - E c_h) W_O^h|^2 over real tokens, by block name.
 
-    What a head always writes can move into a bias, so that only its deviation is lost with it.
-    Where a block has no output projection, its contexts are measured as they are.
+    The mean output of a head can move into a bias, so that only the deviation is lost. Without an
+    output projection the energy of the attention context itself is returned.
 
     Raises:
         InvalidData: The model refuses a batch, a block sees no real token, or its contexts are not
             finite.
     """
     sums = {block.name: _Energy(block) for block in blocks}
-    observed = observe(
-        model, [[block.context] for block in blocks], batches, provider, threads, progress
-    )
-    for batch, seen in observed:
-        for block, (context,) in zip(blocks, seen, strict=True):
-            sums[block.name].add(by_head(block, context), batch)
+    values = [[block.context] for block in blocks]
+    for batch, arrays in observe(model, values, batches, context, "measure energy"):
+        for block, (heads,) in zip(blocks, arrays, strict=True):
+            sums[block.name].add(by_head(block, heads), batch)
     return {name: energy.result() for name, energy in sums.items()}
 
 
 class _Energy:
-    """Sums and Gram matrices of the contexts of each head of a block."""
+    """Running sums and Gram matrices of the attention context of each head."""
 
     def __init__(self, block: AttentionBlock) -> None:
         self.block = block
@@ -117,31 +113,28 @@ def leave_one_out(
     blocks: Sequence[AttentionBlock],
     batches: Sequence[Batch],
     *,
-    provider: Provider = "cpu",
-    threads: int = 0,
-    progress: Progress | None = None,
+    context: RunContext = DEFAULT_CONTEXT,
     most_rows: int = MOST_ROWS,
 ) -> dict[str, Float[np.ndarray, " H"]]:
-    """The relative squared change of the outputs where a head writes nothing, by block name.
+    """The relative squared change of the outputs without a head, by block name.
 
-    E |out - out without h|^2 / E |out - E out|^2 over real tokens, averaged over the outputs of
-    floats that the heads do not write themselves (caches, probabilities). The output's bias stays.
+    E |out - out without h|^2 / E |out - E out|^2 over unmasked tokens, averaged over the float
+    outputs except caches and probabilities. The bias of the output projection stays.
 
     Args:
-        blocks: Of the main graph; fused operators may stay as they are.
-        most_rows: About how many texts to run, in whole batches taken evenly, at least one. The
-            cost is one run of the model for each head and batch.
-        progress: Counts the heads of each batch.
+        blocks: Blocks of the main graph; fused operators may stay as they are.
+        most_rows: Approximate number of texts to run, in whole batches spread evenly, at least one
+            batch. The cost is one run of the model per head and batch.
 
     Raises:
         InvalidArgument: ``most_rows`` is not positive.
         InvalidModel: No output is of floats.
         InvalidData: The model refuses a batch, there is no real token, or outputs are not finite.
     """
-    gated = _Gated(model, blocks, provider, threads)
+    gated = _Gated(model, blocks, context)
     total = np.zeros((gated.num_heads, gated.num_outputs))
     spreads = [_Spread() for _ in range(gated.num_outputs)]
-    chosen = _some(batches, most_rows)
+    chosen, progress = _some(batches, most_rows), context.stage("leave heads out")
     for index, batch in enumerate(chosen):
         whole = gated.run(batch)
         for spread, (out, real) in zip(spreads, whole, strict=True):
@@ -150,8 +143,7 @@ def leave_one_out(
             without = gated.run(batch, head, 0.0)
             for i, ((out, real), (other, _)) in enumerate(zip(whole, without, strict=True)):
                 total[head, i] += np.square(out[real] - other[real]).sum()
-            if progress is not None:
-                progress(index * gated.num_heads + head + 1, len(chosen) * gated.num_heads)
+            progress(index * gated.num_heads + head + 1, len(chosen) * gated.num_heads)
     variances = _variances(spreads, gated.output_names)
     counts = np.array([spread.count for spread in spreads])
     return gated.by_block(total / counts / variances)
@@ -162,32 +154,28 @@ def sensitivity(
     blocks: Sequence[AttentionBlock],
     batches: Sequence[Batch],
     *,
-    provider: Provider = "cpu",
-    threads: int = 0,
-    progress: Progress | None = None,
+    context: RunContext = DEFAULT_CONTEXT,
     most_rows: int = MOST_ROWS,
 ) -> dict[str, Float[np.ndarray, " H"]]:
     """E_x |d out(x) / d xi_h| at xi_h = 1, by block name; xi_h multiplies the context of head h.
 
-    The I_h of Michel et al. (2019) with the outputs in the place of the loss: no loss is known for
-    a text without a label, so the norm of what would enter any loss stands for it. The derivative
-    is a central difference of ``STEP``, exact to about 1e-3 in single precision. The norm of a text
-    is the root of the mean square over its real tokens, relative to the root of E |out - E out|^2,
-    and averaged over the outputs as ``leave_one_out`` does.
+    This is I_h of Michel et al. (2019) with the norm of the outputs in place of the loss, because
+    the texts have no labels. The derivative is a central difference of ``STEP``, accurate to about
+    1e-3 in float32. The norm of a text is the root mean square over its unmasked tokens, divided by
+    the root of E |out - E out|^2, and averaged over outputs as in ``leave_one_out``.
 
     Args:
-        blocks: Of the main graph; fused operators may stay as they are.
-        most_rows: As of ``leave_one_out``, at two runs for each head and batch.
-        progress: Counts the heads of each batch.
+        blocks: Blocks of the main graph; fused operators may stay as they are.
+        most_rows: As in ``leave_one_out``; the cost is two runs per head and batch.
 
     Raises:
         InvalidArgument, InvalidModel, InvalidData: As ``leave_one_out``.
     """
-    gated = _Gated(model, blocks, provider, threads)
+    gated = _Gated(model, blocks, context)
     total = np.zeros((gated.num_heads, gated.num_outputs))
     texts = np.zeros(gated.num_outputs)
     spreads = [_Spread() for _ in range(gated.num_outputs)]
-    chosen = _some(batches, most_rows)
+    chosen, progress = _some(batches, most_rows), context.stage("measure sensitivity")
     for index, batch in enumerate(chosen):
         for i, (out, real) in enumerate(gated.run(batch)):
             spreads[i].add(out[real])
@@ -197,29 +185,26 @@ def sensitivity(
             for i, ((up, real), (down, _)) in enumerate(zip(more, less, strict=True)):
                 squares = np.where(real, np.square((up - down) / (2 * STEP)).sum(-1), 0.0)
                 total[head, i] += np.sqrt(squares.sum(1) / np.maximum(1, real.sum(1))).sum()
-            if progress is not None:
-                progress(index * gated.num_heads + head + 1, len(chosen) * gated.num_heads)
+            progress(index * gated.num_heads + head + 1, len(chosen) * gated.num_heads)
     variances = _variances(spreads, gated.output_names)
     return gated.by_block(total / texts / np.sqrt(variances))
 
 
 Output = tuple["Float[np.ndarray, 'B S D']", "Bool[np.ndarray, 'B S']"]
-"""An output and which of its tokens are real; one that has no tokens counts as one a text."""
+"""An output and the mask of its real tokens; without a token axis there is one per text."""
 
 
 class _Gated:
-    """A copy of a model, in one session, with a gate on the context of each head.
+    """A session over a copy of a model, with a gate on the attention context of each head.
 
-    The gates are inputs of the graph, so that all heads share the session; the model that was given
-    stays as it is.
+    The gates are graph inputs, so that one session serves all heads.
     """
 
     def __init__(
         self,
         model: ir.Model,
         blocks: Sequence[AttentionBlock],
-        provider: Provider,
-        threads: int,
+        context: RunContext,
     ) -> None:
         self.blocks = blocks
         self.num_heads = sum(block.num_heads for block in blocks)
@@ -238,10 +223,10 @@ class _Gated:
         }
         copy.graph.sort()
         copy.graph.outputs[:] = [copy.graph.outputs[index] for index in places]
-        self.session = open_session(copy, provider=provider, threads=threads)
+        self.session = open_session(copy, provider=context.provider, threads=context.threads)
 
     def run(self, batch: Batch, head: int | None = None, gate: float = 1.0) -> list[Output]:
-        """The outputs with all gates open, but for one head's."""
+        """The outputs with all gates at 1 except the gate of ``head``."""
         gates = {name: ones.copy() for name, ones in self.gates.items()}
         if head is not None:
             for array in gates.values():
@@ -257,7 +242,7 @@ class _Gated:
         return outputs
 
     def by_block(self, values: Float[np.ndarray, "N O"]) -> dict[str, Float[np.ndarray, " H"]]:
-        """The mean over the outputs, for the heads of each block."""
+        """Average over outputs and split by block."""
         heads = iter(values.mean(1))
         result: dict[str, np.ndarray] = {}
         for block in self.blocks:
@@ -268,7 +253,7 @@ class _Gated:
 
 
 def _gate(copy: ir.Model, block: AttentionBlock, context: ir.Value, index: int) -> str:
-    """Multiply each head's part of the context by a new input (H,), and return that one's name."""
+    """Multiply the context of each head by a new graph input (H,), and return the input's name."""
     producer = context.producer()
     assert producer is not None
     gate = ir.Value(
@@ -290,7 +275,7 @@ def _gate(copy: ir.Model, block: AttentionBlock, context: ir.Value, index: int) 
 def _emit_gate(
     make: Inserter, block: AttentionBlock, context: ir.Value, gate: ir.Value
 ) -> ir.Value:
-    """context * gate, in the layout of the context."""
+    """Emit context * gate in the layout of the context."""
 
     def reshaped(value: ir.Value, *shape: int) -> ir.Value:
         return make.op("Reshape", [value, make.constant(np.array(shape, np.int64), "to")], "shaped")
@@ -314,13 +299,13 @@ def _emit_gate(
 
 
 def _heads_apart(block: AttentionBlock) -> bool:
-    """Whether an operator's context is (B, H, S, V), not (B, S, H*V): as its queries are."""
+    """Whether the context of a fused operator is (B, H, S, V) and not (B, S, H*V)."""
     shape = block.context.shape
     return len(shape) == 4 if shape is not None else block.q.layout == "B H T K"
 
 
 def _dtype(block: AttentionBlock) -> ir.DataType:
-    """Of the context: what the graph says, else the type of the weights, if they are floats."""
+    """The type of the context: from the graph, else from the value weights."""
     known = block.context.dtype
     if known is None and block.v.dtype.is_floating_point():
         known = block.v.dtype
@@ -328,7 +313,7 @@ def _dtype(block: AttentionBlock) -> ir.DataType:
 
 
 def _results(model: ir.Model, blocks: Sequence[AttentionBlock]) -> list[ir.Value]:
-    """The outputs of floats, without what attention leaves behind on its way to its context."""
+    """The float outputs, without keys, values and probabilities of the blocks."""
     inner = {v for b in blocks for part in (b.k, b.v) for n in part.nodes for v in n.outputs}
     inner |= {value for block in blocks for value in block.product.outputs} - {
         block.context for block in blocks
@@ -342,16 +327,17 @@ def _results(model: ir.Model, blocks: Sequence[AttentionBlock]) -> list[ir.Value
     if not outputs:
         names = ", ".join(value.name or "" for value in model.graph.outputs)
         raise InvalidModel(
-            f"expected an output of floats that depends on attention; got {names or 'none'}",
+            f"the model has no float output that depends on attention: {names or 'no outputs'}",
             "export the model with its hidden states or logits",
+            code="importance.no_output",
         )
     return outputs
 
 
 def _counts_tokens(model: ir.Model, output: ir.Value) -> bool:
-    """Whether axis 1 counts tokens: not where it is the width of one vector a text, (B, D).
+    """Whether axis 1 counts tokens, and is not the width of one vector per text (B, D).
 
-    A fixed size is a width, unless a mask has the same.
+    A fixed size is a width, unless a mask input has the same size.
     """
     shape = output.shape
     if shape is None or len(shape) != 2:
@@ -362,10 +348,12 @@ def _counts_tokens(model: ir.Model, output: ir.Value) -> bool:
 
 
 def _some(batches: Sequence[Batch], most_rows: int) -> list[Batch]:
-    """Whole batches, taken evenly: a model may have a fixed batch."""
+    """Choose whole batches, spread evenly. Batches are not cut: a model may have a fixed size."""
     if most_rows < 1:
-        raise InvalidArgument(f"most_rows is {most_rows}: expected 1 or more", "raise it")
-    rows = sum(max((len(a) for a in b.values() if a.ndim), default=1) for b in batches)
+        raise InvalidArgument(
+            f"`most_rows` is {most_rows}: expected 1 or more", code="importance.most_rows"
+        )
+    rows = sum(map(row_count, batches))
     if rows <= most_rows:
         return list(batches)
     count = max(1, len(batches) * most_rows // rows)
@@ -373,7 +361,7 @@ def _some(batches: Sequence[Batch], most_rows: int) -> list[Batch]:
 
 
 class _Spread:
-    """Running sums of E |out - E out|^2; vectors of different widths have means of their own."""
+    """Running sums of E |out - E out|^2; each width of vectors has its own mean."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -393,7 +381,7 @@ class _Spread:
 
 
 def _variances(spreads: Sequence[_Spread], names: Sequence[str | None]) -> Float[np.ndarray, " O"]:
-    """Of each output; infinite where it is always the same, so that it tells nothing."""
+    """The variance of each output; infinite for constant outputs, which removes them."""
     variances: list[float] = []
     for spread, name in zip(spreads, names, strict=True):
         if not spread.count:
@@ -404,46 +392,3 @@ def _variances(spreads: Sequence[_Spread], names: Sequence[str | None]) -> Float
         variance = spread.variance()
         variances.append(variance if variance > floor else np.inf)
     return np.array(variances)
-
-
-# Common
-
-
-def observe(
-    model: ir.Model,
-    values: Sequence[Sequence[ir.Value]],
-    batches: Sequence[Batch],
-    provider: Provider,
-    threads: int,
-    progress: Progress | None,
-) -> Iterator[tuple[Batch, list[list[np.ndarray]]]]:
-    """Each batch, and these values (of each block) in it."""
-    wanted = list(dict.fromkeys(value for of_block in values for value in of_block))
-    if not wanted:
-        return
-    with exposing(model, wanted):
-        session = open_session(model, provider=provider, threads=threads)
-    for done, batch in enumerate(batches, start=1):
-        seen = dict(zip(wanted, run(session, batch), strict=True))
-        yield batch, [[seen[value] for value in of_block] for of_block in values]
-        if progress is not None:
-            progress(done, len(batches))
-
-
-def by_head(block: AttentionBlock, context: np.ndarray) -> Float[np.ndarray, "B H S V"]:
-    if block.context_axes is None and context.ndim == 3:
-        return context.reshape(*context.shape[:2], block.num_heads, -1).swapaxes(1, 2)
-    if block.context_axes is not None:
-        context = context.transpose(block.context_axes)
-    return context.reshape(-1, block.num_heads, *context.shape[-2:])
-
-
-def no_token(name: str) -> InvalidData:
-    return InvalidData(f"{name}: the calibration data has no real token", "check the mask input")
-
-
-def not_finite(name: str) -> InvalidData:
-    return InvalidData(
-        f"{name}: the activations on the calibration data are not finite",
-        "check the model and the data",
-    )

@@ -1,4 +1,4 @@
-"""A model run once, stretch by stretch, while what lies ahead of it is still being rewritten."""
+"""Run a model layer by layer and cache activations while later layers are being rewritten."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.runtime.session import Batch, Provider, open_session, run
+from attnserve.context import DEFAULT_CONTEXT, RunContext
+from attnserve.runtime.session import Batch, open_session, run
 
-__all__ = ["Stepwise"]
+__all__ = ["LayerwiseRunner"]
 
 
-class Stepwise:
-    """Values of a model on batches, each computed from those that were kept last.
+class LayerwiseRunner:
+    """Compute values of a model on batches, starting from the values that were cached last.
 
-    Before each stretch the graph is read anew, so nodes may have been edited since, but for those
-    that made what is known: these are not run again. Of every batch there is kept, as ONNX Runtime
-    returned it, what lies between the values that were asked for and those that will be: in a
-    chain of layers the hidden state, what the next node reads, and a mask or so. What cannot be
-    told from it is computed from the model's inputs, which stay.
+    Each call reads the graph again, so nodes that have not run yet may be edited between calls;
+    nodes that have run are not run again. The cache of a batch holds the ONNX Runtime outputs
+    between the requested values and the ones that are requested later: in a chain of layers the
+    hidden state, the inputs of the next node, and a mask. Values that do not follow from the cache
+    are computed from the model's inputs, which are kept.
 
     Args:
-        model: Its clones are run; it is never changed.
+        model: It is cloned before it runs and never changed.
         batches: Inputs of the model.
-        feed: A batch as the model takes it.
+        feed: Converts a batch to the inputs that the model takes.
     """
 
     def __init__(
@@ -33,30 +34,27 @@ class Stepwise:
         batches: Sequence[Batch],
         *,
         feed: Callable[[Batch], Batch] = lambda batch: batch,
-        provider: Provider = "cpu",
-        threads: int = 0,
+        context: RunContext = DEFAULT_CONTEXT,
     ) -> None:
         self.model = model
-        self.provider: Provider = provider
-        self.threads = threads
+        self.context = context
         self._given = [_by_value(model.graph.inputs, feed(batch)) for batch in batches]
         self._kept: list[dict[ir.Value, np.ndarray]] = [{} for _ in batches]
 
-    def advance(
+    def run_to(
         self, wanted: Sequence[ir.Value], later: Collection[ir.Value] = ()
     ) -> Iterator[list[np.ndarray]]:
-        """Run up to ``wanted``, and keep from there on what ``later`` depends on, no more.
+        """Run up to ``wanted`` and cache what ``later`` depends on.
 
-        Each batch's values, in the order of the batches, which must all be taken before the next
-        stretch.
+        Yields the values of each batch, in order. Consume all batches before the next call.
 
         Raises:
             InvalidData: The model refuses a batch.
         """
         return self._stretch(wanted, later)
 
-    def look(self, wanted: Sequence[ir.Value]) -> Iterator[list[np.ndarray]]:
-        """Run up to ``wanted`` and stay: what lies on the way may still be edited."""
+    def peek(self, wanted: Sequence[ir.Value]) -> Iterator[list[np.ndarray]]:
+        """Run up to ``wanted`` and keep the cache: nodes on the way may still be edited."""
         return self._stretch(wanted, None)
 
     def _stretch(
@@ -82,7 +80,9 @@ class Stepwise:
             first = self._given[0] | self._kept[0]
             start = {value: array for value, array in first.items() if value in start}
             part, names = _between(self.model, start, nodes, outputs)
-            session = open_session(part, provider=self.provider, threads=self.threads)
+            session = open_session(
+                part, provider=self.context.provider, threads=self.context.threads
+            )
         for index, given in enumerate(self._given):
             seen = given | self._kept[index]
             if session is not None:
@@ -98,7 +98,7 @@ def _by_value(inputs: Sequence[ir.Value], batch: Batch) -> dict[ir.Value, np.nda
 
 
 def _reads(node: ir.Node) -> set[ir.Value]:
-    """What a node and the bodies inside it read."""
+    """The inputs of a node and of the graphs in its attributes."""
     found = {value for value in node.inputs if value is not None}
     for attribute in node.attributes.values():
         graphs: Sequence[ir.Graph] = ()
@@ -112,7 +112,7 @@ def _reads(node: ir.Node) -> set[ir.Value]:
 
 
 def _varying(graph: ir.Graph) -> set[ir.Value]:
-    """What depends on the inputs; all else is the same for each batch, and never kept."""
+    """Values that depend on the inputs. All others are equal for each batch and not cached."""
     found = set(graph.inputs)
     for node in graph:
         if not found.isdisjoint(_reads(node)):
@@ -123,14 +123,14 @@ def _varying(graph: ir.Graph) -> set[ir.Value]:
 def _is_tensor(value: ir.Value) -> bool:
     node = value.producer()
     made = "" if node is None else node.op_type
-    told = isinstance(value.type, ir.SequenceType | ir.OptionalType)
-    return not told and not ("Sequence" in made or made.startswith("Optional"))
+    other = isinstance(value.type, ir.SequenceType | ir.OptionalType)
+    return not other and not ("Sequence" in made or made.startswith("Optional"))
 
 
 def _behind(
     graph: ir.Graph, values: Collection[ir.Value], known: Collection[ir.Value]
 ) -> tuple[set[ir.Value], list[ir.Node]]:
-    """The known values that these are made from, and the nodes between."""
+    """The known values that ``values`` are computed from, and the nodes in between."""
     wanted, nodes = set(values), list[ir.Node]()
     for node in reversed(graph):
         if any(value in wanted and value not in known for value in node.outputs):
@@ -145,8 +145,7 @@ def _between(
     nodes: Collection[ir.Node],
     outputs: Sequence[ir.Value],
 ) -> tuple[ir.Model, dict[ir.Value, str]]:
-    """A model of these nodes that makes ``outputs`` from the values of ``start``, and as what it
-    takes these."""
+    """Return a model of these nodes, from ``start`` to ``outputs``, and its input names."""
     part = model.clone()
     graph = part.graph
     own = dict(zip(_values(model.graph), _values(graph), strict=True))
@@ -160,15 +159,15 @@ def _between(
     chosen = set(nodes)
     pairs = zip(list(model.graph), list(graph), strict=True)
     graph.remove([copy for node, copy in pairs if node not in chosen])
-    # Bodies of nodes that are gone still count as users of what they captured: uses tell nothing.
+    # Subgraphs of removed nodes still count as users of captured values: uses() is not reliable.
     read = set(graph.outputs).union(*map(_reads, graph))
     for name, value in list(graph.initializers.items()):
         if value not in read:
             del graph.initializers[name]
     taken = {value.name for inner in part.graphs() for value in _values(inner)}
     for value, known in new.items():
-        known.name = value.name or "known"  # which an error message may tell
-        while known.name in taken:  # its node is still here, for another output
+        known.name = value.name or "known"  # error messages show this name
+        while known.name in taken:  # its node is still in the graph, for another output
             known.name += "/known"
         taken.add(known.name)
     graph.inputs[:] = [value for value in (*graph.inputs, *new.values()) if value in read]

@@ -1,23 +1,21 @@
-"""Moments of what attention reads and attends to, summed over calibration batches."""
+"""Moments of the inputs and attention of each block, summed over calibration batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
+from attnserve.calibration.activations import no_token, not_finite, observe
+from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.models.datasets import token_mask
-from attnserve.runtime.session import Batch, Provider, open_session, run
+from attnserve.runtime.session import Batch
 from graph_passes.blocks import AttentionBlock
-from graph_passes.emit.editing import exposing
-from graph_passes.errors import InvalidData
 from graph_passes.factorize.moments import TokenMoments
 
 __all__ = ["collect_moments"]
-
-Progress = Callable[[int, int], None]
 
 
 def collect_moments(
@@ -25,13 +23,11 @@ def collect_moments(
     blocks: Sequence[AttentionBlock],
     batches: Sequence[Batch],
     *,
-    provider: Provider = "cpu",
-    threads: int = 0,
-    progress: Progress | None = None,
+    context: RunContext = DEFAULT_CONTEXT,
 ) -> dict[str, TokenMoments]:
-    """The moments of what each block reads and attends to, by block name.
+    """Collect the moments that weight the factorization of each block, by block name.
 
-    Activations never accumulate: one batch at a time is run and reduced, padding excluded.
+    One batch at a time is run and reduced. Padding is excluded.
 
     Args:
         blocks: Their probabilities must be values of the graph (decompose fused operators first).
@@ -40,16 +36,10 @@ def collect_moments(
         InvalidData: The model refuses a batch, or its activations are not finite.
     """
     sums = {block.name: _BlockSums(block) for block in blocks}
-    values = list(dict.fromkeys(v for block in blocks for v in _observed(block)))
-    with exposing(model, values):
-        session = open_session(model, provider=provider, threads=threads)
-    for done, batch in enumerate(batches, start=1):
-        seen = dict(zip(values, run(session, batch), strict=True))
-        for block in blocks:
-            x, y, probabilities, v = (seen[value] for value in _observed(block))
+    values = [_observed(block) for block in blocks]
+    for batch, arrays in observe(model, values, batches, context, "collect moments"):
+        for block, (x, y, probabilities, v) in zip(blocks, arrays, strict=True):
             sums[block.name].add(x, y, probabilities, v.transpose(block.v.axes), batch)
-        if progress is not None:
-            progress(done, len(batches))
     return {name: block_sums.moments() for name, block_sums in sums.items()}
 
 
@@ -111,18 +101,13 @@ class _BlockSums:
     def moments(self) -> TokenMoments:
         name = self.block.name
         if not self.queries:
-            raise InvalidData(
-                f"{name}: the calibration data has no real token", "check the mask input"
-            )
+            raise no_token(name)
         mean = self.x_sum / self.queries
         covariance = self.x_products / self.queries - np.outer(mean, mean)
         keys = self.y_spread / (self.queries * self.block.q.num_heads)
         weight = np.sqrt(np.maximum(self.head_spread / self.queries, 0.0))
         if not all(np.isfinite(array).all() for array in (mean, covariance, keys, weight)):
-            raise InvalidData(
-                f"{name}: the activations on the calibration data are not finite",
-                "check the model and the data",
-            )
+            raise not_finite(name)
         return TokenMoments(mean, _symmetric(covariance), _symmetric(keys), weight)
 
 

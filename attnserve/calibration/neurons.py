@@ -1,24 +1,24 @@
-"""Which neurons of feed-forwards may go: those that write least, in layers that matter least.
+"""Choose the neurons of feed-forward layers to prune: least output energy, weighted by layer.
 
-A neuron h_j writes h_j W_2[j]. What it writes of its own is its variance times |W_2[j]|^2: its mean
-goes into the bias when W_2 is fitted again. A loss in one layer costs more at the output than in
-another, so layers are weighed by what the output loses when half of one layer's neurons go (output
-energy as in Kwon et al., arXiv 2204.09656, who measure it by Fisher information).
+Neuron h_j contributes h_j W_2[j]. Its energy is Var(h_j) |W_2[j]|^2, because the refit of W_2 moves
+the mean into the bias. The same loss costs more at the model's output in some layers, so each layer
+is weighted by the output change when half of its neurons are removed (compare Kwon et al., arXiv
+2204.09656, who use Fisher information).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
 
+from attnserve.calibration.activations import not_finite, observe
+from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.models.datasets import token_mask
-from attnserve.runtime.session import Batch, Provider, open_session, run
+from attnserve.runtime.session import Batch, open_session, run
 from graph_passes.analysis.constants import origin
-from graph_passes.emit.editing import exposing
-from graph_passes.errors import InvalidData
 from graph_passes.matching.feed_forward import FeedForwardBlock
 from graph_passes.passes.prune_neurons import PruneNeurons
 
@@ -27,10 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["layer_weights", "masks_by_energy", "neuron_energy"]
 
-Progress = Callable[[int, int], None]
-
 MULTIPLE = 8
-"""Neurons of a layer stay in multiples of this: so many floats fill a vector register."""
+"""The number of remaining neurons is a multiple of this, the floats of a vector register."""
 
 
 def neuron_energy(
@@ -38,32 +36,23 @@ def neuron_energy(
     blocks: Sequence[FeedForwardBlock],
     batches: Sequence[Batch],
     *,
-    provider: Provider = "cpu",
-    threads: int = 0,
-    progress: Progress | None = None,
+    context: RunContext = DEFAULT_CONTEXT,
 ) -> dict[str, Float[np.ndarray, " F"]]:
     """Var(h_j) |W_2[j]|^2 over real tokens, by block name.
 
     Raises:
         InvalidData: The model refuses a batch, or its activations are not finite.
     """
-    hidden = [block.hidden for block in blocks]
-    with exposing(model, hidden):
-        session = open_session(model, provider=provider, threads=threads)
+    hidden = [[block.hidden] for block in blocks]
     counts = [0] * len(blocks)  # an encoder and a decoder see different tokens
     sums = [np.zeros((2, block.num_neurons)) for block in blocks]
-    for done, batch in enumerate(batches, start=1):
-        for index, (block, array) in enumerate(zip(blocks, run(session, batch), strict=True)):
+    for batch, arrays in observe(model, hidden, batches, context, "measure neurons"):
+        for index, (block, (array,)) in enumerate(zip(blocks, arrays, strict=True)):
             tokens = _real(array, batch).astype(np.float64)
             if not np.isfinite(tokens).all():
-                raise InvalidData(
-                    f"{block.name}: the activations on the calibration data are not finite",
-                    "check the model and the data",
-                )
+                raise not_finite(block.name)
             sums[index] += tokens.sum(0), np.square(tokens).sum(0)
             counts[index] += len(tokens)
-        if progress is not None:
-            progress(done, len(batches))
     found: dict[str, np.ndarray] = {}
     for block, (total, squares), count in zip(blocks, sums, counts, strict=True):
         variance = squares / max(count, 1) - np.square(total / max(count, 1))
@@ -73,7 +62,7 @@ def neuron_energy(
 
 
 def _real(array: np.ndarray, batch: Batch) -> Float[np.ndarray, "M F"]:
-    """Without padding; (B, S, F), or (B*S, F) where an exporter flattens the tokens."""
+    """The rows of unmasked tokens of (B, S, F), or (B*S, F) if the exporter flattens tokens."""
     rows = array.reshape(-1, array.shape[-1])
     if array.ndim == 2:
         masks = (a for n, a in batch.items() if "mask" in n and a.size == len(rows) and a.ndim == 2)
@@ -90,16 +79,14 @@ def layer_weights(
     energies: Mapping[str, np.ndarray],
     batch: Batch,
     *,
-    provider: Provider = "cpu",
-    threads: int = 0,
-    progress: Progress | None = None,
+    context: RunContext = DEFAULT_CONTEXT,
 ) -> dict[str, float]:
-    """What a unit of energy that one layer loses costs at the output, as a squared relative change.
+    """The squared relative output change per unit of energy that a layer loses, by block name.
 
-    Blocks that share their weights lose them together, and have one weight.
+    Blocks that share weights are pruned together and have equal values.
     """
-    whole = run(open_session(model, provider=provider, threads=threads), batch)
-    groups = _sharing(blocks)
+    whole = run(open_session(model, provider=context.provider, threads=context.threads), batch)
+    groups, progress = _sharing(blocks), context.stage("weigh feed-forward layers")
     found: dict[str, float] = {}
     for done, group in enumerate(groups, start=1):
         energy = np.sum([energies[block.name] for block in group], axis=0)
@@ -107,7 +94,8 @@ def layer_weights(
         keep[np.argmax(energy)] = True
         part = model.clone()
         PruneNeurons({block.name: keep for block in group})(part)
-        outputs = run(open_session(part, provider=provider, threads=threads), batch)
+        session = open_session(part, provider=context.provider, threads=context.threads)
+        outputs = run(session, batch)
         changes = [
             float(np.square(a.astype(np.float64) - b).sum() / (np.square(a - a.mean()).sum() or 1))
             for a, b in zip(whole, outputs, strict=True)
@@ -115,8 +103,7 @@ def layer_weights(
         ]
         lost = float(energy[~keep].sum())
         found |= {block.name: float(np.mean(changes or [0.0])) / (lost or 1.0) for block in group}
-        if progress is not None:
-            progress(done, len(groups))
+        progress(done, len(groups))
     return found
 
 
@@ -126,10 +113,10 @@ def masks_by_energy(
     weights: Mapping[str, float],
     share: float,
 ) -> dict[str, list[int]]:
-    """About a share of all neurons goes: those with the least energy, weighed by layer.
+    """Masks (1 = keep) that remove about ``share`` of all neurons, by weighted energy.
 
-    What stays of each layer is rounded up to a multiple of ``MULTIPLE``; blocks that share their
-    weights are given one mask.
+    The number of remaining neurons of a layer is rounded up to a multiple of ``MULTIPLE``. Blocks
+    that share weights have equal masks. Layers that keep all neurons are left out.
 
     Args:
         share: More than 0 and less than 1.
@@ -140,8 +127,8 @@ def masks_by_energy(
         for group in groups
     ]
     everything = np.sort(np.concatenate(costs), kind="stable")
-    gone = round(share * len(everything))
-    bound = everything[gone - 1] if gone else -np.inf
+    removed = round(share * len(everything))
+    bound = everything[removed - 1] if removed else -np.inf
     masks: dict[str, list[int]] = {}
     for group, cost in zip(groups, costs, strict=True):
         kept = max(-(-int(np.sum(cost > bound)) // MULTIPLE), 1) * MULTIPLE

@@ -1,19 +1,18 @@
-"""refit: after a lossy rewrite, the output projection that comes nearest to the original's output.
+"""Refit output projections after a lossy rewrite, by ridge regression on the original's output.
 
-For tokens c (what the projection reads in the rewritten model) and t (what it should add to the
-same tokens) the projection becomes, and so does the second matrix of a feed-forward,
+With tokens c (input of the projection in the rewritten model) and targets t (what it should add to
+the same tokens), the projection, or the second matrix of a feed-forward layer, becomes
 
     W, b = argmin sum |c W + b - t|^2 + ridge |W - W_O|^2          (b is free)
 
-layer by layer from the front, each on the activations of the model as it is rewritten so far
-(arXiv 2110.06821 trains instead). Only Gram matrices are kept, so data of any length will do.
+layer by layer from the first, each on the activations of the model as rewritten so far (arXiv
+2110.06821 trains instead). Only Gram matrices are stored, so the data may have any length.
 
-What should be added is what brings the residual stream back to the original's: t = s - r, s being
-the sum that the original makes there and r what the rewritten model adds to. Where layers in front
-changed nothing that is the original's own output; else a layer makes up for what they lost
-(all-MiniLM-L6-v2 with a third of its heads and a fifth of its neurons gone: cosine 0.972, where
-aiming at the original's output gave 0.967). Without a residual, and where layers share one weight,
-the original's output is what is aimed at.
+The target restores the residual stream of the original: t = s - r, with s the original's sum and r
+the residual of the rewritten model. A layer thus compensates the errors of earlier layers
+(all-MiniLM-L6-v2 without a third of its heads and a fifth of its neurons: cosine 0.972, against
+0.967 with the original's output as target). Without a residual, and for layers that share one
+weight, the target is the original's output.
 """
 
 from __future__ import annotations
@@ -28,20 +27,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.calibration.layerwise import Stepwise
+from attnserve.calibration.activations import no_token, not_finite, row_count
+from attnserve.calibration.layerwise import LayerwiseRunner
+from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.models.datasets import token_mask
-from attnserve.runtime.session import Batch, Provider, open_session, run
+from attnserve.runtime.session import Batch, open_session, run
 from graph_passes.analysis.constants import constant_array, origin
 from graph_passes.analysis.shapes import Facts, interpret_small
 from graph_passes.blocks import AttentionBlock, OutputProjection
+from graph_passes.context import GraphContext
 from graph_passes.emit.attention import emit_affine
 from graph_passes.emit.editing import Inserter, exposing, remove_unused, share_constants
-from graph_passes.errors import InvalidData
 from graph_passes.matching.feed_forward import FeedForwardBlock, find_feed_forward
 from graph_passes.matching.find import find_attention
-from graph_passes.matching.naming import PINNED, pin_names
+from graph_passes.matching.naming import pin_name, pin_names
 from graph_passes.passes.fuse_residuals import residual_of
-from graph_passes.passes.invariants import check, interface
+from graph_passes.passes.invariants import check_invariants, interface
 from graph_passes.passes.skip_attention import AffineMap, Skipped, refill, skipped
 
 if TYPE_CHECKING:
@@ -60,29 +61,27 @@ __all__ = [
     "ridge_towards",
 ]
 
-Progress = Callable[[int, int], None]
-
 FOLDS = 5
-"""Parts of the texts, each of which judges what was fitted on the others."""
+"""Number of folds of the cross-validation over texts."""
 
 MOST_ROWS = 1024
-"""Tokens that are kept until they are summed."""
+"""Tokens that are buffered before they are added to the sums."""
 
 RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, np.inf)
-"""In units of the mean variance of what the projection reads; infinity keeps the old weights."""
+"""Candidate ridges, relative to the mean variance of the input; infinity keeps the old weights."""
 
 FIRST = 1e-1
-"""The ridge that is tried first; weaker and stronger ones while the error falls."""
+"""The first ridge to try; the search goes to weaker or stronger ones while the error falls."""
 
 
 @dataclass(frozen=True)
 class Refit:
-    """How far what a layer adds is from what it should add, over the variation of that.
+    """The error of a layer's output before and after the fit, relative to the target's variation.
 
     Attributes:
         relative_error_before, relative_error: Root mean square, on the calibration data.
-        ridge: What was chosen by cross-validation, of ``RIDGES``; None where nothing came nearer on
-            texts it was not fitted to, so that all is left as it was.
+        ridge: The ridge chosen by cross-validation; None if no fit was better on held-out texts, so
+            that the weights are unchanged.
     """
 
     relative_error_before: float
@@ -92,7 +91,7 @@ class Refit:
 
 @dataclass(eq=False)
 class Moments:
-    """Sums over tokens c (N) and targets t (D), enough to fit any ridge and to judge any map."""
+    """Sums over tokens c (N) and targets t (D), sufficient to fit any ridge and rate any map."""
 
     count: int
     c: Float[np.ndarray, " N"]
@@ -145,13 +144,13 @@ class Moments:
 def ridge_towards(
     moments: Moments, prior: Float[np.ndarray, "N D"], ridges: Sequence[float]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """For each ridge the best W (N, D) and b (D,), W being drawn towards ``prior``."""
+    """For each ridge the optimal W (N, D) and b (D,), with W regularized towards ``prior``."""
     equations = _Equations(moments, prior)
     return [equations.solve(ridge) for ridge in ridges]
 
 
 class _Equations:
-    """W - prior solves the same as W does, with what the prior leaves over."""
+    """The normal equations of W - prior on the residual of the prior."""
 
     def __init__(self, moments: Moments, prior: np.ndarray) -> None:
         n, size = max(moments.count, 1), len(moments.c)
@@ -166,20 +165,21 @@ class _Equations:
         if np.isfinite(ridge) and weight.size:
             gram = self.gram.copy()
             gram.flat[:: len(gram) + 1] += max(ridge * self.unit, self.rounding)
-            # scipy's Cholesky is faster on idle cores, but was up to five times slower than this on
-            # busy ones: it brings threads of a BLAS of its own.
+            # scipy's Cholesky was up to five times slower on busy cores, because scipy brings a
+            # second BLAS with its own threads.
             weight = weight + np.linalg.solve(gram, self.left)
         return weight, self.t - self.c @ weight
 
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """A linear map whose weights may be fitted: an output projection, or what a skip left.
+    """A linear map that can be fitted: an output projection, or the map of a removed attention.
 
     Attributes:
-        tokens: What it reads; None where it is a constant.
-        beside: What its output is added to; None where it is aimed at the original's output.
-        weight, bias: As they are, and ``prior`` what the weight is drawn towards.
+        tokens: Its input; None for a constant map.
+        beside: The residual that its output is added to; None if the target is the output itself.
+        weight, bias: The current values.
+        prior: The weight that the fit is regularized towards.
     """
 
     name: str
@@ -193,13 +193,13 @@ class Site:
 
     @property
     def sequence_first(self) -> bool:
-        """Whether tokens of the output count (S, B)."""
+        """Whether the output has the layout (S, B, D)."""
         output = self.of.output if isinstance(self.of, AttentionBlock) else None
         return output is not None and output.sequence_first
 
     @property
     def shared(self) -> object:
-        """The same for sites of one weight."""
+        """A key that is equal for sites of one weight."""
         match self.of:
             case AttentionBlock(output=OutputProjection(weight=weight)):
                 return weight
@@ -217,60 +217,64 @@ def refit(
     *,
     fit: bool = True,
     feed: Callable[[Batch], Batch] = lambda batch: batch,
-    provider: Provider = "cpu",
-    threads: int = 0,
-    progress: Progress | None = None,
+    context: RunContext = DEFAULT_CONTEXT,
     targets: Targets | None = None,
 ) -> dict[str, Refit]:
-    """Fit the output projections of rewritten blocks, in place, and say how near they come.
+    """Fit the output projections of rewritten blocks in place, and return the errors by name.
 
-    Blocks that share one output projection are fitted together and go on sharing it. Those that lie
-    in the body of another node, which no session can look into, are passed over.
+    Blocks that share an output projection are fitted together and still share it afterwards.
+    Blocks in the body of another node (If, Loop) are ignored.
 
     Args:
-        model: Rewritten; ``original`` is the model it was made from.
-        names: Of the rewritten blocks, those that ``SkipAttention`` left out and feed-forwards
-            included.
+        model: The rewritten model.
+        original: The model it was made from.
+        names: The rewritten blocks, including removed attention and feed-forward layers.
         batches: Inputs of both models.
-        fit: False only measures: ``relative_error`` is then that before.
-        feed: A batch as the rewritten model takes it, whose caches may have other shapes.
-        targets: Of the original on these batches, where several models are fitted to it; names
-            that it lacks are passed over. Without, what is kept of both models is bounded as in
-            ``Stepwise``.
+        fit: False only measures the error; ``relative_error`` is then the error before.
+        feed: Converts a batch to the rewritten model's inputs (caches may have other shapes).
+        targets: Outputs of the original on these batches, for fitting several models to it; names
+            without targets are ignored. None computes them layer by layer (``LayerwiseRunner``).
 
     Raises:
         InvalidData: A model refuses a batch, or its activations are not finite.
     """
     before = interface(model)
-    theirs: _Theirs | Targets = targets or _Theirs(original, names, batches, provider, threads)
+    theirs: _Theirs | Targets = targets or _Theirs(original, names, batches, context)
     chosen = [name for name in names if name in theirs.sequence_first]
-    pin_names(find_attention(model)[0])
-    groups = _groups(model, chosen)
-    mine = Stepwise(model, batches, feed=feed, provider=provider, threads=threads)
+    with GraphContext.of(model) as graph:
+        pin_names(graph.get(find_attention)[0])
+        shapes = graph.get(interpret_small, batch=2, sequence=5)
+        found = find_sites(model, chosen)
+    groups = _groups(found, chosen)
+    mine = LayerwiseRunner(model, batches, feed=feed, context=context)
+    progress = context.stage("refit outputs")
     done: dict[str, Refit] = {}
     for index, group in enumerate(groups):
-        found = find_sites(model, chosen)
-        for name in theirs.summed & found.keys():
+        remaining = [name for each in groups[index:] for name in each]
+        if not all(_is_current(found[name]) for name in remaining):
+            found = find_sites(model, chosen)
+        for name in theirs.summed & set(remaining):
             beside = residual_of(found[name].output)
             assert beside is not None, f"{name}: its residual is gone"
             found[name] = replace(found[name], beside=beside[0])
         ahead = [_read(found[name] for name in each) for each in groups[index:]]
         wanted, later = ahead[0], list(chain(*ahead[1:]))
         if len(group) == 1:
-            read = mine.advance(wanted, later)
+            read = mine.run_to(wanted, later)
         else:  # the first of them will change what the others read
-            for _ in mine.advance(_read([found[group[0]]]), [*wanted, *later]):
+            for _ in mine.run_to(_read([found[group[0]]]), [*wanted, *later]):
                 pass
-            read = mine.look(wanted)
+            read = mine.peek(wanted)
         folds = _Folds([found[name] for name in group], theirs.sequence_first)
         pairs = zip(batches, read, theirs.of(group), strict=True)
         for step, (batch, arrays, made) in enumerate(pairs, start=1):
             folds.add(batch, dict(zip(wanted, arrays, strict=True)), made)
-            if progress is not None:
-                progress(index * len(batches) + step, len(groups) * len(batches))
-        done |= _fitted(model, folds.sites, folds.moments(), fit=fit)
+            progress(index * len(batches) + step, len(groups) * len(batches))
+        done |= _fitted(model, folds.sites, folds.moments(), shapes, fit=fit)
+        with GraphContext.of(model) as graph:
+            graph.invalidate()
     share_constants(model, since=before.initializers)
-    check(before, model, after="refit")
+    check_invariants(before, model, after="refit")
     return done
 
 
@@ -279,25 +283,24 @@ def context_moments(
     blocks: Sequence[AttentionBlock | FeedForwardBlock],
     batches: Sequence[Batch],
     *,
-    provider: Provider = "cpu",
-    threads: int = 0,
-    progress: Progress | None = None,
+    context: RunContext = DEFAULT_CONTEXT,
 ) -> dict[str, Moments]:
-    """Of what the last map of each block reads, and of what it makes."""
+    """Moments of the input and output of each block's last linear map, by block name."""
     found = [
         _of_feed_forward(b) if isinstance(b, FeedForwardBlock) else _of_block(b) for b in blocks
     ]
     values = list(dict.fromkeys(v for s in found for v in (s.tokens, s.output) if v is not None))
-    session = open_session(_up_to(model, values), provider=provider, threads=threads)
+    part = _up_to(model, values)
+    session = open_session(part, provider=context.provider, threads=context.threads)
     sums = {site.name: _Sum() for site in found}
+    progress = context.stage("measure blocks")
     for done, batch in enumerate(batches, start=1):
         seen = dict(zip(values, run(session, batch), strict=True))
         for site in found:
             turned = site.sequence_first
             c, t, _ = _tokens(site, seen, seen[site.output], batch, turned)
             sums[site.name].add(c, t)
-        if progress is not None:
-            progress(done, len(batches))
+        progress(done, len(batches))
     moments = {name: each.moments() for name, each in sums.items()}
     for name, each in moments.items():
         _require_tokens(name, each.count)
@@ -306,12 +309,12 @@ def context_moments(
 
 @dataclass(frozen=True, eq=False)
 class Targets:
-    """What an original makes, for several fits to it: rows x D numbers a layer, padding included.
+    """Outputs of the original model, for fitting several models: rows x D numbers per layer.
 
     Attributes:
-        arrays: By name, an array a batch.
-        sequence_first: By name, whether tokens may count (S, B).
-        summed: The names whose arrays are sums with the residual.
+        arrays: By name, one array per batch, padding included.
+        sequence_first: By name, whether the layout is (S, B, D).
+        summed: Names whose arrays include the residual.
     """
 
     arrays: Mapping[str, Sequence[np.ndarray]]
@@ -327,15 +330,14 @@ def collect_targets(
     names: Sequence[str],
     batches: Sequence[Batch],
     *,
-    provider: Provider = "cpu",
-    threads: int = 0,
+    context: RunContext = DEFAULT_CONTEXT,
 ) -> Targets:
-    """Run the original once, for every ``refit`` on the same batches.
+    """Run the original once and store its outputs for several ``refit`` calls on these batches.
 
     Raises:
         InvalidData: The model refuses a batch.
     """
-    theirs = _Theirs(original, names, batches, provider, threads)
+    theirs = _Theirs(original, names, batches, context)
     found = list(theirs.sequence_first)
     arrays: dict[str, list[np.ndarray]] = {name: [] for name in found}
     for made in theirs.of(found):
@@ -345,47 +347,52 @@ def collect_targets(
 
 
 class _Theirs:
-    """Targets that are computed when they are asked for, and then forgotten."""
+    """Targets that are computed layer by layer and not stored."""
 
     def __init__(
         self,
         original: ir.Model,
         names: Sequence[str],
         batches: Sequence[Batch],
-        provider: Provider,
-        threads: int,
+        context: RunContext,
     ) -> None:
         found = find_sites(original, names)
         sites = {name: found[name] for name in names if _is_target(found.get(name), original)}
         uses = Counter(site.shared for site in sites.values())
-        # Of layers that share a weight, the later ones read what the fit is yet to change.
+        # Layers that share a weight have no residual target: later ones depend on the fit itself.
         alone = {name: site for name, site in sites.items() if uses[site.shared] == 1}
         pairs = {name: residual_of(site.output) for name, site in alone.items()}
         sums = {name: pair[1] for name, pair in pairs.items() if pair is not None}
         self.outputs = {name: sums.get(name, site.output) for name, site in sites.items()}
         self.sequence_first = {name: site.sequence_first for name, site in sites.items()}
         self.summed = frozenset(sums)
-        self.model = Stepwise(original, batches, provider=provider, threads=threads)
+        self.model = LayerwiseRunner(original, batches, context=context)
 
     def of(self, names: Sequence[str]) -> Iterator[list[np.ndarray]]:
         wanted = [self.outputs.pop(name) for name in names]
-        return self.model.advance(wanted, list(self.outputs.values()))
+        return self.model.run_to(wanted, list(self.outputs.values()))
 
 
 def _is_target(site: Site | None, original: ir.Model) -> bool:
-    """Whether a session can look at it, and it is what a layer really makes."""
+    """Whether the site is in the main graph and not already a removed attention."""
     return site is not None and not isinstance(site.of, Skipped) and site.of.graph is original.graph
 
 
 def _read(sites: Iterable[Site]) -> list[ir.Value]:
-    """What the sites read and are added to, each value once."""
+    """The inputs and residuals of the sites, each value once."""
     values = (value for site in sites for value in (site.tokens, site.beside))
     return list(dict.fromkeys(value for value in values if value is not None))
 
 
-def _groups(model: ir.Model, names: Sequence[str]) -> list[list[str]]:
-    """Names in order of execution; those that share a weight together."""
-    sites = find_sites(model, names)
+def _is_current(site: Site) -> bool:
+    """Whether the values of a site are still in its graph: refitting others may replace them."""
+    values = [value for value in (site.tokens, site.output, site.beside) if value is not None]
+    nodes = [node for value in values if (node := value.producer()) is not None]
+    return all(node.graph is not None for node in nodes)
+
+
+def _groups(sites: Mapping[str, Site], names: Sequence[str]) -> list[list[str]]:
+    """Names in execution order, grouped by shared weight."""
     groups: dict[object, list[str]] = {}
     for name in sorted(names, key=list(sites).index):
         groups.setdefault(sites[name].shared, []).append(name)
@@ -393,8 +400,10 @@ def _groups(model: ir.Model, names: Sequence[str]) -> list[list[str]]:
 
 
 def find_sites(model: ir.Model, names: Sequence[str]) -> dict[str, Site]:
-    """Every map that could be fitted, in order of execution; feed-forwards where they are named."""
-    blocks = [_of_block(b) for b in find_attention(model)[0] if b.output is not None]
+    """All maps that can be fitted, in execution order; feed-forward layers only if named."""
+    with GraphContext.of(model) as graph:
+        attention = graph.get(find_attention)[0]
+    blocks = [_of_block(b) for b in attention if b.output is not None]
     found = [*blocks, *map(_of_skipped, skipped(model))]
     known = {site.name for site in found}
     if not known.issuperset(names):
@@ -424,7 +433,7 @@ def _of_feed_forward(block: FeedForwardBlock) -> Site:
 
 
 def _of_skipped(gap: Skipped) -> Site:
-    """The map that stands for an attention is drawn towards nothing."""
+    """The map that replaces a removed attention is regularized towards zero."""
     bias, weight = gap.affine.bias.astype(np.float64), gap.affine.weight
     tokens = None if weight is None else gap.input
     weight = np.zeros((0, len(bias))) if weight is None else weight.astype(np.float64)
@@ -432,7 +441,7 @@ def _of_skipped(gap: Skipped) -> Site:
 
 
 class _Folds:
-    """What sites read and should make, in ``FOLDS`` parts or as many as there are texts."""
+    """Moments of inputs and targets, in ``FOLDS`` folds (or fewer, one per text)."""
 
     def __init__(self, sites: Sequence[Site], sequence_first: Mapping[str, bool]) -> None:
         self.sites = sites
@@ -448,7 +457,7 @@ class _Folds:
             parts = (self.texts + texts) % FOLDS
             for fold in np.unique(parts).tolist():
                 self.sums.setdefault(fold, _Sum()).add(c[parts == fold], t[parts == fold])
-        self.texts += _texts(batch)
+        self.texts += row_count(batch)
 
     def moments(self) -> list[Moments]:
         _require_tokens(self.sites[0].name, len(self.sums))
@@ -456,8 +465,7 @@ class _Folds:
 
 
 class _Sum:
-    """Moments of tokens that come in small pieces: a product of many rows costs hardly more than
-    one of few, so they are gathered first."""
+    """Moments of tokens, buffered: one product of many rows is faster than many of few rows."""
 
     def __init__(self) -> None:
         self.whole: Moments | None = None
@@ -480,11 +488,11 @@ class _Sum:
 
 def _require_tokens(name: str, count: int) -> None:
     if not count:
-        raise InvalidData(f"{name}: the calibration data has no real token", "check the mask input")
+        raise no_token(name)
 
 
 def _up_to(model: ir.Model, values: Sequence[ir.Value]) -> ir.Model:
-    """A model that computes these values and nothing else."""
+    """A model that computes only these values."""
     with exposing(model, values):
         part = model.clone()
     remove_unused(part)
@@ -494,8 +502,7 @@ def _up_to(model: ir.Model, values: Sequence[ir.Value]) -> ir.Model:
 def _tokens(
     site: Site, seen: Mapping[ir.Value, np.ndarray], target: np.ndarray, batch: Batch, turned: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """One batch, padding left out: what is read (M, N), what should be made (M, D), and the number
-    of the text that each token is of (M,)."""
+    """Inputs (M, N), targets (M, D) and text numbers (M,) of the unmasked tokens of a batch."""
     if site.beside is not None:
         target = target - seen[site.beside]
     texts = _text_of(target, batch, turned)
@@ -506,20 +513,15 @@ def _tokens(
     else:
         c = seen[site.tokens].reshape(len(real), -1)[real].astype(np.float64)
     if not (np.isfinite(c).all() and np.isfinite(t).all()):
-        raise InvalidData(
-            f"{site.name}: the activations on the calibration data are not finite",
-            "check the model and the data",
-        )
+        raise not_finite(site.name)
     return c, t, texts[real]
 
 
-def _texts(batch: Batch) -> int:
-    return max((len(array) for array in batch.values() if array.ndim), default=1)
-
-
 def _text_of(target: np.ndarray, batch: Batch, turned: bool) -> np.ndarray:
-    """The text of each token, -1 for padding, the target being (B, S, D) or (B*S, D); or (S, B, D)
-    where ``turned``. Windows of an image are one text."""
+    """The text number of each token of the target, -1 for padding.
+
+    The target is (B, S, D), (B*S, D), or (S, B, D) if ``turned``. Windows of an image are one text.
+    """
     rows = int(np.prod(target.shape[:-1]))
     if target.ndim == 2:
         masks = (a for n, a in batch.items() if "mask" in n and a.ndim == 2 and a.size == rows)
@@ -529,19 +531,19 @@ def _text_of(target: np.ndarray, batch: Batch, turned: bool) -> np.ndarray:
         others = any("mask" in n and a.shape == (second, first) for n, a in batch.items())
         turned = turned or (others and first != second)
     sizes = (second, first) if turned else (first, second)
-    text = np.arange(sizes[0]) * _texts(batch) // sizes[0]
+    text = np.arange(sizes[0]) * row_count(batch) // sizes[0]
     found = np.where(token_mask(batch, sizes), text[:, None], -1)
     found = found.T if turned else found
     return np.repeat(found.reshape(-1), rows // found.size)
 
 
 def _fitted(
-    model: ir.Model, sites: Sequence[Site], folds: Sequence[Moments], *, fit: bool
+    model: ir.Model, sites: Sequence[Site], folds: Sequence[Moments], shapes: Facts, *, fit: bool
 ) -> dict[str, Refit]:
-    """Choose a ridge, fit, and put the new weights into the graph."""
+    """Choose a ridge, fit, and write the new weights into the graph."""
     whole = _total(folds)
     site = sites[0]
-    varies = whole.variation > 1e-13 * whole.tt  # less is rounding: eps^2 of float32
+    varies = whole.variation > 1e-13 * whole.tt  # eps^2 of float32: less is rounding
     scale = whole.variation if varies else whole.tt or 1.0
     as_it_is = whole.error(site.weight, site.bias)
     error = (as_it_is / scale) ** 0.5
@@ -550,17 +552,18 @@ def _fitted(
         return {each.name: Refit(error, error, None) for each in sites}
     weight, bias = ridge_towards(whole, site.prior, [ridge])[0]
     better = whole.error(weight, bias)
-    facts = interpret_small(model, batch=2, sequence=5)
     for each in sites:
-        install(each, weight, bias, facts)
+        install(each, weight, bias, shapes)
     remove_unused(model)
     return {each.name: Refit(error, (better / scale) ** 0.5, ridge) for each in sites}
 
 
 def _choose_ridge(folds: Sequence[Moments], site: Site, as_it_is: float) -> float | None:
-    """The ridge with the least error on texts it was not fitted to, downhill from ``FIRST``; None
-    where that is still more than without any fit. A single text judges nothing: only what has no
-    weights yet is fitted."""
+    """The ridge with the least cross-validation error, by descent from ``FIRST``.
+
+    None if no ridge is better than the current weights. With a single text there is no held-out
+    text: then only removed attention layers, which have no weights yet, are fitted.
+    """
     if len(folds) < 2:
         return RIDGES[-2] if isinstance(site.of, Skipped) else None
     whole = _total(folds)
@@ -588,14 +591,14 @@ def _total(folds: Sequence[Moments]) -> Moments:
 
 
 def install(site: Site, weight: np.ndarray, bias: np.ndarray, facts: Facts) -> ir.Node | None:
-    """Let the graph compute tokens W + b; the product, of all but what a skip left."""
+    """Write the map tokens W + b into the graph and return its product node, if it has one."""
     if isinstance(site.of, Skipped):
         refill(site.of, AffineMap(None if site.tokens is None else weight, bias), facts)
         return None
     if isinstance(site.of, FeedForwardBlock):
         make = Inserter(site.of.graph, site.of.product, f"{site.name}/refit")
         product = emit_affine(make, site.of.hidden, weight, bias, site.of.output, facts)
-        product.metadata_props[PINNED] = site.name
+        pin_name(product, site.name)
         return product
     output = site.of.output
     assert output is not None

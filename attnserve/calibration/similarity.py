@@ -1,15 +1,15 @@
-"""How alike the heads of a model attend: eq. 2 and 3 of the Reuse Transformer (arXiv 2110.06821).
+"""Similarity of attention heads: eq. 2 and 3 of the Reuse Transformer (arXiv 2110.06821).
 
     S(A, A') = 1 - mean over queries of TV(A[p], A'[p]),    TV(a, b) = |a - b|_1 / 2
     c[(l, h), (l', h')] = mean over texts of S(A_lh, A_l'h')
 
-as the paper averages: over the queries of each text first, then over texts, so that a long text
-counts as much as a short one. Since |a - b| = a + b - 2 min(a, b), it is minima that are summed.
+The mean is taken over the queries of each text first and then over texts, as in the paper, so that
+all texts have equal weight. The code sums minima, because |a - b| = a + b - 2 min(a, b).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.calibration.moments import Progress
+from attnserve.calibration.activations import no_token, not_finite, observe, row_count
+from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.models.datasets import token_mask
-from attnserve.runtime.session import Batch, Provider, open_session, run
+from attnserve.runtime.session import Batch
 from graph_passes.blocks import AttentionBlock
-from graph_passes.emit.editing import exposing
-from graph_passes.errors import InvalidArgument, InvalidData
+from graph_passes.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -30,22 +30,22 @@ if TYPE_CHECKING:
 __all__ = ["HeadSimilarity", "measure_similarity"]
 
 MOST_QUERIES = 8192
-"""Enough for three digits of a mean over queries; the cost grows with them."""
+"""Default number of queries: gives three digits of the mean. The cost is proportional to it."""
 
 CACHED = 2**16
-"""Elements of heads that are compared at a time: with their minima they stay in a core's cache."""
+"""Elements that are compared at a time; with their minima they fit a core's cache."""
 
 
 @dataclass(frozen=True, eq=False)
 class HeadSimilarity:
-    """The similarity of every head with every other, 0 (nothing in common) to 1 (the same).
+    """The similarity of all pairs of heads, from 0 (disjoint) to 1 (equal).
 
     Attributes:
-        layers: Names of the blocks, in the order they were given (that of execution).
-        heads: How many heads each has.
+        layers: Block names in execution order.
+        heads: Number of heads of each block.
         matrix: Symmetric; NaN between layers that attend over different tokens (self and cross
             attention, or other lengths).
-        queries: How many queries were compared, of the layer that has most.
+        queries: Number of compared queries, of the layer with the most.
     """
 
     layers: tuple[str, ...]
@@ -54,15 +54,15 @@ class HeadSimilarity:
     queries: int
 
     def between(self, layer: str, other: str) -> Float[np.ndarray, "H G"]:
-        """Each head of ``layer`` with each of ``other``.
+        """Similarity of each head of ``layer`` with each head of ``other``.
 
         Raises:
-            InvalidArgument: No layer of that name was measured.
+            InvalidArgument: No layer of this name was measured.
         """
         return self.matrix[self._heads_of(layer), self._heads_of(other)]
 
     def best(self) -> Float[np.ndarray, "L L"]:
-        """[l, l'] = mean over the heads h of l of c_(l,h),l', that of its best match in l' (eq. 3).
+        """[l, l'] = mean over the heads of l of the similarity to their best match in l' (eq. 3).
 
         Not symmetric: several heads may have the same match. 1 on the diagonal.
         """
@@ -73,7 +73,7 @@ class HeadSimilarity:
         return np.array(rows).reshape(len(self.layers), len(self.layers))
 
     def sequential(self) -> dict[str, Float[np.ndarray, " H"]]:
-        """Figure 3 of the paper: how far each layer's heads repeat the layer before it.
+        """Similarity of each layer's heads to the previous layer (figure 3 of the paper).
 
         For each layer, the similarity of each head with its closest match in the previous layer,
         ranked from the lowest (rank 1) to the highest. The previous layer is the last before it
@@ -91,9 +91,10 @@ class HeadSimilarity:
     def _heads_of(self, layer: str) -> slice:
         if layer not in self.layers:
             raise InvalidArgument(
-                f"no attention called {layer!r} was measured; expected one of: "
+                f"no attention block {layer!r} was measured; expected one of: "
                 f"{', '.join(self.layers) or 'none'}",
-                "see `attnserve inspect`",
+                "choose one of these",
+                code="similarity.unknown_layer",
             )
         index = self.layers.index(layer)
         ends = [0, *accumulate(self.heads)]
@@ -105,20 +106,18 @@ def measure_similarity(
     blocks: Sequence[AttentionBlock],
     batches: Sequence[Batch],
     *,
-    provider: Provider = "cpu",
-    threads: int = 0,
-    progress: Progress | None = None,
+    context: RunContext = DEFAULT_CONTEXT,
     most_queries: int = MOST_QUERIES,
 ) -> HeadSimilarity:
-    """Compare all heads of these blocks on the real tokens of these batches.
+    """Compare all heads of these blocks on the unmasked tokens of these batches.
 
-    Activations never accumulate: one batch at a time is run and reduced, padding excluded.
+    One batch at a time is run and reduced. Padding is excluded.
 
     Args:
-        blocks: In the order of execution. Their probabilities must be values of the graph
-            (decompose fused operators first).
-        most_queries: About how many queries to compare: each text gives an even share of them,
-            spread evenly over its tokens, and at least one.
+        blocks: In execution order. Their probabilities must be values of the graph (decompose fused
+            operators first).
+        most_queries: Approximate number of queries to compare. Each text contributes an equal
+            share, at least one, spread evenly over its tokens.
 
     Raises:
         InvalidArgument: ``most_queries`` is not positive.
@@ -126,17 +125,14 @@ def measure_similarity(
             are not finite.
     """
     if most_queries < 1:
-        raise InvalidArgument(f"most_queries is {most_queries}: expected 1 or more", "raise it")
+        raise InvalidArgument(
+            f"`most_queries` is {most_queries}: expected 1 or more", code="similarity.most_queries"
+        )
     sums = _Sums(blocks)
-    values = list(dict.fromkeys(_probabilities(block) for block in blocks))
-    share = max(1, most_queries // max(1, sum(map(_texts, batches))))
-    with exposing(model, values):
-        session = open_session(model, provider=provider, threads=threads) if values else None
-    for done, batch in enumerate(batches if session else (), start=1):
-        seen = dict(zip(values, run(session, batch), strict=True))
-        sums.add([seen[_probabilities(block)] for block in blocks], batch, share)
-        if progress is not None:
-            progress(done, len(batches))
+    share = max(1, most_queries // max(1, sum(map(row_count, batches))))
+    values = [[_probabilities(block)] for block in blocks]
+    for batch, arrays in observe(model, values, batches, context, "compare heads"):
+        sums.add([p for (p,) in arrays], batch, share)
     return sums.similarity()
 
 
@@ -145,12 +141,8 @@ def _probabilities(block: AttentionBlock) -> ir.Value:
     return block.probabilities
 
 
-def _texts(batch: Mapping[str, np.ndarray]) -> int:
-    return max((len(array) for array in batch.values() if array.ndim), default=1)
-
-
 class _Sums:
-    """Running sums over batches, of all heads one after the other."""
+    """Running sums over batches for all heads."""
 
     def __init__(self, blocks: Sequence[AttentionBlock]) -> None:
         self.blocks = blocks
@@ -162,7 +154,7 @@ class _Sums:
         self.alike = np.ones((layers, layers), dtype=bool)
 
     def add(self, probabilities: Sequence[np.ndarray], batch: Batch, share: int) -> None:
-        """One batch: the probabilities of each block, heads apart or in the batch."""
+        """Add one batch: the probabilities of each block, (B, H, S, T) or (B*H, S, T)."""
         groups: dict[tuple[str, tuple[int, ...]], list[int]] = {}
         apart = [
             p.reshape(-1, block.num_heads, *p.shape[-2:])  # B H S T
@@ -172,8 +164,8 @@ class _Sums:
             groups.setdefault((block.kind, (len(p), *p.shape[2:])), []).append(index)
         together = np.zeros_like(self.alike)
         for (_, (B, S, _)), members in groups.items():
-            # An image in windows is several sequences to its attention.
-            most = max(1, share * _texts(batch) // max(1, B))
+            # Attention over windows of an image has several sequences per image.
+            most = max(1, share * row_count(batch) // max(1, B))
             sequences, positions, weights = _chosen(token_mask(batch, (B, S)), most)
             together[np.ix_(members, members)] = True
             self.texts[members] += len(np.unique(sequences))
@@ -189,17 +181,12 @@ class _Sums:
         names = tuple(block.name for block in self.blocks)
         if len(self.blocks) and not self.texts.all():
             unseen = names[int(np.argmin(self.texts))]
-            raise InvalidData(
-                f"{unseen}: the calibration data has no real token", "check the mask input"
-            )
+            raise no_token(unseen)
         if not np.isfinite(self.common).all():
             broken = self.layer_of[~np.isfinite(np.diag(self.common))]
-            raise InvalidData(
-                f"{names[broken[0]]}: the probabilities on the calibration data are not finite",
-                "check the model and the data",
-            )
+            raise not_finite(names[broken[0]], "probabilities")
         common = self.common / self.texts[self.layer_of][:, None]
-        mass = np.diag(common)  # 1, but for queries that see no key
+        mass = np.diag(common)  # 1, except for queries without any key
         matrix = np.clip(1 - (mass[:, None] + mass) / 2 + common, 0.0, 1.0)
         matrix[~self.alike[np.ix_(self.layer_of, self.layer_of)]] = np.nan
         heads = tuple(block.num_heads for block in self.blocks)
@@ -209,7 +196,7 @@ class _Sums:
 def _chosen(
     mask: Bool[np.ndarray, "B S"], most: int
 ) -> tuple[Int[np.ndarray, " Q"], Int[np.ndarray, " Q"], Float[np.ndarray, " Q"]]:
-    """At most ``most`` real queries of each sequence: sequence, position, and weight.
+    """Choose at most ``most`` unmasked queries of each sequence: sequence, position and weight.
 
     The weights of a sequence add up to 1.
     """

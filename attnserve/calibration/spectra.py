@@ -1,13 +1,13 @@
-"""How many dimensions attention uses: of its weights, of its scores, of the texts it reads.
+"""The number of dimensions that attention uses: in its weights and in its scores.
 
 Captured variance is Figure 1 of "Multi-Head Attention: Collaborate Instead of Concatenate" (arXiv
-2006.16362): the share of the squared singular values that the first n directions hold, of W_Q, W_K
-and W_Q W_K^T. With the moments of calibration data the matrices are C_x^(1/2) W_Q and
-C_y^(1/2) W_K: directions count as much as tokens vary along them.
+2006.16362): the share of squared singular values in the first n directions, of W_Q, W_K and
+W_Q W_K^T. With moments of calibration data the matrices are C_x^(1/2) W_Q and C_y^(1/2) W_K: each
+direction is weighted by the variance of the tokens.
 
 The low-rank bottleneck is Theorem 1 of "Low-Rank Bottleneck in Multi-head Attention Models" (arXiv
-2002.07028): a head of size K below the number n of tokens cannot attend in every way, as its scores
-have rank K at most. How near a head comes to that shows in the rank of its scores on real texts.
+2002.07028): a head of size K has scores of rank at most K, so that with n > K tokens it cannot
+represent every attention pattern. ``measure_ranks`` shows how close the heads come to this limit.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.calibration.moments import Progress
+from attnserve.calibration.activations import no_token, not_finite, observe
+from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.models.datasets import token_mask
-from attnserve.runtime.session import Batch, Provider, open_session, run
+from attnserve.runtime.session import Batch
 from graph_passes.blocks import AttentionBlock
-from graph_passes.emit.editing import exposing
-from graph_passes.errors import InvalidData
 from graph_passes.factorize.moments import TokenMoments
 
 if TYPE_CHECKING:
@@ -149,11 +148,9 @@ def measure_ranks(
     blocks: Sequence[AttentionBlock],
     batches: Sequence[Batch],
     *,
-    provider: Provider = "cpu",
-    threads: int = 0,
-    progress: Progress | None = None,
+    context: RunContext = DEFAULT_CONTEXT,
 ) -> dict[str, ScoreRanks]:
-    """The ranks of scores and attention on ``MOST_TEXTS`` texts at most, by block name.
+    """The ranks of scores and probabilities on at most ``MOST_TEXTS`` texts, by block name.
 
     Args:
         blocks: Their scores and probabilities must be values of the graph.
@@ -162,27 +159,16 @@ def measure_ranks(
         InvalidData: The model refuses a batch, or a score is not finite.
     """
     found: dict[str, list[tuple[int, np.ndarray, np.ndarray]]] = {b.name: [] for b in blocks}
-    values = list(dict.fromkeys(v for b in blocks for v in (b.logits, b.probabilities) if v))
-    if not values:
-        return {}
-    with exposing(model, values):
-        session = open_session(model, provider=provider, threads=threads)
+    values = [_scores(block) for block in blocks]
     chosen = [batches[i] for i in _evenly(len(batches), MOST_TEXTS)]
-    for done, batch in enumerate(chosen, start=1):
-        seen = dict(zip(values, run(session, batch), strict=True))
-        for block in blocks:
-            assert block.logits is not None and block.probabilities is not None, block.name
-            arrays = seen[block.logits], seen[block.probabilities]
-            found[block.name] += _ranks(block, *arrays, batch, -(-MOST_TEXTS // len(chosen)))
-        if progress is not None:
-            progress(done, len(chosen))
+    for batch, arrays in observe(model, values, chosen, context, "measure ranks"):
+        for block, (logits, p) in zip(blocks, arrays, strict=True):
+            found[block.name] += _ranks(block, logits, p, batch, -(-MOST_TEXTS // len(chosen)))
     ranks: dict[str, ScoreRanks] = {}
     for block in blocks:
         rows = found[block.name][:MOST_TEXTS]
         if not rows:
-            raise InvalidData(
-                f"{block.name}: the calibration data has no real token", "check the mask input"
-            )
+            raise no_token(block.name)
         sizes, scores, attended = zip(*rows, strict=True)
         ranks[block.name] = ScoreRanks(
             np.array(sizes), np.stack(scores), np.stack(attended), block.head_size
@@ -195,23 +181,25 @@ def text_lengths(
     block: AttentionBlock,
     batches: Sequence[Batch],
     *,
-    provider: Provider = "cpu",
-    threads: int = 0,
+    context: RunContext = DEFAULT_CONTEXT,
 ) -> Int[np.ndarray, " N"]:
-    """How many real keys each sequence gives to a block; cheap for the first block of a model.
+    """The number of unmasked keys of each sequence in a block; cheapest for the first block.
 
     Raises:
         InvalidData: The model refuses a batch.
     """
     assert block.probabilities is not None, f"{block.name}: its probabilities are not in the graph"
-    with exposing(model, [block.probabilities]):
-        session = open_session(model, provider=provider, threads=threads)
     lengths: list[int] = []
-    for batch in batches:
-        (p,) = run(session, batch)
+    observed = observe(model, [[block.probabilities]], batches, context, "count tokens")
+    for batch, [[p]] in observed:
         apart = p.reshape(-1, block.num_heads, *p.shape[-2:])
         lengths += token_mask(batch, (len(apart), p.shape[-1])).sum(1).tolist()
     return np.array(lengths)
+
+
+def _scores(block: AttentionBlock) -> list[ir.Value]:
+    assert block.logits is not None and block.probabilities is not None, block.name
+    return [block.logits, block.probabilities]
 
 
 def _rank(captured: np.ndarray, share: float) -> np.ndarray:
@@ -226,7 +214,7 @@ def _gram(heads: np.ndarray, covariance: np.ndarray | None) -> Float[np.ndarray,
 
 
 def _heads(gram: Float[np.ndarray, "HK HK"], count: int) -> Float[np.ndarray, "H K K"]:
-    """The blocks on the diagonal."""
+    """The blocks on the diagonal, one per head."""
     size = len(gram) // count
     own = np.arange(count)
     return gram.reshape(count, size, count, size)[own, :, own]
@@ -256,7 +244,7 @@ def _evenly(count: int, most: int) -> list[int]:
 def _ranks(
     block: AttentionBlock, logits: np.ndarray, p: np.ndarray, batch: Batch, most: int
 ) -> list[tuple[int, np.ndarray, np.ndarray]]:
-    """n, the ranks of scores and those of attention, for some rows of one batch."""
+    """(n, ranks of scores, ranks of probabilities) of some rows of one batch."""
     scores = logits if block.logits_axes is None else logits.transpose(block.logits_axes)
     scores = scores.reshape(-1, block.q.num_heads, *scores.shape[-2:])  # B O S T
     attended = p.reshape(-1, block.num_heads, *p.shape[-2:])  # B H S T
@@ -267,7 +255,7 @@ def _ranks(
     return [
         (
             min(_most(queries[row]).sum(), _most(keys[row]).sum()),
-            _matrix_rank(_real(scores[row], queries[row], keys[row]), block.name, centred=True),
+            _matrix_rank(_real(scores[row], queries[row], keys[row]), block.name, centered=True),
             _matrix_rank(_real(attended[row], queries[row], keys[row]), block.name),
         )
         for row in rows
@@ -283,14 +271,11 @@ def _real(array: np.ndarray, queries: np.ndarray, keys: np.ndarray) -> np.ndarra
 
 
 def _matrix_rank(
-    matrices: Float[np.ndarray, "H S T"], name: str, *, centred: bool = False
+    matrices: Float[np.ndarray, "H S T"], name: str, *, centered: bool = False
 ) -> Int[np.ndarray, " H"]:
     if not np.isfinite(matrices).all():
-        raise InvalidData(
-            f"{name}: the scores on the calibration data are not finite",
-            "check the model and the data",
-        )
-    if centred:
+        raise not_finite(name, "scores")
+    if centered:
         matrices = matrices - matrices.mean(-1, keepdims=True)
     values = np.linalg.svd(matrices, compute_uv=False)
     return (values > RANK_TOLERANCE * values[:, :1]).sum(-1)

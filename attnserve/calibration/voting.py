@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.calibration.importance import by_head, no_token, not_finite, observe
-from attnserve.calibration.moments import Progress
+from attnserve.calibration.activations import by_head, no_token, not_finite, observe
+from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.models.datasets import token_mask
-from attnserve.runtime.session import Batch, Provider
+from attnserve.runtime.session import Batch
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import InvalidArgument
 
@@ -54,10 +54,7 @@ def voting_to_stay(
     batches: Sequence[Batch],
     *,
     groups: int | Mapping[str, int],
-    seed: int = 0,
-    provider: Provider = "cpu",
-    threads: int = 0,
-    progress: Progress | None = None,
+    context: RunContext = DEFAULT_CONTEXT,
 ) -> dict[str, Votes]:
     """Group the heads of each layer, and elect one head a group (V2S, Algorithm 1), by block name.
 
@@ -73,7 +70,7 @@ def voting_to_stay(
     Args:
         blocks: Their values and probabilities must be values of the graph.
         groups: C, how many groups to make: of every layer, or by block name. None stays empty.
-        seed: Of the starts of k-means.
+        context: Its seed selects the starts of k-means.
 
     Raises:
         InvalidArgument: ``groups`` is not between 1 and H, or lacks a block.
@@ -82,16 +79,15 @@ def voting_to_stay(
     """
     wanted = {block.name: _groups(block, groups) for block in blocks}
     grams: dict[str, list[np.ndarray]] = {block.name: [] for block in blocks}  # 3 H H a batch
-    observed = observe(
-        model, [_feature_maps(block) for block in blocks], batches, provider, threads, progress
-    )
-    for batch, seen in observed:
+    values = [_feature_maps(block) for block in blocks]
+    for batch, seen in observe(model, values, batches, context, "vote on heads"):
         for block, maps in zip(blocks, seen, strict=True):
             products = _products(block, maps, batch)
             if products.any():  # else the batch is all padding
                 grams[block.name].append(products)
     return {
-        block.name: _elect(block, grams[block.name], wanted[block.name], seed) for block in blocks
+        block.name: _elect(block, grams[block.name], wanted[block.name], context.seed)
+        for block in blocks
     }
 
 
@@ -99,14 +95,15 @@ def _groups(block: AttentionBlock, groups: int | Mapping[str, int]) -> int:
     count = groups.get(block.name) if isinstance(groups, Mapping) else groups
     if count is None:
         raise InvalidArgument(
-            f"{block.name}: expected a number of groups for each block, got none for this one",
-            "name every block, or give one number for all",
+            f"{block.name}: `groups` has no number for this block",
+            "name every block, or pass one number for all",
+            code="voting.groups_missing",
         )
     if not 1 <= count <= block.num_heads:
         raise InvalidArgument(
-            f"{block.name}: expected 1 to {block.num_heads} groups of its {block.num_heads} heads, "
-            f"got {count}",
+            f"{block.name}: `groups` is {count}: expected 1 to {block.num_heads} (its heads)",
             "choose a number in this range",
+            code="voting.groups",
         )
     return count
 

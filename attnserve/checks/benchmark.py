@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
@@ -28,12 +28,12 @@ from typing import Any, cast, get_args
 
 import numpy as np
 
+from attnserve.context import Progress, Provider, RunContext, ignore_progress
 from attnserve.models.artifact import Artifact, load_model, open_artifact
 from attnserve.models.example_inputs import example_inputs
 from attnserve.runtime.io_binding import bound
 from attnserve.runtime.profile import read_profile
 from attnserve.runtime.session import (
-    Provider,
     cpu_name,
     open_session,
     output_of,
@@ -55,8 +55,6 @@ SAMPLE_SECONDS = 0.002
 RESAMPLES = 2000
 
 Inputs = Mapping[str, np.ndarray]
-Progress = Callable[[int, int], None]
-"""Called with (done, total) as work proceeds."""
 
 
 @dataclass(frozen=True)
@@ -207,6 +205,7 @@ def bench(
         InvalidModel: A model cannot be read, or its process died.
         MissingExtra: ONNX Runtime is not installed.
     """
+    tell = RunContext(progress=progress or ignore_progress).stage("bench")
     _check_arguments(models, batches, sequences, threads, provider, rounds)
     machine = describe_machine(provider, threads)
     shapes = list(product(batches, sequences))
@@ -223,8 +222,7 @@ def bench(
             samples: list[list[_Sample]] = []  # N rounds of one sample a model
             for done in range(count):
                 samples.append(_round(children, repeats, backwards=done % 2 == 1))
-                if progress is not None:
-                    progress(100 * index + 100 * (done + 1) // count, 100 * len(shapes))
+                tell(100 * index + 100 * (done + 1) // count, 100 * len(shapes))
             results += _measurements(subjects, shape, samples, seed)
     if provider == "cuda":
         feeds = [(one.artifact.model, one.inputs[shape]) for shape in shapes for one in subjects]

@@ -26,9 +26,10 @@ from graph_passes.blocks import (
     KeyMask,
     LogitStep,
     Mask,
-    Miss,
     PositionBias,
+    Unmatched,
 )
+from graph_passes.context import GraphContext
 from graph_passes.errors import InvalidModel, MissingExtra
 from graph_passes.matching.find import find_attention
 from graph_passes.reference import attention_reference, inputs_of, logits_reference, softmax
@@ -36,7 +37,7 @@ from graph_passes.reference import attention_reference, inputs_of, logits_refere
 __all__ = [
     "TOLERANCE",
     "Certified",
-    "Reading",
+    "MatchReport",
     "certify",
     "read_attention",
     "require_finite_weights",
@@ -80,11 +81,11 @@ class Certified:
 
 
 @dataclass(frozen=True, eq=False)
-class Reading:
+class MatchReport:
     """Everything that was read of a model."""
 
     certified: tuple[Certified, ...]
-    misses: tuple[Miss, ...]
+    unmatched: tuple[Unmatched, ...]
 
     @property
     def blocks(self) -> tuple[AttentionBlock, ...]:
@@ -120,13 +121,15 @@ def _is_mask(array: np.ndarray) -> bool:
     return bool(np.all((array == 0) | np.isneginf(array)))
 
 
-def read_attention(model: ir.Model, *, seed: int = 0) -> Reading:
+def read_attention(model: ir.Model, *, seed: int = 0) -> MatchReport:
     """Find every attention of a model and certify it.
 
     Raises:
         MissingExtra: ONNX Runtime is not installed.
     """
-    blocks, misses = find_attention(model)
+    with GraphContext.of(model) as context:
+        blocks, unmatched = context.get(find_attention)
+    misses = list(unmatched)
     proved: list[Certified] = []
 
     @cache
@@ -145,11 +148,11 @@ def read_attention(model: ir.Model, *, seed: int = 0) -> Reading:
     ]
     for block in blocks:
         result = certify(block, runs, dict(model.opset_imports), model.ir_version, seed=seed)
-        if isinstance(result, Miss):
+        if isinstance(result, Unmatched):
             misses.append(result)
         else:
             proved.append(result)
-    return Reading(tuple(proved), tuple(misses))
+    return MatchReport(tuple(proved), tuple(misses))
 
 
 def certify(
@@ -159,8 +162,8 @@ def certify(
     ir_version: int,
     *,
     seed: int = 0,
-) -> Certified | Miss:
-    """Run one block and compare; a disagreement is a ``Miss``.
+) -> Certified | Unmatched:
+    """Run one block and compare; a disagreement is an ``Unmatched``.
 
     Args:
         runs: Shapes to run at, and by what; the first that can run the block at all decides.
@@ -179,12 +182,14 @@ def certify(
             continue
         if worst <= TOLERANCE:
             return Certified(block, worst)
-        return Miss(
+        return Unmatched(
             block.product,
             f"read as attention {block.name!r}, but the graph computes something else "
             f"(difference {worst:.1e}, at most {TOLERANCE:.0e} allowed)",
         )
-    return Miss(block.product, f"read as attention {block.name!r}, not certified: {reasons[0]}")
+    return Unmatched(
+        block.product, f"read as attention {block.name!r}, not certified: {reasons[0]}"
+    )
 
 
 class _UndecidedError(Exception):
@@ -456,6 +461,5 @@ def _in_single_precision(graph: ir.Graph) -> None:
 def _single_tensor(tensor: ir.TensorProtocol | None) -> Any:
     if tensor is None or _single(tensor.dtype) is not tensor.dtype:
         return tensor and ir.tensor(tensor.numpy().astype(np.float32), name=tensor.name)
-    # A session over external data would write it to a folder of its own. A copy, for whoever saves
-    # the model closes the map of the file, which must not be in use.
-    return ir.tensor(tensor.numpy().copy()) if isinstance(tensor, ir.ExternalTensor) else tensor
+    # A session over external data would write it to a folder of its own.
+    return ir.tensor(tensor.numpy()) if isinstance(tensor, ir.ExternalTensor) else tensor

@@ -1,8 +1,8 @@
-"""verify: the new model against the original, output by output, token by token."""
+"""Compare a rewritten model with the original, output by output and token by token."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from attnserve.context import DEFAULT_CONTEXT, Progress, Provider, RunContext, ignore_progress
 from attnserve.models.artifact import load_model, open_artifact
 from attnserve.models.datasets import load_inputs, token_mask
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.precision import is_bfloat16, on_cpu
-from attnserve.runtime.session import Batch, Provider, open_session, run
+from attnserve.runtime.session import Batch, open_session, run
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 
 __all__ = [
@@ -31,12 +32,12 @@ __all__ = [
 ]
 
 RANDOM_SHAPES = ((1, 4), (1, 8), (2, 16), (4, 32))
-"""(batch, sequence) of the random inputs where no data is given; short models take the first."""
+"""(batch, sequence) of the random inputs; models with few positions use the first of them."""
 
 
 @dataclass(frozen=True)
 class OutputFidelity:
-    """One output. Cosines are taken over the last axis, token by token, padding excluded."""
+    """Errors of one output. Cosines are over the last axis, per token, without padding."""
 
     name: str
     max_abs_error: float
@@ -48,10 +49,12 @@ class OutputFidelity:
 
 @dataclass(frozen=True)
 class Fidelity:
-    """All outputs, the mean and least cosine over them, and what it was measured on.
+    """Errors of all outputs, their mean and least cosine, and the data that was used.
 
     Attributes:
-        standard_error: Of the mean cosine, texts (not tokens) being what was drawn; 0 for one text.
+        data: The source of the inputs.
+        standard_error: Standard error of the mean cosine with texts as sampling units; 0 for one
+            text.
     """
 
     outputs: tuple[OutputFidelity, ...]
@@ -73,11 +76,11 @@ def verify(
     provider: Provider = "cpu",
     threads: int = 0,
     seed: int = 0,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Fidelity:
-    """Run both models on the same inputs: real ones where given, else random ones.
+    """Run both models on the same inputs, from ``data`` or random.
 
-    Where the new model's caches have other shapes, both start from empty ones (see ``compare``).
+    If the caches of the new model have other shapes, both start from empty caches (``compare``).
 
     Raises:
         InvalidModel: The two do not have the same inputs and outputs.
@@ -91,36 +94,37 @@ def verify(
     else:
         batches = random_batches(before, seed, empty=empty_axes(before, after))
         source = "random inputs"
-    return compare(
-        before, after, batches, source, provider=provider, threads=threads, progress=progress
-    )
+    context = RunContext(provider, threads, seed, progress or ignore_progress)
+    return compare(before, after, batches, source, context=context)
 
 
 def check_cosine_bound(bound: float | None) -> None:
-    """A bound that nothing can break, or nothing can keep, is a mistake.
+    """Check that a minimum cosine is between -1 and 1.
 
     Raises:
-        InvalidArgument: It is not a cosine.
+        InvalidArgument: It is not.
     """
     if bound is not None and not -1 <= bound <= 1:
         raise InvalidArgument(
-            f"--min-cosine {bound}: expected a cosine, -1 to 1", "for example --min-cosine 0.98"
+            f"`min_cosine` is {bound}: expected a value between -1 and 1",
+            "pass for example 0.98",
+            code="compare.min_cosine",
         )
 
 
 def random_batches(
     model: ir.Model, seed: int = 0, *, empty: Mapping[str, int] | None = None
 ) -> list[Batch]:
-    """Valid random inputs at a few shapes, some of them padded: those that the model runs.
+    """Valid random inputs at those of ``RANDOM_SHAPES`` that the model runs; some have padding.
 
-    How many positions a model has is often not to be seen in its graph, so it is asked. Axes of
-    fixed size keep their size.
+    The number of positions is often not visible in the graph, so each shape is tried. Axes of fixed
+    size keep their size.
 
     Args:
-        empty: Inputs that hold nothing, and which of their axes has length 0.
+        empty: The empty inputs, and their axis of length 0.
 
     Raises:
-        InvalidArgument, InvalidData: It runs at none of the shapes.
+        InvalidArgument, InvalidData: The model runs at none of the shapes.
     """
     session = open_session(model)
     fixed_batch, fixed_sequence = _fixed_axes(model)
@@ -132,7 +136,7 @@ def random_batches(
             for name, axis in (empty or {}).items():
                 inputs[name] = inputs[name].take(range(0), axis)
             run(session, inputs)
-        except (InvalidArgument, InvalidData):  # fewer positions than this shape has
+        except (InvalidArgument, InvalidData):  # the model has fewer positions
             if not batches:
                 raise
             break
@@ -141,7 +145,7 @@ def random_batches(
 
 
 def _fixed_axes(model: ir.Model) -> tuple[int | None, int | None]:
-    """(batch, sequence) where the inputs have a fixed one; tokens lie on axis 1 of a matrix."""
+    """The fixed (batch, sequence) of the inputs, or None; tokens are on axis 1 of a matrix."""
     shapes = [value.shape for value in model.graph.inputs if value.shape]
     leading = (shape[0] for shape in shapes if len(shape) > 1)
     second = (shape[1] for shape in shapes if len(shape) == 2)
@@ -150,10 +154,10 @@ def _fixed_axes(model: ir.Model) -> tuple[int | None, int | None]:
 
 
 def empty_axes(before: ir.Model, after: ir.Model) -> dict[str, int]:
-    """Inputs that must be empty for two models to be comparable, and which of their axes.
+    """Inputs that must be empty for two models to be comparable, and their axis of length 0.
 
-    They are the caches that differ in heads or head size, (B, H, P, K) and (B, 1, P, R), and all
-    other inputs of their length P: what one model has cached means nothing to the other.
+    These are the caches that differ in heads or head size, (B, H, P, K) and (B, 1, P, R), because
+    one model cannot read the other's cache, and all other inputs with the same length P.
     """
     pairs = zip(before.graph.inputs, after.graph.inputs, strict=False)
     changed = {a.name or "": a.shape[2] for a, b in pairs if _is_cache(a, b) and a.shape}
@@ -168,7 +172,7 @@ def empty_axes(before: ir.Model, after: ir.Model) -> dict[str, int]:
 
 
 def _is_cache(a: ir.Value, b: ir.Value) -> bool:
-    """Whether a value (B, H, T, K), T being free, has other heads or another K in another model."""
+    """Whether a value (B, H, T, K) with free T has another H or K in the other model."""
     if a.shape is None or b.shape is None or not len(a.shape) == len(b.shape) == 4:
         return False
     other = [axis for axis in range(4) if a.shape[axis] != b.shape[axis]]
@@ -176,30 +180,31 @@ def _is_cache(a: ir.Value, b: ir.Value) -> bool:
 
 
 def require_empty(batches: Sequence[Batch], empty: Collection[str]) -> None:
-    """Refuse data with filled caches, which only the model that filled them can read.
+    """Refuse data with filled caches, which only one of the models can read.
 
     Raises:
-        InvalidData: Naming the first cache that holds something.
+        InvalidData: A cache is not empty.
     """
     for batch in batches:
         for name in empty:
             if name in batch and batch[name].size:
                 raise InvalidData(
-                    f"the cache {name!r} has shape {batch[name].shape}: expected length 0, as the "
-                    "rewritten model's cache is another",
-                    "give whole sequences and empty caches, and masks of the sequences' length",
+                    f"the cache {name!r} has shape {batch[name].shape}: expected length 0, because "
+                    "the rewritten model has a different cache layout",
+                    "use whole sequences, empty caches, and masks of the sequences' length",
+                    code="compare.cache_not_empty",
                 )
 
 
 def shaped_for(model: ir.Model, batch: Batch, empty: Collection[str]) -> Batch:
-    """The batch with empty caches of the shapes that a model takes."""
+    """The batch with its empty caches reshaped to the shapes of a model."""
     feed = dict(batch)
     for value in model.graph.inputs:
         name = value.name or ""
         array = batch.get(name)
         if name not in empty or array is None or value.shape is None:
             continue
-        if len(value.shape) == array.ndim:  # else the model says what is wrong
+        if len(value.shape) == array.ndim:  # otherwise the model reports the error
             pairs = zip(value.shape, array.shape, strict=True)
             feed[name] = array.reshape([a if isinstance(a, int) else n for a, n in pairs])
     return feed
@@ -211,19 +216,17 @@ def compare(
     batches: Sequence[Batch],
     source: str,
     *,
-    provider: Provider = "cpu",
-    threads: int = 0,
-    progress: Callable[[int, int], None] | None = None,
+    context: RunContext = DEFAULT_CONTEXT,
 ) -> Fidelity:
-    """Stream the batches through two models in memory.
+    """Run the batches through two models in memory and compare their outputs.
 
-    Where caches of the two have other shapes (``empty_axes``), the batches must leave them empty,
-    and those that the models return are not compared. On the CPU a model in bfloat16 is computed in
-    float32, each result rounded (``precision.on_cpu``), and the name of the data says so.
+    If caches have different shapes (``empty_axes``), the batches must leave them empty, and the
+    returned caches are not compared. On the CPU a bfloat16 model is computed in float32 with each
+    result rounded (``precision.on_cpu``); ``Fidelity.data`` mentions it.
 
     Raises:
-        InvalidModel: The two do not have the same inputs and outputs.
-        InvalidData: A model refuses a batch, or it fills a cache that the two do not share.
+        InvalidModel: The models do not have the same inputs and outputs.
+        InvalidData: A model refuses a batch, or a batch fills a cache of different shape.
     """
     for what, ours, theirs in (
         ("inputs", before.graph.inputs, after.graph.inputs),
@@ -234,7 +237,8 @@ def compare(
             raise InvalidModel(
                 f"the models have different {what}: {', '.join(map(str, left))} against "
                 f"{', '.join(map(str, right))}",
-                "verify a model against the one it was made from",
+                "compare a model with the one it was made from",
+                code="compare.signature",
             )
     empty = empty_axes(before, after)
     require_empty(batches, empty)
@@ -242,10 +246,13 @@ def compare(
     pairs = zip(before.graph.outputs, after.graph.outputs, strict=True)
     cached = [bool(empty) and _is_cache(a, b) for a, b in pairs]
     models = (before, after)
-    if provider == "cpu" and any(map(is_bfloat16, models)):
+    if context.provider == "cpu" and any(map(is_bfloat16, models)):
         source += ", bfloat16 rounded in float32"
         models = tuple(map(on_cpu, models))
-    sessions = [open_session(m, provider=provider, threads=threads) for m in models]
+    sessions = [
+        open_session(model, provider=context.provider, threads=context.threads) for model in models
+    ]
+    progress = context.stage("verify")
     tallies = [Tally() for _ in cached]
     for done, batch in enumerate(batches, start=1):
         feeds = [shaped_for(model, batch, empty) for model in (before, after)]
@@ -256,11 +263,11 @@ def compare(
             if a.shape != b.shape:
                 raise InvalidModel(
                     f"an output of the first model has shape {a.shape}, of the second {b.shape}",
-                    "verify a model against the one it was made from",
+                    "compare a model with the one it was made from",
+                    code="compare.output_shape",
                 )
             tally.add(a, b, batch)
-        if progress is not None:
-            progress(done, len(batches))
+        progress(done, len(batches))
     outputs = tuple(
         tally.result(value.name or "")
         for tally, skip, value in zip(tallies, cached, before.graph.outputs, strict=True)
@@ -276,7 +283,7 @@ def compare(
 
 
 class Tally:
-    """Running sums over batches of one output."""
+    """Running sums over batches for one output."""
 
     def __init__(self) -> None:
         self.count = self.tokens = 0
@@ -287,7 +294,7 @@ class Tally:
     def add(self, original: np.ndarray, new: np.ndarray, batch: Batch) -> None:
         a = np.atleast_2d(original.astype(np.float64))
         b = np.atleast_2d(new.astype(np.float64))
-        mask = token_mask(batch, a.shape[:2])  # one number a token, or a vector a token
+        mask = token_mask(batch, a.shape[:2])  # one number or one vector per token
         mask = mask.reshape(*mask.shape, *(1,) * (a.ndim - 2))
         text = np.repeat(np.arange(len(a)), a[0, ..., 0].size if len(a) else 0)
         a, b, real = (
@@ -299,7 +306,7 @@ class Tally:
             return
         with np.errstate(invalid="ignore", over="ignore"):
             a, b = np.where(real, a, 0.0), np.where(real, b, 0.0)
-            # The same infinity on both sides (a masked logit) is agreement, not an error.
+            # Equal infinities (masked logits) have no error.
             difference = np.abs(np.where(a == b, 0.0, a - b))
             difference = np.where(np.isnan(difference), np.inf, difference)
             lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
@@ -319,7 +326,7 @@ class Tally:
 
     @property
     def standard_error(self) -> float:
-        """Of the mean cosine, a ratio of sums over texts (Cochran 1977, section 6.4)."""
+        """Standard error of the mean cosine, a ratio estimate over texts (Cochran 1977, 6.4)."""
         if len(self.texts) < 2:
             return 0.0
         sums, counts = np.array(self.texts).T

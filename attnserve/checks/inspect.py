@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import onnx_ir as ir
 
-from attnserve.checks.certify import Reading, read_attention
+from attnserve.checks.certify import MatchReport, read_attention
 from attnserve.models.artifact import load_model, open_artifact
 from graph_passes.analysis.cost import macs_at, parameters
 from graph_passes.analysis.shapes import bind_axes, interpret
-from graph_passes.passes.refusals import REWRITES, reasons
+from graph_passes.blocks import AttentionBlock
+from graph_passes.context import GraphContext
+from graph_passes.passes.base import AttentionPass, registered_passes
 from graph_passes.passes.skip_attention import Skipped, skipped
 
 __all__ = ["Inspection", "inspect"]
@@ -23,13 +25,15 @@ __all__ = ["Inspection", "inspect"]
 class Inspection:
     """A model as it was read, at one batch size and sequence length."""
 
-    reading: Reading
+    reading: MatchReport
     block_macs: Mapping[str, int]
     parameters: int
     total_macs: int | None
     batch: int
     sequence: int
     uncounted: tuple[str, ...]
+    rewrites: Mapping[str, Mapping[str, str | Literal[True]]]
+    """By block and name of a pass: True, or why the pass does not apply."""
     skipped: tuple[Skipped, ...] = ()
 
     @property
@@ -41,7 +45,7 @@ class Inspection:
             "attention": [*self._blocks(), *map(self._gap, self.skipped)],
             "missed": [
                 {"node": miss.node.name or miss.node.op_type, "reason": miss.reason}
-                for miss in self.reading.misses
+                for miss in self.reading.unmatched
             ],
             "parameters": self.parameters,
             "macs": {
@@ -71,11 +75,9 @@ class Inspection:
                 "certified": True,
                 "max_abs_error": certified.max_abs_error,
                 "macs": self.block_macs[block.name],
-                "rewrites": {name: reason or True for name, reason in why_not.items()},
+                "rewrites": dict(self.rewrites[block.name]),
             }
-            for certified, why_not in zip(
-                self.reading.certified, reasons(self.reading.blocks), strict=True
-            )
+            for certified in self.reading.certified
             for block in (certified.block,)
         ]
 
@@ -94,7 +96,7 @@ class Inspection:
             "certified": True,
             "max_abs_error": 0.0,
             "macs": self.block_macs[gap.name],
-            "rewrites": dict.fromkeys(REWRITES, "its attention was left out"),
+            "rewrites": dict.fromkeys(_rewrites(), "its attention was removed"),
         }
 
 
@@ -115,7 +117,9 @@ def inspect(model: Path, *, batch: int = 1, sequence: int = 128, seed: int = 0) 
 
 def inspect_graph(model: ir.Model, *, batch: int, sequence: int, seed: int = 0) -> Inspection:
     """``inspect`` for a model in memory."""
-    reading, gaps = read_attention(model, seed=seed), skipped(model)
+    with GraphContext.of(model) as context:
+        reading, gaps = context.get(read_attention, seed=seed), skipped(model)
+        rewrites = {block.name: _applicable(block, context) for block in reading.blocks}
     facts = interpret(model, bind_axes(model.graph, batch=batch, sequence=sequence))
     total, uncounted = macs_at(facts, model.graph)
     return Inspection(
@@ -128,5 +132,20 @@ def inspect_graph(model: ir.Model, *, batch: int, sequence: int, seed: int = 0) 
         batch=batch,
         sequence=sequence,
         uncounted=uncounted,
+        rewrites=rewrites,
         skipped=tuple(gaps),
     )
+
+
+def _rewrites() -> dict[str, type[AttentionPass[Any]]]:
+    """The lossy passes of attention, by name: what a user may choose to apply."""
+    return {
+        name: each
+        for name, each in registered_passes().items()
+        if issubclass(each, AttentionPass) and each.lossy
+    }
+
+
+def _applicable(block: AttentionBlock, context: GraphContext) -> dict[str, str | Literal[True]]:
+    found = {name: each.refusal(block, None, context) for name, each in _rewrites().items()}
+    return {name: str(refusal) if refusal else True for name, refusal in found.items()}

@@ -14,9 +14,8 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import orjson
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -31,18 +30,22 @@ from rich.progress import (
 from rich.table import Table
 
 import attnserve
-from attnserve.checks.benchmark import Measurement
-from attnserve.checks.compare import check_cosine_bound
-from attnserve.checks.evaluate import TaskName
-from attnserve.models.artifact import Pooling, open_artifact
-from attnserve.models.export import Attention, Exporter
-from attnserve.models.precision import Precision
-from attnserve.planning.head_selection import Alignment
-from attnserve.planning.mixing import Mixing
-from attnserve.planning.report import PlanReport, Point
-from attnserve.planning.request import Importance
-from attnserve.runtime.session import Provider
-from graph_passes.errors import AttnserveError, CheckFailed, InvalidArgument
+from attnserve.choices import (
+    Alignment,
+    Attention,
+    Exporter,
+    Importance,
+    Mixing,
+    Pooling,
+    Precision,
+    TaskName,
+)
+from attnserve.context import Provider
+
+if TYPE_CHECKING:  # what imports ONNX is imported where it is used: `--help` does not need it
+    from attnserve.checks.benchmark import Measurement
+    from attnserve.planning.report import PlanReport, Point
+    from graph_passes.errors import AttnserveError
 
 __all__ = ["app", "main"]
 
@@ -100,8 +103,36 @@ Fp16 = Annotated[bool, typer.Option("--fp16", help="16-bit weights, after all el
 Bf16 = Annotated[
     bool, typer.Option("--bf16", help="16-bit weights with the range of 32, for GPUs alone.")
 ]
-Int8 = Annotated[bool, typer.Option("--int8", help="8-bit weights, after all else.")]
+Int8 = Annotated[
+    bool,
+    typer.Option("--int8", help="8-bit integers, after all else; weights of 7 bits, for any CPU."),
+]
+Int8Full = Annotated[
+    bool,
+    typer.Option(
+        "--int8-full",
+        help="The same with weights of 8 bits: for CPUs with VNNI, AMX or ARM dot products only.",
+    ),
+]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite an existing output.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        _line(f"attnserve {attnserve.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Options of the program itself."""
 
 
 @app.command()
@@ -224,8 +255,14 @@ def analyze(
         ),
     ],
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder to write.", show_default=False)
-    ],
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Folder to write; NAME-analysis beside the model by default.",
+            show_default=False,
+        ),
+    ] = None,
     tokenizer: Tokenizer = None,
     groups: Annotated[
         int | None,
@@ -255,7 +292,7 @@ def analyze(
             progress=stage,
         )
     if json:
-        _print_json(analysis.to_json())
+        _print_json({"output": str(analysis.output), **analysis.to_json()})
         return
     rows = analysis.summary()
     names, legend = _short([row.name for row in rows], room=out.width - 56)
@@ -278,15 +315,22 @@ def analyze(
         _line(legend)
     for each in analysis.not_analysed:
         _line(f"not analysed {each.name}: {each.reason}")
-    _line(f"{output / 'report.html'}")
+    assert analysis.output is not None
+    _line(f"wrote {analysis.output / 'report.html'}")
 
 
 @app.command()
 def optimize(
     model: Model,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="OUT.onnx, or a folder.", show_default=False)
-    ],
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="OUT.onnx, or a folder; NAME-optimized beside the model by default.",
+            show_default=False,
+        ),
+    ] = None,
     collab_dk: Annotated[
         str | None,
         typer.Option(
@@ -352,6 +396,7 @@ def optimize(
     fp16: Fp16 = False,
     bf16: Bf16 = False,
     int8: Int8 = False,
+    int8_full: Int8Full = False,
     plan: Annotated[
         Path | None,
         typer.Option(help="Carry out what `attnserve plan` wrote.", show_default=False),
@@ -416,7 +461,7 @@ def optimize(
             task=task,
             allow=_allowed(allow),
             plan=plan,
-            precision=_precision(fp16, bf16, int8),
+            precision=_precision(fp16, bf16, int8, int8_full),
             refit=refit,
             calib=calib,
             tokenizer=tokenizer,
@@ -436,12 +481,12 @@ def optimize(
         for warning in report.warnings:
             _say(f"warning: {warning}")
     if json:
-        _print_json(report.to_json())
+        _print_json({"output": str(report.output), **report.to_json()})
         return
     steps = [step for step in report.steps if step.rewrite != "fuse"]
     names, legend = _short([step.block for step in steps], room=out.width - 66)
     table = _table(
-        f"{report.output}" + (" (dry run: nothing was written)" if dry_run else ""),
+        f"{report.output} (dry run: nothing was written)" if dry_run else f"wrote {report.output}",
         ("block", "rewrite", ">left", ">R", ">error", ">fitted", ">MMACs"),
     )
     for step, name in zip(steps, names, strict=True):
@@ -487,11 +532,14 @@ def plan(
         ),
     ],
     output: Annotated[
-        Path,
+        Path | None,
         typer.Option(
-            "--output", "-o", help="A .json file; a plot goes beside it.", show_default=False
+            "--output",
+            "-o",
+            help="A .json file, with a plot beside it; plan.json beside the model by default.",
+            show_default=False,
         ),
-    ],
+    ] = None,
     keep: Keep = None,
     target_speedup: TargetSpeedup = None,
     eval_data: EvalData = None,
@@ -500,6 +548,7 @@ def plan(
     fp16: Fp16 = False,
     bf16: Bf16 = False,
     int8: Int8 = False,
+    int8_full: Int8Full = False,
     tokenizer: Tokenizer = None,
     batch: Annotated[int, typer.Option(min=1, help="Batch size to be fast at.")] = 1,
     seq: Annotated[
@@ -526,7 +575,7 @@ def plan(
             eval_data=eval_data,
             task=task,
             allow=_allowed(allow),
-            precision=_precision(fp16, bf16, int8),
+            precision=_precision(fp16, bf16, int8, int8_full),
             tokenizer=tokenizer,
             batch=batch,
             sequence=seq,
@@ -537,22 +586,26 @@ def plan(
             progress=stage,
         )
     if json:
-        _print_json(report.to_json())
+        _print_json({"output": str(report.output), **report.to_json()})
         return
     _show_plan(report)
-    _line(f"{output}, {output.with_suffix('.svg')}")
+    assert report.output is not None
+    _line(f"wrote {report.output}, {report.output.with_suffix('.svg')}")
 
 
 def _allowed(text: str | None) -> list[Any]:
     return [] if text is None else _names(text)
 
 
-def _precision(fp16: bool, bf16: bool, int8: bool) -> Precision:
+def _precision(fp16: bool, bf16: bool, int8: bool, int8_full: bool) -> Precision:
     asked: dict[str, tuple[bool, Precision]] = {
         "--fp16": (fp16, "float16"), "--bf16": (bf16, "bfloat16"), "--int8": (int8, "int8"),
+        "--int8-full": (int8_full, "int8-full"),
     }  # fmt: skip
     given = [name for name, (is_given, _) in asked.items() if is_given]
     if len(given) > 1:
+        from graph_passes.errors import InvalidArgument
+
         raise InvalidArgument(f"{' and '.join(given)} exclude each other", "give one of them")
     return asked[given[0]][1] if given else "float32"
 
@@ -636,12 +689,14 @@ def verify(
     seed: Seed = 0,
 ) -> None:
     """Measure how far a rewritten model is from its original."""
+    from attnserve.checks.compare import check_cosine_bound
+
     _setup(quiet, verbose)
     check_cosine_bound(min_cosine)
     with _progress(quiet) as stage:
         report = attnserve.verify(
             original, new, data=data, tokenizer=tokenizer, provider=provider, threads=threads,
-            seed=seed, progress=_counted(stage, "verify"),
+            seed=seed, progress=stage,
         )  # fmt: skip
     if json:
         shown = report.to_json()
@@ -662,6 +717,8 @@ def verify(
             )
         out.print(table)
     if min_cosine is not None and report.mean_cosine < min_cosine:
+        from graph_passes.errors import CheckFailed
+
         raise CheckFailed(
             f"mean cosine {report.mean_cosine:.5f} on {report.data}, "
             f"expected at least {min_cosine}",
@@ -702,7 +759,7 @@ def evaluate(
             provider=provider,
             threads=threads,
             seed=seed,
-            progress=_counted(stage, "evaluate"),
+            progress=stage,
         )
     shown = score.to_json()
     if json:
@@ -735,7 +792,7 @@ def bench(
         report = attnserve.bench(
             models, batches=_integers("--batch", batch), sequences=_integers("--seq", seq),
             threads=threads, provider=provider, rounds=rounds, seed=seed,
-            progress=_counted(stage, "bench"),
+            progress=stage,
         )  # fmt: skip
     if json:
         _print_json(report.to_json())
@@ -984,37 +1041,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         result = app(args=given, prog_name="attnserve", standalone_mode=False)
-    except AttnserveError as error:
-        _show(error)
-        _trace(given)
-        return error.exit_code
-    except OSError as error:  # a path that no check could foresee
-        where = f"{error.filename}: " if error.filename else ""
-        _show(AttnserveError(f"{where}{error.strerror or error}", "check the path"))
-        _trace(given)
-        return 2
     except KeyboardInterrupt:
         return _interrupted()
     except Exception as error:
-        if (usage := getattr(error, "format_message", None)) is not None:  # click's own errors
-            context = getattr(error, "ctx", None)
-            command = getattr(context, "command_path", "attnserve")
-            if message := usage():
-                _show(AttnserveError(message, f"see `{command} --help`"))
-            return 2
-        if type(error).__name__ == "Abort":
-            return _interrupted()
+        return _failed(error, given)
+    if result == INTERRUPTED:  # what typer makes of Ctrl-C
+        return _interrupted()
+    return result if isinstance(result, int) else 0
+
+
+def _failed(error: Exception, arguments: Sequence[str]) -> int:
+    """Print one short error; returns the exit code."""
+    from graph_passes.errors import AttnserveError
+
+    if (usage := getattr(error, "format_message", None)) is not None:  # click's own errors
+        context = getattr(error, "ctx", None)
+        command = getattr(context, "command_path", "attnserve")
+        if message := usage():
+            _show(AttnserveError(message, f"see `{command} --help`"))
+        return 2
+    if type(error).__name__ == "Abort":
+        return _interrupted()
+    if isinstance(error, AttnserveError):
+        _show(error)
+    elif isinstance(error, OSError):  # a path that no check could foresee
+        where = f"{error.filename}: " if error.filename else ""
+        _show(AttnserveError(f"{where}{error.strerror or error}", "check the path"))
+    else:
         _show(
             AttnserveError(
                 f"unexpected {type(error).__name__}: {str(error)[:300]}",
                 "add --verbose for the traceback, and please report it with the input",
             )
         )
-        _trace(given)
-        return 2
-    if result == INTERRUPTED:  # what typer makes of Ctrl-C
-        return _interrupted()
-    return result if isinstance(result, int) else 0
+    if {"-v", "--verbose"} & set(arguments):
+        traceback.print_exc(file=sys.stderr)
+    return error.exit_code if isinstance(error, AttnserveError) else 2
 
 
 def _setup(quiet: bool, verbose: bool) -> None:
@@ -1023,7 +1085,7 @@ def _setup(quiet: bool, verbose: bool) -> None:
 
 
 def _interrupted() -> int:
-    _say("interrupted: nothing half-written is left behind")
+    _say("interrupted: no partial output was written")
     return INTERRUPTED
 
 
@@ -1086,6 +1148,8 @@ def _alike(rows: Sequence[Sequence[str]]) -> int:
 
 def _model_names(models: Sequence[Path]) -> tuple[list[str], list[str]]:
     """The artifacts' names where short and distinct; else numbers, and what they stand for."""
+    from attnserve.models.artifact import open_artifact
+
     names = [open_artifact(model).name for model in models]
     if len(set(names)) == len(names) and max(map(len, names)) <= 10:
         return [escape(name) for name in names], []
@@ -1097,12 +1161,9 @@ def _show(error: AttnserveError) -> None:
     _say(f"error: {error.what}" + (f"\n  {error.fix}" if error.fix else ""))
 
 
-def _trace(arguments: Sequence[str]) -> None:
-    if {"-v", "--verbose"} & set(arguments):
-        traceback.print_exc(file=sys.stderr)
-
-
 def _print_json(value: dict[str, Any]) -> None:
+    import orjson  # Ctrl-C during this import ends Python with a segmentation fault
+
     sys.stdout.write(orjson.dumps(value, option=orjson.OPT_INDENT_2).decode() + "\n")
 
 
@@ -1117,6 +1178,8 @@ def _names(text: str) -> list[str]:
 
 
 def _integers(option: str, text: str, *, least: int | None = 1) -> list[int]:
+    from graph_passes.errors import InvalidArgument
+
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError as error:
@@ -1149,10 +1212,6 @@ def _progress(quiet: bool) -> Generator[Callable[[str, int, int], None]]:
             bars.update(tasks[what], completed=done, total=total)
 
         yield stage
-
-
-def _counted(stage: Callable[[str, int, int], None], what: str) -> Callable[[int, int], None]:
-    return lambda done, total: stage(what, done, total)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,10 @@ import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
+from attnserve.choices import Pooling
 from attnserve.models.onnx_reader import read_in_place
-from attnserve.runtime.session import PROTOBUF_LIMIT_BYTES, external_files, weight_bytes
+from attnserve.runtime.external_data import external_files, map_external_data
+from attnserve.runtime.session import PROTOBUF_LIMIT_BYTES, weight_bytes
 from graph_passes.errors import InvalidModel, InvalidOutput
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "check_output",
     "check_target",
     "copy_companions",
+    "default_output",
     "fingerprint",
     "load_model",
     "merged_record",
@@ -46,7 +49,6 @@ __all__ = [
     "write_record",
 ]
 
-Pooling = Literal["mean", "cls", "none"]
 
 PACKAGES = (
     "attnserve",
@@ -240,10 +242,11 @@ def _flatten(model: ir.Model) -> None:
 
 def save_model(model: ir.Model, path: Path, *, external: bool = False) -> None:
     """Write ``model`` at ``path``; weights go to ``path`` + ``.data`` when asked or over 2 GB."""
-    if external or weight_bytes(model) >= PROTOBUF_LIMIT_BYTES:
-        ir.save(model, path, external_data=_data_file(path).name)
-    else:
-        ir.save(ir.external_data.load_to_model(model), path)
+    if external_files(model):
+        model = model.clone()
+        map_external_data(model)
+    beside = external or weight_bytes(model) >= PROTOBUF_LIMIT_BYTES
+    ir.save(model, path, external_data=_data_file(path).name if beside else None)
 
 
 def check_target(output: Path, artifact: Artifact, model: ir.Model, *, force: bool = False) -> Path:
@@ -281,6 +284,20 @@ def check_target(output: Path, artifact: Artifact, model: ir.Model, *, force: bo
     ):
         check_output(record, force=force)
     return target
+
+
+def default_output(model: Path, kind: Literal["optimized", "analysis", "plan"]) -> Path:
+    """The output path of a command that was given none: beside ``model``.
+
+    ``minilm.onnx`` and the folder ``minilm`` give the folders ``minilm-optimized`` and
+    ``minilm-analysis``, and the file ``plan.json``.
+    """
+    if model.name in ("", ".."):  # ".", "a/.."
+        model = model.resolve()
+    if kind == "plan":
+        return model.parent / "plan.json"
+    name = model.name if model.is_dir() else model.stem
+    return model.parent / f"{name}-{kind}"
 
 
 def check_output(path: Path, *, source: Path | None = None, force: bool = False) -> None:

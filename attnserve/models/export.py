@@ -22,11 +22,12 @@ from collections.abc import Generator, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import onnx_ir as ir
 
+from attnserve.choices import Attention, Exporter
 from attnserve.models.artifact import (
     COMPANIONS,
     Pooling,
@@ -41,9 +42,6 @@ from attnserve.runtime.session import open_session
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidModel, MissingExtra
 
 __all__ = ["TASKS", "ExportReport", "Exporter", "Task", "export"]
-
-Exporter = Literal["dynamo", "torchscript"]
-Attention = Literal["sdpa", "eager"]
 
 
 @dataclass(frozen=True)

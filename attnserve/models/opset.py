@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import onnx_ir as ir
 
+from attnserve.runtime.external_data import map_external_data
 from graph_passes.errors import CannotRewrite
 
 __all__ = ["raise_opset"]
@@ -28,6 +29,7 @@ def raise_opset(model: ir.Model, opset: int) -> None:
     from onnxscript.version_converter import convert_version
 
     raised = model.clone()  # a converter that fails may leave half of its work
+    map_external_data(raised)  # the other converter loses the folder of external tensors
     try:
         with _quiet("onnxscript.version_converter"):
             convert_version(raised, opset, fallback=True)

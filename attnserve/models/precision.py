@@ -10,23 +10,26 @@ stay float32, and so does what CUDA has no kernel for. ONNX Runtime has no produ
 CPUs and refuses such a model there: ``on_cpu`` is what a CPU can run in its place.
 
 int8: ``onnxruntime.quantization.quantize_dynamic``. Weights become signed bytes with one scale a
-column and no zero point; activations are rounded as they come, with one scale a tensor. Measured
-on MiniLM-L6 (as exported, 90.7 MB) with 499 sentences, mean and least cosine of a token's last
-hidden state to float32, and the speed-up of a run of 1 x 128 tokens on one thread (Xeon, VNNI):
+column and no zero point; activations are rounded as they come, with one scale a tensor. The weights
+of products are within -64..64 ("int8", 7 bits): ONNX Runtime adds pairs of products in 16-bit sums
+that saturate on x86 CPUs without VNNI, and 2 x 255 x 64 = 32,640 fits into them. "int8-full" uses
+-127..127. It can only be made on a CPU with exact kernels (``cpu``), and gives wrong results on
+others. Measured on MiniLM-L6 (as exported, 90.7 MB) with 499 sentences, mean and least cosine of a
+token's last hidden state to float32, and the speed-up of a run of 1 x 128 tokens on one thread
+(Xeon, VNNI):
 
     weights, of MatMul             tables   MB     mean     least    speed-up
     QInt8, one scale a tensor      Gather   23.1   0.9607   0.858    2.05x    (the tool's defaults)
     QInt8, a scale a column        Gather   23.2   0.9920   0.974    1.94x
-    the same                       words    23.8   0.9922   0.978             (ours)
+    the same                       words    23.8   0.9922   0.978             (int8-full)
     the same                       none     59.0   0.9923   0.979    2.04x
-    the same, reduce_range         Gather   23.2   0.9910   0.972    2.00x
+    the same, reduce_range         Gather   23.2   0.9910   0.972    2.00x    (int8: words)
     QUInt8, a scale a column       Gather   23.2   0.9923   0.973    0.97x
     8-bit MatMulNBits, blocks 128  none     58.8   0.9990   0.997    1.13x    (fused attention)
 
 A scale a column costs no time that can be measured; unsigned weights cost all that is gained.
-Without VNNI (AVX2), sums of two products saturate: emulated, that costs 0.0010 of mean cosine,
-what ``reduce_range`` costs everywhere, so it is off. A table that tokens pick rows from (Gather)
-gets one scale, where it holds a twentieth of the weights: words do, positions do not.
+A table that tokens pick rows from (Gather) gets one scale and all 8 bits, where it holds a
+twentieth of the weights: words do, positions do not.
 Convolutions, stacked weights and products of activations stay float32.
 
 Fused attention. com.microsoft Attention holds its projections. The tool makes QAttention of it, but
@@ -50,14 +53,18 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
+from attnserve.choices import Precision
+from attnserve.runtime.cpu import has_int8_dot_product
+from attnserve.runtime.external_data import map_external_data
 from attnserve.runtime.session import (
     PROTOBUF_LIMIT_BYTES,
     lacks_kernels,
@@ -78,9 +85,18 @@ from graph_passes.errors import (
 from graph_passes.passes.convert_bfloat16 import COMPUTES, ToBfloat16
 from graph_passes.passes.round_bfloat16 import RoundInFloat32
 
-__all__ = ["LARGEST", "Precision", "convert", "is_bfloat16", "on_cpu", "precision_of"]
+__all__ = [
+    "LARGEST",
+    "Precision",
+    "check_cpu",
+    "convert",
+    "int8_warning",
+    "int8_weight_bits",
+    "is_bfloat16",
+    "on_cpu",
+    "precision_of",
+]
 
-Precision = Literal["float32", "float16", "bfloat16", "int8"]
 
 LARGEST = 30_000.0
 """Finite float32 beyond it becomes this. A mask of -3.4e38 still hides what it hides, and two masks
@@ -102,6 +118,17 @@ QUANTIZED = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLin
                        "DynamicQuantizeLSTM", "MatMulNBits", "GatherBlockQuantized"})  # fmt: skip
 """Operators of models that are quantized already, and every QLinear..."""
 
+LARGEST_7_BIT = 64
+"""The largest absolute weight with which 16-bit sums of two products never saturate."""
+
+INT8_PRODUCTS = frozenset({"MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul",
+                           "QAttention", "QGemm", "QLinearMatMul", "ConvInteger", "QLinearConv",
+                           "DynamicQuantizeLSTM"})  # fmt: skip
+"""Operators that multiply 8-bit activations by 8-bit weights."""
+
+FACTORS = frozenset({"MatMul", "Gemm", "Conv"})
+"""Operators that ONNX Runtime runs in 8 bits where their inputs are dequantized."""
+
 NAMES = {
     ir.DataType.FLOAT: "float32",
     ir.DataType.DOUBLE: "float64",
@@ -120,7 +147,8 @@ def convert(model: ir.Model, precision: Precision) -> ir.Model:
     not found or rewritten any more. ONNX Runtime has loaded what comes out on the CPU once.
 
     Raises:
-        InvalidArgument: No such precision, or the model is in it, or in a smaller one, already.
+        InvalidArgument: No such precision, or the model is in it, or in a smaller one, already, or
+            this CPU multiplies "int8-full" weights wrongly.
         CannotRewrite: It holds nothing to convert, its opset is too old, or what converts it fails
             on it or makes a model that ONNX Runtime does not run.
         MissingExtra: ONNX Runtime is not installed.
@@ -129,12 +157,14 @@ def convert(model: ir.Model, precision: Precision) -> ir.Model:
         return model
     if precision not in MAKE:
         raise InvalidArgument(
-            f"precision {precision!r}: expected float32, float16, bfloat16 or int8",
+            f"precision {precision!r}: expected one of {', '.join(get_args(Precision))}",
             "for example int8",
         )
+    check_cpu(precision)
     _check_source(model, precision)
     require_runtime()
     copy = model.clone()
+    map_external_data(copy)
     try:
         with _quiet():
             _give_names(copy)
@@ -142,7 +172,7 @@ def convert(model: ir.Model, precision: Precision) -> ir.Model:
             made = MAKE[precision](copy)
         common.NameFixPass()(made)  # bodies must not repeat the names of what is around them
         _restore(model, made, precision)
-        if precision != "int8" and precision not in precision_of(made):
+        if not precision.startswith("int8") and precision not in precision_of(made):
             raise CannotRewrite(
                 f"{precision}: the weights are still {precision_of(made)}: the model holds no "
                 "matrices, or its inputs may replace them",
@@ -172,6 +202,66 @@ def on_cpu(model: ir.Model) -> ir.Model:
     copy = model.clone()
     RoundInFloat32()(copy)
     return copy
+
+
+def check_cpu(precision: Precision) -> None:
+    """Check that this CPU computes a precision correctly.
+
+    Raises:
+        InvalidArgument: "int8-full" on a CPU whose int8 kernels may saturate.
+    """
+    if precision == "int8-full" and not has_int8_dot_product():
+        raise InvalidArgument(
+            "int8-full: this CPU has no VNNI, AMX or ARM dot product, so its int8 kernels saturate "
+            "with 8-bit weights",
+            "use int8, whose 7-bit weights are exact on every CPU",
+        )
+
+
+def int8_weight_bits(model: ir.Model) -> Literal[7, 8] | None:
+    """Bits of the signed 8-bit weights that are multiplied by 8-bit activations.
+
+    7 if all are within -64..64, 8 if not, None if there are none. Unsigned weights are not counted:
+    their kernels do not saturate.
+    """
+    found: Literal[7, 8] | None = None
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        if not _multiplies_int8(node):
+            continue
+        for value in node.inputs:
+            tensor = None if value is None else constant_tensor(value)
+            if tensor is None or tensor.dtype != ir.DataType.INT8 or len(tensor.shape) < 2:
+                continue
+            weights = tensor.numpy()
+            if weights.size and max(-int(weights.min()), int(weights.max())) > LARGEST_7_BIT:
+                return 8
+            found = 7
+    return found
+
+
+def _multiplies_int8(node: ir.Node) -> bool:
+    """Whether a node multiplies constants by 8-bit activations, or dequantizes such constants."""
+    if node.op_type != "DequantizeLinear":
+        return node.op_type in INT8_PRODUCTS
+    # ONNX Runtime makes QLinearMatMul of a product of which all factors are dequantized.
+    users = [user for user, _ in node.outputs[0].uses() if user.op_type in FACTORS]
+    return any(_is_dequantized(value) for user in users for value in user.inputs[:1])
+
+
+def _is_dequantized(value: ir.Value | None) -> bool:
+    producer = None if value is None else value.producer()
+    return producer is not None and producer.op_type == "DequantizeLinear"
+
+
+def int8_warning(model: ir.Model) -> str | None:
+    """Why the int8 products of a model are wrong on this CPU; None where they are exact."""
+    if has_int8_dot_product() or int8_weight_bits(model) != 8:
+        return None
+    return (
+        "int8 weights outside -64..64 saturate on this CPU, which has no VNNI, AMX or ARM dot "
+        "product: results are inaccurate; quantize the float32 model with 7-bit weights "
+        "(attnserve precision int8, or reduce_range=True in onnxruntime.quantization)"
+    )
 
 
 def is_bfloat16(model: ir.Model) -> bool:
@@ -244,7 +334,7 @@ def _halved(model: ir.Model) -> ir.Model:
 
     state_types(model)  # the tool converts only what it knows to be float32
     exact = sorted(_positions(model))
-    proto = ir.to_proto(ir.external_data.load_to_model(model))
+    proto = ir.to_proto(model)
     constants = {tensor.name for tensor in proto.graph.initializer}
     others = [value for value in proto.graph.value_info if value.name not in constants]
     del proto.graph.value_info[:]  # or it takes constants that stay float32 for converted ones
@@ -333,7 +423,7 @@ def _in_bfloat16(model: ir.Model) -> ir.Model:
 # ---- int8 ----------------------------------------------------------------------------------------
 
 
-def _quantized(model: ir.Model) -> ir.Model:
+def _quantized(model: ir.Model, *, reduce_range: bool) -> ir.Model:
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     opset = model.opset_imports.get("", 1)
@@ -361,7 +451,7 @@ def _quantized(model: ir.Model) -> ir.Model:
             target,
             op_types_to_quantize=["MatMul", "Gather", "Attention"],
             per_channel=True,
-            reduce_range=False,
+            reduce_range=reduce_range,  # of products; tables behind a Gather keep 8 bits
             weight_type=QuantType.QInt8,
             nodes_to_exclude=left,
             use_external_data_format=large,
@@ -480,7 +570,8 @@ def _restore(before: ir.Model, after: ir.Model, precision: Precision) -> None:
 MAKE: Mapping[str, Callable[[ir.Model], ir.Model]] = {
     "float16": _halved,
     "bfloat16": _in_bfloat16,
-    "int8": _quantized,
+    "int8": partial(_quantized, reduce_range=True),
+    "int8-full": partial(_quantized, reduce_range=False),
 }
 
 

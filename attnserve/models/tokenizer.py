@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 __all__ = [
     "UNBOUNDED",
     "Encoding",
-    "Progress",
     "TextEncoder",
     "embed_texts",
     "load_tokenizer",
@@ -45,7 +44,6 @@ __all__ = [
     "run_texts",
 ]
 
-Progress = Callable[[int, int], None]
 """Called with (done, total) as work proceeds."""
 
 FILLED = ("input_ids", "attention_mask", "token_type_ids")
@@ -258,7 +256,7 @@ def run_texts(
     encodings: Sequence[Encoding],
     *,
     batch_size: int = 32,
-    progress: Progress | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[tuple[Int[np.ndarray, " B"], np.ndarray, Bool[np.ndarray, "B S"]]]:
     """(indices into ``encodings``, first output of the model, mask of real tokens) a batch.
 
@@ -337,7 +335,7 @@ def embed_texts(
     normalize: bool,
     max_length: int | None = None,
     batch_size: int = 32,
-    progress: Progress | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Float[np.ndarray, "N D"]:
     """The vectors of ``texts``, in their order; longer texts are truncated.
 

@@ -7,7 +7,7 @@ over (``elimination``). Other changes are made and measured, each in a model of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,6 +19,7 @@ from attnserve.calibration.elimination import RIDGE, Elimination, eliminate, eli
 from attnserve.calibration.moments import collect_moments
 from attnserve.calibration.refit import Moments, context_moments, refit
 from attnserve.calibration.similarity import measure_similarity
+from attnserve.context import Provider, RunContext
 from attnserve.planning.candidates import (
     MULTIPLE,
     SIZES,
@@ -26,17 +27,18 @@ from attnserve.planning.candidates import (
     Group,
     Pair,
     Size,
-    apply,
-    decompose,
-    hand_on,
+    resize,
+    reuse,
 )
 from attnserve.planning.head_selection import Reuse, edges_of
 from attnserve.planning.loss_estimation import WhatIf
-from attnserve.runtime.session import Batch, Provider
+from attnserve.runtime.session import Batch
+from graph_passes.context import GraphContext
 from graph_passes.errors import AttnserveError
 from graph_passes.factorize.moments import TokenMoments
 from graph_passes.matching.feed_forward import FeedForwardBlock
 from graph_passes.matching.find import find_attention
+from graph_passes.passes.decompose_attention import decompose_fused
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -91,9 +93,8 @@ def loss_curves(
     blocks = [block for group in able for block in group.blocks]
     probes, rest = _apart(batches)
     moments = context_moments(
-        model, blocks, rest, provider=provider, threads=threads,
-        progress=lambda done, total: report("measure blocks", done, total),
-    )  # fmt: skip
+        model, blocks, rest, context=RunContext(provider, threads, progress=report)
+    )
     ask = WhatIf(model, [b.name for b in blocks], probes, provider=provider, threads=threads)
     curves: dict[str, Curve] = {}
     for done, group in enumerate(able, start=1):
@@ -144,10 +145,10 @@ class _Weigh:
         names = [g.names[0] for g, sizes in single.items() if any(s.head_size for s in sizes)]
         plain, moments = self.model.clone(), dict[str, TokenMoments]()
         if names:
-            decompose(plain, names)
+            _decompose(plain, names)
             blocks = [block for block in find_attention(plain)[0] if block.name in names]
             moments = collect_moments(
-                plain, blocks, self.batches, provider=self.provider, threads=self.threads
+                plain, blocks, self.batches, context=RunContext(self.provider, self.threads)
             )
         found: dict[str, list[tuple[Size, float]]] = {}
         for done, (group, sizes) in enumerate(single.items(), start=1):
@@ -155,7 +156,7 @@ class _Weigh:
             for size in sizes:
                 new = plain.clone() if size.head_size else self.model.clone()
                 with suppress(AttnserveError):  # then it is no candidate
-                    apply(new, block, size, moments.get(name))
+                    resize(new, block, size, moments.get(name))
                     loss = self._loss(new, [] if size.kept else [name])
                     found.setdefault(group.key, []).append((size, loss))
             self.report("weigh changes", done, len(single))
@@ -166,7 +167,7 @@ class _Weigh:
         if not pairs:
             return
         plain = self.model.clone()
-        decompose(
+        _decompose(
             plain, {name for pair in pairs for name in (*pair.source.names, *pair.reader.names)}
         )
         blocks = {block.name: block for block in find_attention(plain)[0]}
@@ -178,8 +179,7 @@ class _Weigh:
                     plain,
                     both,
                     self.batches[::FIT_EVERY],
-                    provider=self.provider,
-                    threads=self.threads,
+                    context=RunContext(self.provider, self.threads),
                 )
                 edges = edges_of(Reuse("full"), both, [reader], masks={}, similarity=alike)
                 taken = edges.get(reader, {})
@@ -187,16 +187,21 @@ class _Weigh:
                     continue
                 heads = tuple(taken[head][1] for head in range(pair.reader.count))
                 new = self.model.clone()
-                hand_on(new, edges, {})
+                reuse(new, edges, {})
                 yield replace(pair, heads=heads, loss=self._loss(new, [reader]))
             self.report("weigh pairs", done, len(pairs))
 
     def _loss(self, new: ir.Model, fitted: Sequence[str]) -> float:
         """With the outputs of these layers fitted to the model's own."""
         if fitted:
-            refit(new, self.model, fitted, self.batches[::FIT_EVERY], provider=self.provider,
-                  threads=self.threads)  # fmt: skip
+            refit(new, self.model, fitted, self.batches[::FIT_EVERY],
+                  context=RunContext(self.provider, self.threads))  # fmt: skip
         return max(self.ask.loss_of(new), 1e-9)
+
+
+def _decompose(model: ir.Model, names: Collection[str]) -> None:
+    with GraphContext.of(model) as context:
+        decompose_fused(context, names)
 
 
 def _apart(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import numpy as np
 import onnx_ir as ir
 
+from attnserve.context import Progress
 from attnserve.models.precision import LARGEST, Precision, convert
 from attnserve.planning.candidates import (
     NO_SLOWER,
@@ -17,8 +18,8 @@ from attnserve.planning.candidates import (
     Pair,
     Size,
     Timed,
-    apply,
-    hand_on,
+    resize,
+    reuse,
     sizes_of,
 )
 from attnserve.runtime.session import Batch, open_session, run
@@ -29,16 +30,12 @@ from graph_passes.emit.editing import remove_unused
 from graph_passes.errors import AttnserveError
 from graph_passes.matching.feed_forward import FeedForwardBlock, find_feed_forward
 from graph_passes.matching.find import find_attention
-from graph_passes.passes import fuse_attention as fuse
-from graph_passes.passes import fuse_gelu as activation
-from graph_passes.passes import refusals as rewrites
-from graph_passes.passes.fuse_attention import Form, FuseAttention
-from graph_passes.passes.fuse_gelu import FuseGelu
-from graph_passes.passes.fuse_residuals import SumResiduals, find_residuals
+from graph_passes.passes.fuse_attention import Form, FuseAttention, fusion_refusal
+from graph_passes.passes.fuse_gelu import FuseGelu, gelu_refusal
+from graph_passes.passes.fuse_residuals import FuseResiduals, find_residuals
+from graph_passes.passes.reuse_attention import reuse_refusal
 
 __all__ = ["sums_are_faster", "time_blocks", "time_pairs", "without_casts"]
-
-Stage = Callable[[str, int, int], None]
 
 FORMS: Sequence[Form] = get_args(Form)
 
@@ -51,7 +48,7 @@ def time_blocks(
     *,
     target: int,
     precision: Precision = "float32",
-    report: Stage,
+    report: Progress,
 ) -> dict[Block, Timed]:
     """Every way to write a block, and every size of it in the fastest of them.
 
@@ -81,8 +78,8 @@ def time_blocks(
 def _forms(block: Block, facts: Facts, opsets: Mapping[str, int]) -> tuple[Emission, ...]:
     """The operators that a block can be written in, where it stands in the whole model."""
     if isinstance(block, FeedForwardBlock):
-        return () if activation.why_not(block, facts, opsets) else ("gelu",)
-    return tuple(form for form in FORMS if not fuse.why_not(block, form, facts, opsets))
+        return () if gelu_refusal(block, facts, opsets) else ("gelu",)
+    return tuple(form for form in FORMS if fusion_refusal(block, form, facts, opsets) is None)
 
 
 def _cut(block: Block) -> Cut:
@@ -233,7 +230,7 @@ def _smaller(part: Part, size: Size) -> Part | None:
     if not blocks:
         return None
     try:
-        apply(small, blocks[0], size)
+        resize(small, blocks[0], size)
     except AttnserveError:  # heads in groups of which a part cannot go
         return None
     return Part(small, part.feeds)
@@ -270,7 +267,7 @@ def time_pairs(
     *,
     target: int,
     precision: Precision = "float32",
-    report: Stage,
+    report: Progress,
 ) -> list[Pair]:
     """Attentions that could take the probabilities of the nearest one before them, both together.
 
@@ -298,7 +295,7 @@ def time_pairs(
 def _may_hand_on(source: Group, reader: Group) -> bool:
     first, second = source.blocks[0], reader.blocks[0]
     assert isinstance(first, AttentionBlock) and isinstance(second, AttentionBlock)
-    return source.count == reader.count and not rewrites.reuse(second, [first])
+    return source.count == reader.count and reuse_refusal(second, [first]) is None
 
 
 def _together(
@@ -355,7 +352,7 @@ def _handed_on(
     edges = {names[1]: {head: (names[0], head) for head in range(kept)}}
     mask = [1] * kept + [0] * (source.count - kept)
     try:
-        hand_on(new, edges, dict.fromkeys(names, mask) if kept < source.count else {})
+        reuse(new, edges, dict.fromkeys(names, mask) if kept < source.count else {})
         blocks = {block.name: block for block in find_attention(new)[0]}
         return cut_out(new, [_cut(blocks[name]) for name in names], feeds, provider=table.provider)
     except (AttnserveError, KeyError):  # heads in groups, or nothing that can be cut out
@@ -370,8 +367,10 @@ def sums_are_faster(
     target: int,
     precision: Precision = "float32",
 ) -> float:
-    """Milliseconds that ``SumResiduals`` saves of a whole run, mean over the target shapes; 0 where
-    it is slower at any shape."""
+    """Milliseconds that ``FuseResiduals`` saves in a whole run, mean over the target shapes.
+
+    0 if it is slower at any shape.
+    """
     norms = [node for node in find_residuals(model) if node.graph is model.graph]
     cuts: list[Cut] = []
     for norm in norms:
@@ -385,7 +384,7 @@ def sums_are_faster(
         key = part.key(0)
         if key not in known:
             summed = part.model.clone()
-            SumResiduals()(summed)
+            FuseResiduals()(summed)
             original = _converted(part, precision)
             times = _measure(table, original, {"sum": Part(summed, part.feeds)}, precision)
             known[key] = np.array(times[None]) - np.array(times["sum"])

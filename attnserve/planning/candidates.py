@@ -6,7 +6,7 @@ of the whole model loses by it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -14,21 +14,20 @@ import numpy as np
 import onnx_ir as ir
 
 from graph_passes.analysis.constants import origin
-from graph_passes.analysis.shapes import Facts, interpret_small
 from graph_passes.blocks import AttentionBlock
-from graph_passes.emit import attention as emit
+from graph_passes.context import GraphContext
+from graph_passes.emit.attention import emission_refusal
+from graph_passes.errors import Refusal
 from graph_passes.factorize.moments import TokenMoments
 from graph_passes.matching.feed_forward import FeedForwardBlock, find_feed_forward
-from graph_passes.matching.find import find_attention
-from graph_passes.passes import prune_neurons
-from graph_passes.passes import refusals as rewrites
-from graph_passes.passes.collaborate import Collaborate, factor
-from graph_passes.passes.decompose_attention import DecomposeAttention
+from graph_passes.passes.base import BlockPass, small_shapes
+from graph_passes.passes.collaborate import Collaborate, SharedDimensions, sharing_refusal
+from graph_passes.passes.conditions import caller_reads
 from graph_passes.passes.fuse_attention import Form
 from graph_passes.passes.prune_heads import PruneHeads
-from graph_passes.passes.prune_neurons import PruneNeurons
+from graph_passes.passes.prune_neurons import PruneNeurons, neurons_refusal
 from graph_passes.passes.reuse_attention import Edges, ReuseAttention
-from graph_passes.passes.skip_attention import AffineMap, SkipAttention
+from graph_passes.passes.skip_attention import SkipAttention, skip_refusal
 
 __all__ = [
     "MULTIPLE",
@@ -43,11 +42,11 @@ __all__ = [
     "Size",
     "Timed",
     "Unit",
-    "apply",
-    "decompose",
     "group_blocks",
-    "hand_on",
     "options_of",
+    "passes_of",
+    "resize",
+    "reuse",
     "sizes_of",
     "units_of",
     "worth_weighing",
@@ -269,6 +268,7 @@ def group_blocks(model: ir.Model, attention: Sequence[AttentionBlock], *, ffn: b
     Blocks in the body of another node are left out: no session can look into them.
     """
     found: dict[object, list[Block]] = {}
+    context = GraphContext(model)
     for block in attention:
         if block.graph is model.graph and block.output is not None:
             found.setdefault(origin(block.output.weight), []).append(block)
@@ -281,27 +281,22 @@ def group_blocks(model: ir.Model, attention: Sequence[AttentionBlock], *, ffn: b
         first = blocks[0]
         if isinstance(first, FeedForwardBlock):
             ours = [block for block in blocks if isinstance(block, FeedForwardBlock)]
-            reason = next(filter(None, map(prune_neurons.why_not, ours)), "")
+            reason = next((str(r) for r in map(neurons_refusal, ours) if r), "")
             if taken & {block.name for block in ours}:
                 continue  # nothing could tell it from the attention of that name
-            reason = reason or ("" if ffn else "neurons stay unless --allow ffn is given")
+            reason = reason or ("" if ffn else "neurons stay unless `allow` names ffn")
             groups.append(Group("feed_forward", tuple(blocks), first.num_neurons, reason))
             continue
-        facts = interpret_small(model, batch=2, sequence=5)
         theirs = [block for block in blocks if isinstance(block, AttentionBlock)]
-        reasons = [_why_not(block, attention, facts) for block in theirs]
-        reason = next(filter(None, reasons), "")
+        reason = next((str(r) for r in (_refusal(b, context) for b in theirs) if r), "")
         groups.append(Group("attention", tuple(blocks), first.num_heads, reason))
     return groups
 
 
-def _why_not(block: AttentionBlock, others: Sequence[AttentionBlock], facts: Facts) -> str:
-    if reason := rewrites.prune(block) or emit.why_not(block, facts):
-        return reason
-    for other in others:
-        if any(reused.value is block.probabilities for reused in other.reused):
-            return f"{other.name} takes its probabilities"
-    return ""
+def _refusal(block: AttentionBlock, context: GraphContext) -> Refusal | None:
+    return PruneHeads.refusal(block, None, context) or emission_refusal(
+        block, small_shapes(context)
+    )
 
 
 # ---- sizes --------------------------------------------------------------------------------------
@@ -320,7 +315,7 @@ def sizes_of(block: Block) -> list[Size]:
         own = block.num_heads * (cut - 1)
         if (rank := int(SHARED * own) // MULTIPLE * MULTIPLE) and block.num_heads > 1:
             sizes.append(Size(block.num_heads, cut, rank))
-    if block.k.past is None and not rewrites.skip(block):
+    if block.k.past is None and not (caller_reads(block) or skip_refusal(block)):
         sizes.append(Size(0))
     return sizes
 
@@ -328,41 +323,54 @@ def sizes_of(block: Block) -> list[Size]:
 def _shorter(block: AttentionBlock) -> int | None:
     """Half of a head's dimensions, where queries and keys can be cut to so many."""
     half = block.head_size // 2
-    able = half and half % MULTIPLE == 0 and block.k.past is None and not rewrites.truncate(block)
+    able = half and half % MULTIPLE == 0 and block.k.past is None and not sharing_refusal(block)
     return half if able else None
 
 
-def apply(model: ir.Model, block: Block, size: Size, moments: TokenMoments | None = None) -> None:
-    """Rewrite one block of ``model`` in place, the first heads or neurons staying.
+def passes_of(block: Block, size: Size, mask: Sequence[int]) -> list[BlockPass[Any, Any]]:
+    """The passes that give a block a size; reuse, which concerns two blocks, is not one of them.
 
     Args:
-        moments: Of the tokens it sees, where queries and keys are cut.
-
-    Raises:
-        CannotRewrite: A part of its heads cannot go.
+        mask: 1 for each head or neuron that stays, ``size.kept`` of them.
     """
     name = block.name
     if isinstance(block, FeedForwardBlock):
-        PruneNeurons({name: [1] * size.kept + [0] * (block.num_neurons - size.kept)})(model)
-        return
+        return [] if all(mask) else [PruneNeurons({name: mask})]
     if not size.kept:
-        assert block.output is not None
-        width = block.output.matrix().shape[1]
-        nothing = AffineMap(np.zeros((block.input_size, width)), np.zeros(width))
-        SkipAttention({name: nothing})(model)
-        return
+        return [SkipAttention({name: "affine"})]
+    passes: list[BlockPass[Any, Any]] = []
     if size.kept < block.num_heads:
-        PruneHeads({name: [1] * size.kept + [0] * (block.num_heads - size.kept)})(model)
-    if size.head_size is not None:  # one dimension is that of the content term
-        decompose(model, [name])
-        left = next(each for each in find_attention(model)[0] if each.name == name)
-        rank = size.rank or left.num_heads * left.head_size
-        found = factor(left, rank, head_size=size.head_size - 1, moments=moments)
-        Collaborate({name: found}, mixing="sparse")(model)
+        passes.append(PruneHeads({name: mask}))
+    if size.head_size is not None:
+        shared = SharedDimensions(
+            rank=size.rank or size.kept * block.head_size,  # without a rank nothing is shared
+            head_size=size.head_size - 1,  # one dimension is that of the content term
+        )
+        passes.append(Collaborate({name: shared}))
+    return passes
 
 
-def hand_on(model: ir.Model, edges: Edges, masks: Mapping[str, Sequence[int]]) -> None:
-    """Let heads take the probabilities of others, in place, among those that stay.
+def resize(model: ir.Model, block: Block, size: Size, moments: TokenMoments | None = None) -> None:
+    """Give one block of ``model`` a size, in place; its first heads or neurons stay.
+
+    Args:
+        moments: Of the tokens that the block sees, if queries and keys are truncated.
+
+    Raises:
+        CannotRewrite: Some of its heads cannot be removed.
+    """
+    count = block.num_neurons if isinstance(block, FeedForwardBlock) else block.num_heads
+    mask = [1] * size.kept + [0] * (count - size.kept)
+    with GraphContext.of(model) as context:
+        for each in passes_of(block, size, mask):
+            if isinstance(each, Collaborate) and moments is not None:
+                each.factored(context, {block.name: moments})(model)
+            else:
+                each(model)
+
+
+def reuse(model: ir.Model, edges: Edges, masks: Mapping[str, Sequence[int]]) -> None:
+    """Let heads reuse the probabilities of others, in place, after pruning.
 
     Args:
         edges: In the numbers of the heads that stay.
@@ -370,18 +378,9 @@ def hand_on(model: ir.Model, edges: Edges, masks: Mapping[str, Sequence[int]]) -
     Raises:
         CannotRewrite: See ``ReuseAttention``.
     """
-    if masks:
-        PruneHeads({name: list(mask) for name, mask in masks.items()})(model)
-    decompose(model, {source for heads in edges.values() for source, _ in heads.values()})
-    ReuseAttention(edges)(model)
-
-
-def decompose(model: ir.Model, names: Collection[str]) -> None:
-    """Give these attentions logits and probabilities that are values of the graph."""
-    blocks = [block for block in find_attention(model)[0] if block.name in names]
-    inside = [block.name for block in blocks if block.logits is None or not block.probabilities]
-    if inside:
-        DecomposeAttention(frozenset(inside))(model)
+    with GraphContext.of(model):
+        PruneHeads(masks)(model)
+        ReuseAttention(edges)(model)
 
 
 # ---- the choice ---------------------------------------------------------------------------------

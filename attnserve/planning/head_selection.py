@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import onnx_ir as ir
 
 from attnserve.calibration.similarity import HeadSimilarity
+from attnserve.choices import Alignment
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import InvalidArgument, InvalidData
-from graph_passes.passes import refusals as rewrites
 from graph_passes.passes.prune_heads import check_mask
-from graph_passes.passes.reuse_attention import check_edges
+from graph_passes.passes.reuse_attention import check_edges, reuse_refusal
 
 __all__ = [
     "Alignment",
@@ -28,7 +27,6 @@ __all__ = [
     "Reuse",
     "edges_by_damage",
     "edges_of",
-    "handed_on",
     "layer_name",
     "masks_by_loss",
     "masks_by_score",
@@ -38,7 +36,6 @@ __all__ = [
     "reused_layers",
 ]
 
-Alignment = Literal["similarity", "index"]
 Masks = dict[str, list[int]]
 """By layer, 1 for each head that stays and 0 for each that goes."""
 MutableEdges = dict[str, dict[int, tuple[str, int]]]
@@ -145,7 +142,7 @@ def edges_of(
                 f"--reuse partial:{count}: {block.name} has {block.num_heads} heads",
                 f"reuse 1 to {block.num_heads} heads",
             )
-        sources = [b for b in blocks[:index] if not rewrites.reuse(block, [b])]
+        sources = [b for b in blocks[:index] if reuse_refusal(block, [b]) is None]
         if similarity is None:
             found = _by_index(block, sources, kept, min(count, len(kept)), masks, edges)
         elif count >= len(kept):
@@ -270,7 +267,7 @@ def edges_by_damage(
     candidates: list[tuple[float, int, int, tuple[str, int]]] = []
     for index, block in enumerate(blocks):
         if block.name in chosen:
-            sources = [b for b in blocks[:index] if not rewrites.reuse(block, [b])]
+            sources = [b for b in blocks[:index] if reuse_refusal(block, [b]) is None]
             for source in sources:
                 between = similarity.between(block.name, source.name)
                 for head in _kept(block, masks):
@@ -496,19 +493,3 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         raise ValueError("a key is there twice")
     return found
-
-
-def handed_on(block: AttentionBlock, blocks: Sequence[AttentionBlock]) -> str:
-    """Whether an earlier call gave its probabilities to another block, which goes on reading them:
-    they would have to be computed beside whatever takes their place."""
-    owners: dict[ir.Value | None, str] = {}
-    for each in blocks:
-        for value in (each.probabilities, each.own_probabilities):
-            owners.setdefault(value, each.name)
-    for other in blocks:
-        for value in (reused.value for reused in other.reused):
-            node = value.producer()  # of a Reshape, where heads lie in the batch
-            laid_out = None if node is None else node.inputs[0]
-            if block.name == owners.get(value, laid_out and owners.get(laid_out)):
-                return f"{other.name} takes its probabilities"
-    return ""

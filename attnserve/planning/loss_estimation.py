@@ -15,7 +15,8 @@ import onnx_ir as ir
 
 from attnserve.calibration.refit import find_sites, install
 from attnserve.checks.compare import Tally
-from attnserve.runtime.session import Batch, Provider, open_session, run
+from attnserve.context import Provider
+from attnserve.runtime.session import Batch, open_session, run
 from graph_passes.analysis.shapes import interpret_small
 
 if TYPE_CHECKING:

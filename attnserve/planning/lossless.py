@@ -18,18 +18,26 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.checks.certify import read_attention
+from attnserve.context import Provider, RunContext
 from attnserve.models.artifact import Artifact, load_model, save_model
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.opset import raise_opset
-from attnserve.planning.apply import carry_out
+from attnserve.planning.apply import apply_plan
 from attnserve.planning.plan import Plan
-from attnserve.runtime.session import Batch, Provider, open_session, run
+from attnserve.runtime.session import Batch, open_session, run
 from graph_passes.analysis.shapes import interpret_small
 from graph_passes.errors import AttnserveError, CannotRewrite
 from graph_passes.matching.feed_forward import find_feed_forward
-from graph_passes.passes import fuse_attention as fuse
-from graph_passes.passes import fuse_gelu as activation
-from graph_passes.passes.fuse_attention import Form
+from graph_passes.passes.fold_biases import FoldBiases
+from graph_passes.passes.fuse_attention import (
+    IDIOMS,
+    OPSETS,
+    Form,
+    FuseAttention,
+    fusion_refusal,
+)
+from graph_passes.passes.fuse_gelu import FuseGelu, gelu_refusal
+from graph_passes.passes.fuse_residuals import FuseResiduals
 
 __all__ = ["LEAST_COSINE", "LEAST_GAIN", "MOST_ERROR", "Exact", "exact_plan", "rewrite_exactly"]
 
@@ -86,29 +94,30 @@ def exact_plan(graph: ir.Model, forms: Sequence[Form] = FORMS) -> Plan:
     facts, opsets = interpret_small(graph, batch=2, sequence=5), dict(graph.opset_imports)
     with suppress(CannotRewrite):
         newest = graph.clone()
-        raise_opset(newest, max(fuse.OPSETS.values()))
+        raise_opset(newest, max(OPSETS.values()))
         opsets = dict(newest.opset_imports)
     reading = read_attention(graph)
-    reasons = [miss.reason for miss in reading.misses]
+    reasons = [miss.reason for miss in reading.unmatched]
     chosen: dict[str, Form] = {}
     for block in reading.blocks:
-        if block.graph is not graph.graph or block.idiom in fuse.IDIOMS.values():
+        if block.graph is not graph.graph or block.idiom in IDIOMS.values():
             continue
         for form in forms:
-            if not (reason := fuse.why_not(block, form, facts, opsets)):
+            found = fusion_refusal(block, form, facts, opsets)
+            if found is None:
                 chosen[block.name] = form
                 break
-            reasons.append(reason)
+            reasons.append(found.reason)
     gelu = [
         block.name
         for block in find_feed_forward(graph)
-        if block.graph is graph.graph and not activation.why_not(block, facts, graph.opset_imports)
+        if block.graph is graph.graph and gelu_refusal(block, facts, graph.opset_imports) is None
     ]
     if not chosen and not gelu:
         raise CannotRewrite(
             f"no block can be written in a faster operator: {(reasons or ['none was found'])[0]}"
         )
-    return Plan({}, {}, {}, {}, {}, forms=chosen, gelu=gelu, sums=True)
+    return Plan.of([FuseAttention(chosen), FuseGelu(gelu), FoldBiases(), FuseResiduals()])
 
 
 def rewrite_exactly(
@@ -136,8 +145,8 @@ def rewrite_exactly(
     try:
         return _tried(source, graph, plan, path, provider, threads)
     except AttnserveError:
-        older = exact_plan(graph, [form for form in FORMS if form not in fuse.OPSETS])
-        if older.forms == plan.forms:
+        older = exact_plan(graph, [form for form in FORMS if form not in OPSETS])
+        if older.targets(FuseAttention) == plan.targets(FuseAttention):
             raise
         # Not every ONNX Runtime has a kernel, or a fast one, for the newest operator.
         return _tried(source, graph, older, path, provider, threads)
@@ -148,13 +157,19 @@ def _tried(
 ) -> Exact:
     """One plan; see ``rewrite_exactly``."""
     new = graph.clone()
-    carry_out(plan, new, graph, None, fit=False, report=lambda what, done, total: None)
+    apply_plan(plan, new, RunContext(), original=graph, fit=False)
     save_model(new, path)
     pair = tuple(
         open_session(file, provider=provider, threads=threads) for file in (source.model, path)
     )
     min_cosine, max_error = _compare(graph, pair)
-    return Exact(len(plan.forms), len(plan.gelu), min_cosine, max_error, _speedup(graph, pair))
+    return Exact(
+        len(plan.targets(FuseAttention)),
+        len(plan.targets(FuseGelu)),
+        min_cosine,
+        max_error,
+        _speedup(graph, pair),
+    )
 
 
 def _compare(graph: ir.Model, pair: Sequence[Any]) -> tuple[float, float]:

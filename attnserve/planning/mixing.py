@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
+from attnserve.choices import Mixing
 from graph_passes.emit.collaborative import padded_size
 
 __all__ = ["Mixing", "choose_head_size", "widest_head"]
-
-Mixing = Literal["auto", "dense", "sparse"]
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.checks.certify import Reading, read_attention, require_finite_weights
+from attnserve.checks.certify import MatchReport, read_attention, require_finite_weights
 from attnserve.checks.compare import (
     Fidelity,
     check_cosine_bound,
@@ -21,10 +21,13 @@ from attnserve.checks.compare import (
     require_empty,
 )
 from attnserve.checks.evaluate import TaskName
+from attnserve.context import Progress, Provider, RunContext, ignore_progress
 from attnserve.models.artifact import (
     Artifact,
+    check_output,
     check_target,
     copy_companions,
+    default_output,
     fingerprint,
     load_model,
     merged_record,
@@ -36,27 +39,27 @@ from attnserve.models.artifact import (
     write_record,
 )
 from attnserve.models.datasets import Dataset, load_inputs
-from attnserve.models.precision import Precision, convert
-from attnserve.planning.apply import Stage, Step, carry_out, count_macs
+from attnserve.models.precision import Precision, check_cpu, convert, int8_weight_bits
+from attnserve.planning.apply import ApplyReport, Step, apply_plan, count_macs
 from attnserve.planning.head_selection import Alignment
 from attnserve.planning.mixing import Mixing
-from attnserve.planning.plan import MAKE_ONE, Plan, read_plan
+from attnserve.planning.plan import FORMAT, HOW_TO_PLAN, Plan
 from attnserve.planning.report import PlanReport
-from attnserve.planning.request import Importance, Ranks, Request, make_plan
+from attnserve.planning.request import Importance, Ranks, Request, plan_request
 from attnserve.planning.search import Allowed, Goal, search
-from attnserve.runtime.session import Provider
 from graph_passes.analysis.cost import Cost, break_even, model_cost
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
-from graph_passes.matching.feed_forward import find_feed_forward
+from graph_passes.passes.collaborate import Collaborate
+from graph_passes.passes.prune_neurons import PruneNeurons
 
 __all__ = ["ModelCost", "OptimizeReport", "optimize"]
 
 DEFAULT_SEQUENCE = 128
 
-GPU_ALONE = (
-    "bfloat16 runs on a GPU alone (--provider cuda): on a CPU ONNX Runtime has no kernels for it, "
-    "and refuses the model"
+GPU_ONLY = (
+    "bfloat16 runs on a GPU only (provider cuda): ONNX Runtime has no CPU kernels for it and "
+    "refuses the model"
 )
 
 SHORT = 4
@@ -81,7 +84,8 @@ class OptimizeReport:
     """What was done to a model, what it cost and what it saved.
 
     ``found`` says how it was found, where it was searched for. Parameters and MACs are those of the
-    rewritten model in float32, bytes those of its weights as they are written.
+    rewritten model in float32, bytes those of its weights as they are written. ``int8_weight_bits``
+    is 8 where the model needs a CPU with VNNI, AMX or ARM dot products; None without int8.
     """
 
     output: Path
@@ -95,8 +99,10 @@ class OptimizeReport:
     warnings: tuple[str, ...]
     plan: Plan
     found: PlanReport | None = None
+    int8_weight_bits: Literal[7, 8] | None = None
 
     def to_json(self) -> dict[str, Any]:
+        bits = self.int8_weight_bits
         return {
             "before": asdict(self.before),
             "after": asdict(self.after),
@@ -111,13 +117,14 @@ class OptimizeReport:
             "sequence": self.sequence,
             "warnings": list(self.warnings),
             "plan": self.plan.to_json(),
+            **({} if bits is None else {"int8_weight_bits": bits}),
             **({} if self.found is None else {"search": self.found.summary()}),
         }
 
 
 def optimize(
     model: Path,
-    output: Path,
+    output: Path | None = None,
     *,
     collab_dk: Ranks | None = None,
     collab_cache: bool = False,
@@ -150,7 +157,7 @@ def optimize(
     seed: int = 0,
     force: bool = False,
     dry_run: bool = False,
-    progress: Stage | None = None,
+    progress: Progress = ignore_progress,
 ) -> OptimizeReport:
     """Rewrite a model's attention and write it with attnserve.json beside it.
 
@@ -160,7 +167,8 @@ def optimize(
 
     Args:
         model: An .onnx file or an artifact folder; never changed.
-        output: An .onnx file, or a folder that receives model.onnx.
+        output: An .onnx file, or a folder that receives model.onnx; the folder NAME-optimized
+            beside the model by default.
         collab_dk: R for every layer, one R a layer in order, or R by layer name.
         collab_cache: Rewrite cached keys of decoders too: the cache, an input and an output of the
             model, then holds R shared dimensions (and H content logits) a token instead of H*K.
@@ -171,13 +179,13 @@ def optimize(
             head has its own where there is no ``collab_dk``.
         reuse: Heads that take the probabilities of earlier ones: ``partial:K[:P]``, ``full:P``,
             ``alternate``, ``all-end``, ``auto``, a .json file of edges or such an object
-            (``choose.read_edges``).
+            (``read_edges``).
         align: Which heads take whose probabilities: the most similar, which needs ``calib``, or by
             index as in the paper.
         prune: The share of all heads that goes, least important first; needs ``calib``.
         importance: By what they write that others cannot, by what the output loses without them,
             or by Voting-to-Stay.
-        prune_heads: Or a mask, as a .json file or an object by layer (``choose.read_masks``).
+        prune_heads: Or a mask: a .json file or an object by layer (``read_masks``).
         skip: Layers whose attention is left out: the best affine map of their input stands for it,
             or a constant (``LAYER:constant``); needs ``calib``.
         ffn: The share of all feed-forward neurons that goes, those first that write least; needs
@@ -189,7 +197,9 @@ def optimize(
         eval_data, task: The rows a score is measured on, and which score.
         allow: "ffn" lets the search take neurons out of feed-forwards.
         plan: What ``attnserve.plan`` wrote, carried out again: the same bytes on the same machine.
-        precision: "float16", "bfloat16" or "int8" weights, once all rewrites are done.
+        precision: "float16", "bfloat16", "int8" or "int8-full" weights, once all rewrites are done.
+            "int8" has 7-bit weights, which are exact on every CPU; "int8-full" has 8-bit weights,
+            for CPUs with VNNI, AMX or ARM dot products only.
         refit: Fit the output projections of rewritten layers, and the second matrices of
             feed-forwards, to the original's output, where there is ``calib``.
         calib: Text (a sentence a line), .npz or a folder of .npz; without it the weights alone are
@@ -207,217 +217,266 @@ def optimize(
         InvalidModel, InvalidArgument, InvalidData, InvalidOutput, CannotRewrite: See their texts.
         CheckFailed: The fidelity is below ``min_cosine``, or the goal of a search is not reached.
     """
-    given = (collab_dk, head_dk, reuse, prune, prune_heads, ffn, layers)
-    asked = any(value is not None for value in given) or bool(skip)
+    check_cpu(precision)
+    context = RunContext(provider, threads, seed, progress)
+    wants_search = keep is not None or target_speedup is not None
+    rewrites: dict[str, Any] = {
+        "collab_dk": collab_dk, "collab_cache": collab_cache, "mixing": mixing, "head_dk": head_dk,
+        "reuse": reuse, "align": align, "prune": prune, "importance": importance,
+        "prune_heads": prune_heads, "skip": skip, "ffn": ffn, "layers": layers,
+    }  # fmt: skip
     goal = request = None
-    if keep is not None or target_speedup is not None:
+    if wants_search or plan is not None:
+        _require_no_rewrites({**rewrites, "refit": refit}, "plan" if plan else "search")
+        if calib is None:
+            raise InvalidArgument(
+                "calibration data is required", "give `calib`", code="optimize.no_data"
+            )
+    if wants_search:
         goal = Goal(keep, target_speedup, task, eval_data, tuple(allow), precision)
     elif eval_data is not None or task is not None or allow:
         raise InvalidArgument(
-            "--eval-data, --task and --allow are about what a search keeps and uses",
-            "give --keep X or --target-speedup S too",
+            "`eval_data`, `task` and `allow` apply to a search",
+            "give `keep` or `target_speedup` too",
+            code="optimize.conflict",
         )
     if plan is not None and (goal is not None or precision != "float32"):
         raise InvalidArgument(
-            "--plan says all that is done, its precision too", "leave the other options out"
+            "`plan` describes all rewrites, and the precision",
+            "leave the other parameters out",
+            code="optimize.conflict",
         )
-    searched = goal is not None or plan is not None
-    odd = collab_cache or mixing != "auto" or align != "similarity" or importance != "energy"
-    if searched and (odd or not refit):
-        raise InvalidArgument(
-            "--collab-cache, --mixing, --align, --importance and --no-refit are about rewrites "
-            "that are asked for by hand",
-            "leave them out, or --plan, --keep and --target-speedup",
-        )
-    if asked and searched:
-        raise InvalidArgument(
-            "rewrites were asked for, and a " + ("plan" if plan else "search") + " chooses its own",
-            "leave them out, or --plan, --keep and --target-speedup",
-        )
-    if searched and calib is None:
-        raise InvalidArgument("a plan is fitted to data, and there is none", "give --calib FILE")
     if goal is None and plan is None:
-        request = Request(
-            collab_dk, collab_cache, mixing, head_dk, reuse, align, prune, importance, prune_heads,
-            skip, ffn, layers, precision,
-        )  # fmt: skip
+        request = Request(**rewrites, precision=precision)
     check_cosine_bound(min_cosine)
     artifact = open_artifact(model)
-    graph = load_model(artifact)
-    target = check_target(output, artifact, graph, force=force or dry_run)
-    report_stage = progress or _silent
-    require_finite_weights(graph)
-    reading = read_attention(graph, seed=seed)
+    original = load_model(artifact)
+    if output is None:
+        output = default_output(model, "optimized")
+        check_output(output, force=force or dry_run)
+    target = check_target(output, artifact, original, force=force or dry_run)
+    require_finite_weights(original)
+    report = read_attention(original, seed=seed)
     data = None
     if calib is not None:
-        data = load_inputs(calib, graph, artifact, tokenizer=tokenizer)
+        data = load_inputs(calib, original, artifact, tokenizer=tokenizer)
     length = sequence or (data.length if data is not None else DEFAULT_SEQUENCE)
-    before = model_cost(graph)
-    before_cost = _cost(before, graph, batch, length)
-    original, found = load_model(artifact), None
-    fit_provider, fit_threads = provider, threads
+    shape = (batch, length)
+    before = model_cost(original)
+    before_cost = _cost(before, original, shape)
     if goal is not None:
         assert data is not None
         found = search(
-            goal, artifact, graph, data, tokenizer=tokenizer, batch=batch, sequence=sequence,
-            provider=provider, threads=threads, seed=seed, progress=progress,
+            goal, artifact, original, data, tokenizer=tokenizer, batch=batch, sequence=sequence,
+            context=context,
         )  # fmt: skip
-        decided, graph, done = found.report.rewrites, found.exact, found.done
+        done = _Rewritten(found.report.rewrites, found.exact, found.done, found=found.report)
+    elif plan is not None:
+        assert data is not None
+        read, fit_context = _read_plan(plan, artifact, data, context)
+        done = _apply(read, original, report, data, fit_context, shape, fit=True)
     else:
-        if request is None:
-            assert plan is not None and data is not None
-            decided, seed, fit_provider = _replayed(plan, artifact, reading, data, graph)
-            fit_threads = 0  # as the search itself has it
-        else:
-            decided = make_plan(
-                request, graph, reading, data, provider=provider, threads=threads, seed=seed,
-                length=length, longest=artifact.max_length, report=report_stage,
-            )  # fmt: skip
-        if data is not None:
-            chosen = [block.k.past for block in reading.blocks if block.name in decided.ranks]
-            caches = [past.value.name or "" for past in chosen if past is not None]
-            require_empty([*data.fit, *data.held_out], caches)
-        done = carry_out(
-            decided, graph, original, data, fit=refit and data is not None, batch=batch,
-            length=length, caches=collab_cache, provider=fit_provider, threads=fit_threads,
-            seed=seed, report=report_stage,
-        )  # fmt: skip
-    converted = convert(graph, decided.precision)
+        assert request is not None
+        planned = plan_request(
+            request, original, report, data, context, length=length, longest=artifact.max_length
+        )
+        done = _apply(planned.plan, original, report, data, context, shape, fit=refit)
+        done = replace(done, warnings=planned.warnings)
+    converted = convert(done.model, done.plan.precision)
     if data is not None:
         batches = data.held_out
     else:
-        batches = random_batches(original, seed, empty=empty_axes(original, graph))
+        batches = random_batches(original, seed, empty=empty_axes(original, done.model))
     source = f"held out of {calib.name}" if calib is not None else "random inputs"
-    fidelity = compare(
-        original, converted, batches, source, provider=provider, threads=threads,
-        progress=lambda done, total: report_stage("verify", done, total),
-    )  # fmt: skip
-    after = model_cost(graph)
+    fidelity = compare(original, converted, batches, source, context=context)
+    after = model_cost(done.model)
     even = break_even(before.macs, after.macs) if before.macs and after.macs else None
-    widths = [block.input_size for block in reading.blocks if block.name in decided.changed]
-    widths += [sum(mask) for mask in decided.neurons.values()]  # each is a row of what is fitted
-    report = OptimizeReport(
+    result = OptimizeReport(
         output=target,
         before=before_cost,
-        after=replace(_cost(after, graph, batch, length), bytes=_bytes(converted)),
-        steps=done.steps,
+        after=replace(_cost(after, done.model, shape), bytes=_bytes(converted)),
+        steps=done.applied.steps,
         fidelity=fidelity,
         break_even_sequence=even,
         batch=batch,
         sequence=length,
         warnings=(
-            *decided.warnings,
-            *((found.report.verdict,) if found and not found.report.gain else ()),
-            *_warn(even, length, artifact.max_length, data, widths, done.exact),
-            *_warn_of_caches(reading.blocks, done.steps),
-            *_warn_of_fidelity(fidelity),
-            *((GPU_ALONE,) if decided.precision == "bfloat16" else ()),
+            *done.warnings,
+            *((done.found.verdict,) if done.found and not done.found.gain else ()),
+            *_cost_warnings(even, length, artifact.max_length),
+            *(() if done.applied.exact else _data_warnings(done.plan, report, data, length)),
+            *_cache_warnings(report.blocks, done.applied.steps),
+            *_fidelity_warnings(fidelity),
+            *((GPU_ONLY,) if done.plan.precision == "bfloat16" else ()),
         ),
-        plan=decided,
-        found=found and found.report,
+        plan=done.plan,
+        found=done.found,
+        int8_weight_bits=int8_weight_bits(converted),
     )
     if min_cosine is not None and fidelity.mean_cosine < min_cosine:
+        less = "raise `collab_dk`" if done.plan.find(Collaborate) else "rewrite fewer layers"
         raise CheckFailed(
             f"mean cosine {fidelity.mean_cosine:.4f} on {source}, expected at least {min_cosine}: "
             "nothing was written",
-            ("raise --collab-dk" if decided.ranks else "rewrite fewer heads or layers")
-            + ("" if calib else ", or calibrate with --calib FILE"),
+            less + ("" if calib else ", or calibrate with `calib`"),
+            code="optimize.min_cosine",
         )
     if not dry_run:
-        _write(artifact, converted, report, data, external_data, seed)
-    return report
+        _write(artifact, converted, result, data, external_data, seed)
+    return result
 
 
-def _replayed(
-    path: Path, artifact: Artifact, reading: Reading, data: Dataset, graph: ir.Model
-) -> tuple[Plan, int, Provider]:
-    """The plan of a file, which was made for this model and this data, with its seed and the
-    provider that it was fitted on."""
+@dataclass(frozen=True, eq=False)
+class _Rewritten:
+    """A rewritten model in float32, the plan that made it, and what was found on the way."""
+
+    plan: Plan
+    model: ir.Model
+    applied: ApplyReport
+    warnings: tuple[str, ...] = ()
+    found: PlanReport | None = None
+
+
+def _require_no_rewrites(given: Mapping[str, Any], mode: str) -> None:
+    """Raises: InvalidArgument: A parameter of rewrites by hand is given beside a plan or search."""
+    defaults = {"collab_cache": False, "mixing": "auto", "align": "similarity",
+                "importance": "energy", "refit": True, "skip": ()}  # fmt: skip
+    for name, value in given.items():
+        default = defaults.get(name)
+        if value != default and not (name == "skip" and not value):
+            raise InvalidArgument(
+                f"`{name}` requests a rewrite, and a {mode} chooses its own",
+                f"leave `{name}` out, or `plan`, `keep` and `target_speedup`",
+                code="optimize.conflict",
+            )
+
+
+def _apply(
+    plan: Plan,
+    original: ir.Model,
+    report: MatchReport,
+    data: Dataset | None,
+    context: RunContext,
+    shape: tuple[int, int],
+    *,
+    fit: bool,
+) -> _Rewritten:
+    """Apply a plan to a copy of the model."""
+    if data is not None:
+        shared = plan.targets(Collaborate)
+        pasts = [block.k.past for block in report.blocks if block.name in shared]
+        caches = [past.value.name or "" for past in pasts if past is not None]
+        require_empty([*data.fit, *data.held_out], caches)
+    model = original.clone()
+    applied = apply_plan(plan, model, context, original=original, data=data, fit=fit, shape=shape)
+    return _Rewritten(plan, model, applied)
+
+
+def _read_plan(
+    path: Path, artifact: Artifact, data: Dataset, context: RunContext
+) -> tuple[Plan, RunContext]:
+    """The plan of a file that was made for this model and data, and the context it was fitted in.
+
+    Raises:
+        InvalidData: The file cannot be read, or is not a plan.
+        InvalidArgument: It was made for another model or other data.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise InvalidData(f"--plan {path}: no such file", "check the path") from error
+        raise InvalidData(f"{path}: no such file", "check the path", code="plan.file") from error
     except OSError as error:
-        why = f"--plan {path}: cannot be read: {error.strerror}"
-        raise InvalidData(why, "check the path") from error
+        raise InvalidData(
+            f"{path}: cannot be read: {error.strerror}", "check the path", code="plan.file"
+        ) from error
     except (ValueError, RecursionError) as error:
-        raise InvalidData(f"--plan {path}: not JSON: {error}", MAKE_ONE) from error
-    parts = content if isinstance(content, dict) else {}
-    rewrites = parts.get("rewrites")
-    if parts.get("format") != 1 or not isinstance(rewrites, dict):
-        raise InvalidData(f"--plan {path}: no plan of format 1", MAKE_ONE)
+        raise InvalidData(f"{path}: not JSON: {error}", HOW_TO_PLAN, code="plan.invalid") from error
+    parts = cast(dict[str, Any], content) if isinstance(content, dict) else {}
+    if parts.get("format") != FORMAT:
+        raise InvalidData(
+            f"{path}: plan of format {parts.get('format')!r}, expected {FORMAT}",
+            HOW_TO_PLAN,
+            code="plan.format",
+        )
     ours = {"model": fingerprint(artifact), "calibration": data.source["sha256"]}
     for what, mine in ours.items():
         theirs = parts.get(what)
-        given = theirs.get("sha256") if isinstance(theirs, dict) else None
-        if given != mine:
-            name = theirs.get("file") if isinstance(theirs, dict) else None
+        made_with = cast(dict[str, Any], theirs) if isinstance(theirs, dict) else {}
+        if made_with.get("sha256") != mine:
             raise InvalidArgument(
-                f"--plan {path}: it was made with another {what} ({name}, sha256 "
-                f"{str(given)[:12]}; this one is {str(mine)[:12]})",
+                f"{path}: it was made with another {what} ({made_with.get('file')}, sha256 "
+                f"{str(made_with.get('sha256'))[:12]}; this one is {str(mine)[:12]})",
                 "give the file that it was made with, or make a new plan",
+                code="plan.other_input",
             )
-    asked = parts.get("asked")
-    asked = asked if isinstance(asked, dict) else {}
+    given = parts.get("asked")
+    asked = cast(dict[str, Any], given) if isinstance(given, dict) else {}
     seed, provider = asked.get("seed", 0), asked.get("provider", "cpu")
     if type(seed) is not int or seed < 0 or provider not in get_args(Provider):
-        raise InvalidData(f"--plan {path}: seed {seed!r}, provider {provider!r}", MAKE_ONE)
-    neurons = {block.name: block.num_neurons for block in find_feed_forward(graph)}
-    return read_plan(rewrites, reading.blocks, feed_forwards=neurons), seed, provider
+        raise InvalidData(
+            f"{path}: seed {seed!r}, provider {provider!r}", HOW_TO_PLAN, code="plan.invalid"
+        )
+    try:
+        plan = Plan.from_json(parts.get("plan"))
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{path}: {error.what}", error.fix, code=error.code) from error
+    check_cpu(plan.precision)
+    fitted = replace(context, provider=provider, seed=seed, threads=0)  # as the search runs it
+    return plan, fitted
 
 
 def _bytes(graph: ir.Model) -> int:
     return model_cost(graph).bytes
 
 
-def _cost(cost: Cost, graph: ir.Model, batch: int, sequence: int) -> ModelCost:
-    return ModelCost(cost.parameters, count_macs(graph, batch, sequence), cost.bytes)
+def _cost(cost: Cost, graph: ir.Model, shape: tuple[int, int]) -> ModelCost:
+    return ModelCost(cost.parameters, count_macs(graph, *shape), cost.bytes)
 
 
-def _warn(
-    even: int | None,
-    sequence: int,
-    longest: int | None,
-    data: Dataset | None,
-    widths: Sequence[int],
-    exact: bool,
-) -> list[str]:
-    """What the reader may not expect, and is true of this model."""
-    warnings: list[str] = []
-    if even is not None and even <= 1:
-        warnings.append("this model needs more MACs than the original at every length")
-    elif even is not None and sequence >= even:
-        warnings.append(
+def _cost_warnings(even: int | None, sequence: int, longest: int | None) -> list[str]:
+    """Warnings about lengths at which the model costs more than the original."""
+    if even is None:
+        return []
+    if even <= 1:
+        return ["this model needs more MACs than the original at every length"]
+    if sequence >= even:
+        return [
             f"at {sequence} tokens this model needs more MACs than the original: "
             f"it needs fewer only below {even} tokens"
-        )
-    elif even is not None and (longest is None or even <= longest):
-        warnings.append(
+        ]
+    if longest is None or even <= longest:
+        return [
             f"from {even} tokens on this model needs more MACs than the original "
             f"(fewer at the {sequence} counted here)"
-        )
-    if exact:
-        return warnings
+        ]
+    return []
+
+
+def _data_warnings(
+    plan: Plan, report: MatchReport, data: Dataset | None, sequence: int
+) -> list[str]:
+    """Warnings about calibration data that is missing, short or scarce."""
     if data is None:
-        warnings.append("not calibrated: --calib FILE cuts the error several times")
-        return warnings
+        return ["not calibrated: calibration data cuts the error several times"]
+    warnings: list[str] = []
     usual = int(np.median(data.lengths)) if data.lengths else sequence
     if SHORT * usual <= sequence:
         warnings.append(
-            f"calibrated and judged on texts of {usual} tokens, at the median, for {sequence}: on "
-            "longer texts less may be kept; calibrate on some, or see `attnserve verify --data`"
+            f"calibrated and verified on texts of {usual} tokens (median), for {sequence}: longer "
+            "texts may lose more; calibrate on texts of the length to be served"
         )
-    width = max(widths)
-    if data.source["fit_tokens"] < width:
+    widths = [block.input_size for block in report.blocks if block.name in plan.changed]
+    widths += [sum(mask) for mask in plan.targets(PruneNeurons).values()]
+    if widths and data.source["fit_tokens"] < max(widths):
         warnings.append(
             f"calibrated on {data.source['fit_tokens']} tokens, fewer than the "
-            f"{width} features that a layer is fitted on: more text gives a better fit"
+            f"{max(widths)} features that a layer is fitted on: more text gives a better fit"
         )
     return warnings
 
 
-def _warn_of_caches(blocks: Sequence[AttentionBlock], steps: Sequence[Step]) -> list[str]:
-    """A cache of the original is of no use to the new model, and may even be the smaller one."""
+def _cache_warnings(blocks: Sequence[AttentionBlock], steps: Sequence[Step]) -> list[str]:
+    """Warnings about caches, which the original cannot share and which may even grow."""
     held = {block.name: block.num_heads * block.head_size for block in blocks}
     sizes = [(held[step.block], step.cache_width) for step in steps if step.cache_width is not None]
     if not sizes:
@@ -429,23 +488,19 @@ def _warn_of_caches(blocks: Sequence[AttentionBlock], steps: Sequence[Step]) -> 
     ]
     if any(new >= old for old, new in sizes):
         warnings.append(
-            "the cache of keys shrinks only where R, and one content logit a head, are together "
-            "fewer than num_heads x head_size: lower --collab-dk"
+            "the cache of keys shrinks only if R plus one content logit for each head is less than "
+            "num_heads x head_size: lower R"
         )
     return warnings
 
 
-def _warn_of_fidelity(fidelity: Fidelity) -> list[str]:
+def _fidelity_warnings(fidelity: Fidelity) -> list[str]:
     if fidelity.mean_cosine >= LOW_COSINE:
         return []
     return [
         f"the outputs are far from the original's: mean cosine {fidelity.mean_cosine:.3f} "
-        f"({fidelity.data}); raise --collab-dk, or fail below a bound with --min-cosine"
+        f"({fidelity.data}); raise R or rewrite fewer layers"
     ]
-
-
-def _silent(what: str, done: int, total: int) -> None:
-    """No progress."""
 
 
 def _write(

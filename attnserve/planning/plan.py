@@ -1,336 +1,122 @@
-"""A plan in a file: what is done to each layer, written as JSON and read back with suspicion."""
+"""Plan: the rewrites of a model, in order, and the precision of its weights."""
 
 from __future__ import annotations
 
-import re
 import reprlib
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast, get_args
 
-from attnserve.models.precision import Precision
-from attnserve.planning.head_selection import (
-    Masks,
-    MutableEdges,
-    handed_on,
-    layer_name,
-    read_edges,
-    read_masks,
-)
-from graph_passes.blocks import AttentionBlock
+from attnserve.choices import Precision
 from graph_passes.errors import InvalidArgument
-from graph_passes.passes import refusals as rewrites
-from graph_passes.passes.fuse_attention import Form
+from graph_passes.passes.base import BlockPass, RewritePass, pass_named
 
-__all__ = ["MAKE_ONE", "Plan", "from_hex", "read_plan", "to_hex"]
+__all__ = ["FORMAT", "HOW_TO_PLAN", "ORDER", "Plan"]
 
+FORMAT = 2
+"""Of plan.json. Format 1 (attnserve 0.1) described rewrites by other names and is refused."""
 
-MAKE_ONE = "make one with `attnserve plan MODEL --calib FILE --keep X -o plan.json`"
+HOW_TO_PLAN = "make a new plan with `attnserve plan`"
 
+ORDER = (
+    "skip_attention",
+    "prune_heads",
+    "reuse_attention",
+    "prune_neurons",
+    "collaborate",
+    "fuse_attention",
+    "fuse_gelu",
+    "fold_biases",
+    "fuse_residuals",
+)
+"""The order in which the planner and requests apply passes; a plan.json may have any other."""
 
-@dataclass(frozen=True)
-class Plan:
-    """What is done, by layer, in the order in which it is done.
-
-    Attributes:
-        skip: Layers whose attention is left out, and what stands for it.
-        masks: 1 for each head that stays; layers of which all stay are not in it.
-        edges: Heads that take the probabilities of others, in the numbers of the original.
-        ranks: R of layers that get collaborative heads.
-        head_sizes: Of these, the layers with sparse mixing, and how many dimensions a head reads.
-        neurons: By feed-forward, 1 for each neuron that stays.
-        forms: Attentions that are written as one operator of ONNX Runtime, and as which.
-        gelu: Feed-forwards whose activation is written as one.
-        sums: Whether residuals are written as ``SumResiduals`` does.
-        precision: Of the weights, after all rewrites.
-        warnings: What was asked for and is not done, and why.
-    """
-
-    skip: dict[str, Literal["affine", "constant"]]
-    masks: Masks
-    edges: MutableEdges
-    ranks: dict[str, int]
-    head_sizes: dict[str, int]
-    neurons: Masks = field(default_factory=dict[str, list[int]])
-    forms: Mapping[str, Form] = field(default_factory=dict[str, Form])
-    gelu: Sequence[str] = field(default_factory=list[str])
-    sums: bool = False
-    precision: Precision = "float32"
-    warnings: list[str] = field(default_factory=list[str])
-
-    @property
-    def changed(self) -> list[str]:
-        """Every attention that something is done to."""
-        return list(dict.fromkeys([*self.skip, *self.masks, *self.edges, *self.ranks]))
-
-    def to_json(self) -> dict[str, Any]:
-        edges = {
-            name: {str(head): list(source) for head, source in heads.items()}
-            for name, heads in self.edges.items()
-        }
-        return {"skip": dict(self.skip), "prune_heads": self.masks, "reuse": edges,
-                "collab_dk": self.ranks, "head_dk": self.head_sizes,
-                "prune_neurons": {name: to_hex(mask) for name, mask in self.neurons.items()},
-                "fuse": dict(self.forms), "fuse_gelu": list(self.gelu), "sum_residuals": self.sums,
-                "precision": self.precision}  # fmt: skip
-
-
-def read_plan(
-    content: Mapping[str, Any],
-    blocks: Sequence[AttentionBlock],
-    feed_forwards: Mapping[str, int] | None = None,
-) -> Plan:
-    """What ``Plan.to_json`` wrote, checked against the model: whoever wrote it may be mistaken.
-
-    Args:
-        blocks: Of the model, in order of execution.
-        feed_forwards: How many neurons each has, by name; None leaves names and numbers unchecked.
-
-    Raises:
-        InvalidArgument: It is no such object, or does not fit the model.
-    """
-    if odd := [str(key) for key in content if key not in PARTS]:
-        raise InvalidArgument(f"--plan: {odd[0][:100]!r} is none of {', '.join(PARTS)}", MAKE_ONE)
-    reader = _PlanReader(content, {block.name: block for block in blocks}, blocks, feed_forwards)
-    skips, masks, edges = reader.skips(), reader.masks(), reader.edges()
-    reader.check_left_out(skips, masks, edges)
-    ranks = reader.ranks(skips, masks, edges)
-    head_sizes = reader.head_sizes(ranks)
-    return Plan(
-        skips, masks, edges, ranks, head_sizes,
-        reader.neurons(),
-        forms=reader.forms(skips, edges, ranks.keys() - head_sizes.keys()),
-        gelu=reader.gelu(),
-        sums=_one_of("sum_residuals", content.get("sum_residuals", False), (False, True)),
-        precision=_one_of("precision", content.get("precision", "float32"), get_args(Precision)),
-    )  # fmt: skip
-
-
-PARTS = ("skip", "prune_heads", "reuse", "collab_dk", "head_dk", "prune_neurons", "fuse",
-         "fuse_gelu", "sum_residuals", "precision")  # fmt: skip
-"""What ``Plan.to_json`` writes."""
+Kind = TypeVar("Kind", bound=RewritePass)
 
 
 @dataclass(frozen=True, eq=False)
-class _PlanReader:
-    """Checks a plan part by part."""
+class Plan:
+    """Rewrites to apply, in order, then the precision to convert to.
 
-    content: Mapping[str, Any]
-    by_name: Mapping[str, AttentionBlock]
-    blocks: Sequence[AttentionBlock]
-    feed_forwards: Mapping[str, int] | None
+    Each pass refers to blocks and heads as its predecessors leave them.
+    """
 
-    def skips(self) -> dict[str, Literal["affine", "constant"]]:
-        found: dict[str, Literal["affine", "constant"]] = {}
-        for name, kind in self._layers("skip").items():
-            reason = rewrites.skip(self.by_name[name]) or self._handed_on(name)
-            _require_none(reason, name, "skipped")
-            found[name] = _one_of(f"skip of {name}", kind, ("affine", "constant"))
+    passes: tuple[RewritePass, ...] = ()
+    precision: Precision = "float32"
+
+    @classmethod
+    def of(cls, passes: Iterable[RewritePass], precision: Precision = "float32") -> Plan:
+        """A plan of passes in any order: those of a kind are merged, and all are put in ``ORDER``.
+
+        Args:
+            passes: Those without targets are dropped.
+        """
+        merged: dict[type[RewritePass], RewritePass] = {}
+        for each in passes:
+            if isinstance(each, BlockPass):
+                block_pass = cast("BlockPass[Any, Any]", each)
+                before = cast("BlockPass[Any, Any] | None", merged.get(type(each)))
+                targets = {**(before.targets if before else {}), **block_pass.targets}
+                if targets:
+                    merged[type(each)] = type(block_pass)(targets)
+            else:
+                merged[type(each)] = each
+        found = sorted(merged.values(), key=lambda each: ORDER.index(each.name))
+        return cls(tuple(found), precision)
+
+    def find(self, kind: type[Kind]) -> Kind | None:
+        """The first pass of a kind."""
+        return next((each for each in self.passes if isinstance(each, kind)), None)
+
+    def targets(self, kind: type[RewritePass]) -> Mapping[str, Any]:
+        """The parameters of all passes of a kind, by block; empty if there is none."""
+        found: dict[str, Any] = {}
+        for each in self.passes:
+            if isinstance(each, kind) and isinstance(each, BlockPass):
+                block_pass = cast("BlockPass[Any, Any]", each)
+                found |= block_pass.targets
         return found
 
-    def masks(self) -> Masks:
-        given = self._layers("prune_heads")
-        masks = read_masks(given, self.blocks, "--plan") if given else {}
-        masks = {name: mask for name, mask in masks.items() if not all(mask)}
-        for name, mask in masks.items():
-            block = self.by_name[name]
-            reason = rewrites.prune(block) or ("" if any(mask) else rewrites.skip(block))
-            _require_none(reason or self._handed_on(name), name, "pruned")
-        return masks
-
-    def edges(self) -> MutableEdges:
-        given = self._layers("reuse")
-        edges = read_edges(given, self.blocks, "--plan") if given else {}
-        for name, heads in edges.items():
-            for source in dict.fromkeys(source for source, _ in heads.values()):
-                reason = rewrites.reuse(self.by_name[name], [self.by_name[source]])
-                reason = reason or self._handed_on(name)
-                _require_none(reason, name, f"given the probabilities of {source}")
-        return edges
-
-    def check_left_out(self, skips: Mapping[str, str], masks: Masks, edges: MutableEdges) -> None:
-        """Nothing else is done to a layer that is skipped, and no head that goes is reused."""
-        for kind, layers in (("prune_heads", masks), ("reuse", edges)):
-            _apart(kind, layers, skips)
-        for name, heads in edges.items():
-            for head, (source, theirs) in heads.items():
-                for layer, number in ((name, head), (source, theirs)):
-                    if layer in skips or not masks.get(layer, (1,) * (number + 1))[number]:
-                        raise InvalidArgument(
-                            f"--plan: the edge {name}[{head}] <- {source}[{theirs}] needs head "
-                            f"{number} of {layer}, which is taken out",
-                            MAKE_ONE,
-                        )
-
-    def ranks(self, skips: Mapping[str, str], masks: Masks, edges: MutableEdges) -> dict[str, int]:
-        ranks = self._layers("collab_dk")
-        _apart("collab_dk", ranks, skips)
-        for name, rank in ranks.items():
-            block = self.by_name[name]
-            _require_none(rewrites.collaborate(block, caches=True), name, "factored")
-            mask, taken = masks.get(name, [1] * block.num_heads), edges.get(name, {})
-            own = sum(1 for head in block.own_heads.tolist() if mask[head] and head not in taken)
-            if not own:
-                raise InvalidArgument(
-                    f"--plan: collab_dk names {name}, of whose own heads none is left", MAKE_ONE
-                )
-            held = f"{name}, which has {own} heads x {block.head_size} of its own"
-            _within(f"collab_dk of {held}", rank, own * block.head_size)
-        return ranks
-
-    def head_sizes(self, ranks: Mapping[str, int]) -> dict[str, int]:
-        sizes = self._layers("head_dk")
-        for name, size in sizes.items():
-            if name not in ranks:
-                raise InvalidArgument(
-                    f"--plan: head_dk names {name}, which collab_dk does not", MAKE_ONE
-                )
-            if self.by_name[name].k.past is not None:
-                reason = "its cache holds what all heads share"
-                _require_none(reason, name, "given sparse mixing")
-            _within(f"head_dk of {name}", size, min(self.by_name[name].head_size, ranks[name]))
-        return sizes
-
-    def forms(
-        self, skips: Mapping[str, str], edges: MutableEdges, dense: Collection[str]
-    ) -> dict[str, Form]:
-        """No operator reads the probabilities of another, returns its own or has all heads share
-        all dimensions."""
-        forms = self._layers("fuse")
-        _apart("fuse", forms, skips)
-        sources = {source for heads in edges.values() for source, _ in heads.values()}
-        for kind, layers in (("reuse", {*edges, *sources}), ("collab_dk", dense)):
-            both = next((name for name in forms if name in layers), None)
-            if both is not None:
-                raise InvalidArgument(
-                    f"--plan: fuse and {kind} both name {both}, and no operator holds that",
-                    MAKE_ONE,
-                )
-        return {n: _one_of(f"fuse of {n}", form, get_args(Form)) for n, form in forms.items()}
-
-    def neurons(self) -> Masks:
-        found: Masks = {}
-        for name, text in self._object("prune_neurons").items():
-            count = self._neurons_of("prune_neurons", name)
-            label = f"--plan: prune_neurons of {name[:100]}"
-            try:
-                if not isinstance(text, str):
-                    raise ValueError(f"{reprlib.repr(text)} is no mask")
-                mask = from_hex(text)
-            except ValueError as error:
-                raise InvalidArgument(f"{label}: {error}", MAKE_ONE) from error
-            if len(mask) != (count or len(mask)):
-                raise InvalidArgument(
-                    f"{label} is a mask of {len(mask)}, expected {count}: one a neuron", MAKE_ONE
-                )
-            if not any(mask):
-                raise InvalidArgument(f"{label} leaves no neuron", MAKE_ONE)
-            if not all(mask):
-                found[name] = mask
-        return found
-
-    def gelu(self) -> list[str]:
-        names: Any = self.content.get("fuse_gelu", [])
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise InvalidArgument(
-                f"--plan: fuse_gelu is {reprlib.repr(names)}, expected a list of names", MAKE_ONE
-            )
-        for name in names:
-            self._neurons_of("fuse_gelu", name)
+    @property
+    def changed(self) -> list[str]:
+        """Every block that a lossy pass rewrites, once, in the order of the passes."""
+        lossy = [each for each in self.passes if each.lossy and isinstance(each, BlockPass)]
+        names = [name for each in lossy for name in cast("BlockPass[Any, Any]", each).targets]
         return list(dict.fromkeys(names))
 
-    def _neurons_of(self, kind: str, name: str) -> int | None:
-        """How many a feed-forward has; None where nothing is known of any."""
-        if self.feed_forwards is not None and name not in self.feed_forwards:
-            raise InvalidArgument(
-                f"--plan: {kind} names {name[:100]!r}, and no feed-forward has this name", MAKE_ONE
-            )
-        return None if self.feed_forwards is None else self.feed_forwards[name]
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plan.json holds it."""
+        return {"passes": [each.to_json() for each in self.passes], "precision": self.precision}
 
-    def _object(self, kind: str) -> dict[str, Any]:
-        given = self.content.get(kind, {})
-        if not isinstance(given, Mapping):
-            raise InvalidArgument(
-                f"--plan: {kind} is {reprlib.repr(given)}, expected an object by layer", MAKE_ONE
-            )
-        entries: Mapping[Any, Any] = given
-        return {str(key): value for key, value in entries.items()}
+    @classmethod
+    def from_json(cls, content: Any) -> Plan:
+        """Read what ``to_json`` wrote. Blocks and parameters are checked when the plan is applied.
 
-    def _layers(self, kind: str) -> dict[str, Any]:
-        """What a part says of each layer, by its name whether it was given that or an index."""
-        given = self._object(kind)
-        if given and not self.by_name:
-            raise InvalidArgument(
-                f"--plan: {kind} names {next(iter(given))[:100]!r}, and the model has no attention",
-                MAKE_ONE,
-            )
-        found: dict[str, Any] = {}
-        for layer, value in given.items():
-            name = layer_name(layer, list(self.by_name), "--plan")
-            if name in found:
-                raise InvalidArgument(f"--plan: {kind} names {name} twice", MAKE_ONE)
-            found[name] = value
-        return found
-
-    def _handed_on(self, name: str) -> str:
-        return handed_on(self.by_name[name], self.blocks)
+        Raises:
+            InvalidArgument: The content is not a plan.
+        """
+        if not isinstance(content, Mapping):
+            raise _invalid(f"plan is {reprlib.repr(content)}, expected an object")
+        fields = cast(Mapping[str, Any], content)
+        if unknown := sorted(map(str, fields.keys() - {"passes", "precision"})):
+            raise _invalid(f"plan has the unknown key {unknown[0][:100]!r}")
+        precision = fields.get("precision", "float32")
+        if not isinstance(precision, str) or precision not in get_args(Precision):
+            known = ", ".join(get_args(Precision))
+            raise _invalid(f"precision is {reprlib.repr(precision)}, expected one of {known}")
+        entries = fields.get("passes", [])
+        if not isinstance(entries, list):
+            raise _invalid(f"passes is {reprlib.repr(entries)}, expected a list")
+        passes = [_read_pass(entry) for entry in cast(list[Any], entries)]
+        return cls(tuple(passes), cast(Precision, precision))
 
 
-def _require_none(reason: str, name: str, done: str) -> None:
-    if reason:
-        raise InvalidArgument(f"--plan: {name} cannot be {done}: {reason}", MAKE_ONE)
+def _read_pass(entry: Any) -> RewritePass:
+    name = cast(Mapping[str, Any], entry).get("pass") if isinstance(entry, Mapping) else None
+    if not isinstance(name, str):
+        raise _invalid(f"an entry of passes is {reprlib.repr(entry)}, expected an object with pass")
+    return pass_named(name).from_json(cast(Mapping[str, Any], entry))
 
 
-def _apart(kind: str, layers: Mapping[str, Any], skips: Mapping[str, str]) -> None:
-    both = next((name for name in layers if name in skips), None)
-    if both is not None:
-        raise InvalidArgument(
-            f"--plan: {kind} names {both}, which skip leaves out altogether", MAKE_ONE
-        )
-
-
-def _one_of(what: str, value: Any, allowed: tuple[Any, ...]) -> Any:
-    if not isinstance(value, str | bool) or value not in allowed:
-        raise InvalidArgument(
-            f"--plan: {what} is {reprlib.repr(value)}, expected one of "
-            + ", ".join(map(str, allowed)),
-            MAKE_ONE,
-        )
-    return value
-
-
-def _within(what: str, value: Any, most: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise InvalidArgument(
-            f"--plan: {what} is {reprlib.repr(value)}, expected 1 to {most}", MAKE_ONE
-        )
-
-
-def to_hex(mask: Sequence[int]) -> str:
-    """A mask of many neurons as hexadecimal digits, four a digit, and their number: ``1536:ff0..``.
-
-    The first neuron is the highest bit of the first digit.
-    """
-    digits = -(-len(mask) // 4)
-    bits = "".join(str(int(bit)) for bit in mask).ljust(4 * digits, "0")
-    return f"{len(mask)}:{int(bits or '0', 2):0{digits}x}"
-
-
-def from_hex(text: str) -> list[int]:
-    """The mask that ``to_hex`` wrote.
-
-    Raises:
-        ValueError: It wrote no such text.
-    """
-    parts = WRITTEN.fullmatch(text)
-    size, digits = (int(parts[1]), parts[2]) if parts else (0, "")
-    if not 0 < size <= 4 * len(digits) < size + 4:
-        raise ValueError(f"{reprlib.repr(text)} is no mask")
-    bits = f"{int(digits, 16):0{4 * len(digits)}b}"
-    if "1" in bits[size:]:
-        raise ValueError(f"{reprlib.repr(text)} has more bits than its {size}")
-    return [int(bit) for bit in bits[:size]]
-
-
-WRITTEN = re.compile(r"([1-9][0-9]{0,8}):([0-9a-f]+)")
-"""No sign, space or underscore, which ``int`` reads too."""
+def _invalid(what: str) -> InvalidArgument:
+    return InvalidArgument(what, HOW_TO_PLAN, code="plan.invalid")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from attnserve.checks.compare import Fidelity
 from attnserve.checks.evaluate import Share
-from attnserve.planning.plan import Plan
+from attnserve.planning.plan import FORMAT, Plan
 from attnserve.reports.drawing import FIRST, GRID, INK, MUTED, SECOND, svg_file
 
 __all__ = ["Decision", "PlanReport", "Point", "Speed", "draw_front"]
@@ -81,6 +82,7 @@ class PlanReport:
         speeds: Of the whole model, at all lengths that were checked.
         share: Of the task's score, where there is one.
         timed: Milliseconds of every form of every distinct block, by shape.
+        output: The file that it was written to, if any; not part of the content.
     """
 
     model: Mapping[str, str]
@@ -97,6 +99,7 @@ class PlanReport:
     timed: Sequence[Mapping[str, Any]]
     versions: Mapping[str, str]
     machine: str
+    output: Path | None = None
 
     @property
     def speedup(self) -> float:
@@ -116,7 +119,7 @@ class PlanReport:
             "value": self.share.value, "standard_error": self.share.standard_error,
         }  # fmt: skip
         return {
-            "format": 1,
+            "format": FORMAT,
             "model": dict(self.model),
             "calibration": dict(self.calibration),
             "asked": dict(self.asked),
@@ -131,7 +134,7 @@ class PlanReport:
             "speedup": self.speedup,
             "speeds": [asdict(speed) for speed in self.speeds],
             "layers": [asdict(decision) for decision in self.decisions],
-            "rewrites": self.rewrites.to_json(),
+            "plan": self.rewrites.to_json(),
             "front": [asdict(point) for point in self.front],
             "latency_ms": list(self.timed),
             "machine": self.machine,

@@ -1,8 +1,8 @@
-"""A request becomes a plan: what is done to each layer, by what was asked and what was measured."""
+"""Turn a request for rewrites into a plan, measuring on data what the request leaves open."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -12,19 +12,18 @@ import onnx_ir as ir
 from attnserve.calibration.elimination import elimination_order
 from attnserve.calibration.importance import leave_one_out
 from attnserve.calibration.neurons import MULTIPLE, layer_weights, masks_by_energy, neuron_energy
-from attnserve.calibration.similarity import HeadSimilarity, measure_similarity
+from attnserve.calibration.similarity import measure_similarity
 from attnserve.calibration.voting import voting_to_stay
-from attnserve.checks.certify import Reading
+from attnserve.checks.certify import MatchReport
+from attnserve.choices import Alignment, Importance, Mixing, Precision
+from attnserve.context import RunContext
 from attnserve.models.datasets import Dataset
-from attnserve.models.precision import Precision
 from attnserve.planning.head_selection import (
-    Alignment,
     Masks,
     MutableEdges,
     Reuse,
     edges_by_damage,
     edges_of,
-    handed_on,
     layer_name,
     masks_by_loss,
     masks_by_score,
@@ -33,46 +32,44 @@ from attnserve.planning.head_selection import (
     read_masks,
     reused_layers,
 )
-from attnserve.planning.mixing import Mixing, choose_head_size, widest_head
+from attnserve.planning.mixing import choose_head_size, widest_head
 from attnserve.planning.plan import Plan
-from attnserve.runtime.session import Batch, Provider
+from attnserve.runtime.session import Batch
 from graph_passes.blocks import AttentionBlock
-from graph_passes.errors import CannotRewrite, InvalidArgument, InvalidModel
+from graph_passes.context import GraphContext
+from graph_passes.errors import CannotRewrite, InvalidArgument, InvalidModel, Refusal
 from graph_passes.matching.feed_forward import FeedForwardBlock, find_feed_forward
 from graph_passes.matching.find import find_attention
-from graph_passes.passes import prune_neurons
-from graph_passes.passes import refusals as rewrites
-from graph_passes.passes.decompose_attention import DecomposeAttention
+from graph_passes.passes.base import AttentionPass
+from graph_passes.passes.collaborate import Collaborate, SharedDimensions, sharing_refusal
+from graph_passes.passes.decompose_attention import decompose_fused
+from graph_passes.passes.prune_heads import PruneHeads
+from graph_passes.passes.prune_neurons import PruneNeurons, neurons_refusal
+from graph_passes.passes.reuse_attention import ReuseAttention, renumbered, reuse_refusal
+from graph_passes.passes.skip_attention import SkipAttention
 
-__all__ = [
-    "Importance",
-    "Ranks",
-    "Request",
-    "make_plan",
-    "require_attention",
-]
+__all__ = ["PlannedRequest", "Ranks", "Request", "plan_request", "require_attention"]
 
-Importance = Literal["energy", "loo", "voting"]
 Ranks = int | Sequence[int] | Mapping[str, int]
-Stage = Callable[[str, int, int], None]
+"""R of every layer, of each layer in order, or by layer."""
 
 AUTO_BUDGET = 0.04
-"""Squared change of the output, over its variation, that ``--reuse auto`` allows before the fit:
-a cosine of about 0.98, and more after it."""
+"""Squared change of the output over its variation that ``reuse="auto"`` allows before the refit: a
+cosine of about 0.98, and more after it."""
 
 WEIGHING_ROWS = 16
-"""Texts on which layers are weighed against each other: sums over heads need few."""
+"""Texts on which layers are compared: sums over heads need few."""
 
-INSIDE_BODY = "it lies in the body of another node, where nothing can be measured"
+IN_BODY = Refusal("in_body", "it lies in the body of another node, where nothing can be measured")
 
-LEAST_OWN = "its {heads} own heads hold {size} dimensions, so that R = {rank} shares nothing"
+KINDS = (":affine", ":constant")
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What a user asks for (see ``optimize`` for each).
+    """The rewrites that a user asks for; ``optimize`` describes each field.
 
-    ``layers`` narrows whatever does not name its layers itself.
+    ``layers`` restricts the rewrites that do not name layers themselves.
     """
 
     collab_dk: Ranks | None = None
@@ -90,211 +87,232 @@ class Request:
     precision: Precision = "float32"
 
     @property
-    def rewrites(self) -> bool:
-        """Whether any is asked for."""
+    def has_rewrites(self) -> bool:
+        """Whether any rewrite is requested."""
         given = (self.collab_dk, self.head_dk, self.reuse, self.prune, self.prune_heads, self.ffn)
         return any(value is not None for value in given) or bool(self.skip)
 
     def __post_init__(self) -> None:
-        if not self.rewrites and self.precision == "float32":
+        if not self.has_rewrites and self.precision == "float32":
             raise InvalidArgument(
-                "no rewrite is asked for",
-                "give --keep or --target-speedup to have them chosen, or --collab-dk, --head-dk, "
-                "--reuse, --prune, --prune-heads, --skip, --ffn, --fp16, --bf16 or --int8",
+                "no rewrite is requested",
+                "give `keep` or `target_speedup` to have rewrites chosen, or `collab_dk`, "
+                "`head_dk`, `reuse`, `prune`, `prune_heads`, `skip`, `ffn` or `precision`",
+                code="request.empty",
             )
         if self.head_dk is not None and self.mixing == "dense":
             raise InvalidArgument(
-                f"--head-dk {self.head_dk} is about sparse mixing, and --mixing is dense: every "
+                f"`head_dk` {self.head_dk} applies to sparse mixing, and `mixing` is dense: every "
                 "head reads all shared dimensions",
                 "leave one of them out",
+                code="request.conflict",
             )
         if self.mixing != "auto" and self.collab_dk is None and self.head_dk is None:
             raise InvalidArgument(
-                f"--mixing {self.mixing} is a form of collaborative heads", "give --collab-dk R"
+                f"`mixing` {self.mixing} applies to collaborative heads",
+                "give `collab_dk`",
+                code="request.conflict",
             )
         if self.prune is not None and self.prune_heads is not None:
             raise InvalidArgument(
-                "--prune and --prune-heads both say which heads go", "give one of them"
+                "`prune` and `prune_heads` both choose the heads to remove",
+                "give one of them",
+                code="request.conflict",
             )
-        if self.prune is not None and not 0 < self.prune < 1:
-            raise InvalidArgument(
-                f"--prune {self.prune}: expected a share of the heads, more than 0 and less than 1",
-                "for example --prune 0.25",
-            )
-        if self.ffn is not None and not 0 < self.ffn < 1:
-            raise InvalidArgument(
-                f"--ffn {self.ffn}: expected a share of the feed-forward neurons, more than 0 and "
-                "less than 1",
-                "for example --ffn 0.25",
-            )
+        _require_share("prune", self.prune, "heads")
+        _require_share("ffn", self.ffn, "feed-forward neurons")
         others = (self.collab_dk, self.head_dk, self.reuse, self.prune)
         if self.ffn is not None and self.layers is not None and all(o is None for o in others):
             raise InvalidArgument(
-                "--layers names attentions, and --ffn takes neurons out of any layer",
-                "leave --layers out",
+                "`layers` names attention blocks, and `ffn` removes neurons of any layer",
+                "leave `layers` out",
+                code="request.conflict",
             )
 
 
-def make_plan(
+def _require_share(name: str, share: float | None, of: str) -> None:
+    if share is not None and not 0 < share < 1:
+        raise InvalidArgument(
+            f"`{name}` is {share}: expected a share of the {of}, more than 0 and less than 1",
+            f"for example `{name}` 0.25",
+            code="request.range",
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedRequest:
+    """A plan, and warnings about what was requested and cannot be done."""
+
+    plan: Plan
+    warnings: tuple[str, ...]
+
+
+def plan_request(
     request: Request,
-    graph: ir.Model,
-    reading: Reading,
+    model: ir.Model,
+    report: MatchReport,
     data: Dataset | None,
+    context: RunContext,
     *,
-    provider: Provider = "cpu",
-    threads: int = 0,
-    seed: int = 0,
     length: int = 128,
     longest: int | None = None,
-    report: Stage,
-) -> Plan:
-    """Turn a request into a plan, measuring on ``data`` what the request leaves open.
+) -> PlannedRequest:
+    """Turn a request into a plan.
 
     Args:
-        length, longest: In tokens: where costs are compared, and the most that the model takes.
+        report: The certified attention of ``model``.
+        length: Tokens at which the costs of dense and sparse mixing are compared.
+        longest: The most tokens that the model takes.
 
     Raises:
         InvalidModel: The model has no attention.
         InvalidArgument: The request does not fit the model, or needs data and there is none.
-        CannotRewrite: A layer that was named cannot be rewritten, or no layer can.
+        CannotRewrite: A named layer cannot be rewritten, or no layer can.
     """
-    if request.rewrites:
-        require_attention(reading)
-    maker = _Maker(request, graph, reading, data, provider, threads, seed, length, longest, report)
-    skip = maker.skip()
-    masks = maker.masks(skip)
-    edges = maker.edges(skip, masks)
-    ranks, head_sizes = maker.ranks(skip, masks, edges)
-    plan = Plan(skip, masks, edges, ranks, head_sizes, maker.neurons(),
-                precision=request.precision, warnings=maker.warnings)  # fmt: skip
-    if request.rewrites and not plan.changed and not plan.neurons:
+    if request.has_rewrites:
+        require_attention(report)
+    builder = _PlanBuilder(request, GraphContext(model), report, data, context, length, longest)
+    skip = builder.skip()
+    masks = builder.masks(skip)
+    edges = builder.edges(skip, masks)
+    shared = builder.shared(skip, masks, edges)
+    neurons = builder.neurons()
+    passes = [SkipAttention(skip), PruneHeads(masks), ReuseAttention(renumbered(edges, masks)),
+              PruneNeurons(neurons), Collaborate(shared)]  # fmt: skip
+    plan = Plan.of(passes, request.precision)
+    warnings = builder.warnings
+    if request.has_rewrites and not plan.passes:
         raise CannotRewrite(
-            f"none of the {len(reading.blocks)} attention blocks can be rewritten as asked"
-            + (f" ({maker.warnings[0]})" if maker.warnings else ""),
-            "`attnserve inspect MODEL` says why, block by block",
+            f"none of the {len(report.blocks)} attention blocks can be rewritten as requested"
+            + (f" ({warnings[0]})" if warnings else ""),
+            "`attnserve inspect` lists the reasons by block",
+            code="request.nothing",
         )
-    return plan
+    return PlannedRequest(plan, tuple(warnings))
 
 
-def require_attention(reading: Reading) -> None:
+def require_attention(report: MatchReport) -> None:
     """Raises: InvalidModel: The model has no attention."""
-    if reading.blocks:
+    if report.blocks:
         return
-    misses = "; ".join(f"{m.node.name or m.node.op_type}: {m.reason}" for m in reading.misses[:2])
+    reasons = "; ".join(
+        f"{m.node.name or m.node.op_type}: {m.reason}" for m in report.unmatched[:2]
+    )
     raise InvalidModel(
         "no attention was found"
-        + (f" ({misses[:400]})" if misses else ": the graph has no softmax"),
-        "`attnserve inspect MODEL` lists everything that was read and why the rest was not",
+        + (f" ({reasons[:400]})" if reasons else ": the graph has no softmax"),
+        "`attnserve inspect` lists what was matched, and why the rest was not",
+        code="model.no_attention",
     )
 
 
 @dataclass(eq=False)
-class _Maker:
-    """Fills in a request, one kind of rewrite after the other."""
+class _PlanBuilder:
+    """Chooses the targets of each rewrite of a request, one kind after the other."""
 
     request: Request
-    graph: ir.Model
-    reading: Reading
+    graph: GraphContext
+    report: MatchReport
     data: Dataset | None
-    provider: Provider
-    threads: int
-    seed: int
+    context: RunContext
     length: int
     longest: int | None
-    report: Stage
     warnings: list[str] = field(default_factory=list[str])
-    plain: ir.Model | None = None
-    """The model with probabilities in the graph, made when they are first asked for."""
+    _decomposed: ir.Model | None = None
+
+    @property
+    def model(self) -> ir.Model:
+        return self.graph.model
 
     @property
     def blocks(self) -> tuple[AttentionBlock, ...]:
-        return self.reading.blocks
+        return self.report.blocks
 
     @property
     def names(self) -> list[str]:
         return [block.name for block in self.blocks]
 
     @property
-    def asked(self) -> list[str]:
-        """The layers that ``--layers`` names; all without it."""
+    def requested(self) -> list[str]:
+        """The layers that the request names; all if it names none."""
         layers = self.request.layers
         if layers is None:
             return self.names
         return list(dict.fromkeys(layer_name(layer, self.names) for layer in layers))
 
+    # ---- skip, prune -----------------------------------------------------------------------------
+
     def skip(self) -> dict[str, Literal["affine", "constant"]]:
         chosen: dict[str, Literal["affine", "constant"]] = {}
         for entry in self.request.skip:
             layer, _, kind = entry.rpartition(":") if entry.endswith(KINDS) else (entry, "", "")
-            name = layer_name(layer, self.names, "--skip")
+            name = layer_name(layer, self.names, "skip")
             block = self.blocks[self.names.index(name)]
-            if reason := rewrites.skip(block) or self._handed_on(block) or self._hidden(block):
-                raise CannotRewrite(f"{name}: {reason}", "leave this layer out of --skip")
+            if found := SkipAttention.refusal(block, None, self.graph) or self._in_body(block):
+                raise _refused(name, found, "leave this layer out of `skip`")
             chosen[name] = "constant" if kind == "constant" else "affine"
         if chosen and self.data is None:
             raise InvalidArgument(
-                "--skip fits what stands for an attention to data, and there is none",
-                "give --calib FILE",
+                "`skip` fits the replacement of an attention to data, and there is none",
+                "give `calib`",
+                code="request.no_data",
             )
         return chosen
 
     def masks(self, skip: Mapping[str, str]) -> Masks:
         request = self.request
         if request.prune_heads is not None:
-            masks = read_masks(request.prune_heads, self.blocks)
-            masks = {name: mask for name, mask in masks.items() if not all(mask)}
-            if not masks:
-                self.warnings.append("--prune-heads takes no head out")
-            self._apart("--prune-heads", masks, skip)
-            for block in self.blocks:
-                reason = rewrites.prune(block) or self._handed_on(block)
-                if block.name in masks and reason:
-                    raise CannotRewrite(
-                        f"{block.name}: {reason}", "take this layer out of the mask"
-                    )
-            return masks
+            return self._given_masks(request.prune_heads, skip)
         if request.prune is None:
             return {}
-        batches = self._batches("--prune measures which heads matter", "--prune-heads FILE.json")
-        blocks = self._able([name for name in self.asked if name not in skip], "prune")
-        blocks = [block for block in blocks if self._seen(block)]
+        batches = self._batches("`prune` measures the importance of heads", "give `prune_heads`")
+        blocks = self._able([name for name in self.requested if name not in skip], PruneHeads)
+        blocks = [block for block in blocks if self._can_be_observed(block)]
         masks = self._measured_masks(blocks, request.prune, batches) if blocks else {}
         masks = {name: mask for name, mask in masks.items() if not all(mask)}
         if blocks and not masks:
             heads = sum(block.num_heads for block in blocks)
-            self.warnings.append(f"--prune {request.prune} of {heads} heads is none")
+            self.warnings.append(f"prune {request.prune} of {heads} heads is none")
+        return masks
+
+    def _given_masks(self, given: Path | Mapping[str, Any], skip: Mapping[str, str]) -> Masks:
+        masks = read_masks(given, self.blocks)
+        masks = {name: mask for name, mask in masks.items() if not all(mask)}
+        if not masks:
+            self.warnings.append("prune_heads removes no head")
+        self._require_not_skipped("prune_heads", masks, skip)
+        for block in self.blocks:
+            if block.name in masks and (found := PruneHeads.refusal(block, None, self.graph)):
+                raise _refused(block.name, found, "take this layer out of the mask")
         return masks
 
     def _measured_masks(
-        self, blocks: Sequence[AttentionBlock], fraction: float, batches: Sequence[Batch]
+        self, blocks: Sequence[AttentionBlock], share: float, batches: Sequence[Batch]
     ) -> Masks:
         match self.request.importance:
             case "energy":
-                found = elimination_order(self.graph, blocks, batches, **self._how("measure heads"))
-                orders = {n: (e.order.tolist(), e.losses) for n, e in found.items()}
+                found = elimination_order(self.model, blocks, batches, context=self.context)
+                orders = {name: (e.order.tolist(), e.losses) for name, e in found.items()}
                 effects = leave_one_out(
-                    self.graph, blocks, batches, most_rows=WEIGHING_ROWS,
-                    **self._how("weigh layers"),
-                )  # fmt: skip
-                return masks_by_loss(orders, fraction, effects)
-            case "loo":
-                return masks_by_score(
-                    leave_one_out(self.graph, blocks, batches, **self._how("leave heads out")),
-                    fraction,
+                    self.model, blocks, batches, most_rows=WEIGHING_ROWS, context=self.context
                 )
+                return masks_by_loss(orders, share, effects)
+            case "loo":
+                scores = leave_one_out(self.model, blocks, batches, context=self.context)
+                return masks_by_score(scores, share)
             case "voting":
                 names = {block.name for block in blocks}
-                plain = [b for b in self._plain_blocks() if b.name in names]
-                groups = {
-                    b.name: max(1, b.num_heads - round(fraction * b.num_heads)) for b in plain
-                }
+                plain = [b for b in self._decomposed_blocks() if b.name in names]
+                groups = {b.name: max(1, b.num_heads - round(share * b.num_heads)) for b in plain}
                 votes = voting_to_stay(
-                    self._plain(), plain, batches, groups=groups, seed=self.seed,
-                    **self._how("vote on heads"),
-                )  # fmt: skip
+                    self.decomposed, plain, batches, groups=groups, context=self.context
+                )
                 return {name: [int(x) for x in found.mask] for name, found in votes.items()}
 
+    # ---- reuse -----------------------------------------------------------------------------------
+
     def edges(self, skip: Mapping[str, str], masks: Masks) -> MutableEdges:
+        """Reused heads and their sources, numbered as in the original model."""
         given = self.request.reuse
         if given is None:
             return {}
@@ -303,62 +321,48 @@ class _Maker:
             return self._given_edges(read_edges(source, self.blocks), skip, masks)
         reuse = parse_reuse(given)
         within = reused_layers(reuse, len(self.blocks))
-        wanted = [self.names[i] for i in within if self.names[i] in self.asked]
+        wanted = [self.names[i] for i in within if self.names[i] in self.requested]
         if not wanted:
             raise InvalidArgument(
-                f"--reuse {given} is about layers {within.start} to {within[-1]}, "
-                "of which --layers names none",
-                "widen --layers",
+                f"`reuse` {given} applies to layers {within.start} to {within[-1]}, "
+                "of which `layers` names none",
+                "name some of them in `layers`",
+                code="request.conflict",
             )
-        gone = {name for name, mask in masks.items() if not any(mask)} | set(skip)
-        able = self._able([name for name in wanted if name not in gone], "reuse")
+        removed = {name for name, mask in masks.items() if not any(mask)} | set(skip)
+        able = self._able([name for name in wanted if name not in removed], ReuseAttention)
         if not able:
             return {}
-        stays = [block for block in self.blocks if block.name not in gone]
-        edges = self._configured(reuse, [block.name for block in able], stays, masks)
+        remaining = [block for block in self.blocks if block.name not in removed]
+        edges = self._configured(reuse, [block.name for block in able], remaining, masks)
         if reuse.kind == "auto":
             if not edges:
-                self.warnings.append("--reuse auto: every reuse would change the output too much")
+                self.warnings.append("reuse auto: every reuse would change the output too much")
             return edges
-        reason = "no exact head of an earlier layer can be compared with its heads"
+        reason = "no head of an earlier layer can be compared with its heads"
         self.warnings += [
             f"{block.name} is left as it is: {reason}" for block in able if block.name not in edges
         ]
         return edges
 
     def _configured(
-        self,
-        reuse: Reuse,
-        names: Sequence[str],
-        blocks: Sequence[AttentionBlock],
-        masks: Masks,
+        self, reuse: Reuse, names: Sequence[str], blocks: Sequence[AttentionBlock], masks: Masks
     ) -> MutableEdges:
         if self.request.align == "index" and reuse.kind != "auto":
             return edges_of(reuse, blocks, names, masks=masks, similarity=None)
         batches = self._batches(
-            "--reuse aligns heads by how alike they attend, which is measured",
-            "--align index for the paper's own alignment",
+            "`reuse` aligns heads by the measured similarity of their attention",
+            "give `align` index, the alignment of the paper",
         )
-        seen = {block.name for block in self._plain_blocks()}
+        plain = self._decomposed_blocks()
+        seen = {block.name for block in plain}
         names = [name for name in names if name in seen]
         blocks = [block for block in blocks if block.name in seen]
-        similarity = measure_similarity(
-            self._plain(), self._plain_blocks(), batches, **self._how("compare heads")
-        )
-        if reuse.kind == "auto":
-            return self._auto(names, blocks, masks, similarity, batches)
-        return edges_of(reuse, blocks, names, masks=masks, similarity=similarity)
-
-    def _auto(
-        self,
-        names: Sequence[str],
-        blocks: Sequence[AttentionBlock],
-        masks: Masks,
-        similarity: HeadSimilarity,
-        batches: Sequence[Batch],
-    ) -> MutableEdges:
+        similarity = measure_similarity(self.decomposed, plain, batches, context=self.context)
+        if reuse.kind != "auto":
+            return edges_of(reuse, blocks, names, masks=masks, similarity=similarity)
         chosen = [block for block in blocks if block.name in names]
-        effect = leave_one_out(self.graph, chosen, batches, **self._how("leave heads out"))
+        effect = leave_one_out(self.model, chosen, batches, context=self.context)
         return edges_by_damage(
             blocks, names, masks=masks, similarity=similarity, effect=effect, budget=AUTO_BUDGET
         )
@@ -366,91 +370,105 @@ class _Maker:
     def _given_edges(
         self, edges: MutableEdges, skip: Mapping[str, str], masks: Masks
     ) -> MutableEdges:
-        self._apart("--reuse", edges, skip)
+        self._require_not_skipped("reuse", edges, skip)
         by_name = {block.name: block for block in self.blocks}
         for name, heads in edges.items():
-            for head, (source, theirs) in heads.items():
-                for layer, number in ((name, head), (source, theirs)):
+            for head, (source, source_head) in heads.items():
+                for layer, number in ((name, head), (source, source_head)):
                     if layer in skip or not masks.get(layer, (1,) * (number + 1))[number]:
                         raise InvalidArgument(
-                            f"--reuse: the edge {name}[{head}] <- {source}[{theirs}] needs head "
-                            f"{number} of {layer}, which is taken out",
-                            "take this edge out, or leave the head in",
+                            f"`reuse`: the edge {name}[{head}] <- {source}[{source_head}] needs "
+                            f"head {number} of {layer}, which is removed",
+                            "take this edge out, or keep the head",
+                            code="request.conflict",
                         )
-                block = by_name[name]
-                if reason := rewrites.reuse(block, [by_name[source]]) or self._handed_on(block):
-                    raise CannotRewrite(
-                        f"{name} cannot reuse {source}: {reason}", "take this edge out"
-                    )
+                found = reuse_refusal(by_name[name], [by_name[source]])
+                if found := found or ReuseAttention.refusal(by_name[name], None, self.graph):
+                    raise _refused(f"{name} cannot reuse {source}", found, "take this edge out")
         return edges
 
-    def ranks(
+    # ---- collaborate -----------------------------------------------------------------------------
+
+    def shared(
         self, skip: Mapping[str, str], masks: Masks, edges: MutableEdges
-    ) -> tuple[dict[str, int], dict[str, int]]:
-        """R of each layer, and how many dimensions a head reads where mixing is sparse."""
+    ) -> dict[str, SharedDimensions]:
+        """The shared dimensions of each layer."""
         collab_dk, head_dk = self.request.collab_dk, self.request.head_dk
         if collab_dk is None and head_dk is None:
-            return {}, {}
+            return {}
         ranks = self._ranks(collab_dk)
-        head_sizes: dict[str, int] = {}
-        named = self.request.layers is not None or isinstance(collab_dk, Mapping)
-        gone = {name for name, mask in masks.items() if not any(mask)} | set(skip)
+        shared: dict[str, SharedDimensions] = {}
+        removed = {name for name, mask in masks.items() if not any(mask)} | set(skip)
         for block in self.blocks:
             rank, name = ranks.get(block.name), block.name
             if rank is None:
                 continue
-            size = block.num_heads * block.head_size
-            reason = rewrites.collaborate(block, caches=self.request.collab_cache)
-            if not reason and head_dk is not None and not 1 <= head_dk <= block.head_size:
-                raise InvalidArgument(
-                    f"--head-dk {head_dk}: expected 1 to {block.head_size} for {name}",
-                    f"{block.head_size} is the size of its heads",
-                )
-            if not reason and collab_dk is not None and head_dk is not None and head_dk > rank:
-                raise InvalidArgument(
-                    f"--head-dk {head_dk}: {name} has {rank} shared dimensions "
-                    "that a head can read",
-                    f"choose --head-dk from 1 to {rank}, or a larger --collab-dk",
-                )
-            if not reason and not 1 <= rank <= size:
-                raise InvalidArgument(
-                    f"--collab-dk {rank}: expected 1 to {size} for {name}, which has "
-                    f"{block.num_heads} heads x {block.head_size}",
-                    f"choose R from 1 to {size}; {size} is exact",
-                )
-            mask, taken = masks.get(name, [1] * block.num_heads), edges.get(name, {})
-            own = sum(1 for head in block.own_heads.tolist() if mask[head] and head not in taken)
+            found = sharing_refusal(block, caches=self.request.collab_cache)
+            if found is None:
+                self._check_sizes(block, rank)
+            mask, reused = masks.get(name, [1] * block.num_heads), edges.get(name, {})
+            own = sum(1 for head in block.own_heads.tolist() if mask[head] and head not in reused)
             if collab_dk is None and head_dk is not None:
-                rank = ranks[name] = max(own, 1) * head_dk  # each head its own: truncation
-            if name in gone or not (own or reason):
-                del ranks[name]  # nothing is left to factor
-            elif reason or (own < block.num_heads and rank >= own * block.head_size):
-                if named and reason:
-                    raise CannotRewrite(f"{name}: {reason}", "leave this layer out of --layers")
-                reason = reason or LEAST_OWN.format(
-                    heads=own, size=own * block.head_size, rank=rank
+                rank = max(own, 1) * head_dk  # nothing is shared: each head is truncated
+            if name in removed or not (own or found):
+                continue  # no head is left to factor
+            if found is not None and (self.request.layers is not None
+                                      or isinstance(collab_dk, Mapping)):  # fmt: skip
+                raise _refused(name, found, "leave this layer out of `layers`")
+            if found is None and own < block.num_heads and rank >= own * block.head_size:
+                found = Refusal(
+                    "nothing_shared",
+                    f"R = {rank} >= {own} heads x head size = {own * block.head_size}: nothing to "
+                    "compress",
                 )
-                self.warnings.append(f"{name} is left as it is: {reason}")
-                del ranks[name]
-            else:
-                if self.data is not None and rank < size and self._hidden(block):
-                    self.warnings.append(
-                        f"{name} lies in the body of another node, where calibration cannot see "
-                        "it: it is factored by its weights alone"
-                    )
-                sparse = self._head_size(block, own, rank)
-                if sparse is not None:
-                    head_sizes[name] = sparse
-        if not ranks and not (skip or masks or edges):
+            if found is not None:
+                self.warnings.append(f"{name} is left as it is: {found}")
+                continue
+            size = block.num_heads * block.head_size
+            if self.data is not None and rank < size and self._in_body(block):
+                self.warnings.append(
+                    f"{name} lies in the body of another node, which calibration cannot observe: "
+                    "it is factored by its weights alone"
+                )
+            shared[name] = SharedDimensions(
+                rank=rank, head_size=self._head_size(block, own, rank),
+                cache=self.request.collab_cache,
+            )  # fmt: skip
+        if not shared and not (skip or masks or edges):
             raise CannotRewrite(
                 f"none of the {len(self.blocks)} attention blocks can be factored"
                 + (f" ({self.warnings[0]})" if self.warnings else ""),
-                "`attnserve inspect MODEL` says why, block by block",
+                "`attnserve inspect` lists the reasons by block",
+                code="request.nothing",
             )
-        return ranks, head_sizes
+        return shared
+
+    def _check_sizes(self, block: AttentionBlock, rank: int) -> None:
+        collab_dk, head_dk = self.request.collab_dk, self.request.head_dk
+        size = block.num_heads * block.head_size
+        if head_dk is not None and not 1 <= head_dk <= block.head_size:
+            raise InvalidArgument(
+                f"`head_dk` is {head_dk}: expected 1 to {block.head_size} for {block.name}",
+                f"{block.head_size} is the size of its heads",
+                code="request.range",
+            )
+        if collab_dk is not None and head_dk is not None and head_dk > rank:
+            raise InvalidArgument(
+                f"`head_dk` is {head_dk}: {block.name} has {rank} shared dimensions that a head "
+                "can read",
+                f"choose `head_dk` from 1 to {rank}, or a larger `collab_dk`",
+                code="request.range",
+            )
+        if not 1 <= rank <= size:
+            raise InvalidArgument(
+                f"`collab_dk` is {rank}: expected 1 to {size} for {block.name}, which has "
+                f"{block.num_heads} heads x {block.head_size}",
+                f"choose R from 1 to {size}; {size} is exact",
+                code="request.range",
+            )
 
     def _head_size(self, block: AttentionBlock, own: int, rank: int) -> int | None:
-        """How many dimensions a head of a layer reads; all R, in dense mixing, is None."""
+        """The mean number of dimensions that a head reads; None for dense mixing."""
         mixing, head_dk = self.request.mixing, self.request.head_dk
         if mixing == "dense":
             return None
@@ -475,114 +493,113 @@ class _Maker:
 
     def _ranks(self, collab_dk: Ranks | None) -> dict[str, int]:
         if collab_dk is None:
-            return dict.fromkeys(self.asked, 1)  # set for each layer by its heads
+            return dict.fromkeys(self.requested, 1)  # set by the number of heads of each layer
         if isinstance(collab_dk, int):
-            return dict.fromkeys(self.asked, collab_dk)
+            return dict.fromkeys(self.requested, collab_dk)
         if isinstance(collab_dk, Mapping):
             return {layer_name(name, self.names): rank for name, rank in collab_dk.items()}
-        if len(collab_dk) != len(self.asked):
+        if len(collab_dk) != len(self.requested):
             raise InvalidArgument(
-                f"--collab-dk names {len(collab_dk)} sizes for {len(self.asked)} layers",
+                f"`collab_dk` has {len(collab_dk)} sizes for {len(self.requested)} layers",
                 "give one R, or one for each layer",
+                code="request.range",
             )
-        return dict(zip(self.asked, collab_dk, strict=True))
+        return dict(zip(self.requested, collab_dk, strict=True))
+
+    # ---- neurons ---------------------------------------------------------------------------------
 
     def neurons(self) -> Masks:
-        """Which neurons of which feed-forwards stay."""
+        """1 for each neuron that stays, by feed-forward."""
         share = self.request.ffn
         if share is None:
             return {}
-        batches = self._batches("--ffn measures which neurons matter", "leave it out")
+        batches = self._batches("`ffn` measures the energy of neurons", "leave `ffn` out")
         if self.request.layers is not None:
-            self.warnings.append("--layers names attentions: --ffn takes neurons out of any layer")
+            self.warnings.append("layers names attention blocks: ffn removes neurons of any layer")
         blocks: list[FeedForwardBlock] = []
-        for block in find_feed_forward(self.graph):
-            inside = block.graph is not self.graph.graph
-            reason = INSIDE_BODY if inside else prune_neurons.why_not(block)
-            if reason:
-                self.warnings.append(f"{block.name} keeps all its neurons: {reason}")
+        for block in self.graph.get(find_feed_forward):
+            inside = block.graph is not self.model.graph
+            if found := IN_BODY if inside else neurons_refusal(block):
+                self.warnings.append(f"{block.name} keeps all its neurons: {found}")
             else:
                 blocks.append(block)
         if not blocks:
-            self.warnings.append("--ffn: no feed-forward was found whose neurons could go")
+            self.warnings.append("ffn: no feed-forward was found whose neurons can be removed")
             return {}
-        energies = neuron_energy(self.graph, blocks, batches, **self._how("measure neurons"))
-        weights = layer_weights(
-            self.graph, blocks, energies, batches[0], **self._how("weigh feed-forwards")
-        )
+        energies = neuron_energy(self.model, blocks, batches, context=self.context)
+        weights = layer_weights(self.model, blocks, energies, batches[0], context=self.context)
         masks = masks_by_energy(blocks, energies, weights, share)
         if not masks:
-            self.warnings.append(f"--ffn {share} takes out less than {MULTIPLE} neurons a layer")
+            self.warnings.append(f"ffn {share} removes less than {MULTIPLE} neurons a layer")
         return masks
 
-    def _able(self, names: Sequence[str], rewrite: str) -> list[AttentionBlock]:
-        """The blocks that a rewrite applies to. Others that the user named are an error."""
+    # ---- helpers ---------------------------------------------------------------------------------
+
+    def _able(
+        self, names: Sequence[str], rewrite: type[AttentionPass[Any]]
+    ) -> list[AttentionBlock]:
+        """The blocks that a rewrite applies to; one that the user named and it refuses raises."""
         able: list[AttentionBlock] = []
-        for index, block in enumerate(self.blocks):
+        for block in self.blocks:
             if block.name not in names:
                 continue
-            reason = rewrites.REWRITES[rewrite](block, self.blocks[:index])
-            reason = reason or self._handed_on(block)
-            if not reason:
+            found = rewrite.refusal(block, None, self.graph)
+            if found is None:
                 able.append(block)
             elif self.request.layers is not None:
-                raise CannotRewrite(f"{block.name}: {reason}", "leave this layer out of --layers")
+                raise _refused(block.name, found, "leave this layer out of `layers`")
             else:
-                self.warnings.append(f"{block.name} is left as it is: {reason}")
+                self.warnings.append(f"{block.name} is left as it is: {found}")
         return able
 
-    def _seen(self, block: AttentionBlock) -> bool:
+    def _can_be_observed(self, block: AttentionBlock) -> bool:
         """Whether a session can return what the block computes."""
-        if reason := self._hidden(block):
-            self.warnings.append(f"{block.name} is left as it is: {reason}")
-        return not reason
+        if found := self._in_body(block):
+            self.warnings.append(f"{block.name} is left as it is: {found}")
+        return found is None
 
-    def _hidden(self, block: AttentionBlock) -> str:
-        if block.graph is self.graph.graph:
-            return ""
-        return INSIDE_BODY
+    def _in_body(self, block: AttentionBlock) -> Refusal | None:
+        return None if block.graph is self.model.graph else IN_BODY
 
-    def _handed_on(self, block: AttentionBlock) -> str:
-        return handed_on(block, self.blocks)
-
-    def _apart(self, option: str, layers: Mapping[str, Any], skip: Mapping[str, str]) -> None:
+    def _require_not_skipped(
+        self, parameter: str, layers: Mapping[str, Any], skip: Mapping[str, str]
+    ) -> None:
         both = next((name for name in layers if name in skip), None)
         if both is not None:
             raise InvalidArgument(
-                f"{option} names {both}, which --skip leaves out altogether", "take it out of one"
+                f"`{parameter}` names {both}, which `skip` removes",
+                "take it out of one of them",
+                code="request.conflict",
             )
 
     def _batches(self, why: str, otherwise: str) -> Sequence[Batch]:
         if self.data is None:
-            raise InvalidArgument(f"{why}: there is no data", f"give --calib FILE, or {otherwise}")
+            raise InvalidArgument(
+                f"{why}, and there is no data", f"give `calib`, or {otherwise}",
+                code="request.no_data",
+            )  # fmt: skip
         return self.data.fit
 
-    def _plain(self) -> ir.Model:
-        """The model with every fused operator decomposed that can be."""
-        if self.plain is None:
-            self.plain = self.graph.clone()
-            fused = [b for b in find_attention(self.plain)[0] if b.probabilities is None]
-            names = frozenset(b.name for b in fused if not rewrites.why_not_source(b))
-            DecomposeAttention(names)(self.plain)
-        return self.plain
+    @property
+    def decomposed(self) -> ir.Model:
+        """A copy of the model whose fused operators are decomposed where possible."""
+        if self._decomposed is None:
+            self._decomposed = self.model.clone()
+            with GraphContext.of(self._decomposed) as context:
+                decompose_fused(context, [b.name for b in context.get(find_attention)[0]])
+        return self._decomposed
 
-    def _plain_blocks(self) -> list[AttentionBlock]:
-        plain = self._plain()
-        names = set(self.names)
+    def _decomposed_blocks(self) -> list[AttentionBlock]:
+        """Certified blocks of the decomposed model whose probabilities can be observed."""
+        names, model = set(self.names), self.decomposed
         return [
             block
-            for block in find_attention(plain)[0]
+            for block in find_attention(model)[0]
             if block.name in names
             and block.probabilities is not None
-            and block.graph is plain.graph
+            and block.graph is model.graph
         ]
 
-    def _how(self, what: str) -> dict[str, Any]:
-        return {
-            "provider": self.provider,
-            "threads": self.threads,
-            "progress": lambda done, total: self.report(what, done, total),  # pyright: ignore
-        }
 
-
-KINDS = (":affine", ":constant")
+def _refused(name: str, refusal: Refusal, fix: str) -> CannotRewrite:
+    return CannotRewrite(f"{name}: {refusal}", fix, code=f"rewrite.{refusal.code}")

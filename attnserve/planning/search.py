@@ -28,6 +28,7 @@ import onnx_ir as ir
 from attnserve.checks.certify import read_attention, require_finite_weights
 from attnserve.checks.compare import Fidelity, compare
 from attnserve.checks.evaluate import ONE_SIDED, TASKS, Share, TaskName, score_session, share_kept
+from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.models.artifact import (
     Artifact,
     fingerprint,
@@ -38,7 +39,7 @@ from attnserve.models.datasets import Dataset
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.opset import raise_opset
 from attnserve.models.precision import Precision, convert
-from attnserve.planning.apply import CarriedOut, Stage, carry_out
+from attnserve.planning.apply import ApplyReport, apply_plan
 from attnserve.planning.block_loss import loss_curves
 from attnserve.planning.block_timing import sums_are_faster, time_blocks, time_pairs
 from attnserve.planning.candidates import (
@@ -52,6 +53,7 @@ from attnserve.planning.candidates import (
     Unit,
     group_blocks,
     options_of,
+    passes_of,
     units_of,
     worth_weighing,
 )
@@ -60,16 +62,20 @@ from attnserve.planning.pareto import Choice, pareto_front
 from attnserve.planning.plan import Plan
 from attnserve.planning.report import Decision, PlanReport, Point, Speed
 from attnserve.planning.request import require_attention
-from attnserve.runtime.session import Provider, open_session, run
+from attnserve.runtime.session import open_session, run
 from attnserve.runtime.timer import LatencyTable, Part, default_cache
-from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import (
     CannotRewrite,
     CheckFailed,
     InvalidArgument,
     InvalidData,
 )
-from graph_passes.passes.fuse_attention import OPSETS, Form
+from graph_passes.passes.base import RewritePass
+from graph_passes.passes.fold_biases import FoldBiases
+from graph_passes.passes.fuse_attention import OPSETS, FuseAttention
+from graph_passes.passes.fuse_gelu import FuseGelu
+from graph_passes.passes.fuse_residuals import FuseResiduals
+from graph_passes.passes.reuse_attention import ReuseAttention, renumbered
 
 __all__ = ["Allowed", "Goal", "Searched", "search"]
 
@@ -168,7 +174,7 @@ class Searched:
 
     report: PlanReport
     exact: ir.Model
-    done: CarriedOut
+    done: ApplyReport
 
 
 def search(
@@ -180,23 +186,20 @@ def search(
     tokenizer: Path | None = None,
     batch: int = 1,
     sequence: int | None = None,
-    provider: Provider = "cpu",
-    threads: int = 0,
-    seed: int = 0,
-    progress: Stage | None = None,
+    context: RunContext = DEFAULT_CONTEXT,
 ) -> Searched:
     """See ``plan``.
 
     What takes long (times, losses, what was built) is kept in the user's cache folder until the
     plan is made, so that a search that was interrupted goes on where it stopped.
     """
-    if goal.precision == "bfloat16" and provider == "cpu":
+    if goal.precision == "bfloat16" and context.provider == "cpu":
         raise InvalidArgument(
             "bfloat16 cannot be timed on a CPU: ONNX Runtime has no kernels for it there",
             "search with --provider cuda, or for --fp16",
         )
     lengths = (sequence,) if sequence else _quartiles(data)
-    possible, why = _runnable(graph, batch, sorted({*lengths, *CHECKED}), seed)
+    possible, why = _runnable(graph, batch, sorted({*lengths, *CHECKED}), context.seed)
     if refused := [length for length in lengths if length not in possible]:
         raise InvalidArgument(
             f"the model does not run at batch {batch}, {refused[0]} tokens: {why[:300]}",
@@ -213,15 +216,13 @@ def search(
         "precision": goal.precision,
         "batch": batch,
         "sequences": list(lengths),
-        "provider": provider,
-        "threads": threads,
-        "seed": seed,
+        "provider": context.provider,
+        "threads": context.threads,
+        "seed": context.seed,
     }
     runner = _Search(
-        goal, artifact, graph, data, tokenizer, asked, lengths, possible, batch, provider, threads,
-        seed,
-        progress or (lambda what, done, total: None),
-    )  # fmt: skip
+        goal, artifact, graph, data, tokenizer, asked, lengths, possible, batch, context
+    )
     return runner.run()
 
 
@@ -260,7 +261,7 @@ class _Built:
     exact: ir.Model
     """In float32; ``graph`` in the precision asked for."""
     graph: ir.Model
-    done: CarriedOut
+    done: ApplyReport
     fidelity: Fidelity
     share: Share | None
     loss: float
@@ -279,10 +280,7 @@ class _Search:
     possible: Sequence[int]
     """Lengths to check at, those asked for included."""
     batch: int
-    provider: Provider
-    threads: int
-    seed: int
-    report: Stage
+    context: RunContext
     newest: ir.Model = field(init=False)
     """The same model in the newest opset that a form of a block is written in."""
     timed_at: list[int] = field(default_factory=list[int])
@@ -312,7 +310,7 @@ class _Search:
         self.newest = self.graph.clone()
         with suppress(CannotRewrite):  # then forms in newer operators are no candidates
             raise_opset(self.newest, max(OPSETS.values()))
-        reading = read_attention(self.newest, seed=self.seed)
+        reading = read_attention(self.newest, seed=self.context.seed)
         require_attention(reading)
         if self.goal.precision != "float32":
             convert(self.graph, self.goal.precision)  # what cannot be converted is said at once
@@ -346,16 +344,19 @@ class _Search:
         guards = dict.fromkeys((*others[:1], *others[-1:]))
         self.timed_at = [*self.lengths, *guards]
         feeds = [
-            example_inputs(self.graph, self.batch, length, self.seed) for length in self.timed_at
+            example_inputs(self.graph, self.batch, length, self.context.seed)
+            for length in self.timed_at
         ]
-        self.table = LatencyTable(default_cache(), provider=self.provider, threads=self.threads)
+        self.table = LatencyTable(
+            default_cache(), provider=self.context.provider, threads=self.context.threads
+        )
         self.timed = time_blocks(
             self.newest, self.groups, feeds, self.table, target=target,
-            precision=self.goal.precision, report=self.report,
+            precision=self.goal.precision, report=self.context.progress,
         )  # fmt: skip
         self.pairs = time_pairs(
             self.newest, self.groups, feeds, self.table, self.timed, target=target,
-            precision=self.goal.precision, report=self.report,
+            precision=self.goal.precision, report=self.context.progress,
         )  # fmt: skip
         self.saved_ms = sums_are_faster(
             self.newest, feeds, self.table, target=target, precision=self.goal.precision
@@ -375,7 +376,7 @@ class _Search:
                        for g in self.groups}  # fmt: skip
             found = loss_curves(
                 self.newest, self.groups, self.data.fit, changes=changes, pairs=self.pairs,
-                provider=self.provider, report=self.report,
+                provider=self.context.provider, report=self.context.progress,
             )  # fmt: skip
             curves = found.curves
             pairs = {pair.reader.key: (pair.heads, pair.loss) for pair in found.pairs}
@@ -510,7 +511,7 @@ class _Search:
         return float(np.exp(np.mean([np.log(speed.speedup) for speed in speeds])))
 
     def _loss(self, choice: Choice) -> float:
-        known = self.journal.built(_digest(self._decided(choice)))
+        known = self.journal.built(_digest(self._plan_of(choice)))
         if known is not None:
             self.measured[choice.picks] = known
             return known[0]
@@ -519,20 +520,21 @@ class _Search:
     def _built(self, choice: Choice) -> _Built:
         if self.last is not None and self.last.choice.picks == choice.picks:
             return self.last
-        decided, graph = self._decided(choice), self.graph.clone()
+        decided, graph = self._plan_of(choice), self.graph.clone()
         number = len(self.measured) + (choice.picks not in self.measured)
 
         def report(what: str, done: int, total: int) -> None:
-            self.report(f"build {number}: {what}", done, total)
+            self.context.progress(f"build {number}: {what}", done, total)
 
-        done = carry_out(
-            decided, graph, self.graph, self.data, fit=True, batch=self.batch,
-            length=self.lengths[-1], provider=self.provider, seed=self.seed, report=report,
+        context = replace(self.context, threads=0, progress=report)
+        done = apply_plan(
+            decided, graph, context, original=self.graph, data=self.data,
+            shape=(self.batch, self.lengths[-1]),
         )  # fmt: skip
         exact, graph = graph, convert(graph, self.goal.precision)
         fidelity = compare(
             self.graph, graph, self.data.held_out, f"held out of {self.data.source['file']}",
-            provider=self.provider, progress=lambda done, total: report("verify", done, total),
+            context=RunContext(self.context.provider, progress=report),
         )  # fmt: skip
         share, loss = None, 1 - fidelity.mean_cosine
         if self.goal.task is None:
@@ -541,7 +543,7 @@ class _Search:
             # What computes the same has the same score.
             same = fidelity.min_cosine > 1 - ROUNDING
             score = self.before if same else self._score(graph, f"build {number}: score")
-            share = share_kept(self.before, score, seed=self.seed)
+            share = share_kept(self.before, score, seed=self.context.seed)
             loss = max(1 - share.lower, loss / DRIFT)
         self.last = _Built(choice, decided, exact, graph, done, fidelity, share, loss)
         self.measured[choice.picks] = loss, fidelity.mean_cosine
@@ -553,58 +555,57 @@ class _Search:
     def _score(self, graph: ir.Model, what: str) -> Any:
         assert self.goal.task is not None and self.goal.eval_data is not None
         return score_session(
-            open_session(graph, provider=self.provider), self.artifact, task=self.goal.task,
-            data=self.goal.eval_data, tokenizer=self.tokenizer, seed=self.seed,
-            progress=lambda done, total: self.report(what, done, total),
+            open_session(graph, provider=self.context.provider), self.artifact, task=self.goal.task,
+            data=self.goal.eval_data, tokenizer=self.tokenizer,
+            context=RunContext(
+                self.context.provider, seed=self.context.seed,
+                progress=lambda _, done, total: self.context.progress(what, done, total),
+            ),
         )  # fmt: skip
 
-    def _decided(self, choice: Choice) -> Plan:
-        decided = Plan({}, {}, {}, {}, {}, sums=self.saved_ms > 0, precision=self.goal.precision)
-        forms: dict[str, Form] = {}
-        gelu: list[str] = []
+    def _plan_of(self, choice: Choice) -> Plan:
+        """The passes that make a choice."""
+        passes: list[RewritePass] = []
+        masks: dict[str, list[int]] = {}
+        edges: dict[str, dict[int, tuple[str, int]]] = {}
         for (unit, pair), options, pick in zip(self.units, self.options, choice.picks, strict=True):
             sizes = options[pick].sizes
             sources = {size.source for size in sizes}
             plain = {n for g, s in zip(unit, sizes, strict=True) if s.is_plain for n in g.names}
             for group, size in zip(unit, sizes, strict=True):
+                mask = self._mask(group, size, pair)
                 for block in group.blocks:
-                    self._decide(decided, group, block, size, pair)
+                    passes += passes_of(block, size, mask)
+                    masks[block.name] = mask
+                    if size.source is not None:
+                        assert pair is not None
+                        edges[block.name] = pair.edges(mask)
                     emission = self.timed[block].emission
                     if emission == "gelu":
-                        gelu.append(block.name)
+                        passes.append(FuseGelu([block.name]))
                     elif emission != "as exported" and block.name not in {*sources, *plain}:
-                        forms[block.name] = emission
-        return replace(decided, forms=forms, gelu=gelu)
+                        passes.append(FuseAttention({block.name: emission}))
+        passes.append(ReuseAttention(renumbered(edges, masks)))
+        if self.saved_ms > 0:
+            passes += [FoldBiases(), FuseResiduals()]
+        return Plan.of(passes, self.goal.precision)
 
-    def _decide(
-        self, decided: Plan, group: Group, block: Block, size: Size, pair: Pair | None
-    ) -> None:
-        """Note what becomes of one block."""
-        if not size.kept:
-            decided.skip[block.name] = "affine"
-            return
-        mask: list[int] = []
-        if size.source is not None:
-            assert pair is not None
-            mask = pair.masks(self.curves[pair.source.key], size.kept)[1]
-            decided.edges[block.name] = pair.edges(mask)
-        elif size.kept < group.count:
-            mask = self.curves[group.key].mask(size.kept)
-        if size.kept < group.count:
-            (decided.masks if group.kind == "attention" else decided.neurons)[block.name] = mask
-        if size.head_size is not None:
-            assert isinstance(block, AttentionBlock)
-            # Without a rank nothing is shared.
-            decided.ranks[block.name] = size.rank or size.kept * block.head_size
-            decided.head_sizes[block.name] = size.head_size - 1  # beside the content term
+    def _mask(self, group: Group, size: Size, pair: Pair | None) -> list[int]:
+        """1 for each head or neuron of a group that stays."""
+        if not size.kept or size.kept == group.count:
+            return [1] * group.count
+        if size.source is None:
+            return self.curves[group.key].mask(size.kept)
+        assert pair is not None
+        return pair.masks(self.curves[pair.source.key], size.kept)[1]
 
     def _speeds(self, graph: ir.Model, lengths: Sequence[int]) -> list[Speed]:
         """The whole model beside the original, which is in float32 whatever was asked for."""
-        feeds = [example_inputs(self.graph, self.batch, n, self.seed) for n in lengths]
+        feeds = [example_inputs(self.graph, self.batch, n, self.context.seed) for n in lengths]
         parts = {"original": Part(self.graph, tuple(feeds)), "new": Part(graph, tuple(feeds))}
 
         def report(done: int, total: int) -> None:
-            self.report("time the whole model", done, total)
+            self.context.progress("time the whole model", done, total)
 
         times = self.table.measure(parts, progress=report)
         pairs = list(zip(times["original"], times["new"], strict=True))
@@ -632,9 +633,8 @@ class _Search:
         wanted = [speed.speedup for speed in speeds if speed.sequence in self.lengths]
         gain = float(np.exp(np.mean(np.log(wanted))))
         slow = min(speeds, key=lambda speed: speed.speedup)
-        lossy = bool(decided.changed or decided.neurons)
-        lossy = lossy or decided.precision != "float32"
-        if not (lossy or decided.forms or decided.gelu or decided.sums):
+        lossy = bool(decided.changed) or decided.precision != "float32"
+        if not (lossy or decided.passes):
             why = "no form of any block is faster within the allowed loss"
             return self._nothing(why, best, speeds)
         if gain < (LEAST_GAIN if lossy else 1.0):
@@ -660,9 +660,8 @@ class _Search:
         """The plan that leaves the model as it is."""
         same = Fidelity((), 1.0, 1.0, "the original itself")
         verdict = f"no gain: {why}; the original is returned"
-        empty = Plan({}, {}, {}, {}, {})
-        report = self._reported(best, empty, verdict, False, same, None, speeds)
-        return Searched(report, self.graph, CarriedOut((), exact=True))
+        report = self._reported(best, Plan(), verdict, False, same, None, speeds)
+        return Searched(report, self.graph, ApplyReport((), exact=True))
 
     def _reported(
         self,

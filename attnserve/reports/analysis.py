@@ -1,14 +1,14 @@
-"""What a model's attention does on a user's text: what repeats, what is spare, what can go.
+"""Measure attention on a text: layer similarity, used dimensions and head importance.
 
-Of every layer: whose attention an earlier layer has already (similarity), how many dimensions its
-projections and scores use (spectra), and what each head is worth (importance).
+For every layer: the similarity to earlier layers, the number of dimensions that projections and
+scores use (spectra), and the importance of each head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,48 +28,45 @@ from attnserve.calibration.spectra import (
 )
 from attnserve.calibration.voting import Votes, voting_to_stay
 from attnserve.checks.certify import read_attention
+from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.models.artifact import versions
 from attnserve.models.datasets import Dataset
-from attnserve.runtime.session import Provider
 from graph_passes.blocks import AttentionBlock
-from graph_passes.errors import InvalidArgument, InvalidModel
-from graph_passes.passes import collaborate
-from graph_passes.passes import decompose_attention as decompose
+from graph_passes.errors import InvalidArgument, InvalidModel, Refusal
+from graph_passes.passes.collaborate import sharing_refusal
+from graph_passes.passes.decompose_attention import DecomposeAttention, decomposition_refusal
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-__all__ = ["SHARES", "Analysis", "LayerAnalysis", "LayerSummary", "NotAnalysed", "analyze_graph"]
-
-Stage = Callable[[str, int, int], None]
-"""Progress: (what is being done, done, total)."""
+__all__ = ["SHARES", "Analysis", "LayerAnalysis", "LayerSummary", "NotAnalyzed", "analyze_graph"]
 
 SHARES = (0.9, 0.99)
-"""Of captured variance, for which ranks are given."""
+"""The shares of captured variance for which ranks are reported."""
 
 MOST_POINTS = 64
-"""Of a curve in analysis.json."""
+"""Maximum number of points of a curve in analysis.json."""
 
 DIGITS = 6
-"""Significant digits of a number in analysis.json."""
+"""Significant digits of numbers in analysis.json."""
 
 
 @dataclass(frozen=True, eq=False)
 class LayerAnalysis:
-    """One attention block.
+    """Measurements of one attention block.
 
     Attributes:
-        name, index: As ``attnserve inspect`` lists it (from 0).
+        name, index: As in ``attnserve.inspect`` (from 0).
         kind: "self" or "cross".
-        input_size: D, the width of its queries' tokens; None where no weight makes the queries.
-        weights: Captured variance by the weights alone; None where ``notes`` say why.
+        input_size: D, the width of the query input; None without a query projection.
+        weights: Captured variance of the weights; None for the reason in ``notes``.
         calibrated: The same, weighted by the calibration data.
-        ranks: Of scores and attention; None where all heads take another layer's attention.
-        energy: Mean square of what each head writes about its mean.
-        leave_one_out: Relative squared change of the model's outputs without the head.
+        ranks: Ranks of scores and probabilities; None if all heads reuse probabilities.
+        energy: Energy of each head's output about its mean.
+        leave_one_out: Relative squared change of the model outputs without the head.
         sensitivity: Mean change of the outputs with the head's gate (Michel et al. 2019).
-        votes: Voting-to-Stay: groups, votes and mask.
-        notes: Why something was not measured, one sentence each.
+        votes: Groups, votes and mask of Voting-to-Stay.
+        notes: Reasons for missing measurements, one sentence each.
     """
 
     name: str
@@ -89,14 +86,14 @@ class LayerAnalysis:
 
     @property
     def energy_share(self) -> Float[np.ndarray, " H"]:
-        """Of the layer's heads together; even shares where none writes anything."""
+        """The share of each head in the layer's energy; equal shares if the energy is zero."""
         total = self.energy.sum()
         return self.energy / total if total > 0 else np.full(self.num_heads, 1 / self.num_heads)
 
 
 @dataclass(frozen=True)
-class NotAnalysed:
-    """Attention that was found (or nearly), and why it was not measured."""
+class NotAnalyzed:
+    """An attention block that was not measured, and the reason."""
 
     name: str
     reason: str
@@ -104,16 +101,16 @@ class NotAnalysed:
 
 @dataclass(frozen=True)
 class LayerSummary:
-    """One layer in a line.
+    """Summary of one layer.
 
     Attributes:
-        nearest: Index of the earlier layer that attends most alike; None for the first.
-        similarity: Mean over this layer's heads of their best matches there (eq. 3).
-        rank, full_rank: Directions that hold 99 % of W_Q, and of W_K, of how many at most; on the
-            data where that could be measured. Shared dimensions must serve every head, so the
-            product, in whose sum heads cancel, promises too much.
-        weakest_head, weakest_share: The head that writes least, and its share of the energy.
-        kept: How many heads were voted to stay.
+        nearest: Index of the most similar earlier layer; None for the first.
+        similarity: Mean similarity of this layer's heads to their best matches there (eq. 3).
+        rank, full_rank: Directions that hold 99 % of W_Q and of W_K (the larger), and the maximum;
+            weighted by the data if possible. The rank of the product W_Q W_K^T would be too
+            optimistic: shared dimensions must serve every head, and heads cancel in the sum.
+        weakest_head, weakest_share: The head with the least energy, and its share.
+        kept: Number of heads that Voting-to-Stay keeps.
     """
 
     index: int
@@ -131,16 +128,17 @@ class LayerSummary:
 
 @dataclass(frozen=True, eq=False)
 class Analysis:
-    """Everything that was measured of a model.
+    """All measurements of a model.
 
     Attributes:
         model: {"file", "sha256"} of the .onnx file.
-        calibration: The data: file, rows, tokens and checksum.
-        layers: In order of execution.
-        similarity: Of all heads of these layers.
-        lengths: Tokens of each text, as the first layer's keys.
-        not_analysed: The rest, with reasons.
-        seed: Of the votes' grouping and the certificate.
+        calibration: File, rows, tokens and checksum of the data.
+        layers: In execution order.
+        similarity: Similarity of all heads of these layers.
+        lengths: Number of tokens of each text, counted as keys of the first layer.
+        not_analysed: Attention that was not measured, with reasons.
+        seed: The seed of grouping and certification.
+        output: The folder that it was written to, if any; not part of the content.
     """
 
     model: Mapping[str, Any]
@@ -148,16 +146,17 @@ class Analysis:
     layers: tuple[LayerAnalysis, ...]
     similarity: HeadSimilarity
     lengths: Int[np.ndarray, " N"]
-    not_analysed: tuple[NotAnalysed, ...]
+    not_analysed: tuple[NotAnalyzed, ...]
     seed: int
+    output: Path | None = None
 
     @property
     def mask(self) -> dict[str, list[int]]:
-        """mask.json: 1 for the heads of each layer that were voted to stay."""
+        """Content of mask.json: 1 for the heads that Voting-to-Stay keeps, by layer."""
         return {layer.name: layer.votes.mask.tolist() for layer in self.layers}
 
     def earlier(self, row: int) -> tuple[int, float] | None:
-        """(row of the layer before ``layers[row]`` that attends most alike, its similarity)."""
+        """(row of the most similar layer before ``layers[row]``, its similarity)."""
         best = self.similarity.best()[row, :row]
         if not len(best) or np.isnan(best).all():
             return None
@@ -220,45 +219,34 @@ def analyze_graph(
     *,
     source: Mapping[str, Any],
     groups: int | None = None,
-    provider: Provider = "cpu",
-    threads: int = 0,
-    seed: int = 0,
-    progress: Stage | None = None,
+    context: RunContext = DEFAULT_CONTEXT,
 ) -> Analysis:
-    """``analyze`` for a model in memory, whose fused operators are decomposed in place.
+    """``analyze`` for a model in memory; its fused operators are decomposed in place.
 
     Args:
-        data: All of ``data.fit`` is measured.
-        source: For the record: what the model is.
-        groups: How many heads of each layer Voting-to-Stay keeps; half of them by default.
+        data: All batches of ``data.fit`` are measured.
+        source: Description of the model for the report.
+        groups: Number of heads that Voting-to-Stay keeps in each layer; None for half of them.
 
     Raises:
         InvalidModel: No attention can be measured.
-        InvalidArgument: ``groups`` is more than a layer has heads, or less than one.
+        InvalidArgument: ``groups`` is less than 1 or more than the heads of a layer.
         InvalidData: The model refuses a batch, or its activations are not finite.
     """
-    blocks, indices, left_out = _measurable(model, seed)
+    blocks, indices, left_out = _measurable(model, context.seed)
     _check_groups(groups, blocks)
 
-    def measured(measure: Callable[..., Any], what: str, *arguments: Any, **options: Any) -> Any:
-        report = None if progress is None else partial(progress, what)
-        return measure(
-            model, *arguments, data.fit, **options,
-            provider=provider, threads=threads, progress=report,
-        )  # fmt: skip
-
-    first = blocks[0]
-    lengths = text_lengths(model, first, data.fit, provider=provider, threads=threads)
-    whitened = [block for block in blocks if not collaborate.why_not(block)]
-    moments = measured(collect_moments, "moments", whitened) if whitened else {}
-    similarity = measured(measure_similarity, "similarity", blocks)
+    lengths = text_lengths(model, blocks[0], data.fit, context=context)
+    whitened = [block for block in blocks if sharing_refusal(block) is None]
+    moments = collect_moments(model, whitened, data.fit, context=context)
+    similarity = measure_similarity(model, blocks, data.fit, context=context)
     scored = [block for block in blocks if block.logits is not None and block.q.num_heads]
-    ranks = measured(measure_ranks, "ranks", scored)
-    energy = measured(head_energy, "energy", blocks)
+    ranks = measure_ranks(model, scored, data.fit, context=context)
+    energy = head_energy(model, blocks, data.fit, context=context)
     wanted = {block.name: groups or -(-block.num_heads // 2) for block in blocks}
-    votes = measured(voting_to_stay, "voting", blocks, groups=wanted, seed=seed)
-    without = measured(leave_one_out, "leave one out", blocks)
-    gates = measured(sensitivity, "sensitivity", blocks)
+    votes = voting_to_stay(model, blocks, data.fit, groups=wanted, context=context)
+    without = leave_one_out(model, blocks, data.fit, context=context)
+    gates = sensitivity(model, blocks, data.fit, context=context)
 
     layers: list[LayerAnalysis] = []
     for block in blocks:
@@ -282,51 +270,56 @@ def analyze_graph(
                 notes=notes,
             )
         )
-    return Analysis(source, data.source, tuple(layers), similarity, lengths, left_out, seed)
+    return Analysis(source, data.source, tuple(layers), similarity, lengths, left_out, context.seed)
 
 
 def _measurable(
     model: ir.Model, seed: int
-) -> tuple[list[AttentionBlock], dict[str, int], tuple[NotAnalysed, ...]]:
-    """The blocks whose attention can be observed, the index of every block, and the rest."""
+) -> tuple[list[AttentionBlock], dict[str, int], tuple[NotAnalyzed, ...]]:
+    """The blocks whose attention is observable, the index of every block, and the other blocks."""
     reading = read_attention(model, seed=seed)
     indices = {block.name: index for index, block in enumerate(reading.blocks)}
-    fused = {b.name: decompose.why_not(b) for b in reading.blocks if b.logits is None}
-    names = frozenset(
-        b.name for b in reading.blocks if fused.get(b.name) == "" and b.graph is model.graph
-    )
+    fused = {b.name: decomposition_refusal(b) for b in reading.blocks if b.logits is None}
+    names = [
+        b.name
+        for b in reading.blocks
+        if b.name in fused and fused[b.name] is None and b.graph is model.graph
+    ]
     if names:
-        decompose.DecomposeAttention(names)(model)
+        DecomposeAttention(names)(model)
         reading = read_attention(model, seed=seed)
     left_out = [
-        NotAnalysed(miss.node.name or miss.node.op_type, miss.reason) for miss in reading.misses
+        NotAnalyzed(miss.node.name or miss.node.op_type, miss.reason) for miss in reading.unmatched
     ]
     blocks: list[AttentionBlock] = []
     for block in reading.blocks:
-        reason = _unobservable(block, model, fused.get(block.name, ""))
+        reason = _unobservable(block, model, fused.get(block.name))
         if reason:
-            left_out.append(NotAnalysed(block.name, reason))
+            left_out.append(NotAnalyzed(block.name, reason))
         else:
             blocks.append(block)
     if not blocks:
         reasons = "; ".join(f"{each.name}: {each.reason}" for each in left_out[:2])
         raise InvalidModel(
-            "no attention can be analysed"
+            "no attention can be analyzed"
             + (f" ({reasons[:400]})" if reasons else ": the graph has no softmax"),
-            "`attnserve inspect MODEL` says what was read; export with --attention eager where a "
-            "fused operator hides the probabilities",
+            "see `attnserve.inspect`; export the model with eager attention if a fused operator "
+            "hides the probabilities",
+            code="analysis.no_attention",
         )
     return blocks, indices, tuple(left_out)
 
 
-def _unobservable(block: AttentionBlock, model: ir.Model, fused: str) -> str:
-    """Why a block's attention cannot be taken out of a run; empty where it can."""
+def _unobservable(block: AttentionBlock, model: ir.Model, fused: Refusal | None) -> str:
+    """Why the attention of a block cannot be observed; empty if it can."""
     if block.graph is not model.graph:
-        return "it lies in the body of another node, whose values are no outputs of a run"
+        return "it is in a subgraph (If, Loop), whose values cannot be graph outputs"
     if block.probabilities is None:
-        return fused or "its probabilities are nowhere laid out as (batch, heads, queries, keys)"
+        if fused is not None:
+            return fused.reason
+        return "the graph has no probabilities of shape (batch, heads, queries, keys)"
     if block.v.output is None:
-        return "its values are not in the graph"
+        return "the graph has no value tensor"
     return ""
 
 
@@ -334,15 +327,16 @@ def _check_groups(groups: int | None, blocks: Sequence[AttentionBlock]) -> None:
     fewest = min(block.num_heads for block in blocks)
     if groups is not None and not 1 <= groups <= fewest:
         raise InvalidArgument(
-            f"--groups {groups}: expected 1 to {fewest}, the fewest heads of a layer",
-            "leave it out for half of each layer's heads",
+            f"`groups` is {groups}: expected 1 to {fewest}, the least number of heads of a layer",
+            "leave it out to keep half of the heads of each layer",
+            code="analysis.groups",
         )
 
 
 def _variance(
     block: AttentionBlock, moments: Any
 ) -> tuple[CapturedVariance | None, CapturedVariance | None, tuple[str, ...]]:
-    """By the weights alone, weighted by the data, and why one of them is missing."""
+    """Captured variance of the weights, weighted by the data, and the reason if one is missing."""
     if reason := _no_spectrum(block):
         return None, None, (f"no captured variance: {reason}",)
     turned = block.position == "rope"
@@ -350,20 +344,20 @@ def _variance(
     by_weights = captured_variance(*heads, product=not turned)
     if moments is not None:
         return by_weights, captured_variance(*heads, moments), ()
-    note = f"captured variance by the weights alone: {collaborate.why_not(block)}"
+    note = f"captured variance of the weights only: {sharing_refusal(block)}"
     return by_weights, None, (note,)
 
 
 def _no_spectrum(block: AttentionBlock) -> str:
-    """Why W_Q and W_K say nothing of a block's heads; empty where they do."""
+    """Why the captured variance of W_Q and W_K is not defined; empty if it is."""
     if not block.q.num_heads:
-        return "all its heads take the probabilities of another layer"
+        return "all heads reuse the probabilities of another layer"
     if block.is_collaborative or block.is_sparse:
-        return "its heads are collaborative already"
+        return "its heads are already collaborative"
     if block.q.weight is None or block.k.weight is None:
-        return "its keys are handed in by the caller: no projection in this graph makes them"
+        return "its queries or keys are inputs of the graph, without a projection"
     if block.q.norm is not None or block.k.norm is not None:
-        return "q/k norm stands between the projections and the scores"
+        return "q/k normalization is between the projections and the scores"
     return ""
 
 
@@ -422,7 +416,7 @@ def _spectrum_json(spectrum: Spectrum) -> dict[str, Any]:
 
 
 def _numbers(array: np.ndarray, digits: int = DIGITS) -> Any:
-    """Nested lists of numbers as JSON has them: NaN and infinities are null."""
+    """Nested lists of rounded numbers for JSON; NaN and infinity become null."""
     return _rounded(array.tolist(), digits)
 
 

@@ -9,18 +9,25 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
 from attnserve.checks.certify import require_finite_weights
-from attnserve.models.artifact import check_output, load_model, open_artifact, sha256, staged
+from attnserve.context import Progress, Provider, RunContext, ignore_progress
+from attnserve.models.artifact import (
+    check_output,
+    default_output,
+    load_model,
+    open_artifact,
+    sha256,
+    staged,
+)
 from attnserve.models.datasets import load_inputs
-from attnserve.reports.analysis import Analysis, LayerAnalysis, Stage, analyze_graph
+from attnserve.reports.analysis import Analysis, LayerAnalysis, analyze_graph
 from attnserve.reports.plots import FIGURES
-from attnserve.runtime.session import Provider
 from graph_passes.errors import InvalidOutput
 
 __all__ = ["Finding", "analyze", "findings", "render"]
@@ -53,7 +60,7 @@ class Finding:
 
 def analyze(
     model: Path,
-    output: Path,
+    output: Path | None = None,
     *,
     calib: Path,
     tokenizer: Path | None = None,
@@ -62,13 +69,14 @@ def analyze(
     threads: int = 0,
     seed: int = 0,
     force: bool = False,
-    progress: Stage | None = None,
+    progress: Progress | None = None,
 ) -> Analysis:
     """Measure a model's attention on a text, and write what was found into a folder.
 
     Args:
         model: An .onnx file or an artifact folder; never changed.
-        output: The folder that receives analysis.json, report.html and mask.json.
+        output: The folder that receives analysis.json, report.html and mask.json; NAME-analysis
+            beside the model by default.
         calib: Text (a sentence a line), .npz or a folder of .npz, of the kind that is served.
         tokenizer: tokenizer.json, where it is not beside the model.
         groups: How many heads of each layer Voting-to-Stay keeps; half of them by default.
@@ -80,6 +88,7 @@ def analyze(
         InvalidModel, InvalidArgument, InvalidData, InvalidOutput: See their texts.
     """
     artifact = open_artifact(model)
+    output = output or default_output(model, "analysis")
     if output.exists() and not output.is_dir():
         raise InvalidOutput(f"{output}: expected a folder, this is a file", "choose another -o")
     check_output(output, force=force)
@@ -95,10 +104,7 @@ def analyze(
             "sha256": sha256(artifact.model),
         },
         groups=groups,
-        provider=provider,
-        threads=threads,
-        seed=seed,
-        progress=progress,
+        context=RunContext(provider, threads, seed, progress or ignore_progress),
     )
     files = {
         "analysis.json": _readable(analysis.to_json()) + "\n",
@@ -108,7 +114,7 @@ def analyze(
     with staged(output) as stage:
         for name, content in files.items():
             (stage / name).write_text(content, encoding="utf-8")
-    return analysis
+    return replace(analysis, output=output)
 
 
 def render(analysis: Analysis, *, model: Path, calib: Path, output: Path) -> str:
@@ -120,7 +126,7 @@ def render(analysis: Analysis, *, model: Path, calib: Path, output: Path) -> str
     import jinja2
 
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("attnserve"),
+        loader=jinja2.PackageLoader("attnserve.reports"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

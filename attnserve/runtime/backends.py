@@ -18,11 +18,12 @@ from typing import Any, Protocol
 import numpy as np
 import onnx_ir as ir
 
+from attnserve.context import Provider
 from attnserve.runtime.buckets import Buckets
 from attnserve.runtime.cuda import PARITY, Cuda, GiveBack
 from attnserve.runtime.cuda_graphs import GraphRunner
 from attnserve.runtime.io_binding import Feed, InputBuffers, Place, binding_of, run_options
-from attnserve.runtime.session import Provider, open_session
+from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidModel
 
 __all__ = ["Runner", "open_runner"]

@@ -11,7 +11,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ import onnx_ir as ir
 
 from attnserve.context import Provider
 from attnserve.runtime.cuda import PARITY, Cuda
+from attnserve.runtime.external_data import external_files, map_external_data
 from graph_passes.errors import (
     AttnserveError,
     InvalidArgument,
@@ -35,9 +36,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PROTOBUF_LIMIT_BYTES",
     "Batch",
-    "Provider",
     "cpu_name",
-    "external_files",
     "lacks_kernels",
     "open_session",
     "output_of",
@@ -118,11 +117,15 @@ def open_session(
         source = source.clone()
         _give_biases(source)
     # Bytes have no folder for external data to lie in.
-    if weight_bytes(source) < PROTOBUF_LIMIT_BYTES and not external_files(source):
+    external = bool(external_files(source))
+    if weight_bytes(source) < PROTOBUF_LIMIT_BYTES and not external:
         content = ir.to_proto(source).SerializeToString()
         return _start(ort, content, name, options, providers)
     with tempfile.TemporaryDirectory(prefix="attnserve-", ignore_cleanup_errors=True) as folder:
         path = Path(folder) / "model.onnx"
+        if external:
+            source = source.clone()
+            map_external_data(source)
         ir.save(source, path, external_data="model.onnx.data")
         return _start(ort, str(path), name, options, providers)
 
@@ -171,20 +174,8 @@ def _give_biases(model: ir.Model) -> None:
 
 def weight_bytes(model: ir.Model) -> int:
     """Bytes of all initializers, on disk or in memory."""
-    return sum(tensor.nbytes for tensor in _weights(model))
-
-
-def external_files(model: ir.Model) -> tuple[Path, ...]:
-    """The files beside a model that hold weights of it."""
-    found = (tensor.path for tensor in _weights(model) if isinstance(tensor, ir.ExternalTensor))
-    return tuple(dict.fromkeys(map(Path, found)))
-
-
-def _weights(model: ir.Model) -> Iterator[ir.TensorProtocol]:
-    for graph in model.graphs():
-        for value in graph.initializers.values():
-            if value.const_value is not None:
-                yield value.const_value
+    values = (value for graph in model.graphs() for value in graph.initializers.values())
+    return sum(value.const_value.nbytes for value in values if value.const_value is not None)
 
 
 def why_no_cuda() -> str | None:

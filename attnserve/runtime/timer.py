@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
+from attnserve.context import Provider
 from attnserve.runtime.io_binding import bound
 from attnserve.runtime.session import (
     Batch,
-    Provider,
     cpu_name,
     open_session,
     output_of,
@@ -38,8 +38,6 @@ from graph_passes.analysis.shapes import Facts, bind_axes, interpret
 from graph_passes.emit.editing import exposing, remove_unused
 
 __all__ = ["Cut", "LatencyTable", "Part", "cut_out", "default_cache", "in_turns", "take_turns"]
-
-Progress = Callable[[int, int], None]
 
 GROUP_SECONDS = 5.0
 """About how long the forms of one block are timed."""
@@ -348,7 +346,7 @@ class LatencyTable:
         """How many entries were measured in this run, not found."""
 
     def measure(
-        self, parts: Mapping[str, Part], *, progress: Progress | None = None
+        self, parts: Mapping[str, Part], *, progress: Callable[[int, int], None] | None = None
     ) -> dict[str, tuple[float, ...]]:
         """Milliseconds of each part at each shape: by name, in the order of the feeds.
 

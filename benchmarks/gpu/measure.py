@@ -19,13 +19,14 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from attnserve.context import Provider
 from attnserve.models.artifact import save_model
 from attnserve.models.example_inputs import example_inputs
 from attnserve.planning.apply import count_macs
 from attnserve.runtime.cuda import Cuda
 from attnserve.runtime.io_binding import bound, give_back
 from attnserve.runtime.profile import AttentionKernel, attention_kernels, read_runs
-from attnserve.runtime.session import Provider, open_session
+from attnserve.runtime.session import open_session
 from attnserve.runtime.timer import MIN_ROUNDS, take_turns
 from benchmarks.gpu.forms import FORMS, ORIGINAL, Size
 from graph_passes.errors import AttnserveError

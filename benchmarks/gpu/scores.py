@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from attnserve.context import Provider
 from attnserve.runtime.io_binding import bound
-from attnserve.runtime.session import Provider, open_session
+from attnserve.runtime.session import open_session
 from attnserve.runtime.timer import take_turns
 
 HEADS, SIZE = 12, 64

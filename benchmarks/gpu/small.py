@@ -19,11 +19,12 @@ from typing import IO, Any
 import numpy as np
 import onnx_ir as ir
 
+from attnserve.context import Provider
 from attnserve.models.example_inputs import example_inputs
 from attnserve.runtime.buckets import Buckets
 from attnserve.runtime.cuda_graphs import GraphRunner
 from attnserve.runtime.io_binding import bound
-from attnserve.runtime.session import Provider, open_session
+from attnserve.runtime.session import open_session
 from attnserve.runtime.timer import take_turns
 from benchmarks.gpu.measure import SPEED, Form, Shape
 from graph_passes.errors import AttnserveError
@@ -101,7 +102,7 @@ def _started(form: Form, provider: Provider, log: IO[str]) -> subprocess.Popen[b
         sys.executable,
         "-P",
         "-m",
-        "attnserve.cli",
+        "attnserve",
         "serve",
         str(form.path),
         "--port",

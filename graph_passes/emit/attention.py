@@ -37,11 +37,13 @@ from graph_passes.blocks import (
     Weighted,
 )
 from graph_passes.emit.editing import Inserter, replace_uses
+from graph_passes.errors import Refusal
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
 __all__ = [
+    "emission_refusal",
     "emit_affine",
     "emit_constant",
     "emit_context",
@@ -54,8 +56,7 @@ __all__ = [
     "in_precision",
     "probabilities_type",
     "type_of",
-    "why_not",
-    "why_not_values",
+    "values_refusal",
 ]
 
 HEADS_APART = {False: [0, 2, 1, 3], True: [1, 2, 0, 3]}
@@ -64,51 +65,68 @@ SIDE_BY_SIDE = {False: [0, 2, 1, 3], True: [2, 0, 1, 3]}
 """From (B, H, S, V) back to (B, S, H, V) or (S, B, H, V)."""
 
 
-def why_not(block: AttentionBlock, facts: Facts | None = None, *, apart: bool = False) -> str:
-    """Why some heads of a block cannot be written anew; empty where they can.
+def emission_refusal(
+    block: AttentionBlock, facts: Facts | None = None, *, allow_sparse: bool = False
+) -> Refusal | None:
+    """Why some heads of a block cannot be emitted in plain operators; None if they can.
 
     Args:
-        facts: Shapes, where they are known: masks may be laid out in too many axes.
-        apart: Sparse heads may be: what they shared is written once for each of them.
+        facts: Shapes, if known: masks may have too many axes.
+        allow_sparse: Accept sparse collaborative heads; their shared columns are duplicated.
     """
     if len(block.own_heads) < block.num_heads:
-        return "some of its heads take the probabilities of another layer already"
-    if block.content is not None or block.is_collaborative or (block.is_sparse and not apart):
-        return "its heads are collaborative: they share their queries and keys"
+        return Refusal(
+            "reuses_heads", "some of its heads take the probabilities of another layer already"
+        )
+    if (
+        block.content is not None
+        or block.is_collaborative
+        or (block.is_sparse and not allow_sparse)
+    ):
+        return Refusal(
+            "collaborative", "its heads are collaborative: they share their queries and keys"
+        )
     for part in (block.q, block.k, block.v):
-        if reason := _why_not_heads(part):
+        if reason := _heads_refusal(part):
             return reason
     if any(isinstance(step, FullLengths) for step in block.steps):
-        return "its operator is told the lengths of a cache"
+        return Refusal("cache_lengths", "its operator is told the lengths of a cache")
     if any(isinstance(step, PositionBias) and step.entangled for step in block.steps):
-        return "its position bias is computed from its own queries or keys"
+        return Refusal(
+            "entangled_bias", "its position bias is computed from its own queries or keys"
+        )
     for mask in (step.value for step in block.steps if isinstance(step, MASKS)):
         shape = mask.shape if facts is None else facts.shape(mask)
         if facts is not None and shape is None:
-            return f"the shape of its mask {mask.name!r} could not be inferred"
+            return Refusal(
+                "mask_shape", f"the shape of its mask {mask.name!r} could not be inferred"
+            )
         if shape is not None and len(shape) > 4:
-            return "its mask has an axis of windows beside batch and heads"
-    return ""
+            return Refusal("window_mask", "its mask has an axis of windows beside batch and heads")
+    return None
 
 
 MASKS = (Mask, PositionBias, Weighted)
 
 
-def why_not_values(block: AttentionBlock) -> str:
-    """Why the values of a block cannot be written anew; empty where they can."""
-    return _why_not_heads(block.v)
+def values_refusal(block: AttentionBlock) -> Refusal | None:
+    """Why the values of a block cannot be emitted in plain operators; None if they can."""
+    return _heads_refusal(block.v)
 
 
-def _why_not_heads(part: Projection) -> str:
+def _heads_refusal(part: Projection) -> Refusal | None:
     if part.weight is None or part.past is not None:
-        return "its cached keys and values are inputs of the graph, whose shapes would change"
+        return Refusal(
+            "cached",
+            "its cached keys and values are inputs of the graph, whose shapes would change",
+        )
     if not (part.by_sequence or part.sequence_first):
-        return "its tokens are not laid out as (batch, sequence, size)"
+        return Refusal("token_layout", "its tokens are not laid out as (batch, sequence, size)")
     try:
         _terms(part, np.arange(part.num_heads))
     except _UnfitError as unfit:
-        return str(unfit)
-    return ""
+        return Refusal("projection_layout", str(unfit))
+    return None
 
 
 class _UnfitError(Exception):

@@ -9,8 +9,9 @@ import onnx_ir as ir
 
 from graph_passes.analysis.constants import constant_array, is_constant
 from graph_passes.blocks import AttentionBlock, Projection
+from graph_passes.errors import Refusal
 
-__all__ = ["Cache", "cache_of", "heads_apart", "why_not_cached"]
+__all__ = ["Cache", "cache_of", "cache_refusal", "heads_apart"]
 
 MOST_READERS = 64
 """Nodes between cached keys and their scores; more are not followed."""
@@ -44,23 +45,31 @@ def cache_of(part: Projection) -> Cache | None:
     return None
 
 
-def why_not_cached(block: AttentionBlock) -> str:
-    """Why the cache of a block's keys cannot be rewritten; empty where it can."""
+def cache_refusal(block: AttentionBlock) -> Refusal | None:
+    """Why the cache of a block's keys cannot be rewritten; None if it can."""
     past, cache = block.k.past, cache_of(block.k)
     assert past is not None
     if block.num_heads == 1:
-        return "its cache holds a single head: there is nothing to share"
+        return Refusal("single_head", "its cache holds a single head: there is nothing to share")
     if not heads_apart(block.k):
-        return "its past keys are not laid out as (batch, heads, tokens, head size)"
+        return Refusal(
+            "cache_layout", "its past keys are not laid out as (batch, heads, tokens, head size)"
+        )
     if past.value.graph is not block.graph:
-        return "its past keys come from outside the body that it lies in"
+        return Refusal("cache_scope", "its past keys come from outside the body that it lies in")
     if cache is None or not cache.present.is_graph_output():
-        return "its present keys are not returned as the past and the new ones, joined"
+        return Refusal(
+            "cache_present",
+            "its present keys are not returned as the past and the new ones, joined",
+        )
     if past.value.shape is None or isinstance(past.value.shape[2], int):
-        return "its cache has a fixed length, and only an empty one could prove the rewrite"
+        return Refusal(
+            "cache_fixed",
+            "its cache has a fixed length, and only an empty one could prove the rewrite",
+        )
     if not _ends_in_scores(block, cache):
-        return "its cached keys are read by more than its own scores"
-    return ""
+        return Refusal("cache_shared", "its cached keys are read by more than its own scores")
+    return None
 
 
 def heads_apart(part: Projection) -> bool:

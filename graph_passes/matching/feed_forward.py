@@ -20,7 +20,8 @@ from graph_passes.analysis.constants import (
 )
 from graph_passes.analysis.shapes import Facts, interpret_small
 from graph_passes.blocks import as_matrix
-from graph_passes.matching.naming import PINNED
+from graph_passes.context import GraphContext
+from graph_passes.matching.naming import pinned_name
 from graph_passes.matching.products import Linear, linear
 
 if TYPE_CHECKING:
@@ -132,7 +133,8 @@ def find_feed_forward(model: ir.Model) -> list[FeedForwardBlock]:
     Such bottlenecks (adapters, squeezed summaries) are codes, whose every column speaks of the
     whole token; a wide pooler with its classifier is a feed-forward by all that a graph tells.
     """
-    runs = [interpret_small(model, batch=b, sequence=s) for b, s in ((2, 5), (3, 7))]
+    with GraphContext.of(model) as context:
+        runs = [context.get(interpret_small, batch=b, sequence=s) for b, s in ((2, 5), (3, 7))]
     nodes = ir.traversal.RecursiveGraphIterator(model.graph)
     read = (_read(node, runs, model.opset_imports) for node in nodes)
     blocks = [block for block in read if block is not None]
@@ -182,7 +184,7 @@ def _read(
     tokens = {_unflattened(part.tokens, runs) for part in first.values()}
     if len(first) > 2 or len(tokens) != 1 or not any(map(_is_bent, (*first, *between))):
         return None
-    if PINNED not in product.metadata_props and second.width < max(p.width for p in first.values()):
+    if pinned_name(product) is None and second.width < max(p.width for p in first.values()):
         return None
     inner = {*first, *between, product}
     for value in _made((*first, *between)):
@@ -384,8 +386,7 @@ def _bias(product: ir.Node, width: int) -> tuple[ir.Value | None, ir.Value]:
 
 def _name(block: FeedForwardBlock) -> str:
     """The path that the names of both products' nodes and constants share; a pruned one's own."""
-    pinned = block.product.metadata_props.get(PINNED)
-    if pinned is not None:
+    if (pinned := pinned_name(block.product)) is not None:
         return pinned
     added = [operand.value.name for operand in block.constants_by_neuron]
     bias = None if block.bias is None else block.bias.name

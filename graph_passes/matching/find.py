@@ -14,13 +14,14 @@ from graph_passes.analysis.shapes import interpret_small, without_lengths
 from graph_passes.blocks import (
     AttentionBlock,
     LogitStep,
-    Miss,
     PositionBias,
     Projection,
     Reused,
     Spread,
     Turn,
+    Unmatched,
 )
+from graph_passes.context import GraphContext
 from graph_passes.matching.idioms import SOFTMAXES, SoftmaxReading
 from graph_passes.matching.labels import Unread, say
 from graph_passes.matching.layout import Reader
@@ -37,25 +38,26 @@ BATCH, SEQUENCE = 2, 5
 """Lengths to read at: small, and apart from each other, so that no axis is mistaken for another."""
 
 
-def find_attention(model: ir.Model) -> tuple[list[AttentionBlock], list[Miss]]:
+def find_attention(model: ir.Model) -> tuple[list[AttentionBlock], list[Unmatched]]:
     """Every attention of a model, in order of execution, and what was not read.
 
     Bodies of If, Loop and Scan are read like the main graph; functions must have been inlined. A
     reading is a claim: ``attnserve.checks.certify`` proves it by running the graph.
     """
-    facts = interpret_small(model, batch=BATCH, sequence=SEQUENCE)
-    others = interpret_small(model, batch=BATCH + 1, sequence=SEQUENCE + 2)
+    with GraphContext.of(model) as context:
+        facts = context.get(interpret_small, batch=BATCH, sequence=SEQUENCE)
+        others = context.get(interpret_small, batch=BATCH + 1, sequence=SEQUENCE + 2)
     reader = Reader(without_lengths(facts, others), dict(model.opset_imports))
     blocks: list[AttentionBlock] = []
-    misses: list[Miss] = []
+    misses: list[Unmatched] = []
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         try:
             block = _read(node, reader)
         except Unread as unread:
-            misses.append(Miss(node, unread.reason))
+            misses.append(Unmatched(node, unread.reason))
         except (IndexError, ValueError, MemoryError, RuntimeError) as error:
             # What graphs that are not well formed lead to; never a reason to stop reading the rest.
-            misses.append(Miss(node, f"{say(node)} could not be followed: {error}"))
+            misses.append(Unmatched(node, f"{say(node)} could not be followed: {error}"))
         else:
             blocks += [] if block is None else [block]
     blocks, lost = _checked(blocks, reader)
@@ -152,27 +154,27 @@ def _source(value: ir.Value, known: Mapping[ir.Value, AttentionBlock]) -> Attent
 
 def _checked(
     blocks: Sequence[AttentionBlock], reader: Reader
-) -> tuple[list[AttentionBlock], list[Miss]]:
+) -> tuple[list[AttentionBlock], list[Unmatched]]:
     """Blocks whose reused heads come from attention that was read; the others are misses."""
     known = _known(blocks)
     kept: list[AttentionBlock] = []
-    misses: list[Miss] = []
+    misses: list[Unmatched] = []
     for block in blocks:
         if all(_source(reused.value, known) is not None for reused in block.reused):
             kept.append(block)
         else:
-            misses.append(Miss(block.product, "it joins heads of no attention that is read"))
+            misses.append(Unmatched(block.product, "it joins heads of no attention that is read"))
     return kept, misses
 
 
 def _reusing(
     blocks: Sequence[AttentionBlock], reader: Reader
-) -> tuple[list[AttentionBlock], list[Miss]]:
+) -> tuple[list[AttentionBlock], list[Unmatched]]:
     """Attention whose heads all take the probabilities of others: it has no softmax."""
     known = _known(blocks)
     claimed = {node for block in blocks for node in block.nodes}
     found: dict[ir.Node, AttentionBlock] = {}
-    misses: list[Miss] = []
+    misses: list[Unmatched] = []
     for product, value in products_of(list(known), reader.facts):
         if product.node in claimed or product.node in found:
             continue
@@ -184,7 +186,7 @@ def _reusing(
                 assert first is not None
                 found[product.node] = _from_sources(product, value, reused, first, reader)
         except Unread as unread:
-            misses.append(Miss(product.node, unread.reason))
+            misses.append(Unmatched(product.node, unread.reason))
     return list(found.values()), misses
 
 

@@ -20,7 +20,7 @@ __all__ = ["Factor", "Heads", "Labels", "Source", "Trace", "Unread", "added", "b
 
 
 class Unread(Exception):
-    """Why a value could not be read: becomes the reason of a ``Miss``."""
+    """Why a value could not be read: becomes the reason of an ``Unmatched``."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)

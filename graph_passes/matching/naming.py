@@ -5,23 +5,45 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Protocol
+
+import onnx_ir as ir
 
 from graph_passes.analysis.constants import is_constant
 from graph_passes.blocks import AttentionBlock
 
-__all__ = ["PINNED", "named", "pin_names"]
+__all__ = ["named", "pin_name", "pin_names", "pinned_name"]
 
 REWRITTEN = re.compile("/(collaborative|fused|pruned|reuse)/")
 """Stands in the names of what a rewrite puts into a graph, after the block's name."""
 
 PINNED = "attnserve.name"
-"""Metadata of a block's product, which keeps its name while others leave the graph."""
+"""Key of a node's ``metadata_props``: the name of the block whose product it is."""
 
 
-def pin_names(blocks: Iterable[AttentionBlock]) -> None:
-    """Keep the names of blocks while rewrites change what they are named after, or their number."""
+class Named(Protocol):
+    """A block: attention or feed-forward."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def product(self) -> ir.Node: ...
+
+
+def pin_names(blocks: Iterable[Named]) -> None:
+    """Record the names of blocks in their graph, so that rewrites do not change them."""
     for block in blocks:
-        block.product.meta[PINNED] = block.name
+        pin_name(block.product, block.name)
+
+
+def pin_name(product: ir.Node, name: str) -> None:
+    """Record the name of the block whose product this node is."""
+    product.metadata_props[PINNED] = name
+
+
+def pinned_name(product: ir.Node) -> str | None:
+    """The name that was recorded for the block of this node."""
+    return product.metadata_props.get(PINNED)
 
 
 def named(blocks: Sequence[AttentionBlock]) -> list[AttentionBlock]:
@@ -38,9 +60,8 @@ def _common_name(block: AttentionBlock) -> str:
 
     A rewritten block has its name in those of its nodes.
     """
-    pinned = block.product.meta.get(PINNED)
-    if pinned is not None:
-        return str(pinned)
+    if (pinned := pinned_name(block.product)) is not None:
+        return pinned
     for node in (*block.q.nodes[:1], *block.v.nodes[:1]):
         if (mark := REWRITTEN.search(node.name or "")) is not None:
             return (node.name or "")[: mark.start()]

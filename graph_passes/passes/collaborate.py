@@ -1,14 +1,15 @@
-"""Collaborate: query and key projections of all heads become shared ones and a mixing matrix."""
+"""Collaborate: share query and key dimensions between heads."""
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import onnx_ir as ir
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, TypeAdapter
 
 from graph_passes.blocks import (
     AttentionBlock,
@@ -19,135 +20,279 @@ from graph_passes.blocks import (
     PositionBias,
     Weighted,
 )
+from graph_passes.context import GraphContext
 from graph_passes.emit.attention import emit_heads
-from graph_passes.emit.caches import cache_of, heads_apart, why_not_cached
+from graph_passes.emit.caches import cache_of, cache_refusal, heads_apart
 from graph_passes.emit.collaborative import cache_width, dense_logits, most_read, sparse_logits
-from graph_passes.emit.editing import Inserter, remove_unused, replace_uses, share_constants
-from graph_passes.errors import CannotRewrite, InvalidArgument
-from graph_passes.factorize.cp import CollaborativeFactors, collaborative_factors
-from graph_passes.factorize.moments import TokenMoments
+from graph_passes.emit.editing import Inserter, replace_uses
+from graph_passes.errors import InvalidArgument, Refusal
+from graph_passes.factorize.cp import CollaborativeFactors, collaborative_factors, with_mean
+from graph_passes.factorize.moments import TokenMoments, pooled
 from graph_passes.factorize.sparse import sparse_factors
-from graph_passes.matching.find import find_attention
 from graph_passes.matching.layout import only_consumer
-from graph_passes.passes.invariants import check, interface
+from graph_passes.passes.base import AttentionPass
+from graph_passes.passes.decompose_attention import decompose_fused, decomposition_refusal
+from graph_passes.passes.invariants import Interface
 
-__all__ = ["INSIDE_OPERATOR", "Collaborate", "factor", "why_not"]
-
-INSIDE_OPERATOR = "its scores are inside a fused operator: decompose it first"
-"""The one reason of ``why_not`` that ``DecomposeAttention`` can take away; told last."""
+__all__ = ["Collaborate", "SharedDimensions", "factor", "sharing_refusal"]
 
 WEAK_FILL = -1e3
-"""What masked scores are set to must be below this, whatever is subtracted from the others."""
+"""Masked scores must be below this, so that softmax ignores them whatever the key bias is."""
 
 
-@dataclass(frozen=True, eq=False)
-class Collaborate(ir.passes.InPlacePass):
+class SharedDimensions(BaseModel):
+    """The parameters of collaborative heads.
+
+    Attributes:
+        rank: R, the number of dimensions that the heads share, from 1 to H*K (exact).
+        head_size: The mean number of dimensions that a head reads, for sparse mixing; None for
+            dense mixing, in which every head reads all R.
+        cache: Rewrite cached keys too, which changes inputs and outputs of the graph.
+        factors: The matrices; computed from the weights alone unless given. Not part of plan.json.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rank: int = Field(ge=1)
+    head_size: int | None = Field(default=None, ge=1)
+    cache: bool = False
+    factors: InstanceOf[CollaborativeFactors] | None = Field(default=None, exclude=True)
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether each head reads only some of the shared dimensions."""
+        return self.head_size is not None
+
+
+class Collaborate(AttentionPass[SharedDimensions]):
     """Share query and key dimensions between heads (eq. 6 and 7 of arXiv 2006.16362).
 
     Before: logits_h = s (x W_Q^h + b_Q^h)(y W_K^h + b_K^h)^T
     After:  logits_h = s [ (x W~Q) diag(m_h) (y W~K)^T + v_h^T y^T ]
 
-    Dense mixing multiplies all shared dimensions in every head; sparse mixing only those for which
-    m_h is not zero, as ordinary multi-head attention (see ``scores``). Both compute the same.
-    The scale s is the graph's own, never one derived from R; the key bias is constant over the keys
-    and is dropped; mask, softmax, values and output are not touched. Exact at R = H*K, lossy below.
-    Refused (``CannotRewrite``) where ``why_not`` gives a reason.
+    Dense mixing multiplies all shared dimensions in every head. Sparse mixing multiplies only those
+    whose m_h is not zero, as ordinary multi-head attention (``emit.collaborative``). The scale s is
+    the graph's own, never derived from R. The key bias is constant over the keys, so softmax
+    ignores it, and it is dropped. Mask, softmax, values and output do not change. Exact at R = H*K,
+    lossy below. Fused operators are decomposed first.
 
-    Where keys are cached, past (B, H, P, K) an input and present (B, H, P+T, K) an output of the
-    graph, and only if ``caches``, the cache holds what all heads share:
+    If keys are cached, past (B, H, P, K) an input and present (B, H, P+T, K) an output of the
+    graph, and ``cache`` is set, the cache holds the shared dimensions:
 
     After:  present = [past; y [W~K, v^T]]  (B, 1, P+T, R+H), and from there as above
 
-    Input and output keep their names, types, batch and length; the cached values are not touched.
-    The H content logits are left out where there are none. A cache of the original model means
-    nothing to the new one.
+    Input and output keep their names, types, batch and length; cached values do not change. The H
+    content logits are left out if there are none. A cache of the original model cannot be read by
+    the new one.
 
     Attributes:
-        factors: W~Q, W~K, M and v for each block to rewrite, by the block's name (see ``factor``).
-            Layers with the same weights go on sharing them.
-        caches: Rewrite cached keys too, which changes inputs and outputs of the graph.
-        mixing: Cached keys have dense mixing only.
+        targets: R and the mixing of each block. Layers with the same weights share their factors.
     """
 
-    factors: Mapping[str, CollaborativeFactors]
-    caches: bool = False
-    mixing: Literal["dense", "sparse"] = "dense"
+    name: ClassVar[str] = "collaborate"
+    lossy: ClassVar[bool] = True
+    params: ClassVar[TypeAdapter[Any]] = TypeAdapter(SharedDimensions)
 
-    def requires(self, model: ir.Model) -> None:
-        blocks = {block.name: block for block in find_attention(model)[0]}
-        for name in self.factors:
-            if (block := blocks.get(name)) is None:
-                reason = "no attention has this name"
-            elif not (reason := why_not(block, caches=self.caches)) and block.k.past is not None:
-                if block.graph is not model.graph:
-                    reason = "its cached keys stay inside the body of a node"
-                elif self.mixing == "sparse":
-                    reason = "what it caches is shared by all heads: only dense mixing reads that"
-            if reason:
-                raise CannotRewrite(f"{name}: {reason}", "leave this layer out with --layers")
+    @classmethod
+    def with_factors(
+        cls,
+        factors: Mapping[str, CollaborativeFactors],
+        *,
+        sparse: bool = False,
+        cache: bool = False,
+    ) -> Collaborate:
+        """The pass that installs factors which were computed before, by block name."""
+        return cls({
+            name: SharedDimensions(
+                rank=found.rank, head_size=found.rank if sparse else None, cache=cache,
+                factors=found,
+            )
+            for name, found in factors.items()
+        })  # fmt: skip
 
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        before = interface(model)
+    def lossy_blocks(self, context: GraphContext) -> list[AttentionBlock]:
+        """The blocks that lose dimensions; fused operators are decomposed first."""
+        decompose_fused(context, self.targets.keys())
+        return [block for block, params in self._chosen(context) if _is_lossy(block, params)]
+
+    def factored(
+        self,
+        context: GraphContext,
+        moments: Mapping[str, TokenMoments],
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Collaborate:
+        """The same pass with the factors of every block.
+
+        Blocks with equal query and key weights share P, Q and M; their moments are pooled.
+
+        Args:
+            moments: Of the tokens that blocks see, by block; weights alone are approximated
+                without.
+            progress: Called with (blocks done, blocks in total).
+        """
+        decompose_fused(context, self.targets.keys())
+        chosen = self._chosen(context)
+        factors: dict[str, CollaborativeFactors] = {}
+        for uses in _equal_weights(chosen):
+            first, params = uses[0], self.targets[uses[0].name]
+            seen = [moments[block.name] for block in uses if block.name in moments]
+            pool = pooled(seen) if len(uses) > 1 and len(seen) == len(uses) else None
+            whole = factor(
+                first, params.rank, head_size=params.head_size,
+                moments=pool or (seen[0] if seen else None),
+            )  # fmt: skip
+            for block in uses:
+                factors[block.name] = whole
+                if pool is not None and whole.relative_error > 0:
+                    mean = moments[block.name].query_mean
+                    factors[block.name] = with_mean(whole, block.q.heads(), block.k.heads(), mean)
+                if progress is not None:
+                    progress(len(factors), len(chosen))
+        return Collaborate({
+            name: params.model_copy(update={"factors": factors.get(name)})
+            for name, params in self.targets.items()
+        })  # fmt: skip
+
+    @classmethod
+    def refusal(
+        cls, block: AttentionBlock, params: SharedDimensions | None, context: GraphContext
+    ) -> Refusal | None:
+        if params is None:
+            return sharing_refusal(block)
+        if found := sharing_refusal(block, caches=params.cache):
+            return found
+        if block.k.past is not None and block.graph is not context.model.graph:
+            return Refusal("cache_scope", "its cached keys stay inside the body of a node")
+        if block.k.past is not None and params.is_sparse:
+            return Refusal(
+                "cache_sparse", "its cache holds what all heads share: only dense mixing reads it"
+            )
+        if params.factors is None:
+            _check_rank(block, params.rank)
+        return None
+
+    def promised(self, before: Interface, context: GraphContext) -> Interface:
         widths: dict[str, int] = {}
-        uses = Counter(id(factors.key) for factors in self.factors.values())
-        for block in find_attention(model)[0]:
-            if block.name in self.factors:
-                factors, cache = self.factors[block.name], cache_of(block.k)
-                if cache is not None:
-                    held = (cache.past[0], cache.present)
-                    widths |= {value.name or "": cache_width(factors) for value in held}
-                make = Inserter(block.graph, block.product, f"{block.name}/collaborative")
-                if self.mixing == "sparse":
-                    shared = uses[id(factors.key)] > 1
-                    logits = sparse_logits(make, block, factors, shared=shared)
-                else:
-                    logits = dense_logits(make, block, factors, cache)
-                _install(make, block, logits)
-        remove_unused(model)
-        share_constants(model, since=before.initializers)
-        check(before.with_caches(widths), model, after="Collaborate")
-        return ir.passes.PassResult(model, modified=bool(self.factors))
+        for block, params in self._chosen(context):
+            if (cache := cache_of(block.k)) is not None:
+                width = cache_width(_factors(block, params))
+                widths |= {value.name or "": width for value in (cache.past[0], cache.present)}
+        return before.with_caches(widths)
+
+    def prepare(self, context: GraphContext) -> None:
+        decompose_fused(context, self.targets.keys())
+
+    def rewrite_blocks(
+        self, chosen: Sequence[tuple[AttentionBlock, SharedDimensions]], context: GraphContext
+    ) -> None:
+        found = [(block, params, _factors(block, params)) for block, params in chosen]
+        uses = Counter(id(factors.key) for _, _, factors in found)
+        for block, params, factors in found:
+            make = Inserter(block.graph, block.product, f"{block.name}/collaborative")
+            if params.is_sparse:
+                logits = sparse_logits(make, block, factors, shared=uses[id(factors.key)] > 1)
+            else:
+                logits = dense_logits(make, block, factors, cache_of(block.k))
+            _install(make, block, logits)
+
+    def rewrite(
+        self, block: AttentionBlock, params: SharedDimensions, context: GraphContext
+    ) -> None:
+        self.rewrite_blocks([(block, params)], context)
 
 
-def why_not(block: AttentionBlock, *, caches: bool = False) -> str:
-    """Why a block cannot be given collaborative heads, in one sentence; empty where it can.
+def _is_lossy(block: AttentionBlock, params: SharedDimensions) -> bool:
+    size = params.head_size or block.head_size
+    return params.rank < block.q.num_heads * block.head_size or size < block.head_size
+
+
+def _equal_weights(
+    chosen: Sequence[tuple[AttentionBlock, SharedDimensions]],
+) -> list[list[AttentionBlock]]:
+    """Blocks grouped by equal query and key weights and equal parameters."""
+    groups: dict[tuple[object, ...], list[AttentionBlock]] = {}
+    for block, params in chosen:
+        arrays = (block.q.heads(), block.q.offset, block.k.heads())
+        digests = [hashlib.sha256(np.ascontiguousarray(a).tobytes()).digest() for a in arrays]
+        shapes = [array.shape for array in arrays]
+        key = (params.rank, params.head_size, *digests, *shapes)
+        groups.setdefault(key, []).append(block)
+    return list(groups.values())
+
+
+def _factors(block: AttentionBlock, params: SharedDimensions) -> CollaborativeFactors:
+    """The given factors, or those of the weights alone."""
+    return params.factors or factor(block, params.rank, head_size=params.head_size)
+
+
+def _check_rank(block: AttentionBlock, rank: int) -> None:
+    exact = block.q.num_heads * block.head_size
+    if not 1 <= rank <= exact:
+        raise InvalidArgument(
+            f"{block.name}: a shared dimension of {rank}: expected 1 to {exact} "
+            f"({block.q.num_heads} heads x {block.head_size})",
+            f"choose R from 1 to {exact}; {exact} is exact",
+            code="collaborate.rank",
+        )
+
+
+def sharing_refusal(block: AttentionBlock, *, caches: bool = False) -> Refusal | None:
+    """Why the queries and keys of a block cannot be factored; None if they can.
 
     Args:
         caches: Cached keys may be rewritten too.
     """
     if not block.q.num_heads:
-        return "all its heads take the probabilities of another layer"
+        return Refusal("no_own_heads", "all its heads take the probabilities of another layer")
     if block.is_collaborative or block.is_sparse:
-        return "its heads are collaborative already"
+        return Refusal("collaborative", "its heads are collaborative already")
     if block.position == "rope":
-        return "rotary positions stand between the projections and the scores"
+        return Refusal("rotary", "rotary positions stand between the projections and the scores")
     if block.q.norm is not None or block.k.norm is not None:
-        return "q/k norm stands between the projections and the scores"
+        return Refusal("qk_norm", "q/k norm stands between the projections and the scores")
     if block.k.weight is None:
-        return "its keys are handed in by the caller: no projection in this graph makes them"
+        return Refusal(
+            "external_keys",
+            "its keys are handed in by the caller: no projection in this graph makes them",
+        )
     if block.k.past is not None and not caches:
-        return "its cached keys are an input of the graph, made by the original projection"
+        return Refusal(
+            "cached", "its cached keys are an input of the graph, made by the original projection"
+        )
     if any(isinstance(step, PositionBias) and step.entangled for step in block.steps):
-        return "its position bias is computed from its own queries or keys"
+        return Refusal(
+            "entangled_bias", "its position bias is computed from its own queries or keys"
+        )
     if any(isinstance(step, Capped | Weighted) for step in block.steps):
-        return "its logits are capped or weighted before the softmax, so the key bias counts"
+        return Refusal(
+            "capped", "its logits are capped or weighted before the softmax, so the key bias counts"
+        )
     if block.k.num_distinct_heads != block.q.num_heads:
-        return "its key heads are grouped: they share their projections already"
+        return Refusal("grouped", "its key heads are grouped: they share their projections already")
     if any(_fill(step) > WEAK_FILL for step in block.steps):
-        return "its mask fills in scores that softmax does not ignore, so the key bias counts"
+        return Refusal(
+            "weak_mask",
+            "its mask fills in scores that softmax does not ignore, so the key bias counts",
+        )
     if not (block.q.by_sequence and block.k.by_sequence):
-        return "its tokens are not laid out as (batch, sequence, size)"
-    if block.k.past is not None and (reason := why_not_cached(block)):
+        return Refusal("token_layout", "its tokens are not laid out as (batch, sequence, size)")
+    if block.k.past is not None and (reason := cache_refusal(block)):
         return reason
     if block.logits is None:
-        return INSIDE_OPERATOR
+        return decomposition_refusal(block)
     if block.logits_axes != (0, 1, 2) and len(block.logits_axes or ()) != 4:
-        return "its scores are laid out in an order that is not followed"
+        return Refusal("score_layout", "its scores are laid out in an order that is not followed")
     if block.probabilities is None:
-        return "its probabilities are nowhere laid out as (batch, heads, queries, keys)"
+        return Refusal(
+            "probability_layout",
+            "its probabilities are nowhere laid out as (batch, heads, queries, keys)",
+        )
     if not _only_softmax_reads(block.logits):
-        return "its scores are read by more than the softmax, which alone ignores the key bias"
-    return ""
+        return Refusal(
+            "scores_shared",
+            "its scores are read by more than the softmax, which alone ignores the key bias",
+        )
+    return None
 
 
 def _fill(step: LogitStep) -> float:
@@ -179,7 +324,7 @@ def factor(
     """Decompose the heads of a block into R shared dimensions.
 
     Args:
-        block: Any block that ``why_not`` has nothing against.
+        block: A block without a ``sharing_refusal``.
         rank: R, from 1 to H*K (exact there).
         head_size: For sparse mixing, the dimensions that a head reads on average, from 1 to K. No
             head reads so many that it would outgrow K, or what the average needs.
@@ -189,13 +334,7 @@ def factor(
     Raises:
         InvalidArgument: R is out of range.
     """
-    exact = block.q.num_heads * block.head_size
-    if not 1 <= rank <= exact:
-        raise InvalidArgument(
-            f"{block.name}: a shared dimension of {rank}: expected 1 to {exact} "
-            f"({block.q.num_heads} heads x {block.head_size})",
-            f"choose R from 1 to {exact}; {exact} is exact",
-        )
+    _check_rank(block, rank)
     q, k, bias = block.q.heads(), block.k.heads(), block.q.offset
     if head_size is None:
         return collaborative_factors(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 import onnx_ir as ir
 
 from graph_passes.analysis.shapes import state_types
+from graph_passes.context import GraphContext
 from graph_passes.emit.editing import remove_unused
-from graph_passes.passes.invariants import check, interface
+from graph_passes.passes.base import RewritePass
 
 __all__ = [
     "BFLOAT16",
@@ -56,8 +58,8 @@ STATISTICS = {"LayerNormalization": (1, 2), "SkipLayerNormalization": (1, 2),
 SINCE = {name: opset for opset, names in COMPUTES.items() for name in names.split()}
 
 
-@dataclass(frozen=True)
-class ToBfloat16(ir.passes.InPlacePass):
+@dataclass(frozen=True, eq=False)
+class ToBfloat16(RewritePass):
     """Compute in bfloat16 what a GPU has kernels for, in a float32 graph; lossy.
 
     Before: z = f(x, W)
@@ -76,9 +78,14 @@ class ToBfloat16(ir.passes.InPlacePass):
 
     exact: frozenset[str] = field(default_factory=frozenset[str])
 
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
+    lossy: ClassVar[bool] = True
+
+    def requires(self, model: ir.Model) -> None:
         spread_types(model)
-        before = interface(model)
+        super().requires(model)
+
+    def rewrite_graph(self, context: GraphContext) -> bool:
+        model = context.model
         opset = model.opset_imports.get("", 0)
         nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
         turned, half = set[ir.Node](), set[ir.Value]()
@@ -106,8 +113,7 @@ class ToBfloat16(ir.passes.InPlacePass):
         for value in half:
             value.type = ir.TensorType(BFLOAT16)
         remove_unused(model)
-        check(before, model, after="ToBfloat16")
-        return ir.passes.PassResult(model, modified=bool(half))
+        return bool(half)
 
 
 def _is_turned(node: ir.Node, half: set[ir.Value], opset: int) -> bool:

@@ -1,70 +1,85 @@
-"""DecomposeAttention: a fused attention operator becomes the same attention in plain operators."""
+"""DecomposeAttention: write a fused attention operator as the same attention in plain operators."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Collection
+from typing import ClassVar
 
 import numpy as np
 import onnx_ir as ir
 
 from graph_passes.analysis.shapes import Facts
 from graph_passes.blocks import AttentionBlock, Projection
+from graph_passes.context import GraphContext
 from graph_passes.emit.attention import emit_heads, emit_softmax
-from graph_passes.emit.editing import Inserter, remove_unused, replace_uses
-from graph_passes.errors import CannotRewrite
+from graph_passes.emit.editing import Inserter, replace_uses
+from graph_passes.errors import Refusal
 from graph_passes.matching.find import find_attention
-from graph_passes.passes.invariants import check, interface
+from graph_passes.passes.base import AttentionPass, NoParams
 
-__all__ = ["DecomposeAttention", "why_not"]
+__all__ = ["DecomposeAttention", "decompose_fused", "decomposition_refusal"]
 
 
-@dataclass(frozen=True)
-class DecomposeAttention(ir.passes.InPlacePass):
-    """Take the scores out of a fused operator, where a rewrite needs them.
+class DecomposeAttention(AttentionPass[NoParams]):
+    """Write the scores and probabilities inside a fused operator as values of the graph.
 
     Before: context = Attention(q, k, v, mask).
     After:  context = safe_softmax(masked(scale q k^T)) v, in MatMul, Where, Add and Softmax.
-    Exact; rows that are masked throughout stay zero. Heads that the operator itself projects or
-    splits are projected by nodes of their own; those that several query heads share are spread by a
-    Gather. Refused (``why_not``) for operators that were not read, and for caches.
+
+    Exact; rows that are masked throughout stay zero. Projections and splits inside the operator
+    become nodes of their own. Heads that several query heads share are repeated by a Gather.
 
     Attributes:
-        names: The blocks to decompose.
+        targets: The blocks to decompose.
     """
 
-    names: frozenset[str]
+    name: ClassVar[str] = "decompose_attention"
 
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        blocks = {block.name: block for block in find_attention(model)[0]}
-        before = interface(model)
-        for name in sorted(self.names):
-            if name not in blocks:
-                raise CannotRewrite(f"no attention is called {name!r}", "see `attnserve inspect`")
-            reason = why_not(blocks[name])
-            if reason:
-                raise CannotRewrite(f"{name}: {reason}", "leave this layer out with --layers")
-            _decompose(blocks[name])
-        remove_unused(model)
-        check(before, model, after="DecomposeAttention")
-        return ir.passes.PassResult(model, modified=bool(self.names))
+    @classmethod
+    def refusal(
+        cls, block: AttentionBlock, params: NoParams | None, context: GraphContext
+    ) -> Refusal | None:
+        return decomposition_refusal(block)
+
+    def rewrite(self, block: AttentionBlock, params: NoParams, context: GraphContext) -> None:
+        _decompose(block)
 
 
-def why_not(block: AttentionBlock) -> str:
-    """Why a fused block cannot be decomposed; empty where it can."""
+def decompose_fused(context: GraphContext, names: Collection[str]) -> None:
+    """Decompose those of the named blocks whose scores or probabilities are inside an operator."""
+    fused = [
+        block.name
+        for block in context.get(find_attention)[0]
+        if block.name in names
+        and (block.logits is None or block.probabilities is None)
+        and decomposition_refusal(block) is None
+    ]
+    if fused:
+        DecomposeAttention(fused)(context.model)
+
+
+def decomposition_refusal(block: AttentionBlock) -> Refusal | None:
+    """Why a fused block cannot be decomposed; None if it can."""
     if not block.q.num_heads:
-        return "it has no scores: its heads take the probabilities of another layer"
+        return Refusal(
+            "no_own_heads", "it has no scores: its heads take the probabilities of another layer"
+        )
     if block.logits is not None:
-        return "its scores are in the graph already"
+        return Refusal("decomposed", "its scores are in the graph already")
     parts = (block.q, block.k, block.v)
     if any(part.past is not None and part.past.value in block.product.inputs for part in parts):
-        return "its fused operator reads cached keys, which are inputs of the graph"
+        return Refusal(
+            "cached", "its fused operator reads cached keys, which are inputs of the graph"
+        )
     apart = all(part.layout == "B H T K" for part in parts)
     if not apart and any(part.turns or part.norm or not part.by_sequence for part in parts):
-        return "the fused operator splits and rotates its heads inside"
+        return Refusal("operator_rotary", "the fused operator splits and rotates its heads inside")
     if any(value.uses() or value.is_graph_output() for value in block.product.outputs[1:]):
-        return "its fused operator also returns its keys, values or scores"
-    return ""
+        return Refusal(
+            "operator_outputs", "its fused operator also returns its keys, values or scores"
+        )
+    return None
 
 
 def _decompose(block: AttentionBlock) -> None:

@@ -1,8 +1,9 @@
-"""FoldBiases: what a layer adds to every token is added by the norm that its residual is of."""
+"""FoldBiases: move biases of output projections into the norms of their residuals."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import onnx_ir as ir
@@ -13,8 +14,9 @@ from graph_passes.analysis.constants import (
     constant_type,
     is_constant,
 )
+from graph_passes.context import GraphContext
 from graph_passes.emit.editing import Inserter, remove_unused
-from graph_passes.passes.invariants import check, interface
+from graph_passes.passes.base import RewritePass
 
 __all__ = ["FoldBiases"]
 
@@ -22,20 +24,21 @@ MICROSOFT_ATTENTION = ("com.microsoft", "Attention", "")
 """Multiplies its first input by its second and adds its third, before anything else."""
 
 
-@dataclass(frozen=True, eq=False)
-class FoldBiases(ir.passes.InPlacePass):
-    """Take the bias of an output projection out of the way between it and its residual sum.
+class FoldBiases(RewritePass):
+    """Move the bias of an output projection into the norm of its residual.
 
     Before: r = norm(u) + beta,         y = (p + b) + r,   z_i = r W_i + c_i
     After:  r = norm(u) + (beta + b),   y = p + r,         z_i = r W_i + (c_i - b W_i)
 
-    The same numbers but for rounding, with an addition less: post-norm encoders (BERT) have two of
-    them in every layer. Left alone where ``r`` is an output of the graph or is read by anything but
-    the sum and such maps, and where weights are not of single precision.
+    Exact but for rounding, with one addition less; a layer of a post-norm encoder (BERT) has two.
+    Unchanged if ``r`` is an output of the graph, if anything but the sum and such maps reads it,
+    and if weights are not of single precision.
     """
 
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        before, modified = interface(model), False
+    name: ClassVar[str] = "fold_biases"
+
+    def rewrite_graph(self, context: GraphContext) -> bool:
+        model, modified = context.model, False
         for graph in (model.graph, *model.graph.subgraphs()):
             for node in list(graph):
                 match = _match(node)
@@ -43,8 +46,7 @@ class FoldBiases(ir.passes.InPlacePass):
                     _fold(match)
                     modified = True
         remove_unused(model)
-        check(before, model, after="FoldBiases")
-        return ir.passes.PassResult(model, modified=modified)
+        return modified
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,13 +1,14 @@
-"""FuseAttention: a block becomes one of ONNX Runtime's operators that hold a whole attention."""
+"""FuseAttention: write attention as one operator of ONNX Runtime."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import numpy as np
 import onnx_ir as ir
+from pydantic import TypeAdapter
 
 from graph_passes.analysis.constants import constant_array, is_constant
 from graph_passes.analysis.shapes import Facts, interpret_small
@@ -25,19 +26,18 @@ from graph_passes.blocks import (
     Scaled,
     Weighted,
 )
-from graph_passes.emit import attention as emit
-from graph_passes.emit.attention import emit_affine, emit_steps
-from graph_passes.emit.editing import Inserter, keep_shapes, remove_unused, share_constants
-from graph_passes.errors import CannotRewrite, InvalidArgument
-from graph_passes.matching.find import find_attention
-from graph_passes.matching.naming import pin_names
+from graph_passes.context import GraphContext
+from graph_passes.emit.attention import emission_refusal, emit_affine, emit_steps
+from graph_passes.emit.editing import Inserter
+from graph_passes.errors import Refusal
+from graph_passes.passes.base import AttentionPass, small_shapes
 from graph_passes.passes.collaborate import WEAK_FILL
-from graph_passes.passes.invariants import check, interface
+from graph_passes.passes.invariants import Interface
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-__all__ = ["LOW", "OPSETS", "Form", "FuseAttention", "why_not"]
+__all__ = ["IDIOMS", "LOW", "OPSETS", "Form", "FuseAttention", "fusion_refusal"]
 
 Form = Literal["attention", "multi_head", "merged", "onnx"]
 """com.microsoft Attention, which projects inside; MultiHeadAttention, with three projections or
@@ -71,113 +71,121 @@ The least of all floats would overflow to it beside a negative score, or beside 
 the operator adds (its own causal one, say); of these, two and a score have room."""
 
 
-@dataclass(frozen=True, eq=False)
-class FuseAttention(ir.passes.InPlacePass):
-    """Write attention as one operator of ONNX Runtime, which runs faster than its parts.
+class FuseAttention(AttentionPass[Form]):
+    """Write attention as one operator of ONNX Runtime, which is faster than its parts.
 
-    Before: out = softmax(steps(s q k^T)) v W_O + b_O, in as many nodes as the exporter took
+    Before: out = softmax(steps(s q k^T)) v W_O + b_O, in as many nodes as the exporter wrote
     After:  out = Attention(x, [W_Q W_K W_V], [b_Q b_K b_V], bias = m) W_O + b_O
         or  out = MultiHeadAttention(x W_Q, y W_K, y W_V, [b_Q b_K b_V], bias = m) W_O + b_O
         or  the same of Split(x [W_Q W_K W_V])
         or  out = ai.onnx Attention(x W_Q + b_Q, y W_K + b_K, y W_V + b_V, mask = m) W_O + b_O
 
-    with m = max(steps(0), LOW), (B or 1, H or 1, S, T), which layers with the same masks share.
-    Exact for each query that sees a key; one that sees none attends to all keys, evenly in single
-    precision, where the graph had zeros, NaN or whatever its mask's finite number left. The scale
-    s is the block's own, always given. Sparse heads share no more: each gets columns of its own,
-    H*K' in place of R. Blocks that are this operator already are left alone. The model imports
-    com.microsoft where it needs it, whose operators take bfloat16 on a GPU only; it must have the
-    opset of the operator. Refused (``CannotRewrite``) where ``why_not`` gives a reason.
+    with m = max(steps(0), LOW), (B or 1, H or 1, S, T), shared by layers with equal masks. Exact
+    for each query that sees a key. A query that sees none attends to all keys, evenly in single
+    precision, where the graph had zeros, NaN or what the mask's finite number left. The scale s is
+    the block's own. Sparse heads stop sharing: each gets its own columns, H*K' instead of R. Blocks
+    that are this operator already do not change. The model imports com.microsoft if needed; its
+    operators support bfloat16 on a GPU only.
 
     Attributes:
-        forms: The operator for each block to rewrite, by the block's name.
+        targets: The operator for each block to rewrite.
     """
 
-    forms: Mapping[str, Form]
+    name: ClassVar[str] = "fuse_attention"
+    params: ClassVar[TypeAdapter[Any]] = TypeAdapter(Form)
 
-    def requires(self, model: ir.Model) -> None:
-        blocks = {block.name: block for block in find_attention(model)[0]}
-        facts = interpret_small(model, batch=2, sequence=5)
-        for name, form in self.forms.items():
-            if form not in get_args(Form):
-                raise InvalidArgument(
-                    f"the form of {name} is {form!r}, expected one of {', '.join(get_args(Form))}",
-                    "choose the operator that holds the attention",
-                )
-            if (block := blocks.get(name)) is None:
-                raise CannotRewrite(
-                    f"{name}: no attention has this name", "see `attnserve inspect`"
-                )
-            if reason := why_not(block, form, facts, model.opset_imports):
-                raise CannotRewrite(f"{name}: {reason}", "leave this layer as it is")
+    @classmethod
+    def changes(cls, block: AttentionBlock, params: Form) -> bool:
+        return block.idiom != IDIOMS[params]
 
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        before, facts = interface(model), interpret_small(model, batch=2, sequence=5)
-        blocks = find_attention(model)[0]
-        chosen = [
-            b for b in blocks if b.name in self.forms and b.idiom != IDIOMS[self.forms[b.name]]
-        ]
-        if not chosen:
-            return ir.passes.PassResult(model, modified=False)
-        pin_names(blocks)
-        chosen = _in_order(model, chosen)
-        biases = _biases(model, chosen, facts)
-        for block in reversed(chosen):  # what an earlier one makes may be the tokens of a later one
-            _fuse(block, self.forms[block.name], biases.get(block.name), facts)
-        promised = before
-        if any(self.forms[block.name] != "onnx" for block in chosen):
+    @classmethod
+    def refusal(
+        cls, block: AttentionBlock, params: Form | None, context: GraphContext
+    ) -> Refusal | None:
+        opsets, shapes = context.model.opset_imports, small_shapes(context)
+        forms: Sequence[Form] = get_args(Form) if params is None else (params,)
+        found = [fusion_refusal(block, form, shapes, opsets) for form in forms]
+        return None if None in found else found[0]
+
+    def promised(self, before: Interface, context: GraphContext) -> Interface:
+        forms = [form for _, form in self._chosen(context)]
+        return before.with_opset(DOMAIN, 1) if set(forms) - {"onnx"} else before
+
+    def rewrite_blocks(
+        self, chosen: Sequence[tuple[AttentionBlock, Form]], context: GraphContext
+    ) -> None:
+        model, facts = context.model, small_shapes(context)
+        blocks = _in_order(model, [block for block, _ in chosen])
+        biases = _biases(model, blocks, facts)
+        for block in reversed(blocks):  # the output of an earlier block may be a later one's input
+            _fuse(block, self.targets[block.name], biases.get(block.name), facts)
+        if any(form != "onnx" for _, form in chosen):
             model.opset_imports.setdefault(DOMAIN, 1)
-            promised = before.with_opset(DOMAIN, 1)
-        share_constants(model, since=before.initializers)
-        remove_unused(model)
-        keep_shapes(model, chosen)
-        check(promised, model, after="FuseAttention")
-        return ir.passes.PassResult(model, modified=True)
+
+    def rewrite(self, block: AttentionBlock, params: Form, context: GraphContext) -> None:
+        self.rewrite_blocks([(block, params)], context)
 
 
-def why_not(
+def fusion_refusal(
     block: AttentionBlock,
     form: Form,
     facts: Facts | None = None,
     opsets: Mapping[str, int] | None = None,
-) -> str:
-    """Why a block cannot be one operator of this form; empty where it can, or is already.
+) -> Refusal | None:
+    """Why a block cannot be one operator of this form; None if it can be, or is already.
 
     Args:
-        facts: Shapes, where they are known: masks may be laid out in too many axes.
-        opsets: Of the model, where they are known: ai.onnx Attention is in opset 23 and later.
+        facts: Shapes, if known: masks may have too many axes.
+        opsets: Of the model, if known: ai.onnx Attention needs opset 23.
     """
     if block.idiom == IDIOMS[form]:
-        return ""
+        return None
     if opsets is not None and (opset := opsets.get("", 0)) < OPSETS.get(form, 0):
-        return f"the operator needs opset {OPSETS[form]}, and the model has {opset}"
+        return Refusal(
+            "opset", f"the operator needs opset {OPSETS[form]}, and the model has {opset}"
+        )
     if (output := block.output) is None:
-        return "its context does not go straight to an output projection"
+        return Refusal(
+            "no_output_projection", "its context does not go straight to an output projection"
+        )
     parts = (block.q, block.k, block.v)
     if any(part.turns for part in parts):
-        return "rotary positions stand between the projections and the scores"
+        return Refusal("rotary", "rotary positions stand between the projections and the scores")
     if any(part.norm for part in parts):
-        return "q/k norm stands between the projections and the scores"
-    if reason := emit.why_not(block, facts, apart=True):
-        return reason
+        return Refusal("qk_norm", "q/k norm stands between the projections and the scores")
+    if found := emission_refusal(block, facts, allow_sparse=True):
+        return found
     if output.sequence_first or not all(part.by_sequence for part in parts):
-        return "its tokens are not laid out as (batch, sequence, size)"
+        return Refusal("token_layout", "its tokens are not laid out as (batch, sequence, size)")
     if any(part.num_distinct_heads < block.num_heads for part in (block.k, block.v)):
-        return "its key/value heads are grouped, and the operator wants one for each query head"
+        return Refusal(
+            "grouped",
+            "its key/value heads are grouped, and the operator wants one for each query head",
+        )
     if any(isinstance(step, Scaled | Capped | Floor | Weighted) for step in block.steps):
-        return "its logits are scaled, capped or weighted after the scores, not only masked"
+        return Refusal(
+            "capped", "its logits are scaled, capped or weighted after the scores, not only masked"
+        )
     if any(isinstance(step, Mask) and step.fill > WEAK_FILL for step in block.steps):
-        return "its mask fills in scores that softmax does not ignore, and the operator adds them"
+        return Refusal(
+            "weak_mask",
+            "its mask fills in scores that softmax does not ignore, and the operator adds them",
+        )
     dtypes = {part.dtype for part in parts}
     if len(dtypes) > 1 or not dtypes <= LOW.keys():
         held = ", ".join(sorted(dtype.name.lower() for dtype in dtypes))
-        return f"its projections hold {held}, and the operator takes one of float and half types"
+        return Refusal(
+            "dtype",
+            f"its projections hold {held}, and the operator takes one of float and half types",
+        )
     weights = (block.q.weight, block.k.weight, block.v.weight, output.weight)
     if any(_is_quantized(weight) for weight in weights):
-        return "its weights are quantized, and would be written as floats"
+        return Refusal("quantized", "its weights are quantized, and would be written as floats")
     if form in ("attention", "merged") and not block.q.input is block.k.input is block.v.input:
-        return "its queries, keys and values are not projected from the same tokens"
-    return _read_elsewhere(block)
+        return Refusal(
+            "tokens_differ", "its queries, keys and values are not projected from the same tokens"
+        )
+    return _shared_refusal(block)
 
 
 def _is_quantized(value: ir.Value | None) -> bool:
@@ -188,13 +196,19 @@ def _is_quantized(value: ir.Value | None) -> bool:
     return node.op_type == "DequantizeLinear" or any(map(_is_quantized, node.inputs))
 
 
-def _read_elsewhere(block: AttentionBlock) -> str:
+def _shared_refusal(block: AttentionBlock) -> Refusal | None:
     """Whether something other than the block's output depends on what the operator would hide."""
     if _escapes(block, [block.product]):
-        return "its scores or probabilities are read by another layer, or are an output"
+        return Refusal(
+            "probabilities_shared",
+            "its scores or probabilities are read by another layer, or are an output",
+        )
     if _escapes(block, [node for part in (block.q, block.k, block.v) for node in part.nodes]):
-        return "its queries, keys or values are read elsewhere, so they would be computed twice"
-    return ""
+        return Refusal(
+            "projections_shared",
+            "its queries, keys or values are read elsewhere, so they would be computed twice",
+        )
+    return None
 
 
 def _escapes(block: AttentionBlock, nodes: Iterable[ir.Node]) -> bool:

@@ -1,24 +1,24 @@
-"""FuseGelu: the activation of a feed-forward as one operator of ONNX Runtime."""
+"""FuseGelu: write the activation of a feed-forward as one operator of ONNX Runtime."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 import numpy as np
 import onnx_ir as ir
 
 from graph_passes.analysis.constants import constant_array, evaluate, is_constant
-from graph_passes.analysis.shapes import Facts, interpret_small
-from graph_passes.emit.editing import Inserter, remove_unused, replace_uses
-from graph_passes.errors import CannotRewrite
-from graph_passes.matching.feed_forward import FeedForwardBlock, find_feed_forward
-from graph_passes.matching.naming import PINNED
-from graph_passes.passes.invariants import check, interface
+from graph_passes.analysis.shapes import Facts
+from graph_passes.context import GraphContext
+from graph_passes.emit.editing import Inserter, replace_uses
+from graph_passes.errors import Refusal
+from graph_passes.matching.feed_forward import FeedForwardBlock
+from graph_passes.passes.base import FeedForwardPass, NoParams, small_shapes
+from graph_passes.passes.invariants import Interface
 
-__all__ = ["FuseGelu", "why_not"]
+__all__ = ["FuseGelu", "gelu_refusal"]
 
 DOMAIN = "com.microsoft"
 
@@ -28,60 +28,53 @@ TOLERANCE = 2e-6
 """Of an activation that is written in single precision, at inputs up to 12."""
 
 
-@dataclass(frozen=True, eq=False)
-class FuseGelu(ir.passes.InPlacePass):
-    """Write a GELU that an exporter took apart as one operator, which runs over memory once.
+class FuseGelu(FeedForwardPass[NoParams]):
+    """Write a decomposed GELU as one operator, which reads and writes memory once.
 
     Before: h = z * 0.5 * (1 + erf(z / sqrt(2))), or its approximation with tanh, in any nodes
     After:  h = Gelu(z), or FastGelu(z)
 
-    Exact. That the nodes compute it is not read off their names but tried on numbers. The model
-    imports com.microsoft. Refused (``CannotRewrite``) where ``why_not`` gives a reason.
+    Exact. The nodes are evaluated on numbers; their names are not used. The model imports
+    com.microsoft.
 
     Attributes:
-        names: Of the feed-forwards.
+        targets: The feed-forwards to rewrite.
     """
 
-    names: Collection[str]
+    name: ClassVar[str] = "fuse_gelu"
 
-    def requires(self, model: ir.Model) -> None:
-        blocks = {block.name: block for block in find_feed_forward(model)}
-        facts = interpret_small(model, batch=2, sequence=5)
-        for name in self.names:
-            if name not in blocks:
-                raise CannotRewrite(f"{name}: no feed-forward has this name", "leave it out")
-            if reason := why_not(blocks[name], facts, model.opset_imports):
-                raise CannotRewrite(f"{name}: {reason}", "leave it out")
+    @classmethod
+    def refusal(
+        cls, block: FeedForwardBlock, params: NoParams | None, context: GraphContext
+    ) -> Refusal | None:
+        return gelu_refusal(block, small_shapes(context), context.model.opset_imports)
 
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        before, facts = interface(model), interpret_small(model, batch=2, sequence=5)
-        blocks = find_feed_forward(model)
-        for block in blocks:
-            block.product.metadata_props[PINNED] = block.name
-        for block in (block for block in blocks if block.name in self.names):
-            found = _gelu(block, facts, model.opset_imports)
-            assert found is not None
-            operator, value = found
-            make = Inserter(block.graph, block.product, f"{block.name}/fused")
-            hidden = make.op(operator, [value], "gelu", domain=DOMAIN)
-            replace_uses(block.hidden, hidden)
-        if not self.names:
-            return ir.passes.PassResult(model, modified=False)
+    def promised(self, before: Interface, context: GraphContext) -> Interface:
+        return before.with_opset(DOMAIN, 1) if self.targets else before
+
+    def rewrite(self, block: FeedForwardBlock, params: NoParams, context: GraphContext) -> None:
+        model = context.model
+        found = _gelu(block, small_shapes(context), model.opset_imports)
+        assert found is not None
+        operator, value = found
+        make = Inserter(block.graph, block.product, f"{block.name}/fused")
+        replace_uses(block.hidden, make.op(operator, [value], "gelu", domain=DOMAIN))
         model.opset_imports.setdefault(DOMAIN, 1)
-        remove_unused(model)
-        check(before.with_opset(DOMAIN, 1), model, after="FuseGelu")
-        return ir.passes.PassResult(model, modified=True)
 
 
-def why_not(block: FeedForwardBlock, facts: Facts, opsets: Mapping[str, int]) -> str:
-    """Why the activation of a block cannot be one operator; empty where it can."""
+def gelu_refusal(
+    block: FeedForwardBlock, facts: Facts, opsets: Mapping[str, int]
+) -> Refusal | None:
+    """Why the activation of a block cannot be one GELU operator; None if it can."""
     if len(block.products) != 1:
-        return "its activation is gated by a second product"
+        return Refusal("gated", "its activation is gated by a second product")
     if any(node.domain == DOMAIN for node in block.nodes):
-        return "its activation is an operator of ONNX Runtime already"
+        return Refusal("fused", "its activation is an operator of ONNX Runtime already")
     if block.hidden.is_graph_output():
-        return "its neurons are an output of the graph"
-    return "" if _gelu(block, facts, opsets) else "its activation is no GELU"
+        return Refusal("returned", "its neurons are an output of the graph")
+    if _gelu(block, facts, opsets) is None:
+        return Refusal("not_gelu", "its activation is not a GELU")
+    return None
 
 
 def _gelu(

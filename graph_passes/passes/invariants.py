@@ -1,7 +1,7 @@
-"""The laws that every rewritten graph obeys.
+"""Invariants of every rewritten graph.
 
-Each law is a small function from (the interface before, the model after) to a list of violations;
-``check`` runs them all after every pass. A violation is a defect of ours, never of the user.
+Each invariant is a function from (the interface before, the model after) to a list of violations;
+``check_invariants`` runs all of them after every pass. A violation is a defect of attnserve.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from graph_passes.errors import InvariantBroken
 
-__all__ = ["LAWS", "Interface", "check", "interface"]
+__all__ = ["INVARIANTS", "Interface", "check_invariants", "interface"]
 
 
 Promise = tuple[str, str, tuple[str, ...] | None]
@@ -132,7 +132,7 @@ def new_weights_are_finite(before: Interface, model: ir.Model) -> list[str]:
     return broken
 
 
-LAWS: tuple[Callable[[Interface, ir.Model], list[str]], ...] = (
+INVARIANTS: tuple[Callable[[Interface, ir.Model], list[str]], ...] = (
     keeps_inputs_and_outputs,
     keeps_opsets,
     every_value_is_made_before_it_is_read,
@@ -141,16 +141,16 @@ LAWS: tuple[Callable[[Interface, ir.Model], list[str]], ...] = (
 )
 
 
-def check(before: Interface, model: ir.Model, *, after: str) -> None:
-    """Hold the model to every law.
+def check_invariants(before: Interface, model: ir.Model, *, after: str) -> None:
+    """Hold the model to every invariant.
 
     Raises:
-        InvariantBroken: Naming the law, the pass (``after``) and the first violation.
+        InvariantBroken: Naming the invariant, the pass (``after``) and the first violation.
     """
-    for law in LAWS:
-        violations = law(before, model)
+    for invariant in INVARIANTS:
+        violations = invariant(before, model)
         if violations:
             raise InvariantBroken(
-                f"{after} broke the law {law.__name__!r}: {violations[0]}",
+                f"{after} violates the invariant {invariant.__name__!r}: {violations[0]}",
                 "this is a defect of attnserve: please report it with the model",
             )

@@ -1,114 +1,113 @@
-"""PruneHeads: projections and output lose the rows and columns of heads that are masked."""
+"""PruneHeads: remove attention heads."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
-import onnx_ir as ir
+from pydantic import BeforeValidator, Field, TypeAdapter
 
-from graph_passes.analysis.shapes import Facts, interpret_small
+from graph_passes.analysis.shapes import Facts
 from graph_passes.blocks import AttentionBlock
-from graph_passes.emit.attention import emit_context, emit_output, emit_probabilities, why_not
-from graph_passes.emit.editing import (
-    Inserter,
-    keep_shapes,
-    remove_unused,
-    share_constants,
+from graph_passes.context import GraphContext
+from graph_passes.emit.attention import (
+    emission_refusal,
+    emit_context,
+    emit_output,
+    emit_probabilities,
 )
-from graph_passes.errors import CannotRewrite, InvalidArgument
-from graph_passes.matching.find import find_attention
-from graph_passes.matching.naming import pin_names
-from graph_passes.passes import refusals as rewrites
-from graph_passes.passes import skip_attention as skip
-from graph_passes.passes.invariants import check, interface
+from graph_passes.emit.editing import Inserter
+from graph_passes.errors import InvalidArgument, Refusal
+from graph_passes.passes.base import AttentionPass, small_shapes
+from graph_passes.passes.conditions import caller_reads, no_output_projection, reused_elsewhere
+from graph_passes.passes.skip_attention import AffineMap, emit_skip, skip_refusal
 
-__all__ = ["PruneHeads", "check_mask"]
+__all__ = ["HeadMask", "PruneHeads", "check_mask"]
 
 
-@dataclass(frozen=True, eq=False)
-class PruneHeads(ir.passes.InPlacePass):
-    """Take masked heads out of the graph (Voting-to-Stay of arXiv 2305.16000, Michel et al. 2019).
+def _as_list(mask: Any) -> Any:
+    return mask.tolist() if isinstance(mask, np.ndarray) else mask
+
+
+HeadMask = Annotated[
+    tuple[Annotated[int, Field(ge=0, le=1)], ...], BeforeValidator(_as_list), Field(min_length=1)
+]
+"""1 for each head that stays, 0 for each that is removed."""
+
+
+class PruneHeads(AttentionPass[Sequence[int]]):
+    """Remove masked heads (Voting-to-Stay of arXiv 2305.16000; Michel et al. 2019).
 
     Before: out = sum over heads h of softmax(s q_h k_h^T) v_h W_O^h + b
     After:  out = sum over the heads h with mask_h = 1, of the same
 
-    Weights, biases and per-head position biases of the other heads leave the graph. Key/value heads
-    that several query heads share stay as long as one of these does. A layer that loses all its
-    heads becomes its constant b. Exact where the masked heads write nothing; what they wrote on
-    average can be put into b afterwards (``calibration.refit``). Refused (``CannotRewrite``) where
-    ``emit.why_not`` or ``rewrites.prune`` gives a reason.
+    Weights, biases and per-head position biases of removed heads are deleted from the graph. A
+    key/value head that several query heads share stays while one of them does. A layer that loses
+    all heads becomes its constant b. Exact if the removed heads write nothing; their mean output
+    can be added to b afterwards (``attnserve.calibration.refit``).
 
     Attributes:
-        masks: For each block to rewrite, by its name, 1 for each head that stays and 0 for others.
+        targets: The mask of each block to rewrite.
     """
 
-    masks: Mapping[str, Sequence[int]]
+    name: ClassVar[str] = "prune_heads"
+    lossy: ClassVar[bool] = True
+    params: ClassVar[TypeAdapter[Any]] = TypeAdapter(HeadMask)
 
-    def requires(self, model: ir.Model) -> None:
-        blocks = {block.name: block for block in find_attention(model)[0]}
-        facts = interpret_small(model, batch=2, sequence=5)
-        for name, mask in self.masks.items():
-            if (block := blocks.get(name)) is None:
-                raise CannotRewrite(
-                    f"{name}: no attention has this name", "see `attnserve inspect`"
-                )
-            check_mask(name, mask, block.num_heads)
-            if not all(mask) and (reason := _why_not(block, mask, facts)):
-                raise CannotRewrite(f"{name}: {reason}", "leave this layer out of the mask")
+    @classmethod
+    def changes(cls, block: AttentionBlock, params: Sequence[int]) -> bool:
+        check_mask(block.name, params, block.num_heads)
+        return not all(params)
 
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        before, facts = interface(model), interpret_small(model, batch=2, sequence=5)
-        blocks = find_attention(model)[0]
-        chosen = [block for block in blocks if not all(self.masks.get(block.name, (1,)))]
-        if not chosen:
-            return ir.passes.PassResult(model, modified=False)
-        pin_names(blocks)
-        for block in chosen:
-            kept = np.flatnonzero(np.asarray(self.masks[block.name]))
-            if len(kept):
-                _prune(block, kept, facts)
-            else:
-                assert block.output is not None
-                width = block.output.matrix().shape[1]
-                bias = np.broadcast_to(block.output.offset(), (width,))
-                skip.emit_skip(block, skip.AffineMap(None, bias), facts)
-        share_constants(model, since=before.initializers)
-        remove_unused(model)
-        keep_shapes(model, chosen)
-        check(before, model, after="PruneHeads")
-        return ir.passes.PassResult(model, modified=True)
+    @classmethod
+    def refusal(
+        cls, block: AttentionBlock, params: Sequence[int] | None, context: GraphContext
+    ) -> Refusal | None:
+        found = caller_reads(block) or no_output_projection(block)
+        found = found or reused_elsewhere(block, cls.find(context))
+        found = found or emission_refusal(block, None if params is None else small_shapes(context))
+        if found is None and params is not None and not any(params):
+            return skip_refusal(block)
+        return found
 
-
-def _why_not(block: AttentionBlock, mask: Sequence[int], facts: Facts) -> str:
-    reason = rewrites.prune(block) or why_not(block, facts)
-    return reason or ("" if any(mask) else skip.why_not(block))
+    def rewrite(self, block: AttentionBlock, params: Sequence[int], context: GraphContext) -> None:
+        kept, facts = np.flatnonzero(np.asarray(params)), small_shapes(context)
+        assert block.output is not None
+        if len(kept):
+            _keep(block, kept, facts)
+            return
+        width = block.output.matrix().shape[1]
+        bias = np.broadcast_to(block.output.offset(), (width,))
+        emit_skip(block, AffineMap(None, bias), facts)
 
 
 def check_mask(name: str, mask: Sequence[int], heads: int) -> None:
-    """A mask holds a 0 or a 1 for each head.
+    """Check that a mask has a 0 or a 1 for each head.
 
     Raises:
-        InvalidArgument: Naming the layer, and what its mask holds instead.
+        InvalidArgument: It has another length, or another entry.
     """
+    fix = "write 1 for each head that stays and 0 for each that is removed"
     if len(mask) != heads:
         raise InvalidArgument(
-            f"the mask of {name} has {len(mask)} entries, expected {heads}: one a head",
-            "write 1 for each head that stays and 0 for each that goes",
+            f"the mask of {name} has {len(mask)} entries, expected {heads}: one for each head",
+            fix,
+            code="prune_heads.mask_length",
         )
-    odd = [entry for entry in mask if entry not in (0, 1)]
-    if odd:
+    other = [entry for entry in mask if entry not in (0, 1)]
+    if other:
         raise InvalidArgument(
-            f"the mask of {name} holds {odd[0]!r}, expected 0 or 1",
-            "write 1 for each head that stays and 0 for each that goes",
+            f"the mask of {name} holds {other[0]!r}, expected 0 or 1",
+            fix,
+            code="prune_heads.mask_entry",
         )
 
 
-def _prune(block: AttentionBlock, kept: np.ndarray, facts: Facts) -> None:
+def _keep(block: AttentionBlock, kept: np.ndarray, facts: Facts) -> None:
+    """Emit the kept heads in place of all of them."""
     assert block.output is not None
-    product = block.output.nodes[-1]
-    make = Inserter(block.graph, product, f"{block.name}/pruned")
+    make = Inserter(block.graph, block.output.nodes[-1], f"{block.name}/pruned")
     probabilities = emit_probabilities(make, block, kept, facts)
     context = emit_context(make, block, probabilities, kept, facts)
     emit_output(make, block, context, kept, facts)

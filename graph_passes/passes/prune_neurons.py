@@ -1,12 +1,15 @@
-"""PruneNeurons: neurons that are masked leave the graph."""
+"""PruneNeurons: remove neurons of feed-forwards."""
 
 from __future__ import annotations
 
+import re
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import onnx_ir as ir
+from pydantic import BeforeValidator, Field, PlainSerializer, TypeAdapter
 
 from graph_passes.analysis.constants import (
     constant_array,
@@ -15,48 +18,90 @@ from graph_passes.analysis.constants import (
     is_constant,
     origin,
 )
-from graph_passes.emit.editing import Inserter, remove_unused, share_constants
-from graph_passes.errors import CannotRewrite
-from graph_passes.matching.feed_forward import FeedForwardBlock, find_feed_forward, last_part
-from graph_passes.matching.naming import PINNED
-from graph_passes.passes.invariants import check, interface
+from graph_passes.context import GraphContext
+from graph_passes.emit.editing import Inserter
+from graph_passes.errors import CannotRewrite, InvalidArgument, Refusal
+from graph_passes.matching.feed_forward import FeedForwardBlock, last_part
+from graph_passes.passes.base import FeedForwardPass
 
-__all__ = ["PruneNeurons", "why_not"]
+__all__ = ["NeuronMask", "PruneNeurons", "mask_from_hex", "mask_to_hex", "neurons_refusal"]
 
 
-@dataclass(frozen=True, eq=False)
-class PruneNeurons(ir.passes.InPlacePass):
-    """Take masked neurons out of feed-forwards.
+def mask_to_hex(mask: Sequence[int]) -> str:
+    """Write a mask as its length and hexadecimal digits, four bits each: ``1536:ff0...``.
+
+    The first neuron is the highest bit of the first digit.
+    """
+    digits = -(-len(mask) // 4)
+    bits = "".join(str(int(bit)) for bit in mask).ljust(4 * digits, "0")
+    return f"{len(mask)}:{int(bits or '0', 2):0{digits}x}"
+
+
+def mask_from_hex(text: str) -> list[int]:
+    """Read what ``mask_to_hex`` wrote.
+
+    Raises:
+        ValueError: The text is not such a mask.
+    """
+    parts = HEX_MASK.fullmatch(text)
+    size, digits = (int(parts[1]), parts[2]) if parts else (0, "")
+    if not 0 < size <= 4 * len(digits) < size + 4:
+        raise ValueError(f"{reprlib.repr(text)} is not a mask")
+    bits = f"{int(digits, 16):0{4 * len(digits)}b}"
+    if "1" in bits[size:]:
+        raise ValueError(f"{reprlib.repr(text)} has more bits than its length {size}")
+    return [int(bit) for bit in bits[:size]]
+
+
+HEX_MASK = re.compile(r"([1-9][0-9]{0,8}):([0-9a-f]+)")
+
+
+def _as_list(mask: Any) -> Any:
+    if isinstance(mask, np.ndarray):
+        return mask.tolist()
+    return mask_from_hex(mask) if isinstance(mask, str) else mask
+
+
+NeuronMask = Annotated[
+    tuple[Annotated[int, Field(ge=0, le=1)], ...],
+    BeforeValidator(_as_list),
+    PlainSerializer(mask_to_hex),
+]
+"""1 for each neuron that stays, 0 for each that is removed; hexadecimal in JSON."""
+
+
+class PruneNeurons(FeedForwardPass[Sequence[int]]):
+    """Remove masked neurons of feed-forwards.
 
     Before: out = sum over neurons j of f(x W_1 + b_1)_j W_2[j] + b_2
     After:  out = sum over the neurons j with mask_j = 1, of the same
 
-    Columns of W_1 (of W_g and W_u), elements of b_1 and rows of W_2 leave the graph; its nodes
-    stay. Exact where the rows of W_2 are zero, and but for a constant that can be put into b_2
-    where the activations are constant; lossy otherwise. Blocks that share weights (ALBERT) are
-    given one mask, and go on sharing. Refused (``CannotRewrite``) where ``why_not`` gives a reason,
-    where a mask is no 0 or 1 for each neuron or leaves none, and where a weight is also read by
-    what is not pruned alike.
+    Columns of W_1 (of W_g and W_u), elements of b_1 and rows of W_2 are deleted; nodes stay. Exact
+    if the removed rows of W_2 are zero. If the removed activations are constant, their output can
+    be added to b_2. Blocks that share weights (ALBERT) need the same mask, and go on sharing.
 
     Attributes:
-        masks: For each block to rewrite, by its name, 1 for each neuron that stays, 0 for others.
+        targets: The mask of each block to rewrite.
     """
 
-    masks: Mapping[str, Sequence[int] | np.ndarray]
+    name: ClassVar[str] = "prune_neurons"
+    lossy: ClassVar[bool] = True
+    params: ClassVar[TypeAdapter[Any]] = TypeAdapter(NeuronMask)
 
-    def requires(self, model: ir.Model) -> None:
-        found = find_feed_forward(model)
-        blocks = {block.name: block for block in found}
-        for name, mask in self.masks.items():
-            if (block := blocks.get(name)) is None:
-                raise CannotRewrite(
-                    f"{name}: no feed-forward has this name",
-                    f"the model has {', '.join(blocks) or 'none'}",
-                )
-            _check_mask(name, mask, block.num_neurons)
-            if not all(mask) and (reason := why_not(block)):
-                raise CannotRewrite(f"{name}: {reason}", "leave this layer out of the masks")
-        chosen = self._chosen(found)
+    @classmethod
+    def changes(cls, block: FeedForwardBlock, params: Sequence[int]) -> bool:
+        _check_mask(block.name, params, block.num_neurons)
+        return not all(params)
+
+    @classmethod
+    def refusal(
+        cls, block: FeedForwardBlock, params: Sequence[int] | None, context: GraphContext
+    ) -> Refusal | None:
+        return neurons_refusal(block)
+
+    def check(self, context: GraphContext) -> None:
+        super().check(context)
+        chosen = self._kept(self._chosen(context))
         cuts = _cuts(chosen)
         for block, _ in chosen:
             if reader := _read_elsewhere(block, cuts):
@@ -64,35 +109,35 @@ class PruneNeurons(ir.passes.InPlacePass):
                     f"{block.name}: {reader.name or reader.op_type} shares its weights and is not "
                     "pruned by the same mask",
                     "give every layer that shares weights one mask, or leave them all out",
+                    code="prune_neurons.shared_weights",
                 )
 
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        before, blocks = interface(model), find_feed_forward(model)
-        chosen = self._chosen(blocks)
-        if not chosen:
-            return ir.passes.PassResult(model, modified=False)
-        for block in blocks:
-            block.product.metadata_props[PINNED] = block.name
+    def rewrite_blocks(
+        self, chosen: Sequence[tuple[FeedForwardBlock, Sequence[int]]], context: GraphContext
+    ) -> None:
+        kept = self._kept(chosen)
         makers = {
-            block: Inserter(block.graph, block.product, f"{block.name}/pruned")
-            for block, _ in chosen
+            block: Inserter(block.graph, block.product, f"{block.name}/pruned") for block, _ in kept
         }
-        _cut(_cuts(chosen), {at[:2]: makers[b] for b, _ in chosen for at in b.operands()})
-        for block, kept in chosen:
+        _cut(_cuts(kept), {at[:2]: makers[b] for b, _ in kept for at in b.operands()})
+        for block, indices in kept:
             for node in block.widths:
-                _tell(node, len(kept), Inserter(block.graph, node, f"{block.name}/pruned"))
+                _set_width(node, len(indices), Inserter(block.graph, node, f"{block.name}/pruned"))
             made = [v for node in (*block.products, *block.nodes) for v in node.outputs]
             for value in made:
                 if value.shape is not None and value.shape[-1:] == (block.num_neurons,):
-                    value.shape = ir.Shape([*value.shape[:-1], len(kept)])
-        share_constants(model, since=before.initializers)
-        remove_unused(model)
-        check(before, model, after="PruneNeurons")
-        return ir.passes.PassResult(model, modified=True)
+                    value.shape = ir.Shape([*value.shape[:-1], len(indices)])
 
-    def _chosen(self, blocks: Sequence[FeedForwardBlock]) -> list[tuple[FeedForwardBlock, _Kept]]:
-        masked = [block for block in blocks if not all(self.masks.get(block.name, (1,)))]
-        return [(block, np.flatnonzero(np.asarray(self.masks[block.name]))) for block in masked]
+    def rewrite(
+        self, block: FeedForwardBlock, params: Sequence[int], context: GraphContext
+    ) -> None:
+        self.rewrite_blocks([(block, params)], context)
+
+    @staticmethod
+    def _kept(
+        chosen: Sequence[tuple[FeedForwardBlock, Sequence[int]]],
+    ) -> list[tuple[FeedForwardBlock, _Kept]]:
+        return [(block, np.flatnonzero(np.asarray(mask))) for block, mask in chosen]
 
 
 _Kept = np.ndarray
@@ -101,27 +146,31 @@ _Cuts = Mapping[_Place, Mapping[int, _Kept]]
 """Which elements stay, by the axis, wherever a node reads a constant that is cut."""
 
 
-def why_not(block: FeedForwardBlock) -> str:
-    """Why neurons cannot be taken out of a block; empty where they can."""
+def neurons_refusal(block: FeedForwardBlock) -> Refusal | None:
+    """Why neurons cannot be removed from a block; None if they can."""
     behind = [value for operand in block.operands() for value in _behind(operand.value)]
     if any(value.is_graph_input() or value.is_graph_output() for value in behind):
-        return "its weights are inputs or outputs of the graph"
+        return Refusal("weights_external", "its weights are inputs or outputs of the graph")
     makers = [node for value in behind if (node := value.producer()) is not None]
     if any(node.op_type == "DequantizeLinear" for node in makers):
-        return "its weights are quantized"
-    return ""
+        return Refusal("quantized", "its weights are quantized")
+    return None
 
 
-def _check_mask(name: str, mask: Sequence[int] | np.ndarray, neurons: int) -> None:
-    fix = "write 1 for each neuron that stays and 0 for each that goes"
-    array = np.asarray(mask)
-    if array.shape != (neurons,):
-        got = f"{len(array)} entries" if array.ndim == 1 else f"shape {array.shape}"
-        raise CannotRewrite(f"the mask of {name} has {got}, expected {neurons}: one a neuron", fix)
-    if len(odd := array[(array != 0) & (array != 1)]):
-        raise CannotRewrite(f"the mask of {name} holds {odd[0]}, expected 0 or 1", fix)
-    if not array.any():
-        raise CannotRewrite(f"the mask of {name} leaves no neuron", "keep at least one")
+def _check_mask(name: str, mask: Sequence[int], neurons: int) -> None:
+    """Raises: InvalidArgument: The mask has another length, or removes every neuron."""
+    if len(mask) != neurons:
+        raise InvalidArgument(
+            f"the mask of {name} has {len(mask)} entries, expected {neurons}: one for each neuron",
+            "write 1 for each neuron that stays and 0 for each that is removed",
+            code="prune_neurons.mask_length",
+        )
+    if not any(mask):
+        raise InvalidArgument(
+            f"the mask of {name} leaves no neuron",
+            "keep at least one",
+            code="prune_neurons.mask_empty",
+        )
 
 
 def _cuts(chosen: Sequence[tuple[FeedForwardBlock, _Kept]]) -> _Cuts:
@@ -219,8 +268,8 @@ def _key(axes: Mapping[int, _Kept]) -> object:
     return frozenset((axis, kept.tobytes()) for axis, kept in axes.items())
 
 
-def _tell(reshape: ir.Node, width: int, make: Inserter) -> None:
-    """A shape that ends in another width, in the place of one that others may be told, too."""
+def _set_width(reshape: ir.Node, width: int, make: Inserter) -> None:
+    """Replace the last axis of a Reshape's target shape, which other nodes may share."""
     shape = reshape.inputs[1]
     assert shape is not None
     end, node = last_part(shape), shape.producer()

@@ -1,16 +1,20 @@
-"""ReuseAttention: heads take the probabilities of earlier layers, and compute none of their own."""
+"""ReuseAttention: heads take the attention probabilities of heads in earlier layers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import onnx_ir as ir
+from pydantic import Field, TypeAdapter
 
-from graph_passes.analysis.shapes import Facts, interpret_small
+from graph_passes.analysis.shapes import Facts
 from graph_passes.blocks import AttentionBlock
+from graph_passes.context import GraphContext
 from graph_passes.emit.attention import (
+    emission_refusal,
     emit_context,
     emit_output,
     emit_probabilities,
@@ -18,84 +22,182 @@ from graph_passes.emit.attention import (
     in_precision,
     probabilities_type,
     type_of,
+    values_refusal,
 )
-from graph_passes.emit.attention import why_not as why_not_emit
-from graph_passes.emit.editing import (
-    Inserter,
-    keep_shapes,
-    remove_unused,
-    share_constants,
-)
-from graph_passes.errors import CannotRewrite, InvalidArgument
-from graph_passes.matching.find import find_attention
-from graph_passes.matching.naming import pin_names
-from graph_passes.passes import refusals as rewrites
-from graph_passes.passes.invariants import check, interface
+from graph_passes.emit.editing import Inserter
+from graph_passes.errors import CannotRewrite, InvalidArgument, Refusal
+from graph_passes.matching.equivalence import have_equal_masks
+from graph_passes.passes.base import AttentionPass, small_shapes
+from graph_passes.passes.conditions import caller_reads, no_output_projection, reused_elsewhere
+from graph_passes.passes.decompose_attention import decompose_fused, decomposition_refusal
 
-__all__ = ["Edges", "ReuseAttention", "check_edges"]
+__all__ = [
+    "Edges",
+    "ReuseAttention",
+    "ReusedHeads",
+    "check_edges",
+    "renumbered",
+    "reuse_refusal",
+    "source_refusal",
+]
 
-Edges = Mapping[str, Mapping[int, tuple[str, int]]]
-"""By layer and head: the earlier layer, and its head, whose probabilities it takes."""
+ReusedHeads = Mapping[int, tuple[str, int]]
+"""By head: the earlier layer, and its head, whose probabilities it takes."""
+
+Edges = Mapping[str, ReusedHeads]
+"""``ReusedHeads`` by layer."""
+
+_HeadIndex = Annotated[int, Field(ge=0)]
 
 
-@dataclass(frozen=True, eq=False)
-class ReuseAttention(ir.passes.InPlacePass):
-    """Forward probabilities across layers (algorithm 1 of arXiv 2110.06821).
+class ReuseAttention(AttentionPass[ReusedHeads]):
+    """Reuse attention probabilities across layers (algorithm 1 of arXiv 2110.06821).
 
     Before: A_h = softmax(s q_h k_h^T + mask) for all H heads of a layer
-    After:  A_h = A'_(h') for its K reused heads, h' being an exact head of an earlier layer
+    After:  A_h = A'_(h') for its K reused heads, h' being a head of an earlier layer that computes
+            its own probabilities
 
-    Queries and keys of reused heads leave the graph, with their scores and softmax: what is left
-    costs (1 - K/2H) of the layer's products and parameters. Values and output stay, in an order in
-    which the heads of one source are side by side. Exact where the two attend alike, lossy
-    elsewhere. Refused (``CannotRewrite``) where ``rewrites.reuse`` gives a reason: masks, lengths
-    and biases of both layers must be the same.
+    Queries, keys, scores and softmax of reused heads are deleted: (1 - K/2H) of the layer's
+    products and parameters remain. Values and output stay, ordered so that heads with the same
+    source are adjacent. Exact where both heads attend alike, lossy elsewhere. Masks, lengths and
+    position biases of both layers must be equal. Fused operators of the sources are decomposed.
 
     Attributes:
-        edges: Every head to rewrite and its source (see ``Edges``).
+        targets: For each block, its reused heads and their sources.
     """
 
-    edges: Edges
+    name: ClassVar[str] = "reuse_attention"
+    lossy: ClassVar[bool] = True
+    params: ClassVar[TypeAdapter[Any]] = TypeAdapter(dict[_HeadIndex, tuple[str, _HeadIndex]])
 
-    def requires(self, model: ir.Model) -> None:
-        blocks = find_attention(model)[0]
-        check_edges(self.edges, blocks)
-        facts, apart = (interpret_small(model, batch=2, sequence=5, apart=a) for a in (False, True))
-        by_name = {block.name: block for block in blocks}
-        for name, heads in self.edges.items():
-            block = by_name[name]
-            sources = {source: by_name[source] for source, _ in heads.values()}
-            for other in sources.values():
-                reason = rewrites.reuse(block, [other]) or _not_there(other)
-                if reason := reason or _lengths(block, other, (facts, apart)):
-                    raise CannotRewrite(
-                        f"{name} cannot reuse {other.name}: {reason}", "take this edge out"
-                    )
-            if 0 < len(heads) < block.num_heads and (reason := why_not_emit(block, facts)):
-                raise CannotRewrite(f"{name}: {reason}", "reuse all of its heads, or none")
+    @classmethod
+    def changes(cls, block: AttentionBlock, params: ReusedHeads) -> bool:
+        return bool(params)
 
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        before, facts = interface(model), interpret_small(model, batch=2, sequence=5)
-        blocks = find_attention(model)[0]
-        chosen = [block for block in blocks if self.edges.get(block.name)]
-        if not chosen:
-            return ir.passes.PassResult(model, modified=False)
-        pin_names(blocks)
-        done = _Done(facts, {block.name: block for block in blocks})
-        for block in chosen:
-            _reuse(block, self.edges[block.name], done)
-        share_constants(model, since=before.initializers)
-        remove_unused(model)
-        keep_shapes(model, chosen)
-        check(before, model, after="ReuseAttention")
-        return ir.passes.PassResult(model, modified=True)
+    @classmethod
+    def refusal(
+        cls, block: AttentionBlock, params: ReusedHeads | None, context: GraphContext
+    ) -> Refusal | None:
+        blocks = list(cls.find(context))
+        if found := reused_elsewhere(block, blocks):
+            return found
+        if params is None:
+            place = next(i for i, other in enumerate(blocks) if other.name == block.name)
+            return reuse_refusal(block, blocks[:place])
+        by_name = {other.name: other for other in blocks}
+        runs = [small_shapes(context, apart=apart) for apart in (False, True)]
+        for source in dict.fromkeys(source for source, _ in params.values()):
+            other = by_name[source]
+            found = reuse_refusal(block, [other]) or _lengths_refusal(block, other, runs)
+            if found is not None:
+                return Refusal(found.code, f"it cannot reuse {other.name}: {found}")
+        if len(params) < block.num_heads:
+            return emission_refusal(block, runs[0])
+        return None
+
+    def check(self, context: GraphContext) -> None:
+        check_edges(self.targets, self.find(context))
+        super().check(context)
+
+    def prepare(self, context: GraphContext) -> None:
+        sources = {source for heads in self.targets.values() for source, _ in heads.values()}
+        decompose_fused(context, sources)
+        for block in self.find(context):
+            if block.name in sources and block.probabilities is None:
+                raise CannotRewrite(
+                    f"{block.name}: its probabilities are inside a fused operator",
+                    "choose another source",
+                    code="reuse_attention.source",
+                )
+
+    def rewrite_blocks(
+        self, chosen: Sequence[tuple[AttentionBlock, ReusedHeads]], context: GraphContext
+    ) -> None:
+        by_name = {block.name: block for block in self.find(context)}
+        available = _Available(small_shapes(context), by_name)
+        for block, heads in chosen:
+            _reuse(block, heads, available)
+
+    def rewrite(self, block: AttentionBlock, params: ReusedHeads, context: GraphContext) -> None:
+        self.rewrite_blocks([(block, params)], context)
+
+
+def reuse_refusal(block: AttentionBlock, earlier: Sequence[AttentionBlock]) -> Refusal | None:
+    """Why no block of ``earlier`` can hand its probabilities to ``block``; None if one can."""
+    found = caller_reads(block) or no_output_projection(block) or values_refusal(block)
+    if found is not None:
+        return found
+    if block.reused:
+        return Refusal("reuses_heads", "it takes the probabilities of an earlier attention already")
+    sources = [other for other in earlier if other.graph is block.graph]
+    if not sources:
+        return Refusal(
+            "no_earlier", "no attention comes before it, whose probabilities it could take"
+        )
+    equal = [other for other in sources if have_equal_masks(block, other)]
+    if not equal:
+        return Refusal(
+            "masks_differ",
+            "no earlier attention has the same queries' and keys' lengths, masks and biases",
+        )
+    if all(map(source_refusal, equal)):
+        return Refusal(
+            "no_source",
+            f"no earlier attention has probabilities it could take: {source_refusal(equal[-1])}",
+        )
+    return None
+
+
+def renumbered(edges: Edges, masks: Mapping[str, Sequence[int]]) -> dict[str, ReusedHeads]:
+    """Edges in the numbers of the heads that masks leave.
+
+    Args:
+        edges: In the numbers of the original model.
+        masks: 1 for each head that stays, by layer; layers that keep all heads may be missing.
+    """
+    places = {
+        name: {head: place for place, head in enumerate(np.flatnonzero(mask).tolist())}
+        for name, mask in masks.items()
+    }
+
+    def place(name: str, head: int) -> int:
+        return places[name][head] if name in places else head
+
+    return {
+        name: {place(name, h): (source, place(source, t)) for h, (source, t) in heads.items()}
+        for name, heads in edges.items()
+    }
+
+
+def source_refusal(block: AttentionBlock) -> Refusal | None:
+    """Why the probabilities of a block cannot be reused by another; None if they can."""
+    if block.logits is None and block.probabilities is None:
+        return decomposition_refusal(block)
+    if block.probabilities is None:
+        return Refusal(
+            "probability_layout",
+            "its probabilities are nowhere laid out as (batch, heads, queries, keys)",
+        )
+    return None
+
+
+def _lengths_refusal(
+    block: AttentionBlock, other: AttentionBlock, runs: Sequence[Facts]
+) -> Refusal | None:
+    """Whether two layers have different numbers of queries or keys, whatever their masks."""
+    for role, mine, theirs in (("queries", block.x, other.x), ("keys", block.y, other.y)):
+        for facts in runs:
+            shapes = [None if (s := facts.shape(v)) is None else s[:-1] for v in (mine, theirs)]
+            if None not in shapes and shapes[0] != shapes[1]:
+                return Refusal("lengths_differ", f"its {role} are not as many as there")
+    return None
 
 
 def check_edges(edges: Edges, blocks: Sequence[AttentionBlock]) -> None:
-    """Every edge goes back in depth, from a head that exists to an exact one.
+    """Check that every edge leads from a head to a head of an earlier layer that is not reused.
 
     Raises:
-        InvalidArgument: Naming the first that does not.
+        InvalidArgument: Naming the first edge that does not.
     """
     place = {block.name: index for index, block in enumerate(blocks)}
     for name, heads in edges.items():
@@ -126,27 +228,12 @@ def check_edges(edges: Edges, blocks: Sequence[AttentionBlock]) -> None:
                 )
 
 
-def _not_there(block: AttentionBlock) -> str:
-    if block.probabilities is None:
-        return "the probabilities of that layer are inside a fused operator: decompose it first"
-    return ""
-
-
-def _lengths(block: AttentionBlock, other: AttentionBlock, runs: Sequence[Facts]) -> str:
-    """Whether two layers have other numbers of queries or keys, whatever their masks."""
-    for role, mine, theirs in (("queries", block.x, other.x), ("keys", block.y, other.y)):
-        for facts in runs:
-            shapes = [None if (s := facts.shape(v)) is None else s[:-1] for v in (mine, theirs)]
-            if None not in shapes and shapes[0] != shapes[1]:
-                return f"its {role} are not as many as there"
-    return ""
-
-
 @dataclass(frozen=True, eq=False)
-class _Done:
-    """The probabilities (B, H, S, T) of layers so far, and the place of each head in them.
+class _Available:
+    """The probabilities (B, H, S, T) that layers provide so far, and the place of each head.
 
-    ``split`` are values that hold only some heads of a layer.
+    Attributes:
+        split: Layers of which only some heads compute probabilities.
     """
 
     facts: Facts
@@ -163,7 +250,9 @@ class _Done:
         return self.values[name]
 
 
-def _reuse(block: AttentionBlock, edges: Mapping[int, tuple[str, int]], done: _Done) -> None:
+def _reuse(
+    block: AttentionBlock, edges: Mapping[int, tuple[str, int]], available: _Available
+) -> None:
     """Own heads first, then those of each source, in the order of the source."""
     assert block.output is not None
     product = block.output.nodes[-1]
@@ -172,28 +261,32 @@ def _reuse(block: AttentionBlock, edges: Mapping[int, tuple[str, int]], done: _D
     pieces: list[ir.Value] = []
     order = own.tolist()
     if len(own):
-        pieces.append(emit_probabilities(make, block, own, done.facts))
-        done.values[block.name] = pieces[0], {head: i for i, head in enumerate(own.tolist())}
-        done.split.add(block.name)
+        pieces.append(emit_probabilities(make, block, own, available.facts))
+        available.values[block.name] = pieces[0], {head: i for i, head in enumerate(own.tolist())}
+        available.split.add(block.name)
     for source in dict.fromkeys(source for source, _ in edges.values()):
-        value, places = done.of(source, product)
+        value, places = available.of(source, product)
         taken = sorted(
             (places[theirs], head) for head, (layer, theirs) in edges.items() if layer == source
         )
         index = np.array([place for place, _ in taken], np.int64)
         order += [head for _, head in taken]
-        if source in done.split or not np.array_equal(index, np.arange(len(places))):
+        if source in available.split or not np.array_equal(index, np.arange(len(places))):
             at = make.constant(index, "source_heads")
             gathered = make.op("Gather", [value, at], "probabilities_taken", axis=1)
-            gathered.type = ir.TensorType(probabilities_type(done.blocks[source], done.facts))
+            gathered.type = ir.TensorType(
+                probabilities_type(available.blocks[source], available.facts)
+            )
             value = gathered
         pieces.append(value)
     heads = np.array(order, np.int64)
-    dtype = type_of(pieces[-1], done.facts) or block.v.dtype  # own heads give way to the others
-    pieces = [in_precision(make, piece, dtype, done.facts) for piece in pieces]
+    dtype = (
+        type_of(pieces[-1], available.facts) or block.v.dtype
+    )  # own heads give way to the others
+    pieces = [in_precision(make, piece, dtype, available.facts) for piece in pieces]
     probabilities = pieces[0]
     if len(pieces) > 1:
         probabilities = make.op("Concat", pieces, "probabilities_joined", axis=1)
         probabilities.type = ir.TensorType(dtype)
-    context = emit_context(make, block, probabilities, heads, done.facts)
-    emit_output(make, block, context, heads, done.facts)
+    context = emit_context(make, block, probabilities, heads, available.facts)
+    emit_output(make, block, context, heads, available.facts)

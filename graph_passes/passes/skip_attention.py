@@ -1,29 +1,39 @@
-"""SkipAttention: a whole attention becomes an affine map of its input, or a constant."""
+"""SkipAttention: replace attention by an affine map of its input, or by a constant."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import onnx_ir as ir
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, TypeAdapter, model_validator
 
 from graph_passes.analysis.constants import constant_array
-from graph_passes.analysis.shapes import Facts, interpret_small
+from graph_passes.analysis.shapes import Facts
 from graph_passes.blocks import AttentionBlock
+from graph_passes.context import GraphContext
 from graph_passes.emit.attention import emit_affine, emit_constant
-from graph_passes.emit.editing import Inserter, keep_shapes, remove_unused, share_constants
-from graph_passes.errors import CannotRewrite, InvalidArgument
-from graph_passes.matching.find import find_attention
-from graph_passes.matching.naming import pin_names
-from graph_passes.passes.invariants import check, interface
+from graph_passes.emit.editing import Inserter
+from graph_passes.errors import InvalidArgument, Refusal
+from graph_passes.passes.base import AttentionPass, small_shapes
+from graph_passes.passes.conditions import caller_reads, no_output_projection, reused_elsewhere
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-__all__ = ["AffineMap", "SkipAttention", "Skipped", "emit_skip", "refill", "skipped", "why_not"]
+__all__ = [
+    "AffineMap",
+    "Replacement",
+    "SkipAttention",
+    "Skipped",
+    "emit_skip",
+    "refill",
+    "skip_refusal",
+    "skipped",
+]
 
 MARK = "/skip/"
 """Stands in the names of what takes an attention's place, after its name."""
@@ -48,63 +58,93 @@ class Skipped:
     nodes: tuple[ir.Node, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class SkipAttention(ir.passes.InPlacePass):
-    """Leave attention out (the Skip ablation of arXiv 2110.06821, B.1), with what x tells of it.
+class Replacement(BaseModel):
+    """What takes the place of an attention.
+
+    Attributes:
+        kind: An affine map of the input, or a constant.
+        map: Its weights; zeros unless given, to be fitted afterwards. Not part of plan.json.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Literal["affine", "constant"] = "affine"
+    map: InstanceOf[AffineMap] | None = Field(default=None, exclude=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_short_form(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return {"kind": value}
+        if isinstance(value, AffineMap):
+            return {"kind": "constant" if value.weight is None else "affine", "map": value}
+        return value
+
+    def map_for(self, block: AttentionBlock) -> AffineMap:
+        """The given map, or zeros of the block's input and output size."""
+        if self.map is not None:
+            return self.map
+        assert block.output is not None
+        width = block.output.matrix().shape[1]
+        weight = np.zeros((block.input_size, width)) if self.kind == "affine" else None
+        return AffineMap(weight, np.zeros(width))
+
+
+class SkipAttention(AttentionPass[Replacement]):
+    """Replace attention by an affine map of its input (Skip ablation of arXiv 2110.06821, B.1).
 
     Before: out = attention(x, y)
     After:  out = x W + b, or b for every token
 
-    Lossy; the best W and b are found in closed form by ``attnserve.calibration.refit``. Refused
-    (``CannotRewrite``) where ``why_not`` gives a reason.
+    Lossy; ``attnserve.calibration.refit`` finds the best W and b in closed form.
 
     Attributes:
-        maps: W (input size, output size) and b, for each block to leave out, by its name.
+        targets: The replacement of each block: ``"affine"``, ``"constant"``, or an ``AffineMap``.
     """
 
-    maps: Mapping[str, AffineMap]
+    name: ClassVar[str] = "skip_attention"
+    lossy: ClassVar[bool] = True
+    params: ClassVar[TypeAdapter[Any]] = TypeAdapter(Replacement)
 
-    def requires(self, model: ir.Model) -> None:
-        blocks = {block.name: block for block in find_attention(model)[0]}
-        for name, affine in self.maps.items():
-            block = blocks.get(name)
-            reason = "no attention has this name" if block is None else why_not(block)
-            if block is None or reason:
-                raise CannotRewrite(f"{name}: {reason}", "leave this layer out of --skip")
-            assert block.output is not None
-            sizes = (block.input_size, block.output.matrix().shape[1])
-            got = (None if affine.weight is None else affine.weight.shape, affine.bias.shape)
-            if got[0] not in (None, sizes) or got[1] != sizes[1:]:
-                raise InvalidArgument(
-                    f"{name}: a map of shapes {got}, expected {sizes} and {sizes[1:]}",
-                    "fit it to this layer's input and output",
-                )
+    @classmethod
+    def refusal(
+        cls, block: AttentionBlock, params: Replacement | None, context: GraphContext
+    ) -> Refusal | None:
+        found = caller_reads(block) or skip_refusal(block)
+        found = found or reused_elsewhere(block, cls.find(context))
+        if found is None and params is not None and params.map is not None:
+            _check_shapes(block, params.map)
+        return found
 
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        before, facts = interface(model), interpret_small(model, batch=2, sequence=5)
-        blocks = find_attention(model)[0]
-        chosen = [block for block in blocks if block.name in self.maps]
-        if not chosen:
-            return ir.passes.PassResult(model, modified=False)
-        pin_names(blocks)
-        for block in chosen:
-            emit_skip(block, self.maps[block.name], facts)
-        share_constants(model, since=before.initializers)
-        remove_unused(model)
-        keep_shapes(model, chosen)
-        check(before, model, after="SkipAttention")
-        return ir.passes.PassResult(model, modified=True)
+    def rewrite(self, block: AttentionBlock, params: Replacement, context: GraphContext) -> None:
+        emit_skip(block, params.map_for(block), small_shapes(context))
 
 
-def why_not(block: AttentionBlock) -> str:
-    """Why a block cannot be left out; empty where it can."""
-    if block.output is None:
-        return "its context does not go straight to an output projection"
+def skip_refusal(block: AttentionBlock) -> Refusal | None:
+    """Why no affine map can take the place of a block; None if one can."""
+    if found := no_output_projection(block):
+        return found
+    assert block.output is not None
     if not (block.q.by_sequence or block.q.sequence_first):
-        return "its tokens are not laid out as (batch, sequence, size)"
+        return Refusal("token_layout", "its tokens are not laid out as (batch, sequence, size)")
     if block.q.sequence_first != block.output.sequence_first:
-        return "its input and its output count batch and tokens in different orders"
-    return ""
+        return Refusal(
+            "token_order", "its input and its output count batch and tokens in different orders"
+        )
+    return None
+
+
+def _check_shapes(block: AttentionBlock, affine: AffineMap) -> None:
+    assert block.output is not None
+    sizes = (block.input_size, block.output.matrix().shape[1])
+    weight = None if affine.weight is None else affine.weight.shape
+    if weight not in (None, sizes) or affine.bias.shape != sizes[1:]:
+        raise InvalidArgument(
+            f"{block.name}: a map of shapes {(weight, affine.bias.shape)}, "
+            f"expected {sizes} and {sizes[1:]}",
+            "fit it to this layer's input and output",
+            code="skip_attention.shape",
+        )
 
 
 def emit_skip(block: AttentionBlock, affine: AffineMap, facts: Facts) -> None:

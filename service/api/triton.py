@@ -138,6 +138,8 @@ def configuration(engine: Engine) -> dict[str, Any]:
             "operators": {"string_value": orjson.dumps(model.operators).decode()},
         },
     }
+    if model.int8_warning is not None:
+        config["parameters"]["int8_warning"] = {"string_value": model.int8_warning}
     if batches:
         config["dynamic_batching"] = {
             "max_queue_delay_microseconds": round(settings.max_wait_ms * 1e3),

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from attnserve.context import Provider
 from attnserve.models.artifact import (
     Artifact,
     copy_companions,
@@ -32,7 +33,8 @@ from attnserve.models.artifact import (
 )
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.precision import is_bfloat16, on_cpu
-from attnserve.runtime.session import Provider, external_files, open_session
+from attnserve.runtime.external_data import external_files
+from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidArgument, InvalidModel, InvalidOutput
 from service.api.tensors import NAMES
 from service.engine.model import DTYPES

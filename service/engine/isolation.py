@@ -28,8 +28,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from attnserve.context import Provider
 from attnserve.models.artifact import Artifact, load_model, open_artifact, sha256
-from attnserve.runtime.session import Provider, external_files, weight_bytes
+from attnserve.runtime.external_data import external_files
+from attnserve.runtime.session import weight_bytes
 from graph_passes.errors import AttnserveError, InvalidArgument, InvalidModel, MissingExtra
 from service.engine.model import NOT_REWRITTEN, Model
 

@@ -22,12 +22,14 @@ from typing import Any, Literal
 import numpy as np
 import onnx_ir as ir
 
+from attnserve.context import Provider
 from attnserve.models.artifact import Artifact, load_model
 from attnserve.models.example_inputs import example_inputs, id_bound
+from attnserve.models.precision import int8_warning
 from attnserve.models.tokenizer import Encoding, load_tokenizer, model_inputs, pool
 from attnserve.runtime.backends import open_runner
 from attnserve.runtime.cuda import PARITY, Cuda
-from attnserve.runtime.session import Provider, weight_bytes
+from attnserve.runtime.session import weight_bytes
 from graph_passes.analysis.cost import model_cost
 from graph_passes.errors import AttnserveError, CheckFailed, InvalidData, InvalidModel
 from service.errors import ModelFailed, NotFound, OutOfMemory
@@ -129,6 +131,7 @@ class Model:
             value.name: bound for value in original.graph.inputs if (bound := id_bound(value))
         }
         self._examples = _examples(original)
+        self.int8_warning = int8_warning(original)
         self._is_large = weight_bytes(original) > LARGE_BYTES
         del original
         self._release_memory()

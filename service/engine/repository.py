@@ -343,6 +343,8 @@ class Repository:
             raise InvalidModel(
                 f"{artifact.model}: changed while it was being loaded", "load it again"
             )
+        if model.int8_warning is not None:
+            log.warning("%s version %s: %s", name, version, model.int8_warning)
         return content, model
 
     def _open(self, artifact: Artifact, name: str, version: str, checked: CheckResult) -> Model:

@@ -10,23 +10,24 @@ from typing import Any
 
 import pytest
 
+from tests.fixtures.make import BERT
+
 Build = Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
-def tiny_export(tiny_bert: Build, made_once: Build) -> Build:
-    """(attention, exporter, opset) -> the artifact folder: 2 layers, 4 heads x 8, 64 positions.
+def tiny_export(made_once: Build) -> Build:
+    """(attention, exporter, opset, layers) -> the artifact folder: 4 heads x 8, 64 positions.
 
-    Shared by all tests: copy it before changing it.
+    A copy of what ``tests/fixtures/make.py`` exported, shared by all tests: copy it before changing
+    it.
     """
-    from attnserve.models.export import export
 
-    def build(attention: Any = "eager", exporter: Any = "torchscript", opset: int = 17) -> Path:
-        def make(folder: Path) -> None:
-            source = str(tiny_bert(initializer_range=0.3))
-            export(source, folder, attention=attention, exporter=exporter, opset=opset)
-
-        return made_once(f"tiny-{attention}-{exporter}-{opset}", make)
+    def build(
+        attention: Any = "eager", exporter: Any = "torchscript", opset: int = 17, layers: int = 2
+    ) -> Path:
+        name = f"{attention}-{exporter}-{opset}-{layers}"
+        return made_once(f"tiny-{name}", lambda folder: shutil.copytree(BERT / name, folder))
 
     return build
 

@@ -1,25 +1,28 @@
-"""Every architecture, as PyTorch exports it: each attention is found, certified and as configured.
+"""Attention of every architecture is found, certified and as the model's configuration says.
 
-A cell is an architecture, exported one way (``tests/architectures.py``). What is read is compared
-with the configuration that the model was built from; where collaborative heads apply, they change
-nothing at R = H*K. ``docs/support.md`` is what was found, and ``pytest --write-support`` writes it.
+The default tests read one committed graph per architecture (``tests/fixtures/onnx``). The tests
+marked ``export`` read every ``Cell``: an architecture, exported one way
+(``tests/architectures.py``). What is read is compared with the configuration that the model was
+built from; where collaborative heads apply, they change nothing at R = H*K. ``docs/support.md``
+is the result, and ``pytest --write-support`` writes it.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import asdict, dataclass, fields, replace
 from operator import eq
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 
 from attnserve.checks.certify import read_attention
-from attnserve.checks.inspect import Inspection, inspect_graph
+from attnserve.checks.inspect import inspect, inspect_graph
 from attnserve.models.artifact import load_model
 from graph_passes.analysis.cost import parameters
 from graph_passes.blocks import AttentionBlock
@@ -30,7 +33,8 @@ from graph_passes.passes.decompose_attention import DecomposeAttention
 from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.reuse_attention import ReuseAttention
 from tests import architectures
-from tests.architectures import ARCHITECTURES, TABLE, Cell, Layer, cells_of
+from tests.architectures import ARCHITECTURES, COMMITTED, EXTERNAL, TABLE, Cell, Layer, cells_of
+from tests.fixtures import make
 from tests.graph_passes.graphs import grafted, masked
 
 CELLS = [cell for architecture in TABLE for cell in cells_of(architecture)]
@@ -42,58 +46,141 @@ SCALE = {"": 1e-6, "dropout": 1e-6, "fp16": 1e-3, "bf16": 1e-2}
 SAME = {"": 1e-4, "dropout": 1e-4, "fp16": 2e-2, "bf16": 2e-2}
 """Largest difference of outputs that are said to be the same."""
 
-pytestmark = pytest.mark.slow
+Build = Callable[[Cell], "Outcome"]
 
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What became of a cell: PyTorch's reason not to write it, or the graph and what was read."""
+    """PyTorch's reason not to export a cell, or the graph and what was read in it."""
 
     reason: str
     path: Path
-    inspection: Inspection | None = None
+    expected: Sequence[Layer] = ()
+    attention: Sequence[Mapping[str, Any]] = ()
+    missed: Sequence[str] = ()
 
     @property
-    def read(self) -> Inspection:
-        if self.inspection is None:
-            pytest.skip(f"PyTorch cannot export it: {self.reason}")
-        return self.inspection
+    def layers(self) -> list[Layer]:
+        """What was read, in the terms of the configuration."""
+        names = [field.name for field in fields(Layer)]
+        return [Layer(**{name: block[name] for name in names}) for block in self.attention]
 
 
 @pytest.fixture(scope="session")
-def outcome(exported: Callable[[Cell], tuple[Path, str]]) -> Callable[[Cell], Outcome]:
-    """Every cell is exported once, and read once by each test process."""
+def outcome(
+    exported: Callable[[Cell], tuple[Path, str]],
+    made_once: Callable[[str, Callable[[Path], object]], Path],
+) -> Build:
+    """Every cell is exported and read once, whichever test process asks first."""
 
-    @cache
     def build(cell: Cell) -> Outcome:
         path, reason = exported(cell)
         if reason:
             return Outcome(reason, path)
-        return Outcome("", path, inspect_graph(load_model(path), batch=2, sequence=8))
+
+        def read(target: Path) -> None:
+            content = inspect_graph(load_model(path), batch=2, sequence=8).to_json()
+            content["expected"] = [asdict(layer) for layer in expected_layers(cell)]
+            target.write_text(json.dumps(content), encoding="utf-8")
+
+        content = json.loads(made_once(f"{cell}.json", read).read_text(encoding="utf-8"))
+        return Outcome(
+            reason="",
+            path=path,
+            expected=near([Layer(**layer) for layer in content["expected"]], cell),
+            attention=content["attention"],
+            missed=[miss["reason"] for miss in content["missed"]],
+        )
 
     return build
 
 
-every_cell = pytest.mark.parametrize("cell", CELLS, ids=str, scope="module")
-
-
-@every_cell
-def test_every_attention_is_certified_and_as_the_configuration_says(
-    cell: Cell, outcome: Callable[[Cell], Outcome]
+@pytest.mark.export
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_export_is_read_as_configured_and_full_rank_collaboration_is_lossless(
+    cell: Cell, outcome: Build
 ):
-    reading, expected = outcome(cell).read.reading, expected_layers(cell)
-    reasons = [miss.reason for miss in reading.misses]
+    found = outcome(cell)
+    if found.reason:
+        pytest.skip(f"PyTorch cannot export it: {found.reason}")
     if cell.missed:
-        assert len(reasons) == len(expected) and not reading.blocks
-        assert all(re.fullmatch(r"\w.{10,250}[^.]", reason) for reason in reasons)
-    else:
-        assert reasons == []
-        assert [layer_of(block) for block in reading.blocks] == expected
+        assert len(found.missed) == len(found.expected) and not found.attention
+        assert all(re.fullmatch(r"\w.{10,250}[^.]", reason) for reason in found.missed)
+        return
+    assert found.missed == []
+    assert found.layers == found.expected
+    names = [block["name"] for block in found.attention if block["rewrites"]["collaborate"] is True]
+    check_full_rank(cell, found.path, frozenset(names))
+
+
+def check_full_rank(cell: Cell, path: Path, names: frozenset[str]) -> None:
+    """Collaborative heads with R = H*K in these blocks give the same outputs."""
+    architecture = ARCHITECTURES[cell.architecture]
+    if not names:
+        return
+    try:
+        expected = architectures.run(path, architecture, architectures.OTHER_LENGTHS)
+    except Exception as error:  # onnxruntime raises a class of its own for each status
+        pytest.skip(f"ONNX Runtime does not run the model itself: {error}")
+    model = collaborated(load_model(path), names)
+    got = architectures.run(model, architecture, architectures.OTHER_LENGTHS)
+    for one, other in zip(expected, got, strict=True):
+        assert np.isfinite(one).all()
+        np.testing.assert_allclose(other, one, atol=SAME[cell.variant], rtol=0)
+
+
+every_committed = pytest.mark.parametrize("cell", COMMITTED, ids=str)
+
+
+@pytest.fixture(scope="session")
+def expected() -> dict[str, Any]:
+    return json.loads(make.EXPECTED.read_text(encoding="utf-8"))
+
+
+def test_committed_graphs_cover_every_architecture_and_exporter():
+    assert {cell.architecture for cell in COMMITTED} == ARCHITECTURES.keys()
+    assert {(cell.exporter, cell.opset) for cell in COMMITTED} >= {*architectures.EXPORTERS}
+    assert all(cell.committed.with_suffix(".onnx.data").is_file() for cell in EXTERNAL)
+
+
+@every_committed
+def test_committed_graph_is_read_as_configured_and_rewrites_apply(
+    cell: Cell, expected: dict[str, Any]
+):
+    inspection = inspect(cell.committed, batch=2, sequence=8)
+    entry = expected[str(cell)]
+    assert inspection.reading.unmatched == ()
+    layers = near([Layer(**layer) for layer in entry["layers"]], cell)
+    assert [layer_of(block) for block in inspection.reading.blocks] == layers
+    assert make.rewrites_that_apply(inspection.to_json()) == entry["rewrites"]
+    check_full_rank(
+        cell,
+        cell.committed,
+        frozenset(
+            block.name
+            for block, names in zip(inspection.reading.blocks, entry["rewrites"], strict=True)
+            if "collaborate" in names
+        ),
+    )
+
+
+@pytest.mark.export
+@every_committed
+def test_new_export_is_read_like_the_committed_graph(cell: Cell, outcome: Build):
+    committed = inspect(cell.committed, batch=2, sequence=8).to_json()["attention"]
+    measured = {"max_abs_error": 0}
+    assert [block | measured for block in outcome(cell).attention] == [
+        block | measured for block in committed
+    ], "python -m tests.fixtures.make writes the graphs anew"
 
 
 def expected_layers(cell: Cell) -> list[Layer]:
     config = architectures.network(cell.architecture, cell.attention).config
-    layers = ARCHITECTURES[cell.architecture].layers(config)
+    return ARCHITECTURES[cell.architecture].layers(config)
+
+
+def near(layers: Iterable[Layer], cell: Cell) -> list[Layer]:
+    """The layers, compared with the scale that the graph stores in its own type."""
     return [
         replace(layer, scale=pytest.approx(layer.scale, rel=SCALE[cell.variant]))
         for layer in layers
@@ -109,26 +196,6 @@ def layer_of(block: AttentionBlock) -> Layer:
         kind=block.kind,
         position=block.position,
     )
-
-
-@every_cell
-def test_collaborative_heads_of_full_size_change_nothing(
-    cell: Cell, outcome: Callable[[Cell], Outcome]
-):
-    blocks = outcome(cell).read.reading.blocks
-    names = frozenset(block.name for block in blocks if not rewrites_of.collaborate(block))
-    if not names:
-        pytest.skip("collaborative heads apply to none of its layers")
-    path, architecture = outcome(cell).path, ARCHITECTURES[cell.architecture]
-    try:
-        expected = architectures.run(path, architecture, architectures.OTHER_LENGTHS)
-    except Exception as error:  # onnxruntime raises a class of its own for each status
-        pytest.skip(f"ONNX Runtime does not run the model itself: {error}")
-    model = collaborated(load_model(path), names)
-    got = architectures.run(model, architecture, architectures.OTHER_LENGTHS)
-    for one, other in zip(expected, got, strict=True):
-        assert np.isfinite(one).all()
-        np.testing.assert_allclose(other, one, atol=SAME[cell.variant], rtol=0)
 
 
 def collaborated(model: ir.Model, names: frozenset[str]) -> ir.Model:
@@ -158,38 +225,36 @@ HANDFUL = (
     Cell("BART", "eager", "dynamo", 18),  # encoder, decoder and cross-attention
     Cell("BERT", "eager", "torchscript", 17, "fp16"),
 )
-"""What PruneHeads and ReuseAttention may meet, one export each."""
+"""Committed graphs: the patterns that PruneHeads and ReuseAttention meet, one graph each."""
 
 
-@pytest.mark.parametrize("cell", HANDFUL, ids=str, scope="module")
-def test_every_other_head_is_pruned(cell: Cell, outcome: Callable[[Cell], Outcome]):
+@pytest.mark.parametrize("cell", HANDFUL, ids=str)
+def test_every_other_head_is_pruned(cell: Cell):
     """Slicing heads out of every layer is masking them, and certified by the same names."""
-    blocks, path = outcome(cell).read.reading.blocks, outcome(cell).path
+    path = cell.committed
+    blocks = read_attention(load_model(path)).blocks
     assert [rewrites_of.prune(block) for block in blocks] == [""] * len(blocks)
     masks = {block.name: [head % 2 for head in range(block.num_heads)] for block in blocks}
     model = decomposed(load_model(path))
     PruneHeads(masks)(model)
     reading = read_attention(model)
-    assert [miss.reason for miss in reading.misses] == []
+    assert [miss.reason for miss in reading.unmatched] == []
     assert {b.name: b.num_heads for b in reading.blocks} == {n: sum(m) for n, m in masks.items()}
     assert parameters(model) < parameters(load_model(path))
     same_outputs(cell, model, masked(load_model(path), masks))
 
 
-@pytest.mark.parametrize("cell", HANDFUL, ids=str, scope="module")
+@pytest.mark.parametrize("cell", HANDFUL, ids=str)
 @pytest.mark.parametrize("part", [1, 2], ids=["all heads", "every other head"])
-def test_probabilities_of_earlier_layers_are_reused(
-    cell: Cell, part: int, outcome: Callable[[Cell], Outcome]
-):
+def test_probabilities_of_earlier_layers_are_reused(cell: Cell, part: int):
     """As if each probability were replaced and nothing taken away; queries and keys are gone."""
-    path = outcome(cell).path
-    model = decomposed(load_model(path)) if outcome(cell).read else None
-    assert model is not None
+    path = cell.committed
+    model = decomposed(load_model(path))
     edges = edges_of(find_attention(model)[0], part)
     assert edges
     ReuseAttention(edges)(model)
     reading = read_attention(model)
-    assert [miss.reason for miss in reading.misses] == []
+    assert [miss.reason for miss in reading.unmatched] == []
     assert {b.name for b in reading.blocks if b.form == "reuse"} == edges.keys()
     if cell.architecture != "ALBERT":  # whose other layers go on using what they shared
         assert parameters(model) < parameters(load_model(path))
@@ -227,8 +292,9 @@ def same_outputs(cell: Cell, model: ir.Model, expected: ir.Model) -> None:
             np.testing.assert_allclose(got, wanted, atol=atol, rtol=atol)
 
 
+@pytest.mark.export
 def test_the_table_of_what_is_supported_is_what_was_found(
-    outcome: Callable[[Cell], Outcome], pytestconfig: pytest.Config
+    outcome: Build, pytestconfig: pytest.Config
 ):
     text = support({cell: outcome(cell) for cell in CELLS})
     if pytestconfig.getoption("--write-support"):
@@ -240,11 +306,12 @@ def test_the_table_of_what_is_supported_is_what_was_found(
 # ---- docs/support.md ----------------------------------------------------------------------------
 
 INTRODUCTION = """\
-# What is read, and what can be rewritten
+# Supported models
 
-`tests/attnserve/test_architectures.py` found this and `pytest --write-support` wrote it: nothing is
-typed. Every model is a tiny random one, exported by PyTorch. "2/2" are the attentions that were
-found, certified and as the configuration says, of those that there are; "no" cannot be exported.
+The tests find attention in tiny random models that PyTorch exports, and write this page
+(`tests/attnserve/test_architectures.py` with `--write-support`). "2/2" means that two of two
+attention blocks are matched, verified, and agree with the model configuration. "no" means that
+PyTorch cannot export the model. Footnotes give reasons.
 """
 
 
@@ -267,7 +334,7 @@ def support(outcomes: Mapping[Cell, Outcome]) -> str:
     notes = Notes()
     usual, special = dict[tuple[str, str], str](), dict[tuple[str, str], str]()
     for cell, outcome in outcomes.items():
-        text = coverage(cell, outcome, notes)
+        text = coverage(outcome, notes)
         if (cell.exporter, cell.opset) in architectures.EXPORTERS and not cell.variant:
             usual[cell.architecture, cell.column] = text
         else:
@@ -275,31 +342,28 @@ def support(outcomes: Mapping[Cell, Outcome]) -> str:
     parts = (
         INTRODUCTION,
         table("architecture", usual),
-        "## Older opsets, half precision, dropout left in\n",
+        "## Older opsets, half precision, dropout\n",
         table("export", special),
-        "## Rewrites\n\n✓ with a note: it applies to some attentions; the note is about others.\n",
+        "## Rewrites\n\n✓ with a footnote: the rewrite applies to some blocks, not to all.\n",
         table("architecture", rewrites(outcomes, notes)),
         f"{notes}\n",
     )
     return "\n".join(parts)
 
 
-def coverage(cell: Cell, outcome: Outcome, notes: Notes) -> str:
-    if outcome.inspection is None:
+def coverage(outcome: Outcome, notes: Notes) -> str:
+    if outcome.reason:
         return "no" + notes.mark([outcome.reason])
-    reading = outcome.inspection.reading
-    missed = notes.mark(miss.reason for miss in reading.misses)
-    expected = expected_layers(cell)
-    right = sum(map(eq, map(layer_of, reading.blocks), expected))
-    return f"{right}/{len(expected)}{missed}"
+    missed = notes.mark(outcome.missed)
+    right = sum(map(eq, outcome.layers, outcome.expected))
+    return f"{right}/{len(outcome.expected)}{missed}"
 
 
 def rewrites(outcomes: Mapping[Cell, Outcome], notes: Notes) -> dict[tuple[str, str], str]:
     """(architecture, rewrite) -> whether it applies, over all exports and attentions."""
     answers: dict[tuple[str, str], list[str | bool]] = {}
     for cell, outcome in outcomes.items():
-        content = {} if outcome.inspection is None else outcome.inspection.to_json()
-        for attention in content.get("attention", ()):
+        for attention in outcome.attention:
             for rewrite, answer in attention["rewrites"].items():
                 answers.setdefault((cell.architecture, rewrite), []).append(answer)
     return {

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ from attnserve.models.artifact import load_model, open_artifact
 from attnserve.planning.optimize import OptimizeReport, optimize
 from attnserve.runtime.session import open_session
 from graph_passes.errors import CannotRewrite, InvalidData
+from tests.architectures import Cell
 
 LAYERS, H, K, D, VOCABULARY = 2, 3, 8, 24, 61
 EXACT = H * K
@@ -25,59 +23,9 @@ CACHES = [f"past_key_values.{layer}.{part}" for layer in range(LAYERS) for part 
 
 
 @pytest.fixture(scope="session")
-def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def gpt2() -> Path:
     """A tiny random GPT-2: past keys and values are inputs, the present ones outputs."""
-    torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
-    transformers = pytest.importorskip("transformers", reason="pip install 'attnserve[torch]'")
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_embd=D, n_head=H, n_layer=LAYERS, n_positions=48,
-        attn_implementation="eager",
-    )  # fmt: skip
-    network = transformers.GPT2Model(config).eval()
-    with torch.no_grad():
-        for name, weight in network.named_parameters():
-            centre = 1.0 if weight.ndim == 1 and name.endswith("weight") else 0.0
-            weight.copy_(centre + 0.3 * torch.randn(weight.shape))
-
-    class Decoder(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = network
-
-        def forward(self, ids: Any, mask: Any, *past: Any) -> Any:
-            cache = transformers.DynamicCache(list(zip(past[::2], past[1::2], strict=True)))
-            made = self.network(
-                input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True
-            )
-            held = [(layer.keys, layer.values) for layer in made.past_key_values.layers]
-            return (made.last_hidden_state, *(part for layer in held for part in layer))
-
-    free = {name: {0: "batch", 2: "past"} for name in CACHES}
-    path = tmp_path_factory.mktemp("gpt2") / "gpt2.onnx"
-    ids, mask = torch.ones(2, 5, dtype=torch.int64), torch.ones(2, 9, dtype=torch.int64)
-    past = [torch.randn(2, H, 4, K) for _ in CACHES]
-    with (
-        warnings.catch_warnings(),
-        contextlib.redirect_stdout(io.StringIO()),
-        torch.no_grad(),
-    ):
-        warnings.simplefilter("ignore")
-        torch.onnx.export(
-            Decoder(),
-            (ids, mask, *past),
-            str(path),
-            dynamo=False,
-            opset_version=17,
-            input_names=["input_ids", "attention_mask", *CACHES],
-            output_names=["last_hidden_state", *(f"present.{name[16:]}" for name in CACHES)],
-            dynamic_axes={
-                "input_ids": {0: "batch", 1: "sequence"},
-                "attention_mask": {0: "batch", 1: "past + sequence"},
-                **free,
-            },
-        )
-    return path
+    return Cell("GPT-2, cached", "eager", "torchscript", 17).committed
 
 
 def decode(model: Path, steps: tuple[int, ...] = (5, 1, 1, 1)) -> list[np.ndarray]:
@@ -145,7 +93,7 @@ def test_the_record_and_inspect_tell_what_the_cache_is(gpt2: Path, tmp_path: Pat
     read = inspect(report.output)
     assert [block.form for block in read.reading.blocks] == ["collaborative"] * LAYERS
     assert all(block.k.past is not None for block in read.reading.blocks)
-    assert read.reading.misses == ()
+    assert read.reading.unmatched == ()
 
 
 def test_without_the_flag_it_is_offered(gpt2: Path, tmp_path: Path):

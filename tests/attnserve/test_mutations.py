@@ -978,7 +978,7 @@ def runnable(model: ir.Model, blocks: Sequence[AttentionBlock]) -> (
 def judge(model: ir.Model) -> Iterator[tuple[str, str]]:
     """("read" | "missed" | "refused" | "rewritten" | "wrong", what was seen) of a mutant."""
     reading = read_attention(model)
-    if not all(miss.reason for miss in reading.misses):
+    if not all(miss.reason for miss in reading.unmatched):
         yield "wrong", "a miss without a reason"
     if not reading.blocks:
         yield "missed", ""

@@ -52,14 +52,9 @@ def record(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def bert(tiny_bert: Build, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bert(tiny_export: Build) -> Path:
     """3 layers of 4 heads x 8; shared."""
-    from attnserve.models.export import export
-
-    folder = tmp_path_factory.mktemp("three") / "layers"
-    source = tiny_bert(num_hidden_layers=3, initializer_range=0.3)
-    export(str(source), folder, attention="eager", exporter="torchscript", opset=17)
-    return folder
+    return tiny_export("eager", "torchscript", 17, 3)
 
 
 def text(path: Path, count: int, seed: int) -> Path:
@@ -139,7 +134,7 @@ def test_all_of_them_at_once_is_one_plan_in_one_file(made: Made):
     plan = report.plan
     assert set(plan.skip.values()) == {"affine"} and plan.masks and plan.edges and plan.ranks
     read = inspect(folder).reading
-    assert len(read.blocks) == 2 and not read.misses, "the third layer has no attention any more"
+    assert len(read.blocks) == 2 and not read.unmatched, "the third layer has no attention any more"
     for block in read.blocks:
         mask = plan.masks.get(block.name, [1, 1, 1, 1])
         assert block.num_heads == sum(mask)
@@ -190,7 +185,7 @@ def test_the_json_has_the_keys_of_the_contract(made: Made):
     assert {name: entry[name] for name in content} == content
 
 
-@pytest.mark.parametrize("case", ["prune", pytest.param("reuse", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", ["prune", pytest.param("reuse", marks=pytest.mark.timing)])
 def test_the_fit_is_closer_on_text_it_has_not_seen(made: Made, bert: Path, unseen: Path, case: str):
     fitted, plain = (
         verify(bert, made(case, refit).folder, data=unseen).outputs[0] for refit in (True, False)
@@ -242,7 +237,6 @@ def test_a_second_call_goes_on_from_the_first(made: Made, bert: Path, seen: Path
     assert verify(bert, tmp_path / "two", data=seen).mean_cosine > 0.5
 
 
-@pytest.mark.slow
 def test_fused_exports_are_rewritten_too(tiny_bert: Build, seen: Path, made: Made, tmp_path: Path):
     """The same plan, and nearly the same model, from an export that fuses attention."""
     from attnserve.models.export import export
@@ -372,7 +366,7 @@ def test_calibration_of_no_real_token_is_refused(tiny: Path, tmp_path: Path):
 # Again and again
 
 
-@pytest.mark.slow
+@pytest.mark.timing
 def test_any_rewrite_may_follow_any_other(small: Path, arrays: Path, tmp_path: Path):
     """Each call reads, and certifies, what the one before wrote."""
     asked: list[dict[str, Any]] = [
@@ -387,7 +381,7 @@ def test_any_rewrite_may_follow_any_other(small: Path, arrays: Path, tmp_path: P
         new = tmp_path / str(number) / "model.onnx"
         report = optimize(path, new, calib=arrays, **each)
         assert report.steps[-1].macs_after == report.after.macs, each
-        assert not inspect(new).reading.misses, each
+        assert not inspect(new).reading.unmatched, each
         path = new
     assert forms(path) == ["sparse", "reuse"]
     assert len(record(path.parent)["lineage"]) == len(asked)

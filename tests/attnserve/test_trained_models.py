@@ -43,7 +43,7 @@ def sorted_right(path: Path) -> int:
     return int((made == np.sort(digits, axis=1)).all(axis=1).sum())
 
 
-@pytest.mark.slow(seconds=30)
+@pytest.mark.timing(seconds=30)
 def test_the_vision_transformer_keeps_its_accuracy(shared: Path, tmp_path: Path):
     model = shared / "models" / "vit_mnist_researchase" / "vit_mnist_researchase.onnx"
     assert len(inspect(model).reading.blocks) == 6

@@ -256,7 +256,7 @@ for path in paths:
         kernels(done.forms, (1, 8), "cuda", 60)
 
 
-@pytest.mark.slow
+@pytest.mark.export
 def test_pytorch_s_encoder_runs_where_there_is_one():
     make = compiled(SMALL, 32, device="cpu", backend="eager")
     feed = example_inputs(SMALL.build(32), 2, 8)
@@ -325,6 +325,7 @@ def test_a_card_names_its_file(card: str, name: str):
 # ---- the program ---------------------------------------------------------------------------------
 
 
+@pytest.mark.process
 @pytest.mark.skipif(why_no_cuda() is None, reason="there is a GPU")
 def test_without_a_gpu_it_says_so_in_one_line_and_succeeds(tmp_path: Path):
     done = subprocess.run(
@@ -353,6 +354,7 @@ def test_one_model_is_not_enough(capsys: pytest.CaptureFixture[str]):
     assert "give two models" in capsys.readouterr().err
 
 
+@pytest.mark.timing
 def test_a_pair_is_compared_in_both_precisions(
     encoder: ir.Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -371,7 +373,7 @@ def test_a_pair_is_compared_in_both_precisions(
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.timing
 def test_the_whole_run_measures_every_form_or_says_why_not(tmp_path: Path):
     """As on a GPU, with the CPU in its place, which has no kernels for bfloat16."""
     assert cuda.main(["--tiny-on-cpu", "--seconds", "300", "--results", str(tmp_path)]) == 0
@@ -401,7 +403,7 @@ def test_the_whole_run_measures_every_form_or_says_why_not(tmp_path: Path):
     assert content["seconds"] < 300
 
 
-@pytest.mark.slow
+@pytest.mark.timing
 def test_without_time_every_cell_says_so(tmp_path: Path):
     content = cuda.everything("cpu", cuda.TINY, cuda.TINY_SHAPES, 0.0, matrix=16, requests=1)
     size = content["sizes"]["tiny"]

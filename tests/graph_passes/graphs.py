@@ -239,7 +239,7 @@ def text_of(model: ir.Model) -> str:
 def only(model: ir.Model) -> AttentionBlock:
     """The one block of a model, certified by running it."""
     reading = read_attention(model)
-    assert [miss.reason for miss in reading.misses] == []
+    assert [miss.reason for miss in reading.unmatched] == []
     assert len(reading.blocks) == 1
     return reading.blocks[0]
 
@@ -248,7 +248,7 @@ def reasons(model: ir.Model) -> list[str]:
     """Why nothing was read."""
     reading = read_attention(model)
     assert reading.blocks == ()
-    return [miss.reason for miss in reading.misses]
+    return [miss.reason for miss in reading.unmatched]
 
 
 def feeds(

@@ -81,7 +81,7 @@ def test_text_is_a_model_that_onnx_runtime_runs(build) -> None:  # type: ignore[
 
 def test_both_branches_of_an_if_are_read() -> None:
     reading = read_attention(if_model())
-    assert [miss.reason for miss in reading.misses] == []
+    assert [miss.reason for miss in reading.unmatched] == []
     yes, no = reading.blocks
     assert yes.graph is not no.graph
     for block in (yes, no):

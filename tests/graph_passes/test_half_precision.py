@@ -68,7 +68,7 @@ def test_half_precision_is_certified(
     name: str, parts: dict[str, str], opset: int, shape: str
 ) -> None:
     reading = read_attention(half(name, opset, shape, **parts))
-    assert [miss.reason for miss in reading.misses] == []
+    assert [miss.reason for miss in reading.unmatched] == []
     (certified,) = reading.certified
     assert certified.max_abs_error <= SMALL
     block = certified.block
@@ -106,7 +106,7 @@ def test_wrong_scale_of_a_half_precision_graph_is_seen(monkeypatch: pytest.Monke
     blocks, misses = find_attention(model)
     wrong = [replace(blocks[0], scale=1.001 * blocks[0].scale)]
     monkeypatch.setattr(certify, "find_attention", lambda _: (wrong, misses))
-    (miss,) = read_attention(model).misses
+    (miss,) = read_attention(model).unmatched
     assert "the graph computes something else" in miss.reason
 
 

@@ -293,6 +293,7 @@ def exchange(address: str, *parts: bytes) -> bytes:
     return received
 
 
+@pytest.mark.process
 def test_who_reads_where_it_serves_can_ask_at_once(
     server: tuple[str, subprocess.Popen[str]],
 ) -> None:
@@ -313,6 +314,7 @@ def test_real_http(server: tuple[str, subprocess.Popen[str]]) -> None:
         assert client.post("/embed", json={"inputs": "a"}).status_code == 200
 
 
+@pytest.mark.process
 def test_answers_do_not_wait_for_acknowledgements(
     server: tuple[str, subprocess.Popen[str]],
 ) -> None:
@@ -323,6 +325,7 @@ def test_answers_do_not_wait_for_acknowledgements(
     assert min(times[1:]).total_seconds() < 0.03
 
 
+@pytest.mark.process
 def test_real_http_that_lies(server: tuple[str, subprocess.Popen[str]]) -> None:
     address, _ = server
     head = b"POST /embed HTTP/1.1\r\nhost: x\r\n"
@@ -341,6 +344,7 @@ def test_real_http_that_lies(server: tuple[str, subprocess.Popen[str]]) -> None:
     assert httpx2.post(f"{address}/embed", json={"inputs": "a"}).status_code == 200
 
 
+@pytest.mark.process
 def test_a_client_that_hangs_up_is_dropped_from_the_queue(encoder: Path) -> None:
     """The ASGI server says ``http.disconnect``; the work that waits is cancelled."""
     app = create_app(Settings(model=encoder, probe=False))
@@ -390,6 +394,7 @@ def test_a_port_in_use_is_said_before_the_model_is_loaded(tmp_path: Path) -> Non
             serve(Settings(model=tmp_path / "nothing.onnx", port=port))
 
 
+@pytest.mark.process
 def test_stdout_is_silent_and_the_log_is_on_stderr(
     server: tuple[str, subprocess.Popen[str]],
 ) -> None:

@@ -27,6 +27,8 @@ from service.settings import Settings
 from tests.service.conftest import listening
 from tests.service.tiny import ECHO, hidden_states, write_encoder, write_model
 
+pytestmark = pytest.mark.process
+
 IDS = np.array([[2, 4, 5, 3], [2, 6, 7, 3]])
 ROOT = Path(__file__).parents[2]
 

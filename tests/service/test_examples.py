@@ -1,4 +1,4 @@
-"""The README's examples of serving: each command is run, and answered as the README shows."""
+"""Run the examples of docs/howto/serve.md and compare the answers with those on the page."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from service.app import create_app
 from service.settings import Settings
 from tests.service.conftest import listening
 
-README = Path(__file__).parents[2] / "README.md"
+pytestmark = pytest.mark.process
 
-# The inputs and the token ids of a BERT, and nothing else of it.
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "serve.md"
+
+# A model with the inputs of BERT that looks up one vector per token.
 BERT = """
 <ir_version: 10, opset_import: ["": 18]>
 bert (int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask,
@@ -44,19 +46,21 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Example:
-    """A command, and what it prints: "..." stands for anything."""
+    """A command and its output, in which "..." matches any text."""
 
     command: str
     answer: str
 
 
 def examples() -> list[Example]:
-    """Those of the README's section on serving."""
-    (section,) = re.findall(
-        r"^## Serve\n(.*?)^## ", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    """The commands of the blocks that are marked ``run: serve``."""
+    blocks = re.findall(
+        r"^<!-- run: serve -->\n```sh\n(.*?)^```",
+        PAGE.read_text(encoding="utf-8"),
+        re.MULTILINE | re.DOTALL,
     )
     found: list[Example] = []
-    for block in re.findall(r"^```sh\n(.*?)^```", section, re.MULTILINE | re.DOTALL):
+    for block in blocks:
         for part in re.split(r"^(?=curl )", block, flags=re.MULTILINE)[1:]:
             lines = part.splitlines()
             shown = [line.removeprefix("#") for line in lines if line.startswith("#")]
@@ -91,7 +95,7 @@ def squeezed(text: str) -> str:
     shutil.which("curl") is None or shutil.which("bash") is None, reason="needs curl and bash"
 )
 @pytest.mark.parametrize("example", examples(), ids=lambda example: example.command[:60])
-def test_an_example_of_the_readme(address: str, example: Example) -> None:
+def test_example_command_prints_what_the_page_shows(address: str, example: Example) -> None:
     command = example.command.replace("localhost:8000", address.removeprefix("http://"))
     assert command != example.command
     done = subprocess.run(
@@ -101,7 +105,7 @@ def test_an_example_of_the_readme(address: str, example: Example) -> None:
     assert re.fullmatch(pattern, squeezed(done.stdout), re.DOTALL), done.stdout
 
 
-def test_every_protocol_has_an_example() -> None:
+def test_examples_cover_every_protocol() -> None:
     commands = " ".join(example.command for example in examples())
     for path in ("/embed", "/similarity", "/tokenize", "/v1/", "/v2/models", "/v2/repository"):
         assert f"localhost:8000{path}" in commands

@@ -185,6 +185,7 @@ def ask(encoder: Path) -> Iterator[Ask]:
         connection.close()
 
 
+@pytest.mark.fuzz
 def test_any_bytes_are_answered(ask: Ask) -> None:
     seen: Counter[int] = Counter()
 

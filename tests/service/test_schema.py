@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -41,6 +42,7 @@ def error_has_its_protocols_form(path: str, content: bytes) -> None:
         assert isinstance(body["error"], str)
 
 
+@pytest.mark.fuzz
 def test_every_route_keeps_to_its_description(
     start: Callable[..., TestClient], encoder: Path
 ) -> None:

@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 
 import attnserve.calibration.layerwise
-from attnserve.calibration.layerwise import Stepwise
+from attnserve.calibration.layerwise import LayerwiseRunner
 from attnserve.runtime.session import Batch, open_session, run
 from graph_passes.emit.editing import Inserter, exposing, remove_unused, replace_uses
 from graph_passes.errors import InvalidData
@@ -93,9 +93,9 @@ def same(found: Sequence[Sequence[np.ndarray]], expected: Sequence[Sequence[np.n
             np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
-def kept(stepwise: Stepwise) -> set[str | None]:
+def kept(runner: LayerwiseRunner) -> set[str | None]:
     """The names of what is held of every batch, beside its inputs."""
-    (names,) = {frozenset(v.name for v in held) for held in stepwise._kept}  # pyright: ignore
+    (names,) = {frozenset(v.name for v in held) for held in runner._kept}  # pyright: ignore
     return set(names)
 
 
@@ -136,36 +136,36 @@ def test_stretches_are_one_run(case: str, told: bool):
     body, stretches = STRETCHES[case]
     graph = model(body, stretches[-1].split()[-1])
     text = ir.to_onnx_text(graph)
-    stepwise = Stepwise(graph, batches())
+    runner = LayerwiseRunner(graph, batches())
     for place, names in enumerate(stretches):
         later = [v for after in stretches[place + 1 :] for v in values(graph, after)]
-        found = list(stepwise.advance(values(graph, names), later if told else ()))
+        found = list(runner.run_to(values(graph, names), later if told else ()))
         same(found, whole(graph, names))
     assert ir.to_onnx_text(graph) == text
-    assert not kept(stepwise)
+    assert not kept(runner)
 
 
 def test_no_node_is_run_twice(ran: list[str]):
     graph = model(CHAIN, "e")
-    stepwise = Stepwise(graph, batches())
+    runner = LayerwiseRunner(graph, batches())
     for place, name in enumerate("bce"):
-        for _ in stepwise.advance(values(graph, name), values(graph, " ".join("bce"[place + 1 :]))):
+        for _ in runner.run_to(values(graph, name), values(graph, " ".join("bce"[place + 1 :]))):
             pass
     assert ran == ["Mul Sin", "MatMul", "Cos Add"]
 
 
 def test_nothing_is_run_for_what_is_known(ran: list[str]):
     graph = model(CHAIN, "e")
-    stepwise = Stepwise(graph, batches())
-    list(stepwise.advance(values(graph, "b"), values(graph, "b e")))
-    list(stepwise.advance(values(graph, "b x"), values(graph, "e")))
-    list(stepwise.advance([], values(graph, "e")))
+    runner = LayerwiseRunner(graph, batches())
+    list(runner.run_to(values(graph, "b"), values(graph, "b e")))
+    list(runner.run_to(values(graph, "b x"), values(graph, "e")))
+    list(runner.run_to([], values(graph, "e")))
     assert ran == ["Mul Sin"]
 
 
 def test_only_what_will_be_read_is_kept():
     graph = model(BRANCH, "d")
-    stepwise = Stepwise(graph, batches())
+    runner = LayerwiseRunner(graph, batches())
     for names, later, left in (
         ("left", "d", {"left", "right"}),  # skip is made of the input, and was not needed yet
         ("b", "d", {"b", "right"}),
@@ -173,37 +173,37 @@ def test_only_what_will_be_read_is_kept():
         ("c", "d", {"c", "skip"}),
         ("d", "", set[str]()),
     ):
-        list(stepwise.advance(values(graph, names), values(graph, later)))
-        assert kept(stepwise) == left
+        list(runner.run_to(values(graph, names), values(graph, later)))
+        assert kept(runner) == left
 
 
 def test_what_a_body_reads_is_kept():
     graph = model(BODY, "d")
-    stepwise = Stepwise(graph, batches())
-    list(stepwise.advance(values(graph, "flag b"), values(graph, "d")))
-    assert kept(stepwise) == {"a", "b", "flag"}
+    runner = LayerwiseRunner(graph, batches())
+    list(runner.run_to(values(graph, "flag b"), values(graph, "d")))
+    assert kept(runner) == {"a", "b", "flag"}
 
 
 def test_constants_are_not_kept():
     graph = model(FOLDED, "c")
-    stepwise = Stepwise(graph, batches())
-    list(stepwise.advance(values(graph, "Wt a"), values(graph, "c")))
-    assert kept(stepwise) == {"a"}
+    runner = LayerwiseRunner(graph, batches())
+    list(runner.run_to(values(graph, "Wt a"), values(graph, "c")))
+    assert kept(runner) == {"a"}
 
 
 def test_what_is_wanted_later_is_kept_until_then(ran: list[str]):
     graph = model(CHAIN, "e")
-    stepwise = Stepwise(graph, batches())
-    list(stepwise.advance(values(graph, "d"), values(graph, "b")))
-    assert kept(stepwise) == {"b"}
-    same(list(stepwise.advance(values(graph, "b"))), whole(graph, "b"))
-    assert len(ran) == 1 and not kept(stepwise)
+    runner = LayerwiseRunner(graph, batches())
+    list(runner.run_to(values(graph, "d"), values(graph, "b")))
+    assert kept(runner) == {"b"}
+    same(list(runner.run_to(values(graph, "b"))), whole(graph, "b"))
+    assert len(ran) == 1 and not kept(runner)
 
 
 def test_what_lies_ahead_may_be_edited():
     graph = model(CHAIN, "e")
-    stepwise = Stepwise(graph, batches())
-    list(stepwise.advance(values(graph, "b"), values(graph, "e")))
+    runner = LayerwiseRunner(graph, batches())
+    list(runner.run_to(values(graph, "b"), values(graph, "e")))
     product = value(graph, "c").producer()
     assert product is not None
     make = Inserter(graph.graph, product, "new")
@@ -212,59 +212,59 @@ def test_what_lies_ahead_may_be_edited():
     replace_uses(value(graph, "c"), make.op("MatMul", [shifted, weight], "product"))
     remove_unused(graph)
     assert all(node is not product for node in graph.graph)
-    same(list(stepwise.advance(values(graph, "d"), values(graph, "e"))), whole(graph, "d"))
-    same(list(stepwise.advance(values(graph, "e"))), whole(graph, "e"))
+    same(list(runner.run_to(values(graph, "d"), values(graph, "e"))), whole(graph, "d"))
+    same(list(runner.run_to(values(graph, "e"))), whole(graph, "e"))
 
 
 def test_an_edit_may_read_what_was_let_go():
     graph = model(CHAIN, "e")
-    stepwise = Stepwise(graph, batches())
-    list(stepwise.advance(values(graph, "c"), values(graph, "e")))
+    runner = LayerwiseRunner(graph, batches())
+    list(runner.run_to(values(graph, "c"), values(graph, "e")))
     last = value(graph, "e").producer()
     assert last is not None
     last.replace_input_with(1, value(graph, "a"))
-    same(list(stepwise.advance(values(graph, "e"))), whole(graph, "e"))
+    same(list(runner.run_to(values(graph, "e"))), whole(graph, "e"))
 
 
 def test_a_look_ahead_stays_where_it_is(ran: list[str]):
     graph = model(CHAIN, "e")
-    stepwise = Stepwise(graph, batches())
-    list(stepwise.advance(values(graph, "b"), values(graph, "e")))
-    same(list(stepwise.look(values(graph, "e b"))), whole(graph, "e b"))
-    assert kept(stepwise) == {"b"}
+    runner = LayerwiseRunner(graph, batches())
+    list(runner.run_to(values(graph, "b"), values(graph, "e")))
+    same(list(runner.peek(values(graph, "e b"))), whole(graph, "e b"))
+    assert kept(runner) == {"b"}
     given = graph.graph.initializers["W"]
     given.const_value = ir.tensor(np.ones((4, 4), np.float32), name="W")
-    same(list(stepwise.advance(values(graph, "e"))), whole(graph, "e"))
+    same(list(runner.run_to(values(graph, "e"))), whole(graph, "e"))
     assert ran == ["Mul Sin", "MatMul Cos Add", "MatMul Cos Add"]
 
 
 def test_a_name_that_is_taken_gives_way():
     """Split is run again for the part that was let go, beside the part that is known."""
     graph = model(BRANCH, "d")
-    stepwise = Stepwise(graph, batches())
-    list(stepwise.advance(values(graph, "left"), values(graph, "b")))
-    assert kept(stepwise) == {"left"}
-    same(list(stepwise.advance(values(graph, "c"))), whole(graph, "c"))
+    runner = LayerwiseRunner(graph, batches())
+    list(runner.run_to(values(graph, "left"), values(graph, "b")))
+    assert kept(runner) == {"left"}
+    same(list(runner.run_to(values(graph, "c"))), whole(graph, "c"))
 
 
 def test_batches_are_fed_as_the_model_takes_them():
     graph = model(CHAIN, "e")
     turned = [{"other": -batch["x"]} for batch in batches()]
-    stepwise = Stepwise(graph, turned, feed=lambda batch: {"x": -batch["other"]})
-    list(stepwise.advance(values(graph, "b"), values(graph, "e")))
-    same(list(stepwise.advance(values(graph, "e"))), whole(graph, "e"))
+    runner = LayerwiseRunner(graph, turned, feed=lambda batch: {"x": -batch["other"]})
+    list(runner.run_to(values(graph, "b"), values(graph, "e")))
+    same(list(runner.run_to(values(graph, "e"))), whole(graph, "e"))
 
 
 def test_without_batches_there_is_nothing():
     graph = model(CHAIN, "e")
-    assert list(Stepwise(graph, []).advance(values(graph, "e"))) == []
+    assert list(LayerwiseRunner(graph, []).run_to(values(graph, "e"))) == []
 
 
 def test_a_batch_that_is_refused_is_told():
     graph = model(CHAIN, "e")
     wrong = [{"x": np.zeros((2, 3, 5), np.float32)}]
     with pytest.raises(InvalidData, match=r"the model refuses the inputs x \(2, 3, 5\)"):
-        list(Stepwise(graph, wrong).advance(values(graph, "e")))
+        list(LayerwiseRunner(graph, wrong).run_to(values(graph, "e")))
     lacking = [{"y": np.zeros((2, 3, 4), np.float32)}]
     with pytest.raises(InvalidData, match="the model refuses the inputs"):
-        list(Stepwise(graph, lacking).advance(values(graph, "e")))
+        list(LayerwiseRunner(graph, lacking).run_to(values(graph, "e")))

@@ -12,6 +12,7 @@ import pytest
 from attnserve.calibration.neurons import layer_weights, masks_by_energy, neuron_energy
 from attnserve.checks.compare import verify
 from attnserve.checks.inspect import inspect
+from attnserve.context import RunContext
 from attnserve.models.artifact import load_model, open_artifact
 from attnserve.models.datasets import load_inputs
 from attnserve.planning.optimize import optimize
@@ -19,6 +20,7 @@ from attnserve.runtime.session import Batch, open_session
 from graph_passes.emit.editing import exposing
 from graph_passes.errors import InvalidArgument, InvalidData
 from graph_passes.matching.feed_forward import FeedForwardBlock, find_feed_forward
+from tests.errors import raises
 from tests.graph_passes.graphs import graph
 
 F = 64
@@ -41,7 +43,7 @@ def data(tiny: Path, sentences: Path, bert: ir.Model) -> list[Batch]:
 
 @pytest.fixture(scope="module")
 def energies(bert: ir.Model, blocks: Any, data: list[Batch]) -> dict[str, np.ndarray]:
-    return neuron_energy(bert, blocks, data, threads=1)
+    return neuron_energy(bert, blocks, data, context=RunContext(threads=1))
 
 
 # Energy
@@ -63,7 +65,7 @@ def test_padding_is_no_token(
     bert: ir.Model, blocks: list[FeedForwardBlock], data: list[Batch], energies: Any
 ):
     wider = [{n: np.pad(a, ((0, 0), (0, 4))) for n, a in batch.items()} for batch in data]
-    for name, energy in neuron_energy(bert, blocks, wider, threads=1).items():
+    for name, energy in neuron_energy(bert, blocks, wider, context=RunContext(threads=1)).items():
         np.testing.assert_allclose(energy, energies[name], rtol=1e-4)
 
 
@@ -80,7 +82,9 @@ def test_each_feed_forward_counts_its_own_tokens():
         output="float[batch, sequence, 12] out, float[batch, memory, 12] last",
     )  # fmt: skip
     batch = {n: rng.standard_normal((2, k, 12)).astype(np.float32) for n, k in (("x", 3), ("y", 9))}
-    found = neuron_energy(both, find_feed_forward(both), [batch], threads=1).values()
+    found = neuron_energy(
+        both, find_feed_forward(both), [batch], context=RunContext(threads=1)
+    ).values()
     for name, energy in zip(("x", "y"), found, strict=True):
         hidden = np.maximum(batch[name].astype(np.float64) @ arrays["W"], 0).reshape(-1, 16)
         expected = hidden.var(axis=0) * np.square(arrays["W2"].astype(np.float64)).sum(axis=1)
@@ -92,8 +96,8 @@ def test_activations_that_are_not_finite_are_refused(bert: ir.Model):
     arrays = {"W": -np.ones((12, 16), np.float32), "W2": np.ones((16, 12), np.float32)}
     model = graph(body, inputs="float[batch, sequence, 12] x", constants=arrays)
     batch = {"x": np.ones((1, 3, 12), np.float32)}
-    with pytest.raises(InvalidData, match="activations on the calibration data are not finite"):
-        neuron_energy(model, find_feed_forward(model), [batch], threads=1)
+    with raises(InvalidData, "calibration.not_finite"):
+        neuron_energy(model, find_feed_forward(model), [batch], context=RunContext(threads=1))
 
 
 # Which go
@@ -102,7 +106,7 @@ def test_activations_that_are_not_finite_are_refused(bert: ir.Model):
 def test_a_layer_weighs_what_its_loss_costs_at_the_output(
     bert: ir.Model, blocks: list[FeedForwardBlock], data: list[Batch], energies: Any
 ):
-    weights = layer_weights(bert, blocks, energies, data[0], threads=1)
+    weights = layer_weights(bert, blocks, energies, data[0], context=RunContext(threads=1))
     assert weights.keys() == energies.keys()
     assert all(np.isfinite(weight) and weight > 0 for weight in weights.values())
 

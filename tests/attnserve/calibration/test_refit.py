@@ -20,6 +20,7 @@ from attnserve.calibration.refit import (
     ridge_towards,
 )
 from attnserve.checks.certify import read_attention
+from attnserve.context import RunContext
 from attnserve.runtime.session import Batch, open_session
 from graph_passes.emit.editing import exposing
 from graph_passes.errors import InvalidData
@@ -28,6 +29,7 @@ from graph_passes.passes.fuse_residuals import residual_of
 from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.reuse_attention import ReuseAttention
 from graph_passes.passes.skip_attention import AffineMap, SkipAttention, skipped
+from tests.errors import raises
 from tests.graph_passes.graphs import PARTS, D, H, V, layers, run, text_of, weights
 
 seeds = st.integers(0, 10**6)
@@ -255,7 +257,7 @@ def test_a_fitted_graph_is_read_and_certified_and_keeps_its_interface():
     reading = read_attention(graph)
     assert [block.name for block in reading.blocks] == [ONE, TWO]
     assert [block.num_heads for block in reading.blocks] == [2, 2]
-    assert not reading.misses
+    assert not reading.unmatched
     for side in ("inputs", "outputs"):
         ours, theirs = (getattr(each.graph, side) for each in (graph, original))
         assert [(v.name, v.dtype, str(v.shape)) for v in ours] == [
@@ -605,7 +607,7 @@ def test_data_without_a_real_token_is_refused():
         lambda: refit(pruned(original), original, [ONE], empty),
         lambda: context_moments(original, find_attention(original)[0], empty),
     ):
-        with pytest.raises(InvalidData, match="attention_0: the calibration data has no real tok"):
+        with raises(InvalidData, "calibration.no_token", "attention_0"):
             what()
 
 
@@ -615,7 +617,7 @@ def test_activations_that_are_not_finite_are_refused(value: float):
     batches = texts()
     batches[-1]["x"][0, 0] = value
     text = text_of(graph := pruned(original))
-    with pytest.raises(InvalidData, match=r"attention_0: the activations .* not finite\n.*data"):
+    with raises(InvalidData, "calibration.not_finite", "attention_0"):
         refit(graph, original, [ONE, TWO], batches)
     assert text_of(graph) == text, "nothing was changed"
 
@@ -631,6 +633,6 @@ def test_progress_counts_to_the_end():
     original, seen = model(), list[tuple[int, int]]()
     refit(
         pruned(original), original, [ONE, TWO], texts(),
-        progress=lambda done, total: seen.append((done, total)),
+        context=RunContext(progress=lambda stage, done, total: seen.append((done, total))),
     )  # fmt: skip
     assert [done for done, _ in seen] == list(range(1, 13)) and seen[-1] == (12, 12)

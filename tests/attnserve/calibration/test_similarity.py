@@ -11,12 +11,14 @@ import pytest
 
 from attnserve.calibration.similarity import HeadSimilarity, measure_similarity
 from attnserve.checks.certify import read_attention
+from attnserve.context import RunContext
 from attnserve.models.artifact import load_model, open_artifact
 from attnserve.models.datasets import load_inputs
 from attnserve.runtime.session import Batch, open_session
 from graph_passes.blocks import AttentionBlock
 from graph_passes.emit.editing import exposing
 from graph_passes.errors import InvalidArgument, InvalidData
+from tests.errors import raises
 from tests.graph_passes.graphs import D, H, K, V, graph
 
 MASK = """
@@ -288,7 +290,7 @@ def test_ranks_go_from_the_lowest_similarity_with_the_layer_before_to_the_highes
 
 
 def test_a_layer_that_was_not_measured_is_refused():
-    with pytest.raises(InvalidArgument, match=r"called 'c' was measured.*one of: a, b\n"):
+    with raises(InvalidArgument, "similarity.unknown_layer", "'c'", "a, b"):
         made(np.eye(3)).between("a", "c")
 
 
@@ -300,7 +302,10 @@ def test_the_graph_is_left_as_it_was_and_progress_is_told():
     before, told = ir.to_onnx_text(model), []
     batches = [texts(9), texts(4)]
     measure_similarity(
-        model, read_attention(model).blocks, batches, progress=lambda *step: told.append(step)
+        model,
+        read_attention(model).blocks,
+        batches,
+        context=RunContext(progress=lambda *step: told.append(step[1:])),
     )
     assert ir.to_onnx_text(model) == before
     assert told == [(1, 2), (2, 2)]
@@ -314,7 +319,7 @@ def test_no_attention_is_no_similarity():
 @pytest.mark.parametrize("batches", [[], [texts(0, 0)]], ids=["no batch", "all padding"])
 def test_data_without_a_token_is_refused(batches: list[Batch]):
     model = two_layers()
-    with pytest.raises(InvalidData, match=r"has no real token\ncheck the mask"):
+    with raises(InvalidData, "calibration.no_token"):
         measure_similarity(model, read_attention(model).blocks, batches)
 
 
@@ -323,11 +328,11 @@ def test_activations_that_are_not_finite_are_refused(value: float):
     model = two_layers()
     batch = texts(9, 5)
     batch["x"][0, 0, 0] = value
-    with pytest.raises(InvalidData, match="probabilities on the calibration data are not finite"):
+    with raises(InvalidData, "calibration.not_finite"):
         measure_similarity(model, read_attention(model).blocks, [batch])
 
 
 def test_no_queries_are_refused():
     model = two_layers()
-    with pytest.raises(InvalidArgument, match="most_queries is 0: expected 1 or more"):
+    with raises(InvalidArgument, "similarity.most_queries"):
         measure_similarity(model, read_attention(model).blocks, [texts(9)], most_queries=0)

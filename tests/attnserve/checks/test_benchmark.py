@@ -56,6 +56,7 @@ def report(folder: Path) -> BenchReport:
     return bench(models, batches=(1, 2), sequences=(8, POSITIONS), rounds=6)
 
 
+@pytest.mark.process
 def test_models_come_in_the_order_given_for_each_shape(report: BenchReport, folder: Path):
     rows = [(Path(r.model).stem, r.batch, r.sequence) for r in report.results]
     shapes = [(1, 8), (1, POSITIONS), (2, 8), (2, POSITIONS)]
@@ -134,6 +135,7 @@ def test_where_onnx_runtime_does_not_tell_there_is_no_peak(
     assert measure.peak_of_runs(folder / "small.onnx", feed, provider="cpu") is None
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("told", [5 * 2**20, None])
 def test_peaks_are_told_on_cuda_alone_each_of_its_own_model_and_shape(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
@@ -222,6 +224,7 @@ def test_progress_ends_at_its_total(folder: Path):
     assert seen == [(50, 200), (100, 200), (150, 200), (200, 200)]
 
 
+@pytest.mark.process
 def test_a_script_without_a_main_guard_can_call_it(folder: Path):
     """The child imports attnserve, never the caller's script."""
     script = (

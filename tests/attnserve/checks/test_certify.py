@@ -26,7 +26,7 @@ from attnserve.checks.certify import (
 from attnserve.models.artifact import load_model
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.shapes import bind_axes, interpret
-from graph_passes.blocks import AttentionBlock, Miss
+from graph_passes.blocks import AttentionBlock, Unmatched
 from graph_passes.errors import InvalidModel
 from graph_passes.matching.find import find_attention
 from tests.graph_passes.graphs import attention
@@ -41,7 +41,7 @@ def prove(
     runs: Sequence[Evaluate] = (onnx_runtime,),
     shapes: Sequence[tuple[int, int]] = SHAPES,
     **changes: Any,
-) -> Certified | Miss:
+) -> Certified | Unmatched:
     facts = [
         interpret(model, bind_axes(model.graph, batch=batch, sequence=sequence))
         for batch, sequence in shapes
@@ -59,7 +59,7 @@ def graph(tiny: Path) -> ir.Model:
 @pytest.mark.parametrize("export", EXPORTS, ids=lambda export: "-".join(map(str, export)))
 def test_plain_and_fused_attention_is_certified(tiny_export: Callable[..., Path], export: tuple):
     reading = read_attention(load_model(tiny_export(*export) / "model.onnx"))
-    assert len(reading.blocks) == 2 and reading.misses == ()
+    assert len(reading.blocks) == 2 and reading.unmatched == ()
     assert [(b.num_heads, b.head_size, b.input_size) for b in reading.blocks] == [(4, 8, 32)] * 2
     assert [b.scale for b in reading.blocks] == [pytest.approx(8**-0.5, rel=1e-6)] * 2
     assert all(certified.max_abs_error <= TOLERANCE for certified in reading.certified)
@@ -74,7 +74,7 @@ def test_a_right_reading_is_certified_with_a_small_error(graph: ir.Model):
 def test_a_wrong_scale_is_caught(graph: ir.Model, factor: float):
     block = find_attention(graph)[0][0]
     result = prove(graph, block, scale=block.scale * factor)
-    assert isinstance(result, Miss)
+    assert isinstance(result, Unmatched)
     assert "the graph computes something else" in result.reason
     assert "at most 1e-04 allowed" in result.reason and block.name in result.reason
 
@@ -82,34 +82,36 @@ def test_a_wrong_scale_is_caught(graph: ir.Model, factor: float):
 def test_queries_and_keys_may_not_be_told_apart_wrongly(graph: ir.Model):
     block = find_attention(graph)[0][0]
     # softmax(k q^T) is not softmax(q k^T): the reading must say which is which.
-    assert isinstance(prove(graph, block, q=block.k, k=block.q), Miss)
-    assert isinstance(prove(graph, block, v=block.k), Miss)
+    assert isinstance(prove(graph, block, q=block.k, k=block.q), Unmatched)
+    assert isinstance(prove(graph, block, v=block.k), Unmatched)
 
 
 def test_heads_in_another_order_are_caught(graph: ir.Model):
     block = find_attention(graph)[0][0]
     columns = block.q.columns[::-1].copy()
-    assert isinstance(prove(graph, block, q=dataclasses.replace(block.q, columns=columns)), Miss)
+    assert isinstance(
+        prove(graph, block, q=dataclasses.replace(block.q, columns=columns)), Unmatched
+    )
 
 
 def test_a_forgotten_mask_is_caught(graph: ir.Model):
     block = find_attention(graph)[0][0]
     assert block.steps
-    assert isinstance(prove(graph, block, steps=()), Miss)
+    assert isinstance(prove(graph, block, steps=()), Unmatched)
 
 
 def test_the_output_projection_is_part_of_the_certificate(graph: ir.Model):
     one, other = find_attention(graph)[0]
     assert one.output is not None and other.output is not None
     wrong = dataclasses.replace(one.output, weight=other.output.weight)
-    assert isinstance(prove(graph, one, output=wrong), Miss)
+    assert isinstance(prove(graph, one, output=wrong), Unmatched)
 
 
 def test_a_wrong_query_bias_is_caught_and_a_key_bias_does_not_matter(graph: ir.Model):
     block = find_attention(graph)[0][0]
     # Softmax ignores what is the same for all keys: q b_K^T is.
     offset = block.q.offset + np.linspace(-3, 3, 32).reshape(4, 8)
-    assert isinstance(prove(graph, block, q=dataclasses.replace(block.q, offset=offset)), Miss)
+    assert isinstance(prove(graph, block, q=dataclasses.replace(block.q, offset=offset)), Unmatched)
     assert isinstance(prove(graph, block, k=dataclasses.replace(block.k, offset=offset)), Certified)
 
 
@@ -120,7 +122,7 @@ def test_weights_that_are_nan_are_never_certified(graph: ir.Model):
     array[0, 0] = np.nan
     weight.const_value = ir.tensor(array, name=weight.name)
     reading = read_attention(graph)
-    assert len(reading.blocks) == 1 and len(reading.misses) == 1
+    assert len(reading.blocks) == 1 and len(reading.unmatched) == 1
 
 
 def test_a_graph_that_the_runtime_refuses_is_run_by_onnx_itself(graph: ir.Model):
@@ -128,7 +130,7 @@ def test_a_graph_that_the_runtime_refuses_is_run_by_onnx_itself(graph: ir.Model)
     with pytest.raises(InvalidModel, match="ONNX Runtime refuses the graph"):
         open_session(graph)
     reading = read_attention(graph)
-    assert len(reading.blocks) == 2 and reading.misses == ()
+    assert len(reading.blocks) == 2 and reading.unmatched == ()
     assert all(certified.max_abs_error <= TOLERANCE for certified in reading.certified)
 
 
@@ -138,7 +140,7 @@ def test_a_wrong_reading_is_caught_by_onnx_itself_too(graph: ir.Model):
         prove(graph, block, runs=[onnx_reference], scale=block.scale * factor) for factor in (1, 2)
     )
     assert isinstance(result, Certified) and result.max_abs_error <= TOLERANCE
-    assert isinstance(wrong, Miss) and "the graph computes something else" in wrong.reason
+    assert isinstance(wrong, Unmatched) and "the graph computes something else" in wrong.reason
 
 
 def refuses(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
@@ -150,13 +152,13 @@ def test_the_first_that_can_run_a_graph_decides(graph: ir.Model):
     result = prove(graph, block, runs=[refuses, onnx_runtime])
     assert isinstance(result, Certified)
     wrong = prove(graph, block, runs=[refuses, onnx_runtime], scale=2 * block.scale)
-    assert isinstance(wrong, Miss) and "the graph computes something else" in wrong.reason
+    assert isinstance(wrong, Unmatched) and "the graph computes something else" in wrong.reason
 
 
 def test_a_graph_that_nobody_runs_is_a_miss_with_the_first_reason(graph: ir.Model):
     block = find_attention(graph)[0][0]
     result = prove(graph, block, runs=[refuses, refuses])
-    assert isinstance(result, Miss)
+    assert isinstance(result, Unmatched)
     assert re.fullmatch(
         rf"read as attention '{block.name}', not certified: refuses: no kernel for \d+ inputs",
         result.reason,
@@ -168,7 +170,7 @@ def test_a_run_that_makes_no_number_is_never_certified(graph: ir.Model):
         return [np.full_like(array, np.nan) for array in onnx_runtime(model, feeds)]
 
     result = prove(graph, find_attention(graph)[0][0], runs=[nothing])
-    assert isinstance(result, Miss) and "difference inf" in result.reason
+    assert isinstance(result, Unmatched) and "difference inf" in result.reason
 
 
 def test_graphs_of_one_sequence_at_a_time_are_certified_at_one_sequence():
@@ -178,7 +180,7 @@ def test_graphs_of_one_sequence_at_a_time_are_certified_at_one_sequence():
     inputs = f"float[batch, sequence, 12] x, float[batch, 1, 1, sequence] mask, {angles}"
     model = attention(scores=scores, inputs=inputs, opset=23)
     (block,), _ = find_attention(model)
-    assert isinstance(prove(model, block), Miss)
+    assert isinstance(prove(model, block), Unmatched)
     assert isinstance(prove(model, block, shapes=SINGLE), Certified)
     assert len(read_attention(model).blocks) == 1
 
@@ -188,7 +190,7 @@ def test_an_operator_without_a_kernel_is_a_miss_that_names_it():
     inputs = "float[batch, sequence, 12] x, float[batch, 3, sequence, sequence] mask"
     reading = read_attention(attention(mask="", softmax=softmax, inputs=inputs))
     assert reading.blocks == ()
-    assert "BiasSoftmax" in reading.misses[0].reason
+    assert "BiasSoftmax" in reading.unmatched[0].reason
 
 
 def test_the_same_seed_gives_the_same_certificate(graph: ir.Model):
@@ -208,4 +210,4 @@ def test_a_graph_without_attention_needs_no_runtime():
         '<ir_version: 8, opset_import: ["" : 17]> g (float[n] x) => (float[n] y) { y = Exp(x) }'
     )
     reading = read_attention(model)
-    assert (reading.certified, reading.misses) == ((), ())
+    assert (reading.certified, reading.unmatched) == ((), ())

@@ -341,7 +341,6 @@ def test_a_text_that_the_model_cannot_take_is_refused_with_its_size(tokens: Path
 # --- the real model -----------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_minilm_scores_what_it_is_known_to_score(
     minilm_export: Callable[[str, str, int], Path], shared: Path
 ) -> None:

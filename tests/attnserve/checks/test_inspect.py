@@ -65,7 +65,6 @@ def test_every_export_of_the_tiny_bert_is_read_and_counted(
     }
 
 
-@pytest.mark.slow
 @named
 def test_every_layer_of_every_export_of_minilm_is_certified(
     minilm_export: Callable[[str, str, int], Path], export: tuple

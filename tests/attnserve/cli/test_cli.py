@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,9 @@ import onnx
 import pytest
 from onnx import parser
 
+import attnserve
 from attnserve.cli.app import main
+from attnserve.models.artifact import open_artifact
 
 ROOT = Path(__file__).parents[3]
 
@@ -69,8 +72,14 @@ def refused(outcome: Outcome, reason: str) -> None:
     assert "Traceback" not in outcome.err and "unexpected" not in outcome.err
 
 
+def python(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run ``python -c``: the code, then its arguments."""
+    command = [sys.executable, "-c", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, **options)
+
+
 def process(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "attnserve.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "attnserve", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, **options)
 
 
@@ -224,7 +233,7 @@ def test_brackets_in_names_are_no_markup(cli: Cli, tiny: Path, tmp_path: Path):
         (["inspect"], "(?i)missing argument"),
         (["inspect", "m", "--nonsense"], "(?i)no such option"),
         (["nonsense"], "(?i)no such command"),
-        (["optimize", "m"], "(?i)missing option"),
+        (["analyze", "m"], "(?i)missing option"),
         (["inspect", "m", "--seq", "-1"], "--seq"),
         (["inspect", "m", "--seq", "0"], "--seq"),
         (["inspect", "m", "--seed", "one"], "--seed"),
@@ -246,6 +255,24 @@ def test_brackets_in_names_are_no_markup(cli: Cli, tiny: Path, tmp_path: Path):
 )
 def test_wrong_usage_is_explained(cli: Cli, arguments: list[str], reason: str):
     refused(cli(*arguments), reason)
+
+
+def test_version_is_printed(cli: Cli):
+    assert cli("--version") == Outcome(0, f"attnserve {attnserve.__version__}\n", "")
+
+
+def test_help_and_version_import_no_heavy_module():
+    code = (
+        "import sys\n"
+        "from attnserve.__main__ import main\n"
+        "code = main([sys.argv[1]])\n"
+        "heavy = {'numpy', 'onnx', 'onnx_ir', 'scipy'} & sys.modules.keys()\n"
+        "print(sorted(heavy), file=sys.stderr)\n"
+        "sys.exit(code)"
+    )
+    for option in ("--help", "--version"):
+        done = python(code, option)
+        assert (done.returncode, done.stderr) == (0, "[]\n")
 
 
 def test_help_is_on_stdout(cli: Cli):
@@ -434,6 +461,117 @@ def test_a_path_below_a_file_is_no_output(cli: Cli, tiny: Path, tmp_path: Path):
         refused(done, "not a folder that can be written")
 
 
+# Without -o
+
+DEFAULTS: dict[str, tuple[str, list[str], set[str]]] = {
+    "optimize": (
+        "{name}-optimized",
+        ["--collab-dk", "16"],
+        {"model.onnx", "attnserve.json", "tokenizer.json", "tokenizer_config.json", "config.json"},
+    ),
+    "analyze": ("{name}-analysis", [], {"analysis.json", "mask.json", "report.html"}),
+    "plan": ("", ["--keep", "0.9"], {"plan.json", "plan.svg"}),
+}
+
+
+def without_output(command: str, model: Path, calib: Path) -> list[object]:
+    return [command, model, *DEFAULTS[command][1], "--calib", calib, "--json"]
+
+
+def work_is_refused(*_: object, **__: object) -> None:
+    raise AssertionError("the output is checked before the data is read")
+
+
+SEARCHING = pytest.param("plan", marks=pytest.mark.timing(seconds=20))
+
+
+@pytest.mark.parametrize("command", [*sorted(DEFAULTS.keys() - {"plan"}), SEARCHING])
+def test_command_without_output_writes_beside_the_model(
+    cli: Cli, model: Path, sentences: Path, tmp_path: Path, command: str
+):
+    before = tree(model)
+    folder, _, files = DEFAULTS[command]
+    written = tmp_path / folder.format(name="model")
+    done = cli(*without_output(command, model, sentences)).json()
+    assert tree(model) == before
+    assert {path.name for path in written.iterdir() if path.is_file()} == files
+    shown = Path(done["output"])
+    assert shown == written if command == "analyze" else shown.parent == written and shown.is_file()
+
+
+@pytest.mark.parametrize("command", DEFAULTS)
+def test_default_output_that_exists_needs_force(
+    cli: Cli, model: Path, sentences: Path, tmp_path: Path, command: str,
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    folder, _, files = DEFAULTS[command]
+    written = tmp_path / folder.format(name="model")
+    written.mkdir(exist_ok=True)
+    unrelated = written / "notes.txt"  # a folder that holds anything is an existing output
+    unrelated.write_text("mine")
+    if command == "plan":
+        (written / "plan.svg").write_text("mine")
+    before = tree(tmp_path)
+    with monkeypatch.context() as patch:
+        for module in ("planning.optimize", "reports.html", "planning.command"):
+            patch.setattr(import_module(f"attnserve.{module}"), "load_inputs", work_is_refused)
+        refused(cli(*without_output(command, model, sentences)), "exists already\n.*--force")
+    assert tree(tmp_path) == before
+    assert cli(*without_output(command, model, sentences), "--force").code == 0
+    assert files <= {path.name for path in written.iterdir()}
+    assert unrelated.read_text() == "mine"
+
+
+def test_default_output_is_named_after_the_resolved_folder(
+    cli: Cli, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(model)
+    done = cli("optimize", ".", "--collab-dk", 16)
+    assert done.code == 0
+    assert done.out.startswith(f"wrote {tmp_path.resolve() / 'model-optimized' / 'model.onnx'}\n")
+    assert (tmp_path / "model-optimized" / "model.onnx").is_file()
+
+
+def test_default_output_of_a_file_is_beside_the_file(cli: Cli, model: Path):
+    (model / "model.onnx").rename(model / "encoder.onnx")
+    assert cli("optimize", model / "encoder.onnx", "--collab-dk", 16, "--dry-run").code == 0
+    assert not (model / "encoder-optimized").exists()
+    done = cli("optimize", model / "encoder.onnx", "--collab-dk", 16, "--json").json()
+    assert done["output"] == str(model / "encoder-optimized" / "model.onnx")
+    assert (model / "encoder-optimized" / "attnserve.json").is_file()
+
+
+def test_output_path_is_not_recorded_in_the_artifact(cli: Cli, model: Path, tmp_path: Path):
+    assert cli("optimize", model, "--collab-dk", 16).code == 0
+    record = (tmp_path / "model-optimized" / "attnserve.json").read_text()
+    assert str(tmp_path) not in record
+
+
+def test_failed_check_without_output_leaves_no_folder(cli: Cli, model: Path, tmp_path: Path):
+    done = cli("optimize", model, "--collab-dk", 1, "--min-cosine", 1)
+    assert done.code == 1 and list(tmp_path.iterdir()) == [model]
+
+
+def test_functions_without_output_return_where_they_wrote(
+    model: Path, sentences: Path, tmp_path: Path
+):
+    optimized = attnserve.optimize(model, collab_dk=16)
+    assert optimized.output == tmp_path / "model-optimized" / "model.onnx"
+    assert attnserve.analyze(model, calib=sentences).output == tmp_path / "model-analysis"
+    assert attnserve.plan(model, calib=sentences, keep=0.9).output == tmp_path / "plan.json"
+
+
+def test_second_model_in_a_folder_keeps_the_record_of_the_first(
+    cli: Cli, model: Path, tmp_path: Path
+):
+    folder = tmp_path / "both"
+    for name, rank in (("a", 16), ("b", 8)):
+        assert cli("optimize", model, "-o", folder / f"{name}.onnx", "--collab-dk", rank).code == 0
+    for name, rank in (("a", 16), ("b", 8)):
+        steps = open_artifact(folder / f"{name}.onnx").lineage[-1]["steps"]
+        assert {step["rank"] for step in steps} == {rank}
+
+
 def test_models_of_different_kinds_are_not_verified(cli: Cli, tiny: Path, tmp_path: Path):
     text = '<ir_version: 8, opset_import: ["" : 17]> g (float[n] x) => (float[n] y) { y = Exp(x) }'
     onnx.save(parser.parse_model(text), tmp_path / "m.onnx")
@@ -467,7 +605,24 @@ def test_an_interrupt_is_an_exit_code_and_a_line(
     monkeypatch.setattr("attnserve.inspect", interrupted)
     done = cli("inspect", tiny)
     assert done.code == 130 and done.out == ""
-    assert done.err.strip() == "interrupted: nothing half-written is left behind"
+    assert done.err.strip() == "interrupted: no partial output was written"
+
+
+@pytest.mark.parametrize("module", ["typer", "rich.console", "onnx_ir", "attnserve.checks.inspect"])
+def test_interrupt_during_an_import_exits_130_with_one_line(module: str, tiny: Path):
+    """Ctrl-C within the first second: the modules of the command line, or of a command."""
+    code = (
+        "import sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == sys.argv[1]: raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "from attnserve.__main__ import main\n"
+        "sys.exit(main(['inspect', sys.argv[2]]))"
+    )
+    done = python(code, module, tiny)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("interrupted")
 
 
 # As a program
@@ -482,11 +637,13 @@ def test_the_program_prints_json_and_nothing_else(tiny: Path, tmp_path: Path):
     assert len(done.stderr.splitlines()) == 2
 
 
+@pytest.mark.process
 def test_sentences_are_not_wrapped_for_programs(tiny: Path):
     done = process("inspect", tiny, env={**os.environ, "COLUMNS": "40"})
     assert re.search(r"^2 certified, 0 missed; .* in attention$", done.stdout, re.MULTILINE)
 
 
+@pytest.mark.process
 def test_the_same_command_writes_the_same_bytes(tiny: Path, sentences: Path, tmp_path: Path):
     for name in ("one", "two"):
         done = process(
@@ -496,12 +653,13 @@ def test_the_same_command_writes_the_same_bytes(tiny: Path, sentences: Path, tmp
     assert tree(tmp_path / "one") == tree(tmp_path / "two")
 
 
+@pytest.mark.process
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are sent otherwise")
 def test_a_program_that_is_interrupted_leaves_nothing(tiny: Path, tmp_path: Path):
     calib = tmp_path / "calib.txt"
     calib.write_text("the man is playing with the dog in the park\n" * 200_000)
     before = tree(tmp_path)
-    command = [sys.executable, "-m", "attnserve.cli", "optimize", str(tiny), "-o"]
+    command = [sys.executable, "-m", "attnserve", "optimize", str(tiny), "-o"]
     command += [str(tmp_path / "new"), "--collab-dk", "16", "--calib", str(calib)]
     with subprocess.Popen(
         command, cwd=ROOT, stderr=subprocess.PIPE, text=True,
@@ -512,5 +670,5 @@ def test_a_program_that_is_interrupted_leaves_nothing(tiny: Path, tmp_path: Path
         program.send_signal(signal.SIGINT)
         assert program.wait(60) == 130
         assert program.stderr is not None
-        assert program.stderr.read().strip().endswith("nothing half-written is left behind")
+        assert program.stderr.read().strip().endswith("no partial output was written")
     assert tree(tmp_path) == before

@@ -23,7 +23,8 @@ from attnserve.models.artifact import (
     staged,
     write_record,
 )
-from attnserve.runtime.session import external_files, open_session
+from attnserve.runtime.external_data import external_files
+from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidModel, InvalidOutput
 
 LINEAR = """<ir_version: 10, opset_import: ["" : 18]>

@@ -12,6 +12,7 @@ import pytest
 
 from attnserve.calibration.moments import collect_moments
 from attnserve.checks.certify import read_attention
+from attnserve.context import RunContext
 from attnserve.models.artifact import Artifact, load_model, open_artifact
 from attnserve.models.datasets import BATCH_SIZE, Dataset, load_inputs, token_mask
 from attnserve.models.tokenizer import load_tokenizer
@@ -19,6 +20,7 @@ from attnserve.runtime.session import open_session
 from graph_passes.blocks import AttentionBlock
 from graph_passes.emit.editing import exposing
 from graph_passes.errors import InvalidData, InvalidModel
+from tests.errors import raises
 
 HEADER = '<ir_version: 8, opset_import: ["" : 17]> g'
 IDS = f"{HEADER} (int64[batch, seq] input_ids, int64[batch, seq] attention_mask)"
@@ -329,7 +331,9 @@ def test_collecting_leaves_the_graph_as_it_was_and_reports_progress(tiny: Path, 
     graph = load_model(artifact)
     data, blocks = load_inputs(sentences, graph, artifact), read_attention(graph).blocks
     before, seen = ir.to_onnx_text(graph), []
-    collect_moments(graph, blocks, data.fit, progress=lambda *step: seen.append(step))
+    collect_moments(
+        graph, blocks, data.fit, context=RunContext(progress=lambda *step: seen.append(step[1:]))
+    )
     assert ir.to_onnx_text(graph) == before
     assert seen == [(i + 1, len(data.fit)) for i in range(len(data.fit))]
 
@@ -337,7 +341,7 @@ def test_collecting_leaves_the_graph_as_it_was_and_reports_progress(tiny: Path, 
 def test_data_that_is_all_padding_is_refused(tiny: Path):
     graph = load_model(open_artifact(tiny))
     batch = arrays() | {"attention_mask": np.zeros((3, 5), int)}
-    with pytest.raises(InvalidData, match="has no real token"):
+    with raises(InvalidData, "calibration.no_token"):
         collect_moments(graph, read_attention(graph).blocks, [batch])
 
 

@@ -88,7 +88,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux")
 def test_memory_stays_below_twice_the_file(tmp_path: Path):
     small = model_of(tmp_path / "small.onnx", square(8))

@@ -130,6 +130,7 @@ def test_queries_and_keys_are_cut_where_that_costs_least(
     assert again == {d.block: d.head_size or 8 for d in report.decisions if d.kind == "attention"}
 
 
+@pytest.mark.timing
 def test_the_promise_is_kept_and_used_up(
     model: Path, sentences: Path, tmp_path: Path, counted: None
 ):
@@ -146,6 +147,7 @@ def test_the_promise_is_kept_and_used_up(
     assert measured < 0.97  # a larger allowance is used
 
 
+@pytest.mark.timing
 def test_without_allowance_nothing_is_taken_out(
     model: Path, sentences: Path, tmp_path: Path, counted: None
 ):
@@ -162,6 +164,7 @@ def replays(model: Path, sentences: Path, folder: Path, plan: Path) -> bool:
     return (folder / "a.onnx").read_bytes() == (folder / "b.onnx").read_bytes()
 
 
+@pytest.mark.timing
 def test_an_attention_that_hardly_matters_is_left_out(
     model: Path, sentences: Path, tmp_path: Path, counted: None
 ):
@@ -182,6 +185,7 @@ def test_an_attention_that_hardly_matters_is_left_out(
     assert last.name not in {row.block.name for row in left.certified}
 
 
+@pytest.mark.timing
 def test_probabilities_are_handed_on_where_no_operator_holds_an_attention(
     model: Path, sentences: Path, tmp_path: Path, counted: None, monkeypatch: pytest.MonkeyPatch
 ):
@@ -199,6 +203,7 @@ def test_probabilities_are_handed_on_where_no_operator_holds_an_attention(
     assert replays(model, sentences, tmp_path, tmp_path / "p.json")
 
 
+@pytest.mark.timing
 def test_a_newer_operator_brings_its_opset(
     model: Path, sentences: Path, tmp_path: Path, counted: None, monkeypatch: pytest.MonkeyPatch
 ):
@@ -234,6 +239,7 @@ def test_neurons_stay_unless_allowed(model: Path, sentences: Path, tmp_path: Pat
     assert "--allow ffn" in kinds["feed_forward"].why
 
 
+@pytest.mark.timing
 def test_every_block_says_why(model: Path, sentences: Path, tmp_path: Path, counted: None):
     report = planned(model, sentences, tmp_path / "p.json", keep=0.9, allow=["ffn"])
     assert len(report.decisions) == 4
@@ -243,6 +249,7 @@ def test_every_block_says_why(model: Path, sentences: Path, tmp_path: Path, coun
     assert any("others cannot take over" in decision.why for decision in report.decisions)
 
 
+@pytest.mark.timing
 def test_a_speed_is_reached_at_less_loss_than_a_higher_one(
     model: Path, sentences: Path, tmp_path: Path, counted: None
 ):
@@ -263,6 +270,7 @@ def test_a_speed_out_of_reach_fails_and_writes_nothing(
     assert not list(tmp_path.glob("p.*"))
 
 
+@pytest.mark.timing
 def test_no_gain_returns_the_original_and_says_so(
     model: Path, sentences: Path, tmp_path: Path, counted: None, monkeypatch: pytest.MonkeyPatch
 ):
@@ -283,6 +291,7 @@ def test_no_gain_returns_the_original_and_says_so(
     assert report.after.parameters == report.before.parameters
 
 
+@pytest.mark.timing
 def test_a_task_is_kept_by_its_lower_bound(
     model: Path, sentences: Path, tmp_path: Path, counted: None
 ):
@@ -309,6 +318,7 @@ def pairs(path: Path, sentences: Path) -> Path:
 # plan.json, and carrying it out
 
 
+@pytest.mark.timing
 def test_the_file_says_all_and_the_plot_shows_it(
     model: Path, sentences: Path, tmp_path: Path, counted: None
 ):
@@ -324,6 +334,7 @@ def test_the_file_says_all_and_the_plot_shows_it(
     assert plot.startswith("<svg xmlns") and report.verdict in plot
 
 
+@pytest.mark.timing
 def test_the_same_asked_twice_is_the_same_plan(
     model: Path, sentences: Path, tmp_path: Path, counted: None
 ):
@@ -345,6 +356,7 @@ def test_carrying_a_plan_out_gives_the_same_bytes(
     assert len(contents) == 1 < len(list(tmp_path.glob("*.onnx")))
 
 
+@pytest.mark.timing
 def test_what_was_written_keeps_what_was_promised(
     model: Path, sentences: Path, tmp_path: Path, counted: None
 ):
@@ -359,6 +371,7 @@ def test_what_was_written_keeps_what_was_promised(
     assert again.mean_cosine > 0.93
 
 
+@pytest.mark.timing
 def test_int8_comes_after_the_rewrites_and_counts(
     model: Path, sentences: Path, tmp_path: Path, counted: None
 ):
@@ -384,6 +397,31 @@ def test_a_precision_may_be_asked_for_alone(model: Path, sentences: Path, tmp_pa
     assert report.after.bytes < 0.6 * report.before.bytes
     assert report.after.parameters == report.before.parameters
     assert report.fidelity.mean_cosine > 0.9
+    entry = json.loads((tmp_path / "attnserve.json").read_text())["lineage"][-1]
+    assert entry["plan"]["precision"] == "int8"
+    assert entry["int8_weight_bits"] == report.int8_weight_bits == 7
+
+
+def test_int8_full_by_hand_records_8_bits(
+    model: Path, sentences: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("attnserve.models.precision.has_int8_dot_product", lambda: True)
+    arguments = ["optimize", str(model), "--int8-full", "-o", str(tmp_path / "out.onnx")]
+    assert main(arguments) == 0
+    entry = json.loads((tmp_path / "attnserve.json").read_text())["lineage"][-1]
+    assert entry["plan"]["precision"] == "int8-full"
+    assert entry["int8_weight_bits"] == 8
+
+
+def test_int8_full_without_a_dot_product_is_refused_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("attnserve.models.precision.has_int8_dot_product", lambda: False)
+    with pytest.raises(InvalidArgument, match="int8-full: this CPU"):
+        attnserve.optimize(tmp_path / "none", tmp_path / "out.onnx", precision="int8-full")
+    with pytest.raises(InvalidArgument, match="int8-full: this CPU"):
+        attnserve.plan(tmp_path / "none", tmp_path / "p.json", calib=tmp_path / "none", keep=0.9,
+                       precision="int8-full")  # fmt: skip
 
 
 def test_bfloat16_is_proved_on_a_cpu_which_is_told_that_it_cannot_run_it(
@@ -462,6 +500,7 @@ def test_the_allowance_is_found_in_a_few_builds(loss: Callable[[float], float], 
     assert len(judged.measured) <= 1 + search.MOST_BUILDS
 
 
+@pytest.mark.timing
 def test_a_plan_of_other_data_is_refused(
     model: Path, sentences: Path, tmp_path: Path, counted: None
 ):
@@ -477,6 +516,7 @@ def test_a_plan_of_other_data_is_refused(
 # Interrupted
 
 
+@pytest.mark.timing
 def test_a_search_goes_on_where_it_was_interrupted(
     model: Path,
     sentences: Path,
@@ -510,6 +550,7 @@ def test_a_search_goes_on_where_it_was_interrupted(
     assert not list((cache / "plans").glob("*.json"))  # done: nothing is left behind
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("content", ["", '{"curves": {"a": 1}, "builds": []}'])
 def test_a_damaged_journal_is_begun_anew(
     content: str,
@@ -541,6 +582,7 @@ def test_a_length_that_the_model_does_not_take_is_refused(
         planned(model, sentences, tmp_path / "p.json", sequence=65)
 
 
+@pytest.mark.timing
 def test_without_a_length_the_texts_say(
     model: Path, sentences: Path, tmp_path: Path, counted: None
 ):
@@ -594,6 +636,7 @@ def test_the_same_score_is_kept_whole(model: Path, sentences: Path, tmp_path: Pa
 # The command line
 
 
+@pytest.mark.timing
 def test_plan_prints_the_table_the_front_and_the_verdict(
     model: Path,
     sentences: Path,
@@ -614,6 +657,8 @@ def test_plan_prints_the_table_the_front_and_the_verdict(
     assert json.loads(capsys.readouterr().out)["gain"] is True
     assert main([*arguments[:-2], "--fp16", "--int8", "--force"]) == 2
     assert "--fp16 and --int8 exclude each other" in capsys.readouterr().err
+    assert main([*arguments[:-2], "--int8", "--int8-full", "--force"]) == 2
+    assert "--int8 and --int8-full exclude each other" in capsys.readouterr().err
     assert main([*arguments, "--bf16", "--force"]) == 2
     assert "bfloat16 cannot be timed on a CPU" in capsys.readouterr().err
 
@@ -632,7 +677,7 @@ def test_a_goal_that_cannot_be_reached_exits_with_1(
     assert not (tmp_path / "o.onnx").exists()
 
 
-@pytest.mark.slow(seconds=240)
+@pytest.mark.timing(seconds=240)
 def test_a_real_encoder_gets_faster_by_a_real_clock(
     minilm_export: Any, shared: Path, tmp_path: Path
 ):

@@ -118,7 +118,7 @@ def test_who_calibrates_on_short_texts_for_long_ones_is_told(
     assert told(4 * usual) and not told(4 * usual - 1)
 
 
-@pytest.mark.slow(seconds=20)
+@pytest.mark.timing(seconds=20)
 def test_the_full_size_of_the_real_model_changes_outputs_by_at_most_1e_4(
     minilm_export: Callable[[str, str, int], Path], tmp_path: Path
 ):
@@ -127,7 +127,7 @@ def test_the_full_size_of_the_real_model_changes_outputs_by_at_most_1e_4(
     assert verify(folder, tmp_path / "new").outputs[0].max_abs_error <= 1e-4
 
 
-@pytest.mark.slow(seconds=30)
+@pytest.mark.timing(seconds=30)
 @pytest.mark.parametrize("head_dk", [None, 24], ids=["dense", "sparse"])
 def test_the_real_model_keeps_its_score(
     minilm_export: Callable[[str, str, int], Path],

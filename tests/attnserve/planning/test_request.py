@@ -14,7 +14,7 @@ from attnserve.calibration.elimination import elimination_order
 from attnserve.calibration.importance import leave_one_out
 from attnserve.calibration.similarity import measure_similarity
 from attnserve.calibration.voting import voting_to_stay
-from attnserve.checks.certify import Reading, read_attention
+from attnserve.checks.certify import MatchReport, read_attention
 from attnserve.models.datasets import Dataset
 from attnserve.planning.plan import Plan
 from attnserve.planning.request import Request, make_plan, require_attention
@@ -45,7 +45,7 @@ def data() -> Dataset:
 
 
 @cache
-def stack() -> tuple[ir.Model, Reading]:
+def stack() -> tuple[ir.Model, MatchReport]:
     """L layers, as a plan reads them; planning changes nothing."""
     model = layers(L)
     return model, read_attention(model)

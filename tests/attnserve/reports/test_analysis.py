@@ -20,6 +20,7 @@ from attnserve.calibration.spectra import (
     text_lengths,
 )
 from attnserve.checks.certify import read_attention
+from attnserve.context import RunContext
 from attnserve.models.artifact import load_model, open_artifact
 from attnserve.models.datasets import Dataset, load_inputs
 from attnserve.planning.optimize import optimize
@@ -29,17 +30,23 @@ from graph_passes.emit.editing import exposing
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 from graph_passes.factorize.moments import TokenMoments
 from tests import architectures
+from tests.architectures import Cell
+from tests.errors import raises
 from tests.graph_passes.matching.test_operators import READ as OPERATORS
 
 Build = Callable[..., Path]
 EXACT = {"rtol": 1e-6, "atol": 1e-9}
 
 
-def analysis_of(folder: Path, calib: Path, **options: Any) -> Analysis:
+def analysis_of(
+    folder: Path, calib: Path, *, groups: int | None = None, **settings: Any
+) -> Analysis:
     artifact = open_artifact(folder)
     graph = load_model(artifact)
     data = load_inputs(calib, graph, artifact, split=False)
-    return analyze_graph(graph, data, source={"file": artifact.model.name}, threads=1, **options)
+    context = RunContext(threads=1, **settings)
+    source = {"file": artifact.model.name}
+    return analyze_graph(graph, data, source=source, groups=groups, context=context)
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +145,7 @@ def test_the_layers_spectra_come_from_its_own_weights_and_moments(
     graph = load_model(artifact)
     blocks = read_attention(graph).blocks
     data = load_inputs(sentences, graph, artifact, split=False)
-    moments = collect_moments(graph, blocks, data.fit, threads=1)
+    moments = collect_moments(graph, blocks, data.fit, context=RunContext(threads=1))
     for layer, block in zip(analysis.layers, blocks, strict=True):
         assert layer.weights is not None and layer.calibrated is not None
         q = block.q.heads()
@@ -270,7 +277,7 @@ def test_more_groups_than_heads_are_refused_before_anything_runs(
     tiny: Path, sentences: Path, groups: int
 ):
     stages: list[str] = []
-    with pytest.raises(InvalidArgument, match=f"--groups {groups}: expected 1 to 4"):
+    with raises(InvalidArgument, "analysis.groups", groups, "1 to 4"):
         analysis_of(tiny, sentences, groups=groups, progress=lambda *at: stages.append(at[0]))
     assert stages == []
 
@@ -281,7 +288,8 @@ def test_progress_names_every_stage(tiny: Path, sentences: Path):
         tiny, sentences, progress=lambda what, done, total: stages.update({what: (done, total)})
     )
     assert list(stages) == [
-        "moments", "similarity", "ranks", "energy", "voting", "leave one out", "sensitivity",
+        "count tokens", "collect moments", "compare heads", "measure ranks", "measure energy",
+        "vote on heads", "leave heads out", "measure sensitivity",
     ]  # fmt: skip
     assert all(done == total for done, total in stages.values())
 
@@ -309,27 +317,25 @@ def test_every_way_of_writing_attention_gives_the_same_numbers(
     )
 
 
-ROPE = "captured variance by the weights alone: rotary positions stand between"
-NORM = "no captured variance: q/k norm stands between"
+ROPE = "captured variance of the weights only: rotary positions stand between"
+NORM = "no captured variance: q/k normalization is between"
 
 
 @pytest.mark.parametrize(
-    ("name", "variant", "layers", "note"),
+    ("cell", "layers", "note"),
     [
-        ("Llama", "", 2, ROPE),  # and grouped key/value heads
-        ("Qwen3", "", 2, NORM),
-        ("BART", "", 4, ""),  # the decoder's cross-attention, in the middle
-        ("BERT", "fp16", 2, ""),
-        ("ViT", "", 2, ""),  # no text, no mask
+        (Cell("Llama", "eager", "dynamo", 18), 2, ROPE),  # and grouped key/value heads
+        (Cell("Qwen3", "eager", "dynamo", 18), 2, NORM),
+        (Cell("BART", "eager", "dynamo", 18), 4, ""),  # cross-attention in the middle
+        (Cell("BERT", "eager", "torchscript", 17, "fp16"), 2, ""),
+        (Cell("ViT", "sdpa", "dynamo", 23), 2, ""),  # no text, no mask
     ],
     ids=["rope", "norm", "cross", "half precision", "images"],
 )
 def test_other_architectures_are_analysed_as_far_as_they_can_be(
-    name: str, variant: Any, layers: int, note: str, tmp_path: Path
+    cell: Cell, layers: int, note: str, tmp_path: Path
 ):
-    found = analysis_of(
-        *exported(name, variant, ("dynamo", 18) if variant else ("torchscript", 17), tmp_path)
-    )
+    found = analysis_of(cell.committed, inputs_of(cell, tmp_path / "inputs.npz"))
     assert len(found.layers) == layers and found.not_analysed == ()
     for layer in found.layers:
         assert "".join(layer.notes).startswith(note) and bool(layer.notes) == bool(note)
@@ -339,7 +345,7 @@ def test_other_architectures_are_analysed_as_far_as_they_can_be(
         assert layer.ranks is not None and np.isfinite(layer.leave_one_out).all()
     if note == ROPE:
         assert all(x.weights is not None and x.weights.product is None for x in found.layers)
-    if name == "BART":
+    if cell.architecture == "BART":
         cross = [layer.kind for layer in found.layers].index("cross")
         assert np.isnan(found.similarity.best()[cross, :cross]).all()
         assert found.summary()[cross].nearest is None
@@ -348,24 +354,18 @@ def test_other_architectures_are_analysed_as_far_as_they_can_be(
 
 def test_an_operator_that_cannot_be_taken_apart_is_refused_with_its_reason():
     nothing_to_run = Dataset((), (), length=8, source={})
-    with pytest.raises(InvalidModel, match=r"reads cached keys(.|\n)*--attention eager"):
+    with raises(InvalidModel, "analysis.no_attention", "reads cached keys"):
         analyze_graph(OPERATORS["ai.onnx: past"].model(), nothing_to_run, source={})
 
 
-def exported(name: str, variant: Any, exporter: Any, folder: Path) -> tuple[Path, Path]:
-    """A tiny model of an architecture, and one batch of its inputs as .npz."""
-    pytest.importorskip("transformers", reason="pip install 'attnserve[torch]'")
-    architecture = architectures.ARCHITECTURES[name]
-    reason = architectures.export(
-        architectures.Cell(name, "sdpa", *exporter, variant), folder / "model.onnx"
-    )
-    assert not reason
-    made = architectures.feeds(architecture)
-    for value in ir.load(folder / "model.onnx").graph.inputs:
+def inputs_of(cell: Cell, path: Path) -> Path:
+    """One batch of inputs of a committed graph, as .npz."""
+    made = architectures.feeds(architectures.ARCHITECTURES[cell.architecture])
+    for value in ir.load(cell.committed).graph.inputs:
         assert value.name is not None and value.dtype is not None
         made[value.name] = made[value.name].astype(value.dtype.numpy())
-    np.savez(folder / "inputs.npz", **made)
-    return folder / "model.onnx", folder / "inputs.npz"
+    np.savez(path, **made)
+    return path
 
 
 @pytest.mark.parametrize("mixing", ["dense", "sparse"])
@@ -375,7 +375,7 @@ def test_collaborative_heads_are_analysed_but_for_their_spectra(
     optimize(tiny, tmp_path / "new", collab_dk=16, mixing=mixing, layers=["1"])
     first, second = analysis_of(tmp_path / "new", sentences).layers
     assert first.calibrated is not None and first.notes == ()
-    assert second.weights is None and "collaborative already" in second.notes[0]
+    assert second.weights is None and "already collaborative" in second.notes[0]
     assert second.ranks is not None and second.ranks.scores.max() <= second.ranks.sizes.max()
 
 
@@ -386,7 +386,7 @@ def test_a_model_without_attention_is_an_error_that_says_so(tmp_path: Path):
     )
     np.savez(tmp_path / "x.npz", x=np.ones((3, 4), np.float32))
     ir.save(ir.from_onnx_text(text), tmp_path / "m.onnx")
-    with pytest.raises(InvalidModel, match=r"no attention can be analysed \(last: "):
+    with raises(InvalidModel, "analysis.no_attention", "last: "):
         analysis_of(tmp_path / "m.onnx", tmp_path / "x.npz")
 
 
@@ -398,5 +398,5 @@ def test_activations_that_are_not_finite_are_an_error(tiny: Path, sentences: Pat
     value = graph.graph.initializers[name]
     assert value.const_value is not None
     value.const_value = ir.tensor(np.full(value.const_value.shape.numpy(), np.nan, np.float32))
-    with pytest.raises(InvalidData, match="not finite"):
+    with raises(InvalidData, "calibration.not_finite"):
         analyze_graph(graph, data, source={})

@@ -16,7 +16,7 @@ import onnx_ir as ir
 import pytest
 
 from attnserve.calibration.similarity import HeadSimilarity
-from attnserve.reports.analysis import Analysis, NotAnalysed
+from attnserve.reports.analysis import Analysis, NotAnalyzed
 from attnserve.reports.html import analyze, findings, render
 from attnserve.reports.plots import FIGURES
 from graph_passes.errors import (
@@ -226,7 +226,7 @@ def test_hostile_names_are_text(analysis: Analysis):
         calibration={**analysis.calibration, "file": HOSTILE},
         layers=(replace(first, name=HOSTILE, notes=(HOSTILE,)), *rest),
         similarity=replace(similarity, layers=(HOSTILE, *similarity.layers[1:])),
-        not_analysed=(NotAnalysed(HOSTILE, HOSTILE),),
+        not_analysed=(NotAnalyzed(HOSTILE, HOSTILE),),
     )
     page = page_of(hostile)
     assert "script" not in page.tags and page.open == []
@@ -296,7 +296,7 @@ def test_what_was_not_measured_is_said(analysis: Analysis):
             replace(first, weights=None, calibrated=None, ranks=None, notes=("no spectrum here",)),
             replace(second, calibrated=None, weights=replace(second.weights, product=None)),
         ),
-        not_analysed=(NotAnalysed("decoder", "its keys are cached"),),
+        not_analysed=(NotAnalyzed("decoder", "its keys are cached"),),
     )
     page = page_of(without)
     assert "Layer 0: no spectrum here." in page.text and "its keys are cached" in page.text

@@ -15,8 +15,8 @@ import pytest
 from attnserve.models.artifact import load_model, save_model
 from attnserve.runtime import session as sessions
 from attnserve.runtime.cuda import PARITY, Cuda
+from attnserve.runtime.external_data import external_files
 from attnserve.runtime.session import (
-    external_files,
     open_session,
     require_runtime,
     weight_bytes,
@@ -109,6 +109,7 @@ np.save(path.with_name("got.npy"), got)
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("where", ["path", "memory", "memory, as it is"])
 @pytest.mark.parametrize("external", [False, True])
 def test_attention_without_a_bias_does_not_end_the_process(
@@ -262,6 +263,7 @@ def test_without_the_runtime_the_extra_to_install_is_named(monkeypatch: pytest.M
         require_runtime()
 
 
+@pytest.mark.process
 def test_without_the_runtime_a_command_says_which_extra_to_install(tiny: Path, tmp_path: Path):
     code = (
         "import sys; sys.modules['onnxruntime'] = None\n"

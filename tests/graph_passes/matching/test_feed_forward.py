@@ -594,7 +594,6 @@ EXPORTS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("architecture", EXPORTS)
 def test_exports_of_hugging_face(
     architecture: str, exported: Callable[[Cell], tuple[Path, str]]

@@ -738,7 +738,7 @@ def test_no_mutant_is_certified_wrong(subject: str) -> None:
         _, change = mutants(model)[index]
         change()
         reading = read_attention(model)
-        assert len(reading.blocks) + len(reading.misses) == 1
+        assert len(reading.blocks) + len(reading.unmatched) == 1
         read += len(reading.blocks)
         for certified in reading.certified:
             assert certified.max_abs_error <= 1e-4
@@ -760,7 +760,7 @@ def test_certificate_refuses_a_reading_that_is_wrong(monkeypatch: pytest.MonkeyP
     blocks, misses = find_attention(model := attention())
     wrong = [replace(blocks[0], scale=2 * blocks[0].scale)]
     monkeypatch.setattr(certify, "find_attention", lambda _: (wrong, misses))
-    (miss,) = read_attention(model).misses
+    (miss,) = read_attention(model).unmatched
     assert "the graph computes something else" in miss.reason
 
 
@@ -774,14 +774,13 @@ EXPORTS = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("written", "exporter", "opset"), EXPORTS)
 def test_minilm_is_read_from_every_export(
     minilm_export: Callable[[str, str, int], Path], written: str, exporter: str, opset: int
 ) -> None:
     model = ir.load(minilm_export(written, exporter, opset) / "model.onnx")
     reading = read_attention(model)
-    assert reading.misses == ()
+    assert reading.unmatched == ()
     assert len(reading.blocks) == 6
     for index, block in enumerate(reading.blocks):
         assert f"layer.{index}" in block.name
@@ -795,4 +794,4 @@ def test_trained_graphs_are_read(shared: Path, name: str, layers: int) -> None:
     if path is None:
         pytest.skip(f"{name} is not here")
     reading = read_attention(ir.load(path))
-    assert (len(reading.blocks), reading.misses) == (layers, ())
+    assert (len(reading.blocks), reading.unmatched) == (layers, ())

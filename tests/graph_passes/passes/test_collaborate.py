@@ -162,7 +162,7 @@ def test_ranks_may_differ_from_layer_to_layer() -> None:
     Collaborate({block.name: factor(block, ranks[block.name]) for block in blocks})(model)
     read = read_attention(model)
     assert {block.name: block.head_size for block in read.blocks} == ranks
-    assert read.misses == ()
+    assert read.unmatched == ()
 
 
 def test_one_layer_of_two_may_be_left_alone() -> None:
@@ -374,7 +374,6 @@ def test_parameters_fall_by_what_equation_7_says() -> None:
     assert before.parameters - after.parameters == gone - new
 
 
-@pytest.mark.slow
 def test_minilm_at_full_rank_is_minilm(minilm_export: Callable[[str, str, int], Path]) -> None:
     path = minilm_export("sdpa", "torchscript", 17) / "model.onnx"
     original, model = ir.load(path), ir.load(path)
@@ -424,7 +423,7 @@ def test_sparse_heads_are_read_back_as_attention(layout: str, rank: int, form: s
     assert (after.form, after.num_heads, after.input_size) == (form, H, D)
     assert after.head_size == (3 if layout == "no query bias" else 4)
     assert after.content is None and after.scale == pytest.approx(before.scale, rel=1e-6)
-    blocks, misses = (reading := read_attention(model)).blocks, reading.misses
+    blocks, misses = (reading := read_attention(model)).blocks, reading.unmatched
     assert len(blocks) == 1 and not misses
     gathers = [node for node in model.graph if node.op_type == "Gather" and "/coll" in node.name]
     assert len(gathers) == (2 if form == "sparse" else 0)

@@ -276,7 +276,7 @@ def test_truncated_heads_are_ordinary_heads(same: tuple[str, ...], form: Form) -
     model, arrays = fuse(build(), form), feeds(build())
     np.testing.assert_allclose(run(model, arrays), run(build(), arrays), atol=EXACT, rtol=EXACT)
     reading = read_attention(model)
-    assert reading.misses == ()
+    assert reading.unmatched == ()
     assert [(b.idiom, b.head_size, b.v_head_size) for b in reading.blocks] == [
         (IDIOM[form], 3, V)
     ] * 2
@@ -322,7 +322,7 @@ def test_bfloat16_is_written_too_and_certified(form: Form) -> None:
     (node,) = operators(model)
     assert {v.dtype for v in node.inputs if v and v.dtype} == {ir.DataType.BFLOAT16}
     reading = read_attention(model)
-    assert [block.idiom for block in reading.blocks] == [IDIOM[form]] and not reading.misses
+    assert [block.idiom for block in reading.blocks] == [IDIOM[form]] and not reading.unmatched
     assert np.isfinite(2 * np.float32(np.array(LOW[ir.DataType.BFLOAT16], ml_dtypes.bfloat16)))
 
 
@@ -851,7 +851,6 @@ def outputs(model: ir.Model | Path, arrays: Mapping[str, np.ndarray]) -> list[np
     return [np.asarray(array) for array in session.run(None, given)]
 
 
-@pytest.mark.slow
 @both
 @pytest.mark.parametrize("cell", EXPORTED, ids=str)
 def test_exported_models_are_fused(
@@ -873,7 +872,7 @@ def test_exported_models_are_fused(
         for got, expected in zip(outputs(model, arrays), outputs(path, arrays), strict=True):
             np.testing.assert_allclose(got, expected, atol=EXACT, rtol=EXACT)
     reading = read_attention(model)
-    assert reading.misses == ()
+    assert reading.unmatched == ()
     assert [block.name for block in reading.blocks] == [block.name for block in blocks]
     for before, after in zip(blocks, reading.blocks, strict=True):
         if before.name in names:
@@ -882,7 +881,6 @@ def test_exported_models_are_fused(
         assert len({id(block.v.weight) for block in reading.blocks}) == 1
 
 
-@pytest.mark.slow
 @both
 @pytest.mark.parametrize("cell", [*EXPORTED][:2], ids=str)
 def test_sequence_of_padding_alone_gives_numbers(

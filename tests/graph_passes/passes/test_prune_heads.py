@@ -424,7 +424,7 @@ def test_layers_are_pruned_apart_and_keep_their_names() -> None:
     arrays = feeds(layers(3))
     model = PruneHeads(masks)(layers(3)).model
     reading = read_attention(model)
-    assert reading.misses == ()
+    assert reading.unmatched == ()
     assert [(block.name, block.num_heads) for block in reading.blocks] == [
         ("attention_0", 1), ("attention_1", 3), ("attention_2", 2),
     ]  # fmt: skip
@@ -669,7 +669,7 @@ def test_any_mask_is_masking(masks: list[list[int]]) -> None:
     names = [value.name for node in model.graph for value in node.outputs]
     assert len(set(names)) == len(names)
     reading = read_attention(model)
-    assert reading.misses == ()
+    assert reading.unmatched == ()
     left = {block.name: block.num_heads for block in reading.blocks}
     if all(map(any, masks)):
         assert left == {name: sum(mask) for name, mask in chosen.items()}

@@ -76,7 +76,7 @@ def assert_is_forwarding(
     assert got.dtype == expected.dtype
     np.testing.assert_allclose(got, expected, atol=atol, rtol=atol)
     reading = read_attention(model)
-    assert [miss.reason for miss in reading.misses] == []
+    assert [miss.reason for miss in reading.unmatched] == []
     assert [block.name for block in reading.blocks] == names
     for block in reading.blocks:
         assert block.form == ("reuse" if edges.get(block.name) else "standard")
@@ -454,7 +454,7 @@ def reading_graph(text: str, **constants: np.ndarray) -> ir.Model:
 def test_reuse_that_somebody_else_wrote_is_read(case: str) -> None:
     text, heads, sources = READS[case]
     reading = read_attention(reading_graph(text))
-    assert [miss.reason for miss in reading.misses] == []
+    assert [miss.reason for miss in reading.unmatched] == []
     first, second = reading.blocks
     assert (first.form, second.form) == ("standard", "reuse")
     assert second.num_heads == H
@@ -541,7 +541,7 @@ def test_own_heads_out_of_order_are_missed() -> None:
     wrong = reading_graph(text.replace("(own, one_of)", "(turned, one_of)"), **constants)
     reading = read_attention(wrong)
     assert [block.form for block in reading.blocks] == ["standard"]
-    assert len(reading.misses) >= 1
+    assert len(reading.unmatched) >= 1
 
 
 def test_probabilities_of_a_layer_that_is_not_read_are_not_reused() -> None:

@@ -429,6 +429,7 @@ def server(model: Path, **environment: str) -> Iterator[tuple[str, subprocess.Po
             process.kill()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_told_to_stop_it_answers_what_it_accepted_and_ends_well(
     encoder: Path, number: signal.Signals
@@ -452,6 +453,7 @@ def test_told_to_stop_it_answers_what_it_accepted_and_ends_well(
         assert "Traceback" not in process.stderr.read()
 
 
+@pytest.mark.process
 def test_before_it_stops_listening_it_says_that_it_is_not_ready(encoder: Path) -> None:
     with server(encoder, ATTNSERVE_DRAIN_DELAY_S="2") as (address, process):
         assert httpx2.get(f"{address}/v2/health/ready").status_code == 200

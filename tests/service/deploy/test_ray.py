@@ -83,7 +83,7 @@ def url(encoder: Path) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "attnserve.cli", "deploy", "ray", str(encoder)]
+    command = [sys.executable, "-m", "attnserve", "deploy", "ray", str(encoder)]
     options = ["--port", str(port), "--replicas", "2", "--cpus", "0.25"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": ""}
     process = subprocess.Popen([*command, *options], env=environment, cwd=ROOT)
@@ -118,7 +118,7 @@ def eventually(holds: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.2)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_two_replicas_answer_and_a_killed_one_is_replaced(url: str):
     pid, _, address = url.partition(" ")
     process = psutil.Process(int(pid))
@@ -145,7 +145,7 @@ def test_two_replicas_answer_and_a_killed_one_is_replaced(url: str):
         assert survivor in running()
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_errors_keep_their_form(url: str):
     address = url.partition(" ")[2]
     answer = httpx.post(f"{address}/v2/models/nobody/infer", json={"inputs": []}, timeout=30)

@@ -87,6 +87,7 @@ def test_what_is_asked_for_by_name_is_not_changed(
     assert on_device(settings) is settings and not lines(caplog)
 
 
+@pytest.mark.process
 def test_the_process_that_finds_out_says_why_and_its_death_is_a_reason_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -108,13 +109,14 @@ def test_the_process_that_finds_out_says_why_and_its_death_is_a_reason_too(
     assert device._why_no_gpu() == ""
 
 
+@pytest.mark.process
 def test_cuda_by_name_is_an_error_where_there_is_none(tmp_path: Path) -> None:
     if CUDA in require_runtime().get_available_providers():
         pytest.skip("this ONNX Runtime has the CUDA provider")
     command = [
         sys.executable,
         "-m",
-        "attnserve.cli",
+        "attnserve",
         "serve",
         "--provider",
         "cuda",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -24,7 +25,10 @@ from service.engine import isolation as isolation
 from service.engine.isolation import CheckResult, IsolationChecker
 from service.engine.repository import Repository, say_operators
 from service.settings import Settings
+from tests.fixtures.make import BERT
 from tests.service.tiny import write_encoder
+
+pytestmark = pytest.mark.process
 
 FAST = """
 from attnserve.planning import lossless
@@ -41,10 +45,9 @@ PYTHON = sys.executable
 
 
 @pytest.fixture(scope="module")
-def bert(tiny_bert: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("probe") / "bert"
-    attnserve.export(str(tiny_bert()), folder, exporter="torchscript")
-    return folder
+    return Path(shutil.copytree(BERT / "sdpa-torchscript-17-2", folder))
 
 
 @pytest.fixture

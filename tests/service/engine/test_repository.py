@@ -244,7 +244,7 @@ def test_no_request_is_dropped_while_models_come_and_go(tmp_path: Path) -> None:
     play(tmp_path, script)
 
 
-@pytest.mark.slow
+@pytest.mark.timing
 def test_a_thousand_loads_leak_nothing(tmp_path: Path) -> None:
     write_encoder(tmp_path / "models").rename(tmp_path / "tiny")
     (tmp_path / "models").mkdir()
@@ -278,7 +278,7 @@ def test_a_thousand_loads_leak_nothing(tmp_path: Path) -> None:
     asyncio.run(whole())
 
 
-@pytest.mark.slow
+@pytest.mark.timing
 @pytest.mark.skipif(sys.platform != "linux", reason="other C libraries return memory as they like")
 def test_weights_are_returned_to_the_system(tmp_path: Path) -> None:
     """What is left of reading a graph is a second copy of its weights, in cycles."""
@@ -369,6 +369,7 @@ def test_external_data_stays_in_its_folder(tmp_path: Path, location: str) -> Non
         play(folder, script)
 
 
+@pytest.mark.process
 def test_external_data_in_its_folder_is_served(tmp_path: Path) -> None:
     folder = with_external_data(tmp_path / "model", "weights.bin")
     (folder / "weights.bin").write_bytes(np.full(4, 3, np.float32).tobytes())
@@ -380,6 +381,7 @@ def test_external_data_in_its_folder_is_served(tmp_path: Path) -> None:
     play(folder, script, probe=True)
 
 
+@pytest.mark.process
 def test_operators_of_strangers_are_refused(tmp_path: Path) -> None:
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n"])
     y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n"])
@@ -400,6 +402,7 @@ HANGS = "import time; time.sleep(60)"
 BABBLES = "print('no JSON'); raise SystemExit(3)"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("child", "text"),
     [
@@ -438,6 +441,7 @@ def test_a_model_that_kills_its_probe_is_an_error_and_the_server_lives(
     assert client.get("/v2/health/ready").status_code == 200
 
 
+@pytest.mark.process
 def test_a_graph_that_never_comes_back(tmp_path: Path) -> None:
     """It loads, and its first run counts to 2 ** 62."""
     text = """
@@ -464,6 +468,7 @@ def test_a_graph_that_never_comes_back(tmp_path: Path) -> None:
     play(tmp_path, script, probe=True, probe_timeout_s=8)
 
 
+@pytest.mark.process
 def test_what_has_run_once_is_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[Path] = []
 
@@ -488,6 +493,7 @@ def test_what_has_run_once_is_believed(tmp_path: Path, monkeypatch: pytest.Monke
     play(tmp_path, script, probe=True)
 
 
+@pytest.mark.process
 def test_the_probe_is_told_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNSERVE_API_KEYS", "hush-hush")
     program = tmp_path / "python"
@@ -583,3 +589,40 @@ def test_a_session_that_recovers_is_not_reloaded(
         threading.Event().wait(0.02)
     assert client.post("/embed", json={"inputs": "a"}).status_code == 200
     assert engine.statistics()["inference_stats"]["fail"]["count"] == 1
+
+
+# -- int8 on CPUs whose kernels saturate ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("largest", "has_dot_product", "warns"),
+    [(127, False, True), (64, False, False), (127, True, False)],
+)
+def test_load_8_bit_int8_weights_without_a_dot_product_warns_in_log_and_config(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    start: Callable[..., TestClient],
+    largest: int,
+    has_dot_product: bool,
+    warns: bool,
+) -> None:
+    monkeypatch.setattr("attnserve.models.precision.has_int8_dot_product", lambda: has_dot_product)
+    (tmp_path / "int8").mkdir()
+    text = f"""
+    <ir_version: 10, opset_import: ["": 18]>
+    int8 (float[n, 2] x) => (float[n, 2] y) <int8[2, 2] w = {{{largest}, 0, 0, 1}}> {{
+        q, scale, zero = DynamicQuantizeLinear(x)
+        i = MatMulInteger(q, w, zero)
+        f = Cast<to = 1>(i)
+        y = Mul(f, scale)
+    }}
+    """
+    write_model(tmp_path / "int8" / "model.onnx", text)
+    with caplog.at_level("WARNING", logger="attnserve"):
+        client = start(tmp_path / "int8", probe=False)
+    told = [record.getMessage() for record in caplog.records if "saturate" in record.getMessage()]
+    assert bool(told) is warns
+    parameters = client.get("/v2/models/int8/config").json()["parameters"]
+    assert ("int8_warning" in parameters) is warns
+    assert client.get("/v2/models/int8/ready").status_code == 200

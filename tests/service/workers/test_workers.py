@@ -35,6 +35,8 @@ from service.workers.shared_state import Runtime, Status
 from service.workers.supervisor import threads_of_each
 from tests.service.tiny import write_encoder
 
+pytestmark = pytest.mark.process
+
 EMBED = {"inputs": ["a b", "c"]}
 
 PROGRAM = """
@@ -333,7 +335,7 @@ def test_a_worker_that_is_killed_is_replaced_and_the_others_go_on(server: Server
     ("number", "code"),
     [
         pytest.param(signal.SIGTERM, 0, id="told to stop"),
-        pytest.param(signal.SIGKILL, -signal.SIGKILL, id="left alone", marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, -signal.SIGKILL, id="left alone"),
     ],
 )
 def test_all_workers_answer_what_they_accepted_and_end(

@@ -1,0 +1,25 @@
+"""Option values with a fixed set of names. Nothing heavy is imported: the CLI must start fast."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+__all__ = [
+    "Alignment",
+    "Attention",
+    "Exporter",
+    "Importance",
+    "Mixing",
+    "Pooling",
+    "Precision",
+    "TaskName",
+]
+
+Alignment = Literal["similarity", "index"]
+Attention = Literal["sdpa", "eager"]
+Exporter = Literal["dynamo", "torchscript"]
+Importance = Literal["energy", "loo", "voting"]
+Mixing = Literal["auto", "dense", "sparse"]
+Pooling = Literal["mean", "cls", "none"]
+Precision = Literal["float32", "float16", "bfloat16", "int8", "int8-full"]
+TaskName = Literal["sts", "classification"]

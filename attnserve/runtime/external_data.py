@@ -1,0 +1,72 @@
+"""Tensors that an ONNX model stores in files beside it (external data)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx_ir as ir
+
+__all__ = ["external_files", "map_external_data"]
+
+
+def external_files(model: ir.Model) -> tuple[Path, ...]:
+    """The files beside a model that hold tensors of it, each once."""
+    found = (tensor.path for tensor in _tensors(model) if isinstance(tensor, ir.ExternalTensor))
+    return tuple(dict.fromkeys(map(Path, found)))
+
+
+def map_external_data(model: ir.Model) -> None:
+    """Replace the external tensors of ``model`` by arrays over memory maps of their files.
+
+    Writing such a model stores its weights, and not the names of the files that they came from.
+    No byte is copied here.
+
+    ``ir.external_data.load_to_model`` copies each array and closes its map. That raises BufferError
+    while another array of the map exists, such as a constant in cached shape information.
+    ``ir.save`` with ``external_data`` does the same to tensors of up to 256 bytes. Neither treats
+    tensors in attributes. Here a map stays open as long as an array of it exists.
+    """
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            if isinstance(value.const_value, ir.ExternalTensor):
+                value.const_value = _mapped(value.const_value)
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        for name, attribute in list(node.attributes.items()):
+            if any(isinstance(tensor, ir.ExternalTensor) for tensor in _values(attribute)):
+                tensors = [_mapped(tensor) for tensor in _values(attribute)]
+                single = attribute.type == ir.AttributeType.TENSOR
+                node.attributes[name] = (
+                    ir.AttrTensor(name, tensors[0]) if single else ir.AttrTensors(name, tensors)
+                )
+
+
+def _mapped(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+    if not isinstance(tensor, ir.ExternalTensor):
+        return tensor
+    return ir.Tensor(
+        tensor.numpy(),
+        dtype=tensor.dtype,
+        name=tensor.name,
+        doc_string=tensor.doc_string,
+        metadata_props=dict(tensor.metadata_props),
+    )
+
+
+def _tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            if value.const_value is not None:
+                yield value.const_value
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        for attribute in node.attributes.values():
+            yield from _values(attribute)
+
+
+def _values(attribute: ir.Attr) -> tuple[ir.TensorProtocol, ...]:
+    """The tensors of an attribute; none where it is of another type or refers to another one."""
+    if attribute.is_ref():
+        return ()
+    if attribute.type == ir.AttributeType.TENSOR:
+        return (attribute.as_tensor(),)
+    return tuple(attribute.as_tensors()) if attribute.type == ir.AttributeType.TENSORS else ()

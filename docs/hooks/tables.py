@@ -1,0 +1,397 @@
+"""Markdown tables of the measurements in benchmarks/results."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+
+README_TABLE = re.compile(r"(<!-- results -->\n).*?(<!-- /results -->)", re.DOTALL)
+
+SYSTEMS = {
+    "attnserve": "`attnserve serve`",
+    "attnserve, 32 texts a request": "`attnserve serve`, 32 texts per request",
+    "attnserve --no-rewrite": "`attnserve serve --no-rewrite`",
+    "plain": "FastAPI handler with ONNX Runtime, no batching",
+    "litserve": "LitServe with batching",
+    "sentence-transformers": "sentence-transformers, `encode()` in batches of 32, no server",
+    "bare session, one by one": "ONNX Runtime session, one text at a time, no server",
+    "bare session as served, one by one": "the same with fused operators",
+    "bare session as served, 16 of like length": "the same with fused operators, batches of 16",
+}
+
+REUSE_CASES = {
+    "layer 3 reuses all": "all heads of layer 3 reused",
+    "layer 4 reuses all": "all heads of layer 4 reused",
+    "all layers but the first reuse all": "all heads reused in all layers but the first",
+}
+
+MIXING_CASES = {
+    "R = 128, dense": "R = 128, dense mixing",
+    "R = 128": "R = 128, sparse mixing",
+    "R = 128, 24 a head": "R = 128, 24 dimensions per head",
+    "R = 128, 23 a head": "R = 128, 23 dimensions per head",
+    "23 of its own a head": "no sharing, 23 dimensions per head",
+}
+
+PLANNER_MODELS = {
+    "as exported": "as exported",
+    "ONNX Runtime's optimizer": "ONNX Runtime transformer optimizer",
+    "onnxscript's optimize_for_ort": "onnxscript `optimize_for_ort`",
+    "ONNX Runtime's int8": "ONNX Runtime dynamic int8",
+    "attention": "attnserve, attention only",
+    "with feed-forwards": "attnserve, attention and FFN",
+    "with feed-forwards, int8": "attnserve, attention, FFN and int8",
+    "R = 128 by hand": "attnserve, `--collab-dk 128`",
+}
+"""The names of the models in planner.json, and how the documentation calls them."""
+
+
+def load(name: str) -> dict[str, Any]:
+    """A result file of a benchmark."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; the first column is text, the others are numbers."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def source(name: str, part: str | None = None) -> str:
+    """The machine, the versions and the command of a result file, in one line."""
+    result = load(name)
+    measured = result if part is None else result[part]
+    machine = {**measured.get("versions", {}), **measured["machine"]}
+    threads = {"1": "1 thread", "default": "default threads"}.get(
+        str(machine["threads"]), f"{machine['threads']} threads"
+    )
+    about = [f"{machine['cpu']}, {threads}"]
+    if "onnxruntime" in machine:
+        about.append(f"ONNX Runtime {machine['onnxruntime']}")
+    if "date" in measured:
+        about.append(measured["date"][:10])
+    where = f"`benchmarks/results/{name}.json`"
+    return f"*{'; '.join(about)}. Command: `{measured['command']}`. Data: {where}.*"
+
+
+def times(value: float) -> str:
+    return f"{value:.2f}x"
+
+
+def percent(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def _planner_speeds() -> dict[str, dict[int, dict[str, Any]]]:
+    speeds: dict[str, dict[int, dict[str, Any]]] = {}
+    for row in load("planner")["speeds"]:
+        speeds.setdefault(row["model"], {})[row["sequence"]] = row
+    return speeds
+
+
+def headline() -> str:
+    """The table of the README: speed and quality of the planner's models and of other tools."""
+    kept = {plan["goal"]: percent(plan["kept"]["unseen.tsv"]) for plan in load("planner")["plans"]}
+    kept |= {"as exported": percent(1), "ONNX Runtime's int8": "not measured"}
+    rows = [
+        [
+            PLANNER_MODELS[model],
+            *(times(speeds[length]["vs_exported"]) for length in (32, 128, 512)),
+            kept.get(model, "lossless"),
+        ]
+        for model, speeds in _planner_speeds().items()
+        if model != "R = 128 by hand"
+    ]
+    return table(["model", "32 tokens", "128 tokens", "512 tokens", "STS score kept"], rows)
+
+
+def planner_quality() -> str:
+    rows = [
+        [
+            PLANNER_MODELS[plan["goal"]].removeprefix("attnserve, "),
+            f"{plan['mean_cosine']:.3f}",
+            percent(plan["kept"]["stsb_dev.tsv"]),
+            percent(plan["kept"]["unseen.tsv"]),
+            f"{plan['seconds']:.0f} s",
+        ]
+        for plan in load("planner")["plans"]
+    ]
+    header = ["search", "mean cosine", "kept, dev set", "kept, unseen pairs", "search time"]
+    return table(header, rows)
+
+
+def planner_speed() -> str:
+    speeds = _planner_speeds()
+    lengths = list(next(iter(speeds.values())))
+    rows = [
+        [shown, *(times(speeds[model][length]["vs_exported"]) for length in lengths)]
+        for model, shown in PLANNER_MODELS.items()
+    ]
+    return table(["tokens", *map(str, lengths)], rows)
+
+
+def planner_other() -> str:
+    """Quality of a plan that was calibrated on another kind of text."""
+    plan = load("planner_other")["plans"][0]
+    return table(
+        ["search", "mean cosine", "kept, dev set", "kept, unseen pairs"],
+        [
+            [
+                "attention only, calibrated on WikiText",
+                f"{plan['mean_cosine']:.3f}",
+                percent(plan["kept"]["stsb_dev.tsv"]),
+                percent(plan["kept"]["unseen.tsv"]),
+            ]
+        ],
+    )
+
+
+def fidelity() -> str:
+    rows = load("fidelity")["results"]
+    by_rank: dict[int, dict[str, Any]] = {}
+    for row in rows:
+        by_rank.setdefault(row["rank"], {})[row["kind"]] = row
+    header = ["R", "weights only: kept", "cosine", "calibrated: kept", "cosine"]
+    return table(
+        header,
+        [
+            [
+                str(rank),
+                *(
+                    cell
+                    for row in kinds.values()
+                    for cell in (percent(row["kept"]), f"{row['mean_cosine']:.3f}")
+                ),
+            ]
+            for rank, kinds in by_rank.items()
+        ],
+    )
+
+
+def mixing() -> str:
+    result = load("mixing")["results"]
+    lengths = [str(each["sequence"]) for each in result[0]["speed"]]
+    return table(
+        ["model", "cosine", "kept", *lengths],
+        [
+            [
+                MIXING_CASES[row["case"]],
+                f"{row['mean_cosine']:.3f}",
+                percent(row["kept"]),
+                *(times(each["speedup_vs_first"]) for each in row["speed"]),
+            ]
+            for row in result
+        ],
+    )
+
+
+def reuse_prune() -> str:
+    return table(
+        ["rewrite", "no refit: cosine", "kept", "refit: cosine", "kept"],
+        [
+            [
+                REUSE_CASES.get(row["case"], row["case"]),
+                *(
+                    cell
+                    for key in ("without_refit", "refit")
+                    for cell in (f"{row[key]['mean_cosine']:.3f}", percent(row[key]["kept"]))
+                ),
+            ]
+            for row in load("reuse_prune")["results"]
+        ],
+    )
+
+
+def reuse_prune_speed() -> str:
+    return table(
+        ["rewrite", "tokens", "speed-up", "95% interval"],
+        [
+            [
+                REUSE_CASES.get(row["case"], row["case"]),
+                str(row["sequence"]),
+                times(row["speedup"]),
+                " to ".join(times(end) for end in row["speedup_ci95"]),
+            ]
+            for row in load("reuse_prune")["speed"]
+        ],
+    )
+
+
+def onnxsim() -> str:
+    """Head pruning beside onnxsim's, on the one graph that onnxsim prunes."""
+    rows = load("reuse_prune")["onnxsim"]
+    tools = list(dict.fromkeys(row["tool"] for row in rows))
+    shares = list(dict.fromkeys(row["share"] for row in rows))
+    cosine = {(row["tool"], row["share"]): f"{row['mean_cosine']:.3f}" for row in rows}
+    return table(
+        ["mean cosine", *(f"{share:.0%} of heads pruned" for share in shares)],
+        [[tool, *(cosine[tool, share] for share in shares)] for tool in tools],
+    )
+
+
+def serving_throughput() -> str:
+    result = load("serving")["throughput"]
+    rates, ratios = result["median_texts_per_s"], result["median_ratio"]
+    names = {ours: SYSTEMS[ours].replace("`", "") for ours in result["compared"].values()}
+    return table(
+        ["system", "texts per second", "attnserve is faster by"],
+        [
+            [
+                shown,
+                f"{rates[system]:.0f}",
+                f"{times(ratios[system])} ({names[result['compared'][system]]})"
+                if system in ratios
+                else "",
+            ]
+            for system, shown in SYSTEMS.items()
+        ],
+    )
+
+
+def serving_latency() -> str:
+    added = load("serving")["latency"]["added_ms"]
+    names = {"ours": "`attnserve serve`", "plain": "FastAPI handler"}
+    return table(
+        ["added to one run of the served graph", "p50", "p90", "p99"],
+        [
+            [shown, *(f"{added[name][q]:.2f} ms" for q in ("p50", "p90", "p99"))]
+            for name, shown in names.items()
+        ],
+    )
+
+
+def serving_overload() -> str:
+    phases = load("serving")["overload"]["phases"]
+    statuses = ("200", "429", "504")
+    return table(
+        ["phase", "offered per second", *(f"HTTP {code}" for code in statuses), "p50", "p99"],
+        [
+            [
+                name,
+                f"{phase['offered_per_s']:.0f}",
+                *(f"{phase['statuses'].get(code, 0):,}" for code in statuses),
+                f"{phase['latency_ms']['p50']:.0f} ms",
+                f"{phase['latency_ms']['p99']:.0f} ms",
+            ]
+            for name, phase in phases.items()
+        ],
+    )
+
+
+UTILIZATION = 0.6
+"""The planned share of a replica's capacity."""
+
+
+def capacity() -> str:
+    """Capacity and cost of one replica."""
+    result = load("serving")
+    found = result["throughput"]
+    rate = found["median_texts_per_s"]["attnserve"]
+    cost = found["last_round"]["attnserve"]["per_text"]
+    latency = result["overload"]["phases"]["before"]["latency_ms"]
+    hours = 1e6 / rate / 3600
+    rows = {
+        "cores": f"{len(found['server_cores'])}",
+        "texts per second at saturation, one text per request": f"{rate:.0f}",
+        "tokens per text": f"{cost['tokens']:.1f}",
+        "MACs per text, with padding": f"{cost['macs'] / 1e9:.3f} G",
+        "MACs per second at saturation": f"{cost['macs'] * rate / 1e9:.1f} G",
+        "latency at half the capacity, p50 and p99": f"{latency['p50']:.1f} ms,"
+        f" {latency['p99']:.1f} ms",
+        "memory after warm-up": f"{result['memory']['rss_before_bytes'] / 2**20:.0f} MiB",
+        "MACs per million texts": f"{cost['macs'] * 1e6 / 1e12:.0f} T",
+        "machine-hours per million texts, fully used": f"{hours:.2f}",
+        f"machine-hours per million texts, {UTILIZATION:.0%} used": f"{hours / UTILIZATION:.2f}",
+    }
+    return table(["one replica", "value"], [list(row) for row in rows.items()])
+
+
+def replicas() -> str:
+    """How many replicas hold a peak load, with one spare."""
+    rate = load("serving")["throughput"]["median_texts_per_s"]["attnserve"]
+    peaks = (100, 1_000, 10_000, 100_000)
+    needed = [math.ceil(peak / (UTILIZATION * rate)) + 1 for peak in peaks]
+    return table(
+        ["peak, texts per second", *(f"{peak:,}" for peak in peaks)],
+        [["replicas", *(f"{count:,}" for count in needed)]],
+    )
+
+
+def table1() -> str:
+    """Table 1 of arXiv 2006.16362, computed and measured here."""
+    rows: list[list[str]] = []
+    for column in load("table1")["columns"]:
+        low, high = column["speedup_ci95"]
+        rows.append(
+            [
+                f"{column['name']}: D = {column['size']}, H = {column['heads']},"
+                f" R = {column['rank']}",
+                " to ".join(f"{number / 1e6:.2f} M" for number in column["parameters"]),
+                " to ".join(f"{number / 1e6:.0f} M" for number in column["macs"]),
+                f"{times(column['speedup'])} ({low:.2f} to {high:.2f})",
+                f"{column['break_even_tokens']} tokens",
+            ]
+        )
+    header = ["layer", "parameters", "MACs", "speed-up", "dense mixing is cheaper below"]
+    return table(header, rows)
+
+
+def cp_speed() -> str:
+    result = load("cp_speed")
+    shape = result["shape"]
+    size = f"H = {shape['H']}, D = {shape['D']}, K = {shape['K']}, R = {shape['R']}"
+    return table(
+        ["decomposition of one layer", "value"],
+        [
+            ["size", size],
+            ["median time", f"{result['median_layer_wall_s']:.1f} s"],
+            ["peak extra memory", f"{result['peak_extra_memory_bytes'] / 2**20:.0f} MiB"],
+            [
+                "time of tensorly `parafac` to the same error / ours",
+                f"{result['median_wall_ratio']:.0f}x",
+            ],
+        ],
+    )
+
+
+def inspect_speed() -> str:
+    rows = [row for row in load("find_speed")["models"] if row["size"] == "BERT-base"]
+    return table(
+        ["BERT-base with layers", "file", "time of `inspect`", "peak extra memory"],
+        [
+            [
+                str(row["layers"]),
+                f"{row['file_bytes'] / 2**20:.0f} MiB",
+                f"{row['median_wall_s']:.2f} s",
+                f"{row['peak_extra_bytes'] / 2**20:.0f} MiB",
+            ]
+            for row in rows
+        ],
+    )
+
+
+def cuda() -> str:
+    """The goals on a GPU, and what was measured of them."""
+    rows: list[list[str]] = []
+    for bound in load("cuda")["bounds"]:
+        low, high, value = bound["at_least"], bound["at_most"], bound["value"]
+        goal = f"at least {low}" if low is not None else f"at most {high}"
+        rows.append([bound["what"], goal, "not measured" if value is None else f"{value:.2f}"])
+    return table(["quantity", "goal", "measured"], rows)
+
+
+def with_results(readme: str) -> str:
+    """The README with its table of results as measured."""
+    return README_TABLE.sub(lambda match: f"{match[1]}{headline()}\n{match[2]}", readme)
+
+
+if __name__ == "__main__":
+    path = ROOT / "README.md"
+    path.write_text(with_results(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,311 @@
+"""The interface of all rewrites, and the registry of their names.
+
+A rewrite is one class in one file of this package. Its name is used by plan.json, reports,
+``inspect`` and the documentation; its parameters, by block, are what plan.json holds.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any, ClassVar, Generic, TypeVar, cast
+
+import onnx_ir as ir
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from graph_passes.analysis.shapes import Facts, interpret_small
+from graph_passes.blocks import AttentionBlock
+from graph_passes.context import GraphContext
+from graph_passes.emit.editing import keep_shapes, remove_unused, share_constants
+from graph_passes.errors import CannotRewrite, InvalidArgument, Refusal
+from graph_passes.matching.feed_forward import FeedForwardBlock, find_feed_forward
+from graph_passes.matching.find import find_attention
+from graph_passes.matching.naming import pin_names
+from graph_passes.passes.invariants import Interface, check_invariants, interface
+
+__all__ = [
+    "AttentionPass",
+    "BlockPass",
+    "FeedForwardPass",
+    "NoParams",
+    "RewritePass",
+    "pass_named",
+    "registered_passes",
+    "small_shapes",
+]
+
+BEFORE = "attnserve.interface"
+"""Model metadata while a pass runs: the interface that the rewritten model must have."""
+
+Block = TypeVar("Block", AttentionBlock, FeedForwardBlock)
+Params = TypeVar("Params")
+
+_REGISTRY: dict[str, type[RewritePass]] = {}
+
+
+class NoParams(BaseModel):
+    """The parameters of a rewrite that has none."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RewritePass(ir.passes.InPlacePass):
+    """A rewrite of a graph in place, whose result is held to the invariants of ``invariants.py``.
+
+    Attributes:
+        name: Identifies the rewrite everywhere; empty for a pass that is never part of a plan.
+        lossy: Whether outputs change by more than rounding.
+    """
+
+    name: ClassVar[str] = ""
+    lossy: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if name := cls.__dict__.get("name"):
+            _REGISTRY[name] = cls
+
+    def __call__(self, model_or_result: ir.Model | ir.passes.PassResult, /) -> ir.passes.PassResult:
+        result = model_or_result
+        model = result.model if isinstance(result, ir.passes.PassResult) else result
+        with GraphContext.of(model):
+            try:
+                return super().__call__(model)
+            finally:
+                model.meta.pop(BEFORE, None)
+
+    def requires(self, model: ir.Model) -> None:
+        with GraphContext.of(model) as context:
+            self.check(context)
+            model.meta[BEFORE] = self.promised(interface(model), context)
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        with GraphContext.of(model) as context:
+            modified = self.rewrite_graph(context)
+            if modified:
+                context.invalidate()
+            return ir.passes.PassResult(model, modified=modified)
+
+    def ensures(self, model: ir.Model) -> None:
+        check_invariants(model.meta[BEFORE], model, after=type(self).__name__)
+
+    def check(self, context: GraphContext) -> None:
+        """Raise CannotRewrite or InvalidArgument unless the pass applies to the model."""
+
+    def promised(self, before: Interface, context: GraphContext) -> Interface:
+        """The interface of the rewritten model; by default that of the model."""
+        return before
+
+    @abstractmethod
+    def rewrite_graph(self, context: GraphContext) -> bool:
+        """Change the graph, and return whether anything changed."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry of this pass in plan.json."""
+        return {"pass": self.name}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> RewritePass:
+        """Read an entry of plan.json.
+
+        Raises:
+            InvalidArgument: The entry has keys or values that the pass does not know.
+        """
+        _require_keys(cls.name, content, {"pass"})
+        return cls()
+
+
+class BlockPass(RewritePass, Generic[Block, Params]):
+    """A rewrite of single blocks.
+
+    A subclass defines ``params``, ``refusal`` and ``rewrite``; this class finds the blocks, checks
+    them, keeps their names, and removes what nothing reads after the rewrite.
+
+    Attributes:
+        targets: The parameters for each block to rewrite, by the block's name.
+        params: Validates the parameters of one block, and writes them as JSON.
+        noun: What a block is called in errors.
+    """
+
+    params: ClassVar[TypeAdapter[Any]] = TypeAdapter(NoParams)
+    noun: ClassVar[str] = "block"
+
+    def __init__(self, targets: Mapping[str, Any] | Collection[str]) -> None:
+        """Validate the parameters of each block; a pass without parameters takes names alone.
+
+        Raises:
+            InvalidArgument: Parameters are not what the pass expects.
+        """
+        given = targets if isinstance(targets, Mapping) else dict.fromkeys(targets, NoParams())
+        self.targets: Mapping[str, Params] = {
+            str(name): self._validated(str(name), value) for name, value in given.items()
+        }
+
+    @classmethod
+    def _validated(cls, name: str, value: Any) -> Any:
+        try:
+            return cls.params.validate_python(value)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = "".join(f"[{part!r}]" for part in first["loc"])
+            raise InvalidArgument(
+                f"{cls.name}: {name[:100]}{place} is {str(first['input'])[:80]!r}: {first['msg']}",
+                "see the class in graph_passes.passes for its parameters",
+                code="pass.params",
+            ) from error
+
+    # ---- what a rewrite defines ------------------------------------------------------------------
+
+    @classmethod
+    @abstractmethod
+    def find(cls, context: GraphContext) -> Sequence[Block]:
+        """Every block of the model that the pass could apply to, in order of execution."""
+
+    @classmethod
+    @abstractmethod
+    def refusal(cls, block: Block, params: Params | None, context: GraphContext) -> Refusal | None:
+        """Why a block cannot be rewritten; None if it can.
+
+        Args:
+            params: None asks whether the block can be rewritten with any parameters.
+        """
+
+    @abstractmethod
+    def rewrite(self, block: Block, params: Params, context: GraphContext) -> None:
+        """Rewrite one block. Nodes that become unused are removed afterwards."""
+
+    # ---- what a rewrite may override -------------------------------------------------------------
+
+    @classmethod
+    def changes(cls, block: Block, params: Params) -> bool:
+        """Whether these parameters change the block at all."""
+        return True
+
+    def prepare(self, context: GraphContext) -> None:
+        """Change the graph before blocks are found for the rewrite (decompose operators, say)."""
+
+    def rewrite_blocks(self, chosen: Sequence[tuple[Block, Params]], context: GraphContext) -> None:
+        """Rewrite all chosen blocks, in order of execution."""
+        for block, params in chosen:
+            self.rewrite(block, params, context)
+
+    # ---- the pass --------------------------------------------------------------------------------
+
+    def check(self, context: GraphContext) -> None:
+        by_name = {block.name: block for block in self.find(context)}
+        for name, params in self.targets.items():
+            if (block := by_name.get(name)) is None:
+                known = ", ".join(list(by_name)[:3]) or "none"
+                raise CannotRewrite(
+                    f"{name}: no {self.noun} has this name; the model has {known}"
+                    + (", ..." if len(by_name) > 3 else ""),
+                    "`attnserve inspect` lists the names",
+                    code="rewrite.unknown_block",
+                )
+            if self.changes(block, params) and (found := self.refusal(block, params, context)):
+                raise CannotRewrite(f"{name}: {found}", "leave this layer out", code=found.code)
+
+    def rewrite_graph(self, context: GraphContext) -> bool:
+        model = context.model
+        if not self._chosen(context):
+            return False
+        since = frozenset(model.graph.initializers)
+        self.prepare(context)
+        chosen = self._chosen(context)
+        pin_names(self.find(context))
+        self.rewrite_blocks(chosen, context)
+        share_constants(model, since=since)
+        remove_unused(model)
+        attention = [block for block, _ in chosen if isinstance(block, AttentionBlock)]
+        keep_shapes(model, attention)
+        return True
+
+    def _chosen(self, context: GraphContext) -> list[tuple[Block, Params]]:
+        pairs = [(block, self.targets[block.name]) for block in self.find(context)
+                 if block.name in self.targets]  # fmt: skip
+        return [(block, params) for block, params in pairs if self.changes(block, params)]
+
+    def to_json(self) -> dict[str, Any]:
+        targets = {
+            name: self.params.dump_python(value, mode="json")
+            for name, value in self.targets.items()
+        }
+        return {"pass": self.name, "targets": targets}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> RewritePass:
+        _require_keys(cls.name, content, {"pass", "targets"})
+        targets = content.get("targets")
+        if not isinstance(targets, Mapping):
+            raise InvalidArgument(
+                f"{cls.name}: targets is {str(targets)[:80]!r}, expected an object by block",
+                "write {block name: parameters}",
+                code="pass.params",
+            )
+        return cls(cast(Mapping[str, Any], targets))
+
+
+class AttentionPass(BlockPass[AttentionBlock, Params]):
+    """A rewrite of attention blocks."""
+
+    noun: ClassVar[str] = "attention"
+
+    @classmethod
+    def find(cls, context: GraphContext) -> Sequence[AttentionBlock]:
+        return context.get(find_attention)[0]
+
+
+class FeedForwardPass(BlockPass[FeedForwardBlock, Params]):
+    """A rewrite of feed-forward blocks."""
+
+    noun: ClassVar[str] = "feed-forward"
+
+    @classmethod
+    def find(cls, context: GraphContext) -> Sequence[FeedForwardBlock]:
+        return context.get(find_feed_forward)
+
+
+def _require_keys(name: str, content: Mapping[str, Any], known: set[str]) -> None:
+    unknown = sorted(content.keys() - known)
+    if unknown:
+        raise InvalidArgument(
+            f"{name}: unknown key {unknown[0][:100]!r}, expected {', '.join(sorted(known))}",
+            "remove the key, or use the version of attnserve that wrote it",
+            code="pass.params",
+        )
+
+
+def small_shapes(context: GraphContext, *, apart: bool = False) -> Facts:
+    """Shapes of all values at a small batch and length.
+
+    Args:
+        apart: Give axes with different names different lengths.
+    """
+    return context.get(interpret_small, batch=2, sequence=5, apart=apart)
+
+
+def registered_passes() -> Mapping[str, type[RewritePass]]:
+    """All named passes, by name; every module of this package is imported first."""
+    from graph_passes import passes
+
+    for module in iter_modules(passes.__path__, f"{passes.__name__}."):
+        import_module(module.name)
+    return dict(sorted(_REGISTRY.items()))
+
+
+def pass_named(name: str) -> type[RewritePass]:
+    """The pass with this name.
+
+    Raises:
+        InvalidArgument: There is none.
+    """
+    known = registered_passes()
+    if name not in known:
+        raise InvalidArgument(
+            f"no rewrite is called {name[:100]!r}, expected {', '.join(known)}",
+            "use a name that `attnserve inspect` reports",
+            code="pass.unknown",
+        )
+    return known[name]

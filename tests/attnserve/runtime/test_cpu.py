@@ -1,0 +1,57 @@
+"""cpu: features of the CPU that decide whether int8 kernels are exact."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from pathlib import Path
+
+import pytest
+
+from attnserve.runtime.cpu import cpu_flags, has_int8_dot_product, parse_cpu_flags
+
+X86 = """processor\t: 0
+vendor_id\t: GenuineIntel
+model name\t: flags: avx_vnni
+vmx flags\t: vnmi amx_int8
+flags\t\t: fpu sse2 avx2 {more}
+bugs\t\t: spectre_v1
+
+processor\t: 1
+flags\t\t: fpu
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "exact"),
+    [
+        (X86.format(more=""), False),
+        (X86.format(more="avx512f avx512bw avx512_vbmi2"), False),
+        (X86.format(more="avx512f avx512_vnni"), True),
+        (X86.format(more="avx_vnni"), True),
+        (X86.format(more="amx_int8"), True),
+        ("processor\t: 0\nFeatures\t: fp asimd aes crc32 asimddp\n", True),
+        ("processor\t: 0\nFeatures\t: fp asimd i8mm\n", True),
+        ("processor\t: 0\nFeatures\t: fp asimd aes crc32\n", False),
+        ("processor\t: 0\n", False),
+        ("", False),
+    ],
+)
+def test_has_int8_dot_product_of_cpuinfo_text(text: str, exact: bool):
+    assert has_int8_dot_product(parse_cpu_flags(text)) is exact
+
+
+def test_cpu_flags_of_apple_silicon_have_the_dot_product(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(platform, "machine", lambda: "arm64")
+    assert has_int8_dot_product()
+
+
+def test_cpu_flags_without_cpuinfo_are_empty(monkeypatch: pytest.MonkeyPatch):
+    def missing(*_: object, **__: object) -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr(Path, "read_text", missing)
+    assert cpu_flags() == frozenset()
+    assert not has_int8_dot_product()

@@ -1,0 +1,38 @@
+"""Check the committed benchmark results against the goals of the project."""
+
+from __future__ import annotations
+
+from docs.hooks.tables import load
+
+
+def test_sparse_mixing_is_not_slower_at_any_length():
+    """``--collab-dk 128`` reaches 0.97 of the original's speed at every length."""
+    rows = {row["case"]: row for row in load("mixing")["results"]}
+    assert min(each["speedup_vs_first"] for each in rows["R = 128"]["speed"]) >= 0.97
+
+
+def test_sparse_mixing_keeps_the_cosine_of_dense_mixing():
+    rows = {row["case"]: row for row in load("mixing")["results"]}
+    lost = rows["R = 128, dense"]["mean_cosine"] - rows["R = 128, 24 a head"]["mean_cosine"]
+    assert lost <= 0.003
+
+
+def test_planner_reaches_its_quality_and_speed_goals():
+    """Speeds are relative to the fastest of the exported model and two stock optimizers."""
+    planned = load("planner")
+    speeds = {(row["model"], row["sequence"]): row for row in planned["speeds"]}
+    plans = {row["goal"]: row for row in planned["plans"] if row["calibrated_on"] == "--train"}
+    for goal, share, at_128, at_512 in (
+        ("attention", 0.99, 1.14, 1.27),
+        ("with feed-forwards", 0.99, 1.5, 1.5),
+        ("with feed-forwards, int8", 0.985, 2.5, 2.3),
+    ):
+        assert speeds[goal, 128]["vs_best"] >= at_128
+        assert speeds[goal, 512]["vs_best"] >= at_512
+        assert min(plans[goal]["kept"].values()) >= share - 0.003
+        assert min(row["vs_exported"] for (name, _), row in speeds.items() if name == goal) >= 0.97
+    assert plans["with feed-forwards"]["seconds"] <= 180
+    for length in (128, 512):
+        assert speeds["with feed-forwards, int8", length]["vs_int8"] >= 1.15
+    by_hand = [row for (name, _), row in speeds.items() if name == "R = 128 by hand"]
+    assert min(row["vs_exported"] for row in by_hand) >= 0.97

@@ -1,0 +1,221 @@
+"""Check the documentation: code blocks, commands, tables of results, links and generated pages."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+import attnserve
+from attnserve.cli.app import main
+from docs.hooks import reference, tables
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(
+    r"^(?P<indent> *)(?:<!-- (?P<mark>run[^>]*?) -->\n *)?```(?P<language>\w+)\n"
+    r"(?P<code>.*?)^(?P=indent)```$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+SMALLER = {
+    "--collab-dk 256": "--collab-dk 64",
+    "--collab-dk 128": "--collab-dk 32",
+    "--head-dk 24": "--head-dk 6",
+    "collab_dk=128": "collab_dk=32",
+}
+"""Sizes of the pages, which fit MiniLM, and those for the model that the tests run."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced code block; ``mark`` is ``run`` if tests execute it."""
+
+    page: Path
+    mark: str | None
+    language: str
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}: {self.code.splitlines()[0][:50]}"
+
+
+def read_blocks() -> Iterator[Block]:
+    for page in PAGES:
+        for match in FENCE.finditer(page.read_text(encoding="utf-8")):
+            code = textwrap.dedent(match["code"])
+            yield Block(page, match["mark"], match["language"], code)
+
+
+BLOCKS = list(read_blocks())
+
+
+def of(*languages: str) -> list[Block]:
+    return [block for block in BLOCKS if block.language in languages]
+
+
+def command_lines(block: Block) -> list[list[str]]:
+    """The arguments of every ``attnserve`` command of a shell block."""
+    lines = block.code.replace("\\\n", " ").splitlines()
+    return [shlex.split(line)[1:] for line in lines if line.startswith("attnserve ")]
+
+
+def split_command(arguments: list[str]) -> tuple[str, list[str]]:
+    """The name of the command (``deploy ray``) and its arguments."""
+    words = 2 if arguments[0] == "deploy" else 1
+    return " ".join(arguments[:words]), arguments[words:]
+
+
+def test_readme_has_at_most_150_lines():
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_readme_quick_start_has_the_promised_commands():
+    lines = [line for block in of("sh") if block.page == README for line in block.code.splitlines()]
+    assert {"make demo", "make test"} <= set(lines)
+    assert "attnserve optimize model.onnx --collab-dk 256" in lines
+    assert any("--keep 0.99" in line for line in lines)
+
+
+def test_readme_results_equal_the_result_files():
+    text = README.read_text(encoding="utf-8")
+    assert tables.README_TABLE.search(text), "the markers of the table are missing"
+    assert tables.with_results(text) == text, "run python -m docs.hooks.tables"
+
+
+def test_docs_contain_no_speedups_typed_by_hand():
+    """Measured speed-ups come from result files: generated tables, or the checked README table."""
+    for page in PAGES:
+        text = FENCE.sub("", page.read_text(encoding="utf-8"))
+        text = tables.README_TABLE.sub("", text)
+        assert not re.findall(r"\b\d+\.\d+x\b", text), page
+
+
+@pytest.mark.parametrize("block", of("sh"), ids=str)
+def test_shell_block_commands_parse(block: Block):
+    for arguments in command_lines(block):
+        name, rest = split_command(arguments)
+        reference.commands()[name].make_context(name, rest)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_inline_commands_name_existing_options(page: Path):
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    for words in re.findall(r"`attnserve ([^`]+)`", text):
+        name, rest = split_command(words.split())
+        options = re.findall(r"(?<!\S)(--?[a-z][a-z0-9-]*)", " ".join(rest))
+        if name == "--version":
+            continue
+        known = {
+            option
+            for parameter in reference.commands()[name].params
+            for option in (*parameter.opts, *parameter.secondary_opts)
+        }
+        assert set(options) <= known, name
+
+
+def test_inline_options_exist():
+    known = {
+        option
+        for command in reference.commands().values()
+        for parameter in command.params
+        for option in (*parameter.opts, *parameter.secondary_opts)
+    } | {"--version", "--help"}
+    for page in PAGES:
+        text = FENCE.sub("", page.read_text(encoding="utf-8"))
+        options = set(re.findall(r"(?<=`)(--[a-z][a-z0-9-]*)", text))
+        assert options <= known, (page, options - known)
+
+
+@pytest.mark.parametrize("block", of("sh"), ids=str)
+def test_make_targets_exist(block: Block):
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"^make ([a-z-]+)", block.code, re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+@pytest.mark.parametrize("block", of("python"), ids=str)
+def test_python_block_compiles(block: Block):
+    compile(block.code, str(block.page), "exec")
+
+
+@pytest.mark.parametrize("block", of("json"), ids=str)
+def test_json_block_parses(block: Block):
+    json.loads(block.code)
+
+
+@pytest.fixture(scope="module")
+def small_encoder(tiny_bert: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the pages assume: ``model/``, with 4 layers of 12 heads, and texts."""
+    folder = tmp_path_factory.mktemp("docs")
+    source = tiny_bert(
+        hidden_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=12,
+        intermediate_size=192,
+        max_position_embeddings=512,
+        initializer_range=0.1,
+    )
+    attnserve.export(str(source), folder / "model", exporter="torchscript", attention="eager")
+    words = ["a cat sat", "the dog ran home", "a bird", "a man with a guitar", "the happy child"]
+    lines = [f"{first} and {second}" for first in words for second in words]
+    (folder / "texts.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
+
+
+def pages_to_run() -> list[Path]:
+    return list(dict.fromkeys(block.page for block in BLOCKS if block.mark == "run"))
+
+
+@pytest.mark.process
+@pytest.mark.process
+@pytest.mark.parametrize("page", pages_to_run(), ids=lambda page: page.stem)
+def test_marked_blocks_run(
+    page: Path, small_encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The blocks of a page run in order in one folder."""
+    folder = Path(shutil.copytree(small_encoder, tmp_path / "docs"))
+    monkeypatch.chdir(folder)
+    for block in BLOCKS:
+        if block.page != page or block.mark != "run":
+            continue
+        code = re.sub("|".join(SMALLER), lambda match: SMALLER[match[0]], block.code)
+        if block.language == "python":
+            exec(compile(code, str(page), "exec"), {})
+            continue
+        for arguments in command_lines(replace(block, code=code)):
+            assert main(arguments) == 0, arguments
+
+
+@pytest.mark.process
+def test_site_builds_without_warnings_and_loads_nothing_from_elsewhere(tmp_path: Path):
+    pytest.importorskip("material", reason="pip install 'attnserve[docs]'")
+    command = ["-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    pages = {path.stem: path.read_text("utf-8") for path in (tmp_path / "site").rglob("*.html")}
+    for name, page in pages.items():
+        loaded = re.findall(r"<(?:script|img|iframe)[^>]*src=\"(https?:[^\"]+)", page)
+        loaded += re.findall(
+            r"<link[^>]*rel=\"(?:stylesheet|preload)\"[^>]*href=\"(http[^\"]+)", page
+        )
+        assert not loaded, name
+        assert "generate:" not in page, f"{name}: a directive was not replaced"
+        assert 'class="arithmatex"' not in page, f"{name}: an equation was not converted"
+    assert "<math" in pages["collaborative-heads"]
+    for command_name in reference.commands():
+        assert f"attnserve {command_name} " in pages["cli"]
+    assert "/v2/health/ready" in pages["http"]
