@@ -22,18 +22,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from attnserve import __version__
 from graph_passes.errors import InvalidArgument
 from service.api import open_inference, openai, texts, triton
-from service.api.routes import ObserveRequests, describe_bodies, include, json_response
-from service.api.schemas import (
-    EmbeddingsRequest,
-    EmbedRequest,
-    Error,
-    IndexRequest,
-    InferRequest,
-    PredictRequest,
-    RepositoryRequest,
-    SimilarityRequest,
-    TokenizeRequest,
-)
+from service.api.routes import ObserveRequests, json_response
+from service.api.schemas import Error
 from service.auth import RequireKey, read_keys
 from service.dashboard import router as dashboard
 from service.dashboard.stats import report
@@ -103,7 +93,7 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
             expose_headers=["*"],
         )
     app.add_middleware(ObserveRequests, metrics=metrics)
-    install_handlers(app)
+    install_handlers(app, {"/v1": openai.render_error})
     told = APIRouter(tags=["Metrics"])
 
     @told.get("/metrics", response_class=Response)
@@ -116,19 +106,11 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
         """The last minute, by model and second, and what the models are."""
         return json_response(report(models))
 
-    # Triton's before v2's own: /v2/models/stats is no model.
-    include(app, texts.router, openai.router, triton.router, open_inference.router, dashboard, told)
-    describe_bodies(
-        app,
-        EmbeddingsRequest,
-        EmbedRequest,
-        IndexRequest,
-        InferRequest,
-        PredictRequest,
-        RepositoryRequest,
-        SimilarityRequest,
-        TokenizeRequest,
-    )
+    # Triton's routes come before v2's: /v2/models/stats is not the model "stats".
+    for router in (texts, openai, triton, open_inference):
+        app.include_router(router.router)
+    app.include_router(dashboard)
+    app.include_router(told)
     return app
 
 

@@ -379,7 +379,7 @@ class ModelMetrics:
 
     def ran(self, batch: Batch) -> None:
         """Record a run."""
-        ran, rows = batch.ran, str(batch.rows)
+        ran, rows = batch.result, str(batch.rows)
         padding = batch.padded_tokens - batch.tokens
         self._batch_rows.observe(batch.rows)
         self._batch_tokens.observe(batch.padded_tokens)

@@ -216,7 +216,7 @@ class SharedRepository(Repository):
 
     async def _reach(self, desired: Desired) -> None:
         """Have what is desired, no more and no less; ``_error`` says why not."""
-        self._prover.learn(desired.proofs)
+        self._checker.import_results(desired.proofs)
         first: AttnserveError | None = None
         for name, wanted in desired.models.items():
             try:
@@ -265,7 +265,7 @@ class SharedRepository(Repository):
             for name in names
         }
         generation = before.generation + 1
-        self._runtime.desire(Desired(generation, models, self._prover.proofs()))
+        self._runtime.desire(Desired(generation, models, self._checker.export_results()))
         self._generation, self._seen = generation, self._runtime.desired_stamp
         if all(self._contents_of(name) == wanted.contents for name, wanted in models.items()):
             self._error = None

@@ -103,7 +103,7 @@ def test_the_process_that_finds_out_says_why_and_its_death_is_a_reason_too(
     end("import sys; sys.exit('CUDA driver version is insufficient')")
     assert device._why_no_gpu().endswith("ended: CUDA driver version is insufficient")
     end("import time; time.sleep(60)")
-    monkeypatch.setattr(device, "ASK_S", 0.2)
+    monkeypatch.setattr(device, "TIMEOUT_S", 0.2)
     assert device._why_no_gpu() == "no session opened on it within 0.2 s"
     end("print()")
     assert device._why_no_gpu() == ""
