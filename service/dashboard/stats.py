@@ -8,7 +8,7 @@ from typing import Any
 from attnserve.models.artifact import Artifact
 from service.engine.engine import Engine
 from service.engine.repository import Repository
-from service.metrics import gpu_bytes
+from service.memory import gpu_bytes
 
 __all__ = ["report"]
 

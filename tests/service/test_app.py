@@ -21,9 +21,11 @@ from starlette.testclient import TestClient
 
 import service
 from graph_passes.errors import InvalidArgument
-from service.app import create_app, serve
+from service.app import create_app
 from service.engine.model import Model
+from service.launch import serve
 from service.settings import Settings
+from tests.service.fake_nvml import FakeNvml, use_nvml
 from tests.service.tiny import hidden_states, ids_request, write_encoder
 
 INFER = "/v2/models/tiny/infer"
@@ -87,55 +89,43 @@ def test_what_cannot_be_counted_is_left_out(
     assert not {"macs", "flops"} & set(answer.json()["parameters"])
 
 
-class Driver:
-    """NVML's, of a GPU on which so much is in use."""
-
-    used = 7
-
-    def nvmlDeviceGetHandleByIndex_v2(self, index: int, device: Any) -> int:  # noqa: N802
-        return index
-
-    def nvmlDeviceGetMemoryInfo(self, device: Any, memory: Any) -> int:  # noqa: N802
-        memory._obj[:] = [100, 100 - self.used, self.used]
-        return 0
-
-
-def test_gpu_memory_is_told_where_there_is_a_gpu(
+def test_answer_with_gpu_has_gpu_memory(
     client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = client.app.state.repository.engine()  # type: ignore[attr-defined]
     monkeypatch.setattr(engine, "settings", engine.settings.model_copy(update={"provider": "cuda"}))
-    monkeypatch.setattr("service.metrics._nvml", Driver)
+    use_nvml(monkeypatch, FakeNvml(used=7))
     answer = client.post(INFER, json=ids_request([2, 3]))
     assert answer.headers["x-gpu-bytes"] == "7"
     assert answer.json()["parameters"]["gpu_bytes"] == 7
-    monkeypatch.setattr("service.metrics._nvml", lambda: None)
+    use_nvml(monkeypatch, None)
     assert "x-gpu-bytes" not in client.post(INFER, json=ids_request([2, 3])).headers
 
 
-def test_the_peak_of_gpu_memory_is_kept_of_each_model_and_is_not_there_before_one_was_seen(
+def test_gpu_memory_peak_is_kept_per_model_and_absent_before_first_answer(
     start: Callable[..., TestClient], encoder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = start(encoder)
     engine = client.app.state.repository.engine()  # type: ignore[attr-defined]
 
-    def told() -> tuple[int | None, list[str]]:
+    def peaks() -> tuple[int | None, list[str]]:
         lines = client.get("/metrics").text.splitlines()
         series = [line for line in lines if line.startswith("attnserve_gpu_memory_peak_bytes{")]
         return client.get("/stats.json").json()["models"][0]["gpu_peak_bytes"], series
 
     client.post(INFER, json=ids_request([2, 3]))
-    assert told() == (None, [])
+    assert peaks() == (None, [])
     monkeypatch.setattr(engine, "settings", engine.settings.model_copy(update={"provider": "cuda"}))
-    monkeypatch.setattr("service.metrics._nvml", Driver)
+    nvml = FakeNvml()
+    use_nvml(monkeypatch, nvml)
     for used, peak in ((7, 7), (50, 50), (9, 50), (50, 50), (51, 51)):
-        monkeypatch.setattr(Driver, "used", used)
+        nvml.used = used
         client.post(INFER, json=ids_request([2, 3]))
         series = 'attnserve_gpu_memory_peak_bytes{model="tiny",version="1"}'
-        assert told() == (peak, [f"{series} {peak:.1f}"])
-    monkeypatch.setattr("service.metrics._nvml", lambda: None)  # the driver is gone
+        assert peaks() == (peak, [f"{series} {peak:.1f}"])
+    use_nvml(monkeypatch, None)  # the driver is gone
     client.post(INFER, json=ids_request([2, 3]))
-    assert told()[0] == 51
+    assert peaks()[0] == 51
 
 
 @pytest.mark.parametrize("sent", ["abc-123", "550e8400-e29b-41d4-a716-446655440000"])
@@ -256,7 +246,7 @@ def test_the_openapi_document_describes_the_bodies(client: TestClient) -> None:
 def server(encoder: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """(address, process) of a real server on a free port."""
     program = (
-        "from pathlib import Path; from service.app import serve; from service.settings import"
+        "from pathlib import Path; from service.launch import serve; from service.settings import"
         f" Settings; serve(Settings(model=Path({str(encoder)!r}), port=0))"
     )
     with subprocess.Popen(

@@ -15,7 +15,7 @@ from service.settings import Settings, read_settings
 def told(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     """What the command line would serve."""
     seen: list[Settings] = []
-    monkeypatch.setattr("service.app.serve", seen.append)
+    monkeypatch.setattr("service.launch.serve", seen.append)
     return seen
 
 

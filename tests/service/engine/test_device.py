@@ -23,8 +23,9 @@ from benchmarks.gpu.encoder import random_encoder
 from service.engine import device, model
 from service.engine.device import on_device
 from service.engine.model import Model
-from service.metrics import gpu_bytes
+from service.memory import _nvml, gpu_bytes
 from service.settings import Settings
+from tests.service.fake_nvml import FakeNvml, use_nvml
 from tests.service.tiny import write_encoder, write_model
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
@@ -185,40 +186,37 @@ def test_padding_is_tried_before_it_is_used(tmp_path: Path, graphs: list[Any]) -
 
 
 @pytest.mark.parametrize(
-    ("visible", "asked"),
-    [(None, 0), ("", 0), ("3,1", 3), ("GPU-1a2b", b"GPU-1a2b"), (" 2 ", 2)],
+    ("visible", "device"),
+    [(None, 0), ("", 0), ("3,1", 3), ("GPU-1a2b", "GPU-1a2b"), (" 2 ", 2)],
 )
-def test_memory_is_that_of_the_gpu_that_serves(
-    visible: str | None, asked: int | bytes, monkeypatch: pytest.MonkeyPatch
+def test_gpu_bytes_reads_first_visible_device(
+    visible: str | None, device: int | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[int | bytes] = []
-
-    class Driver:
-        def nvmlDeviceGetHandleByIndex_v2(self, index: int, device: Any) -> int:  # noqa: N802
-            seen.append(index)
-            return 0
-
-        def nvmlDeviceGetHandleByUUID(self, name: bytes, device: Any) -> int:  # noqa: N802
-            seen.append(name)
-            return 0
-
-        def nvmlDeviceGetMemoryInfo(self, device: Any, memory: Any) -> int:  # noqa: N802
-            memory._obj[:] = [100, 93, 7]
-            return 0
-
-    monkeypatch.setattr("service.metrics._nvml", Driver)
+    nvml = FakeNvml(used=7)
+    use_nvml(monkeypatch, nvml)
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert gpu_bytes() == 7 and seen == [asked]
+    assert gpu_bytes() == 7 and nvml.devices == [device]
 
 
-def test_a_gpu_that_does_not_answer_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    lost = SimpleNamespace(nvmlDeviceGetHandleByIndex_v2=lambda *_: 15)
-    monkeypatch.setattr("service.metrics._nvml", lambda: lost)
+def test_gpu_bytes_of_lost_device_returns_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_nvml(monkeypatch, FakeNvml(lost=True))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert gpu_bytes() is None
+
+
+def test_gpu_bytes_without_package_or_driver_returns_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # importing it fails
+    _nvml.cache_clear()
+    try:
+        assert gpu_bytes() is None
+        monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(lost=True))
+        _nvml.cache_clear()
+        assert gpu_bytes() is None
+    finally:
+        _nvml.cache_clear()
 
 
 # ---- from the first line of the log to the last --------------------------------------------------
@@ -239,14 +237,14 @@ def test_an_application_decides_once_and_says_it_once(
 def test_several_workers_are_told_what_was_decided_for_all(
     tmp_path: Path, runtime: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from service import app
+    from service import launch
 
     runtime([CUDA, CPU], "no CUDA device can be used here.")
     told: list[Settings] = []
     monkeypatch.setattr(
         "service.workers.supervisor.supervise", lambda settings, _: told.append(settings)
     )
-    app.serve(Settings(model=tmp_path, port=0, workers=2))
+    launch.serve(Settings(model=tmp_path, port=0, workers=2))
     assert [settings.provider for settings in told] == ["cpu"]
     assert capfd.readouterr().err.splitlines() == [
         "no GPU is used, models are served on the CPU: no CUDA device can be used here."
