@@ -383,12 +383,25 @@ def test_second_interrupt_refuses_unanswered_requests(tmp_path: Path, workers: i
         assert "Traceback" not in server.log
 
 
-def test_suspended_worker_is_killed_and_replaced(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGSTOP, id="suspended process"),
+        pytest.param(signal.SIGUSR1, id="blocked event loop", marks=pytest.mark.slow),
+    ],
+)
+def test_hanging_worker_is_killed_and_replaced(
+    tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import signal, time\nsignal.signal(signal.SIGUSR1, lambda *_: time.sleep(60))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with serving(write_encoder(tmp_path / "tiny"), tmp_path) as server:
         server.wait()
         silent, other = server.pids()
         client = server.client(other)
-        psutil.Process(silent).suspend()
+        os.kill(silent, number)
         until(lambda: f"(process {silent}) hangs and is killed" in server.log)
         until(lambda: "serves again" in server.log)
         assert other in server.pids() and silent not in server.pids()
