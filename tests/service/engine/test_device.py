@@ -23,9 +23,7 @@ from benchmarks.gpu.encoder import random_encoder
 from service.engine import device, model
 from service.engine.device import on_device
 from service.engine.model import Model
-from service.memory import _nvml, gpu_bytes
 from service.settings import Settings
-from tests.service.fake_nvml import FakeNvml, use_nvml
 from tests.service.tiny import write_encoder, write_model
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
@@ -180,43 +178,6 @@ def test_padding_is_tried_before_it_is_used(tmp_path: Path, graphs: list[Any]) -
     masked = Model(open_artifact(tmp_path / "masked.onnx"), cuda_graphs=2)
     masked.warm_up()  # attention reads all tokens but those that the mask hides
     assert (graphs[2][0]._rows, graphs[2][0]._tokens) == (True, True)
-
-
-# ---- memory --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("visible", "device"),
-    [(None, 0), ("", 0), ("3,1", 3), ("GPU-1a2b", "GPU-1a2b"), (" 2 ", 2)],
-)
-def test_gpu_bytes_reads_first_visible_device(
-    visible: str | None, device: int | str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nvml = FakeNvml(used=7)
-    use_nvml(monkeypatch, nvml)
-    if visible is None:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    else:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert gpu_bytes() == 7 and nvml.devices == [device]
-
-
-def test_gpu_bytes_of_lost_device_returns_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_nvml(monkeypatch, FakeNvml(lost=True))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert gpu_bytes() is None
-
-
-def test_gpu_bytes_without_package_or_driver_returns_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)  # importing it fails
-    _nvml.cache_clear()
-    try:
-        assert gpu_bytes() is None
-        monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(lost=True))
-        _nvml.cache_clear()
-        assert gpu_bytes() is None
-    finally:
-        _nvml.cache_clear()
 
 
 # ---- from the first line of the log to the last --------------------------------------------------
