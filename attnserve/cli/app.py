@@ -914,7 +914,7 @@ def serve(
     What is not given here comes from the environment (ATTNSERVE_PORT=9000); limits of requests do
     only: see service/settings.py.
     """
-    from service.app import serve as run
+    from service.launch import serve as run
     from service.settings import read_settings
 
     run(

@@ -169,7 +169,12 @@ def _without(model: ir.Model, names: Collection[str]) -> Generator[None]:
         for name, tensor in held.items():
             assert tensor is not None
             model.graph.initializers[name].const_value = ir.ExternalTensor(
-                "memory", 0, tensor.nbytes, tensor.dtype, shape=ir.Shape(tensor.shape.numpy()), name=name
+                "memory",
+                0,
+                tensor.nbytes,
+                tensor.dtype,
+                shape=ir.Shape(tensor.shape.numpy()),
+                name=name,
             )
         yield
     finally:

@@ -21,11 +21,12 @@ from pydantic import BaseModel, ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from graph_passes.errors import InvalidData
+from service.api.cost import as_headers, cost_of
 from service.engine.answer import Answer
 from service.engine.engine import Engine
 from service.engine.repository import Repository
 from service.errors import ClientGone, InvalidField, MalformedRequest, TooLarge, error_response
-from service.metrics import Metrics, as_headers, cost_of
+from service.metrics import Metrics
 from service.settings import Settings
 from service.tracing import request_span
 
@@ -243,7 +244,7 @@ def record_cost(
     """Stop the clock and record the cost of ``answer``; return the cost and its headers."""
     total_ms = (perf_counter() - request.state.started) * 1e3
     cost = cost_of(answer, total_ms, engine.settings.provider)
-    engine.metrics.told(cost)
+    engine.metrics.record_request(cost)
     # Headers are ASCII; names of models may not be.
     headers = as_headers(cost) | {
         "x-model": quote(engine.name),
@@ -329,7 +330,7 @@ class ObserveRequests:
                     engine.release()
                 # The pattern of the route, not the path: the number of series must stay bounded.
                 route = getattr(routed.get("route"), "path", "unknown")
-                self._metrics.request(route, status)
+                self._metrics.count_response(route, status)
                 finish(route, status)
                 if access.isEnabledFor(logging.INFO):
                     line = {

@@ -22,7 +22,7 @@ import numpy as np
 from attnserve.models.tokenizer import Encoding
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
 from service.engine.answer import Answer
-from service.engine.batcher import Batcher, BatchResult, RequestResult, Row
+from service.engine.batcher import Batch, Batcher, BatchResult, RequestResult, Row
 from service.engine.model import Model, TextTask
 from service.errors import DeadlineExceeded, NotFound, NotReady, Overloaded, TooLarge
 from service.metrics import Metrics, ModelMetrics
@@ -87,7 +87,7 @@ class Engine:
             max_wait_ms=settings.max_wait_ms,
             max_queue=settings.max_queue,
             concurrency=settings.concurrency,
-            on_batch=self.metrics.ran,
+            on_batch=self._record_batch,
             on_failure=self._failed,
         )
         self._reload = reload
@@ -256,10 +256,10 @@ class Engine:
             yield stages
         except BaseException as error:
             kind = next(kind for kind in type(error).__mro__ if kind in REASONS)
-            self.metrics.failed(perf_counter_ns() - started, REASONS[kind])
+            self.metrics.record_failure(perf_counter_ns() - started, REASONS[kind])
             raise
         else:
-            self.metrics.succeeded(perf_counter_ns() - started, stages)
+            self.metrics.record_success(perf_counter_ns() - started, stages)
         finally:
             self._in_flight -= 1
             if not self._users and not self._in_flight and self._unused is not None:
@@ -439,6 +439,16 @@ class Engine:
                 )
 
     # -- failures ---------------------------------------------------------------------------------
+
+    def _record_batch(self, batch: Batch) -> None:
+        result = batch.result
+        self.metrics.record_run(
+            rows=batch.rows,
+            tokens=batch.tokens,
+            padded_tokens=batch.padded_tokens,
+            macs=result.macs,
+            stage_ns=(result.input_ns, result.infer_ns, result.output_ns),
+        )
 
     def _failed(self, error: NotReady) -> None:
         """Handle a failure that no request caused: pause until the model runs again."""

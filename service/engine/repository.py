@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from attnserve.context import Provider
 from attnserve.models.artifact import Artifact, check_files, open_artifact
-from attnserve.runtime.session import Provider
 from graph_passes.errors import AttnserveError, InvalidModel
 from service.engine.device import on_device
 from service.engine.engine import Engine

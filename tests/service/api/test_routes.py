@@ -391,7 +391,7 @@ def server(model: Path, **environment: str) -> Iterator[tuple[str, subprocess.Po
         "import time, sys\n"
         "from pathlib import Path\n"
         "from service.engine import model\n"
-        "from service.app import serve\n"
+        "from service.launch import serve\n"
         "from service.settings import Settings\n"
         "run = model.Model.run\n"
         "def slow(*args):\n"
