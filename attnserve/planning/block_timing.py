@@ -24,7 +24,7 @@ from attnserve.planning.candidates import (
 )
 from attnserve.runtime.session import Batch, open_session, run
 from attnserve.runtime.timer import Cut, LatencyTable, Part, cut_out
-from graph_passes.analysis.shapes import Facts, interpret_small, state_types
+from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small, state_types
 from graph_passes.blocks import AttentionBlock
 from graph_passes.emit.editing import remove_unused
 from graph_passes.errors import AttnserveError
@@ -60,7 +60,7 @@ def time_blocks(
     blocks = [block for group in groups for block in group.blocks]
     parts = cut_out(model, [_cut(block) for block in blocks], feeds, provider=table.provider)
     alike: dict[tuple[Any, ...], list[tuple[Block, Part]]] = {}
-    facts = interpret_small(model, batch=2, sequence=5)
+    facts = infer_shapes_small(model, batch=2, sequence=5)
     frozen = {block for group in groups if group.why_not for block in group.blocks}
     forms = {block: _forms(block, facts, model.opset_imports) for block in blocks}
     for block, part in zip(blocks, parts, strict=True):
@@ -75,7 +75,7 @@ def time_blocks(
     return found
 
 
-def _forms(block: Block, facts: Facts, opsets: Mapping[str, int]) -> tuple[Emission, ...]:
+def _forms(block: Block, facts: ShapeInfo, opsets: Mapping[str, int]) -> tuple[Emission, ...]:
     """The operators that a block can be written in, where it stands in the whole model."""
     if isinstance(block, FeedForwardBlock):
         return () if gelu_refusal(block, facts, opsets) else ("gelu",)

@@ -25,7 +25,7 @@ from attnserve.models.opset import raise_opset
 from attnserve.planning.apply import apply_plan
 from attnserve.planning.plan import Plan
 from attnserve.runtime.session import Batch, open_session, run
-from graph_passes.analysis.shapes import interpret_small
+from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.errors import AttnserveError, CannotRewrite
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.passes.fold_biases import FoldBiases
@@ -91,7 +91,7 @@ def exact_plan(graph: ir.Model, forms: Sequence[Form] = FORMS) -> Plan:
     Raises:
         CannotRewrite: There is none.
     """
-    facts, opsets = interpret_small(graph, batch=2, sequence=5), dict(graph.opset_imports)
+    facts, opsets = infer_shapes_small(graph, batch=2, sequence=5), dict(graph.opset_imports)
     with suppress(CannotRewrite):
         newest = graph.clone()
         raise_opset(newest, max(OPSETS.values()))

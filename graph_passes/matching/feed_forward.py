@@ -18,7 +18,7 @@ from graph_passes.analysis.constants import (
     evaluate,
     is_constant,
 )
-from graph_passes.analysis.shapes import Facts, interpret_small
+from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small
 from graph_passes.blocks import as_matrix
 from graph_passes.context import GraphContext
 from graph_passes.matching.naming import pinned_name
@@ -134,7 +134,7 @@ def find_feed_forward(model: ir.Model) -> list[FeedForwardBlock]:
     whole token; a wide pooler with its classifier is a feed-forward by all that a graph tells.
     """
     with GraphContext.of(model) as context:
-        runs = [context.get(interpret_small, batch=b, sequence=s) for b, s in ((2, 5), (3, 7))]
+        runs = [context.get(infer_shapes_small, batch=b, sequence=s) for b, s in ((2, 5), (3, 7))]
     nodes = ir.traversal.RecursiveGraphIterator(model.graph)
     read = (_read(node, runs, model.opset_imports) for node in nodes)
     blocks = [block for block in read if block is not None]
@@ -146,7 +146,7 @@ def find_feed_forward(model: ir.Model) -> list[FeedForwardBlock]:
 
 
 def _read(
-    product: ir.Node, runs: Sequence[Facts], opsets: Mapping[str, int]
+    product: ir.Node, runs: Sequence[ShapeInfo], opsets: Mapping[str, int]
 ) -> FeedForwardBlock | None:
     """The feed-forward that ends in this node; None where none does."""
     second = _linear(product, runs[0])
@@ -213,11 +213,11 @@ def _read(
     )
 
 
-def _linear(node: ir.Node, facts: Facts) -> Linear | None:
+def _linear(node: ir.Node, info: ShapeInfo) -> Linear | None:
     """A product of tokens with a constant, FusedGemm included."""
 
     def shape_of(value: ir.Value) -> tuple[int, ...]:
-        return facts.shape(value) or ()
+        return info.shape(value) or ()
 
     if (node.domain, node.op_type) != ("com.microsoft", "FusedGemm"):
         return linear(node, shape_of)
@@ -260,7 +260,7 @@ def _is_bent(node: ir.Node) -> bool:
     return bool(node.domain) or node.op_type in BENT
 
 
-def _same_size(value: ir.Value, hidden: ir.Value, runs: Sequence[Facts]) -> bool:
+def _same_size(value: ir.Value, hidden: ir.Value, runs: Sequence[ShapeInfo]) -> bool:
     """Whether a value has the last axis of the other, and as many elements."""
     shapes = [(run.shape(value), run.shape(hidden)) for run in runs]
     return all(a and b and a[-1] == b[-1] and math.prod(a) == math.prod(b) for a, b in shapes)
@@ -281,7 +281,7 @@ def _by_neuron(
     return found
 
 
-def _unflattened(tokens: ir.Value, runs: Sequence[Facts]) -> ir.Value:
+def _unflattened(tokens: ir.Value, runs: Sequence[ShapeInfo]) -> ir.Value:
     """The tokens as they were before exporters put their leading axes into one."""
     node = tokens.producer()
     if node is None or node.op_type not in LAID_OUT | {"Identity"} or node.inputs[0] is None:
@@ -291,10 +291,10 @@ def _unflattened(tokens: ir.Value, runs: Sequence[Facts]) -> ir.Value:
 
 
 def _widths(
-    nodes: Sequence[ir.Node], width: int, facts: Facts, opsets: Mapping[str, int]
+    nodes: Sequence[ir.Node], width: int, info: ShapeInfo, opsets: Mapping[str, int]
 ) -> tuple[ir.Node, ...] | None:
     """Each Reshape that is told F; None where F is told or asked in a way that is not read."""
-    asked = _asked(nodes, facts, opsets)
+    asked = _asked(nodes, info, opsets)
     if asked is None:
         return None
     found: list[ir.Node] = []
@@ -322,7 +322,7 @@ def last_part(shape: ir.Value) -> ir.Value | None:
 
 
 def _asked(
-    nodes: Sequence[ir.Node], facts: Facts, opsets: Mapping[str, int]
+    nodes: Sequence[ir.Node], info: ShapeInfo, opsets: Mapping[str, int]
 ) -> dict[ir.Value, np.ndarray] | None:
     """Where, in shapes and lengths that are asked of the nodes' values, F stands.
 
@@ -335,11 +335,11 @@ def _asked(
         if node in nodes:
             continue
         if node.op_type == "Shape":
-            rank = len(facts.shape(node.inputs[0]) or ())
+            rank = len(info.shape(node.inputs[0]) or ())
             ends = node.attributes.get_int("start", 0), node.attributes.get_int("end", rank)
             mark = (np.arange(rank) == rank - 1)[slice(*ends)]
         elif node.op_type in COUNTING and not node.domain:
-            given = [_mark(node, value, marks, facts) for value in node.inputs]
+            given = [_mark(node, value, marks, info) for value in node.inputs]
             told = node.op_type != "Concat" and any(v in marks for v in node.inputs[1:])
             lacking = [v for v, array in zip(node.inputs, given, strict=True) if array is None]
             if told or any(value is not None for value in lacking):
@@ -357,15 +357,15 @@ def _asked(
 
 
 def _mark(
-    node: ir.Node, value: ir.Value | None, marks: Mapping[ir.Value, np.ndarray], facts: Facts
+    node: ir.Node, value: ir.Value | None, marks: Mapping[ir.Value, np.ndarray], info: ShapeInfo
 ) -> np.ndarray | None:
     """An operand of a node that picks lengths, with ones for F and zeros for other lengths."""
     if value is not None and value in marks:
         return marks[value].astype(np.int64)
     if node.op_type == "Concat":
-        shape = facts.shape(value)
+        shape = info.shape(value)
         return None if shape is None else np.zeros(shape, np.int64)
-    return facts.constant(value)
+    return info.constant(value)
 
 
 def _bias(product: ir.Node, width: int) -> tuple[ir.Value | None, ir.Value]:

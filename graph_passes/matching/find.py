@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 import onnx_ir as ir
 
-from graph_passes.analysis.shapes import interpret_small, without_lengths
+from graph_passes.analysis.shapes import infer_shapes_small, without_lengths
 from graph_passes.blocks import (
     AttentionBlock,
     LogitStep,
@@ -45,9 +45,9 @@ def find_attention(model: ir.Model) -> tuple[list[AttentionBlock], list[Unmatche
     reading is a claim: ``attnserve.checks.certify`` proves it by running the graph.
     """
     with GraphContext.of(model) as context:
-        facts = context.get(interpret_small, batch=BATCH, sequence=SEQUENCE)
-        others = context.get(interpret_small, batch=BATCH + 1, sequence=SEQUENCE + 2)
-    reader = Reader(without_lengths(facts, others), dict(model.opset_imports))
+        info = context.get(infer_shapes_small, batch=BATCH, sequence=SEQUENCE)
+        others = context.get(infer_shapes_small, batch=BATCH + 1, sequence=SEQUENCE + 2)
+    reader = Reader(without_lengths(info, others), dict(model.opset_imports))
     blocks: list[AttentionBlock] = []
     misses: list[Unmatched] = []
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
@@ -74,7 +74,7 @@ def _read(node: ir.Node, reader: Reader) -> AttentionBlock | None:
     if node.op_type in FUSED:
         return _from_operator(node, reader)
     for idiom in SOFTMAXES:
-        if (softmax := idiom(node, reader.facts, reader.opsets.get("", 1))) is not None:
+        if (softmax := idiom(node, reader.info, reader.opsets.get("", 1))) is not None:
             return _from_softmax(node, softmax, idiom.__name__, reader)
     return None
 
@@ -117,7 +117,7 @@ def _taken(context: Context, reader: Reader) -> tuple[Reused, ...]:
     """The heads beside a softmax's own, which must all come from some probabilities."""
     assert context.joined is not None and context.own is not None
     known = {context.own, *_softmaxes(context.joined)}
-    found = origins(context.joined.outputs[0], known, reader.facts)
+    found = origins(context.joined.outputs[0], known, reader.info)
     if found is None:
         raise Unread(f"{say(context.joined)} joins probabilities with something else")
     return reused_heads(found, context.own, context.joined)
@@ -175,11 +175,11 @@ def _reusing(
     claimed = {node for block in blocks for node in block.nodes}
     found: dict[ir.Node, AttentionBlock] = {}
     misses: list[Unmatched] = []
-    for product, value in products_of(list(known), reader.facts):
+    for product, value in products_of(list(known), reader.info):
         if product.node in claimed or product.node in found:
             continue
         try:
-            whole = origins(value, known, reader.facts)
+            whole = origins(value, known, reader.info)
             if whole is not None:
                 reused = reused_heads(whole, None, product.node)
                 first = _source(reused[0].value, known)
@@ -355,7 +355,7 @@ def _position(
 
 def _by_head(bias: ir.Value, reader: Reader) -> bool:
     """Whether the axis of the heads holds more than zeros, or one row many times over."""
-    shape = reader.facts.shape(bias)
+    shape = reader.info.shape(bias)
     if shape is None or len(shape) < 3 or shape[-3] == 1:
         return False
     labels = reader.numbered(bias)

@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graph_passes.analysis.constants import constant_array, evaluate, is_constant, origin
-from graph_passes.analysis.shapes import Facts
+from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import OutputProjection, Projection, Spread
 from graph_passes.matching.labels import (
     Factor,
@@ -60,11 +60,11 @@ class Reader:
     """Reads projections at one choice of axis lengths.
 
     Args:
-        facts: Shapes and small constants (see ``shapes.interpret``).
+        info: Shapes and small constants (see ``infer_shapes_at``).
         opsets: The model's opset imports.
     """
 
-    facts: Facts
+    info: ShapeInfo
     opsets: dict[str, int]
 
     def shape(self, value: ir.Value) -> tuple[int, ...]:
@@ -73,10 +73,10 @@ class Reader:
         Raises:
             Unread: It could not be inferred, or the value holds too many elements.
         """
-        shape = self.facts.shape(value)
+        shape = self.info.shape(value)
         if shape is None:
             raise Unread(
-                f"the shape of {value.name!r} could not be inferred: {self.facts.why(value)}"
+                f"the shape of {value.name!r} could not be inferred: {self.info.explain(value)}"
             )
         if math.prod(shape) > MOST:
             raise Unread(f"{value.name!r} has shape {shape}: more than {MOST} elements")
@@ -111,7 +111,7 @@ class Reader:
         if axes is None:
             axes = range(len(trace.shape))
         read, held = by_head(trace, axes, heads, role)
-        past = None if held is None else spread_of(held[0], held[1], self.facts, role)
+        past = None if held is None else spread_of(held[0], held[1], self.info, role)
         layout = "B T H*K" if heads else "B*H T K" if len(trace.shape) == 3 else "B H T K"
         if trace.source is None:
             assert held is not None and past is not None
@@ -134,7 +134,7 @@ class Reader:
             by_sequence=self.shape(source_input)[:-1] == lengths and not sequence_first,
             sequence_first=sequence_first,
             layout=layout,
-            turns=() if set(read) == {None} else turns_of(read, self.facts, role),
+            turns=() if set(read) == {None} else turns_of(read, self.info, role),
             norm=trace.norm,
             past=past,
             axes=tuple(axes),
@@ -233,7 +233,7 @@ class Reader:
                 inner = self.trace(reading.value, role, reach - 1)
                 return normalised(node, inner, reading, role)
         if node.op_type == "RotaryEmbedding" and node.inputs[0] is not None:
-            return rotated(node, self.trace(node.inputs[0], role, reach - 1), self.facts, role)
+            return rotated(node, self.trace(node.inputs[0], role, reach - 1), self.info, role)
         if not node.domain and None not in node.inputs[:2]:
             match node.op_type:
                 case "Add" | "Sub" | "Mul" | "Div":
@@ -317,7 +317,7 @@ class Reader:
             if constant is not None and (left or node.op_type != "Div"):
                 inner = self.trace(value, role, reach)
                 if node.op_type == "Mul" and inner.plain and _by_token(inner, constant):
-                    return turned(node, inner, other, self.facts, role)
+                    return turned(node, inner, other, self.info, role)
                 return self._with_constant(node, inner, constant.astype(np.float64), left, role)
         if node.op_type == "Div":
             raise _between(node, role)
@@ -325,7 +325,7 @@ class Reader:
         if node.op_type == "Mul":
             for inner, factor in zip(readings, (b, a), strict=True):
                 if inner is not None and None in readings and inner.plain:
-                    return turned(node, inner, factor, self.facts, role)
+                    return turned(node, inner, factor, self.info, role)
         elif None not in readings:
             return added(node, [r for r in readings if r is not None], role)
         raise _between(node, role)
@@ -342,7 +342,7 @@ class Reader:
         size, count = self.shape(tokens)[-1], math.prod(self.shape(tokens)[:-1])
         value: ir.Value | None = tokens
         for _ in range(FLATTENING):
-            shape = self.facts.shape(value)
+            shape = self.info.shape(value)
             if value is None or shape is None:
                 break
             if len(shape) == 3 and shape[2] == size and shape[0] * shape[1] == count:
@@ -359,7 +359,7 @@ class Reader:
     def numbered(self, value: ir.Value, reach: int = FLATTENING) -> np.ndarray:
         """Numbers for the elements of a value, the same where the same elements made them."""
         shape, node = self.shape(value), value.producer()
-        constant = self.facts.constant(value)
+        constant = self.info.constant(value)
         if constant is not None:
             return np.unique(constant, return_inverse=True)[1].reshape(shape)
         if node is not None and node.op_type in LAYOUT and node.inputs[0] is not None and reach:
@@ -380,7 +380,7 @@ class Reader:
         """What a value holds, where that does not depend on data."""
         if value is None:
             return None
-        constant = self.facts.constant(value)
+        constant = self.info.constant(value)
         if constant is not None:
             return constant
         return constant_array(value) if is_constant(value) else None
@@ -389,7 +389,7 @@ class Reader:
         """A weight, or a number of the shape program, whose arrays (angles) are factors."""
         if is_constant(value):
             return constant_array(value)
-        constant = self.facts.constant(value)
+        constant = self.info.constant(value)
         return constant if constant is not None and constant.size == 1 else None
 
     def _with_constant(

@@ -94,7 +94,7 @@ class _Operand:
         """Turned by angles as the operator's attributes say."""
         if not self.trace.plain:
             raise Unread(f"{say(self.node)} rotates a {self.role} that is rotated already")
-        terms = rotation(self.node, self.trace.terms[None], cos, sin, self.reader.facts)
+        terms = rotation(self.node, self.trace.terms[None], cos, sin, self.reader.info)
         return replace(self, trace=replace(self.trace, terms=terms))
 
     def after(self, past: ir.Value | None, part: int | None = None) -> _Operand:
@@ -137,10 +137,10 @@ def attention_operator(node: ir.Node, reader: Reader) -> Fused:
     if lengths is not None:
         steps.append(KeyLengths(lengths, 0, -np.inf))
     if mask is not None:
-        fact = reader.facts.known.get(mask)
-        if fact is None:
+        tensor = reader.info.known.get(mask)
+        if tensor is None:
             raise Unread(f"the mask of {say(node)} has no known type")
-        is_bool = fact.dtype == ir.DataType.BOOL
+        is_bool = tensor.dtype == ir.DataType.BOOL
         steps.append(Mask(mask, -np.inf, keep=True) if is_bool else PositionBias(mask))
     cap = node.attributes.get_float("softcap", 0.0)
     if cap != 0.0:

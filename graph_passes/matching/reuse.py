@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graph_passes.analysis.constants import constant_array, is_constant
-from graph_passes.analysis.shapes import Facts
+from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import Reused
 from graph_passes.matching.labels import Unread, say
 from graph_passes.matching.products import ContextProduct, context_product
@@ -41,21 +41,21 @@ class Origins:
         return Origins(tuple(self.values[i] for i in index), self.heads[index])
 
 
-def origins(value: ir.Value, known: Collection[ir.Value], facts: Facts) -> Origins | None:
+def origins(value: ir.Value, known: Collection[ir.Value], info: ShapeInfo) -> Origins | None:
     """The heads that a value is made of; None where something else than known values is in it."""
-    shape = facts.shape(value)
+    shape = info.shape(value)
     if shape is None or len(shape) != 4:
         return None
-    return _origins(value, known, facts, REACH)
+    return _origins(value, known, info, REACH)
 
 
 def _origins(
-    value: ir.Value, known: Collection[ir.Value], facts: Facts, reach: int
+    value: ir.Value, known: Collection[ir.Value], info: ShapeInfo, reach: int
 ) -> Origins | None:
-    shape, node = facts.shape(value), value.producer()
+    shape, node = info.shape(value), value.producer()
     if shape is None or len(shape) != 4:
         return None
-    if value in known or (node is not None and _splits_heads(node, known, facts)):
+    if value in known or (node is not None and _splits_heads(node, known, info)):
         return Origins((value,) * shape[HEADS], np.arange(shape[HEADS]))
     if node is None or reach == 0 or node.domain:
         return None
@@ -64,12 +64,12 @@ def _origins(
         return None
     match node.op_type:
         case "Identity":
-            return _origins(first, known, facts, reach - 1)
+            return _origins(first, known, info, reach - 1)
         case "Gather":
-            inner, index = _origins(first, known, facts, reach - 1), _index(node)
+            inner, index = _origins(first, known, info, reach - 1), _index(node)
             return None if inner is None or index is None else inner.at(index)
         case "Concat" if _is_of_heads(node):
-            parts = [_origins(v, known, facts, reach - 1) for v in node.inputs if v is not None]
+            parts = [_origins(v, known, info, reach - 1) for v in node.inputs if v is not None]
             whole = [part for part in parts if part is not None]
             if len(whole) < len(parts):
                 return None
@@ -79,11 +79,11 @@ def _origins(
             return None
 
 
-def _splits_heads(node: ir.Node, known: Collection[ir.Value], facts: Facts) -> bool:
+def _splits_heads(node: ir.Node, known: Collection[ir.Value], info: ShapeInfo) -> bool:
     """Reshape of known (B*H, S, T) to (B, H, S, T)."""
     if node.op_type != "Reshape" or node.inputs[0] not in known:
         return False
-    before, after = facts.shape(node.inputs[0]), facts.shape(node.outputs[0])
+    before, after = info.shape(node.inputs[0]), info.shape(node.outputs[0])
     return before is not None and after is not None and before[-2:] == after[-2:]
 
 
@@ -121,17 +121,17 @@ def _taken(found: Origins, value: ir.Value) -> Reused:
 
 
 def products_of(
-    values: Sequence[ir.Value], facts: Facts
+    values: Sequence[ir.Value], info: ShapeInfo
 ) -> Iterator[tuple[ContextProduct, ir.Value]]:
     """Every product of values that takes heads of these probabilities, and what it reads."""
     pending, seen = [(value, REACH) for value in values], set(values)
     while pending:
         value, reach = pending.pop()
-        shape = facts.shape(value)
+        shape = info.shape(value)
         for node, index in value.uses():
             product = None
             if shape is not None and len(shape) == 4:
-                product = context_product(node, value, IN_ORDER, facts)
+                product = context_product(node, value, IN_ORDER, info)
             if product is not None:
                 yield product, value
                 continue

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graph_passes.analysis.constants import constant_array, is_constant
-from graph_passes.analysis.shapes import Facts
+from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import Norm, Spread, Turn
 from graph_passes.matching.labels import Factor, Heads, Labels, Trace, Unread, say
 
@@ -31,9 +31,9 @@ __all__ = [
 ]
 
 
-def turned(node: ir.Node, inner: Trace, factor: ir.Value, facts: Facts, role: str) -> Trace:
+def turned(node: ir.Node, inner: Trace, factor: ir.Value, info: ShapeInfo, role: str) -> Trace:
     """A value that depends on positions, not on the tokens, multiplied element by element."""
-    shape = _shape(factor, facts)
+    shape = _shape(factor, info)
     assert inner.source is not None
     if depends(factor, inner.source.tokens):
         raise Unread(f"{say(node)} multiplies the {role} by a value made of its own tokens")
@@ -62,7 +62,7 @@ def depends(value: ir.Value, source: ir.Value) -> bool:
     return False
 
 
-def rotated(node: ir.Node, inner: Trace, facts: Facts, role: str) -> Trace:
+def rotated(node: ir.Node, inner: Trace, info: ShapeInfo, role: str) -> Trace:
     """RotaryEmbedding of ai.onnx (opset 23) or of com.microsoft: two terms, cosines and sines."""
     positions, cos, sin = _angles(node)
     if cos is None or sin is None or not inner.plain:
@@ -70,7 +70,7 @@ def rotated(node: ir.Node, inner: Trace, facts: Facts, role: str) -> Trace:
     heads = node.attributes.get_int("num_heads", 0)
     if len(inner.shape) == 3 and not heads and node.domain:
         width = node.attributes.get_int("rotary_embedding_dim", 0)
-        heads = 0 if width else inner.shape[-1] // (2 * _shape(cos, facts)[-1])
+        heads = 0 if width else inner.shape[-1] // (2 * _shape(cos, info)[-1])
     if len(inner.shape) != 4 and not (len(inner.shape) == 3 and heads):
         raise Unread(f"{say(node)} rotates a {role} that is not laid out as (B, H, T, K)")
     if node.attributes.get_float("scale", 1.0) != 1.0:
@@ -79,20 +79,20 @@ def rotated(node: ir.Node, inner: Trace, facts: Facts, role: str) -> Trace:
     if len(inner.shape) == 3:  # B T H*K
         split = [array.reshape(*array.shape[:2], heads, -1) for array in labels.arrays()]
         labels = Labels(*(np.moveaxis(array, 2, 1) for array in split))
-    terms = rotation(node, labels, Factor(cos, positions), Factor(sin, positions), facts)
+    terms = rotation(node, labels, Factor(cos, positions), Factor(sin, positions), info)
     if len(inner.shape) == 3:
         terms = {factor: _merged(term, inner.shape) for factor, term in terms.items()}
     return replace(inner, terms=terms).through(node)
 
 
 def rotation(
-    node: ir.Node, labels: Labels, cos: Factor, sin: Factor, facts: Facts
+    node: ir.Node, labels: Labels, cos: Factor, sin: Factor, info: ShapeInfo
 ) -> dict[Factor | None, Labels]:
     """The terms of heads (B, H, T, K) that a node's attributes say to rotate."""
     size, length = labels.columns.shape[-1], labels.columns.shape[-2]
     interleaved = node.attributes.get_int("interleaved", 0)
     interleaved = node.attributes.get_int("rotary_interleaved", interleaved)
-    width = _looked_up_shape(cos, facts, length)[-1]
+    width = _looked_up_shape(cos, info, length)[-1]
     count = node.attributes.get_int("rotary_embedding_dim", 0) or min(size, 2 * width)
     if count % 2 or count > size or width * 2 < count:
         raise Unread(f"{say(node)} rotates {count} of {size} elements by {width} angles")
@@ -110,7 +110,7 @@ def rotation(
         (cos, np.arange(size), np.where(rest, 0.0, 1.0)),
         (sin, partner, sign),
     ):
-        shape = _looked_up_shape(factor, facts, length)
+        shape = _looked_up_shape(factor, info, length)
         if len(shape) != 3:
             raise Unread(f"{say(node)} has angles of shape {shape}, expected (B, T, K/2)")
         rows = np.arange(labels.columns.shape[0])[:, None, None, None] % shape[0] * shape[1]
@@ -135,22 +135,22 @@ def _merged(labels: Labels, shape: tuple[int, ...]) -> Labels:
     return Labels(*(np.moveaxis(array, 1, 2).reshape(shape) for array in labels.arrays()))
 
 
-def _looked_up_shape(factor: Factor, facts: Facts, length: int) -> tuple[int, ...]:
+def _looked_up_shape(factor: Factor, info: ShapeInfo, length: int) -> tuple[int, ...]:
     """Of ``value[positions]``, where one position may stand for ``length`` in a row."""
-    shape = _shape(factor.value, facts)
+    shape = _shape(factor.value, info)
     if factor.positions is None:
         return shape
-    where = _shape(factor.positions, facts)
+    where = _shape(factor.positions, info)
     if factor.to_last or len(where) == 1:
         return (where[0], length, *shape[1:])
     return (*where, *shape[1:])
 
 
-def turns_of(read: Mapping[Factor | None, Heads], facts: Facts, role: str) -> tuple[Turn, ...]:
+def turns_of(read: Mapping[Factor | None, Heads], info: ShapeInfo, role: str) -> tuple[Turn, ...]:
     """Each term, and where it finds its factor."""
     return tuple(
         Turn(
-            None if factor is None else spread_of(factor, heads, facts, role),
+            None if factor is None else spread_of(factor, heads, info, role),
             heads.columns,
             heads.gain,
             heads.offset,
@@ -159,12 +159,12 @@ def turns_of(read: Mapping[Factor | None, Heads], facts: Facts, role: str) -> tu
     )
 
 
-def spread_of(factor: Factor, heads: Heads, facts: Facts, role: str) -> Spread:
+def spread_of(factor: Factor, heads: Heads, info: ShapeInfo, role: str) -> Spread:
     """What each axis of a factor runs over, from where its elements arrived."""
     used = np.broadcast_to(((heads.gain != 0) | (heads.offset != 0))[None, :, None, :],
                            heads.turn.shape)  # fmt: skip
     batches, _, tokens, _ = np.ogrid[tuple(map(slice, heads.turn.shape))]
-    shape = _looked_up_shape(factor, facts, heads.turn.shape[2])
+    shape = _looked_up_shape(factor, info, heads.turn.shape[2])
     axes: list[Literal["batch", "token"] | np.ndarray] = []
     for size, where in zip(shape, np.unravel_index(heads.turn, shape), strict=True):
         element = where[0, :, 0]
@@ -325,8 +325,8 @@ def _vector(node: ir.Node, value: ir.Value, role: str) -> np.ndarray:
     return constant_array(value).astype(np.float64)
 
 
-def _shape(value: ir.Value, facts: Facts) -> tuple[int, ...]:
-    shape = facts.shape(value)
+def _shape(value: ir.Value, info: ShapeInfo) -> tuple[int, ...]:
+    shape = info.shape(value)
     if shape is None:
         raise Unread(f"the shape of {value.name!r} could not be inferred")
     return shape

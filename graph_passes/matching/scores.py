@@ -138,10 +138,10 @@ def _climbed(
     node = value.producer()
     if node is None or reach == 0:
         return None
-    if (product := score_product(node, reader.facts)) is not None:
+    if (product := score_product(node, reader.info)) is not None:
         return product, ()
     for idiom in LOGIT_IDIOMS:
-        reading = idiom(node, reader.facts)
+        reading = idiom(node, reader.info)
         if reading is None:
             continue
         found = [
@@ -258,15 +258,13 @@ def _first(products: Sequence[ContextProduct]) -> ContextProduct:
 
 def _joined(own: ir.Value, reader: Reader) -> Context | None:
     """Where (B, H, S, T) of this softmax are put beside heads of other attentions."""
-    shape = reader.facts.shape(own)
+    shape = reader.info.shape(own)
     for node, _ in own.uses():
         axis = node.attributes.get_int("axis", 0) if node.op_type == "Concat" else 0
         if shape is None or len(shape) != 4 or axis not in (1, -3):
             continue
         value = node.outputs[0]
-        read = [
-            context_product(user, value, (0, 1, 2, 3), reader.facts) for user, _ in value.uses()
-        ]
+        read = [context_product(user, value, (0, 1, 2, 3), reader.info) for user, _ in value.uses()]
         if products := [product for product in read if product is not None]:
             return Context((node,), value, _first(products), joined=node, own=own)
     return None
@@ -284,7 +282,7 @@ def _products(
     order = order_of(labels)
     if order is None:
         return []
-    read = [context_product(node, value, order, reader.facts) for node, _ in value.uses()]
+    read = [context_product(node, value, order, reader.info) for node, _ in value.uses()]
     found = [product for product in read if product is not None]
     for product in found:
         if not _runs_over(labels, product.contracted, shape, 2):

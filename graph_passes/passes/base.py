@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 import onnx_ir as ir
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from graph_passes.analysis.shapes import Facts, interpret_small
+from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small
 from graph_passes.blocks import AttentionBlock
 from graph_passes.context import GraphContext
 from graph_passes.emit.editing import keep_shapes, remove_unused, share_constants
@@ -277,13 +277,13 @@ def _require_keys(name: str, content: Mapping[str, Any], known: set[str]) -> Non
         )
 
 
-def small_shapes(context: GraphContext, *, apart: bool = False) -> Facts:
+def small_shapes(context: GraphContext, *, apart: bool = False) -> ShapeInfo:
     """Shapes of all values at a small batch and length.
 
     Args:
         apart: Give axes with different names different lengths.
     """
-    return context.get(interpret_small, batch=2, sequence=5, apart=apart)
+    return context.get(infer_shapes_small, batch=2, sequence=5, apart=apart)
 
 
 def registered_passes() -> Mapping[str, type[RewritePass]]:

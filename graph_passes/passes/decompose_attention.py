@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 import onnx_ir as ir
 
-from graph_passes.analysis.shapes import Facts
+from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import AttentionBlock, Projection
 from graph_passes.context import GraphContext
 from graph_passes.emit.attention import emit_heads, emit_softmax
@@ -93,7 +93,7 @@ def _decompose(block: AttentionBlock) -> None:
     factor = make.constant(np.array(scale, dtype=dtype.numpy()), "scale")
     keys = make.op("Transpose", [k], "keys", perm=[0, 1, 3, 2])  # B H K T
     logits = make.op("MatMul", [make.op("Mul", [q, factor], "queries"), keys], "scores")
-    nothing = Facts({}, {}, {})  # masks are laid out as the operator wants them
+    nothing = ShapeInfo({}, {}, {})  # masks are laid out as the operator wants them
     probabilities = emit_softmax(make, block, logits, np.arange(block.num_heads), nothing)
     context = make.op("MatMul", [probabilities, v], "context")
     if block.q.layout != "B H T K":  # the operator leaves its heads side by side

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from graph_passes.analysis.shapes import Facts, interpret_small
+from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small
 from graph_passes.blocks import AttentionBlock
 from graph_passes.emit.attention import (
     emit_context,
@@ -47,9 +47,9 @@ ORDERS = ((0, 1, 2), (2, 0), (1,), (1, 1, 0))
 """All heads, some in another order, one, and one of them twice."""
 
 
-def read(model: ir.Model) -> tuple[AttentionBlock, Facts]:
+def read(model: ir.Model) -> tuple[AttentionBlock, ShapeInfo]:
     (block,), _ = find_attention(model)
-    return block, interpret_small(model, batch=2, sequence=5)
+    return block, infer_shapes_small(model, batch=2, sequence=5)
 
 
 def inserter(block: AttentionBlock) -> Inserter:

@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from graph_passes.analysis.shapes import Facts, bind_axes, interpret
+from graph_passes.analysis.shapes import ShapeInfo, bind_axes, infer_shapes_at
 from graph_passes.blocks import Capped, Floor, LogitStep, Mask, PositionBias, Weighted
 from graph_passes.matching.idioms import (
     LOGIT_IDIOMS,
@@ -22,8 +22,8 @@ LOGITS = "float[b, 3, s, t] l, float[b, 3, s, t] other, bool[b, 1, s, t] seen"
 MADE = "float[b, 3, s, t] out"
 
 
-def facts_of(model: ir.Model) -> Facts:
-    return interpret(model, bind_axes(model.graph, batch=2, sequence=5))
+def facts_of(model: ir.Model) -> ShapeInfo:
+    return infer_shapes_at(model, bind_axes(model.graph, batch=2, sequence=5))
 
 
 def last(model: ir.Model) -> ir.Node:

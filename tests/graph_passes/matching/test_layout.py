@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graph_passes.analysis.shapes import bind_axes, interpret
+from graph_passes.analysis.shapes import bind_axes, infer_shapes_at
 from graph_passes.blocks import OutputProjection, Projection
 from graph_passes.matching.labels import Unread, say
 from graph_passes.matching.layout import Reader, only_consumer
@@ -22,7 +22,7 @@ COLUMNS = np.arange(H * K).reshape(H, K)
 
 
 def reader_of(model: ir.Model) -> Reader:
-    facts = interpret(model, bind_axes(model.graph, batch=2, sequence=5))
+    facts = infer_shapes_at(model, bind_axes(model.graph, batch=2, sequence=5))
     return Reader(facts, dict(model.opset_imports))
 
 

@@ -18,7 +18,7 @@ from attnserve.models.artifact import load_model
 from attnserve.models.opset import raise_opset
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.cost import model_cost
-from graph_passes.analysis.shapes import interpret_small
+from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.blocks import AttentionBlock, Causal, PositionBias
 from graph_passes.errors import CannotRewrite, InvalidArgument
 from graph_passes.matching.find import find_attention
@@ -105,7 +105,7 @@ def biases(model: ir.Model) -> list[ir.Value | None]:
 def reason(model: ir.Model, form: Form) -> str:
     """Why the one block of a model cannot be fused."""
     (block,), _ = find_attention(model)
-    return why_not(block, form, interpret_small(model, batch=2, sequence=5))
+    return why_not(block, form, infer_shapes_small(model, batch=2, sequence=5))
 
 
 def assert_same_block(after: AttentionBlock, before: AttentionBlock, form: Form) -> None:
@@ -161,7 +161,7 @@ def test_masks_and_biases_become_one_bias(case: str, form: Form) -> None:
     (bias,) = biases(model)
     assert (bias is None) == (case == "no mask")
     if bias is not None:
-        shape = interpret_small(model, batch=2, sequence=5).shape(bias)
+        shape = infer_shapes_small(model, batch=2, sequence=5).shape(bias)
         assert shape is not None and shape[0] in (1, 2) and shape[1] in (1, H)
         assert shape[2:] == (5, 5)
 
@@ -746,7 +746,7 @@ def test_sparse_heads_get_columns_of_their_own(form: Form) -> None:
 def test_layers_that_hand_on_their_probabilities_are_refused(form: Form) -> None:
     edges = {"attention_1": {head: ("attention_0", head) for head in range(H)}}
     model = ReuseAttention(edges)(layers(3)).model
-    blocks, facts = find_attention(model)[0], interpret_small(model, batch=2, sequence=5)
+    blocks, facts = find_attention(model)[0], infer_shapes_small(model, batch=2, sequence=5)
     assert [why_not(block, form, facts) for block in blocks] == [
         "its scores or probabilities are read by another layer, or are an output",
         "some of its heads take the probabilities of another layer already",
@@ -860,7 +860,7 @@ def test_exported_models_are_fused(
     (path, reason), architecture = exported(cell), ARCHITECTURES[cell.architecture]
     assert not reason
     model = load_model(path)
-    blocks, facts = find_attention(model)[0], interpret_small(model, batch=2, sequence=5)
+    blocks, facts = find_attention(model)[0], infer_shapes_small(model, batch=2, sequence=5)
     names = [block.name for block in blocks if not why_not(block, form, facts)]
     count, crossed = EXPORTED[cell]
     assert len(names) == len(blocks) - (crossed if form in ("attention", "merged") else 0)
