@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AttentionBlock",
+    "BroadcastLayout",
     "Capped",
     "Causal",
     "Floor",
@@ -41,9 +42,8 @@ __all__ = [
     "PositionBias",
     "Projection",
     "Reused",
+    "RotaryTerm",
     "Scaled",
-    "Spread",
-    "Turn",
     "Unmatched",
     "Weighted",
     "as_matrix",
@@ -54,7 +54,7 @@ Form = Literal["standard", "collaborative", "sparse", "reuse", "skip"]
 
 
 @dataclass(frozen=True, eq=False)
-class Spread:
+class BroadcastLayout:
     """How a value that the tokens do not make is laid over heads (B, H, T, K).
 
     Attributes:
@@ -103,7 +103,7 @@ class Spread:
 
 
 @dataclass(frozen=True, eq=False)
-class Turn:
+class RotaryTerm:
     """One term of a projection that positions turn (rotary embeddings): factor * (x W g + o).
 
     Attributes:
@@ -111,7 +111,7 @@ class Turn:
         columns, gain, offset: As of a ``Projection``, for this term.
     """
 
-    factor: Spread | None
+    factor: BroadcastLayout | None
     columns: Int[np.ndarray, "H K"]
     gain: Float[np.ndarray, "H K"]
     offset: Float[np.ndarray, "H K"]
@@ -189,9 +189,9 @@ class Projection:
     nodes: tuple[ir.Node, ...]
     by_sequence: bool
     layout: Layout
-    turns: tuple[Turn, ...] = ()
+    rotary_terms: tuple[RotaryTerm, ...] = ()
     norm: Norm | None = None
-    past: Spread | None = None
+    past: BroadcastLayout | None = None
     axes: tuple[int, ...] = ()
     sequence_first: bool = False
 

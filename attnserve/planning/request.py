@@ -1,4 +1,4 @@
-"""Turn a request for rewrites into a plan, measuring on data what the request leaves open."""
+"""RotaryTerm a request for rewrites into a plan, measuring on data what the request leaves open."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def plan_request(
     length: int = 128,
     longest: int | None = None,
 ) -> PlannedRequest:
-    """Turn a request into a plan.
+    """RotaryTerm a request into a plan.
 
     Args:
         report: The certified attention of ``model``.

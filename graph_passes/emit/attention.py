@@ -21,6 +21,7 @@ import onnx_ir as ir
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import (
     AttentionBlock,
+    BroadcastLayout,
     Capped,
     Causal,
     Floor,
@@ -31,9 +32,8 @@ from graph_passes.blocks import (
     Mask,
     PositionBias,
     Projection,
+    RotaryTerm,
     Scaled,
-    Spread,
-    Turn,
     Weighted,
 )
 from graph_passes.emit.editing import Inserter, replace_uses
@@ -146,32 +146,33 @@ class _Terms:
 
     base: np.ndarray
     spread: np.ndarray
-    turns: tuple[tuple[Turn, np.ndarray], ...]
+    rotary_terms: tuple[tuple[RotaryTerm, np.ndarray], ...]
     group: np.ndarray | None
 
 
 def _terms(part: Projection, heads: np.ndarray) -> _Terms:
-    whole = (Turn(None, part.columns, part.gain, part.offset),)
-    turns = [
-        Turn(turn.factor, turn.columns[heads], turn.gain[heads], turn.offset[heads])
-        for turn in part.turns or whole
+    whole = (RotaryTerm(None, part.columns, part.gain, part.offset),)
+    rotary_terms = [
+        RotaryTerm(turn.factor, turn.columns[heads], turn.gain[heads], turn.offset[heads])
+        for turn in part.rotary_terms or whole
     ]
-    per_head = np.concatenate([np.where(t.gain != 0, t.columns, -1) for t in turns], axis=1)
-    angles = [axis[heads] for t in turns if t.factor for axis in t.factor.axes
+    per_head = np.concatenate([np.where(t.gain != 0, t.columns, -1) for t in rotary_terms], axis=1)
+    angles = [axis[heads] for t in rotary_terms if t.factor for axis in t.factor.axes
               if not isinstance(axis, str)]  # fmt: skip
     rows = np.concatenate(
-        [per_head, *(t.gain for t in turns), *(t.offset for t in turns), *angles], axis=1
+        [per_head, *(t.gain for t in rotary_terms), *(t.offset for t in rotary_terms), *angles],
+        axis=1,
     )
     _, first, spread = np.unique(rows, axis=0, return_index=True, return_inverse=True)
     order = np.argsort(first)  # distinct heads in the order in which they come
     first, spread = first[order], np.argsort(order)[spread.reshape(-1)]
-    if part.turns:
+    if part.rotary_terms:
         base = [np.unique(row[row >= 0]) for row in per_head[first]]
         if len({len(row) for row in base}) > 1:
             raise _UnfitError("its positions turn some heads by more elements than others")
         base = np.stack(base)
     else:
-        base = turns[0].columns[first]
+        base = rotary_terms[0].columns[first]
     group = None
     if part.norm is not None:
         length = part.norm.columns.shape[1]
@@ -179,12 +180,15 @@ def _terms(part: Projection, heads: np.ndarray) -> _Terms:
         if base.shape[1] != length or not (rows_of == rows_of[:, :1]).all():
             raise _UnfitError("its q/k norm is taken over all heads at once")
         group = rows_of[:, 0]
-        base = np.sort(base, axis=1) if part.turns else base
-        if not part.turns and not (np.diff(base, axis=1) == 1).all():
+        base = np.sort(base, axis=1) if part.rotary_terms else base
+        if not part.rotary_terms and not (np.diff(base, axis=1) == 1).all():
             raise _UnfitError("its q/k norm is read in another order than it is written")
     picked = [
-        (Turn(t.factor, t.columns[first], t.gain[first], t.offset[first]), _order(t, first, base))
-        for t in turns
+        (
+            RotaryTerm(t.factor, t.columns[first], t.gain[first], t.offset[first]),
+            _order(t, first, base),
+        )
+        for t in rotary_terms
     ]
     for turn, _ in picked:
         if turn.factor is not None:
@@ -192,7 +196,7 @@ def _terms(part: Projection, heads: np.ndarray) -> _Terms:
     return _Terms(base, spread, tuple(picked), group)
 
 
-def _order(turn: Turn, first: np.ndarray, base: np.ndarray) -> np.ndarray:
+def _order(turn: RotaryTerm, first: np.ndarray, base: np.ndarray) -> np.ndarray:
     """Where in the base each element of a term comes from: the same place in every head."""
     columns, used = turn.columns[first], turn.gain[first] != 0
     found = np.array([np.searchsorted(np.sort(b), c) for b, c in zip(base, columns, strict=True)])
@@ -215,14 +219,18 @@ def emit_heads(
     terms = _terms(part, chosen)
     dtype, (count, size) = part.dtype.numpy(), terms.base.shape
     constant = _Constants(make, dtype)
-    plain = len(terms.turns) == 1 and terms.turns[0][0].factor is None and part.norm is None
+    plain = (
+        len(terms.rotary_terms) == 1
+        and terms.rotary_terms[0][0].factor is None
+        and part.norm is None
+    )
     matrix, bias = part.matrix(), np.zeros(0)
     if part.norm is not None:
         assert terms.group is not None
         weight = matrix[:, part.norm.columns[terms.group]] * part.norm.gain[terms.group]
         weight, bias = weight * part.norm.scale, part.norm.offset[terms.group] * part.norm.scale
     elif plain:
-        turn = terms.turns[0][0]
+        turn = terms.rotary_terms[0][0]
         weight, bias = scale * matrix[:, terms.base] * turn.gain, scale * turn.offset
     else:
         weight = matrix[:, terms.base]
@@ -288,7 +296,7 @@ def _turned(
     """The sum of factor * (gain * element + offset) over the terms."""
     make = constant.make
     total: ir.Value | None = None
-    for turn, order in terms.turns:
+    for turn, order in terms.rotary_terms:
         term = value
         if not np.array_equal(order, np.arange(terms.base.shape[1])):
             term = make.op("Gather", [term, _integers(make, order, "order")], "turn", axis=-1)
@@ -312,7 +320,7 @@ def _by_head(array: np.ndarray) -> np.ndarray:
 
 
 def _angles(
-    spread: Spread, heads: np.ndarray, used: np.ndarray
+    spread: BroadcastLayout, heads: np.ndarray, used: np.ndarray
 ) -> tuple[tuple[str, np.ndarray | None], ...]:
     """What each axis of the factor becomes, and which of its elements are taken: "batch",
     "token", "head", "element", or "" where it is one element.
@@ -343,7 +351,9 @@ def _angles(
     return tuple(roles)
 
 
-def _emit_angles(make: Inserter, spread: Spread, heads: np.ndarray, used: np.ndarray) -> ir.Value:
+def _emit_angles(
+    make: Inserter, spread: BroadcastLayout, heads: np.ndarray, used: np.ndarray
+) -> ir.Value:
     """The factor as (B or 1, H or 1, T, K or 1)."""
     value = spread.value
     if spread.positions is not None:

@@ -13,17 +13,17 @@ import onnx_ir as ir
 from graph_passes.analysis.shapes import infer_shapes_small, without_lengths
 from graph_passes.blocks import (
     AttentionBlock,
+    BroadcastLayout,
     LogitStep,
     PositionBias,
     Projection,
     Reused,
-    Spread,
-    Turn,
+    RotaryTerm,
     Unmatched,
 )
 from graph_passes.context import GraphContext
+from graph_passes.matching.element_map import MatchFailure, describe
 from graph_passes.matching.idioms import SOFTMAXES, SoftmaxReading
-from graph_passes.matching.labels import Unread, say
 from graph_passes.matching.layout import Reader
 from graph_passes.matching.naming import named
 from graph_passes.matching.operators import FUSED, OPERATORS, Fused
@@ -53,11 +53,11 @@ def find_attention(model: ir.Model) -> tuple[list[AttentionBlock], list[Unmatche
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         try:
             block = _read(node, reader)
-        except Unread as unread:
+        except MatchFailure as unread:
             misses.append(Unmatched(node, unread.reason))
         except (IndexError, ValueError, MemoryError, RuntimeError) as error:
             # What graphs that are not well formed lead to; never a reason to stop reading the rest.
-            misses.append(Unmatched(node, f"{say(node)} could not be followed: {error}"))
+            misses.append(Unmatched(node, f"{describe(node)} could not be followed: {error}"))
         else:
             blocks += [] if block is None else [block]
     blocks, lost = _checked(blocks, reader)
@@ -69,7 +69,7 @@ def _read(node: ir.Node, reader: Reader) -> AttentionBlock | None:
     """The attention around a softmax, or in an operator; None where the node is neither.
 
     Raises:
-        Unread: It could be, but was not read.
+        MatchFailure: It could be, but was not read.
     """
     if node.op_type in FUSED:
         return _from_operator(node, reader)
@@ -86,7 +86,7 @@ def _from_softmax(
     reader.shape(softmax.logits)
     logits = read_logits(softmax, reader)
     if logits is None:
-        raise Unread(f"{say(node)} is not fed by a product of queries and keys")
+        raise MatchFailure(f"{describe(node)} is not fed by a product of queries and keys")
     product = logits.product
     q = reader.projection(product.query, "query", axes=product.query_axes)
     k = reader.projection(product.key, "key", axes=product.key_axes)
@@ -119,7 +119,7 @@ def _taken(context: Context, reader: Reader) -> tuple[Reused, ...]:
     known = {context.own, *_softmaxes(context.joined)}
     found = origins(context.joined.outputs[0], known, reader.info)
     if found is None:
-        raise Unread(f"{say(context.joined)} joins probabilities with something else")
+        raise MatchFailure(f"{describe(context.joined)} joins probabilities with something else")
     return reused_heads(found, context.own, context.joined)
 
 
@@ -185,7 +185,7 @@ def _reusing(
                 first = _source(reused[0].value, known)
                 assert first is not None
                 found[product.node] = _from_sources(product, value, reused, first, reader)
-        except Unread as unread:
+        except MatchFailure as unread:
             misses.append(Unmatched(product.node, unread.reason))
     return list(found.values()), misses
 
@@ -246,7 +246,9 @@ def _from_operator(node: ir.Node, reader: Reader) -> AttentionBlock:
     """An operator that holds the whole attention, from heads to context."""
     read = OPERATORS.get((node.domain, node.op_type))
     if read is None:
-        raise Unread(f"the operator {'.'.join(filter(None, node.op_identifier()))} is not read")
+        raise MatchFailure(
+            f"the operator {'.'.join(filter(None, node.op_identifier()))} is not read"
+        )
     fused = read(node, reader)
     return _block(
         fused,
@@ -281,12 +283,14 @@ def _block(
     q = read.q
     heads = q.num_heads + sum(len(taken.heads) for taken in reused)
     if read.k.head_size != q.head_size:
-        raise Unread(f"queries have head size {q.head_size}, keys {read.k.head_size}")
-    if read.v.turns or read.v.norm is not None:
-        raise Unread("positions turn the values, or a norm changes them: no reading covers that")
+        raise MatchFailure(f"queries have head size {q.head_size}, keys {read.k.head_size}")
+    if read.v.rotary_terms or read.v.norm is not None:
+        raise MatchFailure(
+            "positions turn the values, or a norm changes them: no reading covers that"
+        )
     counts = {part.sequences(reader.shape) for part in (q, read.k, read.v)}
     if len(counts) > 1:
-        raise Unread("queries, keys and values do not come from the same number of sequences")
+        raise MatchFailure("queries, keys and values do not come from the same number of sequences")
     k, v = _share(read.k, q.num_heads, "key"), _share(read.v, heads, "value")
     labels, order = _context_labels(
         reader.shape(read.context), (counts.pop(), heads, v.head_size), context_axes
@@ -333,7 +337,7 @@ def _context_labels(
     count = math.prod(shape)
     length = count // (batch * heads * size)
     if count != batch * heads * length * size:
-        raise Unread(f"the context has shape {shape}, which does not hold {heads} heads")
+        raise MatchFailure(f"the context has shape {shape}, which does not hold {heads} heads")
     order = (batch, heads, length, size)
     labels = np.arange(count).reshape(order)
     if axes is None:
@@ -347,7 +351,7 @@ def _position(
     q: Projection, k: Projection, steps: Sequence[LogitStep], reader: Reader
 ) -> Literal["none", "bias", "rope"]:
     """Rotated heads, or an additive bias that differs from head to head (masks do not)."""
-    if q.turns or k.turns:
+    if q.rotary_terms or k.rotary_terms:
         return "rope"
     biases = (step.value for step in steps if isinstance(step, PositionBias))
     return "bias" if any(_by_head(value, reader) for value in biases) else "none"
@@ -368,7 +372,7 @@ def _share(projection: Projection, heads: int, role: str) -> Projection:
     if own == heads:
         return projection
     if own == 0 or heads % own:
-        raise Unread(f"{heads} query heads cannot share {own} {role} heads")
+        raise MatchFailure(f"{heads} query heads cannot share {own} {role} heads")
     times = heads // own
     columns, gain, offset = (
         array.repeat(times, axis=0)
@@ -379,20 +383,20 @@ def _share(projection: Projection, heads: int, role: str) -> Projection:
         columns=columns,
         gain=gain,
         offset=offset,
-        turns=tuple(_shared_turn(turn, times) for turn in projection.turns),
+        rotary_terms=tuple(_shared_turn(turn, times) for turn in projection.rotary_terms),
         past=None if projection.past is None else _shared_spread(projection.past, times),
     )
 
 
-def _shared_turn(turn: Turn, times: int) -> Turn:
+def _shared_turn(turn: RotaryTerm, times: int) -> RotaryTerm:
     columns, gain, offset = (
         array.repeat(times, axis=0) for array in (turn.columns, turn.gain, turn.offset)
     )
     factor = None if turn.factor is None else _shared_spread(turn.factor, times)
-    return Turn(factor, columns, gain, offset)
+    return RotaryTerm(factor, columns, gain, offset)
 
 
-def _shared_spread(spread: Spread, times: int) -> Spread:
+def _shared_spread(spread: BroadcastLayout, times: int) -> BroadcastLayout:
     axes = tuple(
         axis if isinstance(axis, str) else axis.repeat(times, axis=0) for axis in spread.axes
     )
@@ -406,7 +410,7 @@ def _split_content(
     if steps and isinstance(steps[0], PositionBias):
         try:
             content = reader.projection(steps[0].value, "content", axes=product.key_axes)
-        except (Unread, ValueError):  # ValueError: it has fewer axes than the keys
+        except (MatchFailure, ValueError):  # ValueError: it has fewer axes than the keys
             return tuple(steps), None
         own = content.weight is not None and content.input is k.input
         if own and content.head_size == 1:
@@ -427,4 +431,4 @@ def _content_sum(content: Projection, scaled: ir.Value) -> ir.Value:
     for node, _ in scaled.uses():
         if node.op_type == "Add" and content.output in node.inputs:
             return node.outputs[0]
-    raise Unread("the content term is not added to the scores")
+    raise MatchFailure("the content term is not added to the scores")

@@ -22,7 +22,7 @@ import onnx_ir as ir
 from graph_passes.analysis.constants import constant_array, is_constant
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import Capped, Floor, LogitStep, Mask, PositionBias, Weighted
-from graph_passes.matching.labels import Unread, say
+from graph_passes.matching.element_map import MatchFailure, describe
 
 __all__ = ["LOGIT_IDIOMS", "PROBABILITY_IDIOMS", "SOFTMAXES", "LogitReading", "SoftmaxReading"]
 
@@ -87,13 +87,13 @@ def _softmax(node: ir.Node, info: ShapeInfo, *, one_axis: bool) -> SoftmaxReadin
     """A softmax over the attribute ``axis``, or over all axes from there on where they are one."""
     logits = node.inputs[0] if node.inputs else None
     if logits is None or not node.outputs:
-        raise Unread(f"{say(node)} lacks its input or its output")
+        raise MatchFailure(f"{describe(node)} lacks its input or its output")
     shape = info.shape(logits)
     if shape is None:  # whoever reads the logits says why
         return SoftmaxReading(logits, -1, node.outputs[0])
     axis = node.attributes.get_int("axis", -1 if one_axis else 1) % max(1, len(shape))
     if len(shape) < 2 or (not one_axis and math.prod(shape[axis + 1 :]) > 1):
-        raise Unread(f"{say(node)} is not over the keys of (B, H, S, T) logits")
+        raise MatchFailure(f"{describe(node)} is not over the keys of (B, H, S, T) logits")
     return SoftmaxReading(logits, axis, node.outputs[0])
 
 

@@ -25,7 +25,14 @@ from graph_passes.blocks import (
     Projection,
     Scaled,
 )
-from graph_passes.matching.labels import Factor, Labels, Trace, Unread, joined, say
+from graph_passes.matching.element_map import (
+    ElementMap,
+    LinearTrace,
+    MatchFailure,
+    PositionFactor,
+    describe,
+    joined,
+)
 from graph_passes.matching.layout import Reader
 from graph_passes.matching.rotary import rotation
 
@@ -55,7 +62,7 @@ class _Operand:
     reader: Reader
     role: str
     value: ir.Value
-    trace: Trace
+    trace: LinearTrace
 
     @classmethod
     def read(
@@ -68,14 +75,16 @@ class _Operand:
 
     def map(self, change: Callable[[np.ndarray], np.ndarray]) -> _Operand:
         """The same with every array of labels changed."""
-        trace = self.trace.each(lambda labels: Labels(*map(change, labels.arrays())))
+        trace = self.trace.each(lambda labels: ElementMap(*map(change, labels.arrays())))
         return replace(self, trace=trace)
 
     def split(self, heads: int) -> _Operand:
         """(B, T, H*K) as (B, H, T, K)."""
         shape = self.trace.shape
         if len(shape) != 3 or heads < 1 or shape[-1] % heads:
-            raise Unread(f"{say(self.node)} cannot split a {self.role} {shape} into {heads} heads")
+            raise MatchFailure(
+                f"{describe(self.node)} cannot split a {self.role} {shape} into {heads} heads"
+            )
         return self.map(lambda a: np.moveaxis(a.reshape(*shape[:2], heads, -1), 2, 1))
 
     def biased(self, bias: np.ndarray | None) -> _Operand:
@@ -84,16 +93,18 @@ class _Operand:
             return self
         _, heads, _, size = self.trace.shape
         if bias.size != heads * size or not self.trace.plain:
-            raise Unread(f"{say(self.node)} adds {bias.size} elements to a {self.role}")
+            raise MatchFailure(f"{describe(self.node)} adds {bias.size} elements to a {self.role}")
         added = bias.reshape(heads, 1, size) / self.trace.scale
         return replace(
             self, trace=self.trace.each(lambda part: replace(part, offset=part.offset + added))
         )
 
-    def rotated(self, cos: Factor, sin: Factor) -> _Operand:
+    def rotated(self, cos: PositionFactor, sin: PositionFactor) -> _Operand:
         """Turned by angles as the operator's attributes say."""
         if not self.trace.plain:
-            raise Unread(f"{say(self.node)} rotates a {self.role} that is rotated already")
+            raise MatchFailure(
+                f"{describe(self.node)} rotates a {self.role} that is rotated already"
+            )
         terms = rotation(self.node, self.trace.terms[None], cos, sin, self.reader.info)
         return replace(self, trace=replace(self.trace, terms=terms))
 
@@ -119,11 +130,11 @@ def attention_operator(node: ir.Node, reader: Reader) -> Fused:
     """ai.onnx Attention, opset 23 and later.
 
     Raises:
-        Unread: It is causal over caches of different lengths.
+        MatchFailure: It is causal over caches of different lengths.
     """
     q, k, v, mask, past_key, past_value, lengths = _inputs(node, 7)
     if q is None or k is None or v is None:
-        raise Unread(f"{say(node)} lacks queries, keys or values")
+        raise MatchFailure(f"{describe(node)} lacks queries, keys or values")
     heads = node.attributes.get_int("q_num_heads", 0)
     kv_heads = node.attributes.get_int("kv_num_heads", 0)
     query = _Operand.read(node, reader, q, "query", heads)
@@ -132,14 +143,16 @@ def attention_operator(node: ir.Node, reader: Reader) -> Fused:
     steps: list[LogitStep] = []
     if node.attributes.get_int("is_causal", 0):
         if lengths is not None:
-            raise Unread(f"{say(node)} is causal from the end of caches of different lengths")
+            raise MatchFailure(
+                f"{describe(node)} is causal from the end of caches of different lengths"
+            )
         steps.append(Causal(ends_together=past_key is not None))
     if lengths is not None:
         steps.append(KeyLengths(lengths, 0, -np.inf))
     if mask is not None:
         tensor = reader.info.known.get(mask)
         if tensor is None:
-            raise Unread(f"the mask of {say(node)} has no known type")
+            raise MatchFailure(f"the mask of {describe(node)} has no known type")
         is_bool = tensor.dtype == ir.DataType.BOOL
         steps.append(Mask(mask, -np.inf, keep=True) if is_bool else PositionBias(mask))
     cap = node.attributes.get_float("softcap", 0.0)
@@ -152,17 +165,17 @@ def microsoft_attention(node: ir.Node, reader: Reader) -> Fused:
     """com.microsoft Attention: the projections are inside, one weight (D, H*K + H*K + H*V).
 
     Raises:
-        Unread: A weight that is not constant, rotary positions, or a mask of another form.
+        MatchFailure: A weight that is not constant, rotary positions, or a mask of another form.
     """
     x, weight, bias, mask, past, added, length = _inputs(node, 7)
     if x is None or not is_constant(weight) or not (bias is None or is_constant(bias)):
-        raise Unread(f"{say(node)} has projections that are not constant")
+        raise MatchFailure(f"{describe(node)} has projections that are not constant")
     if length is not None or node.attributes.get_int("do_rotary", 0):
-        raise Unread(f"{say(node)} rotates its heads, or shares the buffer of its cache")
+        raise MatchFailure(f"{describe(node)} rotates its heads, or shares the buffer of its cache")
     columns = reader.shape(weight)[-1]
     sizes = list(node.attributes.get_ints("qkv_hidden_sizes", None) or [columns // 3] * 3)
     if len(sizes) != 3 or sum(sizes) != columns:
-        raise Unread(f"{say(node)} splits {columns} columns into {sizes}")
+        raise MatchFailure(f"{describe(node)} splits {columns} columns into {sizes}")
     heads = node.attributes.get_int("num_heads", 0)
     whole = reader.projected(node, x, weight)
     biases = None if bias is None else constant_array(bias)
@@ -181,11 +194,11 @@ def multi_head_attention(node: ir.Node, reader: Reader) -> Fused:
     """com.microsoft MultiHeadAttention, with heads side by side, apart or packed.
 
     Raises:
-        Unread: A cache that is shared, or a mask of another form.
+        MatchFailure: A cache that is shared, or a mask of another form.
     """
     q, k, v, bias, mask, added, past_key, past_value, length = _inputs(node, 9)
     if q is None or length is not None:
-        raise Unread(f"{say(node)} lacks queries, or shares the buffer of its cache")
+        raise MatchFailure(f"{describe(node)} lacks queries, or shares the buffer of its cache")
     heads = node.attributes.get_int("num_heads", 0)
     if k is None:  # (B, S, H, 3, K)
         query, key, value = (_packed(node, reader, q, r, i) for i, r in enumerate(ROLES))
@@ -198,7 +211,7 @@ def multi_head_attention(node: ir.Node, reader: Reader) -> Fused:
             value = _Operand.read(node, reader, v, "value", heads)
     if bias is not None:
         if not is_constant(bias):
-            raise Unread(f"{say(node)} adds a bias that is not constant")
+            raise MatchFailure(f"{describe(node)} adds a bias that is not constant")
         array = constant_array(bias)
         width = query.trace.shape[1] * query.trace.shape[3]
         query = query.biased(array[:width])
@@ -206,7 +219,7 @@ def multi_head_attention(node: ir.Node, reader: Reader) -> Fused:
             key, value = key.biased(array[width : 2 * width]), value.biased(array[2 * width :])
     made = {part.trace.source and part.trace.source.tokens for part in (query, key)}
     if node.attributes.get_int("unidirectional", 0) and len(made) > 1:
-        raise Unread(f"{say(node)} is causal over the keys of another input")
+        raise MatchFailure(f"{describe(node)} is causal over the keys of another input")
     key, value = key.after(past_key), value.after(past_value)
     return _fused(node, query, key, value, _microsoft_steps(node, reader, mask, added))
 
@@ -217,13 +230,13 @@ def group_query_attention(node: ir.Node, reader: Reader) -> Fused:
     Read for sequences of one length: the operator takes others apart by ``seqlens_k``.
 
     Raises:
-        Unread: A local window, sinks, a smooth softmax or a quantized cache.
+        MatchFailure: A local window, sinks, a smooth softmax or a quantized cache.
     """
     q, k, v, past_key, past_value, lengths, total, cos, sin, positions, added, sink = _inputs(
         node, 12
     )
     if q is None or lengths is None or total is None:
-        raise Unread(f"{say(node)} lacks queries or the lengths of its sequences")
+        raise MatchFailure(f"{describe(node)} lacks queries or the lengths of its sequences")
     for reason, is_so in (
         ("smooths its softmax", node.attributes.get_int("smooth_softmax", 0) == 1),
         ("sees a local window", node.attributes.get_int("local_window_size", -1) > 0),
@@ -231,7 +244,7 @@ def group_query_attention(node: ir.Node, reader: Reader) -> Fused:
         ("quantizes its cache", node.attributes.get_string("k_quant_type", "NONE") != "NONE"),
     ):
         if is_so:
-            raise Unread(f"{say(node)} {reason}, which is not read")
+            raise MatchFailure(f"{describe(node)} {reason}, which is not read")
     heads = node.attributes.get_int("num_heads", 0)
     groups = node.attributes.get_int("kv_num_heads", 0)
     if k is None or v is None:  # one (B, S, (H + 2 G) K)
@@ -249,9 +262,12 @@ def group_query_attention(node: ir.Node, reader: Reader) -> Fused:
         value = _Operand.read(node, reader, v, "value", groups)
     if node.attributes.get_int("do_rotary", 0):
         if cos is None or sin is None:
-            raise Unread(f"{say(node)} lacks the angles of its rotary positions")
+            raise MatchFailure(f"{describe(node)} lacks the angles of its rotary positions")
         where, counted = (positions, False) if positions is not None else (lengths, True)
-        angles = Factor(cos, where, to_last=counted), Factor(sin, where, to_last=counted)
+        angles = (
+            PositionFactor(cos, where, to_last=counted),
+            PositionFactor(sin, where, to_last=counted),
+        )
         query, key = query.rotated(*angles), key.rotated(*angles)
     key, value = key.after(past_key), value.after(past_value)
     cap = node.attributes.get_float("softcap", 0.0)
@@ -275,7 +291,7 @@ def _packed(node: ir.Node, reader: Reader, value: ir.Value, role: str, part: int
     """One of several parts side by side in (B, T, H, parts, K)."""
     trace = reader.trace(value, role)
     if len(trace.shape) != 5:
-        raise Unread(f"{say(node)} packs its {role} as {trace.shape}")
+        raise MatchFailure(f"{describe(node)} packs its {role} as {trace.shape}")
     operand = _Operand(node, reader, role, value, trace)
     return operand.map(lambda a: np.moveaxis(a[:, :, :, part], 2, 1))
 
@@ -303,7 +319,7 @@ def _microsoft_steps(
         elif len(shape) == 1 and not is_constant(mask):
             steps.append(KeyLengths(mask, 0, fill))
         else:
-            raise Unread(f"{say(node)} has a mask of shape {shape}")
+            raise MatchFailure(f"{describe(node)} has a mask of shape {shape}")
     if added is not None:
         steps.append(PositionBias(added))
     return steps

@@ -16,7 +16,7 @@ import onnx_ir as ir
 from graph_passes.analysis.constants import constant_array, is_constant
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import Reused
-from graph_passes.matching.labels import Unread, say
+from graph_passes.matching.element_map import MatchFailure, describe
 from graph_passes.matching.products import ContextProduct, context_product
 
 __all__ = ["Origins", "origins", "products_of", "reused_heads"]
@@ -105,12 +105,12 @@ def reused_heads(found: Origins, own: ir.Value | None, node: ir.Node) -> tuple[R
     """The heads that come from elsewhere than ``own``, whose own must all be there, in order.
 
     Raises:
-        Unread: They are not.
+        MatchFailure: They are not.
     """
     mine = np.array([value is own for value in found.values], bool)
     kept = found.heads[mine]
     if own is not None and not np.array_equal(kept, np.arange(len(kept))):
-        raise Unread(f"{say(node)} takes heads of a softmax out of order")
+        raise MatchFailure(f"{describe(node)} takes heads of a softmax out of order")
     others = dict.fromkeys(value for value in found.values if value is not own)
     return tuple(_taken(found, value) for value in others)
 

@@ -15,8 +15,8 @@ import numpy as np
 import onnx_ir as ir
 
 from graph_passes.blocks import LogitStep, Mask, PositionBias, Scaled, Weighted
+from graph_passes.matching.element_map import MatchFailure, describe
 from graph_passes.matching.idioms import LOGIT_IDIOMS, PROBABILITY_IDIOMS, SoftmaxReading
-from graph_passes.matching.labels import Unread, say
 from graph_passes.matching.layout import HANDED_ON, Reader
 from graph_passes.matching.products import (
     ContextProduct,
@@ -69,7 +69,7 @@ def read_logits(softmax: SoftmaxReading, reader: Reader) -> Logits | None:
     """Read what a softmax normalises; None where no product of activations feeds it.
 
     Raises:
-        Unread: Two products feed it, or the axis is not that of the keys.
+        MatchFailure: Two products feed it, or the axis is not that of the keys.
     """
     found = _climb(softmax.logits, reader, REACH, {})
     if found is None:
@@ -83,7 +83,7 @@ def read_logits(softmax: SoftmaxReading, reader: Reader) -> Logits | None:
         if link.node.op_type in LAYOUT:
             labels = reader.moved(link.node, labels, link.node.outputs[0].index() or 0)
         elif reader.shape(link.node.outputs[0]) != labels.shape:
-            raise Unread(f"{say(link.node)} spreads the scores over another axis")
+            raise MatchFailure(f"{describe(link.node)} spreads the scores over another axis")
         stages.append(labels)
     axis = softmax.axis
     by_key = _runs_over(stages[-1], axis, shape, 2)
@@ -102,7 +102,7 @@ def read_logits(softmax: SoftmaxReading, reader: Reader) -> Logits | None:
         shape = (heads, t, s)
     elif not by_key:
         name = softmax.probabilities.name
-        raise Unread(f"the softmax {name!r} is not over the keys of (B, H, S, T) logits")
+        raise MatchFailure(f"the softmax {name!r} is not over the keys of (B, H, S, T) logits")
     scale, scaled, order = product.scale, product.node.outputs[0], order_of(stages[0])
     steps: list[LogitStep] = []
     for link, labels in zip(chain, stages[1:], strict=True):
@@ -150,7 +150,9 @@ def _climbed(
             if (inner := _climb(candidate, reader, reach - 1, tried)) is not None
         ]
         if len(found) > 1:
-            raise Unread(f"{say(node)} adds two products: this attention has more than one score")
+            raise MatchFailure(
+                f"{describe(node)} adds two products: this attention has more than one score"
+            )
         if not found:
             return None
         candidate, (product, chain) = found[0]
@@ -196,7 +198,9 @@ def _in_order(step: LogitStep, labels: np.ndarray) -> LogitStep:
         return step
     order = order_of(labels)
     if order is None:
-        raise Unread("a mask meets scores that are neither (B, H, S, T) nor an order of these axes")
+        raise MatchFailure(
+            "a mask meets scores that are neither (B, H, S, T) nor an order of these axes"
+        )
     return step if order == tuple(range(labels.ndim)) else replace(step, axes=order)
 
 
@@ -224,7 +228,7 @@ def read_context(softmax: SoftmaxReading, logits: Logits, reader: Reader) -> Con
     """Down to the product with the values.
 
     Raises:
-        Unread: No product reads the probabilities, or over another axis than the keys.
+        MatchFailure: No product reads the probabilities, or over another axis than the keys.
     """
     nodes: list[ir.Node] = []
     value, labels = softmax.probabilities, logits.labels
@@ -233,10 +237,12 @@ def read_context(softmax: SoftmaxReading, logits: Logits, reader: Reader) -> Con
         if probabilities is value and (joined := _joined(value, reader)) is not None:
             return replace(joined, nodes=(*nodes, *joined.nodes))
         if (node := _drops_at_random(value, reader)) is not None:
-            raise Unread(f"{say(node)} drops probabilities at random: export in evaluation mode")
+            raise MatchFailure(
+                f"{describe(node)} drops probabilities at random: export in evaluation mode"
+            )
         step = next((found for idiom in PROBABILITY_IDIOMS if (found := idiom(value))), ())
         if not step:
-            raise Unread(f"no product with values reads the probabilities {value.name!r}")
+            raise MatchFailure(f"no product with values reads the probabilities {value.name!r}")
         nodes += step
         if step[-1].op_type in LAYOUT - HANDED_ON:
             labels = reader.moved(step[-1], labels, 0)
@@ -286,7 +292,9 @@ def _products(
     found = [product for product in read if product is not None]
     for product in found:
         if not _runs_over(labels, product.contracted, shape, 2):
-            raise Unread(f"{say(product.node)} sums probabilities over another axis than the keys")
+            raise MatchFailure(
+                f"{describe(product.node)} sums probabilities over another axis than the keys"
+            )
     return found
 
 

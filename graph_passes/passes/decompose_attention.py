@@ -73,7 +73,7 @@ def decomposition_refusal(block: AttentionBlock) -> Refusal | None:
             "cached", "its fused operator reads cached keys, which are inputs of the graph"
         )
     apart = all(part.layout == "B H T K" for part in parts)
-    if not apart and any(part.turns or part.norm or not part.by_sequence for part in parts):
+    if not apart and any(part.rotary_terms or part.norm or not part.by_sequence for part in parts):
         return Refusal("operator_rotary", "the fused operator splits and rotates its heads inside")
     if any(value.uses() or value.is_graph_output() for value in block.product.outputs[1:]):
         return Refusal(

@@ -149,7 +149,7 @@ def fusion_refusal(
             "no_output_projection", "its context does not go straight to an output projection"
         )
     parts = (block.q, block.k, block.v)
-    if any(part.turns for part in parts):
+    if any(part.rotary_terms for part in parts):
         return Refusal("rotary", "rotary positions stand between the projections and the scores")
     if any(part.norm for part in parts):
         return Refusal("qk_norm", "q/k norm stands between the projections and the scores")

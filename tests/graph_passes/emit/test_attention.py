@@ -265,13 +265,13 @@ def test_flattened_tokens_are_refused() -> None:
 
 def test_heads_of_another_number_of_turned_elements_are_refused() -> None:
     block, _ = read(case_model("rotary"))
-    turns = list(block.q.turns)
+    turns = list(block.q.rotary_terms)
     gain = turns[1].gain.copy()
     gain[0, 2:] = 0
     columns = turns[0].columns.copy()
     columns[0] = columns[0, 0]
     turns = [replace(turns[0], columns=columns), replace(turns[1], gain=gain * 0)]
-    block = replace(block, q=replace(block.q, turns=tuple(turns)))
+    block = replace(block, q=replace(block.q, rotary_terms=tuple(turns)))
     assert why_not(block) == "its positions turn some heads by more elements than others"
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from graph_passes.analysis.shapes import bind_axes, infer_shapes_at
 from graph_passes.blocks import OutputProjection, Projection
-from graph_passes.matching.labels import Unread, say
+from graph_passes.matching.element_map import MatchFailure, say
 from graph_passes.matching.layout import Reader, only_consumer
 from tests.graph_passes.graphs import D, H, K, graph, run, weights
 
@@ -118,7 +118,7 @@ def test_any_order_of_axes_is_read_once_it_is_named(perm: tuple[int, ...]) -> No
 
 def test_tokens_last_without_being_told_are_refused() -> None:
     text = PLAIN.replace("perm = [0, 2, 1, 3]", "perm = [0, 2, 3, 1]")
-    with pytest.raises(Unread, match="which are no whole sequences of 4"):
+    with pytest.raises(MatchFailure, match="which are no whole sequences of 4"):
         projection(text)
 
 
@@ -127,7 +127,7 @@ def test_merged_heads_are_split() -> None:
     read = reader_of(model).projection(value_of(model, "out"), "query", heads=H)
     np.testing.assert_array_equal(read.columns, COLUMNS)
     assert read.layout == "B T H*K"
-    with pytest.raises(Unread, match=r"has shape \(2, 5, 12\), not 5 heads side by side"):
+    with pytest.raises(MatchFailure, match=r"has shape \(2, 5, 12\), not 5 heads side by side"):
         reader_of(model).projection(value_of(model, "out"), "query", heads=5)
 
 
@@ -155,7 +155,7 @@ def test_any_two_permutations_are_followed_or_refused(first: list[int], second: 
     moved = [first[axis] for axis in second]
     try:
         read = reader_of(model).projection(value_of(model, "out"), "query")
-    except Unread:
+    except MatchFailure:
         assert moved not in ([0, 2, 1, 3], [1, 2, 0, 3])
         return
     tokens = x.swapaxes(0, 1) if read.sequence_first else x  # the batch may be the sequence
@@ -211,7 +211,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_out_of_place_is_refused(case: str) -> None:
     text, reason = REFUSED[case]
-    with pytest.raises(Unread) as refused:
+    with pytest.raises(MatchFailure) as refused:
         projection(text, before=np.array([-99], np.int64))
     assert re.search(reason, refused.value.reason)
 

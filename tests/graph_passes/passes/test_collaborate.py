@@ -86,7 +86,7 @@ def test_rewritten_graph_is_read_back_as_what_it_is(layout: str, rank: int) -> N
 
 def test_shared_dimensions_are_no_positions() -> None:
     block = only(collaborate(attention(), 5))
-    assert (block.position, block.q.turns) == ("none", ())
+    assert (block.position, block.q.rotary_terms) == ("none", ())
 
 
 def test_factors_survive_the_way_into_the_graph_and_back() -> None:
