@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AttentionBlock",
+    "BlockForm",
     "BroadcastLayout",
     "Capped",
     "Causal",
     "Floor",
-    "Form",
     "FullLengths",
     "KeyLengths",
     "KeyMask",
@@ -49,8 +49,8 @@ __all__ = [
     "as_matrix",
 ]
 
-Layout = Literal["B H T K", "B*H T K", "B T H*K", "inside"]
-Form = Literal["standard", "collaborative", "sparse", "reuse", "skip"]
+HeadLayout = Literal["B H T K", "B*H T K", "B T H*K", "inside"]
+BlockForm = Literal["standard", "collaborative", "sparse", "reuse", "skip"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,13 +62,13 @@ class BroadcastLayout:
         axes: What each axis of the value runs over: the batch, the tokens, or the elements that an
             (H, K) array of indices names (all zeros where the axis has length 1).
         positions: Where given, it is ``value[positions]`` that is laid out, (B or 1, T, ...).
-        to_last: The positions are those of the last token of each sequence, not of the first.
+        is_last_position: Positions are those of the last token of each sequence.
     """
 
     value: ir.Value
     axes: tuple[Literal["batch", "token"] | Int[np.ndarray, "H K"], ...]
     positions: ir.Value | None = None
-    to_last: bool = False
+    is_last_position: bool = False
 
     @property
     def token_axis(self) -> int:
@@ -87,8 +87,8 @@ class BroadcastLayout:
                 last) of each sequence, from where they count.
         """
         if positions is not None:
-            if self.to_last or positions.ndim == 1:
-                first = positions.reshape(-1, 1) - (length - 1 if self.to_last else 0)
+            if self.is_last_position or positions.ndim == 1:
+                first = positions.reshape(-1, 1) - (length - 1 if self.is_last_position else 0)
                 positions = first + np.arange(length)
             array = array[positions]
         batches = np.arange(batch)[:, None, None, None]
@@ -188,7 +188,7 @@ class Projection:
     output: ir.Value | None
     nodes: tuple[ir.Node, ...]
     by_sequence: bool
-    layout: Layout
+    layout: HeadLayout
     rotary_terms: tuple[RotaryTerm, ...] = ()
     norm: Norm | None = None
     past: BroadcastLayout | None = None
@@ -487,7 +487,7 @@ class AttentionBlock:
         return math.prod(shape[axis] for axis in self.q.contracted)
 
     @property
-    def form(self) -> Form:
+    def form(self) -> BlockForm:
         if self.reused:
             return "reuse"
         if self.is_collaborative:

@@ -30,14 +30,14 @@ from graph_passes.emit.editing import remove_unused
 from graph_passes.errors import AttnserveError
 from graph_passes.matching.feed_forward import FeedForwardBlock, find_feed_forward
 from graph_passes.matching.find import find_attention
-from graph_passes.passes.fuse_attention import Form, FuseAttention, fusion_refusal
+from graph_passes.passes.fuse_attention import FuseAttention, FusedOperator, fusion_refusal
 from graph_passes.passes.fuse_gelu import FuseGelu, gelu_refusal
 from graph_passes.passes.fuse_residuals import FuseResiduals, find_residuals
 from graph_passes.passes.reuse_attention import reuse_refusal
 
 __all__ = ["sums_are_faster", "time_blocks", "time_pairs", "without_casts"]
 
-FORMS: Sequence[Form] = get_args(Form)
+FORMS: Sequence[FusedOperator] = get_args(FusedOperator)
 
 
 def time_blocks(

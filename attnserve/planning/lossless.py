@@ -32,8 +32,8 @@ from graph_passes.passes.fold_biases import FoldBiases
 from graph_passes.passes.fuse_attention import (
     IDIOMS,
     OPSETS,
-    Form,
     FuseAttention,
+    FusedOperator,
     fusion_refusal,
 )
 from graph_passes.passes.fuse_gelu import FuseGelu, gelu_refusal
@@ -41,7 +41,7 @@ from graph_passes.passes.fuse_residuals import FuseResiduals
 
 __all__ = ["LEAST_COSINE", "LEAST_GAIN", "MOST_ERROR", "Exact", "exact_plan", "rewrite_exactly"]
 
-FORMS: Sequence[Form] = ("onnx", "attention", "multi_head")
+FORMS: Sequence[FusedOperator] = ("onnx", "attention", "multi_head")
 """The first that fits is taken, in the order of their speed on the CPU provider."""
 
 LEAST_COSINE = 1 - 1e-6
@@ -85,7 +85,7 @@ class Exact:
     speedup: float
 
 
-def exact_plan(graph: ir.Model, forms: Sequence[Form] = FORMS) -> Plan:
+def exact_plan(graph: ir.Model, forms: Sequence[FusedOperator] = FORMS) -> Plan:
     """Every block that can be, as one operator; each attention in the first of ``forms`` that fits.
 
     Raises:
@@ -98,7 +98,7 @@ def exact_plan(graph: ir.Model, forms: Sequence[Form] = FORMS) -> Plan:
         opsets = dict(newest.opset_imports)
     reading = read_attention(graph)
     reasons = [miss.reason for miss in reading.unmatched]
-    chosen: dict[str, Form] = {}
+    chosen: dict[str, FusedOperator] = {}
     for block in reading.blocks:
         if block.graph is not graph.graph or block.idiom in IDIOMS.values():
             continue

@@ -328,7 +328,7 @@ def _angles(
     Raises:
         _UnfitError: It is laid out in another way.
     """
-    if spread.to_last or (spread.positions is not None and spread.axes[:1] != ("batch",)):
+    if spread.is_last_position or (spread.positions is not None and spread.axes[:1] != ("batch",)):
         raise _UnfitError("its rotary positions are counted inside an operator")
     roles: list[tuple[str, np.ndarray | None]] = []
     for axis in spread.axes:

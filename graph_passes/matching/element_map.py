@@ -1,6 +1,6 @@
 """ElementMap: which column and which token of a projection each element of a value is.
 
-A ``LinearTrace`` is a value as labels; the functions here are the arithmetic of traces. ``Reader``
+A ``LinearTrace`` is a value as labels; the functions are the arithmetic of traces. ``LayoutReader``
 walks the graph and decides which of them a node is.
 """
 
@@ -22,10 +22,10 @@ __all__ = [
     "PositionFactor",
     "Source",
     "TermByHead",
-    "added",
-    "by_head",
+    "add_traces",
+    "concat_traces",
     "describe",
-    "joined",
+    "split_heads",
 ]
 
 
@@ -50,7 +50,7 @@ class PositionFactor(NamedTuple):
 
     value: ir.Value
     positions: ir.Value | None = None
-    to_last: bool = False
+    is_last_position: bool = False
     past: bool = False
 
 
@@ -75,26 +75,26 @@ class Source:
 class ElementMap:
     """Which column and which token each element is, times and plus what: arrays of one shape.
 
-    ``turn`` is the element of the factor that multiplies it, where there is one (see LinearTrace).
+    ``factor_index`` is the element of the factor that multiplies it, if any.
     """
 
     columns: np.ndarray
     tokens: np.ndarray
     gain: np.ndarray
     offset: np.ndarray
-    turn: np.ndarray
+    factor_index: np.ndarray
 
     def arrays(self) -> tuple[np.ndarray, ...]:
-        return self.columns, self.tokens, self.gain, self.offset, self.turn
+        return self.columns, self.tokens, self.gain, self.offset, self.factor_index
 
-    def at(self, index: np.ndarray) -> ElementMap:
+    def take(self, index: np.ndarray) -> ElementMap:
         """The elements at these flat positions, laid out like them."""
         return ElementMap(*(_picked(array, index) for array in self.arrays()))
 
-    def times(self, factor: np.ndarray | float) -> ElementMap:
+    def scaled_by(self, factor: np.ndarray | float) -> ElementMap:
         return replace(self, gain=self.gain * factor, offset=self.offset * factor)
 
-    def spread(self, shape: tuple[int, ...]) -> ElementMap:
+    def broadcast_to(self, shape: tuple[int, ...]) -> ElementMap:
         return ElementMap(*(np.broadcast_to(array, shape) for array in self.arrays()))
 
     @property
@@ -130,24 +130,26 @@ class LinearTrace:
         return next(iter(self.terms.values())).columns.shape
 
     @property
-    def plain(self) -> bool:
+    def has_no_factor(self) -> bool:
         """Whether no factor multiplies it."""
         return set(self.terms) == {None}
 
-    def through(self, node: ir.Node, scale: float = 1.0) -> LinearTrace:
+    def append_node(self, node: ir.Node, scale: float = 1.0) -> LinearTrace:
         return replace(self, scale=self.scale * scale, nodes=(*self.nodes, node))
 
-    def each(self, change: Callable[[ElementMap], ElementMap]) -> LinearTrace:
+    def map_terms(self, change: Callable[[ElementMap], ElementMap]) -> LinearTrace:
         return replace(self, terms={f: change(labels) for f, labels in self.terms.items()})
 
-    def unscaled(self) -> LinearTrace:
+    def fold_scale(self) -> LinearTrace:
         """The same with the scale in the gains, so that sums may have scales of their own."""
-        return replace(self.each(lambda labels: labels.times(self.scale)), scale=1.0)
+        return replace(self.map_terms(lambda labels: labels.scaled_by(self.scale)), scale=1.0)
 
 
-def joined(node: ir.Node, pieces: Sequence[LinearTrace], axis: int, role: str) -> LinearTrace:
+def concat_traces(
+    node: ir.Node, pieces: Sequence[LinearTrace], axis: int, role: str
+) -> LinearTrace:
     """Concat of pieces of one product; a piece without a factor counts as zero of it."""
-    pieces = [piece.unscaled() for piece in pieces]
+    pieces = [piece.fold_scale() for piece in pieces]
     source, norm = _common(
         node, pieces, f"{describe(node)} joins the {role} of several projections"
     )
@@ -164,15 +166,15 @@ def joined(node: ir.Node, pieces: Sequence[LinearTrace], axis: int, role: str) -
     return LinearTrace(source, 1.0, terms, (*nodes, node), norm)
 
 
-def added(node: ir.Node, readings: Sequence[LinearTrace], role: str) -> LinearTrace:
+def add_traces(node: ir.Node, readings: Sequence[LinearTrace], role: str) -> LinearTrace:
     """The sum or difference of two readings of one product, each with factors of its own."""
-    a, b = (reading.unscaled() for reading in readings)
+    a, b = (reading.fold_scale() for reading in readings)
     reason = f"{describe(node)} stands between the {role} projection and the product"
     source, norm = _common(node, (a, b), reason)
     if a.shape != b.shape or set(a.terms) & set(b.terms) or source is None:
         raise MatchFailure(reason)
     if node.op_type == "Sub":
-        b = b.each(lambda labels: labels.times(-1.0))
+        b = b.map_terms(lambda labels: labels.scaled_by(-1.0))
     nodes = dict.fromkeys((*a.nodes, *b.nodes, node))
     return LinearTrace(source, 1.0, {**a.terms, **b.terms}, tuple(nodes), norm)
 
@@ -190,7 +192,7 @@ def _common(
 def _nothing_of(piece: LinearTrace) -> ElementMap:
     """Zero times a piece: what it holds of a factor that it does not have."""
     labels = next(iter(piece.terms.values()))
-    return replace(labels.times(0.0), turn=np.zeros_like(labels.turn))
+    return replace(labels.scaled_by(0.0), factor_index=np.zeros_like(labels.factor_index))
 
 
 class TermByHead(NamedTuple):
@@ -202,11 +204,11 @@ class TermByHead(NamedTuple):
     columns: np.ndarray
     gain: np.ndarray
     offset: np.ndarray
-    turn: np.ndarray
+    factor_index: np.ndarray
     sequence_first: bool = False
 
 
-def by_head(trace: LinearTrace, axes: Sequence[int], heads: int, role: str) -> tuple[
+def split_heads(trace: LinearTrace, axes: Sequence[int], heads: int, role: str) -> tuple[
     dict[PositionFactor | None, TermByHead], tuple[PositionFactor, TermByHead] | None
 ]:  # fmt: skip
     """Each term as columns, gain and offset by head, once every token is where it should be.
@@ -235,12 +237,12 @@ def by_head(trace: LinearTrace, axes: Sequence[int], heads: int, role: str) -> t
     length = int(where.sum())
     if not where[:length].all() or any(p.used[:, :, :length].any() for p in present.values()):
         raise MatchFailure(f"the cache of the {role} does not come before its tokens")
-    turn = past.turn[:, :, :length]
+    factor_index = past.factor_index[:, :, :length]
     offset = past.offset[:, :, :length]
     if not (offset == offset.flat[0]).all() or past.gain.any():
         raise MatchFailure(f"the cache of the {role} is scaled element by element")
     first = np.zeros(offset.shape[1::2])
-    held = (factor, TermByHead(first.astype(np.int64), first, first + offset.flat[0], turn))
+    held = (factor, TermByHead(first.astype(np.int64), first, first + offset.flat[0], factor_index))
     rest = {
         f: _uniform(ElementMap(*(array[:, :, length:] for array in labels.arrays())), trace, role)
         for f, labels in present.items()
@@ -290,8 +292,10 @@ def _uniform(labels: ElementMap, trace: LinearTrace, role: str) -> TermByHead:
     )
     if sequence_first is None:
         raise MatchFailure(f"the layout of the {role} moves tokens out of place")
-    columns, _, gain, offset, turn = labels.arrays()
+    columns, _, gain, offset, factor_index = labels.arrays()
     for array in (columns, gain, offset):
         if not (array == array[:1, :, :1]).all():
             raise MatchFailure(f"the {role} differs from token to token by more than its input")
-    return TermByHead(columns[0, :, 0], gain[0, :, 0], offset[0, :, 0], turn, sequence_first)
+    return TermByHead(
+        columns[0, :, 0], gain[0, :, 0], offset[0, :, 0], factor_index, sequence_first
+    )

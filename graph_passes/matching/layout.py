@@ -25,20 +25,27 @@ from graph_passes.matching.element_map import (
     PositionFactor,
     Source,
     TermByHead,
-    added,
-    by_head,
+    add_traces,
+    concat_traces,
     describe,
-    joined,
+    split_heads,
 )
 from graph_passes.matching.products import Linear, linear
-from graph_passes.matching.rotary import NORMS, normalised, rotated, spread_of, turned, turns_of
+from graph_passes.matching.rotary import (
+    NORMS,
+    apply_norm,
+    apply_position_factor,
+    apply_rotary_operator,
+    broadcast_layout_of,
+    rotary_terms_of,
+)
 
-__all__ = ["Reader", "only_consumer"]
+__all__ = ["LayoutReader", "only_consumer"]
 
 LAYOUT = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Split",
                     "Gather", "GatherND", "Expand", "Tile", "Identity", "Cast", "CastLike",
                     "Dropout"})  # fmt: skip
-HANDED_ON = frozenset({"Identity", "Cast", "CastLike", "Dropout"})
+PASS_THROUGH = frozenset({"Identity", "Cast", "CastLike", "Dropout"})
 ELEMENTWISE = frozenset({"Add", "Sub", "Mul", "Div", "Max", "Where"})
 LINEAR = frozenset({"MatMul", "Gemm", "FusedMatMul", "TransposeMatMul", "Einsum"})
 QUANTIZED = frozenset({"MatMulInteger", "DynamicQuantizeMatMul", "MatMulIntegerToFloat",
@@ -56,7 +63,7 @@ REACH = 40
 
 
 @dataclass(frozen=True, eq=False)
-class Reader:
+class LayoutReader:
     """Reads projections at one choice of axis lengths.
 
     Args:
@@ -82,7 +89,7 @@ class Reader:
             raise MatchFailure(f"{value.name!r} has shape {shape}: more than {MOST} elements")
         return shape
 
-    def projection(
+    def match_projection(
         self, operand: ir.Value, role: str, *, axes: Sequence[int] | None = None, heads: int = 0
     ) -> Projection:
         """Read ``operand``, (B, H, T, K) or (B*H, T, K), back to the product with its weight.
@@ -96,9 +103,11 @@ class Reader:
         Raises:
             MatchFailure: Something other than layout stands in between.
         """
-        return self.finished(self.trace(operand, role), operand, role, axes=axes, heads=heads)
+        return self.make_projection(
+            self.trace(operand, role), operand, role, axes=axes, heads=heads
+        )
 
-    def finished(
+    def make_projection(
         self,
         trace: LinearTrace,
         operand: ir.Value,
@@ -110,15 +119,15 @@ class Reader:
         """The projection whose trace this is."""
         if axes is None:
             axes = range(len(trace.shape))
-        read, held = by_head(trace, axes, heads, role)
-        past = None if held is None else spread_of(held[0], held[1], self.info, role)
+        read, held = split_heads(trace, axes, heads, role)
+        past = None if held is None else broadcast_layout_of(held[0], held[1], self.info, role)
         layout = "B T H*K" if heads else "B*H T K" if len(trace.shape) == 3 else "B H T K"
         if trace.source is None:
             assert held is not None and past is not None
             return _cached(operand, trace, past, held[1])
         kept = 1.0 if held is None else float(held[1].offset.flat[0])
         first = next(iter(read.values()))
-        count, length = trace.source.count, first.turn.shape[2]
+        count, length = trace.source.count, first.factor_index.shape[2]
         source_input, sequence_first = self._whole(trace.source.tokens, first.sequence_first)
         lengths = (length, count // length) if sequence_first else (count // length, length)
         return Projection(
@@ -134,13 +143,13 @@ class Reader:
             by_sequence=self.shape(source_input)[:-1] == lengths and not sequence_first,
             sequence_first=sequence_first,
             layout=layout,
-            rotary_terms=() if set(read) == {None} else turns_of(read, self.info, role),
+            rotary_terms=() if set(read) == {None} else rotary_terms_of(read, self.info, role),
             norm=trace.norm,
             past=past,
             axes=tuple(axes),
         )
 
-    def output_projection(
+    def match_output_projection(
         self, context: ir.Value, labels: np.ndarray, order: tuple[int, int, int, int]
     ) -> OutputProjection | None:
         """Follow the context forward to the product with W_O; None when it goes elsewhere.
@@ -156,7 +165,7 @@ class Reader:
             if node.inputs[0] is not value or (len(node.outputs) > 1 and node.op_type != "Dropout"):
                 return None
             try:
-                labels = self.moved(node, labels, 0)
+                labels = self.apply_layout(node, labels, 0)
             except MatchFailure:  # laid out for something else than a product
                 return None
             value = node.outputs[0]
@@ -215,7 +224,7 @@ class Reader:
         """What ``value`` is of the one product behind it."""
         node = value.producer()
         if node is None and not is_constant(value) and role in ("key", "value", "content"):
-            return self.past(value, role)
+            return self.trace_past(value, role)
         if node is None or is_constant(value):
             what = "a constant" if is_constant(value) else "an input of the graph"
             raise MatchFailure(f"the {role} is {value.name!r}, {what}: no projection makes it")
@@ -226,41 +235,43 @@ class Reader:
         if node.op_type in LAYOUT and node.inputs[0] is not None:
             inner = self.trace(node.inputs[0], role, reach - 1)
             order = np.arange(math.prod(inner.shape)).reshape(inner.shape)
-            moved = self.moved(node, order, value.index() or 0)
-            return inner.each(lambda labels: labels.at(moved)).through(node)
+            moved = self.apply_layout(node, order, value.index() or 0)
+            return inner.map_terms(lambda labels: labels.take(moved)).append_node(node)
         for norm in NORMS:
             if (reading := norm(node)) is not None:
                 inner = self.trace(reading.value, role, reach - 1)
-                return normalised(node, inner, reading, role)
+                return apply_norm(node, inner, reading, role)
         if node.op_type == "RotaryEmbedding" and node.inputs[0] is not None:
-            return rotated(node, self.trace(node.inputs[0], role, reach - 1), self.info, role)
+            return apply_rotary_operator(
+                node, self.trace(node.inputs[0], role, reach - 1), self.info, role
+            )
         if not node.domain and None not in node.inputs[:2]:
             match node.op_type:
                 case "Add" | "Sub" | "Mul" | "Div":
                     return self._arithmetic(node, role, reach - 1)
                 case "Neg":
                     inner = self.trace(_first(node), role, reach - 1)
-                    return inner.each(lambda labels: labels.times(-1.0)).through(node)
+                    return inner.map_terms(lambda labels: labels.scaled_by(-1.0)).append_node(node)
                 case "Concat":
                     pieces = [self.trace(value, role, reach - 1) for value in node.inputs if value]
-                    return joined(node, pieces, node.attributes.get_int("axis", -1), role)
+                    return concat_traces(node, pieces, node.attributes.get_int("axis", -1), role)
                 case _:
                     pass
         raise _between(node, role)
 
-    def past(self, value: ir.Value, role: str, part: int | None = None) -> LinearTrace:
+    def trace_past(self, value: ir.Value, role: str, part: int | None = None) -> LinearTrace:
         """Heads that the caller hands in, (B, H, P, K), or that part of (2, B, H, P, K)."""
         shape = self.shape(value)
-        turn = np.arange(math.prod(shape)).reshape(shape)
+        factor_index = np.arange(math.prod(shape)).reshape(shape)
         if part is not None and len(shape) == 5:
-            turn, shape = turn[part], shape[1:]
+            factor_index, shape = factor_index[part], shape[1:]
         if len(shape) < 4:
             raise MatchFailure(
                 f"the {role} is {value.name!r}, an input of the graph with shape {shape}: "
                 "no projection makes it, and a cache has four axes"
             )
         zeros = np.zeros(shape, np.int64)
-        labels = ElementMap(zeros, zeros, np.zeros(shape), np.ones(shape), turn)
+        labels = ElementMap(zeros, zeros, np.zeros(shape), np.ones(shape), factor_index)
         return LinearTrace(None, 1.0, {PositionFactor(value, past=True): labels}, ())
 
     def _source(self, node: ir.Node, role: str) -> LinearTrace:
@@ -273,13 +284,13 @@ class Reader:
         trace = self._numbered(node, product, self.shape(node.outputs[0]))
         if node.op_type != "Gemm" or len(node.inputs) < 3 or node.inputs[2] is None:
             return trace
-        bias = self.elements(node.inputs[2])
+        bias = self.constant_elements(node.inputs[2])
         if bias is None:
             raise MatchFailure(f"the bias of {describe(node)} is not constant")
         added = bias * node.attributes.get_float("beta", 1.0) / trace.scale
-        return trace.each(lambda labels: replace(labels, offset=labels.offset + added))
+        return trace.map_terms(lambda labels: replace(labels, offset=labels.offset + added))
 
-    def projected(self, node: ir.Node, tokens: ir.Value, weight: ir.Value) -> LinearTrace:
+    def trace_product(self, node: ir.Node, tokens: ir.Value, weight: ir.Value) -> LinearTrace:
         """Tokens (B, S, D) times a weight (D, N) inside an operator, (B, S, N)."""
         sizes, columns = self.shape(tokens), self.shape(weight)
         if len(sizes) != 3 or len(columns) != 2 or sizes[-1] != columns[0]:
@@ -318,18 +329,18 @@ class Reader:
             constant = self._constant_operand(other)
             if constant is not None and (left or node.op_type != "Div"):
                 inner = self.trace(value, role, reach)
-                if node.op_type == "Mul" and inner.plain and _by_token(inner, constant):
-                    return turned(node, inner, other, self.info, role)
+                if node.op_type == "Mul" and inner.has_no_factor and _by_token(inner, constant):
+                    return apply_position_factor(node, inner, other, self.info, role)
                 return self._with_constant(node, inner, constant.astype(np.float64), left, role)
         if node.op_type == "Div":
             raise _between(node, role)
         readings = [self._attempt(value, role, reach) for value in (a, b)]
         if node.op_type == "Mul":
             for inner, factor in zip(readings, (b, a), strict=True):
-                if inner is not None and None in readings and inner.plain:
-                    return turned(node, inner, factor, self.info, role)
+                if inner is not None and None in readings and inner.has_no_factor:
+                    return apply_position_factor(node, inner, factor, self.info, role)
         elif None not in readings:
-            return added(node, [r for r in readings if r is not None], role)
+            return add_traces(node, [r for r in readings if r is not None], role)
         raise _between(node, role)
 
     def _attempt(self, value: ir.Value, role: str, reach: int) -> LinearTrace | None:
@@ -358,7 +369,7 @@ class Reader:
         swapped = list(node.attributes.get_ints("perm", None) or ()) == [1, 0, 2]
         return (node.inputs[0], False) if swapped else (tokens, True)
 
-    def numbered(self, value: ir.Value, reach: int = FLATTENING) -> np.ndarray:
+    def number_elements(self, value: ir.Value, reach: int = FLATTENING) -> np.ndarray:
         """Numbers for the elements of a value, the same where the same elements made them."""
         shape, node = self.shape(value), value.producer()
         constant = self.info.constant(value)
@@ -366,19 +377,19 @@ class Reader:
             return np.unique(constant, return_inverse=True)[1].reshape(shape)
         if node is not None and node.op_type in LAYOUT and node.inputs[0] is not None and reach:
             try:
-                return self.moved(node, self.numbered(node.inputs[0], reach - 1), 0)
+                return self.apply_layout(node, self.number_elements(node.inputs[0], reach - 1), 0)
             except MatchFailure:  # laid out by data
                 pass
         if node is not None and node.op_type in ELEMENTWISE and reach:
             together = np.zeros((), np.int64)
             for operand in node.inputs:
                 if operand is not None:
-                    numbers = self.numbered(operand, reach - 1)
+                    numbers = self.number_elements(operand, reach - 1)
                     together = together * (int(numbers.max(initial=0)) + 1) + numbers
             return np.broadcast_to(together, shape)
         return np.arange(math.prod(shape)).reshape(shape)
 
-    def elements(self, value: ir.Value | None) -> np.ndarray | None:
+    def constant_elements(self, value: ir.Value | None) -> np.ndarray | None:
         """What a value holds, where that does not depend on data."""
         if value is None:
             return None
@@ -401,35 +412,35 @@ class Reader:
             shape = np.broadcast_shapes(inner.shape, constant.shape)
         except ValueError as error:
             raise MatchFailure(f"{describe(node)} does not fit the {role}: {error}") from error
-        inner = inner.each(lambda labels: labels.spread(shape))
+        inner = inner.map_terms(lambda labels: labels.broadcast_to(shape))
         if node.op_type in ("Mul", "Div"):
             with np.errstate(divide="ignore"):
                 factor = constant if node.op_type == "Mul" else 1.0 / constant
             if not np.isfinite(factor).all() or not factor.any():
                 raise MatchFailure(f"{describe(node)} multiplies the {role} by zero or infinity")
             if constant.size == 1:
-                return inner.through(node, factor.item())
-            return inner.each(lambda labels: labels.times(factor)).through(node)
+                return inner.append_node(node, factor.item())
+            return inner.map_terms(lambda labels: labels.scaled_by(factor)).append_node(node)
         if node.op_type == "Sub" and not left:
             raise MatchFailure(f"{describe(node)} subtracts the {role} from a constant")
-        if not inner.plain:
+        if not inner.has_no_factor:
             held = any(factor is not None and factor.past for factor in inner.terms)
             what = "holds a cache" if held else "is rotated already"
             raise MatchFailure(f"{describe(node)} adds to a {role} that {what}")
         added = (constant if node.op_type == "Add" else -constant) / inner.scale
-        return inner.each(lambda labels: replace(labels, offset=labels.offset + added)).through(
-            node
-        )
+        return inner.map_terms(
+            lambda labels: replace(labels, offset=labels.offset + added)
+        ).append_node(node)
 
-    def moved(self, node: ir.Node, array: np.ndarray, index: int) -> np.ndarray:
+    def apply_layout(self, node: ir.Node, array: np.ndarray, index: int) -> np.ndarray:
         """An output of one layout node when its tokens are this array of labels."""
         if index and node.op_type != "Split":
             raise MatchFailure(f"{describe(node)} hands on its output {index}, not its tokens")
-        if node.op_type in HANDED_ON:
+        if node.op_type in PASS_THROUGH:
             return array
         inputs: list[np.ndarray | None] = [array]
         for other in node.inputs[1:]:
-            constant = None if other is None else self.elements(other)
+            constant = None if other is None else self.constant_elements(other)
             if other is not None and constant is None:
                 raise MatchFailure(
                     f"{describe(node)} lays tokens out by a value that depends on data"

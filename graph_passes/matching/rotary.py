@@ -27,24 +27,24 @@ from graph_passes.matching.element_map import (
 
 __all__ = [
     "NORMS",
-    "NormReading",
-    "depends",
-    "normalised",
-    "rotated",
-    "rotation",
-    "spread_of",
-    "turned",
-    "turns_of",
+    "NormMatch",
+    "apply_norm",
+    "apply_position_factor",
+    "apply_rotary_operator",
+    "broadcast_layout_of",
+    "depends_on",
+    "rotary_terms_of",
+    "rotate_heads",
 ]
 
 
-def turned(
+def apply_position_factor(
     node: ir.Node, inner: LinearTrace, factor: ir.Value, info: ShapeInfo, role: str
 ) -> LinearTrace:
     """A value that depends on positions, not on the tokens, multiplied element by element."""
     shape = _shape(factor, info)
     assert inner.source is not None
-    if depends(factor, inner.source.tokens):
+    if depends_on(factor, inner.source.tokens):
         raise MatchFailure(
             f"{describe(node)} multiplies the {role} by a value made of its own tokens"
         )
@@ -52,12 +52,14 @@ def turned(
         spread = np.broadcast_shapes(inner.shape, shape)
     except ValueError as error:
         raise MatchFailure(f"{describe(node)} does not fit the {role}: {error}") from error
-    turn = np.broadcast_to(np.arange(math.prod(shape)).reshape(shape), spread)
-    labels = inner.terms[None].spread(spread)
-    return replace(inner, terms={PositionFactor(factor): replace(labels, turn=turn)}).through(node)
+    factor_index = np.broadcast_to(np.arange(math.prod(shape)).reshape(shape), spread)
+    labels = inner.terms[None].broadcast_to(spread)
+    return replace(
+        inner, terms={PositionFactor(factor): replace(labels, factor_index=factor_index)}
+    ).append_node(node)
 
 
-def depends(value: ir.Value, source: ir.Value) -> bool:
+def depends_on(value: ir.Value, source: ir.Value) -> bool:
     """Whether the elements of one value are computed from those of the other."""
     pending, seen = [value], {value}
     while pending:
@@ -73,10 +75,12 @@ def depends(value: ir.Value, source: ir.Value) -> bool:
     return False
 
 
-def rotated(node: ir.Node, inner: LinearTrace, info: ShapeInfo, role: str) -> LinearTrace:
+def apply_rotary_operator(
+    node: ir.Node, inner: LinearTrace, info: ShapeInfo, role: str
+) -> LinearTrace:
     """RotaryEmbedding of ai.onnx (opset 23) or of com.microsoft: two terms, cosines and sines."""
     positions, cos, sin = _angles(node)
-    if cos is None or sin is None or not inner.plain:
+    if cos is None or sin is None or not inner.has_no_factor:
         raise MatchFailure(
             f"{describe(node)} rotates a {role} that is rotated already, or has no angles"
         )
@@ -94,15 +98,15 @@ def rotated(node: ir.Node, inner: LinearTrace, info: ShapeInfo, role: str) -> Li
     if len(inner.shape) == 3:  # B T H*K
         split = [array.reshape(*array.shape[:2], heads, -1) for array in labels.arrays()]
         labels = ElementMap(*(np.moveaxis(array, 2, 1) for array in split))
-    terms = rotation(
+    terms = rotate_heads(
         node, labels, PositionFactor(cos, positions), PositionFactor(sin, positions), info
     )
     if len(inner.shape) == 3:
         terms = {factor: _merged(term, inner.shape) for factor, term in terms.items()}
-    return replace(inner, terms=terms).through(node)
+    return replace(inner, terms=terms).append_node(node)
 
 
-def rotation(
+def rotate_heads(
     node: ir.Node, labels: ElementMap, cos: PositionFactor, sin: PositionFactor, info: ShapeInfo
 ) -> dict[PositionFactor | None, ElementMap]:
     """The terms of heads (B, H, T, K) that a node's attributes say to rotate."""
@@ -134,11 +138,11 @@ def rotation(
             )
         rows = np.arange(labels.columns.shape[0])[:, None, None, None] % shape[0] * shape[1]
         rows = rows + np.arange(length)[None, None, :, None] % shape[1]
-        turn = np.broadcast_to(rows * shape[2] + angle, labels.columns.shape)
+        factor_index = np.broadcast_to(rows * shape[2] + angle, labels.columns.shape)
         picked = ElementMap(*(array[..., source] for array in labels.arrays()))
-        terms[factor] = replace(picked.times(gain), turn=turn)
+        terms[factor] = replace(picked.scaled_by(gain), factor_index=factor_index)
     if rest.any():
-        terms[None] = labels.times(np.where(rest, 1.0, 0.0))
+        terms[None] = labels.scaled_by(np.where(rest, 1.0, 0.0))
     return terms
 
 
@@ -160,18 +164,18 @@ def _looked_up_shape(factor: PositionFactor, info: ShapeInfo, length: int) -> tu
     if factor.positions is None:
         return shape
     where = _shape(factor.positions, info)
-    if factor.to_last or len(where) == 1:
+    if factor.is_last_position or len(where) == 1:
         return (where[0], length, *shape[1:])
     return (*where, *shape[1:])
 
 
-def turns_of(
+def rotary_terms_of(
     read: Mapping[PositionFactor | None, TermByHead], info: ShapeInfo, role: str
 ) -> tuple[RotaryTerm, ...]:
     """Each term, and where it finds its factor."""
     return tuple(
         RotaryTerm(
-            None if factor is None else spread_of(factor, heads, info, role),
+            None if factor is None else broadcast_layout_of(factor, heads, info, role),
             heads.columns,
             heads.gain,
             heads.offset,
@@ -180,16 +184,16 @@ def turns_of(
     )
 
 
-def spread_of(
+def broadcast_layout_of(
     factor: PositionFactor, heads: TermByHead, info: ShapeInfo, role: str
 ) -> BroadcastLayout:
     """What each axis of a factor runs over, from where its elements arrived."""
     used = np.broadcast_to(((heads.gain != 0) | (heads.offset != 0))[None, :, None, :],
-                           heads.turn.shape)  # fmt: skip
-    batches, _, tokens, _ = np.ogrid[tuple(map(slice, heads.turn.shape))]
-    shape = _looked_up_shape(factor, info, heads.turn.shape[2])
+                           heads.factor_index.shape)  # fmt: skip
+    batches, _, tokens, _ = np.ogrid[tuple(map(slice, heads.factor_index.shape))]
+    shape = _looked_up_shape(factor, info, heads.factor_index.shape[2])
     axes: list[Literal["batch", "token"] | np.ndarray] = []
-    for size, where in zip(shape, np.unravel_index(heads.turn, shape), strict=True):
+    for size, where in zip(shape, np.unravel_index(heads.factor_index, shape), strict=True):
         element = where[0, :, 0]
         if size > 1 and ((where == tokens) | ~used).all():
             axes.append("token")
@@ -199,11 +203,11 @@ def spread_of(
             axes.append(element)
         else:
             raise MatchFailure(f"{factor.value.name!r} multiplies the {role} out of order")
-    return BroadcastLayout(factor.value, tuple(axes), factor.positions, factor.to_last)
+    return BroadcastLayout(factor.value, tuple(axes), factor.positions, factor.is_last_position)
 
 
 @dataclass(frozen=True, eq=False)
-class NormReading:
+class NormMatch:
     """A node that normalises the last axis of ``value``, times ``weight``, plus ``bias``."""
 
     value: ir.Value
@@ -213,7 +217,7 @@ class NormReading:
     bias: ir.Value | None = None
 
 
-def norm_operator(node: ir.Node) -> NormReading | None:
+def norm_operator(node: ir.Node) -> NormMatch | None:
     """RMSNormalization, SimplifiedLayerNormalization and LayerNormalization of the last axis."""
     if node.op_type not in ("RMSNormalization", "SimplifiedLayerNormalization",
                             "LayerNormalization") or node.inputs[0] is None:  # fmt: skip
@@ -221,7 +225,7 @@ def norm_operator(node: ir.Node) -> NormReading | None:
     if node.attributes.get_int("axis", -1) != -1 or any(o.uses() for o in node.outputs[1:]):
         return None
     weight, bias = [*node.inputs[1:3], None, None][:2]
-    return NormReading(
+    return NormMatch(
         node.inputs[0],
         node.attributes.get_float("epsilon", 1e-5),
         node.op_type == "LayerNormalization",
@@ -230,7 +234,7 @@ def norm_operator(node: ir.Node) -> NormReading | None:
     )
 
 
-def norm_in_parts(node: ir.Node) -> NormReading | None:
+def norm_in_parts(node: ir.Node) -> NormMatch | None:
     """u * (1 / sqrt(mean(u^2) + epsilon)) and u / sqrt(mean(u^2) + epsilon)."""
     if node.op_type not in ("Mul", "Div"):
         return None
@@ -241,7 +245,7 @@ def norm_in_parts(node: ir.Node) -> NormReading | None:
         root = other if node.op_type == "Div" else _inverse_of(other)
         epsilon = None if root is None else _root_mean_square(root, value)
         if epsilon is not None:
-            return NormReading(value, epsilon, centred=False)
+            return NormMatch(value, epsilon, centred=False)
     return None
 
 
@@ -312,9 +316,9 @@ def _number(value: ir.Value | None) -> float | None:
     return float(array.flat[0]) if array.size == 1 else None
 
 
-def normalised(node: ir.Node, inner: LinearTrace, reading: NormReading, role: str) -> LinearTrace:
+def apply_norm(node: ir.Node, inner: LinearTrace, reading: NormMatch, role: str) -> LinearTrace:
     """The norm's output, whose elements are counted anew: row g of L columns from g L on."""
-    if inner.norm is not None or not inner.plain:
+    if inner.norm is not None or not inner.has_no_factor:
         raise MatchFailure(
             f"{describe(node)} normalises a {role} that is normalised or rotated already"
         )
@@ -341,7 +345,7 @@ def normalised(node: ir.Node, inner: LinearTrace, reading: NormReading, role: st
         np.broadcast_to(bias, inner.shape),
         np.zeros(inner.shape, np.int64),
     )
-    return replace(inner, scale=1.0, terms={None: made}, norm=norm).through(node)
+    return replace(inner, scale=1.0, terms={None: made}, norm=norm).append_node(node)
 
 
 def _vector(node: ir.Node, value: ir.Value, role: str) -> np.ndarray:

@@ -37,14 +37,14 @@ from graph_passes.passes.invariants import Interface
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-__all__ = ["IDIOMS", "LOW", "OPSETS", "Form", "FuseAttention", "fusion_refusal"]
+__all__ = ["IDIOMS", "LOW", "OPSETS", "FuseAttention", "FusedOperator", "fusion_refusal"]
 
-Form = Literal["attention", "multi_head", "merged", "onnx"]
+FusedOperator = Literal["attention", "multi_head", "merged", "onnx"]
 """com.microsoft Attention, which projects inside; MultiHeadAttention, with three projections or
 with one that is split; or ai.onnx Attention."""
 
 DOMAIN = "com.microsoft"
-IDIOMS: Mapping[Form, str] = {
+IDIOMS: Mapping[FusedOperator, str] = {
     "attention": "microsoft_attention",
     "multi_head": "multi_head_attention",
     "merged": "multi_head_attention",
@@ -52,7 +52,7 @@ IDIOMS: Mapping[Form, str] = {
 }
 """The functions of ``operators`` that read what is written here."""
 
-OPSETS: Mapping[Form, int] = {"merged": 13, "onnx": 23}
+OPSETS: Mapping[FusedOperator, int] = {"merged": 13, "onnx": 23}
 """The first ai.onnx opset that has the operators of a form: Split by sizes that are an input, and
 Attention."""
 
@@ -71,7 +71,7 @@ The least of all floats would overflow to it beside a negative score, or beside 
 the operator adds (its own causal one, say); of these, two and a score have room."""
 
 
-class FuseAttention(AttentionPass[Form]):
+class FuseAttention(AttentionPass[FusedOperator]):
     """Write attention as one operator of ONNX Runtime, which is faster than its parts.
 
     Before: out = softmax(steps(s q k^T)) v W_O + b_O, in as many nodes as the exporter wrote
@@ -92,18 +92,18 @@ class FuseAttention(AttentionPass[Form]):
     """
 
     name: ClassVar[str] = "fuse_attention"
-    params: ClassVar[TypeAdapter[Any]] = TypeAdapter(Form)
+    params: ClassVar[TypeAdapter[Any]] = TypeAdapter(FusedOperator)
 
     @classmethod
-    def changes(cls, block: AttentionBlock, params: Form) -> bool:
+    def changes(cls, block: AttentionBlock, params: FusedOperator) -> bool:
         return block.idiom != IDIOMS[params]
 
     @classmethod
     def refusal(
-        cls, block: AttentionBlock, params: Form | None, context: GraphContext
+        cls, block: AttentionBlock, params: FusedOperator | None, context: GraphContext
     ) -> Refusal | None:
         opsets, shapes = context.model.opset_imports, small_shapes(context)
-        forms: Sequence[Form] = get_args(Form) if params is None else (params,)
+        forms: Sequence[FusedOperator] = get_args(FusedOperator) if params is None else (params,)
         found = [fusion_refusal(block, form, shapes, opsets) for form in forms]
         return None if None in found else found[0]
 
@@ -112,7 +112,7 @@ class FuseAttention(AttentionPass[Form]):
         return before.with_opset(DOMAIN, 1) if set(forms) - {"onnx"} else before
 
     def rewrite_blocks(
-        self, chosen: Sequence[tuple[AttentionBlock, Form]], context: GraphContext
+        self, chosen: Sequence[tuple[AttentionBlock, FusedOperator]], context: GraphContext
     ) -> None:
         model, info = context.model, small_shapes(context)
         blocks = _in_order(model, [block for block, _ in chosen])
@@ -122,13 +122,13 @@ class FuseAttention(AttentionPass[Form]):
         if any(form != "onnx" for _, form in chosen):
             model.opset_imports.setdefault(DOMAIN, 1)
 
-    def rewrite(self, block: AttentionBlock, params: Form, context: GraphContext) -> None:
+    def rewrite(self, block: AttentionBlock, params: FusedOperator, context: GraphContext) -> None:
         self.rewrite_blocks([(block, params)], context)
 
 
 def fusion_refusal(
     block: AttentionBlock,
-    form: Form,
+    form: FusedOperator,
     info: ShapeInfo | None = None,
     opsets: Mapping[str, int] | None = None,
 ) -> Refusal | None:
@@ -367,7 +367,9 @@ def _emit_bias(block: AttentionBlock, info: ShapeInfo) -> ir.Value:
 # ---- the operator -------------------------------------------------------------------------------
 
 
-def _fuse(block: AttentionBlock, form: Form, bias: ir.Value | None, info: ShapeInfo) -> None:
+def _fuse(
+    block: AttentionBlock, form: FusedOperator, bias: ir.Value | None, info: ShapeInfo
+) -> None:
     output, dtype = block.output, block.q.dtype
     assert output is not None
     make = Inserter(block.graph, _product(block), f"{block.name}/fused")

@@ -13,8 +13,8 @@ from graph_passes.matching.idioms import (
     LOGIT_IDIOMS,
     PROBABILITY_IDIOMS,
     SOFTMAXES,
-    LogitReading,
-    SoftmaxReading,
+    LogitMatch,
+    SoftmaxMatch,
 )
 from tests.graph_passes.graphs import graph
 
@@ -30,7 +30,7 @@ def last(model: ir.Model) -> ir.Node:
     return list(model.graph)[-1]
 
 
-def read(text: str) -> tuple[LogitReading | None, ir.Model]:
+def read(text: str) -> tuple[LogitMatch | None, ir.Model]:
     """The answer of the one idiom that answers to the last node of a text."""
     model = graph(
         text,
@@ -237,7 +237,7 @@ def test_no_moved_probabilities(text: str) -> None:
     assert after(f"out = {text}") == ("", [])
 
 
-def softmax_of(text: str, opset: int = 17) -> tuple[str, SoftmaxReading | None]:
+def softmax_of(text: str, opset: int = 17) -> tuple[str, SoftmaxMatch | None]:
     """Which of the softmaxes the last node of a text is, and its reading."""
     constants = {"last_two": np.array([-2, -1], np.int64)}
     model = graph(f"\n {text}", inputs=LOGITS, output=MADE, constants=constants, opset=opset)

@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 
 from graph_passes.analysis.shapes import bind_axes, infer_shapes_at
 from graph_passes.blocks import OutputProjection, Projection
-from graph_passes.matching.element_map import MatchFailure, say
-from graph_passes.matching.layout import Reader, only_consumer
+from graph_passes.matching.element_map import MatchFailure, describe
+from graph_passes.matching.layout import LayoutReader, only_consumer
 from tests.graph_passes.graphs import D, H, K, graph, run, weights
 
 COLUMNS = np.arange(H * K).reshape(H, K)
 
 
-def reader_of(model: ir.Model) -> Reader:
+def reader_of(model: ir.Model) -> LayoutReader:
     facts = infer_shapes_at(model, bind_axes(model.graph, batch=2, sequence=5))
-    return Reader(facts, dict(model.opset_imports))
+    return LayoutReader(facts, dict(model.opset_imports))
 
 
 def value_of(model: ir.Model, name: str) -> ir.Value:
@@ -277,6 +277,6 @@ def test_only_consumer_does_not_count_shapes() -> None:
 
 def test_nodes_are_named_by_operator_and_name() -> None:
     node = ir.node("Abs", [])
-    assert say(node) == "Abs"
+    assert describe(node) == "Abs"
     node.name = "layer.0/abs"
-    assert say(node) == "Abs 'layer.0/abs'"
+    assert describe(node) == "Abs 'layer.0/abs'"
