@@ -34,11 +34,11 @@ from attnserve.models.datasets import token_mask
 from attnserve.runtime.session import Batch, open_session, run
 from graph_passes.analysis.constants import constant_array, origin
 from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small
-from graph_passes.blocks import AttentionBlock, OutputProjection
+from graph_passes.blocks import AttentionBlock, FeedForwardBlock, OutputProjection
 from graph_passes.context import GraphContext
 from graph_passes.emit.attention import emit_affine
 from graph_passes.emit.editing import Inserter, exposing, remove_unused, share_constants
-from graph_passes.matching.feed_forward import FeedForwardBlock, find_feed_forward
+from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
 from graph_passes.matching.naming import pin_name, pin_names
 from graph_passes.passes.fuse_residuals import residual_of

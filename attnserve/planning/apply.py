@@ -18,12 +18,12 @@ from attnserve.models.opset import raise_opset
 from attnserve.planning.plan import Plan
 from graph_passes.analysis.cost import macs_at
 from graph_passes.analysis.shapes import bind_axes, infer_shapes_at
-from graph_passes.blocks import AttentionBlock
+from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.context import GraphContext
 from graph_passes.emit.collaborative import cache_width
 from graph_passes.errors import InvalidModel
 from graph_passes.factorize.moments import TokenMoments
-from graph_passes.matching.feed_forward import FeedForwardBlock, find_feed_forward
+from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.base import BlockPass, RewritePass
 from graph_passes.passes.collaborate import Collaborate

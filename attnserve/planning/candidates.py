@@ -14,12 +14,12 @@ import numpy as np
 import onnx_ir as ir
 
 from graph_passes.analysis.constants import origin
-from graph_passes.blocks import AttentionBlock
+from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.context import GraphContext
 from graph_passes.emit.attention import emission_refusal
 from graph_passes.errors import Refusal
 from graph_passes.factorize.moments import TokenMoments
-from graph_passes.matching.feed_forward import FeedForwardBlock, find_feed_forward
+from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.passes.base import BlockPass, small_shapes
 from graph_passes.passes.collaborate import Collaborate, SharedDimensions, sharing_refusal
 from graph_passes.passes.conditions import caller_reads

@@ -35,10 +35,10 @@ from attnserve.planning.head_selection import (
 from attnserve.planning.mixing import choose_head_size, widest_head
 from attnserve.planning.plan import Plan
 from attnserve.runtime.session import Batch
-from graph_passes.blocks import AttentionBlock
+from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.context import GraphContext
 from graph_passes.errors import CannotRewrite, InvalidArgument, InvalidModel, Refusal
-from graph_passes.matching.feed_forward import FeedForwardBlock, find_feed_forward
+from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.base import AttentionPass
 from graph_passes.passes.collaborate import Collaborate, SharedDimensions, sharing_refusal

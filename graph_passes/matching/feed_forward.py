@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
@@ -19,15 +19,15 @@ from graph_passes.analysis.constants import (
     is_constant,
 )
 from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small
-from graph_passes.blocks import as_matrix
+from graph_passes.blocks import FeedForwardBlock, Linear, Operand
 from graph_passes.context import GraphContext
 from graph_passes.matching.naming import pinned_name
-from graph_passes.matching.products import Linear, linear
+from graph_passes.matching.products import linear
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    pass
 
-__all__ = ["FeedForwardBlock", "Operand", "find_feed_forward", "last_part"]
+__all__ = ["find_feed_forward", "last_part"]
 
 LINEAR = frozenset({"Add", "Sub", "Mul", "Div", "Neg", "Where", "Cast", "CastLike", "Identity",
                     "Dropout"})  # fmt: skip
@@ -42,87 +42,6 @@ CONTRIB = frozenset({"Gelu", "FastGelu", "BiasGelu", "QuickGelu"})
 LAID_OUT = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten"})
 COUNTING = frozenset({"Gather", "Slice", "Squeeze", "Unsqueeze", "Cast", "Identity", "Concat"})
 """What picks lengths out of shapes, and makes shapes of lengths."""
-
-
-class Operand(NamedTuple):
-    """A constant where a node reads it; ``axis`` counts the neurons."""
-
-    node: ir.Node
-    position: int
-    axis: int
-
-    @property
-    def value(self) -> ir.Value:
-        value = self.node.inputs[self.position]
-        assert value is not None
-        return value
-
-
-@dataclass(frozen=True, eq=False)
-class FeedForwardBlock:
-    """out = f(x W_1 + b_1) W_2 + b_2, or gated: (f(x W_g + b_g) * (x W_u + b_u)) W_2 + b_2.
-
-    Column j of every value between the products is neuron j; whatever f is, it is element-wise.
-
-    Attributes:
-        name: Unique among the feed-forwards of the model.
-        graph: Owns the nodes: the main graph, or the body of an If or a Loop.
-        x: The tokens (..., D), as they were before an exporter flattened them.
-        first: The products with W_1, or with W_g and W_u in order of execution.
-        products: Their nodes.
-        hidden: What the second product reads, (..., F), flattened where it is.
-        second: The product with W_2.
-        product: Its node.
-        bias: b_2, where there is one.
-        output: The value after b_2.
-        nodes: Between the products, in order of execution.
-        constants_by_neuron: b_1 and all other constants on the way with an element a neuron.
-        widths: Each Reshape among them that is told a shape which ends in F.
-    """
-
-    name: str
-    graph: ir.Graph
-    x: ir.Value
-    first: tuple[Linear, ...]
-    products: tuple[ir.Node, ...]
-    hidden: ir.Value
-    second: Linear
-    product: ir.Node
-    bias: ir.Value | None
-    output: ir.Value
-    nodes: tuple[ir.Node, ...]
-    constants_by_neuron: tuple[Operand, ...]
-    widths: tuple[ir.Node, ...]
-
-    @property
-    def num_neurons(self) -> int:
-        """F."""
-        return self.second.width
-
-    @property
-    def input_size(self) -> int:
-        """D."""
-        return self.first[0].width
-
-    def matrix(self, index: int = 0) -> Float[np.ndarray, "D F"]:
-        """W_1, or W_g and W_u by their index in ``first``."""
-        part = self.first[index]
-        return as_matrix(constant_array(part.weight), part.contracted) * part.scale
-
-    def second_matrix(self) -> Float[np.ndarray, "F N"]:
-        """W_2."""
-        part = self.second
-        return as_matrix(constant_array(part.weight), part.contracted) * part.scale
-
-    def weights(self) -> tuple[Operand, ...]:
-        """Each weight, with its axis of neurons."""
-        parts = zip(self.products, self.first, strict=True)
-        first = [_weight(node, part, _columns_axis(part)) for node, part in parts]
-        return (*first, _weight(self.product, self.second, self.second.contracted[0]))
-
-    def operands(self) -> tuple[Operand, ...]:
-        """All constants that are counted by neurons."""
-        return (*self.weights(), *self.constants_by_neuron)
 
 
 def find_feed_forward(model: ir.Model) -> list[FeedForwardBlock]:
@@ -406,14 +325,3 @@ def _name(block: FeedForwardBlock) -> str:
 
 def _made(nodes: Sequence[ir.Node]) -> list[ir.Value]:
     return [value for node in nodes for value in node.outputs]
-
-
-def _weight(node: ir.Node, part: Linear, axis: int) -> Operand:
-    return Operand(node, list(node.inputs).index(part.weight), axis)
-
-
-def _columns_axis(part: Linear) -> int:
-    """The axis of a weight that counts its columns; others are contracted, or of length one."""
-    shape = constant_shape(part.weight)
-    free = [axis for axis in range(len(shape)) if axis not in part.contracted]
-    return max(free, key=lambda axis: shape[axis])

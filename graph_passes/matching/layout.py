@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from graph_passes.analysis.constants import constant_array, evaluate, is_constant, origin
 from graph_passes.analysis.shapes import ShapeInfo
-from graph_passes.blocks import BroadcastLayout, OutputProjection, Projection
+from graph_passes.blocks import BroadcastLayout, Linear, OutputProjection, Projection
 from graph_passes.matching.element_map import (
     ElementMap,
     LinearTrace,
@@ -30,7 +30,7 @@ from graph_passes.matching.element_map import (
     describe,
     split_heads,
 )
-from graph_passes.matching.products import Linear, linear
+from graph_passes.matching.products import linear
 from graph_passes.matching.rotary import (
     NORMS,
     apply_norm,

@@ -13,8 +13,9 @@ import onnx_ir as ir
 
 from graph_passes.analysis.constants import constant_shape, is_constant
 from graph_passes.analysis.shapes import ShapeInfo
+from graph_passes.blocks import Linear
 
-__all__ = ["ContextProduct", "Linear", "ScoreProduct", "context_product", "linear", "score_product"]
+__all__ = ["ContextProduct", "ScoreProduct", "context_product", "linear", "score_product"]
 
 MATRIX = {
     "MatMul": "",
@@ -24,26 +25,6 @@ MATRIX = {
 }
 """Products of two matrices, and the domain each is defined in."""
 ELLIPSIS = "ABCDEFGH"
-
-
-@dataclass(frozen=True, eq=False)
-class Linear:
-    """Tokens times a constant: out = scale * tokens @ W.
-
-    Attributes:
-        contracted: The axes of ``weight`` that meet the last axes of ``tokens``, in their order.
-        width: D, how many elements they have.
-        columns, rows: Which column of W and which token each element of the output is, in a shape
-            that broadcasts to the output's.
-    """
-
-    tokens: ir.Value
-    weight: ir.Value
-    contracted: tuple[int, ...]
-    width: int
-    columns: np.ndarray
-    rows: np.ndarray
-    scale: float
 
 
 def linear(node: ir.Node, shape_of: Callable[[ir.Value], tuple[int, ...]]) -> Linear | None:

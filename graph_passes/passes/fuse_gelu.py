@@ -11,10 +11,10 @@ import onnx_ir as ir
 
 from graph_passes.analysis.constants import constant_array, evaluate, is_constant
 from graph_passes.analysis.shapes import ShapeInfo
+from graph_passes.blocks import FeedForwardBlock
 from graph_passes.context import GraphContext
 from graph_passes.emit.editing import Inserter, replace_uses
 from graph_passes.errors import Refusal
-from graph_passes.matching.feed_forward import FeedForwardBlock
 from graph_passes.passes.base import FeedForwardPass, NoParams, small_shapes
 from graph_passes.passes.invariants import Interface
 

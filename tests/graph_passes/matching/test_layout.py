@@ -40,7 +40,7 @@ def projection(
     text: str, *, axes: Sequence[int] | None = None, **constants: np.ndarray
 ) -> Projection:
     model = model_of(text, **constants)
-    return reader_of(model).projection(value_of(model, "out"), "query", axes=axes)
+    return reader_of(model).match_projection(value_of(model, "out"), "query", axes=axes)
 
 
 PLAIN = """
@@ -124,11 +124,11 @@ def test_tokens_last_without_being_told_are_refused() -> None:
 
 def test_merged_heads_are_split() -> None:
     model = graph("\n out = MatMul(x, Wq)", inputs=f"float[b, s, {D}] x")
-    read = reader_of(model).projection(value_of(model, "out"), "query", heads=H)
+    read = reader_of(model).match_projection(value_of(model, "out"), "query", heads=H)
     np.testing.assert_array_equal(read.columns, COLUMNS)
     assert read.layout == "B T H*K"
     with pytest.raises(MatchFailure, match=r"has shape \(2, 5, 12\), not 5 heads side by side"):
-        reader_of(model).projection(value_of(model, "out"), "query", heads=5)
+        reader_of(model).match_projection(value_of(model, "out"), "query", heads=5)
 
 
 def test_repeated_heads_are_shared_columns() -> None:
@@ -154,7 +154,7 @@ def test_any_two_permutations_are_followed_or_refused(first: list[int], second: 
     x = np.random.default_rng(0).standard_normal((2, 5, D)).astype(np.float32)
     moved = [first[axis] for axis in second]
     try:
-        read = reader_of(model).projection(value_of(model, "out"), "query")
+        read = reader_of(model).match_projection(value_of(model, "out"), "query")
     except MatchFailure:
         assert moved not in ([0, 2, 1, 3], [1, 2, 0, 3])
         return
@@ -221,7 +221,7 @@ def output_of(body: str, shape: str = f"b, {H}, s, {K}") -> OutputProjection | N
     model = graph(body, inputs=f"float[{shape}] c0")
     order = (2, H, 5, K)
     labels = np.arange(np.prod(order)).reshape(order)
-    return reader_of(model).output_projection(model.graph.inputs[0], labels, order)
+    return reader_of(model).match_output_projection(model.graph.inputs[0], labels, order)
 
 
 MERGED = """
