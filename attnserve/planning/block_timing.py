@@ -24,20 +24,20 @@ from attnserve.planning.candidates import (
 )
 from attnserve.runtime.session import Batch, open_session, run
 from attnserve.runtime.timer import Cut, LatencyTable, Part, cut_out
-from graph_passes.analysis.shapes import Facts, interpret_small, state_types
-from graph_passes.blocks import AttentionBlock
+from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small, state_types
+from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.emit.editing import remove_unused
 from graph_passes.errors import AttnserveError
-from graph_passes.matching.feed_forward import FeedForwardBlock, find_feed_forward
+from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
-from graph_passes.passes.fuse_attention import Form, FuseAttention, fusion_refusal
+from graph_passes.passes.fuse_attention import FuseAttention, FusedOperator, fusion_refusal
 from graph_passes.passes.fuse_gelu import FuseGelu, gelu_refusal
 from graph_passes.passes.fuse_residuals import FuseResiduals, find_residuals
 from graph_passes.passes.reuse_attention import reuse_refusal
 
 __all__ = ["sums_are_faster", "time_blocks", "time_pairs", "without_casts"]
 
-FORMS: Sequence[Form] = get_args(Form)
+FORMS: Sequence[FusedOperator] = get_args(FusedOperator)
 
 
 def time_blocks(
@@ -60,7 +60,7 @@ def time_blocks(
     blocks = [block for group in groups for block in group.blocks]
     parts = cut_out(model, [_cut(block) for block in blocks], feeds, provider=table.provider)
     alike: dict[tuple[Any, ...], list[tuple[Block, Part]]] = {}
-    facts = interpret_small(model, batch=2, sequence=5)
+    facts = infer_shapes_small(model, batch=2, sequence=5)
     frozen = {block for group in groups if group.why_not for block in group.blocks}
     forms = {block: _forms(block, facts, model.opset_imports) for block in blocks}
     for block, part in zip(blocks, parts, strict=True):
@@ -75,7 +75,7 @@ def time_blocks(
     return found
 
 
-def _forms(block: Block, facts: Facts, opsets: Mapping[str, int]) -> tuple[Emission, ...]:
+def _forms(block: Block, facts: ShapeInfo, opsets: Mapping[str, int]) -> tuple[Emission, ...]:
     """The operators that a block can be written in, where it stands in the whole model."""
     if isinstance(block, FeedForwardBlock):
         return () if gelu_refusal(block, facts, opsets) else ("gelu",)

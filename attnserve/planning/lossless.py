@@ -26,15 +26,15 @@ from attnserve.planning.apply import apply_plan
 from attnserve.planning.plan import Plan
 from attnserve.runtime.interleaved_timer import time_functions
 from attnserve.runtime.session import Batch, open_session, run
-from graph_passes.analysis.shapes import interpret_small
+from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.errors import AttnserveError, CannotRewrite
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.passes.fold_biases import FoldBiases
 from graph_passes.passes.fuse_attention import (
     IDIOMS,
     OPSETS,
-    Form,
     FuseAttention,
+    FusedOperator,
     fusion_refusal,
 )
 from graph_passes.passes.fuse_gelu import FuseGelu, gelu_refusal
@@ -42,7 +42,7 @@ from graph_passes.passes.fuse_residuals import FuseResiduals
 
 __all__ = ["LEAST_COSINE", "LEAST_GAIN", "MOST_ERROR", "Exact", "exact_plan", "rewrite_exactly"]
 
-FORMS: Sequence[Form] = ("onnx", "attention", "multi_head")
+FORMS: Sequence[FusedOperator] = ("onnx", "attention", "multi_head")
 """The first that fits is taken, in the order of their speed on the CPU provider."""
 
 LEAST_COSINE = 1 - 1e-6
@@ -86,20 +86,20 @@ class Exact:
     speedup: float
 
 
-def exact_plan(graph: ir.Model, forms: Sequence[Form] = FORMS) -> Plan:
+def exact_plan(graph: ir.Model, forms: Sequence[FusedOperator] = FORMS) -> Plan:
     """Every block that can be, as one operator; each attention in the first of ``forms`` that fits.
 
     Raises:
         CannotRewrite: There is none.
     """
-    facts, opsets = interpret_small(graph, batch=2, sequence=5), dict(graph.opset_imports)
+    facts, opsets = infer_shapes_small(graph, batch=2, sequence=5), dict(graph.opset_imports)
     with suppress(CannotRewrite):
         newest = graph.clone()
         raise_opset(newest, max(OPSETS.values()))
         opsets = dict(newest.opset_imports)
     reading = read_attention(graph)
     reasons = [miss.reason for miss in reading.unmatched]
-    chosen: dict[str, Form] = {}
+    chosen: dict[str, FusedOperator] = {}
     for block in reading.blocks:
         if block.graph is not graph.graph or block.idiom in IDIOMS.values():
             continue

@@ -1,4 +1,4 @@
-"""Turn a request for rewrites into a plan, measuring on data what the request leaves open."""
+"""RotaryTerm a request for rewrites into a plan, measuring on data what the request leaves open."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from attnserve.planning.head_selection import (
 from attnserve.planning.mixing import choose_head_size, widest_head
 from attnserve.planning.plan import Plan
 from attnserve.runtime.session import Batch
-from graph_passes.blocks import AttentionBlock
+from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.context import GraphContext
 from graph_passes.errors import CannotRewrite, InvalidArgument, InvalidModel, Refusal
-from graph_passes.matching.feed_forward import FeedForwardBlock, find_feed_forward
+from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.base import AttentionPass
 from graph_passes.passes.collaborate import Collaborate, SharedDimensions, sharing_refusal
@@ -160,7 +160,7 @@ def plan_request(
     length: int = 128,
     longest: int | None = None,
 ) -> PlannedRequest:
-    """Turn a request into a plan.
+    """RotaryTerm a request into a plan.
 
     Args:
         report: The certified attention of ``model``.

@@ -27,7 +27,7 @@ import pytest
 from attnserve.checks.certify import SHAPES, read_attention
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.constants import constant_array, is_constant
-from graph_passes.analysis.shapes import Facts, bind_axes, interpret
+from graph_passes.analysis.shapes import ShapeInfo, bind_axes, infer_shapes_at
 from graph_passes.blocks import AttentionBlock
 from graph_passes.emit.editing import exposing
 from graph_passes.matching.find import find_attention
@@ -345,11 +345,11 @@ def one_of(rng: Rng, things: Sequence[Any]) -> Any:
     return things[int(rng.integers(len(things)))] if things else None
 
 
-def known(model: ir.Model) -> Facts:
-    return interpret(model, bind_axes(model.graph, batch=2, sequence=5))
+def known(model: ir.Model) -> ShapeInfo:
+    return infer_shapes_at(model, bind_axes(model.graph, batch=2, sequence=5))
 
 
-def tensors(model: ir.Model, facts: Facts) -> list[ir.Value]:
+def tensors(model: ir.Model, facts: ShapeInfo) -> list[ir.Value]:
     """What nodes make of floats, two axes or more; the tokens where nothing is."""
     made = [value for node in model.graph for value in node.outputs]
     found = [

@@ -16,7 +16,7 @@ import onnx_ir as ir
 from attnserve.checks.certify import read_attention
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.constants import constant_array, constant_type, origin
-from graph_passes.analysis.shapes import interpret_small
+from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.blocks import AttentionBlock
 from graph_passes.emit.attention import heads_apart
 from graph_passes.emit.editing import Inserter
@@ -208,7 +208,7 @@ def masked(model: ir.Model, masks: Mapping[str, Sequence[int]]) -> ir.Model:
 def grafted(model: ir.Model, edges: Mapping[str, Mapping[int, tuple[str, int]]]) -> ir.Model:
     """What reuse means, with nothing taken away: probabilities replaced head by head."""
     blocks = {block.name: block for block in find_attention(model)[0]}
-    facts = interpret_small(model, batch=2, sequence=5)
+    facts = infer_shapes_small(model, batch=2, sequence=5)
     new: list[tuple[AttentionBlock, ir.Value]] = []
     for name, heads in edges.items():
         block = blocks[name]

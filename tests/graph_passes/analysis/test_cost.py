@@ -7,7 +7,7 @@ import onnx_ir as ir
 import pytest
 
 from graph_passes.analysis.cost import Cost, Polynomial, break_even, macs_at, model_cost
-from graph_passes.analysis.shapes import bind_axes, interpret
+from graph_passes.analysis.shapes import bind_axes, infer_shapes_at
 from graph_passes.factorize.cp import CollaborativeFactors
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.collaborate import Collaborate
@@ -319,5 +319,5 @@ def test_no_break_even() -> None:
 )
 def test_fused_operators_count_their_products(text: str, inputs: str, macs: int) -> None:
     model = graph(f"\n {text}", inputs=inputs, output="float[a, b, c] out")
-    facts = interpret(model, bind_axes(model.graph, batch=2, sequence=5))
+    facts = infer_shapes_at(model, bind_axes(model.graph, batch=2, sequence=5))
     assert macs_at(facts, model.graph) == (macs, ())

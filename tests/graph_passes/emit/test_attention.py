@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from graph_passes.analysis.shapes import Facts, interpret_small
+from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small
 from graph_passes.blocks import AttentionBlock
 from graph_passes.emit.attention import (
     emit_context,
@@ -47,9 +47,9 @@ ORDERS = ((0, 1, 2), (2, 0), (1,), (1, 1, 0))
 """All heads, some in another order, one, and one of them twice."""
 
 
-def read(model: ir.Model) -> tuple[AttentionBlock, Facts]:
+def read(model: ir.Model) -> tuple[AttentionBlock, ShapeInfo]:
     (block,), _ = find_attention(model)
-    return block, interpret_small(model, batch=2, sequence=5)
+    return block, infer_shapes_small(model, batch=2, sequence=5)
 
 
 def inserter(block: AttentionBlock) -> Inserter:
@@ -265,13 +265,13 @@ def test_flattened_tokens_are_refused() -> None:
 
 def test_heads_of_another_number_of_turned_elements_are_refused() -> None:
     block, _ = read(case_model("rotary"))
-    turns = list(block.q.turns)
+    turns = list(block.q.rotary_terms)
     gain = turns[1].gain.copy()
     gain[0, 2:] = 0
     columns = turns[0].columns.copy()
     columns[0] = columns[0, 0]
     turns = [replace(turns[0], columns=columns), replace(turns[1], gain=gain * 0)]
-    block = replace(block, q=replace(block.q, turns=tuple(turns)))
+    block = replace(block, q=replace(block.q, rotary_terms=tuple(turns)))
     assert why_not(block) == "its positions turn some heads by more elements than others"
 
 

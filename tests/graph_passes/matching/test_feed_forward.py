@@ -14,9 +14,10 @@ import pytest
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.constants import constant_array, constant_type
 from graph_passes.analysis.cost import model_cost, parameters
+from graph_passes.blocks import FeedForwardBlock
 from graph_passes.emit.editing import Inserter
 from graph_passes.errors import CannotRewrite
-from graph_passes.matching.feed_forward import FeedForwardBlock, find_feed_forward
+from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.passes.prune_neurons import PruneNeurons, why_not
 from tests.architectures import Cell
 from tests.graph_passes.graphs import PLAIN_INPUT, D, feeds, graph, run, text_of

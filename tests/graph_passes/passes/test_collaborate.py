@@ -14,7 +14,7 @@ import pytest
 
 from attnserve.checks.certify import read_attention
 from graph_passes.analysis.cost import macs_at, model_cost
-from graph_passes.analysis.shapes import bind_axes, interpret
+from graph_passes.analysis.shapes import bind_axes, infer_shapes_at
 from graph_passes.blocks import AttentionBlock
 from graph_passes.emit.collaborative import most_read, padded_head_size
 from graph_passes.errors import CannotRewrite, InvalidArgument
@@ -86,7 +86,7 @@ def test_rewritten_graph_is_read_back_as_what_it_is(layout: str, rank: int) -> N
 
 def test_shared_dimensions_are_no_positions() -> None:
     block = only(collaborate(attention(), 5))
-    assert (block.position, block.q.turns) == ("none", ())
+    assert (block.position, block.q.rotary_terms) == ("none", ())
 
 
 def test_factors_survive_the_way_into_the_graph_and_back() -> None:
@@ -105,7 +105,7 @@ def test_true_cost_is_read_back() -> None:
     model = collaborate(attention(), rank)
     block = only(model)
     macs, uncounted = macs_at(
-        interpret(model, bind_axes(model.graph, batch=1, sequence=S)), block.nodes
+        infer_shapes_at(model, bind_axes(model.graph, batch=1, sequence=S)), block.nodes
     )
     projections = S * (2 * D * rank + 2 * D * H * V)
     assert uncounted == ()
@@ -445,7 +445,7 @@ def test_sparse_mixing_costs_what_it_says() -> None:
     """S(2DR + D) for q and k, D H for the content, S H K' to mix, S^2 H (K' + V) with K' = 4."""
     rank, S, V = 5, 7, 2
     model = sparse(attention(), rank, 3)
-    facts = interpret(model, bind_axes(model.graph, batch=1, sequence=S))
+    facts = infer_shapes_at(model, bind_axes(model.graph, batch=1, sequence=S))
     macs, uncounted = macs_at(facts, only(model).nodes)
     assert uncounted == ()
     read = S * (2 * D * rank + D + D * H) + S * H * 4

@@ -11,7 +11,7 @@ import pytest
 from graph_passes.blocks import Capped
 from graph_passes.errors import CannotRewrite
 from graph_passes.matching.find import find_attention
-from graph_passes.matching.operators import FUSED as FUSED_NAMES
+from graph_passes.matching.operators import FUSED_OPERATORS as FUSED_NAMES
 from graph_passes.passes.collaborate import Collaborate, factor
 from graph_passes.passes.collaborate import why_not as collaborate_why_not
 from graph_passes.passes.decompose_attention import DecomposeAttention, why_not

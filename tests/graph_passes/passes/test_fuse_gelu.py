@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from graph_passes.analysis.shapes import interpret_small
+from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.errors import CannotRewrite
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.passes.fuse_gelu import FuseGelu, why_not
@@ -90,7 +90,7 @@ def test_what_is_nearly_a_gelu_is_left_alone(activation: str):
 def test_why_not(form: str, reason: str):
     model = build(FORMS[form])
     (block,) = find_feed_forward(model)
-    facts = interpret_small(model, batch=2, sequence=5)
+    facts = infer_shapes_small(model, batch=2, sequence=5)
     assert reason in why_not(block, facts, model.opset_imports)
     with pytest.raises(CannotRewrite, match=reason):
         FuseGelu([block.name])(model)

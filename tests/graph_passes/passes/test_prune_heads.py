@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 import pytest
+from graph_passes.passes.refusals import prune as why_not
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +18,6 @@ from graph_passes.analysis.cost import model_cost
 from graph_passes.errors import CannotRewrite, InvalidArgument
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.prune_heads import PruneHeads
-from graph_passes.passes.refusals import prune as why_not
 from tests.graph_passes.graphs import (
     BOOL_MASK,
     FLOAT_MASK,

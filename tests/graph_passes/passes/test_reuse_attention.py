@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import onnx_ir as ir
 import pytest
+from graph_passes.passes.refusals import reuse as why_not
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +19,6 @@ from graph_passes.errors import CannotRewrite, InvalidArgument
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.decompose_attention import DecomposeAttention
 from graph_passes.passes.prune_heads import PruneHeads
-from graph_passes.passes.refusals import reuse as why_not
 from graph_passes.passes.reuse_attention import Edges, ReuseAttention
 from tests.graph_passes.graphs import (
     BOOL_MASK,

@@ -8,7 +8,7 @@ import pytest
 
 from attnserve.checks.certify import read_attention
 from graph_passes.analysis.cost import model_cost
-from graph_passes.analysis.shapes import interpret_small
+from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.emit.editing import remove_unused
 from graph_passes.errors import CannotRewrite, InvalidArgument
 from graph_passes.matching.find import find_attention
@@ -168,7 +168,7 @@ def test_skipped_attention_is_found_and_refilled(layout: str, kind: str) -> None
     np.testing.assert_array_equal(gap.affine.bias, MAPS[kind].bias)
     assert (gap.affine.weight is None) == (kind == "a constant")
     other = AffineMap(-np.eye(D, dtype=np.float32), 2 * MAP.bias)
-    refill(gap, other, interpret_small(model, batch=2, sequence=5))
+    refill(gap, other, infer_shapes_small(model, batch=2, sequence=5))
     remove_unused(model)
     arrays = feeds(attention(constants=LAID_OUT, **LAYOUTS[layout]))
     expected = applied(other, arrays["x"])
