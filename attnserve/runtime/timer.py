@@ -190,9 +190,7 @@ def _frontier(
         node, tensor = value.producer(), info.known.get(value)
         dtype = value.dtype if tensor is None else tensor.dtype
         counts = dtype is not None and dtype.is_integer()
-        if (
-            tensor is not None and tensor.constant is not None
-        ):  # K of 1 / sqrt(K), from a Shape
+        if tensor is not None and tensor.constant is not None:  # K of 1 / sqrt(K), from a Shape
             counts = counts or tensor.constant.size <= 1
         if node is None or (value in varying and not (value in dependent or counts)):
             if value in varying:

@@ -16,7 +16,7 @@ from onnx import external_data_helper, numpy_helper, parser
 
 import attnserve
 from attnserve.checks.compare import verify
-from attnserve.cli import main
+from attnserve.cli.app import main
 from attnserve.models.artifact import fingerprint, load_model, open_artifact, save_model
 from attnserve.models.opset import raise_opset
 from attnserve.planning.lossless import rewrite_exactly
