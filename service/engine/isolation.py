@@ -340,7 +340,7 @@ def _answer(asked: dict[str, Any]) -> dict[str, Any]:
 
 def _rewritten(asked: dict[str, Any]) -> dict[str, Any]:
     """What came of rewriting it: the file is there where "rewritten" is true."""
-    from attnserve.planning.lossless import rewrite_exactly
+    from attnserve.planning.lossless import fuse_lossless
 
     try:
         artifact = _artifact(asked)
@@ -350,7 +350,7 @@ def _rewritten(asked: dict[str, Any]) -> dict[str, Any]:
         if size > MOST_BYTES:
             why = f"it holds {size / 1e9:.1f} GB of weights, more than {MOST_BYTES / 1e9:g}"
             return {"rewritten": False, "why": why}
-        found = rewrite_exactly(
+        found = fuse_lossless(
             artifact, Path(asked["rewrite"]), provider=asked["provider"], threads=asked["threads"]
         )
     except AttnserveError as error:

@@ -119,7 +119,7 @@ def test_a_model_that_is_not_probed_is_not_rewritten(bert: Path) -> None:
 
 
 def test_switched_off_nothing_is_tried(bert: Path, child: Child, tmp_path: Path) -> None:
-    child("lossless.rewrite_exactly = None")
+    child("lossless.fuse_lossless = None")
     one = prover(tmp_path / "rewritten", rewrite=False)
     assert one.prove(open_artifact(bert)) == Proven(
         one.identify(open_artifact(bert)).identity, None, probe.AS_IT_IS
@@ -180,15 +180,15 @@ def test_files_of_what_is_loaded_stay_and_others_go(bert: Path, tmp_path: Path, 
 
 
 BREAKS: Mapping[str, tuple[str, str]] = {
-    "crashes": ("import os; lossless.rewrite_exactly = lambda *a, **k: os.abort()",
+    "crashes": ("import os; lossless.fuse_lossless = lambda *a, **k: os.abort()",
                 "the process that tried it ended with -6"),
     "hangs": ("import time; service.engine.isolation.REWRITE_S = 1;"
-              " lossless.rewrite_exactly = lambda *a, **k: time.sleep(60)",
+              " lossless.fuse_lossless = lambda *a, **k: time.sleep(60)",
               "it took too long"),
     "is wrong": ("lossless.LEAST_COSINE = 2", "would be another at 1 x 1"),
     "is slower": ("lossless.LEAST_GAIN = 1e9", "x as fast: at least 1000000000.0x is worth"),
-    "has a defect": ("lossless.exact_plan = None", "TypeError: 'NoneType' object is not"),
-    "babbles": ("lossless.rewrite_exactly = lambda *a, **k: print('{') or sys.exit(0)\n"
+    "has a defect": ("lossless.fusion_plan = None", "TypeError: 'NoneType' object is not"),
+    "babbles": ("lossless.fuse_lossless = lambda *a, **k: print('{') or sys.exit(0)\n"
                 "import sys", "the process that tried it ended with 0"),
 }  # fmt: skip
 
@@ -208,7 +208,7 @@ def test_whatever_its_rewriting_does_the_model_is_served_as_it_is(
 def test_a_probe_that_runs_out_of_time_in_its_rewriting_has_proven_the_model(
     bert: Path, child: Child, tmp_path: Path
 ) -> None:
-    child("import time; lossless.rewrite_exactly = lambda *a, **k: time.sleep(60)")
+    child("import time; lossless.fuse_lossless = lambda *a, **k: time.sleep(60)")
     found = prover(tmp_path / "rewritten", timeout_s=12).prove(open_artifact(bert))
     assert found.operators == {"rewritten": False, "why": "it took too long"}
 
