@@ -85,7 +85,13 @@ def run(folder: Path, console: Console) -> None:
             )  # fmt: skip
             update(1, 1)
         update = step(f"measure at {', '.join(map(str, LENGTHS))} tokens")
-        bench = attnserve.bench(paths, batches=[1], sequences=LENGTHS, threads=1, progress=update)
+        bench = attnserve.bench(
+            paths,
+            batches=[1],
+            sequences=LENGTHS,
+            threads=1,
+            progress=lambda what, done, total: update(done, total),
+        )
         done = step("serve, and ask over HTTP")
         answer = ask(paths[-1])
         done(1, 1)

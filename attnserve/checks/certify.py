@@ -113,6 +113,7 @@ def require_finite_weights(model: ir.Model) -> None:
             raise InvalidModel(
                 f"the weight {name!r} {tuple(array.shape)} holds a value that is NaN or infinite",
                 "export the model again from a sound checkpoint",
+                code="model.not_finite",
             )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -338,7 +339,7 @@ def _resample(
     count: int, statistic: Callable[[Int[np.ndarray, "M N"]], np.ndarray], seed: int
 ) -> Float[np.ndarray, " M"]:
     """The finite values of a statistic on ``RESAMPLES`` bootstrap samples of 0 .. count - 1."""
-    from scipy.stats import bootstrap
+    from scipy.stats import DegenerateDataWarning, bootstrap
 
     if count < 2:
         return statistic(np.zeros((1, count), int))
@@ -346,7 +347,9 @@ def _resample(
     def resampled(rows: Int[np.ndarray, "M N"], axis: int) -> np.ndarray:
         return statistic(rows)
 
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore"), warnings.catch_warnings():
+        # Constant samples have no correlation: they are removed below.
+        warnings.simplefilter("ignore", DegenerateDataWarning)
         result = bootstrap(
             (np.arange(count),),
             resampled,

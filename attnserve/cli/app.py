@@ -590,7 +590,8 @@ def plan(
         return
     _show_plan(report)
     assert report.output is not None
-    _line(f"wrote {report.output}, {report.output.with_suffix('.svg')}")
+    plot = report.output.with_suffix(".svg")
+    _line(f"wrote {report.output}" + (f", {plot}" if plot.exists() else ""))
 
 
 def _allowed(text: str | None) -> list[Any]:
@@ -1157,8 +1158,25 @@ def _model_names(models: Sequence[Path]) -> tuple[list[str], list[str]]:
     return numbers, [f"{n}: {model}" for n, model in zip(numbers, models, strict=True)]
 
 
+OPTIONS = {"sequence": "--seq", "sequences": "--seq", "batches": "--batch"}
+"""Options whose name differs from the Python parameter."""
+
+
+def _with_options(text: str) -> str:
+    """Replace parameters of the Python API in backticks by the options of the command line."""
+    command: Any = typer.main.get_command(app)
+    known = {name for each in command.commands.values() for p in each.params for name in p.opts}
+
+    def option(match: re.Match[str]) -> str:
+        name = OPTIONS.get(match[1], "--" + match[1].replace("_", "-"))
+        return name if name in known else match[0]
+
+    return re.sub(r"`([a-z_]+)`", option, text)
+
+
 def _show(error: AttnserveError) -> None:
-    _say(f"error: {error.what}" + (f"\n  {error.fix}" if error.fix else ""))
+    what, fix = _with_options(error.what), _with_options(error.fix)
+    _say(f"error: {what}" + (f"\n  {fix}" if fix else ""))
 
 
 def _print_json(value: dict[str, Any]) -> None:

@@ -144,12 +144,15 @@ def open_artifact(path: Path, shared: Path | None = None) -> Artifact:
                 raise InvalidModel(
                     f"{path}: expected model.onnx in this folder, found {len(found)} .onnx files",
                     "name the .onnx file itself",
+                    code="artifact.model_count",
                 )
             model = found[0]
     elif path.is_file():
         model = path
     else:
-        raise InvalidModel(f"{path}: no such file or folder", "check the path")
+        raise InvalidModel(
+            f"{path}: no such file or folder", "check the path", code="artifact.missing"
+        )
     record = _read_record(model)
     if not record and shared is not None and (shared / RECORD).is_file():
         record = _parse_record(shared / RECORD)
@@ -167,15 +170,23 @@ def check_files(artifact: Artifact) -> None:
     for name, expected in artifact.record.get("files", {}).items():
         path = artifact.folder / name
         if Path(name).name != name or not isinstance(expected, str):
-            raise InvalidModel(f"{record}: 'files' names {name!r}: expected a file beside it")
+            raise InvalidModel(
+                f"{record}: 'files' names {name!r}: expected a file beside it",
+                code="artifact.file_name",
+            )
         if not path.is_file():
-            raise InvalidModel(f"{path}: missing, and {record.name} names it", "copy it again")
+            raise InvalidModel(
+                f"{path}: missing, and {record.name} names it",
+                "copy it again",
+                code="artifact.file_missing",
+            )
         found = sha256(path)
         if found != expected.lower():
             raise InvalidModel(
                 f"{path}: not the file that {record.name} describes: its sha256 is {found[:12]}..,"
                 f" expected {expected[:12]}..",
                 "copy the whole artifact again, or export or optimize it again",
+                code="artifact.checksum",
             )
 
 
@@ -196,16 +207,27 @@ def load_model(source: Artifact | Path, *, in_place: bool = False) -> ir.Model:
         if proto is None:
             proto = onnx.load(path, format="protobuf", load_external_data=False)
     except OSError as error:
-        raise InvalidModel(f"{path}: cannot be read: {error.strerror}", "check the path") from error
+        raise InvalidModel(
+            f"{path}: cannot be read: {error.strerror}",
+            "check the path",
+            code="artifact.unreadable",
+        ) from error
     except Exception as error:  # protobuf's DecodeError, UnicodeDecodeError, ...
         raise InvalidModel(
             f"{path}: not an ONNX file, or a truncated one ({path.stat().st_size} bytes)",
             "download or export it again",
+            code="artifact.not_onnx",
         ) from error
     if not proto.HasField("graph") or not (proto.graph.node or proto.graph.output):
-        raise InvalidModel(f"{path}: not an ONNX file: it holds no graph", "export it again")
+        raise InvalidModel(
+            f"{path}: not an ONNX file: it holds no graph",
+            "export it again",
+            code="artifact.not_onnx",
+        )
     if not proto.opset_import:
-        raise InvalidModel(f"{path}: names no opset, or is truncated", "export it again")
+        raise InvalidModel(
+            f"{path}: names no opset, or is truncated", "export it again", code="artifact.no_opset"
+        )
     for tensor in _tensors(proto):
         _check_tensor(path, tensor)
     try:
@@ -214,6 +236,7 @@ def load_model(source: Artifact | Path, *, in_place: bool = False) -> ir.Model:
         raise InvalidModel(
             f"{path}: the graph is not well formed: {str(error)[:300]}",
             "check it with onnx.checker.check_model, or export it again",
+            code="artifact.malformed",
         ) from error
     ir.external_data.set_base_dir(model.graph, path.parent)
     try:
@@ -222,6 +245,7 @@ def load_model(source: Artifact | Path, *, in_place: bool = False) -> ir.Model:
         raise InvalidModel(
             f"{path}: the graph is not well formed: {str(error)[:300]}",
             "check it with onnx.checker.check_model, or export it again",
+            code="artifact.malformed",
         ) from error
     return model
 
@@ -309,13 +333,19 @@ def check_output(path: Path, *, source: Path | None = None, force: bool = False)
     if source is not None and _same(path, source):
         raise _is_the_input(path)
     if path.exists() and not force and not (path.is_dir() and not any(path.iterdir())):
-        raise InvalidOutput(f"{path}: exists already", "choose another -o, or add --force")
+        raise InvalidOutput(
+            f"{path}: exists already",
+            "choose another `output`, or set `force`",
+            code="output.exists",
+        )
     parent = path.parent
     while not parent.exists():
         parent = parent.parent
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise InvalidOutput(
-            f"{path}: {parent} is not a folder that can be written", "choose another -o"
+            f"{path}: {parent} is not a folder that can be written",
+            "choose another `output`",
+            code="output.not_writable",
         )
 
 
@@ -336,7 +366,9 @@ def staged(folder: Path) -> Generator[Path]:
             stage = Path(tempfile.mkdtemp(prefix=".attnserve-", dir=folder))
         except OSError as error:
             raise InvalidOutput(
-                f"{folder}: cannot be written: {error.strerror}", "choose another -o"
+                f"{folder}: cannot be written: {error.strerror}",
+                "choose another `output`",
+                code="output.not_writable",
             ) from error
         yield stage
         try:
@@ -345,12 +377,15 @@ def staged(folder: Path) -> Generator[Path]:
                 path.replace(folder / path.name)
         except OSError as error:
             raise InvalidOutput(
-                f"{folder}: writing failed: {error.strerror}", "choose another -o"
+                f"{folder}: writing failed: {error.strerror}",
+                "choose another `output`",
+                code="output.not_writable",
             ) from error
     except OSError as error:  # of the work inside: most often a full disk
         raise InvalidOutput(
             f"{folder}: writing failed: {error.strerror or error}",
-            "free some space, or choose another -o",
+            "free some space, or choose another `output`",
+            code="output.write_failed",
         ) from error
     finally:
         if stage is not None:
@@ -413,17 +448,21 @@ def _parse_record(path: Path) -> dict[str, Any]:
     try:
         parsed: Any = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
     except (OSError, ValueError, RecursionError) as error:
-        raise InvalidModel(f"{path}: not valid JSON: {error}", fix) from error
+        raise InvalidModel(
+            f"{path}: not valid JSON: {error}", fix, code="artifact.record"
+        ) from error
     if not isinstance(parsed, dict):
-        raise InvalidModel(f"{path}: expected a JSON object", fix)
+        raise InvalidModel(f"{path}: expected a JSON object", fix, code="artifact.record")
     record = cast(dict[str, Any], parsed)
     others: Any = record.get("others", {})
     if not isinstance(others, dict):
-        raise InvalidModel(f"{path}: 'others': expected a JSON object", fix)
+        raise InvalidModel(f"{path}: 'others': expected a JSON object", fix, code="artifact.record")
     for each in (record, *cast(dict[str, Any], others).values()):
         for key, kind, name in (("lineage", list, "list"), ("files", dict, "object")):
             if not isinstance(each, dict) or not isinstance(each.get(key, kind()), kind):
-                raise InvalidModel(f"{path}: {key!r}: expected a JSON {name}", fix)
+                raise InvalidModel(
+                    f"{path}: {key!r}: expected a JSON {name}", fix, code="artifact.record"
+                )
     return record
 
 
@@ -444,7 +483,9 @@ def _same(path: Path, other: Path) -> bool:
 
 def _is_the_input(path: Path) -> InvalidOutput:
     return InvalidOutput(
-        f"{path}: the output is the input", "give another path with -o: inputs are never changed"
+        f"{path}: the output is the input",
+        "choose another `output`: inputs are never changed",
+        code="output.is_input",
     )
 
 
@@ -456,9 +497,15 @@ def _check_tensor(path: Path, tensor: onnx.TensorProto) -> None:
     except (TypeError, ValueError):  # strings have no width, other numbers are no type
         if tensor.data_type == onnx.TensorProto.STRING:
             return
-        raise InvalidModel(f"{where} has no known data type", "export it again") from None
+        raise InvalidModel(
+            f"{where} has no known data type", "export it again", code="artifact.weight_type"
+        ) from None
     if min(tensor.dims, default=0) < 0:
-        raise InvalidModel(f"{where} has a negative size {list(tensor.dims)}", "export it again")
+        raise InvalidModel(
+            f"{where} has a negative size {list(tensor.dims)}",
+            "export it again",
+            code="artifact.weight_shape",
+        )
     expected = math.ceil(math.prod(tensor.dims) * bits / 8)
     if tensor.data_location == onnx.TensorProto.EXTERNAL:
         _check_external(path, tensor, expected)
@@ -471,6 +518,7 @@ def _check_tensor(path: Path, tensor: onnx.TensorProto) -> None:
         raise InvalidModel(
             f"{where} of shape {list(tensor.dims)} has {found or 0} bytes, expected {expected}",
             "the file is damaged: download or export it again",
+            code="artifact.weight_size",
         )
 
 
@@ -492,24 +540,35 @@ def _check_external(path: Path, tensor: onnx.TensorProto, expected: int) -> None
         raise InvalidModel(
             f"{where} is at {location!r}: expected a file inside the model's folder",
             "do not use this file: a model must not read outside its own folder",
+            code="artifact.external_outside",
         )
     data = folder / relative
     if not data.is_file():
-        raise InvalidModel(f"{where} is missing: {location}", f"put {location} beside the model")
+        raise InvalidModel(
+            f"{where} is missing: {location}",
+            f"put {location} beside the model",
+            code="artifact.external_missing",
+        )
     try:
         offset = int(facts.get("offset", "0"))
         length = int(facts.get("length", expected))
     except ValueError as error:
-        raise InvalidModel(f"{where} has a broken offset or length", "export it again") from error
+        raise InvalidModel(
+            f"{where} has a broken offset or length",
+            "export it again",
+            code="artifact.external_offset",
+        ) from error
     if offset < 0 or length != expected:
         raise InvalidModel(
             f"{where} has offset {offset} and {length} bytes, its shape needs {expected}",
             "the model and its data do not belong together: copy both again",
+            code="artifact.external_offset",
         )
     if offset + length > data.stat().st_size:
         raise InvalidModel(
             f"{where} ends at byte {offset + length}, but {location} has {data.stat().st_size}",
             "the data file is truncated: copy it again",
+            code="artifact.external_truncated",
         )
 
 

@@ -65,7 +65,7 @@ def load_inputs(
         InvalidData: Empty, unreadable, or not what the model takes; or no tokenizer for a text.
     """
     if not path.exists():
-        raise InvalidData(f"{path}: no such file", "check the path")
+        raise InvalidData(f"{path}: no such file", "check the path", code="data.missing")
     wanted = _wanted(model)
     size = _batch_size(model)
     if path.is_dir() or path.suffix.lower() == ".npz":
@@ -77,7 +77,8 @@ def load_inputs(
         if encoder_path is None:
             raise InvalidData(
                 f"{artifact.folder}: no tokenizer.json beside the model, and {path.name} is text",
-                "give one with --tokenizer, or calibrate on an .npz of input arrays",
+                "pass one as `tokenizer`, or use an .npz of input arrays",
+                code="data.no_tokenizer",
             )
         encoder = load_tokenizer(encoder_path, max_length=artifact.max_length)
         encodings = encoder.encode(read_sentences(path))
@@ -140,7 +141,11 @@ def _read_arrays(path: Path, wanted: Mapping[str, np.dtype[Any]]) -> list[Batch]
     """One entry a row, each input with a leading axis of one."""
     files = sorted(path.glob("*.npz")) if path.is_dir() else [path]
     if not files:
-        raise InvalidData(f"{path}: no .npz file in this folder", "name a text or an .npz")
+        raise InvalidData(
+            f"{path}: no .npz file in this folder",
+            "pass a text file or an .npz",
+            code="data.no_npz",
+        )
     rows: list[Batch] = []
     for file in files:
         try:
@@ -148,7 +153,9 @@ def _read_arrays(path: Path, wanted: Mapping[str, np.dtype[Any]]) -> list[Batch]
                 arrays = {name: archive[name] for name in archive.files}
         except Exception as error:  # numpy and zipfile raise many kinds
             raise InvalidData(
-                f"{file}: not an .npz of arrays: {error}", "write it with numpy.savez"
+                f"{file}: not an .npz of arrays: {error}",
+                "write it with numpy.savez",
+                code="data.not_npz",
             ) from error
         missing, extra = (
             sorted(wanted.keys() - arrays.keys()),
@@ -159,17 +166,21 @@ def _read_arrays(path: Path, wanted: Mapping[str, np.dtype[Any]]) -> list[Batch]
                 f"{file}: expected the arrays {', '.join(wanted)}; "
                 f"missing {missing or 'none'}, not an input {extra or 'none'}",
                 "name the arrays as the model names its inputs",
+                code="data.array_names",
             )
         counts = {name: array.shape[0] if array.ndim else 0 for name, array in arrays.items()}
         if len(set(counts.values())) != 1 or not min(counts.values()):
             raise InvalidData(
-                f"{file}: arrays have {counts} rows", "give every input the same number of rows"
+                f"{file}: arrays have {counts} rows",
+                "give every input the same number of rows",
+                code="data.array_rows",
             )
         for name, dtype in wanted.items():
             if arrays[name].dtype.kind != dtype.kind:
                 raise InvalidData(
                     f"{file}: {name!r} is {arrays[name].dtype}, the model takes {dtype}",
                     "convert the array",
+                    code="data.array_type",
                 )
         for row in range(next(iter(counts.values()))):
             rows.append(

@@ -50,7 +50,9 @@ def example_inputs(
     """
     for option, size in (("batch", batch), ("sequence", sequence)):
         if size < 1:
-            raise InvalidArgument(f"{option} is {size}: expected at least 1", f"raise {option}")
+            raise InvalidArgument(
+                f"{option} is {size}: expected at least 1", f"raise {option}", code="inputs.range"
+            )
     random = np.random.default_rng(seed)
     lengths = random.integers((sequence + 1) // 2, sequence, size=batch, endpoint=True)
     lengths[0] = sequence
@@ -106,6 +108,7 @@ def _shape(value: ir.Value, batch: int, sequence: int) -> tuple[int, ...]:
         raise InvalidModel(
             f"input {value.name!r} has no shape: its values cannot be made",
             "export the model again, with shapes",
+            code="inputs.no_shape",
         )
     # Of an image or a hidden state the fixed axes are not tokens; of a vector they may be anything.
     rank, holds_tokens = len(value.shape), _dtype(value).kind in "iub"
@@ -118,6 +121,7 @@ def _shape(value: ir.Value, batch: int, sequence: int) -> tuple[int, ...]:
             raise InvalidArgument(
                 f"input {value.name!r} has a fixed {option} of {size}, asked for {asked}",
                 f"use {option} {size}, or export the model with a dynamic axis",
+                code="inputs.fixed_axis",
             )
         shape.append(size)
     return tuple(shape)
@@ -131,6 +135,7 @@ def _content(value: ir.Value, shape: tuple[int, ...], random: np.random.Generato
         raise InvalidModel(
             f"input {value.name!r} is of type {value.dtype}: expected numbers",
             "export the model with numeric inputs",
+            code="inputs.type",
         )
     # Ones in a mask of floats are right twice: "keep" where it is a factor, and the same for every
     # key, which softmax ignores, where it is added to the scores.
@@ -146,6 +151,7 @@ def _content(value: ir.Value, shape: tuple[int, ...], random: np.random.Generato
             raise InvalidArgument(
                 f"sequence {shape[-1]} is longer than the {bound} positions of the model",
                 f"use a sequence of at most {bound}",
+                code="inputs.too_long",
             )
         return np.broadcast_to(np.arange(shape[-1] if shape else 1), shape)
     return random.integers(0, FALLBACK_IDS if bound is None else bound, size=shape)

@@ -161,7 +161,8 @@ def export(
             except Exception as error:
                 raise InvalidModel(
                     f"{model}: the {exporter} exporter failed at opset {opset}: {_first(error)}",
-                    "try the other --exporter, --attention eager, or another --opset",
+                    "try the other `exporter`, eager `attention`, or another `opset`",
+                    code="export.failed",
                 ) from error
             save_model(graph, stage / "model.onnx")
             tokenizer.save_pretrained(scratch)
@@ -191,19 +192,22 @@ def export(
 
 def _check_options(task: str, exporter: str, opset: int, attention: str) -> None:
     for option, value, allowed in (
-        ("--task", task, TASKS),
-        ("--exporter", exporter, OPSETS),
-        ("--attention", attention, ("sdpa", "eager")),
+        ("task", task, TASKS),
+        ("exporter", exporter, OPSETS),
+        ("attention", attention, ("sdpa", "eager")),
     ):
         if value not in allowed:
             raise InvalidArgument(
-                f"{option} {value}: expected one of {', '.join(allowed)}", "choose one of them"
+                f"`{option}` is {value!r}: expected one of {', '.join(allowed)}",
+                "choose one of them",
+                code="export.choice",
             )
     opsets = OPSETS[exporter]
     if opset not in opsets:
         raise InvalidArgument(
-            f"--opset {opset}: the {exporter} exporter writes {opsets[0]} to {opsets[-1]}",
-            f"leave --opset out for {DEFAULT_OPSET[exporter]}",
+            f"`opset` is {opset}: the {exporter} exporter writes {opsets[0]} to {opsets[-1]}",
+            f"leave `opset` out for {DEFAULT_OPSET[exporter]}",
+            code="export.opset",
         )
 
 
@@ -216,13 +220,14 @@ def _require_torch() -> tuple[Any, Any]:
         raise MissingExtra(
             f"export runs the model in PyTorch, and {error.name or 'torch'} is not installed.",
             "pip install 'attnserve[torch]'",
+            code="extra.torch",
         ) from error
     return torch, transformers
 
 
 @contextlib.contextmanager
 def _quiet() -> Generator[None]:
-    """Exporters print, warn and log; stdout belongs to --json, and failures are exceptions."""
+    """Suppress what exporters print, warn and log; failures are exceptions."""
     silent = io.StringIO()
     disabled = logging.root.manager.disable
     with (
@@ -248,7 +253,9 @@ def _find(model: str) -> Path:
         return folder
     if folder.is_file():
         raise InvalidModel(
-            f"{model}: a file; expected a Hugging Face id or a folder", "give its folder"
+            f"{model}: a file; expected a Hugging Face id or a folder",
+            "give its folder",
+            code="export.not_folder",
         )
     from huggingface_hub import snapshot_download
 
@@ -264,6 +271,7 @@ def _find(model: str) -> Path:
             f"{model}: no such folder, and not found on the Hugging Face hub or in its cache"
             f" ({_first(error)})",
             "give a local folder with config.json, weights and tokenizer; or an id, and be online",
+            code="export.not_found",
         ) from error
     return found
 
@@ -276,7 +284,11 @@ def _load(transformers: Any, source: Path, task: Task, attention: Attention) -> 
         InvalidArgument: The model does not read tokens, or is an encoder-decoder.
     """
     if not (source / "config.json").is_file():
-        raise InvalidModel(f"{source}: holds no config.json", "give the folder of a saved model")
+        raise InvalidModel(
+            f"{source}: holds no config.json",
+            "give the folder of a saved model",
+            code="export.no_config",
+        )
     options = {"local_files_only": True, "trust_remote_code": False}
     try:
         config = transformers.AutoConfig.from_pretrained(source, **options)
@@ -285,6 +297,7 @@ def _load(transformers: Any, source: Path, task: Task, attention: Attention) -> 
             raise InvalidArgument(
                 f"{source}: {config.model_type} is an encoder-decoder, which is not exported yet",
                 "give an encoder or a decoder-only model",
+                code="export.encoder_decoder",
             )
         network, loading = getattr(transformers, task.auto_class).from_pretrained(
             source, config=config, attn_implementation=attention, dtype="float32",
@@ -299,6 +312,7 @@ def _load(transformers: Any, source: Path, task: Task, attention: Attention) -> 
             f"{source}: {config.model_type} does not read tokens alone: only text models are"
             " exported yet",
             "give a text encoder",
+            code="export.not_text",
         )
     # A pooler is not part of any exported output; anything else missing would be random numbers.
     random = sorted(k for k in loading["missing_keys"] if not k.rpartition("pooler.")[1])
@@ -306,7 +320,8 @@ def _load(transformers: Any, source: Path, task: Task, attention: Attention) -> 
         raise InvalidModel(
             f"{source}: {task.auto_class} needs {random[0]!r}, which the weights do not hold"
             f" ({len(random)} missing)",
-            "choose the --task that the model was trained for",
+            "choose the `task` that the model was trained for",
+            code="export.missing_weights",
         )
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
@@ -314,6 +329,7 @@ def _load(transformers: Any, source: Path, task: Task, attention: Attention) -> 
         raise InvalidModel(
             f"{source}: its tokenizer cannot be loaded: {_first(error)}",
             "put tokenizer.json and tokenizer_config.json into the folder",
+            code="export.tokenizer",
         ) from error
     # Without any of its files transformers makes up a tokenizer of nothing but special tokens.
     files = tokenizer.vocab_files_names.values()
@@ -321,6 +337,7 @@ def _load(transformers: Any, source: Path, task: Task, attention: Attention) -> 
         raise InvalidModel(
             f"{source}: holds no tokenizer that can be written as tokenizer.json",
             "put the model's tokenizer.json into the folder",
+            code="export.no_tokenizer",
         )
     return network.eval(), tokenizer
 
@@ -331,14 +348,24 @@ def _load_error(source: Path, attention: Attention, error: Exception) -> Invalid
         return InvalidModel(
             f"{source}: the model needs Python code of its own, which is never run",
             "choose a model whose architecture is part of transformers",
+            code="export.remote_code",
         )
     if attention == "sdpa" and "scaled_dot_product_attention" in text:
-        return InvalidModel(f"{source}: the model has no sdpa attention", "use --attention eager")
+        return InvalidModel(
+            f"{source}: the model has no sdpa attention",
+            "set `attention` to eager",
+            code="export.no_sdpa",
+        )
     if isinstance(error, OSError) and "no file named" in text:
-        return InvalidModel(f"{source}: holds no weights", "put model.safetensors into the folder")
+        return InvalidModel(
+            f"{source}: holds no weights",
+            "put model.safetensors into the folder",
+            code="export.no_weights",
+        )
     return InvalidModel(
         f"{source}: transformers cannot load it: {_first(error)}",
         "check config.json and the weights, or download the model again",
+        code="export.load",
     )
 
 
@@ -462,7 +489,8 @@ def _compare(
             raise CheckFailed(
                 f"the exported graph fails in ONNX Runtime at shape"
                 f" {feed['input_ids'].shape}: {_first(error)}",
-                "nothing was written: try the other --exporter or another --opset",
+                "nothing was written: try the other `exporter` or another `opset`",
+                code="export.does_not_run",
             ) from error
         for one, other in zip(expected, computed, strict=True):
             reference = one.numpy()[real]
@@ -473,7 +501,8 @@ def _compare(
                 raise CheckFailed(
                     f"ONNX Runtime and PyTorch differ by {difference:.3g} of {scale:.3g} at shape"
                     f" {feed['input_ids'].shape}: expected at most {TOLERANCE:g} of it",
-                    "nothing was written: try the other --exporter, --attention or --opset",
+                    "nothing was written: try the other `exporter`, `attention` or `opset`",
+                    code="export.differs",
                 )
             absolute = max(absolute, difference)
             relative = max(relative, difference / scale if scale else 0.0)
@@ -494,12 +523,14 @@ def _pooling(source: Path) -> tuple[Pooling, bool]:
         raise InvalidModel(
             f"{source / 'modules.json'}: expected a list of modules with type and path",
             "download the model again",
+            code="export.modules",
         ) from error
     if other := sorted(modules.keys() - {"Transformer", "Pooling", "Normalize", "Dropout"}):
         raise InvalidModel(
             f"{source / 'modules.json'}: a {other[0]} module follows the encoder, which is not"
             " exported yet",
             "remove it from modules.json to export the encoder without it",
+            code="export.module",
         )
     normalize = "Normalize" in modules
     if "Pooling" not in modules:
@@ -517,6 +548,7 @@ def _pooling(source: Path) -> tuple[Pooling, bool]:
         raise InvalidModel(
             f"{path}: pooling {' + '.join(asked) or 'of no kind'}: expected mean or cls",
             "remove modules.json to export the encoder with mean pooling",
+            code="export.pooling",
         )
     return cast(Pooling, asked[0]), normalize
 
@@ -537,7 +569,7 @@ def _json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InvalidModel(
-            f"{path}: not valid JSON: {error}", "download the model again"
+            f"{path}: not valid JSON: {error}", "download the model again", code="export.config"
         ) from error
 
 

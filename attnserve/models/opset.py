@@ -45,7 +45,8 @@ def raise_opset(model: ir.Model, opset: int) -> None:
 def _refused(before: int, opset: int) -> CannotRewrite:
     return CannotRewrite(
         f"the model is in opset {before}, and onnx's converter does not bring it to {opset}",
-        "export it again with a newer --opset, or leave its attention as it is",
+        "export it again with a newer opset, or keep its attention operators",
+        code="opset.not_converted",
     )
 
 

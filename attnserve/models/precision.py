@@ -137,7 +137,7 @@ NAMES = {
 }
 """What data types are called in reports, where not by their own name."""
 
-FLOAT32 = "stay with --precision float32"
+FLOAT32 = "keep the float32 model"
 
 
 def convert(model: ir.Model, precision: Precision) -> ir.Model:
@@ -159,6 +159,7 @@ def convert(model: ir.Model, precision: Precision) -> ir.Model:
         raise InvalidArgument(
             f"precision {precision!r}: expected one of {', '.join(get_args(Precision))}",
             "for example int8",
+            code="precision.unknown",
         )
     check_cpu(precision)
     _check_source(model, precision)
@@ -177,6 +178,7 @@ def convert(model: ir.Model, precision: Precision) -> ir.Model:
                 f"{precision}: the weights are still {precision_of(made)}: the model holds no "
                 "matrices, or its inputs may replace them",
                 FLOAT32,
+                code="precision.unchanged",
             )
         _load(made)
     except AttnserveError as error:
@@ -185,11 +187,14 @@ def convert(model: ir.Model, precision: Precision) -> ir.Model:
         raise CannotRewrite(
             f"{precision}: the model that was made does not run: {error.what}",
             FLOAT32,
+            code="precision.does_not_run",
         ) from error
     except Exception as error:  # the tools raise whatever they stumble over
         what = f"{type(error).__name__}: {error}"[:300]
         raise CannotRewrite(
-            f"{precision}: the conversion fails on this model: {what}", FLOAT32
+            f"{precision}: the conversion fails on this model: {what}",
+            FLOAT32,
+            code="precision.failed",
         ) from error
     return made
 
@@ -215,6 +220,7 @@ def check_cpu(precision: Precision) -> None:
             "int8-full: this CPU has no VNNI, AMX or ARM dot product, so its int8 kernels saturate "
             "with 8-bit weights",
             "use int8, whose 7-bit weights are exact on every CPU",
+            code="precision.cpu",
         )
 
 
@@ -317,12 +323,18 @@ def _check_source(model: ir.Model, precision: Precision) -> None:
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         if node.op_type in QUANTIZED or node.op_type.startswith("QLinear"):
             where = f"{node.op_type} {node.name or 'without a name'}"
-            raise InvalidArgument(f"{precision}: the model is already int8: {where}", fix)
+            raise InvalidArgument(
+                f"{precision}: the model is already int8: {where}", fix, code="precision.already"
+            )
     if found == precision:
-        raise InvalidArgument(f"{precision}: the model's weights are {found} already", fix)
+        raise InvalidArgument(
+            f"{precision}: the model's weights are {found} already", fix, code="precision.already"
+        )
     if found != "float32":
         raise InvalidArgument(
-            f"{precision}: expected a float32 model, the weights of this one are {found}", fix
+            f"{precision}: expected a float32 model, the weights of this one are {found}",
+            fix,
+            code="precision.already",
         )
 
 
@@ -414,6 +426,7 @@ def _in_bfloat16(model: ir.Model) -> ir.Model:
         raise CannotRewrite(
             f"bfloat16: the model has opset {opset}, bfloat16 needs {min(COMPUTES)}",
             "export it again with a newer opset, or make it float16",
+            code="precision.opset",
         )
     state_types(model)
     ToBfloat16(frozenset(_positions(model)))(model)
@@ -431,6 +444,7 @@ def _quantized(model: ir.Model, *, reduce_range: bool) -> ir.Model:
         raise CannotRewrite(
             f"int8: the model has opset {opset}, dynamic quantization needs {OLDEST_OPSET}",
             "export it again with a newer opset",
+            code="precision.opset",
         )
     nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
     _gather_weights(model, nodes)
@@ -441,6 +455,7 @@ def _quantized(model: ir.Model, *, reduce_range: bool) -> ir.Model:
             "int8: the model has no MatMul, Gemm or com.microsoft Attention by constant float32 "
             "weights that can be quantized",
             FLOAT32,
+            code="precision.no_weights",
         )
     large = weight_bytes(model) >= PROTOBUF_LIMIT_BYTES
     with tempfile.TemporaryDirectory(prefix="attnserve-", ignore_cleanup_errors=True) as folder:
@@ -558,6 +573,7 @@ def _restore(before: ir.Model, after: ir.Model, precision: Precision) -> None:
             raise CannotRewrite(
                 f"{precision}: ONNX Runtime's tool changes inputs or outputs: {old} to {new}",
                 FLOAT32,
+                code="precision.signature",
             )
         for value, other in zip(ours, theirs, strict=True):
             other.shape = value.shape.copy() if value.shape is not None else None

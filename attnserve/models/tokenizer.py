@@ -109,6 +109,7 @@ class TextEncoder:
             InvalidData,
             "the tokenizer fails on a text",
             "send another text, or check the tokenizer",
+            "text.tokenizer_failed",
         ):
             try:
                 raws = self._tokenizer.encode_batch(list(texts))
@@ -116,16 +117,20 @@ class TextEncoder:
                 raise InvalidData(
                     "a text cannot be tokenized: expected a list of Unicode strings",
                     "remove lone surrogates and everything that is not a string",
+                    code="text.not_unicode",
                 ) from error
         encodings = [Encoding(raw.ids, raw.type_ids) for raw in raws]
         for index, encoding in enumerate(encodings):
             if not encoding:
-                raise InvalidData(f"text {index} has no tokens", "remove empty texts")
+                raise InvalidData(
+                    f"text {index} has no tokens", "remove empty texts", code="text.empty"
+                )
             if limit is not None and len(encoding) > limit:
                 if not truncate:
                     raise InvalidData(
                         f"text {index} has {len(encoding)} tokens, more than the limit of {limit}",
                         "shorten it, or ask for truncation",
+                        code="text.too_long",
                     )
                 encodings[index] = self._cut(encoding, limit)
         return encodings
@@ -146,13 +151,15 @@ class TextEncoder:
         if unknown := sorted(inputs.keys() - set(FILLED)):
             raise InvalidData(
                 f"the model takes {unknown[0]!r}; a tokenizer provides {', '.join(FILLED)}",
-                "give the inputs as arrays (.npz) instead of text",
+                "pass the inputs as arrays (.npz) instead of text",
+                code="text.unknown_input",
             )
         mask = _mask(encodings)  # B S
         if "attention_mask" not in inputs and not mask.all():
             raise InvalidData(
                 "the model has no attention_mask: texts of different lengths cannot share a batch",
                 "use a batch size of 1",
+                code="text.no_mask",
             )
         filled: dict[str, np.ndarray] = dict.fromkeys(FILLED, mask)
         for name, rows, pad in (
@@ -178,7 +185,9 @@ class TextEncoder:
             InvalidData: See ``batch_inputs``.
         """
         if batch_size < 1:
-            raise InvalidArgument(f"batch size {batch_size}: expected at least 1", "raise it")
+            raise InvalidArgument(
+                f"batch size {batch_size}: expected at least 1", "raise it", code="text.batch_size"
+            )
         lengths = np.array([len(encoding) for encoding in encodings])
         order = np.argsort(-lengths, kind="stable")
         for start in range(0, len(order), batch_size):
@@ -192,6 +201,7 @@ class TextEncoder:
                 f"a maximum length of {max_length} tokens leaves none for the text:"
                 f" {special} are special tokens",
                 f"use at least {special + 1}",
+                code="text.max_length",
             )
 
     def _cut(self, encoding: Encoding, limit: int) -> Encoding:
@@ -219,19 +229,23 @@ def load_tokenizer(path: Path, *, max_length: int | None = None) -> TextEncoder:
     if not file.is_file():
         raise InvalidData(
             f"{file}: no such file: text needs the model's tokenizer",
-            "give its tokenizer.json with --tokenizer",
+            "pass its tokenizer.json as `tokenizer`",
+            code="text.no_tokenizer",
         )
     with _errors_as(
         InvalidModel,
         f"{file}: not a tokenizer.json",
         "copy it again; a vocab.txt or a .model file must be converted first",
+        "text.not_tokenizer",
     ):
         tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
     config = _read_config(file.with_name("tokenizer_config.json"))
     stated = config.get("model_max_length")
     if max_length is None and isinstance(stated, int) and 0 < stated <= UNBOUNDED:
         max_length = stated
-    with _errors_as(InvalidModel, f"{file}: the tokenizer fails", "copy it again"):
+    with _errors_as(
+        InvalidModel, f"{file}: the tokenizer fails", "copy it again", "text.tokenizer_failed"
+    ):
         return TextEncoder(tokenizer, pad_id=_pad_id(tokenizer, config), max_length=max_length)
 
 
@@ -245,7 +259,8 @@ def model_inputs(session: onnxruntime.InferenceSession) -> dict[str, np.dtype[An
         if value.type not in INTEGERS:
             raise InvalidData(
                 f"the model takes {value.name!r} as {value.type}: expected int64 or int32 tokens",
-                "give the inputs as arrays (.npz) instead of text",
+                "pass the inputs as arrays (.npz) instead of text",
+                code="text.input_type",
             )
     return {value.name: INTEGERS[value.type] for value in session.get_inputs()}
 
@@ -275,7 +290,8 @@ def run_texts(
             raise InvalidData(
                 f"the model refuses a batch of {mask.shape[0]} texts x {mask.shape[1]} tokens:"
                 f" {str(error)[:300]}",
-                "lower --max-length to what the model was made for, or the batch size",
+                "lower `max_length` to the positions of the model, or the batch size",
+                code="text.batch_refused",
             ) from error
         yield indices, np.asarray(value), mask
         done += len(indices)
@@ -306,12 +322,14 @@ def pool(
             f"an output of shape {hidden.shape} cannot be pooled:"
             " expected [batch, sequence, hidden] or [batch, hidden]",
             "choose a model whose first output is a hidden state or an embedding",
+            code="text.pool_shape",
         )
     if hidden.ndim == 3 and pooling == "none":
         raise InvalidArgument(
-            f"pooling 'none' expects [batch, hidden], and the model gives {list(hidden.shape)},"
-            " one vector a token",
-            "use --pooling mean or cls",
+            f"`pooling` 'none' expects [batch, hidden], the model returns {list(hidden.shape)},"
+            " one vector per token",
+            "set `pooling` to mean or cls",
+            code="text.pooling",
         )
     vectors = hidden.astype(np.float32, copy=False)  # half precision sums overflow
     if hidden.ndim == 3 and pooling == "cls":
@@ -345,7 +363,7 @@ def embed_texts(
         CheckFailed: The model gives NaN or infinite numbers.
     """
     if not texts:
-        raise InvalidData("there are no texts to embed", "give at least one")
+        raise InvalidData("there are no texts to embed", "give at least one", code="text.no_texts")
     encodings = encoder.encode(texts, max_length=max_length)
     vectors: np.ndarray | None = None
     runs = run_texts(session, encoder, encodings, batch_size=batch_size, progress=progress)
@@ -354,8 +372,9 @@ def embed_texts(
         if not np.isfinite(pooled).all():
             bad = indices[np.flatnonzero(~np.isfinite(pooled).all(axis=1))[0]]
             raise CheckFailed(
-                f"the model gives NaN or infinite numbers for text {bad}",
+                f"the model returns NaN or infinite numbers for text {bad}",
                 "check its weights, and that it does not overflow in half precision",
+                code="text.not_finite",
             )
         if vectors is None:
             vectors = np.empty((len(texts), pooled.shape[1]), np.float32)
@@ -373,10 +392,14 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise InvalidData(f"{path}: cannot be read: {error.strerror}", "check the path") from error
+        raise InvalidData(
+            f"{path}: cannot be read: {error.strerror}", "check the path", code="text.unreadable"
+        ) from error
     except UnicodeDecodeError as error:
         raise InvalidData(
-            f"{path}: not UTF-8 text (byte {error.start})", "convert it to UTF-8"
+            f"{path}: not UTF-8 text (byte {error.start})",
+            "convert it to UTF-8",
+            code="text.not_utf8",
         ) from error
 
 
@@ -389,12 +412,14 @@ def read_sentences(path: Path) -> list[str]:
     # str.splitlines would also split at U+2028 and form feeds, which are part of a sentence.
     sentences = [line.strip() for line in read_text(path).split("\n") if line.strip()]
     if not sentences:
-        raise InvalidData(f"{path}: holds no text", "write one sentence a line")
+        raise InvalidData(
+            f"{path}: holds no text", "write one sentence per line", code="text.empty_file"
+        )
     return sentences
 
 
 @contextmanager
-def _errors_as(kind: type[AttnserveError], what: str, fix: str) -> Generator[None]:
+def _errors_as(kind: type[AttnserveError], what: str, fix: str, code: str) -> Generator[None]:
     """Raise errors of ``tokenizers`` as ``kind``.
 
     The library raises bare ``Exception``. A panic of its Rust code is a ``PanicException``, which
@@ -405,7 +430,7 @@ def _errors_as(kind: type[AttnserveError], what: str, fix: str) -> Generator[Non
     except (AttnserveError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        raise kind(f"{what}: {error}", fix) from error
+        raise kind(f"{what}: {error}", fix, code=code) from error
 
 
 def _mask(encodings: Sequence[Encoding]) -> Bool[np.ndarray, "B S"]:
@@ -419,7 +444,9 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         config: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InvalidModel(f"{path}: not valid JSON: {error}", "copy or remove the file") from error
+        raise InvalidModel(
+            f"{path}: not valid JSON: {error}", "copy or remove the file", code="text.config"
+        ) from error
     return cast(dict[str, Any], config) if isinstance(config, dict) else {}
 
 

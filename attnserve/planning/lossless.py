@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from attnserve.models.example_inputs import example_inputs
 from attnserve.models.opset import raise_opset
 from attnserve.planning.apply import apply_plan
 from attnserve.planning.plan import Plan
+from attnserve.runtime.interleaved_timer import time_functions
 from attnserve.runtime.session import Batch, open_session, run
 from graph_passes.analysis.shapes import interpret_small
 from graph_passes.errors import AttnserveError, CannotRewrite
@@ -63,8 +64,8 @@ those that the model refuses are left out, but not all."""
 TIMED = ((1, 16), (8, 16), (1, 128))
 """(batch, sequence) at which both are timed, where the model takes them."""
 
-TIMED_S, LEAST_ROUNDS = 0.8, 5
-"""About how long both are timed, and how many runs of each there are at least at a shape."""
+TIMED_S = 0.8
+"""Approximate time of all measurements."""
 
 
 @dataclass(frozen=True)
@@ -232,16 +233,9 @@ def _speedup(graph: ir.Model, pair: Sequence[Any]) -> float:
 
 
 def _gain(pair: Sequence[Any], feed: Batch, seconds: float) -> float:
-    """How many times as long the first takes as the second, by the fastest run of each, in turns:
-    what else a machine does only ever adds to a time."""
-    times: tuple[list[float], list[float]] = [], []
-    end = perf_counter() + seconds
-    while len(times[0]) < LEAST_ROUNDS or perf_counter() < end:
-        for index in (0, 1) if len(times[0]) % 2 else (1, 0):
-            started = perf_counter()
-            run(pair[index], feed)
-            times[index].append(perf_counter() - started)
-    return min(times[0]) / min(times[1])
+    """The time of the first session over that of the second, by the fastest run of each."""
+    times = time_functions([partial(run, session, feed) for session in pair], seconds)
+    return float(times[0].min() / times[1].min())
 
 
 def _runnable(

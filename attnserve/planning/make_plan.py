@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +21,11 @@ from attnserve.models.datasets import load_inputs
 from attnserve.models.precision import Precision, check_cpu
 from attnserve.planning.report import PlanReport, draw_front
 from attnserve.planning.search import Allowed, Goal, search
-from graph_passes.errors import InvalidArgument
+from graph_passes.errors import InvalidArgument, MissingExtra
 
 __all__ = ["plan"]
+
+log = logging.getLogger("attnserve")
 
 
 def plan(
@@ -88,5 +91,8 @@ def plan(
     with staged(output.parent) as stage:
         text = json.dumps(found.report.to_json(), indent=1)
         (stage / output.name).write_text(text + "\n", encoding="utf-8")
-        (stage / plot.name).write_text(draw_front(found.report), encoding="utf-8")
+        try:
+            (stage / plot.name).write_text(draw_front(found.report), encoding="utf-8")
+        except MissingExtra as error:
+            log.warning("no plot was written: %s (%s)", error.what, error.fix)
     return replace(found.report, output=output)

@@ -12,7 +12,7 @@ import numpy as np
 from attnserve.checks.compare import Fidelity
 from attnserve.checks.evaluate import Share
 from attnserve.planning.plan import FORMAT, Plan
-from attnserve.reports.drawing import FIRST, GRID, INK, MUTED, SECOND, svg_file
+from attnserve.reports.plots import pareto_front
 
 __all__ = ["Decision", "PlanReport", "Point", "Speed", "draw_front"]
 
@@ -143,30 +143,14 @@ class PlanReport:
 
 
 def draw_front(report: PlanReport) -> str:
-    """The Pareto front as an SVG file: speed-up against what is kept."""
+    """The Pareto front as an SVG file.
 
-    def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        axes.grid(color=GRID)
-        front = [(p.predicted_loss, p.speedup) for p in report.front]
-        if front:
-            losses, speeds = zip(*front, strict=True)
-            kept = [1 - loss for loss in losses]
-            axes.plot(kept, speeds, color=FIRST, label="predicted: the fastest for each loss")
-        built = [(p.cosine, p.speedup) for p in report.front if p.cosine is not None]
-        if built:
-            axes.plot(*zip(*built, strict=True), "o", color=SECOND, label="built and judged")
-        if report.gain:
-            axes.plot([report.fidelity.mean_cosine], [report.speedup], "D", color=INK,
-                      label="the plan: as the whole model was timed")  # fmt: skip
-        shown = [kept for kept, _ in built] or [1.0]
-        axes.set_xlim(min(*shown, 0.99) - 0.02, 1.002)
-        inside = [s for loss, s in front if 1 - loss >= min(*shown, 0.99) - 0.02]
-        axes.set_ylim(min([1.0, *inside]) - 0.03, max([1.05, report.speedup, *inside]) * 1.05)
-        axes.axhline(1.0, color=MUTED, linewidth=0.8, linestyle="--")
-        axes.set_xlabel("mean output cosine to the original")
-        axes.set_ylabel("speed-up")
-        axes.set_title(report.verdict)
-        axes.legend(loc="best")
-
-    return svg_file(draw, (7.0, 4.2))
+    Raises:
+        MissingExtra: Matplotlib is not installed.
+    """
+    return pareto_front(
+        [(1 - point.predicted_loss, point.speedup) for point in report.front],
+        [(point.cosine, point.speedup) for point in report.front if point.cosine is not None],
+        (report.fidelity.mean_cosine, report.speedup) if report.gain else None,
+        title=report.verdict,
+    )

@@ -1,8 +1,8 @@
-"""How plots are drawn: SVG that lies inside a page and follows its theme.
+"""Draw plots as SVG that is embedded in a page and follows its theme.
 
-Matplotlib draws with colours that stand for roles (``INK``, ``FIRST``, ...), and in the SVG each
-becomes a CSS variable of the page. Heatmaps are one hue in more or less opacity, so that light and
-dark need no second drawing. Texts stay text, in the page's own font.
+Matplotlib draws with placeholder colors (``INK``, ``FIRST``, ...), which become CSS variables in
+the SVG. Heatmaps use one hue with varying opacity, which works in light and dark themes. Text stays
+text in the font of the page.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
+
+from graph_passes.errors import MissingExtra
 
 __all__ = [
     "FIRST",
@@ -23,6 +26,7 @@ __all__ = [
     "SECOND",
     "THIRD",
     "heatmap",
+    "require_extra",
     "scale_below",
     "scale_beside",
     "span",
@@ -43,7 +47,7 @@ ROLES = {
     PAPER: "paper",
 }
 HUE = (0.20, 0.47, 0.80)
-"""Of heatmaps: dark enough on white, light enough on black."""
+"""Hue of heatmaps, readable on white and on black."""
 
 STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
@@ -114,7 +118,7 @@ def heatmap(
 
 
 def scale_beside(axes: Any, low: float, top: float, label: str) -> None:
-    """A colour bar of one image, where matplotlib's own draws a rectangle for each shade."""
+    """A color bar as one image; matplotlib's own draws a rectangle per shade."""
     bar = axes.inset_axes((1.03, 0.25, 0.028, 0.5))
     ramp = np.linspace(top, low, 64)[:, None]
     bar.imshow(_shades(ramp, low, top), aspect="auto", extent=(0, 1, low, top))
@@ -127,7 +131,7 @@ def scale_beside(axes: Any, low: float, top: float, label: str) -> None:
 
 
 def scale_below(bar: Any, top: float) -> None:
-    """The same lying down, from 0, in axes of its own."""
+    """A horizontal color bar from 0, in its own axes."""
     ramp = np.linspace(0, top, 64)[None, :]
     bar.imshow(_shades(ramp, 0.0, top), aspect="auto", extent=(0, top, 0, 1))
     bar.spines[:].set_visible(False)
@@ -137,10 +141,30 @@ def scale_below(bar: Any, top: float) -> None:
     bar.tick_params(length=2, labelsize=8)
 
 
+def require_extra(*modules: str) -> None:
+    """Check that optional modules of the reports are installed.
+
+    Raises:
+        MissingExtra: One of them is not.
+    """
+    missing = [name for name in modules if find_spec(name) is None]
+    if missing:
+        raise MissingExtra(
+            f"reports and plots need {' and '.join(missing)}, which is not installed",
+            "pip install 'attnserve[report]'",
+            code="extra.report",
+        )
+
+
 def svg(draw: Callable[[Any], None], size: tuple[float, float]) -> str:
-    """What ``draw`` puts on a figure of this size (inches), as SVG to lie in a page."""
+    """Draw a figure of this size (inches) as an SVG element for a page.
+
+    Raises:
+        MissingExtra: Matplotlib is not installed.
+    """
+    require_extra("matplotlib")
     import matplotlib
-    from matplotlib.figure import Figure as Canvas  # no pyplot: nothing global is left behind
+    from matplotlib.figure import Figure as Canvas  # no pyplot: no global state
 
     style: Any = STYLE
     with matplotlib.rc_context(style):
@@ -155,19 +179,19 @@ def svg(draw: Callable[[Any], None], size: tuple[float, float]) -> str:
 
 
 def _inline(content: str) -> str:
-    """An SVG file without what only a file needs: prologue, metadata, name spaces, fixed size."""
+    """Remove prologue, metadata, namespaces and fixed size from an SVG file."""
     content = content[content.index("<svg") :]
     content = re.sub(r"<metadata>.*?</metadata>", "", content, flags=re.DOTALL)
     content = re.sub(r' xmlns(:xlink)?="[^"]*"', "", content)
     content = re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"', r"\1", content, count=1)
-    content = re.sub(r'<g id="[^"]*">', "<g>", content)  # they would repeat from plot to plot
+    content = re.sub(r'<g id="[^"]*">', "<g>", content)  # ids must be unique in a page
     for colour, role in ROLES.items():
         content = content.replace(colour, f"var(--{role})")
     return content
 
 
 def svg_file(draw: Callable[[Any], None], size: tuple[float, float]) -> str:
-    """The same as a file of its own, which follows the theme of whoever looks at it."""
+    """Draw a figure as a standalone SVG file that follows the theme of the viewer."""
     content = svg(draw, size)
     space = '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
     return content.replace("<svg", space, 1).replace(">", f"><style>{THEME}</style>", 1) + "\n"

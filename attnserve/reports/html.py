@@ -27,6 +27,7 @@ from attnserve.models.artifact import (
 )
 from attnserve.models.datasets import load_inputs
 from attnserve.reports.analysis import Analysis, LayerAnalysis, analyze_graph
+from attnserve.reports.drawing import require_extra
 from attnserve.reports.plots import FIGURES
 from graph_passes.errors import InvalidOutput
 
@@ -87,10 +88,15 @@ def analyze(
     Raises:
         InvalidModel, InvalidArgument, InvalidData, InvalidOutput: See their texts.
     """
+    require_extra("jinja2", "matplotlib")
     artifact = open_artifact(model)
     output = output or default_output(model, "analysis")
     if output.exists() and not output.is_dir():
-        raise InvalidOutput(f"{output}: expected a folder, this is a file", "choose another -o")
+        raise InvalidOutput(
+            f"{output}: expected a folder, this is a file",
+            "choose another `output`",
+            code="output.not_folder",
+        )
     check_output(output, force=force)
     graph = load_model(artifact)
     require_finite_weights(graph)

@@ -1,4 +1,4 @@
-"""The plots of an analysis, each with a sentence that says how to read it."""
+"""The plots of an analysis, each with a caption, and the Pareto front of a plan."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from attnserve.calibration.spectra import Spectrum
 from attnserve.reports.analysis import SHARES, Analysis
 from attnserve.reports.drawing import (
     FIRST,
+    GRID,
     INK,
     MUTED,
     PAPER,
@@ -22,12 +23,13 @@ from attnserve.reports.drawing import (
     scale_beside,
     span,
     svg,
+    svg_file,
 )
 
-__all__ = ["FIGURES", "Figure"]
+__all__ = ["FIGURES", "Figure", "pareto_front"]
 
 MOST_NUMBERS = 16
-"""Rows of a heatmap whose cells are labelled."""
+"""Heatmaps with at most this many rows have labels in their cells."""
 
 PARTS = (("query", "W_Q", FIRST), ("key", "W_K", SECOND), ("product", "W_Q W_K\u1d40", THIRD))
 PERCENT = np.linspace(0, 100, 201)
@@ -38,10 +40,10 @@ class Figure:
     """One plot.
 
     Attributes:
-        section: The part of the report it belongs to.
-        title, caption: In words; the caption says how to read it.
-        svg: Inline, without references to anything outside.
-        width: Pixels at most.
+        section: The section of the report.
+        title, caption: Text; the caption explains how to read the plot.
+        svg: An inline SVG element without external references.
+        width: Maximum width in pixels.
     """
 
     section: str
@@ -211,9 +213,9 @@ def layer_ranks(analysis: Analysis) -> Figure | None:
     return Figure(
         "spectra",
         "Directions that hold 99 %, layer by layer",
-        "Filled dots are on the data, hollow ones by the weights alone, and the line is all there "
-        "are: shared dimensions must serve every head, so read W_Q and W_K for --collab-dk; the "
-        "product sums over heads, which cancel in it.",
+        "Filled dots are weighted by the data, hollow dots use the weights only, and the line is "
+        "the maximum: shared dimensions must serve every head, so choose them by W_Q and W_K; the "
+        "product sums over heads, which cancel.",
         svg(draw, (7.2, 4.2)),
         720,
     )
@@ -345,3 +347,44 @@ def _table(analysis: Analysis, of: Callable[[Any], np.ndarray], heads: int) -> n
 def _sparse(count: int) -> list[str]:
     step = 1 if count <= 16 else 4
     return [str(i) if i % step == 0 else "" for i in range(count)]
+
+
+def pareto_front(
+    predicted: Sequence[tuple[float, float]],
+    built: Sequence[tuple[float, float]],
+    plan: tuple[float, float] | None,
+    *,
+    title: str,
+) -> str:
+    """Draw the Pareto front of a plan as an SVG file; all points are (cosine, speed-up).
+
+    Args:
+        predicted: Points of the predicted front.
+        built: Points of models that were built and evaluated.
+        plan: The measured point of the plan, if it improves on the original.
+
+    Raises:
+        MissingExtra: Matplotlib is not installed.
+    """
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        axes.grid(color=GRID)
+        if predicted:
+            axes.plot(*zip(*predicted, strict=True), color=FIRST, label="predicted Pareto front")
+        if built:
+            axes.plot(*zip(*built, strict=True), "o", color=SECOND, label="built and evaluated")
+        if plan is not None:
+            axes.plot([plan[0]], [plan[1]], "D", color=INK, label="plan (whole model, measured)")
+        left = min([0.99, *(cosine for cosine, _ in built)]) - 0.02
+        speeds = [speed for cosine, speed in predicted if cosine >= left]
+        top = max(1.05, *speeds, 0.0 if plan is None else plan[1])
+        axes.set_xlim(left, 1.002)
+        axes.set_ylim(min([1.0, *speeds]) - 0.03, top * 1.05)
+        axes.axhline(1.0, color=MUTED, linewidth=0.8, linestyle="--")
+        axes.set_xlabel("mean output cosine to the original")
+        axes.set_ylabel("speed-up")
+        axes.set_title(title)
+        axes.legend(loc="best")
+
+    return svg_file(draw, (7.0, 4.2))

@@ -40,6 +40,7 @@ class Cuda:
             raise InvalidArgument(
                 f"GPU memory is {self.memory_bytes} bytes: expected at least 1",
                 "leave it out for all there is",
+                code="cuda.memory",
             )
 
     def provider_options(self) -> dict[str, str]:

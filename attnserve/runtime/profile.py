@@ -93,7 +93,9 @@ def _reading(path: Path) -> Generator[None]:
         yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidData(
-            f"{path}: no profile of ONNX Runtime: {type(error).__name__}: {error}", FIX
+            f"{path}: no profile of ONNX Runtime: {type(error).__name__}: {error}",
+            FIX,
+            code="profile.invalid",
         ) from error
 
 
@@ -115,7 +117,7 @@ def _profile(path: Path, events: list[dict[str, Any]], begin: float, end: float)
     for event in kernels or nodes:
         spent[event["args"].get("op_name") or event["name"]] += event["dur"]
     if not nodes:
-        raise InvalidData(f"{path}: no operator ran in this profile", FIX)
+        raise InvalidData(f"{path}: no operator ran in this profile", FIX, code="profile.empty")
     total = spent.total() or 1
     return Profile(
         {name: duration / total for name, duration in spent.most_common()},

@@ -63,8 +63,9 @@ def require_runtime() -> Any:
         import onnxruntime
     except ImportError as error:
         raise MissingExtra(
-            "ONNX Runtime is not installed, and this command runs the model.",
+            "ONNX Runtime is not installed, but the model must be run",
             "pip install 'attnserve[cpu]' (or 'attnserve[gpu]' on a machine with an NVIDIA GPU)",
+            code="extra.onnxruntime",
         ) from error
     return onnxruntime
 
@@ -96,7 +97,9 @@ def open_session(
         MissingExtra: ONNX Runtime is not installed.
     """
     if threads < 0:
-        raise InvalidArgument(f"threads is {threads}: expected 0 or more", "raise threads")
+        raise InvalidArgument(
+            f"`threads` is {threads}: expected 0 or more", "raise threads", code="session.threads"
+        )
     ort = require_runtime()
     options = ort.SessionOptions()
     options.log_severity_level = 4  # errors reach the user as exceptions, not twice
@@ -164,6 +167,7 @@ def _give_biases(model: ir.Model) -> None:
                 f"{node.name or node.op_type}: com.microsoft Attention without a bias crashes "
                 "ONNX Runtime, and its weight is not constant",
                 "give the operator a bias of zeros",
+                code="session.attention_bias",
             )
         zeros = np.zeros(weight.shape.numpy()[-1], weight.dtype.numpy())
         bias = ir.val(f"attnserve/bias_{index}", const_value=ir.tensor(zeros))
@@ -205,18 +209,22 @@ def _start(
     except Exception as error:  # onnxruntime raises a class of its own for each status
         if len(providers) == 1 and _is_of_kernels(error) and _holds_bfloat16(source):
             raise InvalidModel(
-                f"{name}: it computes in bfloat16, for which ONNX Runtime has no kernels on a CPU: "
+                f"{name}: the model computes in bfloat16, without CPU kernels in ONNX Runtime: "
                 f"{_first_sentence(error)}",
-                "run it with --provider cuda, or make it with --fp16, which runs on a CPU too",
+                "set `provider` to cuda, or convert to float16, which also runs on a CPU",
+                code="session.bfloat16_cpu",
             ) from error
         raise InvalidModel(
             f"{name}: ONNX Runtime refuses the graph: {_first_sentence(error)}",
             "check the file with onnx.checker.check_model, or export it again",
+            code="session.graph_refused",
         ) from error
     # Without a device ONNX Runtime falls back to the CPU in silence.
     if len(providers) > 1 and "CUDAExecutionProvider" not in session.get_providers():
         raise InvalidArgument(
-            "--provider cuda: no CUDA device can be used here.", "use --provider cpu"
+            "`provider` is cuda: no CUDA device can be used here.",
+            "set `provider` to cpu",
+            code="session.no_device",
         )
     return session
 
@@ -228,8 +236,9 @@ def _providers(ort: Any, provider: Provider, cuda: Cuda) -> Sequence[Any]:
         ort.preload_dlls()
     if "CUDAExecutionProvider" not in ort.get_available_providers():
         raise InvalidArgument(
-            "--provider cuda: this ONNX Runtime has no CUDA execution provider.",
-            "pip install 'attnserve[gpu]' on a machine with an NVIDIA GPU, or use --provider cpu",
+            "`provider` is cuda: this ONNX Runtime has no CUDA execution provider.",
+            "pip install 'attnserve[gpu]' for an NVIDIA GPU, or set `provider` to cpu",
+            code="session.no_cuda",
         )
     return [("CUDAExecutionProvider", cuda.provider_options()), "CPUExecutionProvider"]
 
@@ -293,4 +302,5 @@ def run(session: Any, batch: Batch) -> list[np.ndarray]:
         raise InvalidData(
             f"the model refuses the inputs {shapes}: {str(error).splitlines()[0][:200]}",
             "check that the data fits the model (length, vocabulary, names)",
+            code="session.inputs_refused",
         ) from error

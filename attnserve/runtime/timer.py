@@ -1,9 +1,8 @@
-"""How long a part of a model takes: cut out, timed alone beside others, and remembered.
+"""Latency of parts of a model: extracted, timed in interleaved order, and cached in a file.
 
-What a block costs is measured and not counted: a product of half the size takes more than half the
-time, an even number of heads less than an odd one, and it all depends on the machine. A block is
-cut out as a small graph that is fed what the whole model feeds it, so that masks and shapes are
-true ones; forms of one block are timed in turns, so that a drift of the clock meets all alike.
+The latency of a block is measured, because it is not proportional to its operations and depends on
+the machine. A block is extracted as a small graph with the inputs that the whole model gives it, so
+that masks and shapes are realistic.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import json
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.context import Provider
+from attnserve.runtime.interleaved_timer import time_functions
 from attnserve.runtime.io_binding import bound
 from attnserve.runtime.session import (
     Batch,
@@ -37,39 +36,34 @@ from graph_passes.analysis.constants import origin
 from graph_passes.analysis.shapes import Facts, bind_axes, interpret
 from graph_passes.emit.editing import exposing, remove_unused
 
-__all__ = ["Cut", "LatencyTable", "Part", "cut_out", "default_cache", "in_turns", "take_turns"]
+__all__ = ["Cut", "LatencyTable", "Part", "cut_out", "default_cache", "time_sessions"]
 
 GROUP_SECONDS = 5.0
-"""About how long the forms of one block are timed."""
+"""Approximate time to measure all variants of one block."""
 
 MOST_OPEN = 8
-"""Sessions at once: each holds its part's weights, and what ONNX Runtime packs of them."""
-
-MIN_ROUNDS, MAX_ROUNDS = 7, 80
-
-SAMPLE_SECONDS = 5e-4
-"""A sample repeats a faster part up to this time."""
+"""Maximum number of open sessions: each holds its weights and their packed copies."""
 
 SMALL = 64
-"""Elements of a constant that may change what is computed, not only on what."""
+"""Constants with at most this many elements are part of a part's key (axes, shapes)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A part of a model as a graph of its own, and what to feed it at each shape."""
+    """A part of a model as a separate graph, and its inputs at each shape."""
 
     model: ir.Model
     feeds: tuple[Batch, ...]
 
     def key(self, index: int) -> str:
-        """The same for parts that do the same work at a shape: weights count by their shape."""
+        """A key that is equal for parts with equal work at a shape; weights count by shape only."""
         shapes = sorted((array.dtype.str, array.shape) for array in self.feeds[index].values())
         text = repr((_structure(self.model.graph, {}), shapes))
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 class Cut(NamedTuple):
-    """What makes ``output`` from ``sources``."""
+    """The computation of ``output`` from ``sources``."""
 
     output: ir.Value
     sources: tuple[ir.Value, ...]
@@ -78,14 +72,14 @@ class Cut(NamedTuple):
 def cut_out(
     model: ir.Model, cuts: Sequence[Cut], feeds: Sequence[Batch], *, provider: Provider = "cpu"
 ) -> list[Part]:
-    """Parts of a model, each of which makes one value from others.
+    """Extract parts of a model, each of which computes one value from others.
 
-    What a part reads beside its sources and does not depend on what they hold (masks, the
-    probabilities of another layer) is fed too, as the model computes it; only integers, which count
-    lengths, and numbers that follow from lengths are computed in the part.
+    Other values that a part reads and that do not depend on its sources (masks, probabilities of
+    another layer) become inputs too. Integers (lengths) and scalars that follow from lengths are
+    computed in the part.
 
     Args:
-        feeds: Inputs of the whole model, one a shape.
+        feeds: Inputs of the whole model, one per shape.
 
     Raises:
         InvalidData: The model refuses them.
@@ -116,7 +110,7 @@ def _part(
     part = model.clone()
     twins = dict(zip(_values(model), _values(part), strict=True))
     part.graph.inputs.clear()
-    part.graph.outputs[:] = [twins[cut.output]]  # what is fed may have been an output
+    part.graph.outputs[:] = [twins[cut.output]]  # an input of the part may have been an output
     for value in inputs:
         shapes = [arrays[value].shape for arrays in seen]
         new = ir.Value(
@@ -135,12 +129,12 @@ def _fed(value: ir.Value) -> str:
 
 
 def _along(shapes: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Each axis, with its size at each shape."""
+    """Each axis with its size at each shape."""
     return enumerate(zip(*shapes, strict=True))
 
 
 def _dim(axis: int, along: tuple[int, ...], sizes: Sequence[tuple[int, int]]) -> int | str:
-    """The size of an axis; where it differs from shape to shape a name, the same for the same.
+    """The size of an axis, or a name if it differs between shapes.
 
     Args:
         sizes: Batch and length at each shape.
@@ -152,7 +146,7 @@ def _dim(axis: int, along: tuple[int, ...], sizes: Sequence[tuple[int, int]]) ->
         return "batch"
     if along == lengths:
         return "sequence"
-    if along == tuple(batch * length for batch, length in sizes):  # tokens of all texts in a row
+    if along == tuple(batch * length for batch, length in sizes):  # flattened tokens
         both = (str(batches[0]) if len(set(batches)) == 1 else "batch",
                 str(lengths[0]) if len(set(lengths)) == 1 else "sequence")  # fmt: skip
         return "*".join(both)
@@ -160,12 +154,12 @@ def _dim(axis: int, along: tuple[int, ...], sizes: Sequence[tuple[int, int]]) ->
 
 
 def _values(model: ir.Model) -> list[ir.Value]:
-    """Inputs and what nodes of the main graph make, in order."""
+    """Inputs and node outputs of the main graph, in order."""
     return [*model.graph.inputs, *(value for node in model.graph for value in node.outputs)]
 
 
 def _frontiers(model: ir.Model, cuts: Sequence[Cut], feed: Batch) -> list[list[ir.Value]]:
-    """What each part must be fed, its sources first."""
+    """The inputs of each part, its sources first."""
     batch, length = _sizes(feed)
     facts = interpret(model, bind_axes(model.graph, batch=batch, sequence=length))
     # Old graphs list their initializers among the inputs.
@@ -177,7 +171,7 @@ def _frontiers(model: ir.Model, cuts: Sequence[Cut], feed: Batch) -> list[list[i
 
 
 def _behind(model: ir.Model, values: Collection[ir.Value], *, shapes: bool) -> set[ir.Value]:
-    """These, and all that depends on what they hold; with ``shapes`` on how long they are, too."""
+    """These values and all that depend on their content; with ``shapes`` also on their shape."""
     found = set(values)
     for node in model.graph:
         asks = node.op_type in ("Shape", "Size") and not node.domain
@@ -196,7 +190,7 @@ def _frontier(
         node, fact = value.producer(), facts.known.get(value)
         dtype = value.dtype if fact is None else fact.dtype
         counts = dtype is not None and dtype.is_integer()
-        if fact is not None and fact.constant is not None:  # 1 / sqrt(K), K asked of a shape
+        if fact is not None and fact.constant is not None:  # 1 / sqrt(K) with K from a Shape node
             counts = counts or fact.constant.size <= 1
         if node is None or (value in varying and not (value in dependent or counts)):
             if value in varying:
@@ -210,14 +204,14 @@ def _frontier(
 
 
 def _sizes(feed: Batch) -> tuple[int, int]:
-    """Batch and length of a model's input, or of a part's: ids, else tokens of some width."""
+    """(batch, length) of the inputs of a model or part: from ids, else from hidden states."""
     shapes = [array.shape for array in feed.values()]
     lengths = [shape[1] for rank in (2, 3) for shape in shapes if len(shape) == rank]
     return next((shape[0] for shape in shapes if shape), 1), next(iter(lengths), 1)
 
 
 def _reads(node: ir.Node) -> Iterator[ir.Value]:
-    """What a node reads, in the bodies inside it too, and what these return as it is."""
+    """The values that a node and its subgraphs read."""
     yield from (value for value in node.inputs if value is not None)
     for attribute in node.attributes.values():
         graphs: Sequence[ir.Graph] = ()
@@ -233,16 +227,16 @@ def _reads(node: ir.Node) -> Iterator[ir.Value]:
 
 
 def _structure(graph: ir.Graph, number: dict[ir.Value, int]) -> Hashable:
-    """What a graph does, without names, the order of its nodes and what its weights hold.
+    """The structure of a graph, independent of names, node order and weight values.
 
     Args:
-        number: Of values that were met before, of graphs around it too.
+        number: Numbers of values that were visited before, including outer graphs.
     """
 
     def place(value: ir.Value | None) -> Hashable:
         if value is None:
             return None
-        value = origin(value)  # one of two layers that share a constant may read it by Identity
+        value = origin(value)  # layers may share a constant through Identity
         tensor = value.const_value
         if tensor is not None and value.producer() is None:
             size = int(np.prod(tensor.shape.numpy()))
@@ -260,7 +254,7 @@ def _structure(graph: ir.Graph, number: dict[ir.Value, int]) -> Hashable:
 
 
 def _in_order(graph: ir.Graph) -> list[ir.Node]:
-    """The nodes behind the outputs, each after those that it reads, however they are listed."""
+    """The nodes that the outputs depend on, in a topological order independent of the listing."""
     order: dict[ir.Node, None] = {}
     pending = [origin(value).producer() for value in reversed(graph.outputs)]
     while pending:
@@ -289,52 +283,24 @@ def _attribute(attribute: ir.Attr, number: dict[ir.Value, int]) -> str:
             return repr(attribute.value)
 
 
-def in_turns(
+def time_sessions(
     sessions: Sequence[Any], feeds: Sequence[Batch], *, seconds: float = GROUP_SECONDS
-) -> list[np.ndarray]:
-    """Milliseconds a run of each session, a sample a round; rounds alternate their order.
+) -> np.ndarray:
+    """Milliseconds per run of each session on its feed, interleaved: (sessions, rounds).
 
-    On CUDA what a session reads and makes stays on the device: a part of a model is fed what its
-    layer would find there.
+    On CUDA, inputs and outputs stay on the device, where a layer finds them in the whole model.
     """
-    return take_turns(
-        [bound(session, feed) for session, feed in zip(sessions, feeds, strict=True)], seconds
-    )
-
-
-def take_turns(runs: Sequence[Callable[[], object]], seconds: float) -> list[np.ndarray]:
-    """Milliseconds of each run, a sample a round, in about so many seconds; 7 rounds at least."""
-    repeats: list[int] = []
-    spent = 0.0
-    for each in runs:
-        each()  # allocates, and picks kernels
-        once = min(_seconds(each, 1) for _ in range(2))
-        repeats.append(max(1, round(SAMPLE_SECONDS / once)))
-        spent += repeats[-1] * once
-    rounds = int(min(max(seconds / spent, MIN_ROUNDS), MAX_ROUNDS))
-    times = np.empty((rounds, len(runs)))
-    order = list(range(len(runs)))
-    for index in range(rounds):
-        for i in order if index % 2 else reversed(order):
-            times[index, i] = 1e3 * _seconds(runs[i], repeats[i])
-    return list(times.T)
-
-
-def _seconds(timed: Callable[[], object], repeats: int) -> float:
-    start = time.perf_counter()
-    for _ in range(repeats):
-        timed()
-    return (time.perf_counter() - start) / repeats
+    runs = [bound(session, feed) for session, feed in zip(sessions, feeds, strict=True)]
+    return time_functions(runs, seconds)
 
 
 class LatencyTable:
-    """Milliseconds of parts on one machine, kept in a file for the next run.
+    """Milliseconds of parts on one machine, cached in a file.
 
     Args:
-        path: The file; None keeps nothing.
-        provider, threads: Of the sessions. Times of other providers, numbers of threads, versions
-            of ONNX Runtime, processors, numbers of cores that may be used, or GPUs are other
-            entries of the same file.
+        path: The cache file; None for no file.
+        provider, threads: Session settings. Times are cached separately for each provider, number
+            of threads, ONNX Runtime version, processor, number of usable cores and GPU.
     """
 
     def __init__(self, path: Path | None, *, provider: Provider = "cpu", threads: int = 0) -> None:
@@ -343,15 +309,15 @@ class LatencyTable:
         self.setting = _setting(provider, threads)
         self.times_ms: dict[str, float] = _read(path).get(self.setting, {})
         self.measured = 0
-        """How many entries were measured in this run, not found."""
+        """Number of entries that were measured and not found in the cache."""
 
     def measure(
         self, parts: Mapping[str, Part], *, progress: Callable[[int, int], None] | None = None
     ) -> dict[str, tuple[float, ...]]:
-        """Milliseconds of each part at each shape: by name, in the order of the feeds.
+        """Milliseconds of each part at each shape, by name, in the order of the feeds.
 
-        The first part is the one that others are compared with: where some are known and some are
-        not, those are timed beside it again, and their times are in proportion to what was known.
+        The first part is the reference: parts that are not cached are timed together with it, and
+        their times are scaled to its cached time.
         """
         names = list(parts)
         first = names[0]
@@ -375,19 +341,19 @@ class LatencyTable:
             self._save()
         return {name: tuple(self.times_ms[key] for key in keys[name]) for name in names}
 
-    def _time(self, parts: Mapping[str, Part], seconds: float) -> list[list[np.ndarray]]:
-        """Samples by shape and part; the sessions are closed after it."""
+    def _time(self, parts: Mapping[str, Part], seconds: float) -> list[np.ndarray]:
+        """Milliseconds by shape: (parts, rounds). The sessions are closed afterwards."""
         chosen = list(parts.values())
         sessions = [
             open_session(part.model, provider=self.provider, threads=self.threads)
             for part in chosen
         ]
         return [
-            in_turns(sessions, [part.feeds[index] for part in chosen], seconds=seconds)
+            time_sessions(sessions, [part.feeds[index] for part in chosen], seconds=seconds)
             for index in range(len(chosen[0].feeds))
         ]
 
-    def _note(self, keys: Sequence[str], times: Sequence[np.ndarray]) -> None:
+    def _note(self, keys: Sequence[str], times: np.ndarray) -> None:
         known = self.times_ms.get(keys[0], float(np.median(times[0])))
         for key, samples in zip(keys, times, strict=True):
             if key not in self.times_ms:
@@ -396,7 +362,7 @@ class LatencyTable:
                 self.measured += 1
 
     def _save(self) -> None:
-        """Together with what others wrote meanwhile; whole or not at all."""
+        """Merge with the current content of the file and write it atomically."""
         if self.path is None:
             return
         content = _read(self.path)
@@ -411,7 +377,7 @@ class LatencyTable:
                 json.dump(content, file, indent=1, sort_keys=True)
             written.replace(self.path)
             written = None
-        except OSError:  # a cache that cannot be written is none
+        except OSError:  # the cache is optional
             return
         finally:
             if written is not None:
@@ -420,7 +386,7 @@ class LatencyTable:
 
 
 def _setting(provider: Provider, threads: int) -> str:
-    """What times depend on beside the part."""
+    """The key of everything that affects times, except the part."""
     affinity = getattr(os, "sched_getaffinity", None)  # not on macOS or Windows
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     machine = f"{cpu_name()}, {cores} cores"
@@ -432,7 +398,7 @@ def _setting(provider: Provider, threads: int) -> str:
 
 
 def _read(path: Path | None) -> dict[str, dict[str, float]]:
-    """What a file holds; nothing where it is damaged: then everything is measured again."""
+    """The content of a cache file; empty if it is damaged or missing."""
     try:
         content: Any = {} if path is None else json.loads(path.read_text(encoding="utf-8"))
         return {
@@ -444,7 +410,7 @@ def _read(path: Path | None) -> dict[str, dict[str, float]]:
 
 
 def default_cache() -> Path:
-    """Where times are kept: $ATTNSERVE_CACHE, else the user's folder of caches."""
+    """The cache file: in $ATTNSERVE_CACHE, else in the user's cache folder."""
     if given := os.environ.get("ATTNSERVE_CACHE"):
         return Path(given) / "latency.json"
     if sys.platform == "win32":

@@ -24,10 +24,10 @@ from attnserve.models.artifact import save_model
 from attnserve.models.example_inputs import example_inputs
 from attnserve.planning.apply import count_macs
 from attnserve.runtime.cuda import Cuda
+from attnserve.runtime.interleaved_timer import QUICK, time_functions
 from attnserve.runtime.io_binding import bound, give_back
 from attnserve.runtime.profile import AttentionKernel, attention_kernels, read_runs
 from attnserve.runtime.session import open_session
-from attnserve.runtime.timer import MIN_ROUNDS, take_turns
 from benchmarks.gpu.forms import FORMS, ORIGINAL, Size
 from graph_passes.errors import AttnserveError
 
@@ -145,7 +145,7 @@ def timed(runs: Mapping[str, Callable[[], object]], seconds: float) -> dict[str,
     able: dict[str, Callable[[], object]] = {}
     spent = 0.0
     for name, run in runs.items():
-        if spent * MIN_ROUNDS > seconds or seconds <= 0:
+        if spent * QUICK.min_rounds > seconds or seconds <= 0:
             found[name] = BUDGET
             continue
         try:
@@ -156,10 +156,10 @@ def timed(runs: Mapping[str, Callable[[], object]], seconds: float) -> dict[str,
             able[name] = run
         except Exception as error:  # no memory, mostly
             found[name] = _why(error)
-    if able and spent * MIN_ROUNDS > 2 * seconds:
+    if able and spent * QUICK.min_rounds > 2 * seconds:
         found |= dict.fromkeys(able, BUDGET)
     elif able:
-        found |= zip(able, take_turns(list(able.values()), seconds), strict=True)
+        found |= zip(able, time_functions(list(able.values()), seconds), strict=True)
     return found
 
 
@@ -287,7 +287,7 @@ def matrix_ceiling(provider: Provider, n: int, seconds: float) -> dict[str, floa
         random = np.random.default_rng(0)
         feed = {x: random.standard_normal((n, n)).astype(dtype.numpy()) for x in "ab"}
         session = open_session(graph, provider=provider, cuda=SPEED)
-        (times,) = take_turns([bound(session, feed)], seconds)
+        (times,) = time_functions([bound(session, feed)], seconds)
         found[name] = round(2 * n**3 / float(np.median(times)) / 1e9, 3)
     return found
 

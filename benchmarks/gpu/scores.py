@@ -17,9 +17,9 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.context import Provider
+from attnserve.runtime.interleaved_timer import time_functions
 from attnserve.runtime.io_binding import bound
 from attnserve.runtime.session import open_session
-from attnserve.runtime.timer import take_turns
 
 HEADS, SIZE = 12, 64
 OWN = "own heads"
@@ -97,7 +97,7 @@ def expressions(
         }
         for batch, tokens in shapes:
             runs = [bound(s, feeds(name, batch, tokens, rank)) for name, s in sessions.items()]
-            times = take_turns(runs, seconds / len(ranks) / len(shapes))
+            times = time_functions(runs, seconds / len(ranks) / len(shapes))
             found.append(
                 {"batch": batch, "sequence": tokens, "R": rank}
                 | {

@@ -23,9 +23,9 @@ from attnserve.context import Provider
 from attnserve.models.example_inputs import example_inputs
 from attnserve.runtime.buckets import Buckets
 from attnserve.runtime.cuda_graphs import GraphRunner
+from attnserve.runtime.interleaved_timer import time_functions
 from attnserve.runtime.io_binding import bound
 from attnserve.runtime.session import open_session
-from attnserve.runtime.timer import take_turns
 from benchmarks.gpu.measure import SPEED, Form, Shape
 from graph_passes.errors import AttnserveError
 
@@ -49,7 +49,7 @@ def captured(form: Form, shape: Shape, provider: Provider, seconds: float) -> di
         "on_device": bound(plain, feed),
         "captured": lambda: runner.run(None, feed),
     }
-    times = take_turns(list(runs.values()), seconds)
+    times = time_functions(list(runs.values()), seconds)
     told = {f"{name}_p50_ms": float(np.median(ms)) for name, ms in zip(runs, times, strict=True)}
     return {
         "form": form.name, "batch": shape[0], "sequence": shape[1],

@@ -13,6 +13,7 @@ from attnserve.calibration.layerwise import LayerwiseRunner
 from attnserve.runtime.session import Batch, open_session, run
 from graph_passes.emit.editing import Inserter, exposing, remove_unused, replace_uses
 from graph_passes.errors import InvalidData
+from tests.errors import raises
 
 CHAIN = """
     a = Mul(x, two)
@@ -263,8 +264,8 @@ def test_without_batches_there_is_nothing():
 def test_a_batch_that_is_refused_is_told():
     graph = model(CHAIN, "e")
     wrong = [{"x": np.zeros((2, 3, 5), np.float32)}]
-    with pytest.raises(InvalidData, match=r"the model refuses the inputs x \(2, 3, 5\)"):
+    with raises(InvalidData, "session.inputs_refused", "x (2, 3, 5)"):
         list(LayerwiseRunner(graph, wrong).run_to(values(graph, "e")))
     lacking = [{"y": np.zeros((2, 3, 4), np.float32)}]
-    with pytest.raises(InvalidData, match="the model refuses the inputs"):
+    with raises(InvalidData, "session.inputs_refused"):
         list(LayerwiseRunner(graph, lacking).run_to(values(graph, "e")))

@@ -17,6 +17,7 @@ from attnserve.checks import benchmark as measure
 from attnserve.checks.benchmark import BenchReport, Measurement, bench
 from attnserve.cli.app import main
 from graph_passes.errors import AttnserveError, InvalidArgument, InvalidData, InvalidModel
+from tests.errors import raises
 
 POSITIONS = 48
 
@@ -152,7 +153,7 @@ def test_peaks_are_told_on_cuda_alone_each_of_its_own_model_and_shape(
 
     monkeypatch.setattr(measure, "peak_of_runs", peak)
     monkeypatch.setattr(
-        measure, "_child", lambda model, provider, threads: child(model, "cpu", threads)
+        measure, "_child", lambda subject, provider, threads: child(subject, "cpu", threads)
     )
     models = [folder / "small.onnx", folder / "large.onnx"]
     report = bench(models, sequences=(8, 16), rounds=1, provider="cuda")
@@ -189,37 +190,13 @@ def test_the_interval_narrows_with_rounds_and_is_the_same_for_the_same_seed():
     assert width(400) < width(25) / 2
 
 
-def test_rounds_alternate_the_order_of_the_models():
-    ran: list[str] = []
-
-    class Child:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def run(self, repeats: int) -> str:
-            ran.append(self.name)
-            return self.name
-
-    children = [Child("a"), Child("b")]
-    for backwards in (False, True):
-        assert measure._round(children, [1, 1], backwards=backwards) == ["a", "b"]
-    assert ran == ["a", "b", "b", "a"]
-
-
-@pytest.mark.parametrize(
-    ("round_seconds", "rounds"), [(1e-4, 200), (0.08, 100), (0.081, 98), (0.4, 20), (30.0, 20)]
-)
-def test_rounds_fit_the_time_within_limits_and_are_even(round_seconds: float, rounds: int):
-    assert measure._rounds_within(8.0, round_seconds) == rounds
-
-
 def test_progress_ends_at_its_total(folder: Path):
     seen: list[tuple[int, int]] = []
     bench(
         [folder / "small.onnx"],
         sequences=(8, 16),
         rounds=2,
-        progress=lambda done, total: seen.append((done, total)),
+        progress=lambda stage, done, total: seen.append((done, total)),
     )
     assert seen == [(50, 200), (100, 200), (150, 200), (200, 200)]
 
@@ -246,35 +223,36 @@ def test_longer_than_the_positions_is_an_error_with_model_and_shape(folder: Path
 def test_the_longest_text_is_named_where_the_artifact_knows_it(folder: Path, tmp_path: Path):
     (tmp_path / "model.onnx").write_bytes((folder / "small.onnx").read_bytes())
     (tmp_path / "attnserve.json").write_text(json.dumps({"max_length": POSITIONS}))
-    with pytest.raises(InvalidArgument, match="use a sequence of at most 48"):
+    with raises(InvalidArgument, "benchmark.shape", "at most 48"):
         bench([tmp_path], sequences=(64,), rounds=1)
 
 
 def test_a_process_that_dies_is_an_error_with_its_model(folder: Path):
-    with measure._child(folder / "small.onnx", "cpu", 1) as child:
-        child.process.kill()
-        with pytest.raises(InvalidModel, match=r"small\.onnx: .*process ended with status"):
-            child.run(1)
+    subject = measure._examine(folder / "small.onnx", [(1, 8)], 0)
+    with measure._child(subject, "cpu", 1) as child:
+        child.worker.process.kill()
+        with raises(InvalidModel, "benchmark.process_died", "small.onnx", "SIGKILL"):
+            child.feed((1, 8))
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "code", "value"),
     [
-        ({"rounds": 0}, "rounds is 0: expected at least 1"),
-        ({"batches": (1, 0)}, "batch is 0: expected at least 1"),
-        ({"sequences": (-4,)}, "sequence is -4: expected at least 1"),
-        ({"sequences": ()}, "no sequence to measure"),
-        ({"threads": -1}, "threads is -1: expected at least 0"),
-        ({"provider": "tpu"}, "provider is 'tpu': expected one of cpu, cuda"),
-        ({"models": []}, "no model to measure"),
-        ({"models": ["absent.onnx"]}, r"absent\.onnx: no such file or folder"),
+        ({"rounds": 0}, "benchmark.range", "`rounds` is 0: expected at least 1"),
+        ({"batches": (1, 0)}, "benchmark.range", "`batches` is 0: expected at least 1"),
+        ({"sequences": (-4,)}, "benchmark.range", "`sequences` is -4: expected at least 1"),
+        ({"sequences": ()}, "benchmark.empty", "`sequences`"),
+        ({"threads": -1}, "benchmark.range", "`threads` is -1: expected at least 0"),
+        ({"provider": "tpu"}, "benchmark.provider", "cpu, cuda"),
+        ({"models": []}, "benchmark.empty", "`models`"),
+        ({"models": ["absent.onnx"]}, "artifact.missing", "absent.onnx"),
     ],
 )
 def test_bad_arguments_are_refused_in_at_most_three_lines(
-    folder: Path, options: dict, message: str
+    folder: Path, options: dict, code: str, value: str
 ):
     arguments = {"models": [folder / "small.onnx"], **options}
-    with pytest.raises(AttnserveError, match=message) as refused:
+    with raises(AttnserveError, code, value) as refused:
         bench(**arguments)
     assert refused.value.exit_code == 2 and len(str(refused.value).splitlines()) <= 3
 
@@ -283,5 +261,5 @@ def test_a_graph_that_onnx_runtime_refuses_is_named(folder: Path, tmp_path: Path
     model = onnx.load(folder / "small.onnx")
     model.graph.node[-1].op_type = "NoSuchOperator"
     onnx.save(model, tmp_path / "bad.onnx")
-    with pytest.raises(InvalidModel, match=r"bad\.onnx: ONNX Runtime refuses the graph"):
+    with raises(InvalidModel, "session.graph_refused", "bad.onnx"):
         bench([tmp_path / "bad.onnx"], sequences=(8,), rounds=1)

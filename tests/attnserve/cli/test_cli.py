@@ -241,8 +241,11 @@ def test_brackets_in_names_are_no_markup(cli: Cli, tiny: Path, tmp_path: Path):
         (["inspect", "m", "--batch", "1.5"], "--batch"),
         (["verify", "a", "b", "--provider", "tpu"], "--provider"),
         (["verify", "a", "b", "--threads", "-1"], "--threads"),
-        (["verify", "a", "b", "--min-cosine", "2"], "--min-cosine 2.0: expected a cosine"),
-        (["verify", "a", "b", "--min-cosine", "nan"], "expected a cosine"),
+        (
+            ["verify", "a", "b", "--min-cosine", "2"],
+            "--min-cosine is 2.0: expected a value between -1 and 1",
+        ),
+        (["verify", "a", "b", "--min-cosine", "nan"], "--min-cosine is nan"),
         (["evaluate", "m", "--task", "poetry", "--data", "d"], "--task"),
         (["evaluate", "m", "--task", "sts", "--data", "d", "--pooling", "max"], "--pooling"),
         (["export", "m", "-o", "d", "--exporter", "magic"], "--exporter"),
@@ -385,7 +388,7 @@ MISTAKES: dict[str, tuple[Spoil, str]] = {
     "too many R": (options("--collab-dk", "8,8,8"), "names 3 sizes for 2 layers"),
     "unknown layer": (options("--layers", 7), "no attention is called '7'"),
     "negative length": (options("--seq", -4), "--seq"),
-    "bound that is no cosine": (options("--min-cosine", 7), "expected a cosine"),
+    "bound that is no cosine": (options("--min-cosine", 7), "--min-cosine is 7"),
     "calibration missing": (options("--calib", "/nowhere.txt"), "no such file"),
     "calibration empty": (text(""), "holds no text"),
     "calibration blank": (text("\n \n"), "holds no text"),
@@ -398,7 +401,7 @@ MISTAKES: dict[str, tuple[Spoil, str]] = {
     "arrays without rows": (arrays(**{k: v[:0] for k, v in FEED.items()}), "rows"),
     "arrays without tokens": (arrays(**{k: v[:, :0] for k, v in FEED.items()}), "."),
     "ids outside the vocabulary": (arrays(**(FEED | {"input_ids": ROW * 9999})), "refuses"),
-    "arrays of padding": (arrays(**(FEED | {"attention_mask": ROW * 0})), "no real token"),
+    "arrays of padding": (arrays(**(FEED | {"attention_mask": ROW * 0})), "no unmasked token"),
     "tokenizer missing": (removed("tokenizer.json"), "--tokenizer"),
     "tokenizer broken": (
         lambda model: [

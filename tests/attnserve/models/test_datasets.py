@@ -85,7 +85,7 @@ def test_a_tokenizer_elsewhere_can_be_named(tiny: Path, sentences: Path, tmp_pat
     bare = tmp_path / "bare.onnx"
     bare.write_bytes((tiny / "model.onnx").read_bytes())
     artifact = open_artifact(bare)
-    with pytest.raises(InvalidData, match=r"no tokenizer\.json beside the model.*\n.*--tokenizer"):
+    with raises(InvalidData, "data.no_tokenizer"):
         read(sentences, artifact)
     assert rows(read(sentences, artifact, tokenizer=tiny / "tokenizer.json").fit) == 54
 
@@ -105,29 +105,27 @@ def test_a_fixed_batch_is_kept(tiny: Path, sentences: Path):
 
 
 @pytest.mark.parametrize(
-    ("content", "reason"),
+    ("content", "code"),
     [
-        (b"", "holds no text"),
-        (b"\n \n\t\n", "holds no text"),
-        (b"\xff\xfe\x00\x01" * 40, "not UTF-8 text"),
+        (b"", "text.empty_file"),
+        (b"\n \n\t\n", "text.empty_file"),
+        (b"\xff\xfe\x00\x01" * 40, "text.not_utf8"),
     ],
 )
-def test_a_text_without_sentences_is_refused(
-    tiny: Path, tmp_path: Path, content: bytes, reason: str
-):
+def test_a_text_without_sentences_is_refused(tiny: Path, tmp_path: Path, content: bytes, code: str):
     (tmp_path / "calib.txt").write_bytes(content)
-    with pytest.raises(InvalidData, match=reason):
+    with raises(InvalidData, code):
         read(tmp_path / "calib.txt", open_artifact(tiny))
 
 
 def test_a_missing_file_is_refused(tiny: Path, tmp_path: Path):
-    with pytest.raises(InvalidData, match=r"nothing\.txt: no such file"):
+    with raises(InvalidData, "data.missing", "nothing.txt"):
         read(tmp_path / "nothing.txt", open_artifact(tiny))
 
 
 def test_a_broken_tokenizer_is_refused(model: Path, sentences: Path):
     (model / "tokenizer.json").write_text("{}")
-    with pytest.raises(InvalidModel, match=r"not a tokenizer\.json"):
+    with raises(InvalidModel, "text.not_tokenizer"):
         read(sentences, open_artifact(model))
 
 
@@ -170,41 +168,41 @@ def test_integers_of_another_width_are_converted(artifact: Artifact, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("change", "cause", "value"),
     [
-        ({"input_ids": None}, r"missing \['input_ids'\], not an input none"),
-        ({"ids": np.ones((3, 5))}, r"missing none, not an input \['ids'\]"),
-        ({"input_ids": np.ones((3, 5))}, "'input_ids' is float64, the model takes int64"),
-        ({"input_ids": np.array([["a"] * 5] * 3)}, "'input_ids' is <U1, the model takes int64"),
-        ({"input_ids": np.ones((2, 5), int)}, "'input_ids': 2.*rows"),
-        ({"input_ids": np.int64(3)}, "'input_ids': 0.*rows"),
-        ({key: np.ones((0, 5), int) for key in arrays()}, "rows"),
+        ({"input_ids": None}, "names", "missing ['input_ids'], not an input none"),
+        ({"ids": np.ones((3, 5))}, "names", "missing none, not an input ['ids']"),
+        ({"input_ids": np.ones((3, 5))}, "type", "'input_ids' is float64"),
+        ({"input_ids": np.array([["a"] * 5] * 3)}, "type", "'input_ids' is <U1"),
+        ({"input_ids": np.ones((2, 5), int)}, "rows", "'input_ids': 2"),
+        ({"input_ids": np.int64(3)}, "rows", "'input_ids': 0"),
+        ({key: np.ones((0, 5), int) for key in arrays()}, "rows", "0"),
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(
-    artifact: Artifact, tmp_path: Path, change: dict, reason: str
+    artifact: Artifact, tmp_path: Path, change: dict, cause: str, value: str
 ):
     given = {key: value for key, value in (arrays() | change).items() if value is not None}
     np.savez(tmp_path / "calib.npz", **given)
-    with pytest.raises(InvalidData, match=reason):
+    with raises(InvalidData, f"data.array_{cause}", value):
         read(tmp_path / "calib.npz", artifact)
 
 
 def test_an_archive_of_objects_is_never_unpickled(artifact: Artifact, tmp_path: Path):
     np.savez(tmp_path / "c.npz", **(arrays() | {"input_ids": np.array([{}], dtype=object)}))
-    with pytest.raises(InvalidData, match=r"not an \.npz of arrays"):
+    with raises(InvalidData, "data.not_npz"):
         read(tmp_path / "c.npz", artifact)
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 no archive", b"text"])
 def test_what_is_no_archive_is_refused(artifact: Artifact, tmp_path: Path, content: bytes):
     (tmp_path / "c.npz").write_bytes(content)
-    with pytest.raises(InvalidData, match=r"not an \.npz of arrays.*\n.*numpy\.savez"):
+    with raises(InvalidData, "data.not_npz"):
         read(tmp_path / "c.npz", artifact)
 
 
 def test_a_folder_without_arrays_is_refused(artifact: Artifact, tmp_path: Path):
-    with pytest.raises(InvalidData, match=r"no \.npz file in this folder"):
+    with raises(InvalidData, "data.no_npz"):
         read(tmp_path, artifact)
 
 
@@ -223,7 +221,7 @@ def test_arrays_that_the_model_refuses_are_an_error_of_the_data(
     np.savez(tmp_path / "c.npz", **(arrays() | change))
     graph = load_model(artifact)
     data = load_inputs(tmp_path / "c.npz", graph, artifact)
-    with pytest.raises(InvalidData, match=r"the model refuses the inputs input_ids \(2, "):
+    with raises(InvalidData, "session.inputs_refused", "input_ids (2, "):
         collect_moments(graph, read_attention(graph).blocks, data.fit)
 
 
@@ -383,7 +381,7 @@ def test_activations_that_are_not_finite_are_refused():
     x[0, 0, 0] = np.inf
     with (
         np.errstate(invalid="ignore"),
-        pytest.raises(InvalidData, match="activations on the calibration data are not finite"),
+        raises(InvalidData, "calibration.not_finite"),
     ):
         collect_moments(graph, read_attention(graph).blocks, [{"x": x}])
 

@@ -31,6 +31,7 @@ from attnserve.runtime.cpu import has_int8_dot_product
 from attnserve.runtime.session import open_session, weight_bytes
 from graph_passes.errors import CannotRewrite, InvalidArgument, InvalidModel
 from graph_passes.passes.invariants import interface
+from tests.errors import raises
 
 Build = Callable[..., Path]
 RNG = np.random.default_rng(0)
@@ -172,7 +173,7 @@ def test_indices_and_shapes_are_no_weights():
 
 
 def test_another_precision_is_refused():
-    with pytest.raises(InvalidArgument, match="precision 'int4': expected one of float32, float16"):
+    with raises(InvalidArgument, "precision.unknown", "'int4'"):
         convert(product(), "int4")  # type: ignore[arg-type]
 
 
@@ -213,7 +214,7 @@ def test_a_tiny_bert_stays_near_its_original_in_less_space(
     assert compare(model, made, batches, "sentences").mean_cosine >= least
     assert weight_bytes(made) < largest * weight_bytes(model)
     for other in ("float16", "bfloat16", "int8"):
-        with pytest.raises(InvalidArgument, match=r"already|expected a float32 model"):
+        with raises(InvalidArgument, "precision.already"):
             convert(made, other)
 
 
@@ -337,7 +338,7 @@ def test_operators_that_must_stay_float32_stay_so_behind_operators_unknown_to_on
 
 def test_a_model_without_matrices_is_not_called_float16():
     model = graph("(float[b, 16] x) => (float[b, 16] y) { y = Mul(x, w) }", w=normal(D))
-    with pytest.raises(CannotRewrite, match="float16: the weights are still float32"):
+    with raises(CannotRewrite, "precision.unchanged", "float32"):
         convert(model, "float16")
 
 
@@ -348,18 +349,14 @@ def test_a_session_on_a_cpu_refuses_bfloat16_in_one_line_and_says_what_to_do(tmp
     made = convert(product(), "bfloat16")
     ir.save(made, tmp_path / "model.onnx")
     for source in (made, tmp_path / "model.onnx"):
-        with pytest.raises(
-            InvalidModel, match="computes in bfloat16, for which ONNX Runtime"
-        ) as no:
+        with raises(InvalidModel, "session.bfloat16_cpu") as no:
             open_session(source)
-        assert no.value.fix == (
-            "run it with --provider cuda, or make it with --fp16, which runs on a CPU too"
-        )
+        assert "cuda" in no.value.fix and "\n" not in no.value.what
 
 
 def test_a_kernel_that_is_missing_for_another_reason_is_no_matter_of_bfloat16():
     model = graph("(int8[b] x) => (int8[b] y) { y = Sqrt(x) }")
-    with pytest.raises(InvalidModel, match="ONNX Runtime refuses the graph"):
+    with raises(InvalidModel, "session.graph_refused"):
         open_session(model)
 
 
@@ -398,7 +395,7 @@ def test_bfloat16_needs_opset_13(opset: int):
     if opset == 13:
         assert precision_of(convert(model, "bfloat16")) == "bfloat16"
         return
-    with pytest.raises(CannotRewrite, match="the model has opset 12, bfloat16 needs 13"):
+    with raises(CannotRewrite, "precision.opset", 12, 13):
         convert(model, "bfloat16")
 
 
@@ -687,7 +684,7 @@ def test_int8_full_uses_8_bits_where_the_cpu_has_a_dot_product(monkeypatch: pyte
 
 def test_int8_full_without_a_dot_product_is_refused(monkeypatch: pytest.MonkeyPatch):
     without_dot_product(monkeypatch)
-    with pytest.raises(InvalidArgument, match="int8-full: this CPU") as refused:
+    with raises(InvalidArgument, "precision.cpu", "int8-full") as refused:
         convert(product(), "int8-full")
     assert "use int8" in refused.value.fix
     for precision in ("float32", "float16", "bfloat16", "int8"):
@@ -760,21 +757,21 @@ def test_int8_weight_bits_of_products_that_cannot_saturate_are_none(body: str, d
 )
 def test_int8_without_a_product_to_quantize_is_refused(text: str):
     model = graph(text, w=normal(D, D), v=normal(D))
-    with pytest.raises(CannotRewrite, match="no MatMul, Gemm or com"):
+    with raises(CannotRewrite, "precision.no_weights"):
         convert(model, "int8")
 
 
 @pytest.mark.parametrize("precision", ["float16", "int8"])
 def test_a_quantized_model_is_refused(precision: module.Precision):
     made = convert(product(), "int8")
-    with pytest.raises(InvalidArgument, match=f"{precision}: the model is already int8: "):
+    with raises(InvalidArgument, "precision.already", precision):
         convert(made, precision)
     pairs = graph(
         "(float[b, 16] x) => (float[b, 16] y) { d = DequantizeLinear(w, s) y = MatMul(x, d) }",
         w=np.ones((D, D), np.int8),
         s=np.array(1, np.float32),
     )
-    with pytest.raises(InvalidArgument, match="already int8: DequantizeLinear"):
+    with raises(InvalidArgument, "precision.already", "DequantizeLinear"):
         convert(pairs, precision)
 
 
@@ -784,27 +781,25 @@ def test_int8_is_made_from_float32_alone(dtype: type):
         "(float[b, 16] x) => (float[b, 16] y) { c = CastLike(w, x) y = MatMul(x, c) }",
         w=np.ones((D, D), dtype),
     )
-    with pytest.raises(
-        InvalidArgument, match="int8: expected a float32 model, the weights of this"
-    ):
+    with raises(InvalidArgument, "precision.already", "int8"):
         convert(model, "int8")
 
 
 def test_float16_again_is_refused():
     made = convert(product(), "float16")
-    with pytest.raises(InvalidArgument, match="float16: the model's weights are float16 already"):
+    with raises(InvalidArgument, "precision.already", "float16"):
         convert(made, "float16")
 
 
 def test_an_old_opset_is_refused():
     model = graph("(float[b, 16] x) => (float[b, 16] y) { y = MatMul(x, w) }", 10, w=normal(D, D))
-    with pytest.raises(CannotRewrite, match="int8: the model has opset 10, dynamic quantization"):
+    with raises(CannotRewrite, "precision.opset", 10):
         convert(model, "int8")
 
 
 def test_weights_that_are_not_numbers_are_refused_by_name_of_the_tool():
     model = product(w=np.full((D, D), np.nan, np.float32))
-    with pytest.raises(CannotRewrite, match="int8: the conversion fails on this model: "):
+    with raises(CannotRewrite, "precision.failed", "int8"):
         convert(model, "int8")
 
 
@@ -815,5 +810,5 @@ def test_a_model_that_would_not_run_is_refused():
     )
     model.opset_imports["other"] = 1
     for precision in ("float16", "bfloat16", "int8"):
-        with pytest.raises(CannotRewrite, match=f"{precision}: the model that .* does not run"):
+        with raises(CannotRewrite, "precision.does_not_run", precision):
             convert(model, precision)

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from attnserve.models.tokenizer import Encoding, TextEncoder, load_tokenizer, pool, read_sentences
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
+from tests.errors import raises
 
 INPUTS = {
     "input_ids": np.dtype(np.int64),
@@ -58,7 +59,7 @@ def test_without_truncation_a_long_text_is_refused_with_count_and_limit(
     encoder: TextEncoder,
 ) -> None:
     assert len(encoder.encode(["a b"], truncate=False)[0]) == 4
-    with pytest.raises(InvalidData, match="text 1 has 5 tokens, more than the limit of 4"):
+    with raises(InvalidData, "text.too_long", "text 1 has 5 tokens", 4):
         encoder.encode(["a", "a b c"], truncate=False)
 
 
@@ -71,7 +72,7 @@ def test_a_call_may_ask_for_its_own_length(encoder: TextEncoder) -> None:
 def test_a_length_without_room_for_text_is_refused(
     length: int, encoder: TextEncoder, tokenizer: Tokenizer
 ) -> None:
-    with pytest.raises(InvalidArgument, match="2 are special tokens\nuse at least 3"):
+    with raises(InvalidArgument, "text.max_length", "at least 3"):
         encoder.encode(["a"], max_length=length)
     with pytest.raises(InvalidArgument):
         TextEncoder(tokenizer, pad_id=PAD, max_length=length)
@@ -95,13 +96,13 @@ def test_the_empty_text_is_its_special_tokens_and_without_any_it_is_refused(
     assert ids(encoder.encode([""])) == [[CLS, SEP]]
     assert encoder.encode([]) == []
     tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
-    with pytest.raises(InvalidData, match="text 1 has no tokens"):
+    with raises(InvalidData, "text.empty", "text 1"):
         TextEncoder(tokenizer, pad_id=PAD).encode(["a", " "])
 
 
 @pytest.mark.parametrize("text", ["\ud800", 7, None, b"a"])
 def test_what_is_not_unicode_text_is_refused(text: str, encoder: TextEncoder) -> None:
-    with pytest.raises(InvalidData, match="expected a list of Unicode strings"):
+    with raises(InvalidData, "text.not_unicode"):
         encoder.encode(["a", text])
 
 
@@ -112,7 +113,7 @@ def test_encode_tokenizer_panics_is_invalid_data_and_later_texts_are_encoded(
     content["normalizer"] = {"type": "Replace", "pattern": {"String": "a"}, "content": ""}
     content["pre_tokenizer"] = {"type": "FixedLength", "length": 0}  # it panics on any character
     encoder = TextEncoder(Tokenizer.from_str(json.dumps(content)), pad_id=PAD)
-    with pytest.raises(InvalidData, match="chunk size must be non-zero"):
+    with raises(InvalidData, "text.tokenizer_failed", "chunk size must be non-zero"):
         encoder.encode(["b"])
     assert ids(encoder.encode(["a"])) == [[CLS, SEP]]
 
@@ -121,7 +122,7 @@ def test_encode_unknown_token_missing_is_invalid_data(tokenizer: Tokenizer) -> N
     content = json.loads(tokenizer.to_str())
     del content["model"]["vocab"]["[UNK]"]
     encoder = TextEncoder(Tokenizer.from_str(json.dumps(content)), pad_id=PAD)
-    with pytest.raises(InvalidData, match=r"\[UNK\]"):
+    with raises(InvalidData, "text.tokenizer_failed", "[UNK]"):
         encoder.encode(["new"])
 
 
@@ -198,14 +199,14 @@ def test_only_the_inputs_that_the_model_has_are_filled(encoder: TextEncoder) -> 
 
 
 def test_an_input_that_no_tokenizer_provides_is_named(encoder: TextEncoder) -> None:
-    with pytest.raises(InvalidData, match="takes 'pixel_values'; a tokenizer provides input_ids,"):
+    with raises(InvalidData, "text.unknown_input", "'pixel_values'"):
         encoder.batch_inputs(encoder.encode(["a"]), {"pixel_values": np.dtype(np.int64)})
 
 
 def test_without_an_attention_mask_only_equal_lengths_share_a_batch(encoder: TextEncoder) -> None:
     wanted = {"input_ids": INPUTS["input_ids"]}
     assert encoder.batch_inputs(encoder.encode(["a", "b"]), wanted)["input_ids"].shape == (2, 3)
-    with pytest.raises(InvalidData, match="use a batch size of 1"):
+    with raises(InvalidData, "text.no_mask"):
         encoder.batch_inputs(encoder.encode(["a", "a b"]), wanted)
 
 
@@ -226,7 +227,7 @@ def test_batches_cover_every_text_once_longest_first(lengths: list[int], size: i
 
 
 def test_a_batch_size_below_one_is_refused(encoder: TextEncoder) -> None:
-    with pytest.raises(InvalidArgument, match="batch size 0"):
+    with raises(InvalidArgument, "text.batch_size", 0):
         list(encoder.batches(encoder.encode(["a"]), 0, INPUTS))
 
 
@@ -269,11 +270,11 @@ def test_the_pad_token_is_the_one_that_is_stated(
 def test_a_missing_tokenizer_is_invalid_data_and_a_broken_one_an_invalid_model(
     tmp_path: Path,
 ) -> None:
-    with pytest.raises(InvalidData, match=r"tokenizer.json: no such file(.|\n)*--tokenizer"):
+    with raises(InvalidData, "text.no_tokenizer", "tokenizer.json"):
         load_tokenizer(tmp_path)
     for content in (b"", b"{}", b"not json", b"\xff\xfe"):
         (tmp_path / "tokenizer.json").write_bytes(content)
-        with pytest.raises(InvalidModel, match=r"not a tokenizer.json") as caught:
+        with raises(InvalidModel, "text.not_tokenizer") as caught:
             load_tokenizer(tmp_path)
         assert len(str(caught.value).splitlines()) == 2
 
@@ -298,12 +299,12 @@ def test_one_vector_a_text_is_pooled_already() -> None:
 
 
 def test_none_is_refused_for_one_vector_a_token() -> None:
-    with pytest.raises(InvalidArgument, match=r"expects \[batch, hidden\].*\[1, 3, 2\]"):
+    with raises(InvalidArgument, "text.pooling", "[1, 3, 2]"):
         pool(HIDDEN, MASK, "none", False)
 
 
 def test_an_output_of_another_rank_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match=r"shape \(2,\) cannot be pooled"):
+    with raises(InvalidArgument, "text.pool_shape", "(2,)"):
         pool(HIDDEN[0, 0], MASK, "mean", False)
 
 
@@ -344,19 +345,19 @@ def test_a_sentence_is_a_line_that_is_not_blank(
 
 
 @pytest.mark.parametrize(
-    ("content", "reason"),
-    [(b"", "holds no text"), (b"\n \n", "holds no text"), (b"ok\n\xff", r"not UTF-8.*byte 3")],
+    ("content", "code"),
+    [(b"", "text.empty_file"), (b"\n \n", "text.empty_file"), (b"ok\n\xff", "text.not_utf8")],
 )
-def test_a_file_without_sentences_is_refused(content: bytes, reason: str, tmp_path: Path) -> None:
+def test_a_file_without_sentences_is_refused(content: bytes, code: str, tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_bytes(content)
-    with pytest.raises(InvalidData, match=reason):
+    with raises(InvalidData, code):
         read_sentences(path)
 
 
 def test_a_path_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent.txt"):
-        with pytest.raises(InvalidData, match="cannot be read"):
+        with raises(InvalidData, "text.unreadable"):
             read_sentences(path)
 
 

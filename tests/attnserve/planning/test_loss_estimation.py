@@ -11,6 +11,7 @@ import pytest
 
 from attnserve.calibration.refit import find_sites, install
 from attnserve.checks.compare import compare
+from attnserve.context import RunContext
 from attnserve.models.artifact import load_model, open_artifact
 from attnserve.models.datasets import load_inputs
 from attnserve.planning.loss_estimation import LossEstimator
@@ -49,7 +50,7 @@ def test_rows_of_zeros_are_heads_that_are_gone(estimator: LossEstimator, bert: i
     weight[block.output.rows[[0, 2]].reshape(-1)] = 0
     pruned = bert.clone()
     PruneHeads({block.name: [0, 1, 0, 1]})(pruned)
-    expected = 1 - compare(bert, pruned, data, "", threads=1).mean_cosine
+    expected = 1 - compare(bert, pruned, data, "", context=RunContext(threads=1)).mean_cosine
     assert expected > 1e-3
     assert estimator.cosine_loss({block.name: (weight, bias)}) == pytest.approx(expected, rel=0, abs=1e-6)
 
@@ -60,7 +61,7 @@ def test_rows_of_zeros_are_neurons_that_are_gone(estimator: LossEstimator, bert:
     weight[:32] = 0
     pruned = bert.clone()
     PruneNeurons({block.name: [0] * 32 + [1] * 32})(pruned)
-    expected = 1 - compare(bert, pruned, data, "", threads=1).mean_cosine
+    expected = 1 - compare(bert, pruned, data, "", context=RunContext(threads=1)).mean_cosine
     assert expected > 1e-4
     assert estimator.cosine_loss({block.name: (weight, bias)}) == pytest.approx(expected, rel=0, abs=1e-6)
 
@@ -81,7 +82,7 @@ def test_any_other_maps_are_what_a_rewritten_model_would_compute(
     sites = find_sites(changed, names)
     for name in names:
         install(sites[name], *maps[name], interpret_small(changed, batch=2, sequence=5))
-    expected = 1 - compare(bert, changed, data, "", threads=1).mean_cosine
+    expected = 1 - compare(bert, changed, data, "", context=RunContext(threads=1)).mean_cosine
     assert expected > 1e-2
     assert estimator.cosine_loss(maps) == pytest.approx(expected, rel=0, abs=1e-6)
     alone = [estimator.cosine_loss({name: maps[name]}) for name in names]

@@ -186,9 +186,7 @@ def test_pruning_by_voting_takes_the_same_number_of_every_layer():
     found = planned(prune=1 / 3, importance="voting")
     assert [mask.count(0) for mask in masks_of(found).values()] == [1] * L
     model, reading = stack()
-    votes = voting_to_stay(
-        model, reading.blocks, data().fit, groups=dict.fromkeys(NAMES, 2)
-    )
+    votes = voting_to_stay(model, reading.blocks, data().fit, groups=dict.fromkeys(NAMES, 2))
     assert masks_of(found) == {name: [int(x) for x in votes[name].mask] for name in NAMES}
 
 

@@ -16,6 +16,7 @@ import onnx_ir as ir
 import pytest
 
 from attnserve.calibration.similarity import HeadSimilarity
+from attnserve.reports import drawing
 from attnserve.reports.analysis import Analysis, NotAnalyzed
 from attnserve.reports.html import analyze, findings, render
 from attnserve.reports.plots import FIGURES
@@ -24,7 +25,9 @@ from graph_passes.errors import (
     InvalidData,
     InvalidModel,
     InvalidOutput,
+    MissingExtra,
 )
+from tests.errors import raises
 
 pytest.importorskip("jinja2", reason="pip install 'attnserve[report]'")
 pytest.importorskip("matplotlib", reason="pip install 'attnserve[report]'")
@@ -130,7 +133,7 @@ def test_a_folder_that_holds_something_is_refused_without_force(
     tiny: Path, sentences: Path, tmp_path: Path
 ):
     (tmp_path / "mine.txt").write_text("keep me")
-    with pytest.raises(InvalidOutput, match="exists already"):
+    with raises(InvalidOutput, "output.exists"):
         analyze(tiny, tmp_path, calib=sentences)
     assert tree(tmp_path) == ["mine.txt"]
     analyze(tiny, tmp_path, calib=sentences, force=True)
@@ -141,13 +144,13 @@ def test_a_folder_that_holds_something_is_refused_without_force(
 @pytest.mark.parametrize("force", [False, True])
 def test_a_file_is_no_folder(tiny: Path, sentences: Path, tmp_path: Path, force: bool):
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(InvalidOutput, match="expected a folder"):
+    with raises(InvalidOutput, "output.not_folder"):
         analyze(tiny, tmp_path / "file", calib=sentences, force=force)
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def refused(error: type[AttnserveError], match: str, model: Path, output: Path, **options: Any):
-    with pytest.raises(error, match=match):
+def refused(error: type[AttnserveError], code: str, model: Path, output: Path, **options: Any):
+    with raises(error, code):
         analyze(model, output, **options)
     assert not output.exists() and not output.parent.exists()
 
@@ -157,14 +160,14 @@ def test_broken_input_is_one_error_and_writes_nothing(tiny: Path, sentences: Pat
     empty, binary = tmp_path / "empty.txt", tmp_path / "binary.txt"
     empty.write_text("\n")
     binary.write_bytes(b"\xff\xfe\x00")
-    refused(InvalidData, "no such file", tiny, out, calib=tmp_path / "no.txt")
-    refused(InvalidData, "holds no text", tiny, out, calib=empty)
-    refused(InvalidData, "not UTF-8", tiny, out, calib=binary)
-    refused(InvalidModel, "no such file", tmp_path / "no.onnx", out, calib=sentences)
+    refused(InvalidData, "data.missing", tiny, out, calib=tmp_path / "no.txt")
+    refused(InvalidData, "text.empty_file", tiny, out, calib=empty)
+    refused(InvalidData, "text.not_utf8", tiny, out, calib=binary)
+    refused(InvalidModel, "artifact.missing", tmp_path / "no.onnx", out, calib=sentences)
     bare = tmp_path / "bare"
     bare.mkdir()
     shutil.copy(tiny / "model.onnx", bare)
-    refused(InvalidData, "no tokenizer", bare, out, calib=sentences)
+    refused(InvalidData, "data.no_tokenizer", bare, out, calib=sentences)
 
 
 def test_weights_that_are_not_finite_are_refused_by_name(
@@ -178,7 +181,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(
     broken = np.full(value.const_value.shape.numpy(), np.nan, np.float32)
     value.const_value = ir.tensor(broken, name=name)
     ir.save(graph, model / "model.onnx")
-    refused(InvalidModel, "NaN or infinite", model, tmp_path / "a" / "b", calib=sentences)
+    refused(InvalidModel, "model.not_finite", model, tmp_path / "a" / "b", calib=sentences)
 
 
 # The page
@@ -312,3 +315,19 @@ def test_one_layer_of_one_head_is_enough(tiny_bert: Build, sentences: Path, tmp_
     assert list(found.mask.values()) == [[1]]
     page = Page((tmp_path / "out" / "report.html").read_text(encoding="utf-8"))
     assert page.open == [] and "attend alike" not in page.text
+
+
+@pytest.mark.parametrize("name", ["jinja2", "matplotlib"])
+def test_analyze_without_the_report_extra_is_refused_before_it_runs(
+    name: str, tiny: Path, sentences: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    hide(monkeypatch, name)
+    with raises(MissingExtra, "extra.report", name, "pip install 'attnserve[report]'"):
+        analyze(tiny, tmp_path / "out", calib=sentences)
+    assert not (tmp_path / "out").exists()
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    """Let a module look as if it was not installed."""
+    found = drawing.find_spec
+    monkeypatch.setattr(drawing, "find_spec", lambda name: None if name == module else found(name))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from attnserve.runtime.cuda import PARITY, Cuda, GiveBack, run_entries
 from graph_passes.errors import InvalidArgument
+from tests.errors import raises
 
 
 def test_parity_is_without_tf32_and_the_arena_grows_by_what_is_asked_for():
@@ -28,7 +27,7 @@ def test_every_option_has_the_name_that_onnx_runtime_knows():
 
 def test_one_byte_is_a_limit_and_none_at_all_is_refused():
     assert Cuda(memory_bytes=1).provider_options()["gpu_mem_limit"] == "1"
-    with pytest.raises(InvalidArgument, match="GPU memory is 0 bytes: expected at least 1"):
+    with raises(InvalidArgument, "cuda.memory", 0):
         Cuda(memory_bytes=0)
 
 

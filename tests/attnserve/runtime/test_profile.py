@@ -13,6 +13,7 @@ import pytest
 from attnserve.runtime.profile import AttentionKernel, attention_kernels, read_profile, read_runs
 from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidData
+from tests.errors import raises
 
 
 def event(cat: str, name: str, ts: int, dur: int, **args: str) -> dict[str, Any]:
@@ -109,12 +110,12 @@ def test_what_is_no_profile_is_refused(content: str, tmp_path: Path):
 
 
 def test_a_session_that_never_ran_has_no_shares(tmp_path: Path):
-    with pytest.raises(InvalidData, match="no operator ran in this profile"):
+    with raises(InvalidData, "profile.empty"):
         read_profile(profile(tmp_path, RUNS[:1]))
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path):
-    with pytest.raises(InvalidData, match="FileNotFoundError"):
+    with raises(InvalidData, "profile.invalid", "FileNotFoundError"):
         read_profile(tmp_path / "none.json")
 
 

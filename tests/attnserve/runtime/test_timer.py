@@ -15,6 +15,7 @@ import pytest
 from attnserve.models.artifact import load_model
 from attnserve.models.example_inputs import example_inputs
 from attnserve.runtime import timer as latency
+from attnserve.runtime.interleaved_timer import QUICK
 from attnserve.runtime.session import open_session
 from attnserve.runtime.timer import Cut, LatencyTable, Part, cut_out, default_cache
 from graph_passes.emit.editing import exposing
@@ -222,15 +223,15 @@ def test_fewer_heads_are_other_work(bert: ir.Model, feeds: Any):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
-    """What ``in_turns`` is to say, call by call; every call is taken off."""
+    """What ``time_sessions`` returns, call by call."""
     said: list[list[float]] = []
 
-    def in_turns(sessions: Any, feeds: Any, *, seconds: float) -> list[np.ndarray]:
+    def time_sessions(sessions: Any, feeds: Any, *, seconds: float) -> list[np.ndarray]:
         times = said.pop(0)
         assert len(times) == len(sessions) == len(feeds)
         return [np.array([time, 1.1 * time, 0.9 * time]) for time in times]
 
-    monkeypatch.setattr(latency, "in_turns", in_turns)
+    monkeypatch.setattr(latency, "time_sessions", time_sessions)
     return said
 
 
@@ -411,6 +412,6 @@ def test_what_is_timed_is_a_run_on_the_device_s_own_memory(monkeypatch: pytest.M
         return run
 
     monkeypatch.setattr(latency, "bound", bind)
-    times = latency.in_turns(["a", "b"], [{"x": 1}, {"x": 2}], seconds=0.01)
+    times = latency.time_sessions(["a", "b"], [{"x": 1}, {"x": 2}], seconds=0.01)
     assert bound == [("a", {"x": 1}), ("b", {"x": 2})]
-    assert len(times) == 2 and min(runs.values()) > latency.MIN_ROUNDS
+    assert len(times) == 2 and min(runs.values()) > QUICK.min_rounds

@@ -1,0 +1,97 @@
+"""Time several functions fairly on a machine whose speed drifts.
+
+Every round takes one sample of each function, and rounds alternate the order (A B, B A, ...). Drift
+of the clock and load from other processes thus affect all functions equally, and the ratio of two
+samples of one round cancels it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+__all__ = ["BENCHMARK", "QUICK", "InterleavedTimer", "Sampler", "sampler", "time_functions"]
+
+Sampler = Callable[[int], float]
+"""Runs a function a number of times and returns the mean seconds per run."""
+
+
+@dataclass(frozen=True)
+class InterleavedTimer:
+    """Settings of interleaved timing.
+
+    Attributes:
+        sample_seconds: A sample repeats a faster function up to about this time.
+        min_rounds, max_rounds: Limits of the number of rounds, both even.
+    """
+
+    sample_seconds: float
+    min_rounds: int
+    max_rounds: int
+
+    def measure(
+        self,
+        samplers: Sequence[Sampler],
+        seconds: float,
+        *,
+        rounds: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> np.ndarray:
+        """Milliseconds per run: float64 (functions, rounds).
+
+        Args:
+            seconds: Approximate total time, which determines the number of rounds.
+            rounds: The number of rounds instead.
+            progress: Called after each round.
+        """
+        repeats: list[int] = []
+        round_seconds = 0.0
+        for sample in samplers:
+            sample(1)  # allocates memory and selects kernels
+            once = min(sample(1), sample(1))
+            repeats.append(max(1, math.ceil(self.sample_seconds / once)))
+            round_seconds += repeats[-1] * once
+        count = rounds or self.rounds_within(seconds, round_seconds)
+        times = np.empty((len(samplers), count))
+        order = range(len(samplers))
+        for index in range(count):
+            for i in reversed(order) if index % 2 else order:
+                times[i, index] = 1e3 * samplers[i](repeats[i])
+            if progress is not None:
+                progress(index + 1, count)
+        return times
+
+    def rounds_within(self, seconds: float, round_seconds: float) -> int:
+        """An even number of rounds, so that both orders have equal weight."""
+        rounds = int(min(seconds / round_seconds, self.max_rounds))
+        return max(rounds - rounds % 2, self.min_rounds)
+
+
+BENCHMARK = InterleavedTimer(sample_seconds=2e-3, min_rounds=20, max_rounds=200)
+"""For reported results."""
+
+QUICK = InterleavedTimer(sample_seconds=5e-4, min_rounds=8, max_rounds=80)
+"""For many small comparisons, as the planner makes them."""
+
+
+def sampler(function: Callable[[], object]) -> Sampler:
+    """Sample a function in this process."""
+
+    def sample(repeats: int) -> float:
+        start = time.perf_counter()
+        for _ in range(repeats):
+            function()
+        return (time.perf_counter() - start) / repeats
+
+    return sample
+
+
+def time_functions(
+    functions: Sequence[Callable[[], object]], seconds: float, timer: InterleavedTimer = QUICK
+) -> np.ndarray:
+    """Milliseconds per run of functions in this process: float64 (functions, rounds)."""
+    return timer.measure([sampler(function) for function in functions], seconds)

@@ -1,0 +1,269 @@
+"""Run functions in a child process, so that crashes and memory stay there.
+
+The child is a new interpreter, not a fork, and it does not import the caller's ``__main__`` (as
+multiprocessing would): scripts need no main guard, and the peak memory is that of the call alone.
+Requests are pickles from the parent. Answers are JSON, so that a child that loads untrusted files
+cannot make the parent run code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from graph_passes import errors
+from graph_passes.errors import AttnserveError
+
+__all__ = ["Worker", "WorkerCrashed", "run_isolated", "search_path"]
+
+EXIT_S = 5.0
+"""Time for a child to exit after it has closed its output."""
+
+
+class WorkerCrashed(AttnserveError):
+    """A child process ended before it answered, or raised an error that is not an AttnserveError.
+
+    Attributes:
+        status: Its exit status, negative for a signal; None if it did not end.
+        timed_out: Whether it was killed because of its time limit.
+    """
+
+    default_code = "isolation.crashed"
+
+    def __init__(
+        self, what: str, fix: str = "", *, code: str = "", status: int | None = None
+    ) -> None:
+        super().__init__(what, fix, code=code)
+        self.status = status
+
+    @property
+    def timed_out(self) -> bool:
+        return self.code == "isolation.timeout"
+
+
+class Worker:
+    """A child process that holds one object and calls its methods.
+
+    Arguments are pickled; results are JSON values (numbers, strings, lists, dicts, None). Use it as
+    a context manager; it serves one call at a time. On Linux the child is killed when the thread
+    that created it ends.
+
+    Args:
+        factory: An importable function or class that returns the object.
+        arguments: Arguments of the factory.
+        timeout_s: Time limit of creating the object; None for no limit.
+        environment: Environment variables of the child; None for all of this process. PYTHONPATH is
+            always ``search_path()``.
+        prepare: Called first in the child, for example
+            ``partial(resource.setrlimit, resource.RLIMIT_AS, (size, size))``.
+        stderr: Destination of the stdout and stderr of the child, as in ``subprocess.Popen``.
+
+    Raises:
+        WorkerCrashed: The child ended, exceeded its time limit, or raised an unexpected error.
+        AttnserveError: The factory raised it.
+    """
+
+    def __init__(
+        self,
+        factory: Callable[..., Any],
+        *arguments: Any,
+        timeout_s: float | None = None,
+        environment: Mapping[str, str] | None = None,
+        prepare: Callable[[], object] | None = None,
+        stderr: Any = None,
+    ) -> None:
+        self._start(environment, stderr)
+        try:
+            self._request((prepare, factory, arguments), timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, environment: Mapping[str, str] | None, stderr: Any) -> None:
+        variables = dict(os.environ if environment is None else environment)
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-c", f"from {__name__} import serve; serve({os.getpid()})"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            env={**variables, "PYTHONPATH": os.pathsep.join(search_path())},
+        )
+
+    def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
+        """Call a method of the object in the child and return its result.
+
+        Raises:
+            WorkerCrashed, AttnserveError: See the class.
+        """
+        return self._request((method, arguments), timeout_s)
+
+    def _request(self, request: Any, timeout_s: float | None) -> Any:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        late = threading.Event()
+
+        def stop() -> None:
+            late.set()
+            self.process.kill()
+
+        timer = None if timeout_s is None else threading.Timer(timeout_s, stop)
+        if timer is not None:
+            timer.start()
+        try:
+            with suppress(OSError):  # the child has ended: reading its answer finds out why
+                pickle.dump(request, self.process.stdin)
+                self.process.stdin.flush()
+            line = self.process.stdout.readline()
+        finally:
+            if timer is not None:
+                timer.cancel()
+        try:
+            answer: dict[str, Any] = json.loads(line)
+        except ValueError:
+            answer = {}
+        if late.is_set() and not answer:
+            raise WorkerCrashed(
+                f"the child process did not finish within {timeout_s:g} s",
+                "allow more time",
+                code="isolation.timeout",
+                status=self._exit_status(),
+            )
+        if not answer:
+            status = self._exit_status()
+            raise WorkerCrashed(f"the child process ended with {_describe(status)}", status=status)
+        if "error" in answer:
+            raise _to_error(**answer["error"])
+        return answer["result"]
+
+    def _exit_status(self) -> int:
+        try:
+            return self.process.wait(EXIT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
+    def close(self) -> None:
+        """End the child process."""
+        self.process.kill()
+        with self.process:  # closes the pipes and waits
+            pass
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class _Call:
+    """The result of one function call, as the object of a worker."""
+
+    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        self.value = function(*arguments)
+
+    def result(self) -> Any:
+        return self.value
+
+
+def run_isolated(
+    function: Callable[..., Any], *arguments: Any, timeout_s: float | None = None, **options: Any
+) -> Any:
+    """Call an importable function in a child process and return its JSON result.
+
+    Args:
+        options: ``environment``, ``prepare`` and ``stderr`` of ``Worker``.
+
+    Raises:
+        WorkerCrashed, AttnserveError: See ``Worker``.
+    """
+    with Worker(_Call, function, arguments, timeout_s=timeout_s, **options) as worker:
+        return worker.call("result")
+
+
+def search_path() -> list[str]:
+    """The absolute entries of ``sys.path`` without the working folder, and this package's folder.
+
+    The working folder may hold untrusted files, such as a ``random.py`` beside a downloaded model.
+    """
+    package = str(Path(__file__).absolute().parents[2])
+    working = os.path.realpath(os.curdir)
+    others = [p for p in sys.path if Path(p).is_absolute() and os.path.realpath(p) != working]
+    return list(dict.fromkeys([package, *others]))
+
+
+def _describe(status: int) -> str:
+    if status >= 0:
+        return f"exit status {status}"
+    try:
+        return f"signal {signal.Signals(-status).name}"
+    except ValueError:
+        return f"signal {-status}"
+
+
+def _to_error(kind: str, what: str, fix: str, code: str) -> AttnserveError:
+    found: Any = getattr(errors, kind, None)
+    known = isinstance(found, type) and issubclass(found, AttnserveError)
+    return (found if known else WorkerCrashed)(what, fix, code=code)
+
+
+def serve(parent: int) -> None:
+    """Answer requests until the input ends (in the child)."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    _end_with(parent)
+    requests = sys.stdin.buffer
+    # Libraries print to stdout, which carries the answers: redirect it to stderr.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    held: Any = None
+    while True:
+        try:
+            request = pickle.load(requests)
+        except EOFError:
+            return
+        try:
+            if len(request) == 3:
+                prepare, factory, arguments = request
+                if prepare is not None:
+                    prepare()
+                held, result = factory(*arguments), None
+            else:
+                method, arguments = request
+                result = getattr(held, method)(*arguments)
+            answer = json.dumps({"result": result})
+        except AttnserveError as error:
+            answer = _error(type(error).__name__, error.what, error.fix, error.code)
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            answer = _error("WorkerCrashed", what, "", WorkerCrashed.default_code)
+        answers.write(answer + "\n")
+        answers.flush()
+
+
+def _error(kind: str, what: str, fix: str, code: str) -> str:
+    return json.dumps({"error": {"kind": kind, "what": what, "fix": fix, "code": code}})
+
+
+def _end_with(parent: int) -> None:
+    """Ask Linux to kill this process when its parent ends."""
+    if not sys.platform.startswith("linux"):
+        return
+    import ctypes
+
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it ended before the call
+        os._exit(1)

@@ -1,0 +1,48 @@
+"""The interleaved timer: order of samples, number of rounds and repeats."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from attnserve.runtime.interleaved_timer import (
+    BENCHMARK,
+    InterleavedTimer,
+    Sampler,
+    time_functions,
+)
+
+
+def test_measure_rounds_alternates_their_order():
+    order: list[str] = []
+
+    def named(name: str, seconds: float) -> Sampler:
+        def sample(repeats: int) -> float:
+            order.append(f"{name}{repeats}")
+            return seconds
+
+        return sample
+
+    times = InterleavedTimer(0.1, 2, 2).measure([named("a", 0.1), named("b", 0.04)], 0.0)
+    assert order == ["a1"] * 3 + ["b1"] * 3 + ["a1", "b3", "b3", "a1"]
+    np.testing.assert_allclose(times, [[100, 100], [40, 40]])
+
+
+def test_measure_given_rounds_are_used_and_reported():
+    done: list[tuple[int, int]] = []
+    times = BENCHMARK.measure(
+        [lambda repeats: 1.0], 8.0, rounds=3, progress=lambda *step: done.append(step)
+    )
+    assert times.shape == (1, 3) and done == [(1, 3), (2, 3), (3, 3)]
+
+
+@pytest.mark.parametrize(
+    ("round_seconds", "rounds"), [(1e-4, 200), (0.08, 100), (0.081, 98), (0.4, 20), (30.0, 20)]
+)
+def test_rounds_within_time_is_even_and_limited(round_seconds: float, rounds: int):
+    assert BENCHMARK.rounds_within(8.0, round_seconds) == rounds
+
+
+def test_time_functions_slower_function_takes_longer():
+    fast, slow = time_functions([lambda: None, lambda: sum(range(20_000))], 0.02)
+    assert np.median(slow) > 10 * np.median(fast) > 0
