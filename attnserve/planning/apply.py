@@ -177,6 +177,7 @@ class _Application:
     def _collaborate(self, each: Collaborate) -> None:
         if not each.targets:
             return
+        each.check(self.graph)
         dense = any(not params.is_sparse for params in each.targets.values())
         if dense or not self.fit:  # shorter heads are refitted once, after sharing
             self._measure()

@@ -22,13 +22,13 @@ from graph_passes.analysis.shapes import infer_shapes_small
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-__all__ = ["Maps", "WhatIf"]
+__all__ = ["LossEstimator", "Maps"]
 
 Maps = Mapping[str, tuple["Float[np.ndarray, 'N D']", "Float[np.ndarray, ' D']"]]
 """By block, what its context or its neurons are multiplied by, and what is added."""
 
 
-class WhatIf:
+class LossEstimator:
     """A model with the last maps of some blocks as inputs.
 
     Args:

@@ -40,7 +40,14 @@ from graph_passes.passes.fuse_attention import (
 from graph_passes.passes.fuse_gelu import FuseGelu, gelu_refusal
 from graph_passes.passes.fuse_residuals import FuseResiduals
 
-__all__ = ["LEAST_COSINE", "LEAST_GAIN", "MOST_ERROR", "Exact", "exact_plan", "rewrite_exactly"]
+__all__ = [
+    "LEAST_COSINE",
+    "LEAST_GAIN",
+    "MOST_ERROR",
+    "FusionReport",
+    "fuse_lossless",
+    "fusion_plan",
+]
 
 FORMS: Sequence[FusedOperator] = ("onnx", "attention", "multi_head")
 """The first that fits is taken, in the order of their speed on the CPU provider."""
@@ -69,7 +76,7 @@ TIMED_S = 0.8
 
 
 @dataclass(frozen=True)
-class Exact:
+class FusionReport:
     """A model that was rewritten, and how it compares with the original.
 
     Attributes:
@@ -86,7 +93,7 @@ class Exact:
     speedup: float
 
 
-def exact_plan(graph: ir.Model, forms: Sequence[FusedOperator] = FORMS) -> Plan:
+def fusion_plan(graph: ir.Model, forms: Sequence[FusedOperator] = FORMS) -> Plan:
     """Every block that can be, as one operator; each attention in the first of ``forms`` that fits.
 
     Raises:
@@ -121,9 +128,9 @@ def exact_plan(graph: ir.Model, forms: Sequence[FusedOperator] = FORMS) -> Plan:
     return Plan.of([FuseAttention(chosen), FuseGelu(gelu), FoldBiases(), FuseResiduals()])
 
 
-def rewrite_exactly(
+def fuse_lossless(
     source: Artifact, path: Path, *, provider: Provider = "cpu", threads: int = 0
-) -> Exact:
+) -> FusionReport:
     """Write a model in its fastest exact operators to ``path``, once that is known to be worth it.
 
     The law: for rows that have a token which is not masked, every output is the original's within
@@ -142,11 +149,11 @@ def rewrite_exactly(
         AttnserveError: The model cannot be read, or does not run.
     """
     graph = load_model(source)
-    plan = exact_plan(graph)
+    plan = fusion_plan(graph)
     try:
         return _tried(source, graph, plan, path, provider, threads)
     except AttnserveError:
-        older = exact_plan(graph, [form for form in FORMS if form not in OPSETS])
+        older = fusion_plan(graph, [form for form in FORMS if form not in OPSETS])
         if older.targets(FuseAttention) == plan.targets(FuseAttention):
             raise
         # Not every ONNX Runtime has a kernel, or a fast one, for the newest operator.
@@ -155,8 +162,8 @@ def rewrite_exactly(
 
 def _tried(
     source: Artifact, graph: ir.Model, plan: Plan, path: Path, provider: Provider, threads: int
-) -> Exact:
-    """One plan; see ``rewrite_exactly``."""
+) -> FusionReport:
+    """One plan; see ``fuse_lossless``."""
     new = graph.clone()
     apply_plan(plan, new, RunContext(), original=graph, fit=False)
     save_model(new, path)
@@ -164,7 +171,7 @@ def _tried(
         open_session(file, provider=provider, threads=threads) for file in (source.model, path)
     )
     min_cosine, max_error = _compare(graph, pair)
-    return Exact(
+    return FusionReport(
         len(plan.targets(FuseAttention)),
         len(plan.targets(FuseGelu)),
         min_cosine,

@@ -501,7 +501,9 @@ class _PlanBuilder:
         if isinstance(collab_dk, int):
             return dict.fromkeys(self.requested, collab_dk)
         if isinstance(collab_dk, Mapping):
-            return {layer_name(name, self.names): rank for name, rank in collab_dk.items()}
+            return {
+                layer_name(name, self.names, "collab_dk"): rank for name, rank in collab_dk.items()
+            }
         if len(collab_dk) != len(self.requested):
             raise InvalidArgument(
                 f"`collab_dk` has {len(collab_dk)} sizes for {len(self.requested)} layers",

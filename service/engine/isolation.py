@@ -352,7 +352,7 @@ def _check(request: dict[str, Any]) -> dict[str, Any]:
 
 def _fuse(request: dict[str, Any]) -> dict[str, Any]:
     """Write the model with fused operators (in the child); report if and why not."""
-    from attnserve.planning.lossless import rewrite_exactly
+    from attnserve.planning.lossless import fuse_lossless
 
     try:
         artifact = _artifact(request)
@@ -362,7 +362,7 @@ def _fuse(request: dict[str, Any]) -> dict[str, Any]:
         if size > MAX_BYTES:
             why = f"it holds {size / 1e9:.1f} GB of weights, more than {MAX_BYTES / 1e9:g}"
             return {"rewritten": False, "why": why}
-        found = rewrite_exactly(
+        found = fuse_lossless(
             artifact,
             Path(request["rewrite"]),
             provider=request["provider"],

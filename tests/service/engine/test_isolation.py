@@ -119,7 +119,7 @@ def test_repository_unchecked_model_is_not_fused(bert: Path) -> None:
 
 
 def test_check_rewrite_off_tries_no_fusion(bert: Path, child: Child, tmp_path: Path) -> None:
-    child("lossless.rewrite_exactly = None")
+    child("lossless.fuse_lossless = None")
     one = checker(tmp_path / "rewritten", rewrite=False)
     assert one.check(open_artifact(bert)) == CheckResult(
         one.identify(open_artifact(bert)).identity, None, isolation.NOT_REWRITTEN
@@ -182,15 +182,15 @@ def test_check_deletes_fused_files_of_unloaded_models(
 
 
 BREAKS: Mapping[str, tuple[str, str]] = {
-    "crashes": ("import os; lossless.rewrite_exactly = lambda *a, **k: os.abort()",
+    "crashes": ("import os; lossless.fuse_lossless = lambda *a, **k: os.abort()",
                 "the process that tried it ended with -6"),
     "hangs": ("import time; service.engine.isolation.FUSION_TIMEOUT_S = 1;"
-              " lossless.rewrite_exactly = lambda *a, **k: time.sleep(60)",
+              " lossless.fuse_lossless = lambda *a, **k: time.sleep(60)",
               "it took too long"),
     "is wrong": ("lossless.LEAST_COSINE = 2", "would be another at 1 x 1"),
     "is slower": ("lossless.LEAST_GAIN = 1e9", "x as fast: at least 1000000000.0x is worth"),
-    "has a defect": ("lossless.exact_plan = None", "TypeError: 'NoneType' object is not"),
-    "babbles": ("lossless.rewrite_exactly = lambda *a, **k: print('{') or sys.exit(0)\n"
+    "has a defect": ("lossless.fusion_plan = None", "TypeError: 'NoneType' object is not"),
+    "babbles": ("lossless.fuse_lossless = lambda *a, **k: print('{') or sys.exit(0)\n"
                 "import sys", "the process that tried it ended with 0"),
 }  # fmt: skip
 
@@ -210,7 +210,7 @@ def test_check_fusion_fails_original_is_served(
 def test_check_timeout_during_fusion_passes_the_model(
     bert: Path, child: Child, tmp_path: Path
 ) -> None:
-    child("import time; lossless.rewrite_exactly = lambda *a, **k: time.sleep(60)")
+    child("import time; lossless.fuse_lossless = lambda *a, **k: time.sleep(60)")
     found = checker(tmp_path / "rewritten", timeout_s=12).check(open_artifact(bert))
     assert found.operators == {"rewritten": False, "why": "it took too long"}
 
