@@ -137,7 +137,7 @@ def test_collaborative_heads_go_into_the_body(rank: int) -> None:
     """At R = H*K the output of either branch stays within 1e-4."""
     model = if_model()
     blocks, _ = find_attention(model)
-    Collaborate({block.name: factor(block, rank) for block in blocks})(model)
+    Collaborate.with_factors({block.name: factor(block, rank) for block in blocks})(model)
     assert [block.form for block in read_attention(model).blocks] == ["collaborative"] * 2
     x = np.random.default_rng(0).standard_normal((2, 5, D)).astype(np.float32)
     for flag in (True, False):
