@@ -70,11 +70,14 @@ class RewritePass(ir.passes.InPlacePass):
     def __call__(self, model_or_result: ir.Model | ir.passes.PassResult, /) -> ir.passes.PassResult:
         result = model_or_result
         model = result.model if isinstance(result, ir.passes.PassResult) else result
+        outer = model.meta.get(BEFORE)  # of the pass that runs this one, such as Collaborate
         with GraphContext.of(model):
             try:
                 return super().__call__(model)
             finally:
                 model.meta.pop(BEFORE, None)
+                if outer is not None:
+                    model.meta[BEFORE] = outer
 
     def requires(self, model: ir.Model) -> None:
         with GraphContext.of(model) as context:

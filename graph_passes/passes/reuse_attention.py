@@ -208,23 +208,27 @@ def check_edges(edges: Edges, blocks: Sequence[AttentionBlock]) -> None:
                     raise InvalidArgument(
                         f"{edge}: no attention is called {layer!r}",
                         "use names as `attnserve inspect` lists them",
+                        code="rewrite.unknown_block",
                     )
                 count = blocks[place[layer]].num_heads
                 if not 0 <= number < count:
                     raise InvalidArgument(
                         f"{edge}: {layer} has no head {number}, expected 0 to {count - 1}",
                         "count heads from 0",
+                        code="reuse_attention.head",
                     )
             if place[source] >= place[name]:
                 raise InvalidArgument(
                     f"{edge}: the source must be an earlier layer than {name}",
                     "probabilities are forwarded in depth, from a layer that ran before",
+                    code="reuse_attention.order",
                 )
             taken = {int(h) for reused in blocks[place[source]].reused for h in reused.heads}
             if source_head in edges.get(source, {}) or source_head in taken:
                 raise InvalidArgument(
                     f"{edge}: the source is reused itself, expected an exact head",
                     f"take the head that {source}[{source_head}] takes",
+                    code="reuse_attention.chain",
                 )
 
 

@@ -67,6 +67,7 @@ FUSED = {"scores": "", "mask": "", "softmax": ""}
 """Parts that the operator ``Attention`` holds."""
 
 PLAIN_INPUT = f"float[batch, sequence, {D}] x"
+TENSOR = f"float[batch, sequence, {D}]"
 FLOAT_MASK = "float[batch, 1, 1, sequence] mask"
 BOOL_MASK = "bool[batch, 1, 1, sequence] mask"
 
@@ -188,6 +189,26 @@ def layers(
 
 def _nodes_of(body: str) -> list[onnx.NodeProto]:
     return list(onnx.parser.parse_graph(f"g (float x) => (float out) {{{body}\n}}").node)
+
+
+def body_layer(tokens: str, suffix: str = "") -> str:
+    """``PARTS`` over other tokens, without the mask; every value with a name of its own."""
+    text = "".join({**PARTS, "mask": "\n        m = Identity(s)"}.values())
+    made = dict.fromkeys(re.findall(r"^\s*(\w+) =", text, re.MULTILINE))
+    for name in made:
+        text = re.sub(rf"\b{name}\b", f"{name}{suffix}", text)
+    return re.sub(r"\bx\b", tokens, text)
+
+
+def if_model() -> ir.Model:
+    yes, no = body_layer("x", "_yes"), body_layer("x", "_no").replace("Wq)", "Wk)")
+    body = f"""
+    out = If (flag) <
+        then_branch = yes () => ({TENSOR} out_yes) {{{yes}
+        }},
+        else_branch = no () => ({TENSOR} out_no) {{{no}
+        }}>"""
+    return graph(body, inputs=f"{PLAIN_INPUT}, bool flag")
 
 
 def masked(model: ir.Model, masks: Mapping[str, Sequence[int]]) -> ir.Model:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from graph_passes.passes.collaborate import why_not
+from graph_passes.passes.collaborate import sharing_refusal
 from tests.graph_passes.graphs import FLOAT_MASK, D, H, K, attention, only, reasons
 
 HALF = K // 2
@@ -55,7 +55,8 @@ def test_rotated_queries_are_read_and_certified(scores, size):
 
 
 def test_collaborative_heads_do_not_apply():
-    assert "rotary positions" in why_not(only(rotary(ROTATE_HALF)))
+    refusal = sharing_refusal(only(rotary(ROTATE_HALF)))
+    assert refusal and refusal.code == "rotary"
 
 
 def test_the_exporters_nodes_count_and_the_sign_matters():

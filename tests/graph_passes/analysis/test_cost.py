@@ -230,7 +230,8 @@ def collaborative(size: int, heads: int, rank: int, *, content: bool = False) ->
         0,
     )
     model = layer(size, heads)
-    return model_cost(Collaborate({find_attention(model)[0][0].name: factors})(model).model)
+    rewrite = Collaborate.with_factors({find_attention(model)[0][0].name: factors})
+    return model_cost(rewrite(model).model)
 
 
 @pytest.mark.parametrize(

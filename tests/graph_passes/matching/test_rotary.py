@@ -7,7 +7,7 @@ import onnx_ir as ir
 import pytest
 
 from graph_passes.blocks import AttentionBlock
-from graph_passes.passes.collaborate import why_not
+from graph_passes.passes.collaborate import sharing_refusal
 from tests.graph_passes.graphs import (
     FLOAT_MASK,
     PLAIN_INPUT,
@@ -130,7 +130,8 @@ def test_norm_of_each_head_is_read_and_certified(written: str) -> None:
     np.testing.assert_allclose(block.q.gain, np.tile(CONSTANTS["gain"], (H, 1)), rtol=1e-6)
     assert (block.num_heads, block.head_size, block.position) == (H, K, "none")
     assert block.scale == pytest.approx(SCALE, rel=1e-6)
-    assert "q/k norm" in why_not(block)
+    refusal = sharing_refusal(block)
+    assert refusal and refusal.code == "qk_norm"
 
 
 def test_norm_on_both_sides() -> None:
@@ -298,7 +299,8 @@ def test_rotary_embedding_of_onnx_runtime(where: str, interleaved: int) -> None:
     factors = [turn.factor for turn in block.q.rotary_terms]
     assert [factor.value.name for factor in factors if factor] == ["cos_table", "sin_table"]
     assert {f.positions.name for f in factors if f and f.positions} == {"where"}
-    assert "rotary positions" in why_not(block)
+    refusal = sharing_refusal(block)
+    assert refusal and refusal.code == "rotary"
 
 
 def test_rotary_embedding_of_onnx_runtime_before_the_heads_are_split() -> None:
