@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf, TypeAdapter
 
+from graph_passes.analysis.shapes import Facts
 from graph_passes.blocks import (
     AttentionBlock,
     Capped,
@@ -21,7 +22,7 @@ from graph_passes.blocks import (
     Weighted,
 )
 from graph_passes.context import GraphContext
-from graph_passes.emit.attention import emit_heads
+from graph_passes.emit.attention import emit_heads, in_precision, type_of
 from graph_passes.emit.caches import cache_of, cache_refusal, heads_apart
 from graph_passes.emit.collaborative import cache_width, dense_logits, most_read, sparse_logits
 from graph_passes.emit.editing import Inserter, replace_uses
@@ -30,7 +31,7 @@ from graph_passes.factorize.cp import CollaborativeFactors, collaborative_factor
 from graph_passes.factorize.moments import TokenMoments, pooled
 from graph_passes.factorize.sparse import sparse_factors
 from graph_passes.matching.layout import only_consumer
-from graph_passes.passes.base import AttentionPass
+from graph_passes.passes.base import AttentionPass, small_shapes
 from graph_passes.passes.decompose_attention import decompose_fused, decomposition_refusal
 from graph_passes.passes.invariants import Interface
 
@@ -185,6 +186,7 @@ class Collaborate(AttentionPass[SharedDimensions]):
     def rewrite_blocks(
         self, chosen: Sequence[tuple[AttentionBlock, SharedDimensions]], context: GraphContext
     ) -> None:
+        facts = small_shapes(context)
         found = [(block, params, _factors(block, params)) for block, params in chosen]
         uses = Counter(id(factors.key) for _, _, factors in found)
         for block, params, factors in found:
@@ -193,7 +195,7 @@ class Collaborate(AttentionPass[SharedDimensions]):
                 logits = sparse_logits(make, block, factors, shared=uses[id(factors.key)] > 1)
             else:
                 logits = dense_logits(make, block, factors, cache_of(block.k))
-            _install(make, block, logits)
+            _install(make, block, logits, facts)
 
     def rewrite(
         self, block: AttentionBlock, params: SharedDimensions, context: GraphContext
@@ -346,10 +348,13 @@ def factor(
     )  # fmt: skip
 
 
-def _install(make: Inserter, block: AttentionBlock, logits: ir.Value) -> None:
-    """Put new logits (B, H, S, T) into the place of a block's own."""
+def _install(make: Inserter, block: AttentionBlock, logits: ir.Value, facts: Facts) -> None:
+    """Put new logits (B, H, S, T) into the place of a block's own, in their precision."""
     _unpack_values(block)
     assert block.logits is not None
+    logits.type = ir.TensorType(block.q.dtype)
+    dtype = type_of(block.logits, facts) or block.q.dtype
+    logits = in_precision(make, logits, dtype, facts)
     replace_uses(block.logits, _laid_out(make, logits, block))
 
 

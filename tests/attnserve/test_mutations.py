@@ -35,7 +35,7 @@ from graph_passes.passes.collaborate import Collaborate, factor
 from graph_passes.passes.decompose_attention import DecomposeAttention
 from graph_passes.reference import attention_reference, inputs_of, logits_reference
 from tests.graph_passes.graphs import FUSED, PARTS, D, H, K, V, attention, graph, text_of
-from tests.graph_passes.matching.test_find import LAID_OUT, READ, SPLIT
+from tests.graph_passes.layouts import LAID_OUT, LAYOUTS, SPLIT
 
 COUNT = int(os.environ.get("MUTANTS", "400"))
 CHUNKS = 4
@@ -226,7 +226,7 @@ SEQUENCE_FIRST = {
 CONSTANTS |= {"n_k": np.array([K]), "n_v": np.array([V])}
 
 SEEDS: dict[str, Callable[[], ir.Model]] = {
-    **{f"layout: {name}": written(**parts) for name, parts in READ.items()},
+    **{f"layout: {name}": written(**parts) for name, parts in LAYOUTS.items()},
     **{f"packed: {how}": written(q=text, k="", v="", output="\n out = MatMul(c, Wo12)")
        for how, text in SPLIT.items()},
     "mask by Where": written(inputs=f"{X}, {KEPT}", mask="\n m = Where(mask, s, low)"),
