@@ -24,7 +24,7 @@ from attnserve.planning.candidates import (
 )
 from attnserve.runtime.session import Batch, open_session, run
 from attnserve.runtime.timer import Cut, LatencyTable, Part, cut_out
-from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small, state_types
+from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small, set_missing_types
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.emit.editing import remove_unused
 from graph_passes.errors import AttnserveError
@@ -193,7 +193,7 @@ def without_casts(part: Part) -> Part:
     anything reads in float32 too stays float32, and so does an output that is made in it.
     """
     model = part.model.clone()
-    state_types(model)
+    set_missing_types(model)
     halved: set[str] = set()
     for value in model.graph.inputs:
         casts = [user for user, _ in value.uses()]

@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf, TypeAdapter
 
-from graph_passes.analysis.shapes import Facts
+from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import (
     AttentionBlock,
     Capped,
@@ -23,12 +23,12 @@ from graph_passes.blocks import (
 )
 from graph_passes.context import GraphContext
 from graph_passes.emit.attention import emit_heads, in_precision, type_of
-from graph_passes.emit.caches import cache_of, cache_refusal, heads_apart
-from graph_passes.emit.collaborative import cache_width, dense_logits, most_read, sparse_logits
+from graph_passes.emit.caches import cache_of, cache_refusal, has_separate_heads
+from graph_passes.emit.collaborative import cache_width, dense_logits, max_read_size, sparse_logits
 from graph_passes.emit.editing import Inserter, replace_uses
 from graph_passes.errors import InvalidArgument, Refusal
-from graph_passes.factorize.cp import CollaborativeFactors, collaborative_factors, with_mean
-from graph_passes.factorize.moments import TokenMoments, pooled
+from graph_passes.factorize.cp import CollaborativeFactors, collaborative_factors, fold_mean
+from graph_passes.factorize.moments import TokenMoments, pool_moments
 from graph_passes.factorize.sparse import sparse_factors
 from graph_passes.matching.layout import only_consumer
 from graph_passes.passes.base import AttentionPass, small_shapes
@@ -137,7 +137,7 @@ class Collaborate(AttentionPass[SharedDimensions]):
         for uses in _equal_weights(chosen):
             first, params = uses[0], self.targets[uses[0].name]
             seen = [moments[block.name] for block in uses if block.name in moments]
-            pool = pooled(seen) if len(uses) > 1 and len(seen) == len(uses) else None
+            pool = pool_moments(seen) if len(uses) > 1 and len(seen) == len(uses) else None
             whole = factor(
                 first, params.rank, head_size=params.head_size,
                 moments=pool or (seen[0] if seen else None),
@@ -146,7 +146,7 @@ class Collaborate(AttentionPass[SharedDimensions]):
                 factors[block.name] = whole
                 if pool is not None and whole.relative_error > 0:
                     mean = moments[block.name].query_mean
-                    factors[block.name] = with_mean(whole, block.q.heads(), block.k.heads(), mean)
+                    factors[block.name] = fold_mean(whole, block.q.heads(), block.k.heads(), mean)
                 if progress is not None:
                     progress(len(factors), len(chosen))
         return Collaborate({
@@ -343,12 +343,12 @@ def factor(
             q, k, rank, query_bias=bias, moments=moments, progress=progress
         )
     return sparse_factors(
-        q, k, rank, head_size, most=most_read(head_size, block.head_size), query_bias=bias,
-        moments=moments, progress=progress,
+        q, k, rank, head_size, max_head_size=max_read_size(head_size, block.head_size),
+        query_bias=bias, moments=moments, progress=progress,
     )  # fmt: skip
 
 
-def _install(make: Inserter, block: AttentionBlock, logits: ir.Value, facts: Facts) -> None:
+def _install(make: Inserter, block: AttentionBlock, logits: ir.Value, facts: ShapeInfo) -> None:
     """Put new logits (B, H, S, T) into the place of a block's own, in their precision."""
     _unpack_values(block)
     assert block.logits is not None
@@ -387,6 +387,6 @@ def _unpack_values(block: AttentionBlock) -> None:
         # Before the first that may read them: Shape nodes come before the scores.
         make = Inserter(block.graph, v.nodes[-1], f"{block.name}/value")
         replace_uses(v.output, emit_heads(make, v, v.scale))
-    elif (cache := cache_of(v)) is not None and heads_apart(v):
+    elif (cache := cache_of(v)) is not None and has_separate_heads(v):
         make = Inserter(block.graph, cache.join, f"{block.name}/value")
         cache.join.replace_input_with(1, emit_heads(make, v, 1.0))

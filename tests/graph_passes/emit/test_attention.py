@@ -17,7 +17,7 @@ from graph_passes.emit.attention import (
     emit_heads,
     emit_output,
     emit_probabilities,
-    heads_apart,
+    probabilities_by_head,
     values_refusal,
 )
 from graph_passes.emit.editing import Inserter, exposing
@@ -187,7 +187,7 @@ def test_probabilities_with_heads_in_the_batch_are_laid_out_apart() -> None:
     arrays = feeds(model)
     assert block.probabilities is not None
     flat = computed(model, block.probabilities, arrays)
-    apart = computed(model, heads_apart(inserter(block), block, facts), arrays)
+    apart = computed(model, probabilities_by_head(inserter(block), block, facts), arrays)
     assert (flat.shape, apart.shape) == ((2 * H, 7, 7), (2, H, 7, 7))
     np.testing.assert_array_equal(apart.reshape(flat.shape), flat)
 

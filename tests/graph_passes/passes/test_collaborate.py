@@ -13,7 +13,7 @@ import pytest
 from attnserve.checks.certify import read_attention
 from graph_passes.analysis.cost import macs_at, model_cost
 from graph_passes.analysis.shapes import bind_axes, infer_shapes_at
-from graph_passes.emit.collaborative import most_read, padded_head_size
+from graph_passes.emit.collaborative import max_read_size, padded_head_size
 from graph_passes.errors import CannotRewrite, InvalidArgument
 from graph_passes.factorize.cp import CollaborativeFactors
 from graph_passes.matching.find import find_attention
@@ -427,7 +427,7 @@ def test_heads_of_many_dimensions_are_padded_for_fused_kernels() -> None:
     content = np.ones((3, 4))
     made = CollaborativeFactors(np.ones((4, 12)), np.ones((4, 12)), mixing, content, 0.1, 1)
     assert padded_head_size(made) == 16
-    assert [most_read(size, 32) for size in (3, 7, 8, 10, 15, 16, 31, 32)] == [
+    assert [max_read_size(size, 32) for size in (3, 7, 8, 10, 15, 16, 31, 32)] == [
         3, 7, 15, 15, 15, 23, 31, 32,
     ]  # fmt: skip
 
