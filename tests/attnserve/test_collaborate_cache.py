@@ -15,6 +15,7 @@ from attnserve.models.artifact import load_model, open_artifact
 from attnserve.planning.optimize import OptimizeReport, optimize
 from attnserve.runtime.session import open_session
 from graph_passes.errors import CannotRewrite, InvalidData
+from tests.errors import raises
 from tests.architectures import Cell
 
 LAYERS, H, K, D, VOCABULARY = 2, 3, 8, 24, 61
