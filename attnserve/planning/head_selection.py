@@ -76,7 +76,9 @@ def parse_reuse(text: str) -> Reuse:
         )
     if 0 in numbers:
         raise InvalidArgument(
-            f"`reuse` is {text!r}: expected numbers from 1", "for example full:2", code="reuse.range"
+            f"`reuse` is {text!r}: expected numbers from 1",
+            "for example full:2",
+            code="reuse.range",
         )
     if kind == "partial":
         return Reuse("partial", numbers[0], numbers[1] if len(numbers) > 1 else None)

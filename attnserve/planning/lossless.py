@@ -40,7 +40,14 @@ from graph_passes.passes.fuse_attention import (
 from graph_passes.passes.fuse_gelu import FuseGelu, gelu_refusal
 from graph_passes.passes.fuse_residuals import FuseResiduals
 
-__all__ = ["LEAST_COSINE", "LEAST_GAIN", "MOST_ERROR", "FusionReport", "fusion_plan", "fuse_lossless"]
+__all__ = [
+    "LEAST_COSINE",
+    "MIN_LOSSLESS_GAIN",
+    "MOST_ERROR",
+    "FusionReport",
+    "fuse_lossless",
+    "fusion_plan",
+]
 
 FORMS: Sequence[Form] = ("onnx", "attention", "multi_head")
 """The first that fits is taken, in the order of their speed on the CPU provider."""
@@ -51,10 +58,10 @@ LEAST_COSINE = 1 - 1e-6
 MOST_ERROR = 1e-5
 """Of any number, as a share of the largest of its output."""
 
-LEAST_GAIN = 1.02
+MIN_LOSSLESS_GAIN = 1.02
 """Speed-up below which the original stays: less is noise."""
 
-SLOWEST = 0.97
+MIN_SPEEDUP = 0.97
 """Of the original's speed at any of the timed shapes."""
 
 COMPARED = ((1, 1), (1, 7), (3, 16), (4, 33), (2, 128))
@@ -128,8 +135,8 @@ def fuse_lossless(
 
     The law: for rows that have a token which is not masked, every output is the original's within
     ``LEAST_COSINE`` and ``MOST_ERROR``; inputs and outputs have the same names, types and shapes;
-    over ``TIMED`` it runs at least ``LEAST_GAIN`` times as fast, at none of these shapes slower
-    than ``SLOWEST``. What is compared and timed is the file that was written.
+    over ``TIMED`` it runs at least ``MIN_LOSSLESS_GAIN`` times as fast, at none of these shapes slower
+    than ``MIN_SPEEDUP``. What is compared and timed is the file that was written.
 
     Args:
         source: It is left as it is.
@@ -225,9 +232,11 @@ def _speedup(graph: ir.Model, pair: Sequence[Any]) -> float:
         gains[_shape(feed)] = _gain(pair, feed, TIMED_S / len(TIMED))
     mean = float(np.exp(np.mean(np.log(list(gains.values())))))
     slowest = min(gains, key=gains.__getitem__)
-    if mean < LEAST_GAIN:
-        raise CannotRewrite(f"it would run {mean:.2f}x as fast: at least {LEAST_GAIN}x is worth it")
-    if gains[slowest] < SLOWEST:
+    if mean < MIN_LOSSLESS_GAIN:
+        raise CannotRewrite(
+            f"it would run {mean:.2f}x as fast: at least {MIN_LOSSLESS_GAIN}x is worth it"
+        )
+    if gains[slowest] < MIN_SPEEDUP:
         raise CannotRewrite(f"it would run {gains[slowest]:.2f}x as fast at {slowest}")
     return mean
 

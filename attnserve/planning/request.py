@@ -403,7 +403,7 @@ class _PlanBuilder:
             rank, name = ranks.get(block.name), block.name
             if rank is None:
                 continue
-            found = sharing_refusal(block, caches=self.request.collab_cache)
+            found = self._sharing_refusal(block)
             if found is None:
                 self._check_sizes(block, rank)
             mask, reused = masks.get(name, [1] * block.num_heads), edges.get(name, {})
@@ -442,6 +442,16 @@ class _PlanBuilder:
                 code="request.nothing",
             )
         return shared
+
+    def _sharing_refusal(self, block: AttentionBlock) -> Refusal | None:
+        caches = self.request.collab_cache
+        found = sharing_refusal(block, caches=caches)
+        if found is not None and not caches and sharing_refusal(block, caches=True) is None:
+            return Refusal(
+                found.code,
+                "its cached keys are an input of the graph: `collab_cache` rewrites the cache too",
+            )
+        return found
 
     def _check_sizes(self, block: AttentionBlock, rank: int) -> None:
         collab_dk, head_dk = self.request.collab_dk, self.request.head_dk
@@ -497,7 +507,9 @@ class _PlanBuilder:
         if isinstance(collab_dk, int):
             return dict.fromkeys(self.requested, collab_dk)
         if isinstance(collab_dk, Mapping):
-            return {layer_name(name, self.names, "collab_dk"): rank for name, rank in collab_dk.items()}
+            return {
+                layer_name(name, self.names, "collab_dk"): rank for name, rank in collab_dk.items()
+            }
         if len(collab_dk) != len(self.requested):
             raise InvalidArgument(
                 f"`collab_dk` has {len(collab_dk)} sizes for {len(self.requested)} layers",

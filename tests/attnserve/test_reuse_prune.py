@@ -283,7 +283,10 @@ def forms(path: Path) -> list[str]:
 
 def test_a_mask_alone_needs_no_data(small: Path, tmp_path: Path):
     report = optimize(small, tmp_path / "new.onnx", prune_heads={"1": [1, 0, 1], "2": [0, 0, 0]})
-    assert [(step.rewrite, step.heads) for step in report.steps] == [("prune_heads", 2), ("prune_heads", 0)]
+    assert [(step.rewrite, step.heads) for step in report.steps] == [
+        ("prune_heads", 2),
+        ("prune_heads", 0),
+    ]
     assert all(step.relative_error is not None for step in report.steps), "on random inputs"
     assert report.steps[-1].macs_after == report.after.macs
     assert report.fidelity.data == "random inputs"

@@ -43,7 +43,9 @@ def test_nothing_else_loses_nothing(estimator: LossEstimator):
     assert estimator.cosine_loss({}) == pytest.approx(0, abs=1e-6)
 
 
-def test_rows_of_zeros_are_heads_that_are_gone(estimator: LossEstimator, bert: ir.Model, data: list[Batch]):
+def test_rows_of_zeros_are_heads_that_are_gone(
+    estimator: LossEstimator, bert: ir.Model, data: list[Batch]
+):
     block = find_attention(bert)[0][1]
     assert block.output is not None
     weight, bias = (array.copy() for array in estimator.maps[block.name])
@@ -52,10 +54,14 @@ def test_rows_of_zeros_are_heads_that_are_gone(estimator: LossEstimator, bert: i
     PruneHeads({block.name: [0, 1, 0, 1]})(pruned)
     expected = 1 - compare(bert, pruned, data, "", context=RunContext(threads=1)).mean_cosine
     assert expected > 1e-3
-    assert estimator.cosine_loss({block.name: (weight, bias)}) == pytest.approx(expected, rel=0, abs=1e-6)
+    assert estimator.cosine_loss({block.name: (weight, bias)}) == pytest.approx(
+        expected, rel=0, abs=1e-6
+    )
 
 
-def test_rows_of_zeros_are_neurons_that_are_gone(estimator: LossEstimator, bert: ir.Model, data: list[Batch]):
+def test_rows_of_zeros_are_neurons_that_are_gone(
+    estimator: LossEstimator, bert: ir.Model, data: list[Batch]
+):
     block = find_feed_forward(bert)[0]
     weight, bias = (array.copy() for array in estimator.maps[block.name])
     weight[:32] = 0
@@ -63,7 +69,9 @@ def test_rows_of_zeros_are_neurons_that_are_gone(estimator: LossEstimator, bert:
     PruneNeurons({block.name: [0] * 32 + [1] * 32})(pruned)
     expected = 1 - compare(bert, pruned, data, "", context=RunContext(threads=1)).mean_cosine
     assert expected > 1e-4
-    assert estimator.cosine_loss({block.name: (weight, bias)}) == pytest.approx(expected, rel=0, abs=1e-6)
+    assert estimator.cosine_loss({block.name: (weight, bias)}) == pytest.approx(
+        expected, rel=0, abs=1e-6
+    )
 
 
 def test_any_other_maps_are_what_a_rewritten_model_would_compute(
@@ -94,7 +102,9 @@ def test_what_is_asked_once_leaves_no_trace(estimator: LossEstimator):
     weight, bias = estimator.maps[name]
     first = estimator.cosine_loss({name: (0.5 * weight, bias)})
     assert first > 1e-5 and estimator.cosine_loss({}) == pytest.approx(0, abs=1e-6)
-    assert estimator.cosine_loss({name: (0.5 * weight, bias)}) == pytest.approx(first, rel=0, abs=1e-9)
+    assert estimator.cosine_loss({name: (0.5 * weight, bias)}) == pytest.approx(
+        first, rel=0, abs=1e-9
+    )
 
 
 def test_more_of_a_change_loses_more(estimator: LossEstimator, bert: ir.Model):

@@ -177,22 +177,10 @@ def test_only_what_is_faster_is_worth_it(
         lossless.fuse_lossless(bert, tmp_path / "new.onnx", threads=1)
 
 
-def test_a_gain_is_that_of_the_fastest_runs() -> None:
-    """A busy machine holds most runs up, and makes none faster."""
-
-    class Session:
-        def __init__(self, *seconds: float) -> None:
-            self.seconds = list(seconds)
-
-        def run(self, names: None, feed: object) -> list[np.ndarray]:
-            clock.append(clock[-1] + self.seconds.pop(0))
-            return []
-
-    clock = [0.0]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lossless, "perf_counter", lambda: clock[-1])
-        pair = Session(9, 8, 3, 9, 7), Session(5, 9, 6, 8, 2)
-        assert lossless._gain(pair, {}, 0) == 1.5  # type: ignore[arg-type]
+def test_gain_is_the_ratio_of_the_fastest_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = np.array([[9.0, 8, 3, 9, 7], [5, 9, 6, 8, 2]])
+    monkeypatch.setattr(lossless, "time_functions", lambda functions, seconds: times)
+    assert lossless._gain((None, None), {}, 0) == 1.5
 
 
 NO_ATTENTION = """

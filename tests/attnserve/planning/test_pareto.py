@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnserve.planning.candidates import Option, BlockConfig
+from attnserve.planning.candidates import BlockConfig, Option
 from attnserve.planning.pareto import pareto_front
 
 

@@ -302,7 +302,9 @@ def test_an_unknown_layer_or_kind_is_not_skipped(given: str):
 def test_every_rewrite_in_one_plan():
     found = planned(skip=["2"], prune=0.25, reuse="partial:1", collab_dk=6)
     assert skipped_of(found) == {NAMES[2]: "affine"}
-    assert NAMES[2] not in masks_of(found) and sum(m.count(0) for m in masks_of(found).values()) == 2
+    assert (
+        NAMES[2] not in masks_of(found) and sum(m.count(0) for m in masks_of(found).values()) == 2
+    )
     assert list(edges_of(found)) == [NAMES[1]], "layer 2 is gone"
     assert ranks_of(found).keys() <= {NAMES[0], NAMES[1], NAMES[3]}
     masks = masks_of(found)
@@ -353,7 +355,10 @@ def test_plan_request_edges_are_numbered_as_pruning_leaves_the_heads():
 
 def test_a_layer_that_is_pruned_away_is_no_source():
     found = planned(prune_heads={"0": [0, 0, 0]}, reuse="partial:1")
-    assert list(edges_of(found)) == [NAMES[2]] and edges_of(found)[NAMES[2]].popitem()[1][0] == NAMES[1]
+    assert (
+        list(edges_of(found)) == [NAMES[2]]
+        and edges_of(found)[NAMES[2]].popitem()[1][0] == NAMES[1]
+    )
 
 
 # Shared dimensions, of the heads that are left
