@@ -51,8 +51,7 @@ def plan(
 ) -> PlanReport:
     """Search for the fastest plan that keeps the requested quality, and write it as .json and .svg.
 
-    No model is written: ``optimize(..., plan=FILE)`` applies the plan, and ``optimize(..., keep=X)``
-    does both.
+    No model is written. ``optimize(plan=FILE)`` applies the plan, ``optimize(keep=X)`` does both.
 
     Args:
         model: An .onnx file or an artifact folder.

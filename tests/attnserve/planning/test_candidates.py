@@ -362,7 +362,8 @@ def test_fewer_heads_share_fewer_dimensions():
 @pytest.mark.parametrize(
     ("config", "text"),
     [(BlockConfig(8), "8"), (BlockConfig(0), "none"), (BlockConfig(8, 16), "8 x 16"),
-     (BlockConfig(8, 16, 80), "8 x 16 of 80 shared"), (BlockConfig(8, source="first"), "8 as first")],
+     (BlockConfig(8, 16, 80), "8 x 16 of 80 shared"),
+     (BlockConfig(8, source="first"), "8 as first")],
 )  # fmt: skip
 def test_a_size_says_what_is_left(config: BlockConfig, text: str):
     assert str(config) == text
