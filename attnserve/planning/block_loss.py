@@ -1,8 +1,8 @@
 """Measure the loss at the model's output when one block is changed.
 
 Removal is measured at a few sizes, with the block's last map refitted in closed form
-(``LossEstimator``); between them the loss follows the block's own loss (``calibration.elimination``).
-Other changes are applied to a copy of the model and measured there.
+(``LossEstimator``). Between them the loss follows the block's own loss
+(``calibration.elimination``). Other changes are applied to a copy of the model and measured there.
 """
 
 from __future__ import annotations

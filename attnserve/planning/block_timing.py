@@ -142,7 +142,7 @@ def _time_configs(
     original: Part,
     precision: Precision,
 ) -> dict[BlockConfig, tuple[float, ...]]:
-    """The times of the possible configurations, in a fused operator where one can implement them."""
+    """The times of the possible configurations, in a fused operator if one implements them."""
     made: dict[BlockConfig, Part] = {}
     for config in wanted:
         less = _smaller(part, config)

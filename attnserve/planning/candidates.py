@@ -302,7 +302,7 @@ def _refusal(block: AttentionBlock, context: GraphContext) -> Refusal | None:
     )
 
 
-# ---- configurations --------------------------------------------------------------------------------------
+# ---- configurations ----------------------------------------------------------------------------
 
 
 def configs_of(block: Block) -> list[BlockConfig]:
@@ -388,7 +388,7 @@ def apply_reuse(model: ir.Model, edges: Edges, masks: Mapping[str, Sequence[int]
         ReuseAttention(edges)(model)
 
 
-# ---- options ------------------------------------------------------------------------------------
+# ---- options -----------------------------------------------------------------------------------
 
 
 def changes_to_measure(group: TiedBlocks, timed: BlockLatency, *, target: int) -> list[BlockConfig]:
@@ -410,7 +410,7 @@ def changes_to_measure(group: TiedBlocks, timed: BlockLatency, *, target: int) -
 def units_of(
     groups: Sequence[TiedBlocks], pairs: Sequence[ReusePair]
 ) -> list[tuple[ChoiceUnit, ReusePair | None]]:
-    """The units of all groups, in order; no group is in two pairs, pairs with less loss go first."""
+    """The units of all groups, in order; each group is in one pair at most, best pairs first."""
     taken: set[TiedBlocks] = set()
     chosen: dict[TiedBlocks, ReusePair] = {}
     for pair in sorted(pairs, key=lambda pair: pair.loss):

@@ -1,9 +1,9 @@
 """Pareto front of loss and time over one option for each part of a model.
 
-Losses and times of the options add up, so that this is a multiple-choice knapsack problem
-(Kellerer, Pferschy and Pisinger 2004, chapter 11). Parts are added one by one, and dominated choices
-are dropped. This is exact; a greedy search would fail where times are not convex (seven heads may take
-longer than eight). Beyond ``MOST`` choices, those with nearly equal loss are thinned out.
+Losses and times of the options add up: this is a multiple-choice knapsack problem (Kellerer,
+Pferschy and Pisinger 2004, chapter 11). Parts are added one by one, and dominated choices are
+dropped. This is exact; a greedy search would fail where times are not convex (seven heads may
+take longer than eight). Beyond ``MOST`` choices, those with nearly equal loss are thinned out.
 """
 
 from __future__ import annotations
