@@ -37,12 +37,12 @@ TEXT = Path(__file__).parent / "calibration.txt"
 REPORT_ROWS = 16
 SEQUENCE = 128
 LENGTHS = (32, 128, 512)
-VARIANTS: dict[str, dict[str, Any]] = {
-    "--collab-dk 128": {"collab_dk": 128},
-    "--keep 0.99": {"keep": 0.99},
-    "--keep 0.98 --int8": {"keep": 0.98, "precision": "int8"},
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "--collab-dk 128": ("collaborative", {"collab_dk": 128}),
+    "--keep 0.99": ("searched", {"keep": 0.99}),
+    "--keep 0.98 --int8": ("searched-int8", {"keep": 0.98, "precision": "int8"}),
 }
-"""Options of each model, and the same as arguments. int8 alone keeps less than 0.99."""
+"""Options of each model: its folder and arguments. int8 alone keeps less than 0.99."""
 
 LEAST_COSINE = 0.95
 """On the unseen text; the demo fails below it."""
@@ -88,10 +88,10 @@ def run(folder: Path, console: Console) -> None:
         if len(found["attention"]) != 6 or found["missed"]:
             raise CheckFailed("inspect did not certify all 6 attention blocks", "report this")
     reports: dict[str, OptimizeReport] = {}
-    for name, options in VARIANTS.items():
+    for name, (output, options) in VARIANTS.items():
         with step(f"optimize {name}") as progress:
             reports[name] = attnserve.optimize(
-                original, folder / name.strip("-").replace(" --", "-").replace(" ", "-"), **options, calib=calibration,
+                original, folder / output, **options, calib=calibration,
                 sequence=SEQUENCE, threads=1, force=True, progress=progress,
             )  # fmt: skip
     before = next(iter(reports.values())).before
