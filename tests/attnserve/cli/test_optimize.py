@@ -34,7 +34,7 @@ def test_optimize_verify_and_inspect_work_together(
     assert shown.code == 0 and "last_hidden_state" in shown.out
     read = cli("inspect", new)
     assert "collaborative" in read.out
-    assert re.search(r"^not collaborate.* for 0-1: ", read.out, re.MULTILINE)
+    assert re.search(r"^no collaborate.* for 0-1: ", read.out, re.MULTILINE)
 
 
 def test_optimize_prints_costs_fidelity_and_warnings(cli: Cli, tiny: Path, tmp_path: Path):
