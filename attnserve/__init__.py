@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from attnserve.checks.evaluate import evaluate
     from attnserve.checks.inspect import inspect
     from attnserve.models.export import export
-    from attnserve.planning.command import plan
+    from attnserve.planning.make_plan import plan
     from attnserve.planning.optimize import optimize
     from attnserve.reports.html import analyze
 
@@ -39,7 +39,7 @@ _MODULES = {
     "export": "attnserve.models.export",
     "inspect": "attnserve.checks.inspect",
     "optimize": "attnserve.planning.optimize",
-    "plan": "attnserve.planning.command",
+    "plan": "attnserve.planning.make_plan",
     "verify": "attnserve.checks.compare",
 }
 """The module that defines each function."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -27,34 +27,37 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AttentionBlock",
+    "BlockForm",
+    "BroadcastLayout",
     "Capped",
     "Causal",
+    "FeedForwardBlock",
     "Floor",
-    "Form",
     "FullLengths",
     "KeyLengths",
     "KeyMask",
+    "Linear",
     "LogitStep",
     "Mask",
     "Norm",
+    "Operand",
     "OutputProjection",
     "PositionBias",
     "Projection",
     "Reused",
+    "RotaryTerm",
     "Scaled",
-    "Spread",
-    "Turn",
     "Unmatched",
     "Weighted",
     "as_matrix",
 ]
 
-Layout = Literal["B H T K", "B*H T K", "B T H*K", "inside"]
-Form = Literal["standard", "collaborative", "sparse", "reuse", "skip"]
+HeadLayout = Literal["B H T K", "B*H T K", "B T H*K", "inside"]
+BlockForm = Literal["standard", "collaborative", "sparse", "reuse", "skip"]
 
 
 @dataclass(frozen=True, eq=False)
-class Spread:
+class BroadcastLayout:
     """How a value that the tokens do not make is laid over heads (B, H, T, K).
 
     Attributes:
@@ -62,13 +65,13 @@ class Spread:
         axes: What each axis of the value runs over: the batch, the tokens, or the elements that an
             (H, K) array of indices names (all zeros where the axis has length 1).
         positions: Where given, it is ``value[positions]`` that is laid out, (B or 1, T, ...).
-        to_last: The positions are those of the last token of each sequence, not of the first.
+        is_last_position: Positions are those of the last token of each sequence.
     """
 
     value: ir.Value
     axes: tuple[Literal["batch", "token"] | Int[np.ndarray, "H K"], ...]
     positions: ir.Value | None = None
-    to_last: bool = False
+    is_last_position: bool = False
 
     @property
     def token_axis(self) -> int:
@@ -87,8 +90,8 @@ class Spread:
                 last) of each sequence, from where they count.
         """
         if positions is not None:
-            if self.to_last or positions.ndim == 1:
-                first = positions.reshape(-1, 1) - (length - 1 if self.to_last else 0)
+            if self.is_last_position or positions.ndim == 1:
+                first = positions.reshape(-1, 1) - (length - 1 if self.is_last_position else 0)
                 positions = first + np.arange(length)
             array = array[positions]
         batches = np.arange(batch)[:, None, None, None]
@@ -103,7 +106,7 @@ class Spread:
 
 
 @dataclass(frozen=True, eq=False)
-class Turn:
+class RotaryTerm:
     """One term of a projection that positions turn (rotary embeddings): factor * (x W g + o).
 
     Attributes:
@@ -111,7 +114,7 @@ class Turn:
         columns, gain, offset: As of a ``Projection``, for this term.
     """
 
-    factor: Spread | None
+    factor: BroadcastLayout | None
     columns: Int[np.ndarray, "H K"]
     gain: Float[np.ndarray, "H K"]
     offset: Float[np.ndarray, "H K"]
@@ -188,10 +191,10 @@ class Projection:
     output: ir.Value | None
     nodes: tuple[ir.Node, ...]
     by_sequence: bool
-    layout: Layout
-    turns: tuple[Turn, ...] = ()
+    layout: HeadLayout
+    rotary_terms: tuple[RotaryTerm, ...] = ()
     norm: Norm | None = None
-    past: Spread | None = None
+    past: BroadcastLayout | None = None
     axes: tuple[int, ...] = ()
     sequence_first: bool = False
 
@@ -487,7 +490,7 @@ class AttentionBlock:
         return math.prod(shape[axis] for axis in self.q.contracted)
 
     @property
-    def form(self) -> Form:
+    def form(self) -> BlockForm:
         if self.reused:
             return "reuse"
         if self.is_collaborative:
@@ -514,6 +517,118 @@ class AttentionBlock:
             for q, k, here in zip(self.q.columns, self.k.columns, counted, strict=True)
         ]
         return sum(map(len, pairs)) > len(set[tuple[int, int]]().union(*pairs))
+
+
+@dataclass(frozen=True, eq=False)
+class Linear:
+    """Tokens times a constant: out = scale * tokens @ W.
+
+    Attributes:
+        contracted: The axes of ``weight`` that meet the last axes of ``tokens``, in their order.
+        width: D, how many elements they have.
+        columns, rows: Which column of W and which token each element of the output is, in a shape
+            that broadcasts to the output's.
+    """
+
+    tokens: ir.Value
+    weight: ir.Value
+    contracted: tuple[int, ...]
+    width: int
+    columns: np.ndarray
+    rows: np.ndarray
+    scale: float
+
+
+class Operand(NamedTuple):
+    """A constant where a node reads it; ``axis`` counts the neurons."""
+
+    node: ir.Node
+    position: int
+    axis: int
+
+    @property
+    def value(self) -> ir.Value:
+        value = self.node.inputs[self.position]
+        assert value is not None
+        return value
+
+
+@dataclass(frozen=True, eq=False)
+class FeedForwardBlock:
+    """out = f(x W_1 + b_1) W_2 + b_2, or gated: (f(x W_g + b_g) * (x W_u + b_u)) W_2 + b_2.
+
+    Column j of every value between the products is neuron j; whatever f is, it is element-wise.
+
+    Attributes:
+        name: Unique among the feed-forwards of the model.
+        graph: Owns the nodes: the main graph, or the body of an If or a Loop.
+        x: The tokens (..., D), as they were before an exporter flattened them.
+        first: The products with W_1, or with W_g and W_u in order of execution.
+        products: Their nodes.
+        hidden: What the second product reads, (..., F), flattened where it is.
+        second: The product with W_2.
+        product: Its node.
+        bias: b_2, where there is one.
+        output: The value after b_2.
+        nodes: Between the products, in order of execution.
+        constants_by_neuron: b_1 and all other constants on the way with an element a neuron.
+        widths: Each Reshape among them that is told a shape which ends in F.
+    """
+
+    name: str
+    graph: ir.Graph
+    x: ir.Value
+    first: tuple[Linear, ...]
+    products: tuple[ir.Node, ...]
+    hidden: ir.Value
+    second: Linear
+    product: ir.Node
+    bias: ir.Value | None
+    output: ir.Value
+    nodes: tuple[ir.Node, ...]
+    constants_by_neuron: tuple[Operand, ...]
+    widths: tuple[ir.Node, ...]
+
+    @property
+    def num_neurons(self) -> int:
+        """F."""
+        return self.second.width
+
+    @property
+    def input_size(self) -> int:
+        """D."""
+        return self.first[0].width
+
+    def matrix(self, index: int = 0) -> Float[np.ndarray, "D F"]:
+        """W_1, or W_g and W_u by their index in ``first``."""
+        part = self.first[index]
+        return as_matrix(constant_array(part.weight), part.contracted) * part.scale
+
+    def second_matrix(self) -> Float[np.ndarray, "F N"]:
+        """W_2."""
+        part = self.second
+        return as_matrix(constant_array(part.weight), part.contracted) * part.scale
+
+    def weights(self) -> tuple[Operand, ...]:
+        """Each weight, with its axis of neurons."""
+        parts = zip(self.products, self.first, strict=True)
+        first = [_weight(node, part, _columns_axis(part)) for node, part in parts]
+        return (*first, _weight(self.product, self.second, self.second.contracted[0]))
+
+    def operands(self) -> tuple[Operand, ...]:
+        """All constants that are counted by neurons."""
+        return (*self.weights(), *self.constants_by_neuron)
+
+
+def _weight(node: ir.Node, part: Linear, axis: int) -> Operand:
+    return Operand(node, list(node.inputs).index(part.weight), axis)
+
+
+def _columns_axis(part: Linear) -> int:
+    """The axis of a weight that counts its columns; others are contracted, or of length one."""
+    shape = constant_shape(part.weight)
+    free = [axis for axis in range(len(shape)) if axis not in part.contracted]
+    return max(free, key=lambda axis: shape[axis])
 
 
 @dataclass(frozen=True, eq=False)

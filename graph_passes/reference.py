@@ -24,8 +24,8 @@ from graph_passes.blocks import (
     Mask,
     PositionBias,
     Projection,
+    RotaryTerm,
     Scaled,
-    Turn,
     Weighted,
 )
 
@@ -49,7 +49,9 @@ def inputs_of(block: AttentionBlock) -> tuple[ir.Value, ...]:
     own = (block.q, block.k) if block.q.num_heads else ()
     parts = [part for part in (*own, block.v, block.content) if part is not None]
     values = [part.input for part in parts]
-    factors = [turn.factor for part in parts for turn in part.turns] + [p.past for p in parts]
+    factors = [turn.factor for part in parts for turn in part.rotary_terms] + [
+        p.past for p in parts
+    ]
     for spread in factors:
         if spread is not None:
             values += [spread.value] + ([spread.positions] if spread.positions else [])
@@ -132,15 +134,15 @@ def _present(
     if projection.sequence_first:
         tokens = tokens.reshape(-1, batch, len(matrix)).swapaxes(0, 1)  # B T D
     tokens = tokens.reshape(batch, -1, len(matrix))
-    if not projection.turns and projection.norm is None:
+    if not projection.rotary_terms and projection.norm is None:
         heads = np.einsum("btd,hdk->bhtk", tokens, projection.heads(), optimize=True)
         return heads + projection.offset[:, None, :]
     product = tokens @ matrix  # B T N
     if projection.norm is not None:
         product = projection.norm(product)
-    whole = Turn(None, projection.columns, projection.gain, projection.offset)
+    whole = RotaryTerm(None, projection.columns, projection.gain, projection.offset)
     total = np.zeros(())
-    for turn in projection.turns or (whole,):
+    for turn in projection.rotary_terms or (whole,):
         picked = np.moveaxis(product[:, :, turn.columns], 2, 1)  # B H T K
         term = picked * turn.gain[:, None, :] + turn.offset[:, None, :]
         if turn.factor is not None:

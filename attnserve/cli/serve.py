@@ -146,7 +146,7 @@ def serve(
     Environment variables set options that are not given (ATTNSERVE_PORT=9000),
     and more settings, which the documentation lists.
     """
-    from service.app import serve as run
+    from service.launch import serve as run
     from service.settings import read_settings
 
     run(

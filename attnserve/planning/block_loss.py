@@ -21,22 +21,22 @@ from attnserve.calibration.refit import Moments, context_moments, refit
 from attnserve.calibration.similarity import measure_similarity
 from attnserve.context import Provider, RunContext
 from attnserve.planning.candidates import (
+    MAX_CONFIGS,
     MULTIPLE,
-    SIZES,
-    Curve,
-    Group,
-    Pair,
-    Size,
-    resize,
+    BlockConfig,
+    LossCurve,
+    ReusePair,
+    TiedBlocks,
+    apply_config,
     reuse,
 )
 from attnserve.planning.head_selection import Reuse, edges_of
-from attnserve.planning.loss_estimation import WhatIf
+from attnserve.planning.loss_estimation import LossEstimator
 from attnserve.runtime.session import Batch
+from graph_passes.blocks import FeedForwardBlock
 from graph_passes.context import GraphContext
 from graph_passes.errors import AttnserveError
 from graph_passes.factorize.moments import TokenMoments
-from graph_passes.matching.feed_forward import FeedForwardBlock
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.decompose_attention import decompose_fused
 
@@ -63,17 +63,17 @@ FIT_EVERY = 2
 class Losses(NamedTuple):
     """By the key of each group of which something can be taken out, and of pairs."""
 
-    curves: dict[str, Curve]
-    pairs: tuple[Pair, ...]
+    curves: dict[str, LossCurve]
+    pairs: tuple[ReusePair, ...]
 
 
 def loss_curves(
     model: ir.Model,
-    groups: Sequence[Group],
+    groups: Sequence[TiedBlocks],
     batches: Sequence[Batch],
     *,
-    changes: Mapping[str, Sequence[Size]] | None = None,
-    pairs: Sequence[Pair] = (),
+    changes: Mapping[str, Sequence[BlockConfig]] | None = None,
+    pairs: Sequence[ReusePair] = (),
     provider: Provider = "cpu",
     threads: int = 0,
     report: Stage,
@@ -87,7 +87,7 @@ def loss_curves(
     Raises:
         InvalidData: The model refuses a batch, or its activations are not finite.
     """
-    able = [group for group in groups if not group.why_not]
+    able = [group for group in groups if not group.refusal]
     if not able:
         return Losses({}, ())
     blocks = [block for group in able for block in group.blocks]
@@ -95,8 +95,10 @@ def loss_curves(
     moments = context_moments(
         model, blocks, rest, context=RunContext(provider, threads, progress=report)
     )
-    ask = WhatIf(model, [b.name for b in blocks], probes, provider=provider, threads=threads)
-    curves: dict[str, Curve] = {}
+    estimator = LossEstimator(
+        model, [b.name for b in blocks], probes, provider=provider, threads=threads
+    )
+    curves: dict[str, LossCurve] = {}
     for done, group in enumerate(able, start=1):
         total = _total([moments[name] for name in group.names])
         found, rows, weight = _elimination(group, total)
@@ -108,17 +110,17 @@ def loss_curves(
             kept = np.setdiff1d(np.arange(count), found.order[:n])
             fitted = _fitted(total, weight, rows[kept].reshape(-1))
             gone.append(n)
-            losses.append(ask.cosine_loss(dict.fromkeys(group.names, fitted)))
+            losses.append(estimator.cosine_loss(dict.fromkeys(group.names, fitted)))
         rising = np.maximum.accumulate(np.maximum(losses, 1e-9)) if losses else np.zeros(0)
         own = np.maximum.accumulate(found.losses)
         if losses:
-            curves[group.key] = Curve(
+            curves[group.key] = LossCurve(
                 tuple(found.order.tolist()), tuple(own.tolist()), tuple(gone),
                 tuple(rising.tolist()),
             )  # fmt: skip
         report("weigh blocks", done, len(able))
     some = rest[:: max(len(rest) * PROBE_ROWS // MOMENT_ROWS // len(probes), 1)]
-    weigh = _Weigh(model, ask, some, provider, threads, report)
+    weigh = _Weigh(model, estimator, some, provider, threads, report)
     wanted = {g: changes[g.key] for g in able if changes and g.key in changes and g.key in curves}
     for key, found in weigh.changes(wanted).items():
         curves[key] = replace(curves[key], changed=tuple(found))
@@ -131,15 +133,15 @@ class _Weigh:
     """Models with one change, asked what their output has lost."""
 
     model: ir.Model
-    ask: WhatIf
+    estimator: LossEstimator
     batches: Sequence[Batch]
     provider: Provider
     threads: int
     report: Stage
 
     def changes(
-        self, wanted: Mapping[Group, Sequence[Size]]
-    ) -> dict[str, list[tuple[Size, float]]]:
+        self, wanted: Mapping[TiedBlocks, Sequence[BlockConfig]]
+    ) -> dict[str, list[tuple[BlockConfig, float]]]:
         """The loss of each change of a group that is one block; what cannot be made is left out."""
         single = {group: sizes for group, sizes in wanted.items() if len(group.blocks) == 1}
         names = [g.names[0] for g, sizes in single.items() if any(s.head_size for s in sizes)]
@@ -150,19 +152,19 @@ class _Weigh:
             moments = collect_moments(
                 plain, blocks, self.batches, context=RunContext(self.provider, self.threads)
             )
-        found: dict[str, list[tuple[Size, float]]] = {}
+        found: dict[str, list[tuple[BlockConfig, float]]] = {}
         for done, (group, sizes) in enumerate(single.items(), start=1):
             block, name = group.blocks[0], group.names[0]
             for size in sizes:
                 new = plain.clone() if size.head_size else self.model.clone()
                 with suppress(AttnserveError):  # then it is no candidate
-                    resize(new, block, size, moments.get(name))
+                    apply_config(new, block, size, moments.get(name))
                     loss = self._loss(new, [] if size.kept else [name])
                     found.setdefault(group.key, []).append((size, loss))
             self.report("weigh changes", done, len(single))
         return found
 
-    def pairs(self, pairs: Sequence[Pair]) -> Iterator[Pair]:
+    def pairs(self, pairs: Sequence[ReusePair]) -> Iterator[ReusePair]:
         """Each with the heads that attend most alike, and what is lost when all are handed on."""
         if not pairs:
             return
@@ -196,7 +198,7 @@ class _Weigh:
         if fitted:
             refit(new, self.model, fitted, self.batches[::FIT_EVERY],
                   context=RunContext(self.provider, self.threads))  # fmt: skip
-        return max(self.ask.loss_of(new), 1e-9)
+        return max(self.estimator.loss_of(new), 1e-9)
 
 
 def _decompose(model: ir.Model, names: Collection[str]) -> None:
@@ -205,7 +207,7 @@ def _decompose(model: ir.Model, names: Collection[str]) -> None:
 
 
 def _apart(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
-    """About ``PROBE_ROWS`` rows of short and of long texts to ask about, and the others to fit to:
+    """About ``PROBE_ROWS`` rows of short and of long texts to estimator about, and the others to fit to:
     a block with many neurons fits its own texts better than any others."""
     if len(batches) < 2:
         return list(batches), list(batches)
@@ -223,13 +225,13 @@ def _total(parts: Sequence[Moments]) -> Moments:
     return total
 
 
-def _elimination(group: Group, moments: Moments) -> tuple[Elimination, np.ndarray, np.ndarray]:
+def _elimination(group: TiedBlocks, moments: Moments) -> tuple[Elimination, np.ndarray, np.ndarray]:
     """The order, which rows of the last weight each head or neuron owns, and that weight."""
     block = group.blocks[0]
     if isinstance(block, FeedForwardBlock):
         weight = block.second_matrix().astype(np.float64)
         rows = np.arange(block.num_neurons)[:, None]
-        step = max(block.num_neurons // (2 * SIZES) // MULTIPLE, 1) * MULTIPLE
+        step = max(block.num_neurons // (2 * MAX_CONFIGS) // MULTIPLE, 1) * MULTIPLE
         return eliminate_neurons(moments.covariance, weight, step), rows, weight
     assert block.output is not None
     weight, rows = block.output.matrix().astype(np.float64), block.output.rows

@@ -13,43 +13,43 @@ from attnserve.models.precision import LARGEST, Precision, convert
 from attnserve.planning.candidates import (
     NO_SLOWER,
     Block,
-    Emission,
-    Group,
-    Pair,
-    Size,
-    Timed,
-    resize,
+    BlockConfig,
+    BlockLatency,
+    Implementation,
+    ReusePair,
+    TiedBlocks,
+    apply_config,
+    configs_of,
     reuse,
-    sizes_of,
 )
 from attnserve.runtime.session import Batch, open_session, run
 from attnserve.runtime.timer import Cut, LatencyTable, Part, cut_out
-from graph_passes.analysis.shapes import Facts, interpret_small, state_types
-from graph_passes.blocks import AttentionBlock
+from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small, state_types
+from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.emit.editing import remove_unused
 from graph_passes.errors import AttnserveError
-from graph_passes.matching.feed_forward import FeedForwardBlock, find_feed_forward
+from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
-from graph_passes.passes.fuse_attention import Form, FuseAttention, fusion_refusal
+from graph_passes.passes.fuse_attention import FuseAttention, FusedOperator, fusion_refusal
 from graph_passes.passes.fuse_gelu import FuseGelu, gelu_refusal
 from graph_passes.passes.fuse_residuals import FuseResiduals, find_residuals
 from graph_passes.passes.reuse_attention import reuse_refusal
 
-__all__ = ["sums_are_faster", "time_blocks", "time_pairs", "without_casts"]
+__all__ = ["time_blocks", "time_pairs", "time_residual_fusion", "without_casts"]
 
-FORMS: Sequence[Form] = get_args(Form)
+FORMS: Sequence[FusedOperator] = get_args(FusedOperator)
 
 
 def time_blocks(
     model: ir.Model,
-    groups: Sequence[Group],
+    groups: Sequence[TiedBlocks],
     feeds: Sequence[Batch],
     table: LatencyTable,
     *,
     target: int,
     precision: Precision = "float32",
     report: Progress,
-) -> dict[Block, Timed]:
+) -> dict[Block, BlockLatency]:
     """Every way to write a block, and every size of it in the fastest of them.
 
     Blocks that do the same work are timed once.
@@ -60,13 +60,13 @@ def time_blocks(
     blocks = [block for group in groups for block in group.blocks]
     parts = cut_out(model, [_cut(block) for block in blocks], feeds, provider=table.provider)
     alike: dict[tuple[Any, ...], list[tuple[Block, Part]]] = {}
-    facts = interpret_small(model, batch=2, sequence=5)
-    frozen = {block for group in groups if group.why_not for block in group.blocks}
+    facts = infer_shapes_small(model, batch=2, sequence=5)
+    frozen = {block for group in groups if group.refusal for block in group.blocks}
     forms = {block: _forms(block, facts, model.opset_imports) for block in blocks}
     for block, part in zip(blocks, parts, strict=True):
         keys = (part.key(index) for index in range(len(feeds)))
         alike.setdefault((*keys, forms[block], block in frozen), []).append((block, part))
-    found: dict[Block, Timed] = {}
+    found: dict[Block, BlockLatency] = {}
     for done, ((*_, able, whole), same) in enumerate(alike.items(), start=1):
         block, part = same[0]
         timed = _time(block, part, table, target, precision, able, whole=whole)
@@ -75,7 +75,7 @@ def time_blocks(
     return found
 
 
-def _forms(block: Block, facts: Facts, opsets: Mapping[str, int]) -> tuple[Emission, ...]:
+def _forms(block: Block, facts: ShapeInfo, opsets: Mapping[str, int]) -> tuple[Implementation, ...]:
     """The operators that a block can be written in, where it stands in the whole model."""
     if isinstance(block, FeedForwardBlock):
         return () if gelu_refusal(block, facts, opsets) else ("gelu",)
@@ -95,13 +95,13 @@ def _time(
     table: LatencyTable,
     target: int,
     precision: Precision,
-    forms: Sequence[Emission],
+    forms: Sequence[Implementation],
     *,
     whole: bool,
-) -> Timed:
+) -> BlockLatency:
     """Ways to write the block first, then its sizes in the fastest of them."""
     original = _converted(part, precision)
-    written: dict[Emission, Part] = {}
+    written: dict[Implementation, Part] = {}
     for form in forms:
         made = _written(part, form)
         if made is not None and _runs(_converted(made, precision), table):
@@ -109,40 +109,40 @@ def _time(
     times = _measure(table, original, written, precision)
     bounds = NO_SLOWER * np.array(times[None])
     safe = {form: times[form] for form in written if (np.array(times[form]) <= bounds).all()}
-    fastest: Emission = "as exported"
+    fastest: Implementation = "as exported"
     for form in written:
         if form in safe and _mean(safe[form], target) < _mean(
             safe.get(fastest, times[None]), target
         ):
             fastest = form
     start = safe.get(fastest, times[None])
-    forms_ms: dict[Emission, tuple[float, ...]] = {form: times[form] for form in written}
+    forms_ms: dict[Implementation, tuple[float, ...]] = {form: times[form] for form in written}
     count = block.num_neurons if isinstance(block, FeedForwardBlock) else block.num_heads
     if whole:
-        return Timed(times[None], fastest, {Size(count): start}, forms_ms)
-    wanted = sizes_of(block)
+        return BlockLatency(times[None], fastest, {BlockConfig(count): start}, forms_ms)
+    wanted = configs_of(block)
     found = _sizes(part, wanted, fastest, table, original, precision)
     for size in [size for size in wanted if size.rank is not None and size in found]:
         own = found.get(size._replace(rank=None))
         if own is not None and _mean(found[size], target) < _mean(own, target):
             fewer = [size.of(each.kept) for each in wanted if each.head_size and not each.rank]
             found |= _sizes(part, fewer, fastest, table, original, precision)
-    return Timed(times[None], fastest, {**found, Size(count): start}, forms_ms)
+    return BlockLatency(times[None], fastest, {**found, BlockConfig(count): start}, forms_ms)
 
 
 def _sizes(
     part: Part,
-    wanted: Sequence[Size],
-    form: Emission,
+    wanted: Sequence[BlockConfig],
+    form: Implementation,
     table: LatencyTable,
     original: Part,
     precision: Precision,
-) -> dict[Size, tuple[float, ...]]:
+) -> dict[BlockConfig, tuple[float, ...]]:
     """The times of what can be made of a part, each written in this form where one can hold it."""
-    made: dict[Size, Part] = {}
+    made: dict[BlockConfig, Part] = {}
     for size in wanted:
         less = _smaller(part, size)
-        if less is not None and form != "as exported" and not size.is_plain:
+        if less is not None and form != "as exported" and not size.needs_plain_operators:
             less = _written(less, form)
         if less is not None:
             made[size] = less
@@ -223,20 +223,20 @@ def _is_to_float16(node: ir.Node) -> bool:
     )
 
 
-def _smaller(part: Part, size: Size) -> Part | None:
+def _smaller(part: Part, size: BlockConfig) -> Part | None:
     """With less of its block left; None where a part of it cannot go."""
     small = part.model.clone()
     blocks = [*find_attention(small)[0], *find_feed_forward(small)]
     if not blocks:
         return None
     try:
-        resize(small, blocks[0], size)
+        apply_config(small, blocks[0], size)
     except AttnserveError:  # heads in groups of which a part cannot go
         return None
     return Part(small, part.feeds)
 
 
-def _written(part: Part, form: Emission) -> Part | None:
+def _written(part: Part, form: Implementation) -> Part | None:
     """With operators of ONNX Runtime; None where there is none for it."""
     small = part.model.clone()
     attention, neurons = find_attention(small)[0], find_feed_forward(small)
@@ -260,24 +260,26 @@ def _written(part: Part, form: Emission) -> Part | None:
 
 def time_pairs(
     model: ir.Model,
-    groups: Sequence[Group],
+    groups: Sequence[TiedBlocks],
     feeds: Sequence[Batch],
     table: LatencyTable,
-    timed: Mapping[Block, Timed],
+    timed: Mapping[Block, BlockLatency],
     *,
     target: int,
     precision: Precision = "float32",
     report: Progress,
-) -> list[Pair]:
+) -> list[ReusePair]:
     """Attentions that could take the probabilities of the nearest one before them, both together.
 
     The two must then be written in plain operators: those that hold a whole attention return no
     probabilities. Where that is no faster than both in their fastest form with all their heads, no
     smaller number of heads is timed.
     """
-    able = [g for g in groups if g.kind == "attention" and not g.why_not and len(g.blocks) == 1]
-    found: list[Pair] = []
-    known: dict[tuple[Timed, Timed], tuple[Mapping[int, tuple[float, ...]], float]] = {}
+    able = [g for g in groups if g.kind == "attention" and not g.refusal and len(g.blocks) == 1]
+    found: list[ReusePair] = []
+    known: dict[
+        tuple[BlockLatency, BlockLatency], tuple[Mapping[int, tuple[float, ...]], float]
+    ] = {}
     for index, reader in enumerate(able):
         source = next((s for s in reversed(able[:index]) if _may_hand_on(s, reader)), None)
         if source is None:
@@ -287,12 +289,12 @@ def time_pairs(
             known[now] = _together(model, source, reader, feeds, table, now, target, precision)
         times, saved_ms = known[now]
         if times:
-            found.append(Pair(source, reader, times, saved_ms))
+            found.append(ReusePair(source, reader, times, saved_ms))
         report("time pairs", index + 1, len(able))
     return found
 
 
-def _may_hand_on(source: Group, reader: Group) -> bool:
+def _may_hand_on(source: TiedBlocks, reader: TiedBlocks) -> bool:
     first, second = source.blocks[0], reader.blocks[0]
     assert isinstance(first, AttentionBlock) and isinstance(second, AttentionBlock)
     return source.count == reader.count and reuse_refusal(second, [first]) is None
@@ -300,11 +302,11 @@ def _may_hand_on(source: Group, reader: Group) -> bool:
 
 def _together(
     model: ir.Model,
-    source: Group,
-    reader: Group,
+    source: TiedBlocks,
+    reader: TiedBlocks,
     feeds: Sequence[Batch],
     table: LatencyTable,
-    now: tuple[Timed, Timed],
+    now: tuple[BlockLatency, BlockLatency],
     target: int,
     precision: Precision,
 ) -> tuple[dict[int, tuple[float, ...]], float]:
@@ -330,18 +332,18 @@ def _together(
     times = timed([source.count])
     if not times:
         return {}, 0.0
-    fused = sum(_mean(each.sizes[Size(source.count)], target) for each in now)
+    fused = sum(_mean(each.sizes[BlockConfig(source.count)], target) for each in now)
     saved_ms = fused - _mean(times[source.count], target)
     if saved_ms > 0:
         times |= timed([size.kept for size in now[0].sizes if 0 < size.kept < source.count
-                        and size == Size(size.kept)])  # fmt: skip
+                        and size == BlockConfig(size.kept)])  # fmt: skip
     return times, saved_ms
 
 
 def _handed_on(
     model: ir.Model,
-    source: Group,
-    reader: Group,
+    source: TiedBlocks,
+    reader: TiedBlocks,
     kept: int,
     feeds: Sequence[Batch],
     table: LatencyTable,
@@ -359,7 +361,7 @@ def _handed_on(
         return ()
 
 
-def sums_are_faster(
+def time_residual_fusion(
     model: ir.Model,
     feeds: Sequence[Batch],
     table: LatencyTable,

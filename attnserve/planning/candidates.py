@@ -14,49 +14,49 @@ import numpy as np
 import onnx_ir as ir
 
 from graph_passes.analysis.constants import origin
-from graph_passes.blocks import AttentionBlock
+from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.context import GraphContext
 from graph_passes.emit.attention import emission_refusal
 from graph_passes.errors import Refusal
 from graph_passes.factorize.moments import TokenMoments
-from graph_passes.matching.feed_forward import FeedForwardBlock, find_feed_forward
+from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.passes.base import BlockPass, small_shapes
 from graph_passes.passes.collaborate import Collaborate, SharedDimensions, sharing_refusal
 from graph_passes.passes.conditions import caller_reads
-from graph_passes.passes.fuse_attention import Form
+from graph_passes.passes.fuse_attention import FusedOperator
 from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.prune_neurons import PruneNeurons, neurons_refusal
 from graph_passes.passes.reuse_attention import Edges, ReuseAttention
 from graph_passes.passes.skip_attention import SkipAttention, skip_refusal
 
 __all__ = [
+    "MAX_CONFIGS",
     "MULTIPLE",
     "NO_SLOWER",
-    "SIZES",
     "Block",
-    "Curve",
-    "Emission",
-    "Group",
+    "BlockConfig",
+    "BlockLatency",
+    "ChoiceUnit",
+    "Implementation",
+    "LossCurve",
     "Option",
-    "Pair",
-    "Size",
-    "Timed",
-    "Unit",
+    "ReusePair",
+    "TiedBlocks",
+    "apply_config",
+    "changes_to_measure",
+    "configs_of",
     "group_blocks",
     "options_of",
     "passes_of",
-    "resize",
     "reuse",
-    "sizes_of",
     "units_of",
-    "worth_weighing",
 ]
 
 Block = AttentionBlock | FeedForwardBlock
 Kind = Literal["attention", "feed_forward"]
-Emission = Form | Literal["gelu", "as exported"]
+Implementation = FusedOperator | Literal["gelu", "as exported"]
 
-SIZES = 24
+MAX_CONFIGS = 24
 """About how many sizes of a feed-forward, and at most of an attention, are timed."""
 
 MULTIPLE = 8
@@ -70,7 +70,7 @@ NO_SLOWER = 1.03
 speed of a whole model may nowhere fall below 0.97 of the original's."""
 
 
-class Size(NamedTuple):
+class BlockConfig(NamedTuple):
     """What is left of a block.
 
     Attributes:
@@ -87,11 +87,11 @@ class Size(NamedTuple):
     source: str | None = None
 
     @property
-    def is_plain(self) -> bool:
+    def needs_plain_operators(self) -> bool:
         """Whether it is written in plain operators: no other holds what it is."""
         return not self.kept or self.rank is not None or self.source is not None
 
-    def of(self, kept: int) -> Size:
+    def of(self, kept: int) -> BlockConfig:
         """The same of fewer heads: what they share is less in proportion."""
         rank = None
         if self.rank is not None:
@@ -107,18 +107,18 @@ class Size(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class TiedBlocks:
     """Blocks that share their last weight, and so are rewritten alike; mostly one.
 
     Attributes:
         count: Heads or neurons.
-        why_not: Why nothing can be taken out; empty where it can.
+        refusal: Why nothing can be taken out; empty where it can.
     """
 
     kind: Kind
     blocks: tuple[Block, ...]
     count: int
-    why_not: str
+    refusal: str
 
     @property
     def names(self) -> list[str]:
@@ -131,24 +131,24 @@ class Group:
 
 
 @dataclass(frozen=True, eq=False)
-class Timed:
+class BlockLatency:
     """Milliseconds of one block at each shape.
 
     Attributes:
         original: As it was exported.
-        emission: How it is written, where another way than the exporter's is faster.
+        implementation: How it is written, where another way than the exporter's is faster.
         sizes: By what is left.
         forms: The whole block in each of the other ways to write it.
     """
 
     original: tuple[float, ...]
-    emission: Emission
-    sizes: Mapping[Size, tuple[float, ...]]
-    forms: Mapping[Emission, tuple[float, ...]]
+    implementation: Implementation
+    sizes: Mapping[BlockConfig, tuple[float, ...]]
+    forms: Mapping[Implementation, tuple[float, ...]]
 
 
 @dataclass(frozen=True, eq=False)
-class Pair:
+class ReusePair:
     """Two attentions of which the second may take the probabilities of the first, head by head.
 
     Attributes:
@@ -159,14 +159,14 @@ class Pair:
         loss: One minus the cosine of the model's output, where all do.
     """
 
-    source: Group
-    reader: Group
+    source: TiedBlocks
+    reader: TiedBlocks
     times: Mapping[int, tuple[float, ...]]
     saved_ms: float
     heads: tuple[int, ...] = ()
     loss: float = float("inf")
 
-    def masks(self, curve: Curve, kept: int) -> tuple[list[int], list[int]]:
+    def masks(self, curve: LossCurve, kept: int) -> tuple[list[int], list[int]]:
         """Which heads of both stay: those that the source needs most, and who takes theirs."""
         source = curve.mask(kept)
         return source, [source[head] for head in self.heads]
@@ -177,7 +177,7 @@ class Pair:
         return {head: (name, self.heads[head]) for head in np.flatnonzero(mask).tolist()}
 
 
-Unit = tuple[Group, ...]
+ChoiceUnit = tuple[TiedBlocks, ...]
 """Groups that are chosen together: one, or the two of a pair."""
 
 
@@ -191,13 +191,13 @@ class Option:
         ms: Mean over the target shapes.
     """
 
-    sizes: tuple[Size, ...]
+    sizes: tuple[BlockConfig, ...]
     loss: float
     ms: float
 
 
 @dataclass(frozen=True, eq=False)
-class Curve:
+class LossCurve:
     """What the model's output loses when parts of one group go.
 
     Attributes:
@@ -211,15 +211,15 @@ class Curve:
     own_loss: tuple[float, ...]
     gone: tuple[int, ...]
     loss: tuple[float, ...]
-    changed: tuple[tuple[Size, float], ...] = ()
+    changed: tuple[tuple[BlockConfig, float], ...] = ()
 
-    def of(self, size: Size) -> float | None:
+    def of(self, size: BlockConfig) -> float | None:
         """Losses add up nearly, and heads that are gone lose nothing by being changed; None for a
-        change that was not weighed."""
+        change that was not pair_losses."""
         if not size.kept:
             return dict(self.changed).get(size)
         kept = self.at(len(self.order) - size.kept)
-        if size == Size(size.kept):
+        if size == BlockConfig(size.kept):
             return kept
         changes = {whole.of(size.kept): loss for whole, loss in self.changed if whole.kept}
         share = size.kept / len(self.order)
@@ -251,18 +251,20 @@ class Curve:
                 "changed": [[list(size), loss] for size, loss in self.changed]}  # fmt: skip
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Curve:
+    def from_json(cls, content: Mapping[str, Any]) -> LossCurve:
         """What ``to_json`` wrote.
 
         Raises:
             KeyError, TypeError: It is something else.
         """
         lists = {name: tuple(content[name]) for name in ("order", "own_loss", "gone", "loss")}
-        changed = tuple((Size(*size), float(loss)) for size, loss in content["changed"])
+        changed = tuple((BlockConfig(*size), float(loss)) for size, loss in content["changed"])
         return cls(**lists, changed=changed)
 
 
-def group_blocks(model: ir.Model, attention: Sequence[AttentionBlock], *, ffn: bool) -> list[Group]:
+def group_blocks(
+    model: ir.Model, attention: Sequence[AttentionBlock], *, ffn: bool
+) -> list[TiedBlocks]:
     """Attentions that were certified, and feed-forwards, in groups.
 
     Blocks in the body of another node are left out: no session can look into them.
@@ -275,7 +277,7 @@ def group_blocks(model: ir.Model, attention: Sequence[AttentionBlock], *, ffn: b
     for block in find_feed_forward(model):
         if block.graph is model.graph:
             found.setdefault(origin(block.second.weight), []).append(block)
-    groups: list[Group] = []
+    groups: list[TiedBlocks] = []
     taken = {block.name for block in attention}
     for blocks in found.values():
         first = blocks[0]
@@ -285,11 +287,11 @@ def group_blocks(model: ir.Model, attention: Sequence[AttentionBlock], *, ffn: b
             if taken & {block.name for block in ours}:
                 continue  # nothing could tell it from the attention of that name
             reason = reason or ("" if ffn else "neurons stay unless `allow` names ffn")
-            groups.append(Group("feed_forward", tuple(blocks), first.num_neurons, reason))
+            groups.append(TiedBlocks("feed_forward", tuple(blocks), first.num_neurons, reason))
             continue
         theirs = [block for block in blocks if isinstance(block, AttentionBlock)]
         reason = next((str(r) for r in (_refusal(b, context) for b in theirs) if r), "")
-        groups.append(Group("attention", tuple(blocks), first.num_heads, reason))
+        groups.append(TiedBlocks("attention", tuple(blocks), first.num_heads, reason))
     return groups
 
 
@@ -302,21 +304,21 @@ def _refusal(block: AttentionBlock, context: GraphContext) -> Refusal | None:
 # ---- sizes --------------------------------------------------------------------------------------
 
 
-def sizes_of(block: Block) -> list[Size]:
+def configs_of(block: Block) -> list[BlockConfig]:
     """What a block may become, the whole of it left out; not every one can be made."""
     if isinstance(block, FeedForwardBlock):
-        step = max(block.num_neurons // SIZES // MULTIPLE, 1) * MULTIPLE
-        return [Size(kept) for kept in range(step, block.num_neurons, step)]
-    step = max(block.num_heads // SIZES, 1)
+        step = max(block.num_neurons // MAX_CONFIGS // MULTIPLE, 1) * MULTIPLE
+        return [BlockConfig(kept) for kept in range(step, block.num_neurons, step)]
+    step = max(block.num_heads // MAX_CONFIGS, 1)
     numbers = (*range(step, block.num_heads, step), block.num_heads)
-    sizes = [Size(kept) for kept in numbers[:-1]]
+    sizes = [BlockConfig(kept) for kept in numbers[:-1]]
     if (cut := _shorter(block)) is not None:
-        sizes += [Size(kept, cut) for kept in numbers]
+        sizes += [BlockConfig(kept, cut) for kept in numbers]
         own = block.num_heads * (cut - 1)
         if (rank := int(SHARED * own) // MULTIPLE * MULTIPLE) and block.num_heads > 1:
-            sizes.append(Size(block.num_heads, cut, rank))
+            sizes.append(BlockConfig(block.num_heads, cut, rank))
     if block.k.past is None and not (caller_reads(block) or skip_refusal(block)):
-        sizes.append(Size(0))
+        sizes.append(BlockConfig(0))
     return sizes
 
 
@@ -327,7 +329,7 @@ def _shorter(block: AttentionBlock) -> int | None:
     return half if able else None
 
 
-def passes_of(block: Block, size: Size, mask: Sequence[int]) -> list[BlockPass[Any, Any]]:
+def passes_of(block: Block, size: BlockConfig, mask: Sequence[int]) -> list[BlockPass[Any, Any]]:
     """The passes that give a block a size; reuse, which concerns two blocks, is not one of them.
 
     Args:
@@ -350,7 +352,9 @@ def passes_of(block: Block, size: Size, mask: Sequence[int]) -> list[BlockPass[A
     return passes
 
 
-def resize(model: ir.Model, block: Block, size: Size, moments: TokenMoments | None = None) -> None:
+def apply_config(
+    model: ir.Model, block: Block, size: BlockConfig, moments: TokenMoments | None = None
+) -> None:
     """Give one block of ``model`` a size, in place; its first heads or neurons stay.
 
     Args:
@@ -386,29 +390,31 @@ def reuse(model: ir.Model, edges: Edges, masks: Mapping[str, Sequence[int]]) -> 
 # ---- the choice ---------------------------------------------------------------------------------
 
 
-def worth_weighing(group: Group, timed: Timed, *, target: int) -> list[Size]:
+def changes_to_measure(group: TiedBlocks, timed: BlockLatency, *, target: int) -> list[BlockConfig]:
     """The changes beside fewer heads whose loss is worth knowing: sharing dimensions is of no use
     where it is no faster than giving each head as many of its own, which loses less."""
     sizes = {size: float(np.mean(ms[:target])) for size, ms in timed.sizes.items()}
-    found: list[Size] = []
+    found: list[BlockConfig] = []
     for size, ms in sizes.items():
         own = sizes.get(size._replace(rank=None), ms)
-        whole = size.kept in (0, group.count) and size != Size(group.count)
+        whole = size.kept in (0, group.count) and size != BlockConfig(group.count)
         if whole and (size.rank is None or ms < own):
             found.append(size)
     return found
 
 
-def units_of(groups: Sequence[Group], pairs: Sequence[Pair]) -> list[tuple[Unit, Pair | None]]:
+def units_of(
+    groups: Sequence[TiedBlocks], pairs: Sequence[ReusePair]
+) -> list[tuple[ChoiceUnit, ReusePair | None]]:
     """Groups that are chosen together, in order; no group is in two pairs, and those that lose
     least come first."""
-    taken: set[Group] = set()
-    chosen: dict[Group, Pair] = {}
+    taken: set[TiedBlocks] = set()
+    chosen: dict[TiedBlocks, ReusePair] = {}
     for pair in sorted(pairs, key=lambda pair: pair.loss):
         if np.isfinite(pair.loss) and taken.isdisjoint((pair.source, pair.reader)):
             taken |= {pair.source, pair.reader}
             chosen[pair.source] = pair
-    found: list[tuple[Unit, Pair | None]] = []
+    found: list[tuple[ChoiceUnit, ReusePair | None]] = []
     for group in groups:
         if pair := chosen.get(group):
             found.append(((pair.source, pair.reader), pair))
@@ -418,10 +424,10 @@ def units_of(groups: Sequence[Group], pairs: Sequence[Pair]) -> list[tuple[Unit,
 
 
 def options_of(
-    unit: Unit,
-    timed: Mapping[Block, Timed],
-    curves: Mapping[str, Curve],
-    pair: Pair | None = None,
+    unit: ChoiceUnit,
+    timed: Mapping[Block, BlockLatency],
+    curves: Mapping[str, LossCurve],
+    pair: ReusePair | None = None,
     *,
     target: int,
 ) -> list[Option]:
@@ -442,17 +448,17 @@ def options_of(
             continue
         gone = pair.source.count - kept
         loss = curve.at(gone) + other.at(gone) + pair.loss * kept / pair.source.count
-        sizes = Size(kept), Size(kept, source=pair.source.names[0])
+        sizes = BlockConfig(kept), BlockConfig(kept, source=pair.source.names[0])
         options.append(Option(sizes, loss, float(np.mean(ms[:target]))))
     return _rising(options)
 
 
 def _of_group(
-    group: Group, timed: Mapping[Block, Timed], curve: Curve | None, target: int
+    group: TiedBlocks, timed: Mapping[Block, BlockLatency], curve: LossCurve | None, target: int
 ) -> list[Option]:
     times = [timed[block] for block in group.blocks]
     original = np.sum([each.original for each in times], axis=0)
-    whole = Size(group.count)
+    whole = BlockConfig(group.count)
     options: list[Option] = []
     for size in set.intersection(*(set(each.sizes) for each in times)):
         ms = np.sum([each.sizes[size] for each in times], axis=0)

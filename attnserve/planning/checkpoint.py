@@ -9,22 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from attnserve.models.artifact import staged
-from attnserve.planning.candidates import Curve
+from attnserve.planning.candidates import LossCurve
 from attnserve.runtime.timer import default_cache
 from graph_passes.errors import AttnserveError
 
-__all__ = ["Journal"]
+__all__ = ["Checkpoint"]
 
 
 @dataclass(eq=False)
-class Journal:
+class Checkpoint:
     """What was measured so far, on disk: a search that is interrupted goes on from there."""
 
     path: Path
     content: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @classmethod
-    def open(cls, name: str) -> Journal:
+    def open(cls, name: str) -> Checkpoint:
         path = default_cache().parent / "plans" / f"{name}.json"
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -32,13 +32,13 @@ class Journal:
             content = {}
         return cls(path, content if isinstance(content, dict) else {})
 
-    def curves(self) -> dict[str, Curve] | None:
+    def curves(self) -> dict[str, LossCurve] | None:
         try:
-            return {n: Curve.from_json(c) for n, c in self.content["curves"].items()}
+            return {n: LossCurve.from_json(c) for n, c in self.content["curves"].items()}
         except (KeyError, TypeError, ValueError, AttributeError):
             return None
 
-    def weighed(self) -> dict[str, tuple[tuple[int, ...], float]] | None:
+    def pair_losses(self) -> dict[str, tuple[tuple[int, ...], float]] | None:
         """(heads, loss) of pairs, by the key of the reader."""
         try:
             known = self.content["pairs"]

@@ -1,7 +1,7 @@
-"""Which heads go, and which take whose probabilities: what a user names, as masks and edges.
+"""Head masks for pruning and edges for attention reuse.
 
-A request is a file (a mask, edges) or a few words (a fraction, a configuration of the papers); the
-words are filled in by what was measured on calibration data.
+They are read from files and objects, or computed from a share of heads or a configuration of the
+papers, given measured head similarities and losses.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ __all__ = [
 ]
 
 Masks = dict[str, list[int]]
-"""By layer, 1 for each head that stays and 0 for each that goes."""
-MutableEdges = dict[str, dict[int, tuple[str, int]]]
-"""See ``graph_passes.passes.reuse_attention.Edges``."""
+"""By layer, 1 for each head that is kept and 0 for each that is removed."""
 
-FORMS = "partial:K[:P], full:P, alternate, all-end, auto or a .json file of edges"
+MutableEdges = dict[str, dict[int, tuple[str, int]]]
+"""As ``graph_passes.passes.reuse_attention.Edges``: by layer and head, (source layer, head)."""
+
+REUSE_FORMS = "partial:K[:P], full:P, alternate, all-end, auto or a .json file of edges"
 
 
 @dataclass(frozen=True)
 class Reuse:
-    """A configuration of arXiv 2110.06821.
+    """A configuration of attention reuse (arXiv 2110.06821).
 
     Attributes:
-        kind: Its name.
-        heads: K for partial reuse; all otherwise.
-        layers: P, how many layers reuse; the paper's own number where it is not given.
+        heads: K, the reusing heads of a layer in partial reuse; None for all heads.
+        layers: P, the number of reusing layers; None for the number in the paper.
     """
 
     kind: Literal["partial", "full", "alternate", "all-end", "auto"]
@@ -60,18 +60,26 @@ class Reuse:
 
 
 def parse_reuse(text: str) -> Reuse:
-    """``partial:K[:P]``, ``full:P``, ``alternate``, ``all-end`` or ``auto``.
+    """Parse ``partial:K[:P]``, ``full:P``, ``alternate``, ``all-end[:P]`` or ``auto``.
 
     Raises:
-        InvalidArgument: It is none of these.
+        InvalidArgument: The text is none of these.
     """
     kind, *given = text.split(":")
     counts = {"partial": (1, 2), "full": (1,), "alternate": (0,), "all-end": (0, 1), "auto": (0,)}
     numbers = [number for part in given if (number := _count(part)) is not None]
     if kind not in counts or len(given) not in counts[kind] or len(numbers) < len(given):
-        raise InvalidArgument(f"--reuse {text!r}: expected {FORMS}", "for example partial:6")
+        raise InvalidArgument(
+            f"`reuse` is {text[:100]!r}: expected {REUSE_FORMS}",
+            "for example partial:6",
+            code="reuse.form",
+        )
     if 0 in numbers:
-        raise InvalidArgument(f"--reuse {text!r}: expected numbers from 1 up", "for example full:2")
+        raise InvalidArgument(
+            f"`reuse` is {text!r}: expected numbers from 1",
+            "for example full:2",
+            code="reuse.range",
+        )
     if kind == "partial":
         return Reuse("partial", numbers[0], numbers[1] if len(numbers) > 1 else None)
     named: dict[str, Any] = {"full": "full", "alternate": "alternate", "all-end": "all-end"}
@@ -79,18 +87,18 @@ def parse_reuse(text: str) -> Reuse:
 
 
 def _count(text: str) -> int | None:
-    """What a number from 0 up says, of a length that ``int`` reads."""
+    """Parse a decimal number; None if the text is none, or is too long."""
     return int(text) if text.isdecimal() and len(text) < 100 else None
 
 
 def reused_layers(reuse: Reuse, count: int) -> range:
-    """Which of ``count`` layers, from 0, reuse: as the paper says of each configuration.
+    """The indices of the reusing layers, of ``count`` layers, as the paper defines them.
 
-    Partial reuse leaves the first and the last exact; full reuse takes the P after the first;
-    alternate takes the even ones (counted from 1); all-end the P before the last.
+    partial: all but the first and the last; full: P after the first; alternate: every second;
+    all-end: P before the last.
 
     Raises:
-        InvalidArgument: There are not so many layers.
+        InvalidArgument: The model has too few layers.
     """
     most = count - 2 if reuse.kind in ("partial", "all-end", "auto") else count - 1
     if reuse.kind == "partial" and reuse.layers is not None:
@@ -98,10 +106,11 @@ def reused_layers(reuse: Reuse, count: int) -> range:
     wanted = reuse.layers or (max(count // 2, 1) if reuse.kind == "all-end" else most)
     if most < 1 or wanted > most:
         raise InvalidArgument(
-            f"--reuse {reuse.kind}: {max(wanted, 1)} layers of {count}, expected at most "
+            f"`reuse` {reuse.kind} requests {max(wanted, 1)} of {count} layers, expected at most "
             f"{max(most, 0)}: the first"
-            + (" is exact" if most == count - 1 else " and the last are exact"),
+            + (" layer never reuses" if most == count - 1 else " and the last layer never reuse"),
             "reuse fewer layers",
+            code="reuse.layers",
         )
     match reuse.kind:
         case "alternate":
@@ -120,16 +129,16 @@ def edges_of(
     masks: Mapping[str, Sequence[int]],
     similarity: HeadSimilarity | None,
 ) -> MutableEdges:
-    """The edges of a configuration, aligned by similarity, or by index where there is none.
+    """The edges of a configuration.
 
     Args:
-        blocks: All of the model, in order of execution.
-        chosen: The layers that reuse.
-        masks: Heads that are pruned are neither sources nor reused.
-        similarity: Of all heads.
+        blocks: All attention blocks of the model, in order of execution.
+        chosen: The names of the reusing layers.
+        masks: Pruned heads are neither sources nor targets.
+        similarity: Of all heads; None aligns heads by index, as in the paper.
 
     Raises:
-        InvalidArgument: A layer has not so many heads.
+        InvalidArgument: A layer has fewer heads than requested.
     """
     edges: MutableEdges = {}
     for index, block in enumerate(blocks):
@@ -139,8 +148,9 @@ def edges_of(
         count = len(kept) if reuse.heads is None else reuse.heads
         if count > block.num_heads:
             raise InvalidArgument(
-                f"--reuse partial:{count}: {block.name} has {block.num_heads} heads",
+                f"`reuse` is partial:{count}: {block.name} has {block.num_heads} heads",
                 f"reuse 1 to {block.num_heads} heads",
+                code="reuse.heads",
             )
         sources = [b for b in blocks[:index] if reuse_refusal(block, [b]) is None]
         if similarity is None:
@@ -163,7 +173,7 @@ def _kept(block: AttentionBlock, masks: Mapping[str, Sequence[int]]) -> list[int
 def _exact(
     block: AttentionBlock, masks: Mapping[str, Sequence[int]], edges: MutableEdges
 ) -> list[int]:
-    """Heads that compute their own probabilities, now and after the rewrite."""
+    """The heads that compute their own probabilities before and after the rewrite."""
     taken = edges.get(block.name, {})
     own = set(block.own_heads.tolist())
     return [head for head in _kept(block, masks) if head not in taken and head in own]
@@ -177,14 +187,14 @@ def _nearest(
     edges: MutableEdges,
     similarity: HeadSimilarity,
 ) -> list[tuple[float, int, tuple[str, int]]]:
-    """For each head its most similar exact head: (similarity, head, source), the nearest first."""
+    """(similarity, head, source) of each head and its most similar exact head, best first."""
     best: dict[int, tuple[float, int, tuple[str, int]]] = {}
     for source in sources:
         between = similarity.between(block.name, source.name)
         for theirs in _exact(source, masks, edges):
             for head in heads:
                 alike = float(between[head, theirs])
-                if alike > best.get(head, (-1.0, 0, ("", 0)))[0]:  # NaN never is
+                if alike > best.get(head, (-1.0, 0, ("", 0)))[0]:  # false for NaN
                     best[head] = alike, head, (source.name, theirs)
     return sorted(best.values(), key=lambda found: -found[0])
 
@@ -197,12 +207,12 @@ def _whole_layer(
     edges: MutableEdges,
     similarity: HeadSimilarity,
 ) -> dict[int, tuple[str, int]]:
-    """Every head another one of a single layer, where one has as many exact heads.
+    """A one-to-one assignment to the heads of a single layer with as many exact heads, if any.
 
-    Then nothing is copied: the values follow the order of the source (at 512 tokens a copy of the
-    probabilities costs as much as half of what their reuse saves), and the fit loses nothing.
+    The values can then be permuted instead of the probabilities. A copy of the probabilities would
+    cost about half of the time that reuse saves (512 tokens).
     """
-    # Here, for every command would wait for it.
+    # Imported here: scipy.optimize would slow down the start of every command.
     from scipy.optimize import linear_sum_assignment
 
     best: tuple[float, dict[int, tuple[str, int]]] = (-1.0, {})
@@ -233,8 +243,10 @@ def _by_index(
     masks: Mapping[str, Sequence[int]],
     edges: MutableEdges,
 ) -> dict[int, tuple[str, int]]:
-    """Algorithm 1: the last K heads take R[1..K] of the layer before, R being its exact heads, then
-    those it took itself. A head that was taken is followed to where it is exact."""
+    """Algorithm 1 of the paper: the last K heads reuse R[1..K] of the previous layer.
+
+    R lists its exact heads, then its reused ones; a reused head is replaced by its own source.
+    """
     if not sources:
         return {}
     before = sources[-1]
@@ -254,15 +266,15 @@ def edges_by_damage(
     effect: Mapping[str, np.ndarray],
     budget: float,
 ) -> MutableEdges:
-    """As many edges as may be, the least damaging first (``--reuse auto``).
+    """Greedily add the least damaging edges within a budget (``reuse="auto"``).
 
-    Taking another's probabilities moves a head's attention by 1 - c in total variation, so what it
-    writes moves by about that share, and the output by (1 - c)^2 of what leaving the head out does.
-    A layer reuses a quarter of its heads or more, or none: fewer save less than joining them costs.
+    Reuse changes a head's attention by 1 - c in total variation, where c is the similarity. The
+    output then changes by about (1 - c)^2 of the effect of removing the head. A layer reuses at
+    least a quarter of its heads or none: with fewer, joining the heads costs more than it saves.
 
     Args:
-        effect: Squared change of the output, over its variation, when a head is left out.
-        budget: The sum of all such changes that is allowed.
+        effect: Relative squared change of the output when a head is removed, by layer.
+        budget: The allowed sum of estimated changes.
     """
     candidates: list[tuple[float, int, int, tuple[str, int]]] = []
     for index, block in enumerate(blocks):
@@ -292,7 +304,7 @@ def edges_by_damage(
 
 
 def masks_by_score(scores: Mapping[str, np.ndarray], fraction: float) -> Masks:
-    """A share of all heads goes, the lowest scores first; every layer keeps one."""
+    """Remove a share of all heads, lowest scores first; every layer keeps at least one."""
     ranked = sorted(
         (float(score), name, head)
         for name, found in scores.items()
@@ -312,14 +324,14 @@ def masks_by_loss(
     fraction: float,
     effects: Mapping[str, np.ndarray],
 ) -> Masks:
-    """A share of all heads goes, layer by layer in the order of what their loss adds.
+    """Remove a share of all heads, those first whose removal adds least loss.
 
     Args:
-        orders: By layer, the heads from the first to go, and the share of the layer's own output
-            that is lost once so many are gone.
-        effects: By layer, what each head does to the model's output (``leave_one_out``). Summed,
-            they say what a loss in this layer costs there: later layers take back much of what is
-            lost in early ones.
+        orders: By layer, the heads in the order of removal, and the share of the layer's output
+            that is lost once n of them are removed.
+        effects: By layer, the effect of each head on the model's output (``leave_one_out``). Their
+            sum weights the losses of a layer: later layers compensate much of the loss of earlier
+            ones.
     """
     steps = sorted(
         (float(added) * float(np.sum(effects[name])), name, step)
@@ -340,11 +352,14 @@ def _share(fraction: float, heads: int) -> int:
     return round(fraction * heads)
 
 
-def layer_name(layer: str, names: Sequence[str], option: str = "--layers") -> str:
-    """The layer that a name or an index from 0 stands for.
+def layer_name(layer: str, names: Sequence[str], parameter: str = "layers") -> str:
+    """Resolve the name of a layer, or its index from 0.
+
+    Args:
+        parameter: The Python parameter that holds the layer, for errors.
 
     Raises:
-        InvalidArgument: None does.
+        InvalidArgument: No layer has this name or index.
     """
     if layer in names:
         return layer
@@ -352,75 +367,83 @@ def layer_name(layer: str, names: Sequence[str], option: str = "--layers") -> st
     if index is not None and index < len(names):
         return names[index]
     raise InvalidArgument(
-        f"{option}: no attention is called {layer[:100]!r}; the model has {len(names)}, "
-        f"the first of them {names[0]!r}",
+        f"`{parameter}` names the unknown layer {layer[:100]!r}; the model has {len(names)} "
+        f"attention layers, the first is {names[0]!r}",
         "use names or indices (from 0) as `attnserve inspect` lists them",
+        code="request.unknown_layer",
     )
 
 
 def read_masks(
     source: Path | Mapping[str, Any],
     blocks: Sequence[AttentionBlock],
-    option: str = "--prune-heads",
+    parameter: str = "prune_heads",
 ) -> Masks:
-    """{"layer name or index": [0 or 1 for each head]}, checked against the model.
+    """Read {"layer name or index": [0 or 1 for each head]}, and check it against the model.
 
     Args:
-        option: What the user gave them with, for errors.
+        parameter: The Python parameter that holds the source, for errors.
 
     Raises:
-        InvalidData: The file cannot be read, or is no such object.
+        InvalidData: The file cannot be read, or has another structure.
         InvalidArgument: A layer is unknown or named twice, a mask has another length or entries
-            that are neither 0 nor 1, or no head of the model is left.
+            other than 0 and 1, or no head of the model is left.
     """
-    content = _object(source, option, '{"layer": [1, 0, ...]}')
+    content = _read_object(source, parameter, '{"layer": [1, 0, ...]}')
     heads = {block.name: block.num_heads for block in blocks}
     masks: Masks = {}
     for layer, mask in content.items():
-        name = layer_name(layer, list(heads), option)
+        name = layer_name(layer, list(heads), parameter)
         if name in masks:
-            raise InvalidArgument(f"{option}: {name} has two masks", "give each layer one")
+            raise InvalidArgument(
+                f"`{parameter}` has two masks for {name}", "give each layer one", code="masks.twice"
+            )
         entries = _entries(mask)
         if entries is None or not all(_is_bit(entry) for entry in entries):
             raise InvalidArgument(
-                f"{option}: {layer} has {_shown(mask)}, expected a list of 0 and 1",
-                "write 1 for each head that stays and 0 for each that goes",
+                f"`{parameter}`: the mask of {layer} is {_shown(mask)}, expected a list of 0 and 1",
+                "write 1 for each head to keep and 0 for each head to remove",
+                code="masks.entries",
             )
         try:
             check_mask(name, entries, heads[name])
         except InvalidArgument as error:
-            raise InvalidArgument(f"{option}: {error.what}", error.fix) from error
+            raise InvalidArgument(
+                f"`{parameter}`: {error.what}", error.fix, code="masks.length"
+            ) from error
         masks[name] = [int(entry) for entry in entries]
     if not any(sum(masks.get(name, [1])) for name in heads):
         raise InvalidArgument(
-            f"{option}: every head of every layer is 0, so no attention would be left",
+            f"`{parameter}` removes every head of the model",
             "keep at least one head of one layer",
+            code="masks.empty",
         )
     return masks
 
 
 def read_edges(
-    source: Path | Mapping[str, Any], blocks: Sequence[AttentionBlock], option: str = "--reuse"
+    source: Path | Mapping[str, Any], blocks: Sequence[AttentionBlock], parameter: str = "reuse"
 ) -> MutableEdges:
-    """{"layer": {"head": ["source layer", head]}}, layers by name or index, heads from 0.
+    """Read {"layer": {"head": ["source layer", head]}}: layers by name or index, heads from 0.
 
     Args:
-        option: What the user gave them with, for errors.
+        parameter: The Python parameter that holds the source, for errors.
 
     Raises:
-        InvalidData: The file cannot be read, or is no such object.
+        InvalidData: The file cannot be read, or has another structure.
         InvalidArgument: An edge is malformed or impossible.
     """
     form = '{"layer": {"head": ["earlier layer", head]}}'
-    content = _object(source, option, form)
+    content = _read_object(source, parameter, form)
     names = [block.name for block in blocks]
     edges: MutableEdges = {}
     for layer, heads in content.items():
-        name = layer_name(layer, names, option)
+        name = layer_name(layer, names, parameter)
         if not isinstance(heads, Mapping):
             raise InvalidArgument(
-                f"{option}: {layer} has {_shown(heads)}, expected an object by head",
+                f"`{parameter}`: {layer} has {_shown(heads)}, expected an object by head",
                 f"write {form}",
+                code="edges.format",
             )
         given: dict[Any, Any] = dict(heads)  # pyright: ignore[reportUnknownArgumentType]
         taken = edges.setdefault(name, {})
@@ -428,24 +451,29 @@ def read_edges(
             head = _count(str(key))
             if head is None or not _is_edge(edge):
                 raise InvalidArgument(
-                    f"{option}: {layer} has {_shown({str(key): edge})}, expected "
+                    f"`{parameter}`: {layer} has {_shown({str(key): edge})}, expected "
                     '{"head": ["earlier layer", head]}',
                     "count heads from 0",
+                    code="edges.format",
                 )
             if head in taken:
                 raise InvalidArgument(
-                    f"{option}: head {head} of {name} has two sources", "give each head one"
+                    f"`{parameter}`: head {head} of {name} has two sources",
+                    "give each head one",
+                    code="edges.twice",
                 )
-            taken[head] = layer_name(str(edge[0]), names, option), int(edge[1])
+            taken[head] = layer_name(str(edge[0]), names, parameter), int(edge[1])
     try:
         check_edges(edges, blocks)
     except InvalidArgument as error:
-        raise InvalidArgument(f"{option}: {error.what}", error.fix) from error
+        raise InvalidArgument(
+            f"`{parameter}`: {error.what}", error.fix, code="edges.invalid"
+        ) from error
     return {name: taken for name, taken in edges.items() if taken}
 
 
 def _entries(value: Any) -> list[Any] | None:
-    """The entries of a list, of JSON or of Python; None where it is none."""
+    """The entries of a list, tuple or array; None for other values."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
     return list(value) if isinstance(value, list | tuple) else None
@@ -456,7 +484,7 @@ def _is_bit(entry: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """A value as JSON, no longer than a line can hold."""
+    """A value as JSON of at most 80 characters."""
     text = json.dumps(value, default=repr)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -470,26 +498,37 @@ def _is_edge(edge: Any) -> bool:
     return named and isinstance(head, int) and not isinstance(head, bool)
 
 
-def _object(source: Path | Mapping[str, Any], option: str, form: str) -> dict[str, Any]:
+def _read_object(source: Path | Mapping[str, Any], parameter: str, form: str) -> dict[str, Any]:
     if not isinstance(source, Path):
         return {str(key): value for key, value in source.items()}
     try:
-        content = json.loads(source.read_text(encoding="utf-8"), object_pairs_hook=_once)
+        content = json.loads(source.read_text(encoding="utf-8"), object_pairs_hook=_unique_keys)
     except FileNotFoundError as error:
-        raise InvalidData(f"{option} {source}: no such file", "check the path") from error
+        raise InvalidData(
+            f"`{parameter}` {source}: no such file", "check the path", code="request.no_file"
+        ) from error
     except OSError as error:
-        why = f"{option} {source}: cannot be read: {error.strerror}"
-        raise InvalidData(why, "check the path") from error
+        raise InvalidData(
+            f"`{parameter}` {source}: cannot be read: {error.strerror}",
+            "check the path",
+            code="request.unreadable_file",
+        ) from error
     except (ValueError, RecursionError) as error:
-        raise InvalidData(f"{option} {source}: not JSON: {error}", f"write {form}") from error
+        raise InvalidData(
+            f"`{parameter}` {source}: not JSON: {error}", f"write {form}", code="request.not_json"
+        ) from error
     if not isinstance(content, dict) or not content:
-        raise InvalidData(f"{option} {source}: expected an object, {form}", "see the README")
+        raise InvalidData(
+            f"`{parameter}` {source}: expected an object with entries",
+            f"write {form}",
+            code="request.not_object",
+        )
     return dict(content)  # pyright: ignore[reportUnknownArgumentType]
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object whose keys are all different."""
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build an object, and reject repeated keys."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a key is there twice")
+        raise ValueError("a key is repeated")
     return found

@@ -17,18 +17,18 @@ from attnserve.calibration.refit import find_sites, install
 from attnserve.checks.compare import Tally
 from attnserve.context import Provider
 from attnserve.runtime.session import Batch, open_session, run
-from graph_passes.analysis.shapes import interpret_small
+from graph_passes.analysis.shapes import infer_shapes_small
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-__all__ = ["Maps", "WhatIf"]
+__all__ = ["LossEstimator", "Maps"]
 
 Maps = Mapping[str, tuple["Float[np.ndarray, 'N D']", "Float[np.ndarray, ' D']"]]
 """By block, what its context or its neurons are multiplied by, and what is added."""
 
 
-class WhatIf:
+class LossEstimator:
     """A model with the last maps of some blocks as inputs.
 
     Args:
@@ -53,7 +53,7 @@ class WhatIf:
         self.maps = {name: (found[name].weight, found[name].bias) for name in names}
         self.inputs: dict[str, tuple[str, str]] = {}
         for name in names:
-            site, facts = found[name], interpret_small(part, batch=2, sequence=5)
+            site, facts = found[name], infer_shapes_small(part, batch=2, sequence=5)
             width = site.weight.shape[1]
             product = install(site, np.ones_like(site.weight), np.ones(width), facts)
             assert product is not None, f"{name}: nothing is multiplied"

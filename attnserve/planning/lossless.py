@@ -26,23 +26,30 @@ from attnserve.planning.apply import apply_plan
 from attnserve.planning.plan import Plan
 from attnserve.runtime.interleaved_timer import time_functions
 from attnserve.runtime.session import Batch, open_session, run
-from graph_passes.analysis.shapes import interpret_small
+from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.errors import AttnserveError, CannotRewrite
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.passes.fold_biases import FoldBiases
 from graph_passes.passes.fuse_attention import (
     IDIOMS,
     OPSETS,
-    Form,
     FuseAttention,
+    FusedOperator,
     fusion_refusal,
 )
 from graph_passes.passes.fuse_gelu import FuseGelu, gelu_refusal
 from graph_passes.passes.fuse_residuals import FuseResiduals
 
-__all__ = ["LEAST_COSINE", "LEAST_GAIN", "MOST_ERROR", "Exact", "exact_plan", "rewrite_exactly"]
+__all__ = [
+    "LEAST_COSINE",
+    "LEAST_GAIN",
+    "MOST_ERROR",
+    "FusionReport",
+    "fuse_lossless",
+    "fusion_plan",
+]
 
-FORMS: Sequence[Form] = ("onnx", "attention", "multi_head")
+FORMS: Sequence[FusedOperator] = ("onnx", "attention", "multi_head")
 """The first that fits is taken, in the order of their speed on the CPU provider."""
 
 LEAST_COSINE = 1 - 1e-6
@@ -69,7 +76,7 @@ TIMED_S = 0.8
 
 
 @dataclass(frozen=True)
-class Exact:
+class FusionReport:
     """A model that was rewritten, and how it compares with the original.
 
     Attributes:
@@ -86,20 +93,20 @@ class Exact:
     speedup: float
 
 
-def exact_plan(graph: ir.Model, forms: Sequence[Form] = FORMS) -> Plan:
+def fusion_plan(graph: ir.Model, forms: Sequence[FusedOperator] = FORMS) -> Plan:
     """Every block that can be, as one operator; each attention in the first of ``forms`` that fits.
 
     Raises:
         CannotRewrite: There is none.
     """
-    facts, opsets = interpret_small(graph, batch=2, sequence=5), dict(graph.opset_imports)
+    facts, opsets = infer_shapes_small(graph, batch=2, sequence=5), dict(graph.opset_imports)
     with suppress(CannotRewrite):
         newest = graph.clone()
         raise_opset(newest, max(OPSETS.values()))
         opsets = dict(newest.opset_imports)
     reading = read_attention(graph)
     reasons = [miss.reason for miss in reading.unmatched]
-    chosen: dict[str, Form] = {}
+    chosen: dict[str, FusedOperator] = {}
     for block in reading.blocks:
         if block.graph is not graph.graph or block.idiom in IDIOMS.values():
             continue
@@ -121,9 +128,9 @@ def exact_plan(graph: ir.Model, forms: Sequence[Form] = FORMS) -> Plan:
     return Plan.of([FuseAttention(chosen), FuseGelu(gelu), FoldBiases(), FuseResiduals()])
 
 
-def rewrite_exactly(
+def fuse_lossless(
     source: Artifact, path: Path, *, provider: Provider = "cpu", threads: int = 0
-) -> Exact:
+) -> FusionReport:
     """Write a model in its fastest exact operators to ``path``, once that is known to be worth it.
 
     The law: for rows that have a token which is not masked, every output is the original's within
@@ -142,11 +149,11 @@ def rewrite_exactly(
         AttnserveError: The model cannot be read, or does not run.
     """
     graph = load_model(source)
-    plan = exact_plan(graph)
+    plan = fusion_plan(graph)
     try:
         return _tried(source, graph, plan, path, provider, threads)
     except AttnserveError:
-        older = exact_plan(graph, [form for form in FORMS if form not in OPSETS])
+        older = fusion_plan(graph, [form for form in FORMS if form not in OPSETS])
         if older.targets(FuseAttention) == plan.targets(FuseAttention):
             raise
         # Not every ONNX Runtime has a kernel, or a fast one, for the newest operator.
@@ -155,8 +162,8 @@ def rewrite_exactly(
 
 def _tried(
     source: Artifact, graph: ir.Model, plan: Plan, path: Path, provider: Provider, threads: int
-) -> Exact:
-    """One plan; see ``rewrite_exactly``."""
+) -> FusionReport:
+    """One plan; see ``fuse_lossless``."""
     new = graph.clone()
     apply_plan(plan, new, RunContext(), original=graph, fit=False)
     save_model(new, path)
@@ -164,7 +171,7 @@ def _tried(
         open_session(file, provider=provider, threads=threads) for file in (source.model, path)
     )
     min_cosine, max_error = _compare(graph, pair)
-    return Exact(
+    return FusionReport(
         len(plan.targets(FuseAttention)),
         len(plan.targets(FuseGelu)),
         min_cosine,

@@ -41,23 +41,23 @@ from attnserve.models.opset import raise_opset
 from attnserve.models.precision import Precision, convert
 from attnserve.planning.apply import ApplyReport, apply_plan
 from attnserve.planning.block_loss import loss_curves
-from attnserve.planning.block_timing import sums_are_faster, time_blocks, time_pairs
+from attnserve.planning.block_timing import time_blocks, time_pairs, time_residual_fusion
 from attnserve.planning.candidates import (
     Block,
-    Curve,
-    Group,
+    BlockConfig,
+    BlockLatency,
+    ChoiceUnit,
+    LossCurve,
     Option,
-    Pair,
-    Size,
-    Timed,
-    Unit,
+    ReusePair,
+    TiedBlocks,
+    changes_to_measure,
     group_blocks,
     options_of,
     passes_of,
     units_of,
-    worth_weighing,
 )
-from attnserve.planning.checkpoint import Journal
+from attnserve.planning.checkpoint import Checkpoint
 from attnserve.planning.pareto import Choice, pareto_front
 from attnserve.planning.plan import Plan
 from attnserve.planning.report import Decision, PlanReport, Point, Speed
@@ -77,7 +77,7 @@ from graph_passes.passes.fuse_gelu import FuseGelu
 from graph_passes.passes.fuse_residuals import FuseResiduals
 from graph_passes.passes.reuse_attention import ReuseAttention, renumbered
 
-__all__ = ["Allowed", "Goal", "Searched", "search"]
+__all__ = ["Allowed", "Goal", "SearchResult", "search"]
 
 Allowed = Literal["ffn"]
 
@@ -165,7 +165,7 @@ class Goal:
 
 
 @dataclass(frozen=True, eq=False)
-class Searched:
+class SearchResult:
     """A report, and the model that it is about.
 
     Attributes:
@@ -187,7 +187,7 @@ def search(
     batch: int = 1,
     sequence: int | None = None,
     context: RunContext = DEFAULT_CONTEXT,
-) -> Searched:
+) -> SearchResult:
     """See ``plan``.
 
     What takes long (times, losses, what was built) is kept in the user's cache folder until the
@@ -284,11 +284,13 @@ class _Search:
     newest: ir.Model = field(init=False)
     """The same model in the newest opset that a form of a block is written in."""
     timed_at: list[int] = field(default_factory=list[int])
-    groups: list[Group] = field(default_factory=list[Group])
-    timed: dict[Block, Timed] = field(default_factory=dict[Block, Timed])
-    curves: dict[str, Curve] = field(default_factory=dict[str, Curve])
-    pairs: list[Pair] = field(default_factory=list[Pair])
-    units: list[tuple[Unit, Pair | None]] = field(default_factory=list[tuple[Unit, Pair | None]])
+    groups: list[TiedBlocks] = field(default_factory=list[TiedBlocks])
+    timed: dict[Block, BlockLatency] = field(default_factory=dict[Block, BlockLatency])
+    curves: dict[str, LossCurve] = field(default_factory=dict[str, LossCurve])
+    pairs: list[ReusePair] = field(default_factory=list[ReusePair])
+    units: list[tuple[ChoiceUnit, ReusePair | None]] = field(
+        default_factory=list[tuple[ChoiceUnit, ReusePair | None]]
+    )
     options: list[list[Option]] = field(default_factory=list[list[Option]])
     front: list[Choice] = field(default_factory=list[Choice])
     table: LatencyTable = field(default_factory=lambda: LatencyTable(None))
@@ -303,9 +305,9 @@ class _Search:
         default_factory=dict[tuple[int, ...], tuple[float, float]]
     )
     """(loss, cosine) of each choice that was built, now or before an interruption."""
-    journal: Journal = field(default_factory=lambda: Journal(Path("none")))
+    checkpoint: Checkpoint = field(default_factory=lambda: Checkpoint(Path("none")))
 
-    def run(self) -> Searched:
+    def run(self) -> SearchResult:
         require_finite_weights(self.graph)
         self.newest = self.graph.clone()
         with suppress(CannotRewrite):  # then forms in newer operators are no candidates
@@ -323,7 +325,7 @@ class _Search:
             )
         record = (fingerprint(self.artifact), self.data.source, self.asked, versions())
         key = hashlib.sha256(json.dumps(record, sort_keys=True, default=str).encode())
-        self.journal = Journal.open(key.hexdigest()[:24])
+        self.checkpoint = Checkpoint.open(key.hexdigest()[:24])
         self.groups = group_blocks(self.newest, reading.blocks, ffn="ffn" in self.goal.allow)
         self._time()
         self._weigh()
@@ -335,7 +337,7 @@ class _Search:
         self.front = pareto_front(self.options)
         best = self._fastest() if self.goal.target_speedup is None else self._at_speed()
         searched = self._finish(best)
-        self.journal.close()
+        self.checkpoint.close()
         return searched
 
     def _time(self) -> None:
@@ -358,7 +360,7 @@ class _Search:
             self.newest, self.groups, feeds, self.table, self.timed, target=target,
             precision=self.goal.precision, report=self.context.progress,
         )  # fmt: skip
-        self.saved_ms = sums_are_faster(
+        self.saved_ms = time_residual_fusion(
             self.newest, feeds, self.table, target=target, precision=self.goal.precision
         )
         model = convert(self.graph, self.goal.precision)
@@ -369,10 +371,10 @@ class _Search:
         self.rest_ms = max(float(np.mean(times[:target])) - now - self.saved_ms, 0.0)
 
     def _weigh(self) -> None:
-        curves, pairs = self.journal.curves(), self.journal.weighed()
+        curves, pairs = self.checkpoint.curves(), self.checkpoint.pair_losses()
         if curves is None or pairs is None:
             target = len(self.lengths)
-            changes = {g.key: worth_weighing(g, self.timed[g.blocks[0]], target=target)
+            changes = {g.key: changes_to_measure(g, self.timed[g.blocks[0]], target=target)
                        for g in self.groups}  # fmt: skip
             found = loss_curves(
                 self.newest, self.groups, self.data.fit, changes=changes, pairs=self.pairs,
@@ -380,8 +382,8 @@ class _Search:
             )  # fmt: skip
             curves = found.curves
             pairs = {pair.reader.key: (pair.heads, pair.loss) for pair in found.pairs}
-            self.journal.put("curves", {name: c.to_json() for name, c in curves.items()})
-            self.journal.put("pairs", pairs)
+            self.checkpoint.put("curves", {name: c.to_json() for name, c in curves.items()})
+            self.checkpoint.put("pairs", pairs)
         self.curves = curves
         self.pairs = [
             replace(pair, heads=pairs[pair.reader.key][0], loss=pairs[pair.reader.key][1])
@@ -511,7 +513,7 @@ class _Search:
         return float(np.exp(np.mean([np.log(speed.speedup) for speed in speeds])))
 
     def _loss(self, choice: Choice) -> float:
-        known = self.journal.built(_digest(self._plan_of(choice)))
+        known = self.checkpoint.built(_digest(self._plan_of(choice)))
         if known is not None:
             self.measured[choice.picks] = known
             return known[0]
@@ -547,9 +549,9 @@ class _Search:
             loss = max(1 - share.lower, loss / DRIFT)
         self.last = _Built(choice, decided, exact, graph, done, fidelity, share, loss)
         self.measured[choice.picks] = loss, fidelity.mean_cosine
-        builds = self.journal.content.get("builds")
+        builds = self.checkpoint.content.get("builds")
         known = builds if isinstance(builds, dict) else {}
-        self.journal.put("builds", {**known, _digest(decided): (loss, fidelity.mean_cosine)})
+        self.checkpoint.put("builds", {**known, _digest(decided): (loss, fidelity.mean_cosine)})
         return self.last
 
     def _score(self, graph: ir.Model, what: str) -> Any:
@@ -571,7 +573,12 @@ class _Search:
         for (unit, pair), options, pick in zip(self.units, self.options, choice.picks, strict=True):
             sizes = options[pick].sizes
             sources = {size.source for size in sizes}
-            plain = {n for g, s in zip(unit, sizes, strict=True) if s.is_plain for n in g.names}
+            plain = {
+                n
+                for g, s in zip(unit, sizes, strict=True)
+                if s.needs_plain_operators
+                for n in g.names
+            }
             for group, size in zip(unit, sizes, strict=True):
                 mask = self._mask(group, size, pair)
                 for block in group.blocks:
@@ -580,17 +587,17 @@ class _Search:
                     if size.source is not None:
                         assert pair is not None
                         edges[block.name] = pair.edges(mask)
-                    emission = self.timed[block].emission
-                    if emission == "gelu":
+                    implementation = self.timed[block].implementation
+                    if implementation == "gelu":
                         passes.append(FuseGelu([block.name]))
-                    elif emission != "as exported" and block.name not in {*sources, *plain}:
-                        passes.append(FuseAttention({block.name: emission}))
+                    elif implementation != "as exported" and block.name not in {*sources, *plain}:
+                        passes.append(FuseAttention({block.name: implementation}))
         passes.append(ReuseAttention(renumbered(edges, masks)))
         if self.saved_ms > 0:
             passes += [FoldBiases(), FuseResiduals()]
         return Plan.of(passes, self.goal.precision)
 
-    def _mask(self, group: Group, size: Size, pair: Pair | None) -> list[int]:
+    def _mask(self, group: TiedBlocks, size: BlockConfig, pair: ReusePair | None) -> list[int]:
         """1 for each head or neuron of a group that stays."""
         if not size.kept or size.kept == group.count:
             return [1] * group.count
@@ -620,7 +627,7 @@ class _Search:
             for length, (before, after) in zip(lengths, pairs, strict=True)
         ]
 
-    def _finish(self, best: _Built | None) -> Searched:
+    def _finish(self, best: _Built | None) -> SearchResult:
         if best is None:
             built = self._built(self.front[0])
             why = (
@@ -654,14 +661,14 @@ class _Search:
             )
         verdict = f"{gain:.2f}x as fast, keeping {kept}"
         report = self._reported(best, decided, verdict, True, best.fidelity, best.share, speeds)
-        return Searched(report, best.exact, best.done)
+        return SearchResult(report, best.exact, best.done)
 
-    def _nothing(self, why: str, best: _Built, speeds: Sequence[Speed]) -> Searched:
+    def _nothing(self, why: str, best: _Built, speeds: Sequence[Speed]) -> SearchResult:
         """The plan that leaves the model as it is."""
         same = Fidelity((), 1.0, 1.0, "the original itself")
         verdict = f"no gain: {why}; the original is returned"
         report = self._reported(best, Plan(), verdict, False, same, None, speeds)
-        return Searched(report, self.graph, ApplyReport((), exact=True))
+        return SearchResult(report, self.graph, ApplyReport((), exact=True))
 
     def _reported(
         self,
@@ -734,9 +741,9 @@ class _Search:
         order = {block: i for i, block in enumerate(b.name for g in self.groups for b in g.blocks)}
         return sorted(found, key=lambda decision: order[decision.block])
 
-    def _loss_of(self, group: Group, size: Size, pair: Pair | None) -> float:
+    def _loss_of(self, group: TiedBlocks, size: BlockConfig, pair: ReusePair | None) -> float:
         curve = self.curves.get(group.key)
-        if curve is None or size == Size(group.count):
+        if curve is None or size == BlockConfig(group.count):
             return 0.0
         if size.source is None:
             return curve.of(size) or 0.0
@@ -744,14 +751,18 @@ class _Search:
         return curve.at(group.count - size.kept) + pair.loss * size.kept / group.count
 
     def _ms_after(
-        self, timed: Timed, size: Size, sizes: Sequence[Size], pair: Pair | None
+        self,
+        timed: BlockLatency,
+        size: BlockConfig,
+        sizes: Sequence[BlockConfig],
+        pair: ReusePair | None,
     ) -> tuple[float, str]:
         """Milliseconds of one block, and how it is written; of a pair half of both."""
         target = len(self.lengths)
         if pair is not None and any(each.source for each in sizes):
             both = float(np.mean(pair.times[size.kept][:target]))
             return both / 2, "reuse" if size.source else "as exported"
-        written = timed.emission if size.kept else "skip"
+        written = timed.implementation if size.kept else "skip"
         written = "sparse" if size.rank is not None else written
         return float(np.mean(timed.sizes[size][:target])), written
 
@@ -770,7 +781,7 @@ class _Search:
                     "kind": group.kind,
                     "sequences": self.timed_at,
                     "as_exported": list(timed.original),
-                    "written": timed.emission,
+                    "written": timed.implementation,
                     "forms": {form: list(ms) for form, ms in timed.forms.items()},
                     "kept": {str(s): list(timed.sizes[s]) for s in sorted(timed.sizes, key=_order)},
                 })  # fmt: skip
@@ -788,7 +799,7 @@ class _Search:
         return rows
 
 
-def _order(size: Size) -> tuple[int, int, int]:
+def _order(size: BlockConfig) -> tuple[int, int, int]:
     return size.head_size or 0, size.rank or 0, size.kept
 
 
@@ -798,18 +809,18 @@ def _digest(decided: Plan) -> str:
 
 
 def _why(
-    unit: Unit,
-    group: Group,
-    size: Size,
+    unit: ChoiceUnit,
+    group: TiedBlocks,
+    size: BlockConfig,
     options: Sequence[Option],
     pick: int,
-    curve: Curve | None,
-    pair: Pair | None,
+    curve: LossCurve | None,
+    pair: ReusePair | None,
 ) -> str:
     """Why a block got what it got, in a sentence."""
     what = "heads" if group.kind == "attention" else "neurons"
-    if group.why_not:
-        return f"nothing can be taken out: {group.why_not}"
+    if group.refusal:
+        return f"nothing can be taken out: {group.refusal}"
     if curve is None:
         return f"it has too few {what} to take any out"
     if len(options) == 1:
@@ -824,7 +835,7 @@ def _why(
             "others cannot take over"
         )
     if size.head_size is not None:
-        lost = (curve.of(size) or 0.0) - (curve.of(Size(size.kept)) or 0.0)
+        lost = (curve.of(size) or 0.0) - (curve.of(BlockConfig(size.kept)) or 0.0)
         of = "" if size.rank is None else f" of {size.rank} that heads share"
         parts.append(
             f"queries and keys of {size.head_size} dimensions{of} lose {lost:.4f} of cosine"

@@ -15,7 +15,7 @@ from graph_passes.errors import CannotRewrite
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.collaborate import Collaborate, factor
-from graph_passes.passes.fuse_attention import Form, FuseAttention, why_not
+from graph_passes.passes.fuse_attention import FuseAttention, FusedOperator, fusion_refusal
 from graph_passes.passes.fuse_gelu import FuseGelu
 from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.reuse_attention import ReuseAttention
@@ -94,10 +94,10 @@ def by_onnxscript(model: ir.Model, size: Size) -> ir.Model:
 
 
 def fused(
-    model: ir.Model, size: Size, half: ir.DataType = FLOAT16, form: Form = "multi_head"
+    model: ir.Model, size: Size, half: ir.DataType = FLOAT16, form: FusedOperator = "multi_head"
 ) -> ir.Model:
     """Ours, and exact: attention and GELU in operators of ONNX Runtime."""
-    forms = {b.name: form for b in find_attention(model)[0] if not why_not(b, form)}
+    forms = {b.name: form for b in find_attention(model)[0] if not fusion_refusal(b, form)}
     if forms:
         FuseAttention(forms)(model)
     FuseGelu([block.name for block in find_feed_forward(model)])(model)

@@ -2,7 +2,7 @@
 
     python exact.py MODEL_FOLDER THREADS FILE
 
-Writes FILE, and a line of JSON: how it compares with the original (``planning.lossless.Exact``).
+Writes FILE, and a line of JSON: how it compares with the original (``planning.lossless.FusionReport``).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from attnserve.models.artifact import open_artifact
-from attnserve.planning.lossless import rewrite_exactly
+from attnserve.planning.lossless import fuse_lossless
 
 if __name__ == "__main__":
-    found = rewrite_exactly(
+    found = fuse_lossless(
         open_artifact(Path(sys.argv[1])), Path(sys.argv[3]), threads=int(sys.argv[2])
     )
     print(json.dumps(asdict(found)))

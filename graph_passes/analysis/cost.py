@@ -17,7 +17,7 @@ from fractions import Fraction
 import onnx_ir as ir
 
 from graph_passes.analysis.constants import is_constant
-from graph_passes.analysis.shapes import Facts, interpret, named_axes
+from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_at, named_axes
 
 __all__ = [
     "Cost",
@@ -114,7 +114,7 @@ def model_cost(model: ir.Model) -> Cost:
     uncounted: tuple[str, ...] = ()
     for lengths in [*itertools.product(POINTS, repeat=len(axes)), (CHECK,) * len(axes)]:
         counts[lengths], uncounted = macs_at(
-            interpret(model, dict(zip(axes, lengths, strict=True))), model.graph
+            infer_shapes_at(model, dict(zip(axes, lengths, strict=True))), model.graph
         )
     polynomial = Polynomial(axes, _interpolate(counts, len(axes)))
     if polynomial(dict.fromkeys(axes, CHECK)) != counts[(CHECK,) * len(axes)]:
@@ -133,26 +133,26 @@ def _tensors(model: ir.Model) -> list[ir.TensorProtocol]:
     return list({id(tensor): tensor for tensor in initializers if tensor is not None}.values())
 
 
-def macs_at(facts: Facts, nodes: Iterable[ir.Node]) -> tuple[int, tuple[str, ...]]:
+def macs_at(info: ShapeInfo, nodes: Iterable[ir.Node]) -> tuple[int, tuple[str, ...]]:
     """MACs of these nodes at one choice of lengths, and the nodes that could not be counted."""
     total, uncounted = 0, list[str]()
     for node in nodes:
-        macs = node_macs(node, facts)
+        macs = node_macs(node, info)
         if macs is None:
-            uncounted.append(f"{node.op_type} {node.name!r}: {_why(node, facts)}")
+            uncounted.append(f"{node.op_type} {node.name!r}: {_explain(node, info)}")
         else:
             total += macs
     return total, tuple(uncounted)
 
 
-def _why(node: ir.Node, facts: Facts) -> str:
+def _explain(node: ir.Node, info: ShapeInfo) -> str:
     """The reason above a node whose shapes are not known, or that it is not counted at all."""
     values = [value for value in (*node.inputs, *node.outputs) if value is not None]
-    lacking = next((value for value in values if value not in facts.known), None)
-    return "it is not counted" if lacking is None else facts.why(lacking)
+    lacking = next((value for value in values if value not in info.known), None)
+    return "it is not counted" if lacking is None else info.explain(lacking)
 
 
-def node_macs(node: ir.Node, facts: Facts) -> int | None:
+def node_macs(node: ir.Node, info: ShapeInfo) -> int | None:
     """MACs of one node; 0 for element-wise work, None where it cannot be told."""
     if node.op_type in CONTROL_FLOW or node.op_type in RECURRENT:
         return None
@@ -165,7 +165,7 @@ def node_macs(node: ir.Node, facts: Facts) -> int | None:
     elif (count := COUNTS.get(node.op_type)) is None:
         return 0
     try:
-        return count(node, facts)
+        return count(node, info)
     except _UnknownShape:
         return None
 
@@ -198,22 +198,22 @@ class _UnknownShape(Exception):
     pass
 
 
-def _shape(value: ir.Value | None, facts: Facts) -> tuple[int, ...]:
-    shape = facts.shape(value)
+def _shape(value: ir.Value | None, info: ShapeInfo) -> tuple[int, ...]:
+    shape = info.shape(value)
     if shape is None:
         raise _UnknownShape
     return shape
 
 
-def _matmul(node: ir.Node, facts: Facts) -> int:
-    a = _shape(node.inputs[0], facts)
+def _matmul(node: ir.Node, info: ShapeInfo) -> int:
+    a = _shape(node.inputs[0], info)
     inner = a[-2] if node.attributes.get_int("transA", 0) else a[-1]
-    return math.prod(_shape(node.outputs[0], facts)) * inner
+    return math.prod(_shape(node.outputs[0], info)) * inner
 
 
-def _einsum(node: ir.Node, facts: Facts) -> int:
+def _einsum(node: ir.Node, info: ShapeInfo) -> int:
     terms = node.attributes.get_string("equation", "").replace(" ", "").split("->")[0].split(",")
-    shapes = [_shape(value, facts) for value in node.inputs]
+    shapes = [_shape(value, info) for value in node.inputs]
     if len(terms) < 2:
         return 0
     if any("." in term for term in terms):
@@ -226,58 +226,58 @@ def _einsum(node: ir.Node, facts: Facts) -> int:
     return math.prod(lengths.values()) * (len(terms) - 1)
 
 
-def _conv(node: ir.Node, facts: Facts) -> int:
-    weight = _shape(node.inputs[3 if node.op_type == "QLinearConv" else 1], facts)
-    return math.prod(_shape(node.outputs[0], facts)) * math.prod(weight[1:])
+def _conv(node: ir.Node, info: ShapeInfo) -> int:
+    weight = _shape(node.inputs[3 if node.op_type == "QLinearConv" else 1], info)
+    return math.prod(_shape(node.outputs[0], info)) * math.prod(weight[1:])
 
 
-def _conv_transpose(node: ir.Node, facts: Facts) -> int:
-    weight = _shape(node.inputs[1], facts)
-    return math.prod(_shape(node.inputs[0], facts)) * math.prod(weight[1:])
+def _conv_transpose(node: ir.Node, info: ShapeInfo) -> int:
+    weight = _shape(node.inputs[1], info)
+    return math.prod(_shape(node.inputs[0], info)) * math.prod(weight[1:])
 
 
-def _attention(node: ir.Node, facts: Facts) -> int:
-    q, k, v = (_shape(value, facts) for value in node.inputs[:3])
+def _attention(node: ir.Node, info: ShapeInfo) -> int:
+    q, k, v = (_shape(value, info) for value in node.inputs[:3])
     heads = node.attributes.get_int("q_num_heads", 0) or q[1]
     kv_heads = node.attributes.get_int("kv_num_heads", 0) or k[1]
     sizes = [shape[-1] // n if len(shape) == 3 else shape[-1]
              for shape, n in ((q, heads), (v, kv_heads))]  # fmt: skip
-    past = 0 if len(node.inputs) < 5 or node.inputs[4] is None else _shape(node.inputs[4], facts)[2]
+    past = 0 if len(node.inputs) < 5 or node.inputs[4] is None else _shape(node.inputs[4], info)[2]
     return q[0] * heads * q[-2] * (k[-2] + past) * sum(sizes)
 
 
-def _microsoft_attention(node: ir.Node, facts: Facts) -> int:
+def _microsoft_attention(node: ir.Node, info: ShapeInfo) -> int:
     """The projections of x by one weight, scores and context."""
-    x, weight = (_shape(value, facts) for value in node.inputs[:2])
+    x, weight = (_shape(value, info) for value in node.inputs[:2])
     sizes = node.attributes.get_ints("qkv_hidden_sizes", None) or [weight[-1] // 3] * 3
     past = node.inputs[4] if len(node.inputs) > 4 else None
-    keys = x[1] + (0 if past is None else _shape(past, facts)[3])
+    keys = x[1] + (0 if past is None else _shape(past, info)[3])
     return math.prod(x) * weight[-1] + x[0] * x[1] * keys * (sizes[0] + sizes[2])
 
 
-def _multi_head_attention(node: ir.Node, facts: Facts) -> int:
+def _multi_head_attention(node: ir.Node, info: ShapeInfo) -> int:
     """Scores and context, by what goes in and comes out."""
-    out, q = _shape(node.outputs[0], facts), _shape(node.inputs[0], facts)
+    out, q = _shape(node.outputs[0], info), _shape(node.inputs[0], info)
     key = node.inputs[1] if len(node.inputs) > 1 else None
     past = node.inputs[6] if len(node.inputs) > 6 else None
-    k = q if key is None else _shape(key, facts)
+    k = q if key is None else _shape(key, info)
     keys = k[2] if len(k) == 4 else k[1]
-    keys += 0 if past is None else _shape(past, facts)[2]
+    keys += 0 if past is None else _shape(past, info)[2]
     width = q[2] * q[4] if len(q) == 5 else q[-1]
     return out[0] * out[1] * keys * (width + out[2])
 
 
-def _group_query_attention(node: ir.Node, facts: Facts) -> int:
-    out = _shape(node.outputs[0], facts)
+def _group_query_attention(node: ir.Node, info: ShapeInfo) -> int:
+    out = _shape(node.outputs[0], info)
     past = node.inputs[3] if len(node.inputs) > 3 else None
-    keys = out[1] + (0 if past is None else _shape(past, facts)[2])
+    keys = out[1] + (0 if past is None else _shape(past, info)[2])
     return math.prod(out) * keys * 2
 
 
-def _mixing(node: ir.Node, facts: Facts) -> int:
+def _mixing(node: ir.Node, info: ShapeInfo) -> int:
     """The elements of x * M, where a constant M spreads x over heads: over a new axis before a
     product (dense mixing), or gathered from fewer elements (sparse mixing)."""
-    out = math.prod(_shape(node.outputs[0], facts))
+    out = math.prod(_shape(node.outputs[0], info))
     for activation, mixing in (node.inputs, tuple(reversed(node.inputs))):
         if activation is None or not is_constant(mixing) or is_constant(activation):
             continue
@@ -286,12 +286,12 @@ def _mixing(node: ir.Node, facts: Facts) -> int:
             spread = gather.inputs[0]
         elif not any(reader.op_type == "MatMul" for reader, _ in node.outputs[0].uses()):
             return 0
-        spreads = math.prod(_shape(spread, facts)) < out
-        return out if spreads and math.prod(_shape(mixing, facts)) > 1 else 0
+        spreads = math.prod(_shape(spread, info)) < out
+        return out if spreads and math.prod(_shape(mixing, info)) > 1 else 0
     return 0
 
 
-COUNTS: dict[str, Callable[[ir.Node, Facts], int]] = {
+COUNTS: dict[str, Callable[[ir.Node, ShapeInfo], int]] = {
     "Attention": _attention,
     "Conv": _conv,
     "ConvInteger": _conv,
@@ -307,7 +307,7 @@ COUNTS: dict[str, Callable[[ir.Node, Facts], int]] = {
 }
 
 
-CONTRIB_COUNTS: dict[str, Callable[[ir.Node, Facts], int]] = {
+CONTRIB_COUNTS: dict[str, Callable[[ir.Node, ShapeInfo], int]] = {
     "Attention": _microsoft_attention,
     "DynamicQuantizeMatMul": _matmul,
     "FusedGemm": _matmul,

@@ -20,11 +20,11 @@ from onnx import shape_inference
 from graph_passes.analysis.constants import constant_tensor, evaluate
 
 __all__ = [
-    "Fact",
-    "Facts",
+    "ShapeInfo",
+    "TensorInfo",
     "bind_axes",
-    "interpret",
-    "interpret_small",
+    "infer_shapes_at",
+    "infer_shapes_small",
     "named_axes",
     "state_types",
     "without_lengths",
@@ -50,15 +50,15 @@ PLAIN = frozenset({ir.AttributeType.INT, ir.AttributeType.INTS, ir.AttributeType
 
 
 @dataclass(frozen=True, eq=False)
-class Fact:
+class TensorInfo:
     """Element type, shape, and the elements themselves where they follow from shapes alone."""
 
     dtype: ir.DataType
     shape: tuple[int, ...]
     constant: np.ndarray | None = None
 
-    def shape_only(self) -> Fact:
-        return Fact(self.dtype, self.shape)
+    def shape_only(self) -> TensorInfo:
+        return TensorInfo(self.dtype, self.shape)
 
     def key(self) -> Hashable:
         """The same for facts that say the same."""
@@ -67,26 +67,26 @@ class Fact:
 
 
 @dataclass(frozen=True, eq=False)
-class Facts:
+class ShapeInfo:
     """What is known of each value of a graph at one choice of axis lengths.
 
     ``unknown`` names the nodes whose outputs could not be inferred, with the reason.
     """
 
     axes: Mapping[str, int]
-    known: Mapping[ir.Value, Fact] = field(repr=False)
+    known: Mapping[ir.Value, TensorInfo] = field(repr=False)
     unknown: Mapping[ir.Node, str] = field(repr=False)
 
     def shape(self, value: ir.Value | None) -> tuple[int, ...] | None:
-        fact = self.known.get(value) if value is not None else None
-        return None if fact is None else fact.shape
+        tensor = self.known.get(value) if value is not None else None
+        return None if tensor is None else tensor.shape
 
     def constant(self, value: ir.Value | None) -> np.ndarray | None:
         """The elements of a small value that does not depend on the model's data."""
-        fact = self.known.get(value) if value is not None else None
-        return None if fact is None else fact.constant
+        tensor = self.known.get(value) if value is not None else None
+        return None if tensor is None else tensor.constant
 
-    def why(self, value: ir.Value) -> str:
+    def explain(self, value: ir.Value) -> str:
         """Of a value without a fact: the first node above it that could not be followed."""
         pending, seen = [value], {value}
         while pending:
@@ -134,52 +134,56 @@ def bind_axes(graph: ir.Graph, *, batch: int, sequence: int, apart: bool = False
     return lengths
 
 
-def interpret_small(model: ir.Model, *, batch: int, sequence: int, apart: bool = False) -> Facts:
-    """``interpret`` at small lengths; longer ones where convolutions leave none of a small one.
+def infer_shapes_small(
+    model: ir.Model, *, batch: int, sequence: int, apart: bool = False
+) -> ShapeInfo:
+    """Infer shapes at small axis lengths, or longer ones if strided convolutions need them.
 
-    A graph that hears sound wants hundreds of samples a token.
+    Audio models need hundreds of samples per token.
     """
-    facts = interpret(model, bind_axes(model.graph, batch=batch, sequence=sequence, apart=apart))
-    if not facts.axes or not _convolves_away(facts):
-        return facts
+    info = infer_shapes_at(
+        model, bind_axes(model.graph, batch=batch, sequence=sequence, apart=apart)
+    )
+    if not info.axes or not _convolves_away(info):
+        return info
     longer = bind_axes(model.graph, batch=batch, sequence=sequence * SAMPLES)
-    return interpret(model, longer)
+    return infer_shapes_at(model, longer)
 
 
-def _convolves_away(facts: Facts) -> bool:
+def _convolves_away(info: ShapeInfo) -> bool:
     """Whether a strided convolution could not be followed, or left an axis without length."""
     return any(
         node.op_type == "Conv" and max(node.attributes.get_ints("strides", None) or [1]) > 1
-        for node in facts.unknown
+        for node in info.unknown
     ) or any(
-        0 in fact.shape or min(fact.shape, default=1) < 0
-        for value, fact in facts.known.items()
+        0 in tensor.shape or min(tensor.shape, default=1) < 0
+        for value, tensor in info.known.items()
         if (node := value.producer()) is not None and node.op_type == "Conv"
     )
 
 
 def state_types(model: ir.Model) -> None:
     """Give each value that states no element type the one that follows from what makes it."""
-    for value, fact in interpret_small(model, batch=2, sequence=5).known.items():
+    for value, tensor in infer_shapes_small(model, batch=2, sequence=5).known.items():
         if value.type is None:
-            value.type = ir.TensorType(fact.dtype)
+            value.type = ir.TensorType(tensor.dtype)
 
 
-def without_lengths(facts: Facts, others: Facts) -> Facts:
+def without_lengths(info: ShapeInfo, others: ShapeInfo) -> ShapeInfo:
     """The facts without the floats that follow from the lengths: no scale may depend on a batch.
 
     Integers may: they lay values out, and are followed as such.
     """
 
-    def kept(value: ir.Value, fact: Fact) -> Fact:
-        mine, theirs = fact.constant, others.constant(value)
-        if mine is None or theirs is None or not fact.dtype.is_floating_point() or mine.size > 1:
-            return fact
+    def kept(value: ir.Value, tensor: TensorInfo) -> TensorInfo:
+        mine, theirs = tensor.constant, others.constant(value)
+        if mine is None or theirs is None or not tensor.dtype.is_floating_point() or mine.size > 1:
+            return tensor
         same = np.array_equal(mine, theirs, equal_nan=True)
-        return fact if same else Fact(fact.dtype, fact.shape)
+        return tensor if same else TensorInfo(tensor.dtype, tensor.shape)
 
-    known = {value: kept(value, fact) for value, fact in facts.known.items()}
-    return Facts(facts.axes, known, facts.unknown)
+    known = {value: kept(value, tensor) for value, tensor in info.known.items()}
+    return ShapeInfo(info.axes, known, info.unknown)
 
 
 def input_shape(value: ir.Value, axes: Mapping[str, int]) -> tuple[int, ...] | None:
@@ -190,7 +194,7 @@ def input_shape(value: ir.Value, axes: Mapping[str, int]) -> tuple[int, ...] | N
     return None if any(length < 0 for length in lengths) else tuple(lengths)
 
 
-def interpret(model: ir.Model, axes: Mapping[str, int]) -> Facts:
+def infer_shapes_at(model: ir.Model, axes: Mapping[str, int]) -> ShapeInfo:
     """Run the shape program of a model with the given axis lengths, bodies of nodes included.
 
     Nodes that cannot be followed (unknown operators, data-dependent shapes, state that grows from
@@ -200,12 +204,12 @@ def interpret(model: ir.Model, axes: Mapping[str, int]) -> Facts:
     for value in _real_inputs(model.graph):
         shape = input_shape(value, axes)
         if shape is not None and value.dtype is not None:
-            walk.known[value] = Fact(value.dtype, shape)
+            walk.known[value] = TensorInfo(value.dtype, shape)
     _follow_all(model.graph, walk)
-    return Facts(dict(axes), walk.known, walk.unknown)
+    return ShapeInfo(dict(axes), walk.known, walk.unknown)
 
 
-Outcome = tuple[Sequence[Fact | None], str]
+Outcome = tuple[Sequence[TensorInfo | None], str]
 """What a node's outputs are, and why they cannot be told where they cannot."""
 
 
@@ -214,10 +218,10 @@ class _Walk:
     """What is known so far."""
 
     opsets: Mapping[str, int]
-    known: dict[ir.Value, Fact] = field(default_factory=dict[ir.Value, Fact])
+    known: dict[ir.Value, TensorInfo] = field(default_factory=dict[ir.Value, TensorInfo])
     unknown: dict[ir.Node, str] = field(default_factory=dict[ir.Node, str])
 
-    def fact(self, value: ir.Value | None) -> Fact | None:
+    def tensor(self, value: ir.Value | None) -> TensorInfo | None:
         return None if value is None else self.known.get(value)
 
 
@@ -256,24 +260,26 @@ def _follow_all(graph: ir.Graph, walk: _Walk) -> None:
             walk.known[value] = _of_tensor(value.const_value)
     for node in graph:
         body = BODIES.get(node.op_type) if not node.domain else None
-        facts, reason = _follow(node, walk) if body is None else body(node, walk)
-        for value, fact in zip(node.outputs, facts, strict=False):
-            if fact is not None:
-                walk.known[value] = fact
+        tensors, reason = _follow(node, walk) if body is None else body(node, walk)
+        for value, tensor in zip(node.outputs, tensors, strict=False):
+            if tensor is not None:
+                walk.known[value] = tensor
         if reason:
             walk.unknown[node] = reason
 
 
-def _enter(body: ir.Graph, given: Sequence[Fact | None], walk: _Walk) -> list[Fact | None]:
+def _enter(
+    body: ir.Graph, given: Sequence[TensorInfo | None], walk: _Walk
+) -> list[TensorInfo | None]:
     """Follow a body whose inputs are these; what is known of its outputs."""
-    for value, fact in zip(body.inputs, given, strict=False):
-        if fact is not None:
-            walk.known[value] = fact.shape_only()  # the elements are others at each turn
+    for value, tensor in zip(body.inputs, given, strict=False):
+        if tensor is not None:
+            walk.known[value] = tensor.shape_only()  # the elements are others at each turn
     _follow_all(body, walk)
-    return [walk.fact(value) for value in body.outputs]
+    return [walk.tensor(value) for value in body.outputs]
 
 
-def _agreed(a: Fact | None, b: Fact | None) -> Fact | None:
+def _agreed(a: TensorInfo | None, b: TensorInfo | None) -> TensorInfo | None:
     same = a is not None and b is not None and (a.dtype, a.shape) == (b.dtype, b.shape)
     return a.shape_only() if a is not None and same else None
 
@@ -288,8 +294,8 @@ def _follow_if(node: ir.Node, walk: _Walk) -> Outcome:
 
 def _follow_loop(node: ir.Node, walk: _Walk) -> Outcome:
     """One turn of the body, from the initial state, which must keep its shape."""
-    state = [walk.fact(value) for value in node.inputs[2:]]
-    turn, condition = Fact(ir.DataType.INT64, ()), Fact(ir.DataType.BOOL, ())
+    state = [walk.tensor(value) for value in node.inputs[2:]]
+    turn, condition = TensorInfo(ir.DataType.INT64, ()), TensorInfo(ir.DataType.BOOL, ())
     ends = _enter(node.attributes["body"].as_graph(), [turn, condition, *state], walk)[1:]
     kept = [_agreed(a, b) for a, b in zip(state, ends, strict=False)]
     complete = len(kept) == len(node.outputs) and all(kept)
@@ -298,22 +304,22 @@ def _follow_loop(node: ir.Node, walk: _Walk) -> Outcome:
 
 def _follow_scan(node: ir.Node, walk: _Walk) -> Outcome:
     """One turn of the body, on the first slice of what is scanned."""
-    facts = [walk.fact(value) for value in node.inputs]
-    count = len(facts) - node.attributes.get_int("num_scan_inputs", 0)
-    axes = node.attributes.get_ints("scan_input_axes", None) or [0] * (len(facts) - count)
-    state, turns = facts[:count], None
-    slices: list[Fact | None] = []
-    for fact, axis in zip(facts[count:], axes, strict=False):
-        if fact is None or not -len(fact.shape) <= axis < len(fact.shape):
+    tensors = [walk.tensor(value) for value in node.inputs]
+    count = len(tensors) - node.attributes.get_int("num_scan_inputs", 0)
+    axes = node.attributes.get_ints("scan_input_axes", None) or [0] * (len(tensors) - count)
+    state, turns = tensors[:count], None
+    slices: list[TensorInfo | None] = []
+    for tensor, axis in zip(tensors[count:], axes, strict=False):
+        if tensor is None or not -len(tensor.shape) <= axis < len(tensor.shape):
             return (), "what it scans has no known shape"
-        lengths = list(fact.shape)
+        lengths = list(tensor.shape)
         turns = lengths.pop(axis)
-        slices.append(Fact(fact.dtype, tuple(lengths)))
+        slices.append(TensorInfo(tensor.dtype, tuple(lengths)))
     ends = _enter(node.attributes["body"].as_graph(), [*state, *slices], walk)
     kept = [_agreed(a, b) for a, b in zip(state, ends, strict=False)]
-    stacked: list[Fact | None] = []
+    stacked: list[TensorInfo | None] = []
     if turns is not None and not node.attributes.get_ints("scan_output_axes", None):
-        stacked = [end and Fact(end.dtype, (turns, *end.shape)) for end in ends[count:]]
+        stacked = [end and TensorInfo(end.dtype, (turns, *end.shape)) for end in ends[count:]]
     complete = all(kept) and all(stacked)
     return [*kept, *stacked], "" if complete else "its state is not of one shape"
 
@@ -321,10 +327,10 @@ def _follow_scan(node: ir.Node, walk: _Walk) -> Outcome:
 BODIES = {"If": _follow_if, "Loop": _follow_loop, "Scan": _follow_scan}
 
 
-def _of_tensor(tensor: ir.TensorProtocol) -> Fact:
+def _of_tensor(tensor: ir.TensorProtocol) -> TensorInfo:
     shape = tuple(tensor.shape.numpy())
     small = math.prod(shape) <= SMALL and tensor.dtype != ir.DataType.STRING
-    return Fact(tensor.dtype, shape, tensor.numpy() if small else None)
+    return TensorInfo(tensor.dtype, shape, tensor.numpy() if small else None)
 
 
 def _follow(node: ir.Node, walk: _Walk) -> Outcome:
@@ -334,23 +340,23 @@ def _follow(node: ir.Node, walk: _Walk) -> Outcome:
         if tensor is None:
             return (), "its value is not a dense tensor"
         return [_of_tensor(tensor)], ""
-    facts = [walk.fact(value) for value in node.inputs]
-    if facts.count(None) > node.inputs.count(None):
+    tensors = [walk.tensor(value) for value in node.inputs]
+    if tensors.count(None) > node.inputs.count(None):
         return (), "its inputs have no known shape"
     if not all(attribute.type in PLAIN for attribute in node.attributes.values()):
-        return _outcome(node, facts, walk.opsets)
+        return _outcome(node, tensors, walk.opsets)
     key = (
         *node.op_identifier(),
         walk.opsets.get(node.domain),
         len(node.outputs),
         *((name, each.value) for name, each in node.attributes.items()),
-        *(fact and fact.key() for fact in facts),
+        *(tensor and tensor.key() for tensor in tensors),
     )
     made = _MADE.get(key)
     if made is None:
         if len(_MADE) >= MOST_MADE:
             _MADE.clear()
-        made = _MADE[key] = _outcome(node, facts, walk.opsets)
+        made = _MADE[key] = _outcome(node, tensors, walk.opsets)
     return made
 
 
@@ -361,105 +367,115 @@ after every rewrite."""
 MOST_MADE = 20_000
 
 
-def _outcome(node: ir.Node, facts: Sequence[Fact | None], opsets: Mapping[str, int]) -> Outcome:
+def _outcome(
+    node: ir.Node, tensors: Sequence[TensorInfo | None], opsets: Mapping[str, int]
+) -> Outcome:
     rule = RULES.get((node.domain, node.op_type))
     if rule is not None:
-        return _by_rule(rule, node, facts)
+        return _by_rule(rule, node, tensors)
     if not onnx.defs.has(node.op_type, opsets[""], node.domain):
-        return _guess(node, facts)
+        return _guess(node, tensors)
     if node.op_type == "Shape":
-        return _shape(node, facts)
-    if _runs(node, facts):
+        return _shape(node, tensors)
+    if _runs(node, tensors):
         if node.op_type in GROWING:
-            inferred = _infer(node, facts, opsets)
+            inferred = _infer(node, tensors, opsets)
             if inferred[0] and (first := inferred[0][0]) and math.prod(first.shape) > SMALL:
                 return inferred
-        if made := _run(node, facts, opsets):
+        if made := _run(node, tensors, opsets):
             return made, ""
-    return _infer(node, facts, opsets)
+    return _infer(node, tensors, opsets)
 
 
 def _by_rule(
-    rule: Callable[[Shapes, ir.Node], Shapes], node: ir.Node, facts: Sequence[Fact | None]
+    rule: Callable[[Shapes, ir.Node], Shapes], node: ir.Node, tensors: Sequence[TensorInfo | None]
 ) -> Outcome:
-    shapes = rule([None if fact is None else fact.shape for fact in facts], node)
-    types = [fact.dtype for fact in facts if fact is not None]
+    shapes = rule([None if tensor is None else tensor.shape for tensor in tensors], node)
+    types = [tensor.dtype for tensor in tensors if tensor is not None]
     if not types or not shapes:
         return (), f"{node.op_type} has no known shape"
     dtype = next((each for each in types if each.is_floating_point()), types[0])
-    made: list[Fact | None] = []
+    made: list[TensorInfo | None] = []
     for index, shape in enumerate(shapes):
         counts = (node.op_type, index) in COUNTS
-        made.append(None if shape is None else Fact(ir.DataType.INT32 if counts else dtype, shape))
+        made.append(
+            None if shape is None else TensorInfo(ir.DataType.INT32 if counts else dtype, shape)
+        )
     return made, ""
 
 
-def _guess(node: ir.Node, facts: Sequence[Fact | None]) -> Outcome:
+def _guess(node: ir.Node, tensors: Sequence[TensorInfo | None]) -> Outcome:
     """An operator that ONNX does not know: of one input and one output, taken to keep the shape.
 
     A wrong guess makes a wrong shape, which no reading and no certificate survives.
     """
     name = ".".join(filter(None, (node.domain, node.op_type)))
-    if len(facts) != 1 or len(node.outputs) != 1 or facts[0] is None:
+    if len(tensors) != 1 or len(node.outputs) != 1 or tensors[0] is None:
         return (), f"{name} is not an operator of ONNX"
-    return [facts[0].shape_only()], ""
+    return [tensors[0].shape_only()], ""
 
 
-def _runs(node: ir.Node, facts: Sequence[Fact | None]) -> bool:
-    given = [fact for fact in facts if fact is not None]
+def _runs(node: ir.Node, tensors: Sequence[TensorInfo | None]) -> bool:
+    given = [tensor for tensor in tensors if tensor is not None]
     return (
         bool(given)
         and node.op_type not in NOT_RUN
-        and all(fact.constant is not None for fact in given)
+        and all(tensor.constant is not None for tensor in given)
     )
 
 
-def _run(node: ir.Node, facts: Sequence[Fact | None], opsets: Mapping[str, int]) -> Sequence[Fact]:
+def _run(
+    node: ir.Node, tensors: Sequence[TensorInfo | None], opsets: Mapping[str, int]
+) -> Sequence[TensorInfo]:
     """What the reference evaluator computes; nothing where it cannot (shapes may follow so)."""
     try:
         with np.errstate(all="ignore"):
-            results = evaluate(node, [None if f is None else f.constant for f in facts], opsets)
+            results = evaluate(node, [None if f is None else f.constant for f in tensors], opsets)
         made = [(ir.DataType.from_numpy(result.dtype), result) for result in results]
     except Exception:  # it lacks the operator, or the operator makes no tensor of numbers
         return ()
     few = [result.size <= SMALL and dtype != ir.DataType.STRING for dtype, result in made]
     return [
-        Fact(dtype, result.shape, result if keep else None)
+        TensorInfo(dtype, result.shape, result if keep else None)
         for (dtype, result), keep in zip(made, few, strict=True)
     ]
 
 
-def _shape(node: ir.Node, facts: Sequence[Fact | None]) -> Outcome:
-    if not facts or facts[0] is None:
+def _shape(node: ir.Node, tensors: Sequence[TensorInfo | None]) -> Outcome:
+    if not tensors or tensors[0] is None:
         return (), "Shape reads nothing"
     start = node.attributes.get_int("start", 0)
-    end = node.attributes.get_int("end", len(facts[0].shape))
-    constant = np.array(facts[0].shape[start:end], dtype=np.int64)
-    return [Fact(ir.DataType.INT64, constant.shape, constant)], ""
+    end = node.attributes.get_int("end", len(tensors[0].shape))
+    constant = np.array(tensors[0].shape[start:end], dtype=np.int64)
+    return [TensorInfo(ir.DataType.INT64, constant.shape, constant)], ""
 
 
-def _infer(node: ir.Node, facts: Sequence[Fact | None], opsets: Mapping[str, int]) -> Outcome:
+def _infer(
+    node: ir.Node, tensors: Sequence[TensorInfo | None], opsets: Mapping[str, int]
+) -> Outcome:
     """By ONNX's own rules, of shapes and of what small constants hold."""
     schema = onnx.defs.get_schema(node.op_type, opsets[""], "")
     proto = ir.serde.serialize_node(node)
-    proto.input[:] = [f"i{i}" if fact is not None else "" for i, fact in enumerate(facts)]
+    proto.input[:] = [f"i{i}" if tensor is not None else "" for i, tensor in enumerate(tensors)]
     proto.output[:] = [f"o{i}" for i in range(len(node.outputs))]
     types: dict[str, onnx.TypeProto] = {}
     data: dict[str, onnx.TensorProto] = {}
     imports = [onnx.helper.make_opsetid(domain, version) for domain, version in opsets.items()]
     try:
-        for i, fact in enumerate(facts):
-            if fact is not None:
-                types[f"i{i}"] = onnx.helper.make_tensor_type_proto(fact.dtype.value, fact.shape)
-                if fact.constant is not None:
-                    data[f"i{i}"] = onnx.numpy_helper.from_array(fact.constant)
+        for i, tensor in enumerate(tensors):
+            if tensor is not None:
+                types[f"i{i}"] = onnx.helper.make_tensor_type_proto(
+                    tensor.dtype.value, tensor.shape
+                )
+                if tensor.constant is not None:
+                    data[f"i{i}"] = onnx.numpy_helper.from_array(tensor.constant)
         inferred = shape_inference.infer_node_outputs(
             schema, proto, types, data, opset_imports=imports
         )
     except Exception as error:  # onnx raises bare InferenceError, KeyError, RuntimeError, ...
         reason = str(error).splitlines()[0] if str(error) else "not inferred"
         return (), f"{node.op_type}: {reason}"
-    made: list[Fact | None] = []
+    made: list[TensorInfo | None] = []
     for name in proto.output:
         tensor = inferred[name].tensor_type if name in inferred else None
         dims = [] if tensor is None else list(tensor.shape.dim)
@@ -468,7 +484,7 @@ def _infer(node: ir.Node, facts: Sequence[Fact | None], opsets: Mapping[str, int
             made.append(None)
             continue
         shape = tuple(int(dim.dim_value) for dim in dims)
-        made.append(Fact(ir.DataType(tensor.elem_type), shape))
+        made.append(TensorInfo(ir.DataType(tensor.elem_type), shape))
     depends = made and made[0] is None
     return made, f"the shape of {node.op_type} depends on data" if depends else ""
 

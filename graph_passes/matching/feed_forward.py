@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
@@ -18,16 +18,16 @@ from graph_passes.analysis.constants import (
     evaluate,
     is_constant,
 )
-from graph_passes.analysis.shapes import Facts, interpret_small
-from graph_passes.blocks import as_matrix
+from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small
+from graph_passes.blocks import FeedForwardBlock, Linear, Operand
 from graph_passes.context import GraphContext
 from graph_passes.matching.naming import pinned_name
-from graph_passes.matching.products import Linear, linear
+from graph_passes.matching.products import linear
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    pass
 
-__all__ = ["FeedForwardBlock", "Operand", "find_feed_forward", "last_part"]
+__all__ = ["find_feed_forward", "last_part"]
 
 LINEAR = frozenset({"Add", "Sub", "Mul", "Div", "Neg", "Where", "Cast", "CastLike", "Identity",
                     "Dropout"})  # fmt: skip
@@ -44,87 +44,6 @@ COUNTING = frozenset({"Gather", "Slice", "Squeeze", "Unsqueeze", "Cast", "Identi
 """What picks lengths out of shapes, and makes shapes of lengths."""
 
 
-class Operand(NamedTuple):
-    """A constant where a node reads it; ``axis`` counts the neurons."""
-
-    node: ir.Node
-    position: int
-    axis: int
-
-    @property
-    def value(self) -> ir.Value:
-        value = self.node.inputs[self.position]
-        assert value is not None
-        return value
-
-
-@dataclass(frozen=True, eq=False)
-class FeedForwardBlock:
-    """out = f(x W_1 + b_1) W_2 + b_2, or gated: (f(x W_g + b_g) * (x W_u + b_u)) W_2 + b_2.
-
-    Column j of every value between the products is neuron j; whatever f is, it is element-wise.
-
-    Attributes:
-        name: Unique among the feed-forwards of the model.
-        graph: Owns the nodes: the main graph, or the body of an If or a Loop.
-        x: The tokens (..., D), as they were before an exporter flattened them.
-        first: The products with W_1, or with W_g and W_u in order of execution.
-        products: Their nodes.
-        hidden: What the second product reads, (..., F), flattened where it is.
-        second: The product with W_2.
-        product: Its node.
-        bias: b_2, where there is one.
-        output: The value after b_2.
-        nodes: Between the products, in order of execution.
-        constants_by_neuron: b_1 and all other constants on the way with an element a neuron.
-        widths: Each Reshape among them that is told a shape which ends in F.
-    """
-
-    name: str
-    graph: ir.Graph
-    x: ir.Value
-    first: tuple[Linear, ...]
-    products: tuple[ir.Node, ...]
-    hidden: ir.Value
-    second: Linear
-    product: ir.Node
-    bias: ir.Value | None
-    output: ir.Value
-    nodes: tuple[ir.Node, ...]
-    constants_by_neuron: tuple[Operand, ...]
-    widths: tuple[ir.Node, ...]
-
-    @property
-    def num_neurons(self) -> int:
-        """F."""
-        return self.second.width
-
-    @property
-    def input_size(self) -> int:
-        """D."""
-        return self.first[0].width
-
-    def matrix(self, index: int = 0) -> Float[np.ndarray, "D F"]:
-        """W_1, or W_g and W_u by their index in ``first``."""
-        part = self.first[index]
-        return as_matrix(constant_array(part.weight), part.contracted) * part.scale
-
-    def second_matrix(self) -> Float[np.ndarray, "F N"]:
-        """W_2."""
-        part = self.second
-        return as_matrix(constant_array(part.weight), part.contracted) * part.scale
-
-    def weights(self) -> tuple[Operand, ...]:
-        """Each weight, with its axis of neurons."""
-        parts = zip(self.products, self.first, strict=True)
-        first = [_weight(node, part, _columns_axis(part)) for node, part in parts]
-        return (*first, _weight(self.product, self.second, self.second.contracted[0]))
-
-    def operands(self) -> tuple[Operand, ...]:
-        """All constants that are counted by neurons."""
-        return (*self.weights(), *self.constants_by_neuron)
-
-
 def find_feed_forward(model: ir.Model) -> list[FeedForwardBlock]:
     """Every feed-forward of a model, in order of execution, bodies of nodes included.
 
@@ -134,7 +53,7 @@ def find_feed_forward(model: ir.Model) -> list[FeedForwardBlock]:
     whole token; a wide pooler with its classifier is a feed-forward by all that a graph tells.
     """
     with GraphContext.of(model) as context:
-        runs = [context.get(interpret_small, batch=b, sequence=s) for b, s in ((2, 5), (3, 7))]
+        runs = [context.get(infer_shapes_small, batch=b, sequence=s) for b, s in ((2, 5), (3, 7))]
     nodes = ir.traversal.RecursiveGraphIterator(model.graph)
     read = (_read(node, runs, model.opset_imports) for node in nodes)
     blocks = [block for block in read if block is not None]
@@ -146,7 +65,7 @@ def find_feed_forward(model: ir.Model) -> list[FeedForwardBlock]:
 
 
 def _read(
-    product: ir.Node, runs: Sequence[Facts], opsets: Mapping[str, int]
+    product: ir.Node, runs: Sequence[ShapeInfo], opsets: Mapping[str, int]
 ) -> FeedForwardBlock | None:
     """The feed-forward that ends in this node; None where none does."""
     second = _linear(product, runs[0])
@@ -213,11 +132,11 @@ def _read(
     )
 
 
-def _linear(node: ir.Node, facts: Facts) -> Linear | None:
+def _linear(node: ir.Node, info: ShapeInfo) -> Linear | None:
     """A product of tokens with a constant, FusedGemm included."""
 
     def shape_of(value: ir.Value) -> tuple[int, ...]:
-        return facts.shape(value) or ()
+        return info.shape(value) or ()
 
     if (node.domain, node.op_type) != ("com.microsoft", "FusedGemm"):
         return linear(node, shape_of)
@@ -260,7 +179,7 @@ def _is_bent(node: ir.Node) -> bool:
     return bool(node.domain) or node.op_type in BENT
 
 
-def _same_size(value: ir.Value, hidden: ir.Value, runs: Sequence[Facts]) -> bool:
+def _same_size(value: ir.Value, hidden: ir.Value, runs: Sequence[ShapeInfo]) -> bool:
     """Whether a value has the last axis of the other, and as many elements."""
     shapes = [(run.shape(value), run.shape(hidden)) for run in runs]
     return all(a and b and a[-1] == b[-1] and math.prod(a) == math.prod(b) for a, b in shapes)
@@ -281,7 +200,7 @@ def _by_neuron(
     return found
 
 
-def _unflattened(tokens: ir.Value, runs: Sequence[Facts]) -> ir.Value:
+def _unflattened(tokens: ir.Value, runs: Sequence[ShapeInfo]) -> ir.Value:
     """The tokens as they were before exporters put their leading axes into one."""
     node = tokens.producer()
     if node is None or node.op_type not in LAID_OUT | {"Identity"} or node.inputs[0] is None:
@@ -291,10 +210,10 @@ def _unflattened(tokens: ir.Value, runs: Sequence[Facts]) -> ir.Value:
 
 
 def _widths(
-    nodes: Sequence[ir.Node], width: int, facts: Facts, opsets: Mapping[str, int]
+    nodes: Sequence[ir.Node], width: int, info: ShapeInfo, opsets: Mapping[str, int]
 ) -> tuple[ir.Node, ...] | None:
     """Each Reshape that is told F; None where F is told or asked in a way that is not read."""
-    asked = _asked(nodes, facts, opsets)
+    asked = _asked(nodes, info, opsets)
     if asked is None:
         return None
     found: list[ir.Node] = []
@@ -322,7 +241,7 @@ def last_part(shape: ir.Value) -> ir.Value | None:
 
 
 def _asked(
-    nodes: Sequence[ir.Node], facts: Facts, opsets: Mapping[str, int]
+    nodes: Sequence[ir.Node], info: ShapeInfo, opsets: Mapping[str, int]
 ) -> dict[ir.Value, np.ndarray] | None:
     """Where, in shapes and lengths that are asked of the nodes' values, F stands.
 
@@ -335,11 +254,11 @@ def _asked(
         if node in nodes:
             continue
         if node.op_type == "Shape":
-            rank = len(facts.shape(node.inputs[0]) or ())
+            rank = len(info.shape(node.inputs[0]) or ())
             ends = node.attributes.get_int("start", 0), node.attributes.get_int("end", rank)
             mark = (np.arange(rank) == rank - 1)[slice(*ends)]
         elif node.op_type in COUNTING and not node.domain:
-            given = [_mark(node, value, marks, facts) for value in node.inputs]
+            given = [_mark(node, value, marks, info) for value in node.inputs]
             told = node.op_type != "Concat" and any(v in marks for v in node.inputs[1:])
             lacking = [v for v, array in zip(node.inputs, given, strict=True) if array is None]
             if told or any(value is not None for value in lacking):
@@ -357,15 +276,15 @@ def _asked(
 
 
 def _mark(
-    node: ir.Node, value: ir.Value | None, marks: Mapping[ir.Value, np.ndarray], facts: Facts
+    node: ir.Node, value: ir.Value | None, marks: Mapping[ir.Value, np.ndarray], info: ShapeInfo
 ) -> np.ndarray | None:
     """An operand of a node that picks lengths, with ones for F and zeros for other lengths."""
     if value is not None and value in marks:
         return marks[value].astype(np.int64)
     if node.op_type == "Concat":
-        shape = facts.shape(value)
+        shape = info.shape(value)
         return None if shape is None else np.zeros(shape, np.int64)
-    return facts.constant(value)
+    return info.constant(value)
 
 
 def _bias(product: ir.Node, width: int) -> tuple[ir.Value | None, ir.Value]:
@@ -406,14 +325,3 @@ def _name(block: FeedForwardBlock) -> str:
 
 def _made(nodes: Sequence[ir.Node]) -> list[ir.Value]:
     return [value for node in nodes for value in node.outputs]
-
-
-def _weight(node: ir.Node, part: Linear, axis: int) -> Operand:
-    return Operand(node, list(node.inputs).index(part.weight), axis)
-
-
-def _columns_axis(part: Linear) -> int:
-    """The axis of a weight that counts its columns; others are contracted, or of length one."""
-    shape = constant_shape(part.weight)
-    free = [axis for axis in range(len(shape)) if axis not in part.contracted]
-    return max(free, key=lambda axis: shape[axis])

@@ -18,10 +18,11 @@ from graph_passes.analysis.constants import (
     is_constant,
     origin,
 )
+from graph_passes.blocks import FeedForwardBlock
 from graph_passes.context import GraphContext
 from graph_passes.emit.editing import Inserter
 from graph_passes.errors import CannotRewrite, InvalidArgument, Refusal
-from graph_passes.matching.feed_forward import FeedForwardBlock, last_part
+from graph_passes.matching.feed_forward import last_part
 from graph_passes.passes.base import FeedForwardPass
 
 __all__ = ["NeuronMask", "PruneNeurons", "mask_from_hex", "mask_to_hex", "neurons_refusal"]

@@ -26,12 +26,12 @@ from attnserve.checks.inspect import inspect, inspect_graph
 from attnserve.models.artifact import load_model
 from graph_passes.analysis.cost import parameters
 from graph_passes.blocks import AttentionBlock
+from graph_passes.context import GraphContext
 from graph_passes.matching.find import find_attention
-from graph_passes.passes import refusals as rewrites_of
 from graph_passes.passes.collaborate import Collaborate, factor
 from graph_passes.passes.decompose_attention import DecomposeAttention
 from graph_passes.passes.prune_heads import PruneHeads
-from graph_passes.passes.reuse_attention import ReuseAttention
+from graph_passes.passes.reuse_attention import ReuseAttention, reuse_refusal
 from tests import architectures
 from tests.architectures import ARCHITECTURES, COMMITTED, EXTERNAL, TABLE, Cell, Layer, cells_of
 from tests.fixtures import make
@@ -211,7 +211,7 @@ def collaborated(model: ir.Model, names: frozenset[str]) -> ir.Model:
         if block.name in names
     }
     assert factors.keys() == names
-    Collaborate(factors)(model)
+    Collaborate.with_factors(factors)(model)
     return model
 
 
@@ -233,7 +233,8 @@ def test_every_other_head_is_pruned(cell: Cell):
     """Slicing heads out of every layer is masking them, and certified by the same names."""
     path = cell.committed
     blocks = read_attention(load_model(path)).blocks
-    assert [rewrites_of.prune(block) for block in blocks] == [""] * len(blocks)
+    with GraphContext.of(load_model(path)) as context:
+        assert not any(PruneHeads.refusal(block, None, context) for block in blocks)
     masks = {block.name: [head % 2 for head in range(block.num_heads)] for block in blocks}
     model = decomposed(load_model(path))
     PruneHeads(masks)(model)
@@ -268,7 +269,7 @@ def edges_of(blocks: Sequence[AttentionBlock], part: int) -> dict[str, dict[int,
         sources = [
             other
             for other in blocks[:index]
-            if other.name not in edges and not rewrites_of.reuse(block, [other])
+            if other.name not in edges and reuse_refusal(block, [other]) is None
         ]
         if sources:
             name, heads = sources[0].name, range(0, block.num_heads, part)

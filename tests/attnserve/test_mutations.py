@@ -27,11 +27,10 @@ import pytest
 from attnserve.checks.certify import SHAPES, read_attention
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.constants import constant_array, is_constant
-from graph_passes.analysis.shapes import Facts, bind_axes, interpret
+from graph_passes.analysis.shapes import ShapeInfo, bind_axes, infer_shapes_at
 from graph_passes.blocks import AttentionBlock
 from graph_passes.emit.editing import exposing
 from graph_passes.matching.find import find_attention
-from graph_passes.passes import refusals as rewrites
 from graph_passes.passes.collaborate import Collaborate, factor
 from graph_passes.passes.decompose_attention import DecomposeAttention
 from graph_passes.reference import attention_reference, inputs_of, logits_reference
@@ -345,11 +344,11 @@ def one_of(rng: Rng, things: Sequence[Any]) -> Any:
     return things[int(rng.integers(len(things)))] if things else None
 
 
-def known(model: ir.Model) -> Facts:
-    return interpret(model, bind_axes(model.graph, batch=2, sequence=5))
+def known(model: ir.Model) -> ShapeInfo:
+    return infer_shapes_at(model, bind_axes(model.graph, batch=2, sequence=5))
 
 
-def tensors(model: ir.Model, facts: Facts) -> list[ir.Value]:
+def tensors(model: ir.Model, facts: ShapeInfo) -> list[ir.Value]:
     """What nodes make of floats, two axes or more; the tokens where nothing is."""
     made = [value for node in model.graph for value in node.outputs]
     found = [
@@ -975,6 +974,12 @@ def runnable(model: ir.Model, blocks: Sequence[AttentionBlock]) -> (
     return None
 
 
+def may_share(block: AttentionBlock) -> bool:
+    """Whether ``Collaborate`` applies, once a fused operator is decomposed."""
+    refusal = sharing_refusal(block) if block.logits is not None else decomposition_refusal(block)
+    return refusal is None
+
+
 def judge(model: ir.Model) -> Iterator[tuple[str, str]]:
     """("read" | "missed" | "refused" | "rewritten" | "wrong", what was seen) of a mutant."""
     reading = read_attention(model)
@@ -994,14 +999,14 @@ def judge(model: ir.Model) -> Iterator[tuple[str, str]]:
             yield "wrong", f"{block.name}: {where} differ by {worst:.1e}"
             return
     yield "read", ""
-    apply = [block for block in reading.blocks if not rewrites.collaborate(block)]
+    apply = [block for block in reading.blocks if may_share(block)]
     if not apply:
         return
     before = [[run[output] for output in model.graph.outputs] for run in made]
     names = {block.name for block in apply}
     DecomposeAttention(frozenset(b.name for b in apply if b.logits is None))(model)
     blocks = [block for block in find_attention(model)[0] if block.name in names]
-    Collaborate({b.name: factor(b, b.num_heads * b.head_size) for b in blocks})(model)
+    Collaborate.with_factors({b.name: factor(b, b.num_heads * b.head_size) for b in blocks})(model)
     after = captured(model, list(model.graph.outputs), feeds)
     for old, run in zip(before, after, strict=True):
         for value, want in zip(model.graph.outputs, old, strict=True):

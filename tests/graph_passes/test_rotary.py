@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from graph_passes.passes.collaborate import why_not
+from graph_passes.passes.collaborate import sharing_refusal
 from tests.graph_passes.graphs import FLOAT_MASK, D, H, K, attention, only, reasons
 
 HALF = K // 2
@@ -49,19 +49,22 @@ def rotary(scores: str, size: int = K):
 def test_rotated_queries_are_read_and_certified(scores, size):
     block = only(rotary(scores, size))
     assert (block.position, block.num_heads, block.head_size) == ("rope", H, K)
-    factors = [turn.factor for turn in block.q.turns]
+    factors = [turn.factor for turn in block.q.rotary_terms]
     assert {factor.value.name for factor in factors if factor} == {"cos", "sin"}
-    assert block.k.turns == ()
+    assert block.k.rotary_terms == ()
 
 
 def test_collaborative_heads_do_not_apply():
-    assert "rotary positions" in why_not(only(rotary(ROTATE_HALF)))
+    refusal = sharing_refusal(only(rotary(ROTATE_HALF)))
+    assert refusal and refusal.code == "rotary"
 
 
 def test_the_exporters_nodes_count_and_the_sign_matters():
     """Another sign is another function: it is read as such, and certified as such."""
-    plus = only(rotary(ROTATE_HALF)).q.turns
-    minus = only(rotary(ROTATE_HALF.replace("Add(q_cos, q_sin)", "Sub(q_cos, q_sin)"))).q.turns
+    plus = only(rotary(ROTATE_HALF)).q.rotary_terms
+    minus = only(
+        rotary(ROTATE_HALF.replace("Add(q_cos, q_sin)", "Sub(q_cos, q_sin)"))
+    ).q.rotary_terms
     assert np.array_equal(plus[1].gain, -minus[1].gain)
 
 

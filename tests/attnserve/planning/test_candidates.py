@@ -22,16 +22,16 @@ from attnserve.planning.block_loss import loss_curves
 from attnserve.planning.block_timing import time_blocks, time_pairs
 from attnserve.planning.candidates import (
     Block,
-    Curve,
-    Group,
-    Pair,
-    Size,
-    Timed,
+    BlockConfig,
+    BlockLatency,
+    LossCurve,
+    ReusePair,
+    TiedBlocks,
+    changes_to_measure,
+    configs_of,
     group_blocks,
     options_of,
-    sizes_of,
     units_of,
-    worth_weighing,
 )
 from attnserve.runtime.session import Batch, open_session
 from attnserve.runtime.timer import LatencyTable
@@ -57,20 +57,20 @@ def data(tiny: Path, sentences: Path, bert: ir.Model) -> list[Batch]:
 
 
 @pytest.fixture(scope="module")
-def groups(bert: ir.Model) -> list[Group]:
+def groups(bert: ir.Model) -> list[TiedBlocks]:
     return group_blocks(bert, read_attention(bert).blocks, ffn=True)
 
 
 @pytest.fixture(scope="module")
-def curves(bert: ir.Model, groups: list[Group], data: list[Batch]) -> dict[str, Curve]:
+def curves(bert: ir.Model, groups: list[TiedBlocks], data: list[Batch]) -> dict[str, LossCurve]:
     return loss_curves(bert, groups, data, threads=1, report=silent).curves
 
 
 # Groups
 
 
-def test_every_block_is_a_group_of_its_own(groups: list[Group]):
-    assert [(g.kind, g.count, len(g.blocks), g.why_not) for g in groups] == [
+def test_every_block_is_a_group_of_its_own(groups: list[TiedBlocks]):
+    assert [(g.kind, g.count, len(g.blocks), g.refusal) for g in groups] == [
         ("attention", 4, 1, ""),
         ("attention", 4, 1, ""),
         ("feed_forward", 64, 1, ""),
@@ -80,7 +80,7 @@ def test_every_block_is_a_group_of_its_own(groups: list[Group]):
 
 def test_neurons_stay_unless_that_is_allowed(bert: ir.Model):
     found = group_blocks(bert, read_attention(bert).blocks, ffn=False)
-    reasons = {group.kind: group.why_not for group in found}
+    reasons = {group.kind: group.refusal for group in found}
     assert reasons == {
         "attention": "",
         "feed_forward": "neurons stay unless --allow ffn is given",
@@ -106,39 +106,43 @@ def test_layers_that_share_their_weights_are_one_group(
 
 @pytest.fixture
 def timed(
-    bert: ir.Model, groups: list[Group], monkeypatch: pytest.MonkeyPatch
-) -> dict[Block, Timed]:
+    bert: ir.Model, groups: list[TiedBlocks], monkeypatch: pytest.MonkeyPatch
+) -> dict[Block, BlockLatency]:
     monkeypatch.setattr(LatencyTable, "measure", measure)
     feeds = [example_inputs(bert, 1, length) for length in (16, 32)]
     table = LatencyTable(None, threads=1)
     return time_blocks(bert, groups, feeds, table, target=1, report=silent)
 
 
-def test_every_size_of_every_block_is_timed(timed: dict[Block, Timed], groups: list[Group]):
+def test_every_size_of_every_block_is_timed(
+    timed: dict[Block, BlockLatency], groups: list[TiedBlocks]
+):
     for group in groups:
         sizes = timed[group.blocks[0]].sizes
         wanted = range(1, 5) if group.kind == "attention" else range(8, 65, 8)
-        skipped = [Size(0)] if group.kind == "attention" else []
-        assert sorted(sizes) == [*skipped, *(Size(kept) for kept in wanted)]
+        skipped = [BlockConfig(0)] if group.kind == "attention" else []
+        assert sorted(sizes) == [*skipped, *(BlockConfig(kept) for kept in wanted)]
         for shorter, longer in sizes.values():
             assert shorter < longer
         first = [sizes[kept][0] for kept in sorted(sizes)]
         assert first == sorted(first)
 
 
-def test_attention_is_written_as_is_fastest(timed: dict[Block, Timed], groups: list[Group]):
+def test_attention_is_written_as_is_fastest(
+    timed: dict[Block, BlockLatency], groups: list[TiedBlocks]
+):
     for group in groups:
         found = timed[group.blocks[0]]
         if group.kind == "attention":
-            assert found.emission == "attention"
-            assert found.sizes[Size(4)][0] < found.original[0]
+            assert found.implementation == "attention"
+            assert found.sizes[BlockConfig(4)][0] < found.original[0]
         else:
-            assert found.emission == "gelu"
-            assert found.sizes[Size(64)][0] < found.original[0]
+            assert found.implementation == "gelu"
+            assert found.sizes[BlockConfig(64)][0] < found.original[0]
 
 
 def test_an_operator_that_the_provider_lacks_is_not_taken(
-    bert: ir.Model, groups: list[Group], monkeypatch: pytest.MonkeyPatch
+    bert: ir.Model, groups: list[TiedBlocks], monkeypatch: pytest.MonkeyPatch
 ):
     """ONNX Runtime says so when a session is opened."""
 
@@ -151,12 +155,12 @@ def test_an_operator_that_the_provider_lacks_is_not_taken(
     monkeypatch.setattr("attnserve.planning.block_timing.open_session", lacks)
     feeds = [example_inputs(bert, 1, 16)]
     found = time_blocks(bert, groups, feeds, LatencyTable(None), target=1, report=silent)
-    forms = {found[g.blocks[0]].emission for g in groups if g.kind == "attention"}
+    forms = {found[g.blocks[0]].implementation for g in groups if g.kind == "attention"}
     assert forms == {"multi_head"}
 
 
 def test_a_form_that_is_slower_at_any_length_is_not_taken(
-    bert: ir.Model, groups: list[Group], monkeypatch: pytest.MonkeyPatch
+    bert: ir.Model, groups: list[TiedBlocks], monkeypatch: pytest.MonkeyPatch
 ):
     """One operator is faster at the length asked for, and 1.2 times as slow at another."""
 
@@ -170,16 +174,16 @@ def test_a_form_that_is_slower_at_any_length_is_not_taken(
     feeds = [example_inputs(bert, 1, length) for length in (16, 32)]
     found = time_blocks(bert, groups, feeds, LatencyTable(None), target=1, report=silent)
     for group in groups:
-        assert found[group.blocks[0]].emission == "as exported"
+        assert found[group.blocks[0]].implementation == "as exported"
         options = options_of((group,), found, {}, target=1)
-        assert [option.sizes for option in options] == [(Size(group.count),)]
+        assert [option.sizes for option in options] == [(BlockConfig(group.count),)]
         assert options[0].ms == found[group.blocks[0]].original[0]
 
 
 # Losses
 
 
-def test_taking_more_out_loses_more(curves: dict[str, Curve], groups: list[Group]):
+def test_taking_more_out_loses_more(curves: dict[str, LossCurve], groups: list[TiedBlocks]):
     for group in groups:
         curve = curves[group.key]
         losses = [curve.at(gone) for gone in range(group.count)]
@@ -188,13 +192,13 @@ def test_taking_more_out_loses_more(curves: dict[str, Curve], groups: list[Group
         assert sorted(curve.order) == list(range(group.count))
 
 
-def test_a_probe_is_what_was_measured(curves: dict[str, Curve]):
+def test_a_probe_is_what_was_measured(curves: dict[str, LossCurve]):
     for curve in curves.values():
         for gone, loss in zip(curve.gone, curve.loss, strict=True):
             assert curve.at(gone) == pytest.approx(loss, rel=1e-6)
 
 
-def test_a_mask_keeps_what_goes_last(curves: dict[str, Curve]):
+def test_a_mask_keeps_what_goes_last(curves: dict[str, LossCurve]):
     for curve in curves.values():
         kept = len(curve.order) // 4
         mask = np.array(curve.mask(kept))
@@ -202,14 +206,14 @@ def test_a_mask_keeps_what_goes_last(curves: dict[str, Curve]):
         assert set(np.flatnonzero(mask)) == set(curve.order[-kept:])
 
 
-def test_a_curve_survives_being_written(curves: dict[str, Curve]):
+def test_a_curve_survives_being_written(curves: dict[str, LossCurve]):
     for curve in curves.values():
-        written = replace(curve, changed=((Size(0), 0.1), (Size(4, 4, 8), 0.2)))
-        again = Curve.from_json(json.loads(json.dumps(written.to_json())))
+        written = replace(curve, changed=((BlockConfig(0), 0.1), (BlockConfig(4, 4, 8), 0.2)))
+        again = LossCurve.from_json(json.loads(json.dumps(written.to_json())))
         assert vars(again) == vars(written)
 
 
-def test_one_text_is_enough_to_fit_and_to_ask(bert: ir.Model, groups: list[Group], data: Any):
+def test_one_text_is_enough_to_fit_and_to_ask(bert: ir.Model, groups: list[TiedBlocks], data: Any):
     found = loss_curves(bert, groups, data[:1], threads=1, report=silent).curves
     assert set(found) == {group.key for group in groups}
 
@@ -218,11 +222,11 @@ def test_one_text_is_enough_to_fit_and_to_ask(bert: ir.Model, groups: list[Group
 
 
 def test_options_get_faster_and_lose_more(
-    timed: dict[Block, Timed], groups: list[Group], curves: dict[str, Curve]
+    timed: dict[Block, BlockLatency], groups: list[TiedBlocks], curves: dict[str, LossCurve]
 ):
     for group in groups:
         options = options_of((group,), timed, curves, target=1)
-        assert options[0].sizes == (Size(group.count),) and options[0].loss == 0
+        assert options[0].sizes == (BlockConfig(group.count),) and options[0].loss == 0
         assert len(options) > 1
         for a, b in pairwise(options):
             assert a.sizes[0].kept > b.sizes[0].kept and a.ms > b.ms and a.loss <= b.loss
@@ -272,18 +276,18 @@ def short_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attnserve.planning.candidates.MULTIPLE", 4)
 
 
-def cut_attention(group: Group) -> bool:
+def cut_attention(group: TiedBlocks) -> bool:
     return group.kind == "attention"
 
 
 def test_shorter_heads_are_timed_in_every_number(
-    short_enough: None, timed: dict[Block, Timed], groups: list[Group]
+    short_enough: None, timed: dict[Block, BlockLatency], groups: list[TiedBlocks]
 ):
     for group in filter(cut_attention, groups):
         sizes = timed[group.blocks[0]].sizes
         assert sorted(s.kept for s in sizes if s.head_size == 4 and not s.rank) == [1, 2, 3, 4]
         for kept in range(1, 5):
-            assert sizes[Size(kept, 4)] < sizes[Size(kept)]
+            assert sizes[BlockConfig(kept, 4)] < sizes[BlockConfig(kept)]
 
 
 @pytest.mark.parametrize("export", [("eager", "dynamo", 18), ("sdpa", "dynamo", 23)], ids=str)
@@ -295,66 +299,75 @@ def test_their_loss_is_measured_at_the_output(
     model = load_model(folder / "model.onnx")
     batches = list(load_inputs(sentences, model, open_artifact(folder), split=False).fit)
     groups = group_blocks(model, read_attention(model).blocks, ffn=False)
-    sizes = Size(4, 4), Size(4, 4, 8), Size(0)
+    sizes = BlockConfig(4, 4), BlockConfig(4, 4, 8), BlockConfig(0)
     changes = {group.key: sizes for group in filter(cut_attention, groups)}
     found = loss_curves(model, groups, batches, changes=changes, threads=1, report=silent).curves
     for group in filter(cut_attention, groups):
         curve = found[group.key]
         losses = dict(curve.changed)
         assert tuple(losses) == sizes
-        assert 0 < losses[Size(4, 4)] < losses[Size(4, 4, 8)] < 0.5  # sharing costs more
-        assert 0 < losses[Size(0)] < 1.5
-        assert curve.of(Size(4, 4)) == losses[Size(4, 4)]
-        assert curve.of(Size(2, 4)) == pytest.approx(curve.at(2) + losses[Size(4, 4)] / 2)
-        assert curve.of(Size(4, 4, 8).of(2)) == pytest.approx(
-            curve.at(2) + losses[Size(4, 4, 8)] / 2
+        assert (
+            0 < losses[BlockConfig(4, 4)] < losses[BlockConfig(4, 4, 8)] < 0.5
+        )  # sharing costs more
+        assert 0 < losses[BlockConfig(0)] < 1.5
+        assert curve.of(BlockConfig(4, 4)) == losses[BlockConfig(4, 4)]
+        assert curve.of(BlockConfig(2, 4)) == pytest.approx(
+            curve.at(2) + losses[BlockConfig(4, 4)] / 2
         )
-        assert curve.of(Size(2)) == curve.at(2)
-        assert curve.of(Size(0)) == losses[Size(0)]
+        assert curve.of(BlockConfig(4, 4, 8).of(2)) == pytest.approx(
+            curve.at(2) + losses[BlockConfig(4, 4, 8)] / 2
+        )
+        assert curve.of(BlockConfig(2)) == curve.at(2)
+        assert curve.of(BlockConfig(0)) == losses[BlockConfig(0)]
 
 
-def test_what_was_not_weighed_is_no_option(curves: dict[str, Curve]):
+def test_what_was_not_weighed_is_no_option(curves: dict[str, LossCurve]):
     for curve in curves.values():
         assert curve.changed == ()
-        assert curve.of(Size(2, 4)) is None and curve.of(Size(0)) is None
+        assert curve.of(BlockConfig(2, 4)) is None and curve.of(BlockConfig(0)) is None
 
 
-def test_heads_of_a_size_that_kernels_do_not_like_stay(groups: list[Group]):
+def test_heads_of_a_size_that_kernels_do_not_like_stay(groups: list[TiedBlocks]):
     """Half of 8 dimensions is no multiple of 8."""
     for group in filter(cut_attention, groups):
-        assert all(size.head_size is None for size in sizes_of(group.blocks[0]))
+        assert all(size.head_size is None for size in configs_of(group.blocks[0]))
 
 
 # Dimensions that heads share, and layers that are left out
 
 
 def test_sharing_is_weighed_only_where_it_is_faster_than_as_many_dimensions_of_ones_own(
-    timed: dict[Block, Timed], groups: list[Group]
+    timed: dict[Block, BlockLatency], groups: list[TiedBlocks]
 ):
     group = next(filter(cut_attention, groups))
-    own, shared = Size(4, 4), Size(4, 4, 8)
-    sizes = {Size(4): (5.0, 5.0), Size(2): (3.0, 3.0), own: (4.0, 4.0), Size(2, 4): (2.0, 2.0)}
+    own, shared = BlockConfig(4, 4), BlockConfig(4, 4, 8)
+    sizes = {
+        BlockConfig(4): (5.0, 5.0),
+        BlockConfig(2): (3.0, 3.0),
+        own: (4.0, 4.0),
+        BlockConfig(2, 4): (2.0, 2.0),
+    }
     for ms, wanted in ((4.0, [own]), (3.9, [own, shared])):
         found = replace(timed[group.blocks[0]], sizes={**sizes, shared: (ms, 9.0)})
-        assert worth_weighing(group, found, target=1) == wanted
-    with_skip = replace(timed[group.blocks[0]], sizes={**sizes, Size(0): (1.0, 1.0)})
-    assert worth_weighing(group, with_skip, target=1) == [own, Size(0)]
+        assert changes_to_measure(group, found, target=1) == wanted
+    with_skip = replace(timed[group.blocks[0]], sizes={**sizes, BlockConfig(0): (1.0, 1.0)})
+    assert changes_to_measure(group, with_skip, target=1) == [own, BlockConfig(0)]
 
 
 def test_fewer_heads_share_fewer_dimensions():
     """In proportion, in multiples of 8, and never none."""
-    assert Size(12, 16, 120).of(6) == Size(6, 16, 56)
-    assert Size(12, 16, 120).of(12) == Size(12, 16, 120)
-    assert Size(4, 4, 8).of(1) == Size(1, 4, 8)
-    assert Size(12, 16).of(3) == Size(3, 16)
+    assert BlockConfig(12, 16, 120).of(6) == BlockConfig(6, 16, 56)
+    assert BlockConfig(12, 16, 120).of(12) == BlockConfig(12, 16, 120)
+    assert BlockConfig(4, 4, 8).of(1) == BlockConfig(1, 4, 8)
+    assert BlockConfig(12, 16).of(3) == BlockConfig(3, 16)
 
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [(Size(8), "8"), (Size(0), "none"), (Size(8, 16), "8 x 16"),
-     (Size(8, 16, 80), "8 x 16 of 80 shared"), (Size(8, source="first"), "8 as first")],
+    [(BlockConfig(8), "8"), (BlockConfig(0), "none"), (BlockConfig(8, 16), "8 x 16"),
+     (BlockConfig(8, 16, 80), "8 x 16 of 80 shared"), (BlockConfig(8, source="first"), "8 as first")],
 )  # fmt: skip
-def test_a_size_says_what_is_left(size: Size, text: str):
+def test_a_size_says_what_is_left(size: BlockConfig, text: str):
     assert str(size) == text
 
 
@@ -362,11 +375,11 @@ def test_a_size_says_what_is_left(size: Size, text: str):
 
 
 def handed_on(
-    bert: ir.Model, groups: list[Group], monkeypatch: pytest.MonkeyPatch, emission: str
-) -> tuple[dict[Block, Timed], list[Pair]]:
+    bert: ir.Model, groups: list[TiedBlocks], monkeypatch: pytest.MonkeyPatch, implementation: str
+) -> tuple[dict[Block, BlockLatency], list[ReusePair]]:
     """Counted times, where one operator for a whole attention takes this share."""
     monkeypatch.setattr(LatencyTable, "measure", measure)
-    if emission == "as exported":
+    if implementation == "as exported":
         monkeypatch.setattr("attnserve.planning.block_timing.FORMS", ())
     feeds = [example_inputs(bert, 1, length) for length in (16, 32)]
     table = LatencyTable(None, threads=1)
@@ -375,32 +388,32 @@ def handed_on(
 
 
 def test_a_layer_may_take_the_probabilities_of_the_one_before(
-    bert: ir.Model, groups: list[Group], data: list[Batch], monkeypatch: pytest.MonkeyPatch
+    bert: ir.Model, groups: list[TiedBlocks], data: list[Batch], monkeypatch: pytest.MonkeyPatch
 ):
     timed, (pair,) = handed_on(bert, groups, monkeypatch, "as exported")
     attention = [group for group in groups if group.kind == "attention"]
     assert [pair.source, pair.reader] == attention
     assert sorted(pair.times) == [1, 2, 3, 4] and pair.saved_ms > 0
-    both = sum(timed[group.blocks[0]].sizes[Size(4)][0] for group in attention)
+    both = sum(timed[group.blocks[0]].sizes[BlockConfig(4)][0] for group in attention)
     assert pair.times[4][0] == pytest.approx(both - pair.saved_ms)
     found = loss_curves(bert, groups, data, pairs=[pair], threads=1, report=silent)
-    (weighed,) = found.pairs
-    assert sorted(weighed.heads) == [0, 1, 2, 3]  # each head of the source is taken by one
-    assert 0 < weighed.loss < 1
+    (pair_losses,) = found.pairs
+    assert sorted(pair_losses.heads) == [0, 1, 2, 3]  # each head of the source is taken by one
+    assert 0 < pair_losses.loss < 1
     ((unit, chosen), *others) = units_of(groups, found.pairs)
-    assert unit == (pair.source, pair.reader) and chosen is weighed
+    assert unit == (pair.source, pair.reader) and chosen is pair_losses
     assert [len(each) for each, _ in others] == [1, 1]
     options = options_of(unit, timed, found.curves, chosen, target=1)
-    assert options[0].sizes == (Size(4), Size(4)) and options[0].loss == 0
+    assert options[0].sizes == (BlockConfig(4), BlockConfig(4)) and options[0].loss == 0
     reused = [o for o in options if o.sizes[1].source == pair.source.names[0]]
     assert reused and all(a.kept == b.kept for a, b in (o.sizes for o in reused))
     for a, b in pairwise(options):
         assert a.ms > b.ms and a.loss <= b.loss
 
 
-def test_the_heads_of_a_pair_go_together(groups: list[Group], curves: dict[str, Curve]):
+def test_the_heads_of_a_pair_go_together(groups: list[TiedBlocks], curves: dict[str, LossCurve]):
     source, reader = (group for group in groups if group.kind == "attention")
-    pair = Pair(source, reader, {}, 1.0, heads=(2, 3, 0, 1), loss=0.1)
+    pair = ReusePair(source, reader, {}, 1.0, heads=(2, 3, 0, 1), loss=0.1)
     curve = replace(curves[source.key], order=(3, 0, 1, 2))
     ours, theirs = pair.masks(curve, 2)
     assert ours == [0, 1, 1, 0]
@@ -409,7 +422,7 @@ def test_the_heads_of_a_pair_go_together(groups: list[Group], curves: dict[str, 
 
 
 def test_reuse_that_is_slower_than_fused_operators_is_timed_once_and_not_weighed(
-    bert: ir.Model, groups: list[Group], data: list[Batch], monkeypatch: pytest.MonkeyPatch
+    bert: ir.Model, groups: list[TiedBlocks], data: list[Batch], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("tests.attnserve.costs.FUSED", 0.1)
     _, (pair,) = handed_on(bert, groups, monkeypatch, "attention")
@@ -419,7 +432,7 @@ def test_reuse_that_is_slower_than_fused_operators_is_timed_once_and_not_weighed
 
 
 def test_a_pair_whose_heads_have_nothing_in_common_is_left_out(
-    bert: ir.Model, groups: list[Group], data: list[Batch], monkeypatch: pytest.MonkeyPatch
+    bert: ir.Model, groups: list[TiedBlocks], data: list[Batch], monkeypatch: pytest.MonkeyPatch
 ):
     """Where no similarity could be measured there are no edges."""
     _, (pair,) = handed_on(bert, groups, monkeypatch, "as exported")
@@ -427,11 +440,14 @@ def test_a_pair_whose_heads_have_nothing_in_common_is_left_out(
     assert loss_curves(bert, groups, data, pairs=[pair], threads=1, report=silent).pairs == ()
 
 
-def test_no_group_is_in_two_pairs(groups: list[Group]):
+def test_no_group_is_in_two_pairs(groups: list[TiedBlocks]):
     """The pair that loses least is taken first."""
     first, second = (group for group in groups if group.kind == "attention")
     third = replace(second, blocks=())
-    pairs = [Pair(first, second, {}, 1.0, loss=0.2), Pair(second, third, {}, 1.0, loss=0.1)]
+    pairs = [
+        ReusePair(first, second, {}, 1.0, loss=0.2),
+        ReusePair(second, third, {}, 1.0, loss=0.1),
+    ]
     units = units_of([first, second, third], pairs)
     assert [unit for unit, _ in units] == [(first,), (second, third)]
     assert units_of([first, second, third], [replace(pairs[0], loss=float("inf"))]) == [

@@ -1,9 +1,9 @@
-"""Which heads go and which take whose probabilities: configurations, masks and edges as asked."""
+"""Reuse configurations, head masks and reuse edges."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import permutations
 from pathlib import Path
@@ -32,6 +32,7 @@ from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import AttnserveError, InvalidArgument, InvalidData
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.reuse_attention import ReuseAttention, check_edges
+from tests.errors import raises
 from tests.graph_passes.graphs import H, layers
 
 L = 4
@@ -90,14 +91,14 @@ def test_every_configuration_of_the_paper_has_a_name(text: str, reuse: Reuse):
      "all-end:x", "FULL:1", "full:²", "nothing", "partial:" + "9" * 5000],
     ids=lambda text: text[:20],
 )  # fmt: skip
-def test_anything_else_is_refused_with_what_is_known(text: str):
-    with pytest.raises(InvalidArgument, match=r"expected partial:K\[:P\], full:P.*\n.*partial:6"):
+def test_parse_reuse_other_text_is_refused_with_known_forms(text: str):
+    with raises(InvalidArgument, "reuse.form", "partial:K[:P]", "full:P", "all-end"):
         parse_reuse(text)
 
 
 @pytest.mark.parametrize("text", ["partial:0", "partial:1:0", "full:0", "all-end:0"])
-def test_none_is_no_number_of_heads_or_layers(text: str):
-    with pytest.raises(InvalidArgument, match="expected numbers from 1 up"):
+def test_parse_reuse_zero_is_refused(text: str):
+    with raises(InvalidArgument, "reuse.range", text):
         parse_reuse(text)
 
 
@@ -129,28 +130,28 @@ def test_the_layers_that_reuse_are_those_of_the_paper(
 
 
 @pytest.mark.parametrize(
-    ("text", "count", "reason"),
+    ("text", "count", "wanted", "most"),
     [
-        ("partial:1", 2, "at most 0: the first and the last are exact"),
-        ("partial:1:2", 2, "2 layers of 2, expected at most 1: the first is exact"),
-        ("partial:1:12", 12, "12 layers of 12, expected at most 11"),
-        ("full:12", 12, "12 layers of 12, expected at most 11: the first is exact"),
-        ("full:1", 1, "1 layers of 1, expected at most 0"),
-        ("alternate", 1, "expected at most 0"),
-        ("all-end", 2, "at most 0: the first and the last are exact"),
-        ("all-end:11", 12, "11 layers of 12, expected at most 10: the first and the last"),
-        ("auto", 2, "expected at most 0"),
-        ("full:9999999999", 3, "expected at most 2"),
+        ("partial:1", 2, 1, 0),
+        ("partial:1:2", 2, 2, 1),
+        ("partial:1:12", 12, 12, 11),
+        ("full:12", 12, 12, 11),
+        ("full:1", 1, 1, 0),
+        ("alternate", 1, 1, 0),
+        ("all-end", 2, 1, 0),
+        ("all-end:11", 12, 11, 10),
+        ("auto", 2, 1, 0),
+        ("full:9999999999", 3, 9999999999, 2),
     ],
 )
-def test_more_layers_than_may_reuse_are_refused(text: str, count: int, reason: str):
-    with pytest.raises(InvalidArgument, match=rf"--reuse .*{reason}.*\n.*fewer layers"):
+def test_reused_layers_too_many_is_refused(text: str, count: int, wanted: int, most: int):
+    with raises(InvalidArgument, "reuse.layers", f"{wanted} of {count}", f"at most {most}"):
         reused_layers(parse_reuse(text), count)
 
 
-def test_more_heads_than_there_are_are_refused():
+def test_edges_of_more_heads_than_a_layer_has_is_refused():
     assert all(len(heads) == H for heads in configured(f"partial:{H}").values())
-    with pytest.raises(InvalidArgument, match=r"partial:4: attention_1 has 3 heads\n.*1 to 3"):
+    with raises(InvalidArgument, "reuse.heads", "partial:4", "attention_1", "1 to 3"):
         configured("partial:4")
 
 
@@ -449,9 +450,9 @@ def test_a_name_comes_before_an_index():
 
 
 @pytest.mark.parametrize("layer", ["4", "-1", "", "1.0", "²", "attention", "9" * 5000])
-def test_an_unknown_layer_is_refused(layer: str):
-    with pytest.raises(InvalidArgument, match=r"--skip: no attention is called .* has 4") as caught:
-        layer_name(layer, NAMES, "--skip")
+def test_layer_name_unknown_layer_is_refused(layer: str):
+    with raises(InvalidArgument, "request.unknown_layer", "`skip`", NAMES[0]) as caught:
+        layer_name(layer, NAMES, "skip")
     assert len(str(caught.value)) < 400
 
 
@@ -475,36 +476,36 @@ def test_masks_are_read_by_name_or_index(tmp_path: Path):
 
 
 GONE = [0] * H
-MASKS: dict[str, tuple[Any, str]] = {
-    "too short": ({"0": [1, 0]}, "of attention_0 has 2 entries, expected 3: one a head"),
-    "too long": ({"0": [1, 0, 1, 1]}, "has 4 entries, expected 3"),
-    "empty": ({"0": []}, "has 0 entries, expected 3"),
-    "a layer that is not there": ({"4": [1, 0, 1]}, "no attention is called '4'; the model has 4"),
-    "a layer twice": ({"0": [1, 0, 1], "attention_0": [1, 1, 0]}, "attention_0 has two masks"),
-    "every layer gone": (dict.fromkeys("0123", GONE), "no attention would be left"),
-    "2": ({"0": [1, 2, 0]}, r"0 has \[1, 2, 0\], expected a list of 0 and 1"),
-    "-1": ({"0": [1, -1, 0]}, "expected a list of 0 and 1"),
-    "a half": ({"0": [1, 0.5, 0]}, "expected a list of 0 and 1"),
-    "text": ({"0": [1, "1", 0]}, "expected a list of 0 and 1"),
-    "null": ({"0": [1, None, 0]}, r"\[1, null, 0\], expected a list of 0 and 1"),
-    "true": ({"0": [1, True, 0]}, r"\[1, true, 0\], expected a list of 0 and 1"),
-    "not a number": ('{"0": [1, NaN, 0]}', "expected a list of 0 and 1"),
-    "a list in it": ({"0": [1, [1], 0]}, "expected a list of 0 and 1"),
-    "no list": ({"0": 1}, "0 has 1, expected a list of 0 and 1"),
-    "an object": ({"0": {"0": 1}}, "expected a list of 0 and 1"),
-    "a long text": ({"0": "1" * 10**5}, "expected a list of 0 and 1"),
-    "not JSON": ("{0: [1]}", "not JSON"),
-    "nothing": ("", "not JSON"),
-    "a key twice": ('{"0": [1, 0, 1], "0": [1, 1, 0]}', "a key is there twice"),
-    "a list at the top": ([[1, 0, 1]], r"expected an object, \{.layer.: \[1, 0"),
-    "null at the top": (None, "expected an object"),
-    "an empty object": ({}, "expected an object"),
-    "brackets without end": ("[" * 10**5, "not JSON"),
-    "digits without end": ('{"0": [' + "1" * 5000 + ", 0, 1]}", "not JSON"),
+MASKS: dict[str, tuple[Any, str, str]] = {
+    "too short": ({"0": [1, 0]}, "masks.length", "2 entries, expected 3"),
+    "too long": ({"0": [1, 0, 1, 1]}, "masks.length", "4 entries, expected 3"),
+    "empty": ({"0": []}, "masks.length", "0 entries, expected 3"),
+    "unknown layer": ({"4": [1, 0, 1]}, "request.unknown_layer", "'4'"),
+    "layer twice": ({"0": [1, 0, 1], "attention_0": [1, 1, 0]}, "masks.twice", "attention_0"),
+    "every layer removed": (dict.fromkeys("0123", GONE), "masks.empty", ""),
+    "2": ({"0": [1, 2, 0]}, "masks.entries", "[1, 2, 0]"),
+    "-1": ({"0": [1, -1, 0]}, "masks.entries", ""),
+    "a half": ({"0": [1, 0.5, 0]}, "masks.entries", ""),
+    "text": ({"0": [1, "1", 0]}, "masks.entries", ""),
+    "null": ({"0": [1, None, 0]}, "masks.entries", "[1, null, 0]"),
+    "true": ({"0": [1, True, 0]}, "masks.entries", "[1, true, 0]"),
+    "not a number": ('{"0": [1, NaN, 0]}', "masks.entries", ""),
+    "nested list": ({"0": [1, [1], 0]}, "masks.entries", ""),
+    "number for a list": ({"0": 1}, "masks.entries", "is 1,"),
+    "object for a list": ({"0": {"0": 1}}, "masks.entries", ""),
+    "long text": ({"0": "1" * 10**5}, "masks.entries", ""),
+    "not JSON": ("{0: [1]}", "request.not_json", ""),
+    "empty file": ("", "request.not_json", ""),
+    "key twice": ('{"0": [1, 0, 1], "0": [1, 1, 0]}', "request.not_json", "repeated"),
+    "list at the top": ([[1, 0, 1]], "request.not_object", '{"layer": [1, 0'),
+    "null at the top": (None, "request.not_object", ""),
+    "empty object": ({}, "request.not_object", ""),
+    "unclosed brackets": ("[" * 10**5, "request.not_json", ""),
+    "too many digits": ('{"0": [' + "1" * 5000 + ", 0, 1]}", "request.not_json", ""),
 }
 
 
-def refused(error: AttnserveError) -> None:
+def check_length(error: AttnserveError) -> None:
     """Two lines that fit on a screen, and the exit code of bad input."""
     assert error.exit_code == 2
     lines = str(error).splitlines()
@@ -512,34 +513,33 @@ def refused(error: AttnserveError) -> None:
 
 
 @pytest.mark.parametrize("mistake", MASKS)
-def test_a_mistake_in_a_mask_is_told_in_a_line(tmp_path: Path, mistake: str):
-    content, reason = MASKS[mistake]
+def test_read_masks_invalid_content_is_refused(tmp_path: Path, mistake: str):
+    content, code, value = MASKS[mistake]
     path = write(tmp_path / "m.json", content)
-    with pytest.raises((InvalidArgument, InvalidData), match=f"(--prune-heads|mask).*{reason}") as (
-        caught
-    ):
+    error = InvalidData if code.startswith("request.not_") else InvalidArgument
+    with raises(error, code, "`prune_heads`", value) as caught:
         read_masks(path, blocks())
-    refused(caught.value)
+    check_length(caught.value)
 
 
-@pytest.mark.parametrize("option", ["--prune-heads", "--reuse"])
+@pytest.mark.parametrize("read", [read_masks, read_edges])
 @pytest.mark.parametrize(
-    ("name", "content", "reason"),
+    ("name", "content", "code"),
     [
-        ("none.json", None, "no such file"),
-        (".", None, "cannot be read: .*directory"),
-        ("binary.json", bytes(range(128, 256)), "not JSON: .*utf-8"),
-        ("x" * 300 + ".json", None, "cannot be read: .*name too long"),
+        ("none.json", None, "request.no_file"),
+        (".", None, "request.unreadable_file"),
+        ("binary.json", bytes(range(128, 256)), "request.not_json"),
+        ("x" * 300 + ".json", None, "request.unreadable_file"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_told_in_a_line(
-    tmp_path: Path, option: str, name: str, content: bytes | None, reason: str
+def test_file_that_cannot_be_read_is_refused(
+    tmp_path: Path, read: Callable[..., Any], name: str, content: bytes | None, code: str
 ):
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
-    read = read_masks if option == "--prune-heads" else read_edges
-    with pytest.raises(InvalidData, match=f"(?s){option} .*{reason}"):
+    parameter = "`prune_heads`" if read is read_masks else "`reuse`"
+    with raises(InvalidData, code, parameter, path):
         read(path, blocks())
 
 
@@ -562,51 +562,52 @@ def test_layers_without_edges_are_left_out():
     assert read_edges({"1": {}}, blocks()) == {}
 
 
-EDGES: dict[str, tuple[Any, str]] = {
-    "forward": ({"0": {"0": ["1", 0]}}, "the source must be an earlier layer than attention_0"),
-    "to the same layer": ({"1": {"0": ["1", 1]}}, "must be an earlier layer"),
-    "to itself": ({"1": {"0": ["1", 0]}}, "must be an earlier layer"),
+EDGES: dict[str, tuple[Any, str, str]] = {
+    "forward": ({"0": {"0": ["1", 0]}}, "edges.invalid", "attention_0"),
+    "to the same layer": ({"1": {"0": ["1", 1]}}, "edges.invalid", "attention_1"),
+    "to itself": ({"1": {"0": ["1", 0]}}, "edges.invalid", "attention_1"),
     "from a reused head": (
         {"1": {"0": ["0", 0]}, "2": {"1": ["1", 0]}},
-        r"attention_2\[1\] <- attention_1\[0\]: the source is reused itself",
+        "edges.invalid",
+        "attention_2[1] <- attention_1[0]",
     ),
-    "no such head": ({"1": {"3": ["0", 0]}}, "attention_1 has no head 3, expected 0 to 2"),
-    "no such source head": ({"1": {"0": ["0", 3]}}, "attention_0 has no head 3, expected 0 to 2"),
-    "a negative source head": ({"1": {"0": ["0", -1]}}, "has no head -1"),
-    "a huge source head": ({"1": {"0": ["0", 10**30]}}, "has no head 1000"),
-    "a huge head": ({"1": {"9" * 50: ["0", 0]}}, "has no head 999"),
-    "a head without end": ({"1": {"9" * 5000: ["0", 0]}}, "count heads from 0"),
-    "a negative head": ({"1": {"-1": ["0", 0]}}, r"\{.-1.: .*count heads from 0"),
-    "no number": ({"1": {"a": ["0", 0]}}, "count heads from 0"),
-    "an unknown layer": ({"x": {"0": ["0", 0]}}, "no attention is called 'x'"),
-    "an unknown source": ({"1": {"0": ["x", 0]}}, "no attention is called 'x'"),
-    "a negative source": ({"1": {"0": [-1, 0]}}, "no attention is called '-1'"),
-    "a source alone": ({"1": {"0": ["0"]}}, r"\[.0.\]\}, expected"),
-    "a source of three": ({"1": {"0": ["0", 1, 2]}}, "expected .*earlier layer"),
-    "a number for a source": ({"1": {"0": 0}}, "expected .*earlier layer"),
-    "null for a source": ({"1": {"0": None}}, "expected .*earlier layer"),
-    "text for a head": ({"1": {"0": ["0", "1"]}}, "expected .*earlier layer"),
-    "a half head": ({"1": {"0": ["0", 0.5]}}, "expected .*earlier layer"),
-    "true for a head": ({"1": {"0": ["0", True]}}, "expected .*earlier layer"),
-    "true for a layer": ({"1": {"0": [True, 0]}}, "expected .*earlier layer"),
-    "a list of heads": ({"1": [["0", 0]]}, "expected an object by head"),
-    "two sources": ('{"1": {"0": ["0", 0], "00": ["0", 1]}}', "head 0 of attention_1 has two"),
+    "unknown head": ({"1": {"3": ["0", 0]}}, "edges.invalid", "head 3, expected 0 to 2"),
+    "unknown source head": ({"1": {"0": ["0", 3]}}, "edges.invalid", "head 3, expected 0 to 2"),
+    "negative source head": ({"1": {"0": ["0", -1]}}, "edges.invalid", "head -1"),
+    "huge source head": ({"1": {"0": ["0", 10**30]}}, "edges.invalid", "head 1000"),
+    "huge head": ({"1": {"9" * 50: ["0", 0]}}, "edges.invalid", "head 999"),
+    "endless head": ({"1": {"9" * 5000: ["0", 0]}}, "edges.format", "count heads from 0"),
+    "negative head": ({"1": {"-1": ["0", 0]}}, "edges.format", '{"-1": '),
+    "head that is no number": ({"1": {"a": ["0", 0]}}, "edges.format", '{"a": '),
+    "unknown layer": ({"x": {"0": ["0", 0]}}, "request.unknown_layer", "'x'"),
+    "unknown source": ({"1": {"0": ["x", 0]}}, "request.unknown_layer", "'x'"),
+    "negative source": ({"1": {"0": [-1, 0]}}, "request.unknown_layer", "'-1'"),
+    "source alone": ({"1": {"0": ["0"]}}, "edges.format", '["0"]'),
+    "source of three": ({"1": {"0": ["0", 1, 2]}}, "edges.format", ""),
+    "number for a source": ({"1": {"0": 0}}, "edges.format", ""),
+    "null for a source": ({"1": {"0": None}}, "edges.format", ""),
+    "text for a head": ({"1": {"0": ["0", "1"]}}, "edges.format", ""),
+    "half head": ({"1": {"0": ["0", 0.5]}}, "edges.format", ""),
+    "true for a head": ({"1": {"0": ["0", True]}}, "edges.format", ""),
+    "true for a layer": ({"1": {"0": [True, 0]}}, "edges.format", ""),
+    "list of heads": ({"1": [["0", 0]]}, "edges.format", "an object by head"),
+    "two sources": ('{"1": {"0": ["0", 0], "00": ["0", 1]}}', "edges.twice", "head 0"),
     "two sources by name": (
         {"1": {"0": ["0", 0]}, "attention_1": {"0": ["0", 1]}},
-        "head 0 of attention_1 has two sources",
+        "edges.twice",
+        "head 0 of attention_1",
     ),
-    "a head twice": ('{"1": {"0": ["0", 0], "0": ["0", 1]}}', "a key is there twice"),
-    "a list at the top": ([["1", 0, "0", 0]], "expected an object"),
-    "not JSON": ("1 <- 0", "not JSON"),
+    "head twice": ('{"1": {"0": ["0", 0], "0": ["0", 1]}}', "request.not_json", "repeated"),
+    "list at the top": ([["1", 0, "0", 0]], "request.not_object", ""),
+    "not JSON": ("1 <- 0", "request.not_json", ""),
 }
 
 
 @pytest.mark.parametrize("mistake", EDGES)
-def test_a_mistake_in_edges_is_told_in_a_line(tmp_path: Path, mistake: str):
-    content, reason = EDGES[mistake]
+def test_read_edges_invalid_content_is_refused(tmp_path: Path, mistake: str):
+    content, code, value = EDGES[mistake]
     path = write(tmp_path / "e.json", content)
-    with pytest.raises((InvalidArgument, InvalidData), match=f"(?s)(--reuse|edge).*{reason}") as (
-        caught
-    ):
+    error = InvalidData if code.startswith("request.not_") else InvalidArgument
+    with raises(error, code, "`reuse`", value) as caught:
         read_edges(path, blocks())
-    refused(caught.value)
+    check_length(caught.value)

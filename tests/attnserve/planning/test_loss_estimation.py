@@ -14,9 +14,9 @@ from attnserve.checks.compare import compare
 from attnserve.context import RunContext
 from attnserve.models.artifact import load_model, open_artifact
 from attnserve.models.datasets import load_inputs
-from attnserve.planning.loss_estimation import WhatIf
+from attnserve.planning.loss_estimation import LossEstimator
 from attnserve.runtime.session import Batch
-from graph_passes.analysis.shapes import interpret_small
+from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.prune_heads import PruneHeads
@@ -34,40 +34,48 @@ def data(tiny: Path, sentences: Path, bert: ir.Model) -> list[Batch]:
 
 
 @pytest.fixture(scope="module")
-def ask(bert: ir.Model, data: list[Batch]) -> WhatIf:
+def estimator(bert: ir.Model, data: list[Batch]) -> LossEstimator:
     names = [block.name for block in (*find_attention(bert)[0], *find_feed_forward(bert))]
-    return WhatIf(bert, names, data, threads=1)
+    return LossEstimator(bert, names, data, threads=1)
 
 
-def test_nothing_else_loses_nothing(ask: WhatIf):
-    assert ask.cosine_loss({}) == pytest.approx(0, abs=1e-6)
+def test_nothing_else_loses_nothing(estimator: LossEstimator):
+    assert estimator.cosine_loss({}) == pytest.approx(0, abs=1e-6)
 
 
-def test_rows_of_zeros_are_heads_that_are_gone(ask: WhatIf, bert: ir.Model, data: list[Batch]):
+def test_rows_of_zeros_are_heads_that_are_gone(
+    estimator: LossEstimator, bert: ir.Model, data: list[Batch]
+):
     block = find_attention(bert)[0][1]
     assert block.output is not None
-    weight, bias = (array.copy() for array in ask.maps[block.name])
+    weight, bias = (array.copy() for array in estimator.maps[block.name])
     weight[block.output.rows[[0, 2]].reshape(-1)] = 0
     pruned = bert.clone()
     PruneHeads({block.name: [0, 1, 0, 1]})(pruned)
     expected = 1 - compare(bert, pruned, data, "", context=RunContext(threads=1)).mean_cosine
     assert expected > 1e-3
-    assert ask.cosine_loss({block.name: (weight, bias)}) == pytest.approx(expected, rel=0, abs=1e-6)
+    assert estimator.cosine_loss({block.name: (weight, bias)}) == pytest.approx(
+        expected, rel=0, abs=1e-6
+    )
 
 
-def test_rows_of_zeros_are_neurons_that_are_gone(ask: WhatIf, bert: ir.Model, data: list[Batch]):
+def test_rows_of_zeros_are_neurons_that_are_gone(
+    estimator: LossEstimator, bert: ir.Model, data: list[Batch]
+):
     block = find_feed_forward(bert)[0]
-    weight, bias = (array.copy() for array in ask.maps[block.name])
+    weight, bias = (array.copy() for array in estimator.maps[block.name])
     weight[:32] = 0
     pruned = bert.clone()
     PruneNeurons({block.name: [0] * 32 + [1] * 32})(pruned)
     expected = 1 - compare(bert, pruned, data, "", context=RunContext(threads=1)).mean_cosine
     assert expected > 1e-4
-    assert ask.cosine_loss({block.name: (weight, bias)}) == pytest.approx(expected, rel=0, abs=1e-6)
+    assert estimator.cosine_loss({block.name: (weight, bias)}) == pytest.approx(
+        expected, rel=0, abs=1e-6
+    )
 
 
 def test_any_other_maps_are_what_a_rewritten_model_would_compute(
-    ask: WhatIf, bert: ir.Model, data: list[Batch]
+    estimator: LossEstimator, bert: ir.Model, data: list[Batch]
 ):
     """Both at once, with what others take over: a full map of an attention and of a feed-forward,
     each with its constant."""
@@ -75,38 +83,40 @@ def test_any_other_maps_are_what_a_rewritten_model_would_compute(
     names = [find_attention(bert)[0][0].name, find_feed_forward(bert)[1].name]
     maps: dict[str, Any] = {}
     for name in names:
-        weight, bias = ask.maps[name]
+        weight, bias = estimator.maps[name]
         noise = 0.3 * np.std(weight) * random.standard_normal(weight.shape)
         maps[name] = weight + noise, bias + 0.1 * random.standard_normal(bias.shape)
     changed = bert.clone()
     sites = find_sites(changed, names)
     for name in names:
-        install(sites[name], *maps[name], interpret_small(changed, batch=2, sequence=5))
+        install(sites[name], *maps[name], infer_shapes_small(changed, batch=2, sequence=5))
     expected = 1 - compare(bert, changed, data, "", context=RunContext(threads=1)).mean_cosine
     assert expected > 1e-2
-    assert ask.cosine_loss(maps) == pytest.approx(expected, rel=0, abs=1e-6)
-    alone = [ask.cosine_loss({name: maps[name]}) for name in names]
+    assert estimator.cosine_loss(maps) == pytest.approx(expected, rel=0, abs=1e-6)
+    alone = [estimator.cosine_loss({name: maps[name]}) for name in names]
     assert all(1e-4 < loss < expected for loss in alone)
 
 
-def test_what_is_asked_once_leaves_no_trace(ask: WhatIf):
-    name = next(iter(ask.maps))
-    weight, bias = ask.maps[name]
-    first = ask.cosine_loss({name: (0.5 * weight, bias)})
-    assert first > 1e-5 and ask.cosine_loss({}) == pytest.approx(0, abs=1e-6)
-    assert ask.cosine_loss({name: (0.5 * weight, bias)}) == pytest.approx(first, rel=0, abs=1e-9)
+def test_what_is_asked_once_leaves_no_trace(estimator: LossEstimator):
+    name = next(iter(estimator.maps))
+    weight, bias = estimator.maps[name]
+    first = estimator.cosine_loss({name: (0.5 * weight, bias)})
+    assert first > 1e-5 and estimator.cosine_loss({}) == pytest.approx(0, abs=1e-6)
+    assert estimator.cosine_loss({name: (0.5 * weight, bias)}) == pytest.approx(
+        first, rel=0, abs=1e-9
+    )
 
 
-def test_more_of_a_change_loses_more(ask: WhatIf, bert: ir.Model):
+def test_more_of_a_change_loses_more(estimator: LossEstimator, bert: ir.Model):
     name = find_feed_forward(bert)[1].name
-    weight, bias = ask.maps[name]
-    losses = [ask.cosine_loss({name: (share * weight, bias)}) for share in (0.9, 0.6, 0.1)]
+    weight, bias = estimator.maps[name]
+    losses = [estimator.cosine_loss({name: (share * weight, bias)}) for share in (0.9, 0.6, 0.1)]
     assert losses == sorted(losses) and losses[0] > 1e-5
 
 
 def test_the_model_itself_is_left_alone(bert: ir.Model, data: list[Batch]):
     before = ir.to_proto(bert).SerializeToString()
     name = find_feed_forward(bert)[0].name
-    ask = WhatIf(bert, [name], data[:1], threads=1)
-    ask.cosine_loss({name: (0 * ask.maps[name][0], ask.maps[name][1])})
+    estimator = LossEstimator(bert, [name], data[:1], threads=1)
+    estimator.cosine_loss({name: (0 * estimator.maps[name][0], estimator.maps[name][1])})
     assert ir.to_proto(bert).SerializeToString() == before

@@ -13,7 +13,7 @@ import pytest
 import attnserve
 from attnserve.models.artifact import Artifact, load_model, open_artifact
 from attnserve.models.example_inputs import example_inputs
-from attnserve.planning import lossless as exact
+from attnserve.planning import lossless
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.constants import constant_array
 from graph_passes.errors import CannotRewrite, InvalidModel
@@ -31,15 +31,15 @@ def bert(tiny_bert: Callable[..., Path], tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture
 def any_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tiny is not faster: speed is another test's affair."""
-    monkeypatch.setattr(exact, "_gain", lambda pair, feed, seconds: 2.0)
+    monkeypatch.setattr(lossless, "_gain", lambda pair, feed, seconds: 2.0)
 
 
 def changed(change: Callable[[ir.Model], None]) -> Callable[..., Any]:
     """A rewriting that does something else besides."""
-    carry_out = exact.carry_out
+    apply_plan = lossless.apply_plan
 
     def both(plan: Any, graph: ir.Model, *args: Any, **kwargs: Any) -> Any:
-        done = carry_out(plan, graph, *args, **kwargs)
+        done = apply_plan(plan, graph, *args, **kwargs)
         change(graph)
         return done
 
@@ -64,7 +64,7 @@ def test_every_block_is_one_operator_and_the_numbers_are_the_same(
     bert: Artifact, tmp_path: Path
 ) -> None:
     before = bert.model.read_bytes()
-    found = exact.rewrite_exactly(bert, tmp_path / "new.onnx", threads=1)
+    found = lossless.fuse_lossless(bert, tmp_path / "new.onnx", threads=1)
     assert (found.attention, found.gelu, found.speedup) == (LAYERS, LAYERS, pytest.approx(2.0))
     assert found.min_cosine >= 1 - 1e-9 and found.max_error < 5e-6
     assert bert.model.read_bytes() == before
@@ -83,10 +83,10 @@ def test_every_block_is_one_operator_and_the_numbers_are_the_same(
 @pytest.mark.usefixtures("any_speed")
 def test_what_is_written_so_already_is_left_alone(bert: Artifact, tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
-    exact.rewrite_exactly(bert, tmp_path / "one" / "model.onnx", threads=1)
+    lossless.fuse_lossless(bert, tmp_path / "one" / "model.onnx", threads=1)
     again = open_artifact(tmp_path / "one")
     with pytest.raises(CannotRewrite, match="no block can be written in a faster operator"):
-        exact.rewrite_exactly(again, tmp_path / "two.onnx", threads=1)
+        lossless.fuse_lossless(again, tmp_path / "two.onnx", threads=1)
     assert not (tmp_path / "two.onnx").exists()
 
 
@@ -101,9 +101,9 @@ def test_what_is_written_so_already_is_left_alone(bert: Artifact, tmp_path: Path
 def test_other_numbers_are_refused(
     bert: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, off: float, text: str
 ) -> None:
-    monkeypatch.setattr(exact, "carry_out", changed(scaled(off)))
+    monkeypatch.setattr(lossless, "apply_plan", changed(scaled(off)))
     with pytest.raises(CannotRewrite, match=text):
-        exact.rewrite_exactly(bert, tmp_path / "new.onnx", threads=1)
+        lossless.fuse_lossless(bert, tmp_path / "new.onnx", threads=1)
 
 
 @pytest.mark.usefixtures("any_speed")
@@ -117,9 +117,9 @@ def test_what_differs_in_padded_rows_alone_is_refused(
             if node.op_type == "Attention":
                 node.replace_input_with(5 if node.domain else 3, None)
 
-    monkeypatch.setattr(exact, "carry_out", changed(forget))
+    monkeypatch.setattr(lossless, "apply_plan", changed(forget))
     with pytest.raises(CannotRewrite, match="would be another at 3 x 16"):
-        exact.rewrite_exactly(bert, tmp_path / "new.onnx", threads=1)
+        lossless.fuse_lossless(bert, tmp_path / "new.onnx", threads=1)
 
 
 @pytest.mark.usefixtures("any_speed")
@@ -132,8 +132,8 @@ def test_where_the_newest_operator_has_no_kernel_an_older_one_is_taken(
             raise InvalidModel(f"{source}: no kernel", "none")
         return open_session(source, **how)
 
-    monkeypatch.setattr(exact, "open_session", lacks)
-    found = exact.rewrite_exactly(bert, tmp_path / "new.onnx", threads=1)
+    monkeypatch.setattr(lossless, "open_session", lacks)
+    found = lossless.fuse_lossless(bert, tmp_path / "new.onnx", threads=1)
     assert found.attention == LAYERS
     nodes = load_model(tmp_path / "new.onnx").graph
     assert [n.domain for n in nodes if n.op_type == "Attention"] == ["com.microsoft"] * LAYERS
@@ -146,9 +146,9 @@ def test_another_interface_is_refused(
     def rename(graph: ir.Model) -> None:
         graph.graph.outputs[0].name = "other"
 
-    monkeypatch.setattr(exact, "carry_out", changed(rename))
+    monkeypatch.setattr(lossless, "apply_plan", changed(rename))
     with pytest.raises(CannotRewrite, match=r"it would have \[\('other',.*expected \[\('last_hid"):
-        exact.rewrite_exactly(bert, tmp_path / "new.onnx", threads=1)
+        lossless.fuse_lossless(bert, tmp_path / "new.onnx", threads=1)
 
 
 @pytest.mark.parametrize(
@@ -171,10 +171,10 @@ def test_only_what_is_faster_is_worth_it(
         exact, "_gain", lambda pair, feed, seconds: gains[feed["input_ids"].shape[1]]
     )
     if why is None:
-        exact.rewrite_exactly(bert, tmp_path / "new.onnx", threads=1)
+        lossless.fuse_lossless(bert, tmp_path / "new.onnx", threads=1)
         return
     with pytest.raises(CannotRewrite, match=why):
-        exact.rewrite_exactly(bert, tmp_path / "new.onnx", threads=1)
+        lossless.fuse_lossless(bert, tmp_path / "new.onnx", threads=1)
 
 
 def test_a_gain_is_that_of_the_fastest_runs() -> None:
@@ -190,9 +190,9 @@ def test_a_gain_is_that_of_the_fastest_runs() -> None:
 
     clock = [0.0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exact, "perf_counter", lambda: clock[-1])
+        patch.setattr(lossless, "perf_counter", lambda: clock[-1])
         pair = Session(9, 8, 3, 9, 7), Session(5, 9, 6, 8, 2)
-        assert exact._gain(pair, {}, 0) == 1.5  # type: ignore[arg-type]
+        assert lossless._gain(pair, {}, 0) == 1.5  # type: ignore[arg-type]
 
 
 NO_ATTENTION = """
@@ -204,27 +204,27 @@ plain (float[n, 4] x) => (float[n, 4] y) { y = Relu(x) }
 def test_a_model_without_attention_is_left_alone(tmp_path: Path) -> None:
     ir.save(ir.from_onnx_text(NO_ATTENTION), tmp_path / "model.onnx")
     with pytest.raises(CannotRewrite, match="faster operator: none was found"):
-        exact.rewrite_exactly(open_artifact(tmp_path), tmp_path / "new.onnx")
+        lossless.fuse_lossless(open_artifact(tmp_path), tmp_path / "new.onnx")
 
 
 @pytest.mark.usefixtures("any_speed")
 def test_a_model_that_cannot_be_tried_is_left_alone(
     bert: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exact, "COMPARED", ((1, 100_000),))  # it has fewer positions
+    monkeypatch.setattr(lossless, "COMPARED", ((1, 100_000),))  # it has fewer positions
     with pytest.raises(CannotRewrite, match="it runs on no example inputs to compare it on"):
-        exact.rewrite_exactly(bert, tmp_path / "new.onnx", threads=1)
+        lossless.fuse_lossless(bert, tmp_path / "new.onnx", threads=1)
 
 
 def test_distances() -> None:
     a = np.array([[3.0, 4.0], [0.0, 0.0]], np.float32)
-    assert exact._distance(a, a) == (1.0, 0.0)
-    assert exact._distance(a, a[:1]) == (0.0, np.inf)
-    cosine, error = exact._distance(a, np.array([[3.0, 4.0], [0.0, 1.0]], np.float32))
+    assert lossless._distance(a, a) == (1.0, 0.0)
+    assert lossless._distance(a, a[:1]) == (0.0, np.inf)
+    cosine, error = lossless._distance(a, np.array([[3.0, 4.0], [0.0, 1.0]], np.float32))
     assert (cosine, error) == (0.0, 0.25)  # nothing became something
-    cosine, error = exact._distance(a, np.array([[4.0, 3.0], [0.0, 0.0]], np.float32))
+    cosine, error = lossless._distance(a, np.array([[4.0, 3.0], [0.0, 0.0]], np.float32))
     assert (cosine, error) == (pytest.approx(0.96), 0.25)
-    assert exact._distance(0 * a, a) == (0.0, np.inf)  # something where nothing was
+    assert lossless._distance(0 * a, a) == (0.0, np.inf)  # something where nothing was
     flags = np.array([True, False])
-    assert exact._distance(flags, ~flags)[1] > exact.MOST_ERROR
-    assert exact._distance(np.array(2.0), np.array(2.0)) == (1.0, 0.0)
+    assert lossless._distance(flags, ~flags)[1] > lossless.MOST_ERROR
+    assert lossless._distance(np.array(2.0), np.array(2.0)) == (1.0, 0.0)

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnserve.planning.candidates import Option, Size
+from attnserve.planning.candidates import BlockConfig, Option
 from attnserve.planning.pareto import pareto_front
 
 
 def part(*pairs: tuple[float, float]) -> list[Option]:
-    return [Option((Size(kept),), loss, ms) for kept, (loss, ms) in enumerate(pairs)]
+    return [Option((BlockConfig(kept),), loss, ms) for kept, (loss, ms) in enumerate(pairs)]
 
 
 def test_each_choice_takes_one_option_of_each_part():

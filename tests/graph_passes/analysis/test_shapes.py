@@ -7,14 +7,20 @@ import onnx_ir as ir
 import pytest
 
 from attnserve.runtime.session import open_session
-from graph_passes.analysis.shapes import Facts, bind_axes, input_shape, interpret, named_axes
+from graph_passes.analysis.shapes import (
+    ShapeInfo,
+    bind_axes,
+    infer_shapes_at,
+    input_shape,
+    named_axes,
+)
 from graph_passes.emit.editing import exposing
 from tests.graph_passes.graphs import attention, feeds, graph
 from tests.graph_passes.matching.test_find import LAID_OUT, READ
 
 
-def facts_of(model: ir.Model, batch: int = 2, sequence: int = 5) -> Facts:
-    return interpret(model, bind_axes(model.graph, batch=batch, sequence=sequence))
+def facts_of(model: ir.Model, batch: int = 2, sequence: int = 5) -> ShapeInfo:
+    return infer_shapes_at(model, bind_axes(model.graph, batch=batch, sequence=sequence))
 
 
 def fact(model: ir.Model, name: str, **lengths: int) -> object:

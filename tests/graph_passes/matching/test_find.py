@@ -714,7 +714,7 @@ def mutants(model: ir.Model) -> list[tuple[str, Callable[[], None]]]:
 def collaborative() -> ir.Model:
     model = attention()
     blocks, _ = find_attention(model)
-    return Collaborate({block.name: factor(block, 5) for block in blocks})(model).model
+    return Collaborate.with_factors({block.name: factor(block, 5) for block in blocks})(model).model
 
 
 MUTATED: dict[str, tuple[Callable[[], ir.Model], int]] = {

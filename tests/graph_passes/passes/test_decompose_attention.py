@@ -11,10 +11,10 @@ import pytest
 from graph_passes.blocks import Capped
 from graph_passes.errors import CannotRewrite
 from graph_passes.matching.find import find_attention
-from graph_passes.matching.operators import FUSED as FUSED_NAMES
-from graph_passes.passes.collaborate import Collaborate, factor
-from graph_passes.passes.collaborate import why_not as collaborate_why_not
-from graph_passes.passes.decompose_attention import DecomposeAttention, why_not
+from graph_passes.matching.operators import FUSED_OPERATORS as FUSED_NAMES
+from graph_passes.passes.collaborate import Collaborate, factor, sharing_refusal
+from graph_passes.passes.decompose_attention import DecomposeAttention, decomposition_refusal
+from tests.errors import raises
 from tests.graph_passes.graphs import (
     FUSED,
     PARTS,
@@ -136,15 +136,11 @@ def test_operator_that_is_the_output_of_the_graph_keeps_the_outputs_name() -> No
 DECOMPOSED = [
     name
     for name, case in READ.items()
-    if case.runs and not why_not(find_attention(case.model())[0][0])
+    if case.runs and not decomposition_refusal(find_attention(case.model())[0][0])
 ]
-REFUSED = {
-    "ai.onnx: past": "its fused operator reads cached keys, which are inputs of the graph",
-    "Attention: past": "its fused operator reads cached keys, which are inputs of the graph",
-    "MultiHeadAttention: keys and values handed in": (
-        "its fused operator reads cached keys, which are inputs of the graph"
-    ),
-}
+REFUSED = (
+    "ai.onnx: past", "Attention: past", "MultiHeadAttention: keys and values handed in",
+)  # fmt: skip
 
 
 def any_feeds(model: ir.Model, memory: int = 4) -> dict[str, np.ndarray]:
@@ -194,9 +190,7 @@ def test_decomposed_operator_is_read_as_what_it_was(name: str) -> None:
     assert block.logits is not None and block.probabilities is not None
 
 
-SHARED = [
-    name for name in DECOMPOSED if not collaborate_why_not(only(decompose(READ[name].model())))
-]
+SHARED = [name for name in DECOMPOSED if not sharing_refusal(only(decompose(READ[name].model())))]
 
 
 @pytest.mark.parametrize("name", SHARED)
@@ -204,7 +198,7 @@ def test_collaborative_heads_after_decomposing_are_exact(name: str) -> None:
     """At R = H*K the output stays within 1e-4."""
     model = decompose(READ[name].model())
     blocks, _ = find_attention(model)
-    Collaborate({block.name: factor(block, H * K) for block in blocks})(model)
+    Collaborate.with_factors({block.name: factor(block, H * K) for block in blocks})(model)
     assert only(model).form == "collaborative"
     original = READ[name].model()
     arrays = any_feeds(original)
@@ -225,20 +219,20 @@ def test_most_forms_decompose_and_can_then_share_their_heads() -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_operator_that_cannot_be_decomposed_says_why(name: str) -> None:
+def test_decompose_attention_with_cached_keys_is_refused(name: str) -> None:
     model = READ[name].model()
     (block,), _ = find_attention(model)
-    assert why_not(block) == REFUSED[name]
-    with pytest.raises(CannotRewrite, match=REFUSED[name]):
+    with raises(CannotRewrite, "cached"):
         DecomposeAttention(frozenset({block.name}))(model)
 
 
 def test_operator_whose_keys_are_read_elsewhere_is_refused() -> None:
     plain = READ["ai.onnx: heads side by side"]
     body = plain.body.replace("c = A", "c, nk, nv = A")
-    assert why_not(only(replace(plain, body=body).model())) == ""
+    assert decomposition_refusal(only(replace(plain, body=body).model())) is None
     kept = only(replace(plain, body=f"{body}\n kept = Abs(nk)").model())
-    assert why_not(kept) == "its fused operator also returns its keys, values or scores"
+    refusal = decomposition_refusal(kept)
+    assert refusal and refusal.code == "operator_outputs"
 
 
 def test_operator_that_rotates_its_heads_inside_is_refused() -> None:
@@ -247,7 +241,8 @@ def test_operator_that_rotates_its_heads_inside_is_refused() -> None:
     wide = {"Wk_grouped": rng.standard_normal((D, 64)), "Wv_grouped": rng.standard_normal((D, 64))}
     constants = {name: array.astype(np.float32) / 2 for name, array in wide.items()}
     block = only(replace(rotary, body=text, constants=constants).model())
-    assert why_not(block) == "the fused operator splits and rotates its heads inside"
+    refusal = decomposition_refusal(block)
+    assert refusal and refusal.code == "operator_rotary"
 
 
 def test_a_head_that_all_queries_share_is_spread() -> None:
@@ -266,8 +261,9 @@ def test_a_head_that_all_queries_share_is_spread() -> None:
 
 
 def test_plain_attention_and_unknown_names_are_refused() -> None:
-    assert why_not(only(attention())) == "its scores are in the graph already"
-    with pytest.raises(CannotRewrite, match="no attention is called 'layer_9'"):
+    with raises(CannotRewrite, "decomposed"):
+        DecomposeAttention(["attention_0"])(attention())
+    with raises(CannotRewrite, "rewrite.unknown_block"):
         DecomposeAttention(frozenset({"layer_9"}))(attention())
 
 

@@ -26,7 +26,7 @@ from attnserve.cli.app import main
 from attnserve.models.artifact import load_model, open_artifact
 from attnserve.models.datasets import load_inputs
 from attnserve.planning import search
-from attnserve.planning.checkpoint import Journal
+from attnserve.planning.checkpoint import Checkpoint
 from attnserve.planning.pareto import Choice
 from attnserve.planning.report import PlanReport, Speed
 from attnserve.planning.search import Goal
@@ -570,7 +570,7 @@ def test_a_damaged_journal_is_begun_anew(
     counted: None,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    opened = Journal.open.__func__
+    opened = Checkpoint.open.__func__
 
     def damaged(cls: Any, name: str) -> Any:
         path = tmp_path / "cache" / "plans" / f"{name}.json"
@@ -578,7 +578,7 @@ def test_a_damaged_journal_is_begun_anew(
         path.write_text(content)
         return opened(cls, name)
 
-    monkeypatch.setattr(Journal, "open", classmethod(damaged))
+    monkeypatch.setattr(Checkpoint, "open", classmethod(damaged))
     assert planned(model, sentences, tmp_path / "p.json", keep=0.97).gain
 
 
@@ -622,7 +622,7 @@ def test_a_folder_in_the_way_is_refused_before_the_search(
     name: str, model: Path, sentences: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(
-        import_module("attnserve.planning.command"),
+        import_module("attnserve.planning.make_plan"),
         "search",
         lambda *_, **__: pytest.fail("the search has begun"),
     )
