@@ -80,7 +80,7 @@ def _show_blocks(title: str, blocks: Sequence[dict[str, Any]]) -> None:
         for rewrite, reason in rewrites.items():
             if reason is not True:
                 refused.setdefault(reason, {}).setdefault(rewrite, []).append(index)
-        applicable = [rewrite for rewrite, reason in rewrites.items() if reason is True]
+        applicable = sum(reason is True for reason in rewrites.values())
         grouped = block["num_kv_heads"] != block["num_heads"]
         heads = f"{block['num_heads']}" + (f"/{block['num_kv_heads']}" if grouped else "")
         reused = f", {block['reused_heads']} reused" if block["reused_heads"] else ""
@@ -92,7 +92,7 @@ def _show_blocks(title: str, blocks: Sequence[dict[str, Any]]) -> None:
             "-" if block["form"] == "skip" else f"{block['scale']:.4g}",
             f"{block['macs'] / 1e6:.1f}",
             f"{block['max_abs_error']:.0e}",
-            "all" if len(applicable) == len(rewrites) else ", ".join(applicable) or "none",
+            "all" if applicable == len(rewrites) else f"{applicable} of {len(rewrites)}",
         )
     out.print(table)
     if legend:
@@ -100,7 +100,7 @@ def _show_blocks(title: str, blocks: Sequence[dict[str, Any]]) -> None:
     for reason, without in refused.items():
         for layers in dict.fromkeys(tuple(layers) for layers in without.values()):
             rewrites = [rewrite for rewrite, where in without.items() if tuple(where) == layers]
-            print_line(f"not {', '.join(rewrites)} for {format_ranges(layers)}: {reason}")
+            print_line(f"no {' or '.join(rewrites)} for {format_ranges(layers)}: {reason}")
 
 
 def _show_uncounted(report: Inspection, limit: int = 5) -> None:

@@ -379,7 +379,8 @@ def plan(
         return
     _show_plan(report)
     assert report.output is not None
-    print_line(f"wrote {report.output}, {report.output.with_suffix('.svg')}")
+    plot = report.output.with_suffix(".svg")
+    print_line(f"wrote {report.output}" + (f", {plot}" if plot.exists() else ""))
 
 
 def _allowed(text: str | None) -> list[Any]:

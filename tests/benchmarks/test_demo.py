@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -10,14 +12,25 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
+CPU_SECONDS = 2 * 240
+"""Four minutes on two cores. Processor time does not depend on what else the machine runs."""
+
 
 @pytest.mark.process
-@pytest.mark.process
-def test_demo_succeeds_within_four_minutes(minilm_folder: Path):
+@pytest.mark.timing(seconds=220)
+def test_demo_prints_one_row_per_model_within_its_time(minilm_folder: Path):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.demo"],
-        cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
+        cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False,
     )  # fmt: skip
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "6 certified" in done.stdout
-    assert "served R = 128" in done.stdout
+    for name in ("original", "--collab-dk 128", "--keep 0.99", "--keep 0.98 --int8"):
+        assert re.search(
+            rf"^ *{name} .*( \d+\.\d\dx){{3}} +[01]\.\d{{4}}", done.stdout, re.MULTILINE
+        )
+    report = re.search(r"^report: (.+)$", done.stdout, re.MULTILINE)
+    assert report and (ROOT / report[1]).is_file()
+    assert "http://127.0.0.1:" in done.stdout
+    assert after.ru_utime - before.ru_utime <= CPU_SECONDS

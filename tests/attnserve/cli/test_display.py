@@ -1,0 +1,67 @@
+"""Names in tables, and options in place of Python parameters."""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+import attnserve
+from attnserve.cli.app import app
+from attnserve.cli.display import option_names, shorten_names, with_options
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_shorten_names_long_names_lose_common_parts(width: int):
+    names = [f"network.encoder.layer.{i}.attention.self" for i in range(12)]
+    short, legend = shorten_names(names, width=width - 66)
+    if width == 120:
+        assert (short, legend) == (names, "")
+    else:
+        assert short == [f"..layer.{i}" for i in range(12)]
+        assert legend == "..layer.0 is network.encoder.layer.0.attention.self, and so on"
+
+
+@pytest.mark.parametrize(
+    ("names", "short"),
+    [
+        (["/a/b/attn"] * 1, ["/a/b/attn"]),
+        (["/enc/0/attn", "/dec/0/attn"], ["/enc", "/dec"]),
+        (["x.0.self", "x.0.cross"], ["..0.self", "..0.cross"]),
+        (["prefix.one", "other"], ["prefix.one", "other"]),
+        (["same.name", "same.name"], ["..name", "..name"]),
+    ],
+)
+def test_shorten_names_results_are_distinct(names: list[str], short: list[str]):
+    assert shorten_names(names, width=3)[0] == short
+
+
+@pytest.mark.parametrize(
+    ("command", "text", "shown"),
+    [
+        ("optimize", "`prune` is 2.0", "--prune is 2.0"),
+        ("optimize", "give `collab_dk` or `calib`", "give --collab-dk or --calib"),
+        ("optimize", "lower `sequence`", "lower --seq"),
+        ("optimize", "`precision` is float16", "--fp16/--bf16/--int8 is float16"),
+        ("optimize", "leave `refit` out", "leave --no-refit out"),
+        ("bench", "`batches` and `sequences`", "--batch and --seq"),
+        ("bench", "`precision` and `prune`", "`precision` and `prune`"),
+        ("inspect", "run `attnserve optimize`, `nonsense`", "run `attnserve optimize`, `nonsense`"),
+        ("deploy triton", "choose another `repository`", "choose another DIR"),
+        ("deploy triton", "`max_batch` is 1", "--max-batch is 1"),
+    ],
+)
+def test_with_options_parameters_become_options_of_the_command(command: str, text: str, shown: str):
+    found: Any = get_command(app)
+    for name in command.split():
+        found = found.commands[name]
+    assert with_options(text, option_names(found)) == shown
+
+
+@pytest.mark.parametrize("name", ["optimize", "plan", "analyze", "verify", "evaluate", "bench"])
+def test_option_names_cover_parameters_of_the_python_function(name: str):
+    command: Any = get_command(app)
+    parameters = signature(getattr(attnserve, name)).parameters.keys()
+    assert parameters - option_names(command.commands[name]).keys() <= {"progress", "batch_size"}

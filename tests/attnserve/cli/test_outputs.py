@@ -1,0 +1,152 @@
+"""Output paths: defaults, existing files, and --force."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import attnserve
+from attnserve.models.artifact import open_artifact
+from tests.attnserve.cli.commands import Cli, refused, tree
+
+
+@pytest.mark.parametrize("force", [[], ["--force"]])
+@pytest.mark.parametrize("output", ["model", "model/model.onnx", "link", "link/model.onnx"])
+def test_output_equal_to_input_is_refused(
+    cli: Cli, model: Path, tmp_path: Path, output: str, force: list[str]
+):
+    (tmp_path / "link").symlink_to(model)
+    before = tree(tmp_path)
+    done = cli("optimize", model, "-o", tmp_path / output, "--collab-dk", 16, *force)
+    refused(done, "output")
+    assert tree(tmp_path) == before
+
+
+def test_existing_output_needs_force(cli: Cli, model: Path, tmp_path: Path):
+    for output in (tmp_path / "new" / "model.onnx", model / "new.onnx"):
+        output.parent.mkdir(exist_ok=True)
+        if output.parent != model:
+            output.write_text("precious")
+        before = tree(tmp_path)
+        refused(cli("optimize", model, "-o", output, "--collab-dk", 16), "--force")
+        assert tree(tmp_path) == before
+    new = tmp_path / "new"
+    assert cli("optimize", model, "-o", new, "--collab-dk", 16, "--force").code == 0
+
+
+def test_output_below_a_file_is_refused(cli: Cli, tiny: Path, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    for output in ("file/new.onnx", "file/a/b"):
+        done = cli("optimize", tiny, "-o", tmp_path / output, "--collab-dk", 16)
+        refused(done, "file")
+
+
+DEFAULTS: dict[str, tuple[str, list[str], set[str]]] = {
+    "optimize": (
+        "{name}-optimized",
+        ["--collab-dk", "16"],
+        {"model.onnx", "attnserve.json", "tokenizer.json", "tokenizer_config.json", "config.json"},
+    ),
+    "analyze": ("{name}-analysis", [], {"analysis.json", "mask.json", "report.html"}),
+    "plan": ("", ["--keep", "0.9"], {"plan.json", "plan.svg"}),
+}
+
+
+def without_output(command: str, model: Path, calib: Path) -> list[object]:
+    return [command, model, *DEFAULTS[command][1], "--calib", calib, "--json"]
+
+
+def work_is_refused(*_: object, **__: object) -> None:
+    raise AssertionError("the output is checked before the data is read")
+
+
+SEARCHING = pytest.param("plan", marks=pytest.mark.timing(seconds=20))
+
+
+@pytest.mark.parametrize("command", [*sorted(DEFAULTS.keys() - {"plan"}), SEARCHING])
+def test_command_without_output_writes_beside_the_model(
+    cli: Cli, model: Path, sentences: Path, tmp_path: Path, command: str
+):
+    before = tree(model)
+    folder, _, files = DEFAULTS[command]
+    written = tmp_path / folder.format(name="model")
+    done = cli(*without_output(command, model, sentences)).json()
+    assert tree(model) == before
+    assert {path.name for path in written.iterdir() if path.is_file()} == files
+    shown = Path(done["output"])
+    assert shown == written if command == "analyze" else shown.parent == written and shown.is_file()
+
+
+@pytest.mark.parametrize("command", DEFAULTS)
+def test_default_output_that_exists_needs_force(
+    cli: Cli, model: Path, sentences: Path, tmp_path: Path, command: str,
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    folder, _, files = DEFAULTS[command]
+    written = tmp_path / folder.format(name="model")
+    written.mkdir(exist_ok=True)
+    unrelated = written / "notes.txt"  # a folder that holds anything is an existing output
+    unrelated.write_text("mine")
+    if command == "plan":
+        (written / "plan.svg").write_text("mine")
+    before = tree(tmp_path)
+    with monkeypatch.context() as patch:
+        for module in ("planning.optimize", "reports.html", "planning.command"):
+            patch.setattr(import_module(f"attnserve.{module}"), "load_inputs", work_is_refused)
+        refused(cli(*without_output(command, model, sentences)), "--force")
+    assert tree(tmp_path) == before
+    assert cli(*without_output(command, model, sentences), "--force").code == 0
+    assert files <= {path.name for path in written.iterdir()}
+    assert unrelated.read_text() == "mine"
+
+
+def test_default_output_is_named_after_the_resolved_folder(
+    cli: Cli, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(model)
+    done = cli("optimize", ".", "--collab-dk", 16)
+    assert done.code == 0
+    assert done.out.startswith(f"wrote {tmp_path.resolve() / 'model-optimized' / 'model.onnx'}\n")
+    assert (tmp_path / "model-optimized" / "model.onnx").is_file()
+
+
+def test_default_output_of_a_file_is_beside_the_file(cli: Cli, model: Path):
+    (model / "model.onnx").rename(model / "encoder.onnx")
+    assert cli("optimize", model / "encoder.onnx", "--collab-dk", 16, "--dry-run").code == 0
+    assert not (model / "encoder-optimized").exists()
+    done = cli("optimize", model / "encoder.onnx", "--collab-dk", 16, "--json").json()
+    assert done["output"] == str(model / "encoder-optimized" / "model.onnx")
+    assert (model / "encoder-optimized" / "attnserve.json").is_file()
+
+
+def test_output_path_is_not_recorded_in_the_artifact(cli: Cli, model: Path, tmp_path: Path):
+    assert cli("optimize", model, "--collab-dk", 16).code == 0
+    record = (tmp_path / "model-optimized" / "attnserve.json").read_text()
+    assert str(tmp_path) not in record
+
+
+def test_failed_check_without_output_leaves_no_folder(cli: Cli, model: Path, tmp_path: Path):
+    done = cli("optimize", model, "--collab-dk", 1, "--min-cosine", 1)
+    assert done.code == 1 and list(tmp_path.iterdir()) == [model]
+
+
+def test_functions_without_output_return_where_they_wrote(
+    model: Path, sentences: Path, tmp_path: Path
+):
+    optimized = attnserve.optimize(model, collab_dk=16)
+    assert optimized.output == tmp_path / "model-optimized" / "model.onnx"
+    assert attnserve.analyze(model, calib=sentences).output == tmp_path / "model-analysis"
+    assert attnserve.plan(model, calib=sentences, keep=0.9).output == tmp_path / "plan.json"
+
+
+def test_second_model_in_a_folder_keeps_the_record_of_the_first(
+    cli: Cli, model: Path, tmp_path: Path
+):
+    folder = tmp_path / "both"
+    for name, rank in (("a", 16), ("b", 8)):
+        assert cli("optimize", model, "-o", folder / f"{name}.onnx", "--collab-dk", rank).code == 0
+    for name, rank in (("a", 16), ("b", 8)):
+        steps = open_artifact(folder / f"{name}.onnx").lineage[-1]["steps"]
+        assert {step["rank"] for step in steps} == {rank}
