@@ -1,4 +1,4 @@
-"""Find attention blocks: start at each softmax or fused operator and match up to the projections."""
+"""Find attention blocks: match from each softmax or fused operator to the projections."""
 
 from __future__ import annotations
 

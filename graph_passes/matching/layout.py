@@ -378,7 +378,7 @@ class LayoutReader:
         return (node.inputs[0], False) if swapped else (tokens, True)
 
     def number_elements(self, value: ir.Value, reach: int = FLATTENING) -> np.ndarray:
-        """Label the elements of a value; equal labels mean elements computed from the same inputs."""
+        """Label the elements of a value; equal labels mean elements with the same inputs."""
         shape, node = self.shape(value), value.producer()
         constant = self.info.constant(value)
         if constant is not None:
@@ -407,7 +407,7 @@ class LayoutReader:
         return constant_array(value) if is_constant(value) else None
 
     def _constant_operand(self, value: ir.Value) -> np.ndarray | None:
-        """The elements of a weight or of a computed scalar; computed arrays are position factors."""
+        """The elements of a weight or computed scalar; computed arrays are position factors."""
         if is_constant(value):
             return constant_array(value)
         constant = self.info.constant(value)
@@ -538,7 +538,7 @@ def _cached(
 
 
 def only_consumer(value: ir.Value) -> ir.Node | None:
-    """The only node that reads the elements of a value; None if there are more or it is an output."""
+    """The only node that reads the elements of a value; None if the value has other readers."""
     if value.is_graph_output():
         return None
     consumers = {node for node, _ in value.uses() if node.op_type != "Shape"}
