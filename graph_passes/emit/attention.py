@@ -324,11 +324,12 @@ def _by_head(array: np.ndarray) -> np.ndarray:
 def _factor_axes(
     spread: BroadcastLayout, heads: np.ndarray, used: np.ndarray
 ) -> tuple[tuple[str, np.ndarray | None], ...]:
-    """What each axis of the factor becomes, and which of its elements are taken: "batch",
-    "token", "head", "element", or "" where it is one element.
+    """The role of each axis of the factor, and the selected elements.
+
+    Roles are "batch", "token", "head", "element", or "" for a single element.
 
     Raises:
-        _UnfitError: It is laid out in another way.
+        _UnsupportedError: The layout is not supported.
     """
     if spread.is_last_position or (spread.positions is not None and spread.axes[:1] != ("batch",)):
         raise _UnsupportedError("its operator computes the rotary positions")

@@ -494,7 +494,7 @@ MISSED: dict[str, tuple[dict[str, str], str]] = {
     "the mask of a Dropout as queries": (
         {"scores": "\n q8, dropped = Dropout(q)\n q9 = Cast <to = 1> (dropped)"
                    "\n s0 = MatMul(q9, kT)\n s = Mul(s0, scale)"},
-        "Dropout hands on its output 1, not its tokens",
+        "output 1 of Dropout is not a layout of its first input",
     ),
 }  # fmt: skip
 CONSTANTS = LAID_OUT | {
