@@ -23,7 +23,7 @@ from attnserve.planning.candidates import (
     reuse,
 )
 from attnserve.runtime.session import Batch, open_session, run
-from attnserve.runtime.timer import Cut, LatencyTable, Part, cut_out
+from attnserve.runtime.part_latency import Cut, LatencyTable, Part, cut_out
 from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small, state_types
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.emit.editing import remove_unused

@@ -63,7 +63,7 @@ from attnserve.planning.plan import Plan
 from attnserve.planning.report import Decision, PlanReport, Point, Speed
 from attnserve.planning.request import require_attention
 from attnserve.runtime.session import open_session, run
-from attnserve.runtime.timer import LatencyTable, Part, default_cache
+from attnserve.runtime.part_latency import LatencyTable, Part, default_cache
 from graph_passes.errors import (
     CannotRewrite,
     CheckFailed,

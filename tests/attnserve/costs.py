@@ -11,7 +11,7 @@ import pytest
 
 from attnserve.models.example_inputs import example_inputs
 from attnserve.planning.report import Speed
-from attnserve.runtime.timer import Part
+from attnserve.runtime.part_latency import Part
 from graph_passes.analysis.cost import model_cost
 
 FUSED = STANDARD = 0.9
@@ -47,5 +47,5 @@ def speeds(search: Any, graph: ir.Model, lengths: Sequence[int]) -> list[Speed]:
 
 
 def count_instead_of_timing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnserve.runtime.timer.LatencyTable.measure", measure)
+    monkeypatch.setattr("attnserve.runtime.part_latency.LatencyTable.measure", measure)
     monkeypatch.setattr("attnserve.planning.search._Search._speeds", speeds)
