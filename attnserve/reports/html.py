@@ -233,7 +233,7 @@ def _head_findings(analysis: Analysis, output: Path) -> Iterator[Finding]:
     head = int(layer.leave_one_out.argmax())
     yield Finding(
         f"Head {head} of layer {layer.index} is the most important one: without it, the model "
-        f"outputs change by {_percent(float(layer.leave_one_out[head]))} (squared, of their variance)."
+        f"outputs change by {_percent(float(layer.leave_one_out[head]))} of their variance."
     )
     kept = sum(int(layer.votes.mask.sum()) for layer in analysis.layers)
     total = sum(layer.num_heads for layer in analysis.layers)

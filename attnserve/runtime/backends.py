@@ -67,7 +67,7 @@ def open_runner(
         source, provider, threads, cuda: Of ``open_session``; ``cuda.graphs`` follows ``buckets``.
         buckets: The most shapes that are captured as CUDA graphs; 0 captures none.
         longest: The most tokens a row that the model takes, where that is known.
-        concurrency: The runs that will be asked for at a time. A session that captures graphs runs one
+        concurrency: The number of concurrent runs. A session that captures graphs runs one
             at a time, so there are as many sessions, each with its own weights and
             ``cuda.memory_bytes``; any other session runs them all.
 
