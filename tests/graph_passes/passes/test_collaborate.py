@@ -22,7 +22,6 @@ from graph_passes.passes.collaborate import Collaborate, SharedDimensions, facto
 from graph_passes.passes.prune_heads import PruneHeads
 from tests.errors import raises
 from tests.graph_passes.graphs import (
-    BOOL_MASK,
     FUSED,
     PARTS,
     SCALE,
@@ -56,15 +55,6 @@ def two_layers() -> ir.Model:
     second = re.sub(rf"\b({made})\b", r"\1_2", first)
     second = re.sub(r"\bx\b", "out", second)
     return graph(first + second, output=f"float[batch, sequence, {D}] out_2")
-
-
-@pytest.mark.parametrize("layout", ALL_LAYOUTS)
-def test_exact_rank_changes_nothing(layout: str) -> None:
-    """Key bias dropped, query bias as content, scale kept: outputs within 1e-4."""
-    original = attention(constants=LAID_OUT, **ALL_LAYOUTS[layout])
-    rewritten = collaborate(attention(constants=LAID_OUT, **ALL_LAYOUTS[layout]))
-    arrays = feeds(original)
-    np.testing.assert_allclose(run(rewritten, arrays), run(original, arrays), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("rank", [1, 5, EXACT])
@@ -183,66 +173,10 @@ def test_packed_values_get_a_product_of_their_own() -> None:
     np.testing.assert_allclose(block.v.matrix(), weights()["Wqkv"][:, 24:], atol=1e-6)
 
 
-def test_cross_attention_is_rewritten_on_both_sides() -> None:
-    def cross() -> ir.Model:
-        return attention(
-            inputs=f"float[batch, sequence, {D}] x, float[batch, memory, {D}] y",
-            k="\n k0 = MatMul(y, Wk)\n k1 = Add(k0, bk)\n k2 = Reshape(k1, heads)"
-            "\n kT = Transpose <perm = [0, 2, 3, 1]> (k2)",
-            v="\n v0 = MatMul(y, Wv)\n v2 = Reshape(v0, v_heads)"
-            "\n v = Transpose <perm = [0, 2, 1, 3]> (v2)",
-            mask="\n m = Identity(s)",
-        )
-
-    model = collaborate(cross())
-    assert (only(model).kind, only(model).form) == ("cross", "collaborative")
-    rng = np.random.default_rng(0)
-    arrays = {
-        "x": rng.standard_normal((2, 7, D)).astype(np.float32),
-        "y": rng.standard_normal((2, 3, D)).astype(np.float32),
-    }
-    np.testing.assert_allclose(run(model, arrays), run(cross(), arrays), atol=1e-4, rtol=0)
-
-
-def test_boolean_mask_is_untouched() -> None:
-    parts = {"mask": "\n m = Where(mask, s, low)"}
-    inputs = f"float[batch, sequence, {D}] x, {BOOL_MASK}"
-    original, model = (attention(inputs=inputs, **parts) for _ in range(2))
-    collaborate(model)
-    arrays = feeds(original)
-    np.testing.assert_allclose(run(model, arrays), run(original, arrays), atol=1e-4, rtol=0)
-
-
-def test_half_precision_stays_half_precision() -> None:
-    half = {n: a.astype(np.float16) for n, a in weights().items() if n[0] in "Wbs"}
-
-    def model() -> ir.Model:
-        return attention(
-            inputs=f"float16[batch, sequence, {D}] x, float16[batch, 1, 1, sequence] mask",
-            output_type=f"float16[batch, sequence, {D}] out",
-            constants=half,
-        )
-
-    original, rewritten = model(), collaborate(model())
-    x = np.random.default_rng(0).standard_normal((2, 7, D)).astype(np.float16)
-    arrays = {"x": x, "mask": np.zeros((2, 1, 1, 7), np.float16)}
-    got, expected = run(rewritten, arrays), run(original, arrays)
-    assert got.dtype == np.float16
-    np.testing.assert_allclose(got.astype(float), expected.astype(float), atol=2e-2, rtol=0)
-
-
 REFUSED = {
     "scores of five axes": (
         {"mask": "\n s5 = Unsqueeze(s, a0)\n m5 = Add(s5, mask)\n m = Squeeze(m5, a0)"},
         "score_layout",
-    ),
-    "capped scores": (
-        {"mask": "\n capped = Tanh(s)\n m = Add(capped, mask)"},
-        "capped",
-    ),
-    "weighted scores": (
-        {"mask": "\n m = Mul(s, mask)"},
-        "capped",
     ),
     "a floor that softmax does not ignore": (
         {"mask": "\n m = Max(s, weak)"},
@@ -252,23 +186,9 @@ REFUSED = {
         {"mask": "\n sizes = ReduceSum <keepdims = 1> (q, last)\n m = Add(s, sizes)"},
         "entangled_bias",
     ),
-    "q/k norm": (
-        {"scores": "\n q9 = LayerNormalization(q, ones)\n s0 = MatMul(q9, kT)"
-                   "\n s = Mul(s0, scale)"},
-        "qk_norm",
-    ),
     "scores that are an output": (
         {"mask": "\n m = Add(s, mask)\n shown = Identity(s)"},
         "scores_shared",
-    ),
-    "a mask that softmax does not ignore": (
-        {"mask": "\n hidden = Less(mask, zero)\n m = Where(hidden, weak, s)"},
-        "weak_mask",
-    ),
-    "one key head for all": (
-        {"k": "\n k0 = MatMul(x, Wk1)\n k2 = Reshape(k0, one_head)"
-              "\n kT = Transpose <perm = [0, 2, 3, 1]> (k2)"},
-        "grouped",
     ),
 }  # fmt: skip
 
@@ -384,16 +304,8 @@ def sparse(model: ir.Model, rank: int, head_size: int, *, dense: bool = False) -
     return Collaborate.with_factors(factors, sparse=not dense)(model).model
 
 
-@pytest.mark.parametrize("layout", ALL_LAYOUTS)
-def test_sparse_mixing_of_all_dimensions_changes_nothing(layout: str) -> None:
-    original = attention(constants=LAID_OUT, **ALL_LAYOUTS[layout])
-    rewritten = sparse(attention(constants=LAID_OUT, **ALL_LAYOUTS[layout]), EXACT, K)
-    arrays = feeds(original)
-    np.testing.assert_allclose(run(rewritten, arrays), run(original, arrays), atol=1e-4, rtol=0)
-
-
 @pytest.mark.parametrize("rank", [5, EXACT])
-@pytest.mark.parametrize("layout", ALL_LAYOUTS)
+@pytest.mark.parametrize("layout", ["plain", "packed by Split", "heads and batch in one axis"])
 def test_dense_and_sparse_emission_compute_the_same(layout: str, rank: int) -> None:
     """Gathered (R = 5 for 9 entries) and side by side: outputs within 1e-5."""
     made = [

@@ -141,13 +141,6 @@ def test_parameters_and_macs_by_formula() -> None:
     assert [model_cost(model).parameters for model in (mapped, constant)] == [D * D + D, D]
 
 
-def test_skipping_nothing_changes_nothing() -> None:
-    model = layers(2)
-    before = ir.to_proto(model).SerializeToString()
-    assert not SkipAttention({})(model).modified
-    assert ir.to_proto(model).SerializeToString() == before
-
-
 def test_one_map_of_two_layers_is_one_weight() -> None:
     model = SkipAttention({"attention_0": MAP, "attention_1": MAP})(layers(2)).model
     assert model_cost(model).parameters == D * D + D
@@ -201,11 +194,6 @@ def test_connections_that_skip_are_no_attention() -> None:
 
 
 # ---- what is refused ----------------------------------------------------------------------------
-
-
-def test_unknown_layer_is_refused() -> None:
-    with raises(CannotRewrite, "rewrite.unknown_block"):
-        skip(attention(), MAP, "attention_9")
 
 
 WRONG_SHAPES = {
