@@ -1,4 +1,4 @@
-"""A fused attention operator becomes the same attention in plain operators, exactly."""
+"""DecomposeAttention: a fused operator becomes plain operators with the same output."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_decomposed_operator_computes_the_same(case: str) -> None:
+def test_decompose_attention_rows_without_keys_keep_the_output(case: str) -> None:
     """Within 1e-5, rows included that see no key."""
     operator, inputs, masks = CASES[case]
     arrays = {"x": tokens(), **masks}
@@ -79,7 +79,7 @@ def test_decomposed_operator_computes_the_same(case: str) -> None:
     np.testing.assert_allclose(run(plain, arrays), run(original, arrays), atol=1e-5, rtol=0)
 
 
-def test_rows_that_see_no_key_are_zero() -> None:
+def test_decompose_attention_rows_without_keys_are_zero() -> None:
     model = decompose(fused("Attention (q, k, v, mask)", BOOL))
     (block,), _ = find_attention(model)
     arrays = {"x": tokens(), "mask": bool_mask()}
@@ -88,7 +88,7 @@ def test_rows_that_see_no_key_are_zero() -> None:
     assert block.probabilities is not None
 
 
-def test_decomposed_block_is_read_with_name_scale_and_masks() -> None:
+def test_decompose_attention_keeps_name_and_scale() -> None:
     before = only(fused("Attention <scale = 0.37> (q, k, v, mask)", FLOAT))
     after = only(decompose(fused("Attention <scale = 0.37> (q, k, v, mask)", FLOAT)))
     assert (after.name, after.num_heads) == (before.name, before.num_heads)
@@ -97,7 +97,7 @@ def test_decomposed_block_is_read_with_name_scale_and_masks() -> None:
     assert after.logits is not None
 
 
-def test_operator_that_is_the_output_of_the_graph_keeps_the_outputs_name() -> None:
+def test_decompose_attention_of_graph_output_keeps_its_name() -> None:
     def model() -> ir.Model:
         return attention(
             opset=23,
@@ -128,7 +128,7 @@ DECOMPOSED = [
 
 
 @pytest.mark.parametrize("name", DECOMPOSED)
-def test_decomposed_operator_is_read_as_what_it_was(name: str) -> None:
+def test_decompose_attention_of_each_operator_keeps_the_block(name: str) -> None:
     case = OPERATORS[name]
     block = only(decompose(case.model()))
     assert (block.num_heads, block.num_kv_heads) == case.heads
@@ -139,7 +139,7 @@ def test_decomposed_operator_is_read_as_what_it_was(name: str) -> None:
     assert block.logits is not None and block.probabilities is not None
 
 
-def test_operator_whose_keys_are_read_elsewhere_is_refused() -> None:
+def test_decompose_attention_with_returned_keys_is_refused() -> None:
     plain = OPERATORS["ai.onnx: heads side by side"]
     body = plain.body.replace("c = A", "c, nk, nv = A")
     assert decomposition_refusal(only(replace(plain, body=body).model())) is None
@@ -148,7 +148,7 @@ def test_operator_whose_keys_are_read_elsewhere_is_refused() -> None:
     assert refusal and refusal.code == "operator_outputs"
 
 
-def test_operator_that_rotates_its_heads_inside_is_refused() -> None:
+def test_decompose_attention_with_inner_rotary_is_refused() -> None:
     rotary = OPERATORS["GroupQueryAttention: rotary without a cache"]
     text = rotary.body.replace("kv_num_heads = 2", "kv_num_heads = 4")
     wide = {"Wk_grouped": rng.standard_normal((D, 64)), "Wv_grouped": rng.standard_normal((D, 64))}
@@ -158,7 +158,7 @@ def test_operator_that_rotates_its_heads_inside_is_refused() -> None:
     assert refusal and refusal.code == "operator_rotary"
 
 
-def test_a_head_that_all_queries_share_is_spread() -> None:
+def test_decompose_attention_single_key_head_is_repeated() -> None:
     parts = {
         "k": "\n k0 = MatMul(x, Wk1)\n k2 = Reshape(k0, one_head)"
         "\n k = Transpose <perm = [0, 2, 1, 3]> (k2)",
@@ -173,7 +173,7 @@ def test_a_head_that_all_queries_share_is_spread() -> None:
     np.testing.assert_allclose(run(model, arrays), expected, atol=1e-5, rtol=0)
 
 
-def test_group_query_attention_with_heads_of_its_own_decomposes() -> None:
+def test_decompose_attention_ungrouped_group_query_keeps_the_output() -> None:
     """Over whole sequences, within 1e-5."""
     plain = OPERATORS["GroupQueryAttention: no cache"]
     text = plain.body.replace("kv_num_heads = 2", "kv_num_heads = 4")

@@ -1,4 +1,4 @@
-"""PruneHeads: slicing heads out is masking them, and nothing of a pruned head stays."""
+"""PruneHeads: the output equals that of masked heads, and removed heads leave no weights."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def assert_is_masking(
 # ---- masks, biases and positions ----------------------------------------------------------------
 
 
-def test_query_that_sees_no_key_stays_zero_where_the_operator_makes_it_zero() -> None:
+def test_prune_heads_of_operator_query_without_keys_is_zero() -> None:
     case = OPERATORS["ai.onnx: boolean mask"]
     x = np.random.default_rng(0).standard_normal((1, 4, D)).astype(np.float32)
     seen = np.tril(np.ones((1, 1, 4, 4), bool))
@@ -91,7 +91,7 @@ def test_query_that_sees_no_key_stays_zero_where_the_operator_makes_it_zero() ->
     np.testing.assert_allclose(got[0, 2], weights()["bo"], atol=EXACT, rtol=0)
 
 
-def test_no_guard_is_added_where_the_graph_has_none() -> None:
+def test_prune_heads_adds_nan_guard_only_if_present() -> None:
     """IsNaN and Where run over every probability: only for graphs that had them."""
     guarded = {
         "softmax": "\n p0 = Softmax <axis = -1> (m)\n nan = IsNaN(p0)\n p = Where(nan, zero, p0)"
@@ -103,7 +103,7 @@ def test_no_guard_is_added_where_the_graph_has_none() -> None:
 # ---- half precision -----------------------------------------------------------------------------
 
 
-def test_norm_of_large_half_precision_queries_is_taken_in_single() -> None:
+def test_prune_heads_half_precision_norm_is_computed_in_single() -> None:
     """Squares of 300 and more do not fit into half precision."""
     norm = RMS_NORM.replace("Mul(q, q)", "Mul(q32, q32)").replace("Div(q, ", "Div(q32, ").replace(
         "\n q_sq", "\n q32 = Cast <to = 1> (q)\n q_sq").replace("q9 = Mul(gains, q_normed)",
@@ -128,7 +128,7 @@ def test_norm_of_large_half_precision_queries_is_taken_in_single() -> None:
 # ---- what is left -------------------------------------------------------------------------------
 
 
-def test_pruning_nothing_changes_nothing() -> None:
+def test_prune_heads_mask_of_ones_changes_nothing() -> None:
     model = layers(2)
     before = ir.to_proto(model).SerializeToString()
     result = PruneHeads({NAME: (1, 1, 1)})(model)
@@ -137,7 +137,7 @@ def test_pruning_nothing_changes_nothing() -> None:
     assert not PruneHeads({})(model).modified
 
 
-def test_nothing_of_a_pruned_layer_stays_but_what_its_heads_are() -> None:
+def test_prune_heads_removes_weights_of_removed_heads() -> None:
     """W_Q, W_K, W_V, W_O and their biases are new and smaller; b_O is as it was."""
     model = prune(layers(2), (0, 1, 0))
     gone = {f"{name}_0" for name in ("Wq", "bq", "Wk", "bk", "Wv", "bv", "Wo")}
@@ -156,7 +156,7 @@ def test_nothing_of_a_pruned_layer_stays_but_what_its_heads_are() -> None:
 
 
 @pytest.mark.parametrize("kept", [1, 2, 6, 8])
-def test_parameters_by_formula(kept: int) -> None:
+def test_prune_heads_parameters_match_formula(kept: int) -> None:
     """4 d^2 + 3 d, biases of q, k, v included, fall to kept/H of it: MHA with H*K = D.
 
     Keeping 2 of 8 heads removes 75 % of a layer's attention parameters.
@@ -174,7 +174,7 @@ def test_parameters_by_formula(kept: int) -> None:
 
 
 @pytest.mark.parametrize("kept", [1, 3, 7])
-def test_macs_by_formula(kept: int) -> None:
+def test_prune_heads_macs_match_formula(kept: int) -> None:
     """(4 d^2 n + 2 d n^2) kept / H for n tokens."""
     heads, size = 8, 3
     width = heads * size
@@ -203,7 +203,7 @@ def square(heads: int, size: int) -> ir.Model:
     )
 
 
-def test_shared_key_head_stays_while_one_of_its_queries_does() -> None:
+def test_prune_heads_grouped_key_head_stays_with_its_queries() -> None:
     """6 query heads over 3 key/value heads: dropping heads 0, 1 and 2 drops the first, no other."""
     rng = np.random.default_rng(0)
     constants = {
@@ -237,7 +237,7 @@ def test_shared_key_head_stays_while_one_of_its_queries_does() -> None:
 
 
 @pytest.mark.parametrize("layout", ["plain", "no biases at all", "Gemm as the output projection"])
-def test_layer_without_heads_is_its_constant(layout: str) -> None:
+def test_prune_heads_of_all_heads_leaves_a_constant(layout: str) -> None:
     parts = ALL_LAYOUTS[layout]
     model = prune(attention(constants=LAID_OUT, **parts), (0, 0, 0))
     arrays = feeds(attention(constants=LAID_OUT, **parts))
@@ -249,7 +249,7 @@ def test_layer_without_heads_is_its_constant(layout: str) -> None:
     assert not {"MatMul", "Gemm", "Softmax"} & {node.op_type for node in model.graph}
 
 
-def test_layers_are_pruned_apart_and_keep_their_names() -> None:
+def test_prune_heads_of_several_layers_keeps_names() -> None:
     masks = {"attention_0": (1, 0, 0), "attention_2": (0, 1, 1)}
     arrays = feeds(layers(3))
     model = PruneHeads(masks)(layers(3)).model
@@ -262,7 +262,7 @@ def test_layers_are_pruned_apart_and_keep_their_names() -> None:
     np.testing.assert_allclose(run(model, arrays), expected, atol=EXACT, rtol=0)
 
 
-def test_pruned_twice_is_pruned_once() -> None:
+def test_prune_heads_twice_equals_once() -> None:
     twice = prune(prune(attention(), (1, 0, 1)), (0, 1))
     arrays = feeds(attention())
     once = run(prune(attention(), (0, 0, 1)), arrays)
@@ -270,7 +270,7 @@ def test_pruned_twice_is_pruned_once() -> None:
     assert only(twice).num_heads == 1
 
 
-def test_layers_that_share_their_weights_go_on_sharing_them() -> None:
+def test_prune_heads_equal_masks_keep_weights_shared() -> None:
     """ALBERT: three layers, one weight; pruned alike they are three layers and one weight."""
     model = layers(3, same=SHARED)
     before = model_cost(model).parameters
@@ -282,7 +282,7 @@ def test_layers_that_share_their_weights_go_on_sharing_them() -> None:
         assert len({id(getattr(block, part).weight) for block in blocks}) == 1
 
 
-def test_layers_that_shared_weights_may_part() -> None:
+def test_prune_heads_different_masks_copy_shared_weights() -> None:
     masks = {"attention_0": (0, 1, 1), "attention_1": (1, 0, 1)}
     model, arrays = layers(3, same=SHARED), feeds(layers(3, same=SHARED))
     PruneHeads(masks)(model)
@@ -291,7 +291,7 @@ def test_layers_that_shared_weights_may_part() -> None:
     assert {"Wq", "Wo"} <= set(model.graph.initializers)  # the third layer's
 
 
-def test_queries_whose_shape_others_read_are_let_go() -> None:
+def test_prune_heads_keys_read_for_their_shape_are_removed() -> None:
     """Exporters ask a layer's keys how long the sequence is."""
     shown = """
         asked = Shape(k2)
@@ -311,7 +311,7 @@ def test_queries_whose_shape_others_read_are_let_go() -> None:
     np.testing.assert_array_equal(got, np.arange(1, 8))
 
 
-def test_length_is_asked_of_the_right_sequence() -> None:
+def test_prune_heads_cross_attention_length_is_taken_from_memory() -> None:
     """Memory and queries have lengths of their own, though both are dynamic."""
     parts = cross()
     parts["output"] = PARTS["output"] + (
@@ -331,7 +331,7 @@ def test_length_is_asked_of_the_right_sequence() -> None:
     np.testing.assert_array_equal(session.run(None, {"x": x, "y": y})[1], np.arange(1, 5))
 
 
-def test_length_is_asked_of_heads_in_the_batch() -> None:
+def test_prune_heads_length_of_heads_in_batch_axis_is_kept() -> None:
     """(B*H, T, K): the first length is H times the batch."""
     parts = dict(LAYOUTS["heads and batch in one axis"])
     parts["output"] = PARTS["output"] + (
@@ -350,7 +350,7 @@ def test_length_is_asked_of_heads_in_the_batch() -> None:
     np.testing.assert_array_equal(session.run(None, feeds(model))[1], np.arange(1, 2 * H + 1))
 
 
-def test_graph_in_text_before_and_after() -> None:
+def test_prune_heads_writes_these_nodes() -> None:
     model = prune(attention(), (0, 1, 1))
     nodes = [f"{node.op_type} {node.name}" for node in model.graph]
     assert nodes == [f"{op} {NAME}/pruned/{name}" for op, name in PRUNED]
@@ -396,7 +396,7 @@ SHOWN = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_prune_is_refused(case: str) -> None:
+def test_prune_heads_with_returned_values_is_refused(case: str) -> None:
     parts, code = REFUSED[case]
     output = f"float[batch, sequence, {D}] out{SHOWN[case]}"
     model = attention(output_type=output, **parts)
@@ -408,7 +408,7 @@ def test_prune_is_refused(case: str) -> None:
     assert not PruneHeads({NAME: (1, 1, 1)})(model).modified  # nothing is asked of it
 
 
-def test_mask_with_an_axis_of_windows_is_refused() -> None:
+def test_prune_heads_window_mask_is_refused() -> None:
     """Swin: (B, windows, H, S, T) is added to scores of (B * windows, H, S, T)."""
     split, join = np.array([-1, 2, H, 4, 4], np.int64), np.array([-1, H, 4, 4], np.int64)
     model = attention(
@@ -426,7 +426,7 @@ def test_mask_with_an_axis_of_windows_is_refused() -> None:
 
 @settings(max_examples=25)
 @given(masks=st.lists(st.lists(st.integers(0, 1), min_size=H, max_size=H), min_size=2, max_size=2))
-def test_any_mask_is_masking(masks: list[list[int]]) -> None:
+def test_prune_heads_any_mask_equals_masking(masks: list[list[int]]) -> None:
     """And the opsets stay, names are unique, and what is left is certified by its name."""
     chosen: Mapping[str, list[int]] = dict(zip(("attention_0", "attention_1"), masks, strict=True))
     model, arrays = layers(2, opset=11), feeds(layers(2))
