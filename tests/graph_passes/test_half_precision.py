@@ -10,7 +10,7 @@ import pytest
 from attnserve.checks.certify import read_attention
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.collaborate import Collaborate, factor
-from tests.graph_passes.graphs import FUSED, PARTS, SCALE, D, H, K, V, attention, run, weights
+from tests.graph_passes.graphs import FUSED, PARTS, SCALE, D, H, K, V, attention, weights
 
 TYPES = {
     "float16": (ir.DataType.FLOAT16, np.dtype(np.float16)),
@@ -126,15 +126,3 @@ def test_collaborative_heads_in_half_precision_are_certified(rank: int) -> None:
     assert certified.block.form == "collaborative"
     assert certified.max_abs_error <= SMALL
     assert certified.block.q.dtype == ir.DataType.FLOAT16
-
-
-def test_collaborative_heads_keep_the_output_in_half_precision() -> None:
-    """Within 2e-2 at R = H*K, which is the rounding of half precision."""
-    model, original = half("float16"), half("float16")
-    (block,), _ = find_attention(model)
-    Collaborate.with_factors({block.name: factor(block, H * K)})(model)
-    x = np.random.default_rng(0).standard_normal((2, 7, D)).astype(np.float16)
-    arrays = {"x": x, "mask": np.zeros((2, 1, 1, 7), np.float16)}
-    got, expected = run(model, arrays), run(original, arrays)
-    assert got.dtype == np.float16
-    np.testing.assert_allclose(got.astype(float), expected.astype(float), atol=2e-2, rtol=0)

@@ -45,7 +45,6 @@ from tests.graph_passes.layouts import (
     ROTARY,
     VARIANTS,
 )
-from tests.graph_passes.operators import OPERATORS
 
 EXACT = 1e-5
 """Largest difference of a probability, or of an output of magnitude 1 or less."""
@@ -214,26 +213,6 @@ def test_operators_mean_the_same_at_any_opset(case: str, opset: int) -> None:
 def code_of(block: AttentionBlock, facts: ShapeInfo | None = None) -> str | None:
     refusal = emission_refusal(block, facts)
     return refusal and refusal.code
-
-
-def test_every_case_may_be_written() -> None:
-    for case in VARIANTS:
-        block, facts = read(case_model(case))
-        assert emission_refusal(block, facts) is values_refusal(block) is None
-
-
-OPERATOR_CODES = {
-    "ai.onnx: past": "cached",
-    "MultiHeadAttention: keys and values handed in": "cached",
-    "GroupQueryAttention: no cache": "cache_lengths",
-    "GroupQueryAttention: rotary without a cache": "projection_layout",
-}
-
-
-@pytest.mark.parametrize("name", OPERATOR_CODES)
-def test_operators_that_keep_count_of_a_cache_are_refused(name: str) -> None:
-    block, _ = read(OPERATORS[name].model())
-    assert code_of(block) == OPERATOR_CODES[name]
 
 
 def test_values_alone_may_be_written_where_queries_may_not() -> None:

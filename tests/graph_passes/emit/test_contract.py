@@ -160,7 +160,7 @@ def assert_form(after: AttentionBlock, before: AttentionBlock, emission: str) ->
         assert not nodes & FUSED_OPERATORS and after.probabilities is not None
 
 
-LAYERS = {"no_output_projection": 2, "cached": 16, "cache_lengths": 1, "projection_layout": 4}
+HEADS = {"no_output_projection": 2, "cached": 16, "cache_lengths": 1, "projection_layout": 4}
 SHARING = {
     "weak_mask": 1, "capped": 4, "grouped": 4, "rotary": 9, "qk_norm": 2, "token_layout": 1,
     "cached": 14, "external_keys": 1,
@@ -170,8 +170,8 @@ FUSION = {
     "token_layout": 1, "cached": 11, "cache_lengths": 1,
 }  # fmt: skip
 REFUSED: Mapping[str, Mapping[str, int]] = {
-    "odd heads": LAYERS,
-    "even heads": LAYERS,
+    "odd heads": HEADS,
+    "even heads": HEADS,
     "shared dimensions": SHARING,
     "sparse dimensions": SHARING,
     "decomposed": {"decomposed": 55, "cached": 19, "operator_rotary": 1},

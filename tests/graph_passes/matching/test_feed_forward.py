@@ -549,11 +549,6 @@ def test_masks_hold_a_zero_or_a_one_for_each_neuron(case: str) -> None:
     assert "\n" not in caught.value.what
 
 
-def test_unknown_layer_is_refused() -> None:
-    with raises(CannotRewrite, "rewrite.unknown_block"):
-        PruneNeurons({"mlp_9": MASK})(build(RELU))
-
-
 def test_nothing_is_asked_of_a_whole_mask() -> None:
     model = build(RELU)
     before = text_of(model)

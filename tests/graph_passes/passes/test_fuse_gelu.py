@@ -55,13 +55,6 @@ def test_the_feed_forward_is_found_again_by_its_name():
     assert run(model, arrays).shape == (2, 7, 12)
 
 
-def test_nothing_asked_is_nothing_done():
-    model = build(f"{UP}{ERF}{DOWN}")
-    before = text_of(model)
-    assert not FuseGelu([])(model).modified
-    assert text_of(model) == before
-
-
 NEARLY = {
     "another constant": ERF.replace("root2", "three"),
     "without the half": ERF.replace("e3 = Mul(h, e2)\n a = Mul(e3, half)", "a = Mul(h, e2)"),
@@ -96,8 +89,3 @@ def test_gelu_refusal_has_a_code(form: str, code: str):
     assert refusal and refusal.code == code
     with raises(CannotRewrite, code):
         FuseGelu([block.name])(model)
-
-
-def test_a_name_that_nothing_has_is_refused():
-    with raises(CannotRewrite, "rewrite.unknown_block"):
-        FuseGelu(["elsewhere"])(build(f"{UP}{ERF}{DOWN}"))

@@ -1,4 +1,4 @@
-"""PruneHeads: slicing heads out is masking them, and nothing of a pruned head stays."""
+"""PruneHeads: the output equals that of masked heads, and removed heads leave no weights."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from hypothesis import strategies as st
 from attnserve.checks.certify import read_attention
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.cost import model_cost
-from graph_passes.emit.attention import emission_refusal
 from graph_passes.errors import CannotRewrite, InvalidArgument
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.prune_heads import PruneHeads
 from tests.errors import raises
 from tests.graph_passes.graphs import (
-    FLOAT_MASK,
     PARTS,
     PLAIN_INPUT,
     D,
@@ -28,7 +26,6 @@ from tests.graph_passes.graphs import (
     V,
     attention,
     feeds,
-    graph,
     layers,
     masked,
     only,
@@ -42,15 +39,9 @@ from tests.graph_passes.layouts import (
     LAID_OUT,
     LAYOUTS,
     MEMORY,
-    NO_PROJECTION,
     OPERANDS,
     RMS_NORM,
-    ROTARY,
     SHARED,
-    SINGLE_CONTEXT,
-    SINGLE_MASK,
-    SINGLE_OUTPUT,
-    VARIANTS,
     cross,
 )
 from tests.graph_passes.operators import OPERATORS
@@ -85,49 +76,10 @@ def assert_is_masking(
     return model
 
 
-@pytest.mark.parametrize("mask", MASKS, ids=str)
-@pytest.mark.parametrize("layout", [name for name in ALL_LAYOUTS if name not in NO_PROJECTION])
-def test_slicing_heads_out_is_masking_them(layout: str, mask: Sequence[int]) -> None:
-    assert_is_masking(lambda: attention(constants=LAID_OUT, **ALL_LAYOUTS[layout]), mask)
-
-
 # ---- masks, biases and positions ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mask", MASKS, ids=str)
-@pytest.mark.parametrize("case", VARIANTS)
-def test_masks_biases_positions_and_norms_stay_with_their_heads(
-    case: str, mask: Sequence[int]
-) -> None:
-    inputs, parts = VARIANTS[case]
-
-    def build() -> ir.Model:
-        order = "sequence, batch" if case == "sequence first" else "batch, sequence"
-        output = f"float[{order}, {D}] out"
-        return attention(inputs=inputs, output_type=output, constants=OPERANDS | ROTARY, **parts)
-
-    assert_is_masking(build, mask)
-
-
-RUN = {
-    name: case for name, case in OPERATORS.items() if case.runs and case.output and not case.past
-}
-
-
-@pytest.mark.parametrize("name", RUN)
-def test_fused_operator_needs_no_decomposing(name: str) -> None:
-    """Every operator without a cache, or the reason why not."""
-    case = RUN[name]
-    (block,), _ = find_attention(case.model())
-    if refusal := emission_refusal(block):
-        assert refusal.code in ("cache_lengths", "projection_layout")
-        return
-    mask = [index % 2 for index in range(block.num_heads)]
-    model = assert_is_masking(case.model, mask)
-    assert not {"Attention", "MultiHeadAttention"} & {node.op_type for node in model.graph}
-
-
-def test_query_that_sees_no_key_stays_zero_where_the_operator_makes_it_zero() -> None:
+def test_prune_heads_of_operator_query_without_keys_is_zero() -> None:
     case = OPERATORS["ai.onnx: boolean mask"]
     x = np.random.default_rng(0).standard_normal((1, 4, D)).astype(np.float32)
     seen = np.tril(np.ones((1, 1, 4, 4), bool))
@@ -139,7 +91,7 @@ def test_query_that_sees_no_key_stays_zero_where_the_operator_makes_it_zero() ->
     np.testing.assert_allclose(got[0, 2], weights()["bo"], atol=EXACT, rtol=0)
 
 
-def test_no_guard_is_added_where_the_graph_has_none() -> None:
+def test_prune_heads_adds_nan_guard_only_if_present() -> None:
     """IsNaN and Where run over every probability: only for graphs that had them."""
     guarded = {
         "softmax": "\n p0 = Softmax <axis = -1> (m)\n nan = IsNaN(p0)\n p = Where(nan, zero, p0)"
@@ -151,26 +103,7 @@ def test_no_guard_is_added_where_the_graph_has_none() -> None:
 # ---- half precision -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("mask_type", "parts"),
-    [("float16", {}), ("float", SINGLE_MASK), ("float", SINGLE_CONTEXT), ("float", SINGLE_OUTPUT)],
-    ids=["throughout", "but for the softmax", "but for the product", "but for the output"],
-)
-def test_half_precision_stays_where_it_is(mask_type: str, parts: dict[str, str]) -> None:
-    """Within 2e-2, which is the rounding of half precision."""
-
-    def build() -> ir.Model:
-        return attention(
-            inputs=f"float16[batch, sequence, {D}] x, {mask_type}[batch, 1, 1, sequence] mask",
-            output_type=f"float16[batch, sequence, {D}] out",
-            constants=HALF_PRECISION | {"Wo32": weights()["Wo"], "bo32": weights()["bo"]},
-            **parts,
-        )
-
-    assert_is_masking(build, (1, 0, 1), atol=2e-2)
-
-
-def test_norm_of_large_half_precision_queries_is_taken_in_single() -> None:
+def test_prune_heads_half_precision_norm_is_computed_in_single() -> None:
     """Squares of 300 and more do not fit into half precision."""
     norm = RMS_NORM.replace("Mul(q, q)", "Mul(q32, q32)").replace("Div(q, ", "Div(q32, ").replace(
         "\n q_sq", "\n q32 = Cast <to = 1> (q)\n q_sq").replace("q9 = Mul(gains, q_normed)",
@@ -195,7 +128,7 @@ def test_norm_of_large_half_precision_queries_is_taken_in_single() -> None:
 # ---- what is left -------------------------------------------------------------------------------
 
 
-def test_pruning_nothing_changes_nothing() -> None:
+def test_prune_heads_mask_of_ones_changes_nothing() -> None:
     model = layers(2)
     before = ir.to_proto(model).SerializeToString()
     result = PruneHeads({NAME: (1, 1, 1)})(model)
@@ -204,7 +137,7 @@ def test_pruning_nothing_changes_nothing() -> None:
     assert not PruneHeads({})(model).modified
 
 
-def test_nothing_of_a_pruned_layer_stays_but_what_its_heads_are() -> None:
+def test_prune_heads_removes_weights_of_removed_heads() -> None:
     """W_Q, W_K, W_V, W_O and their biases are new and smaller; b_O is as it was."""
     model = prune(layers(2), (0, 1, 0))
     gone = {f"{name}_0" for name in ("Wq", "bq", "Wk", "bk", "Wv", "bv", "Wo")}
@@ -223,7 +156,7 @@ def test_nothing_of_a_pruned_layer_stays_but_what_its_heads_are() -> None:
 
 
 @pytest.mark.parametrize("kept", [1, 2, 6, 8])
-def test_parameters_by_formula(kept: int) -> None:
+def test_prune_heads_parameters_match_formula(kept: int) -> None:
     """4 d^2 + 3 d, biases of q, k, v included, fall to kept/H of it: MHA with H*K = D.
 
     Keeping 2 of 8 heads removes 75 % of a layer's attention parameters.
@@ -241,7 +174,7 @@ def test_parameters_by_formula(kept: int) -> None:
 
 
 @pytest.mark.parametrize("kept", [1, 3, 7])
-def test_macs_by_formula(kept: int) -> None:
+def test_prune_heads_macs_match_formula(kept: int) -> None:
     """(4 d^2 n + 2 d n^2) kept / H for n tokens."""
     heads, size = 8, 3
     width = heads * size
@@ -270,7 +203,7 @@ def square(heads: int, size: int) -> ir.Model:
     )
 
 
-def test_shared_key_head_stays_while_one_of_its_queries_does() -> None:
+def test_prune_heads_grouped_key_head_stays_with_its_queries() -> None:
     """6 query heads over 3 key/value heads: dropping heads 0, 1 and 2 drops the first, no other."""
     rng = np.random.default_rng(0)
     constants = {
@@ -304,7 +237,7 @@ def test_shared_key_head_stays_while_one_of_its_queries_does() -> None:
 
 
 @pytest.mark.parametrize("layout", ["plain", "no biases at all", "Gemm as the output projection"])
-def test_layer_without_heads_is_its_constant(layout: str) -> None:
+def test_prune_heads_of_all_heads_leaves_a_constant(layout: str) -> None:
     parts = ALL_LAYOUTS[layout]
     model = prune(attention(constants=LAID_OUT, **parts), (0, 0, 0))
     arrays = feeds(attention(constants=LAID_OUT, **parts))
@@ -316,7 +249,7 @@ def test_layer_without_heads_is_its_constant(layout: str) -> None:
     assert not {"MatMul", "Gemm", "Softmax"} & {node.op_type for node in model.graph}
 
 
-def test_layers_are_pruned_apart_and_keep_their_names() -> None:
+def test_prune_heads_of_several_layers_keeps_names() -> None:
     masks = {"attention_0": (1, 0, 0), "attention_2": (0, 1, 1)}
     arrays = feeds(layers(3))
     model = PruneHeads(masks)(layers(3)).model
@@ -329,7 +262,7 @@ def test_layers_are_pruned_apart_and_keep_their_names() -> None:
     np.testing.assert_allclose(run(model, arrays), expected, atol=EXACT, rtol=0)
 
 
-def test_pruned_twice_is_pruned_once() -> None:
+def test_prune_heads_twice_equals_once() -> None:
     twice = prune(prune(attention(), (1, 0, 1)), (0, 1))
     arrays = feeds(attention())
     once = run(prune(attention(), (0, 0, 1)), arrays)
@@ -337,7 +270,7 @@ def test_pruned_twice_is_pruned_once() -> None:
     assert only(twice).num_heads == 1
 
 
-def test_layers_that_share_their_weights_go_on_sharing_them() -> None:
+def test_prune_heads_equal_masks_keep_weights_shared() -> None:
     """ALBERT: three layers, one weight; pruned alike they are three layers and one weight."""
     model = layers(3, same=SHARED)
     before = model_cost(model).parameters
@@ -349,7 +282,7 @@ def test_layers_that_share_their_weights_go_on_sharing_them() -> None:
         assert len({id(getattr(block, part).weight) for block in blocks}) == 1
 
 
-def test_layers_that_shared_weights_may_part() -> None:
+def test_prune_heads_different_masks_copy_shared_weights() -> None:
     masks = {"attention_0": (0, 1, 1), "attention_1": (1, 0, 1)}
     model, arrays = layers(3, same=SHARED), feeds(layers(3, same=SHARED))
     PruneHeads(masks)(model)
@@ -358,7 +291,7 @@ def test_layers_that_shared_weights_may_part() -> None:
     assert {"Wq", "Wo"} <= set(model.graph.initializers)  # the third layer's
 
 
-def test_queries_whose_shape_others_read_are_let_go() -> None:
+def test_prune_heads_keys_read_for_their_shape_are_removed() -> None:
     """Exporters ask a layer's keys how long the sequence is."""
     shown = """
         asked = Shape(k2)
@@ -378,7 +311,7 @@ def test_queries_whose_shape_others_read_are_let_go() -> None:
     np.testing.assert_array_equal(got, np.arange(1, 8))
 
 
-def test_length_is_asked_of_the_right_sequence() -> None:
+def test_prune_heads_cross_attention_length_is_taken_from_memory() -> None:
     """Memory and queries have lengths of their own, though both are dynamic."""
     parts = cross()
     parts["output"] = PARTS["output"] + (
@@ -398,7 +331,7 @@ def test_length_is_asked_of_the_right_sequence() -> None:
     np.testing.assert_array_equal(session.run(None, {"x": x, "y": y})[1], np.arange(1, 5))
 
 
-def test_length_is_asked_of_heads_in_the_batch() -> None:
+def test_prune_heads_length_of_heads_in_batch_axis_is_kept() -> None:
     """(B*H, T, K): the first length is H times the batch."""
     parts = dict(LAYOUTS["heads and batch in one axis"])
     parts["output"] = PARTS["output"] + (
@@ -417,18 +350,7 @@ def test_length_is_asked_of_heads_in_the_batch() -> None:
     np.testing.assert_array_equal(session.run(None, feeds(model))[1], np.arange(1, 2 * H + 1))
 
 
-@pytest.mark.parametrize("mask", [*MASKS, (0, 0, 0)], ids=str)
-def test_cross_attention(mask: Sequence[int]) -> None:
-    def build() -> ir.Model:
-        return attention(inputs=f"{PLAIN_INPUT}, {MEMORY}", **cross())
-
-    rng = np.random.default_rng(0)
-    arrays = {n: rng.standard_normal((2, t, D)).astype(np.float32) for n, t in (("x", 7), ("y", 4))}
-    expected = run(masked(build(), {NAME: mask}), arrays)
-    np.testing.assert_allclose(run(prune(build(), mask), arrays), expected, atol=EXACT, rtol=0)
-
-
-def test_graph_in_text_before_and_after() -> None:
+def test_prune_heads_writes_these_nodes() -> None:
     model = prune(attention(), (0, 1, 1))
     nodes = [f"{node.op_type} {node.name}" for node in model.graph]
     assert nodes == [f"{op} {NAME}/pruned/{name}" for op, name in PRUNED]
@@ -450,34 +372,13 @@ PRUNED = (
 
 # ---- what is refused ----------------------------------------------------------------------------
 
-BAD_MASKS = {
-    "too short": ((1, 0), "prune_heads.mask_length"),
-    "empty": ((), "pass.params"),
-    "a share": ((1, 0.5, 0), "pass.params"),
-    "another number": ((1, 2, 0), "pass.params"),
-    "not a number": ((1, float("nan"), 0), "pass.params"),
-    "negative": ((1, -1, 0), "pass.params"),
-}
 
-
-@pytest.mark.parametrize("case", BAD_MASKS)
-def test_masks_hold_a_zero_or_a_one_for_each_head(case: str) -> None:
-    mask, code = BAD_MASKS[case]
-    with raises(InvalidArgument, code) as caught:
-        prune(attention(), mask)  # type: ignore[arg-type]
-    assert "\n" not in caught.value.what
-
-
-def test_unknown_layer_is_refused() -> None:
-    with raises(CannotRewrite, "rewrite.unknown_block"):
-        prune(attention(), (1, 0, 1), "attention_9")
+def test_prune_heads_mask_of_another_length_is_refused() -> None:
+    with raises(InvalidArgument, "prune_heads.mask_length", NAME, "2 entries", "expected 3"):
+        prune(attention(), (1, 0))
 
 
 REFUSED = {
-    "no output projection": (
-        {"output": "\n o = Tanh(c)\n o1 = MatMul(o, Wo)\n out = Add(o1, bo)"},
-        "no_output_projection",
-    ),
     "keys that are an output": (
         {"k": PARTS["k"].replace("k2 =", "shown =").replace("(k2)", "(shown)")},
         "returned",
@@ -487,15 +388,6 @@ REFUSED = {
          "context": PARTS["context"].replace("(p, v)", "(shown, v)")},
         "returned",
     ),
-    "a bias made of the queries": (
-        {"mask": "\n sizes = ReduceSum <keepdims = 1> (q, last)\n m = Add(s, sizes)"},
-        "entangled_bias",
-    ),
-    "q/k norm over all heads at once": (
-        {"q": PARTS["q"].replace("q2 = Reshape(q1", "q9 = LayerNormalization(q1, all_gains)\n"
-                                 "        q2 = Reshape(q9")},
-        "projection_layout",
-    ),
 }  # fmt: skip
 SHOWN = {
     "keys that are an output": f", float[batch, sequence, {H}, {K}] shown",
@@ -504,11 +396,10 @@ SHOWN = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_prune_is_refused(case: str) -> None:
+def test_prune_heads_with_returned_values_is_refused(case: str) -> None:
     parts, code = REFUSED[case]
-    output = f"float[batch, sequence, {D}] out{SHOWN.get(case, '')}"
-    constants = {"all_gains": np.ones(H * K, np.float32)}
-    model = attention(output_type=output, constants=constants, **parts)
+    output = f"float[batch, sequence, {D}] out{SHOWN[case]}"
+    model = attention(output_type=output, **parts)
     before = text_of(model)
     with raises(CannotRewrite, code) as caught:
         prune(model, (1, 0, 1))
@@ -517,14 +408,7 @@ def test_prune_is_refused(case: str) -> None:
     assert not PruneHeads({NAME: (1, 1, 1)})(model).modified  # nothing is asked of it
 
 
-def test_cache_is_refused() -> None:
-    case = OPERATORS["ai.onnx: past"]
-    (block,), _ = find_attention(case.model())
-    with raises(CannotRewrite, "cached"):
-        prune(case.model(), (1, 0, 1), block.name)
-
-
-def test_mask_with_an_axis_of_windows_is_refused() -> None:
+def test_prune_heads_window_mask_is_refused() -> None:
     """Swin: (B, windows, H, S, T) is added to scores of (B * windows, H, S, T)."""
     split, join = np.array([-1, 2, H, 4, 4], np.int64), np.array([-1, H, 4, 4], np.int64)
     model = attention(
@@ -542,7 +426,7 @@ def test_mask_with_an_axis_of_windows_is_refused() -> None:
 
 @settings(max_examples=25)
 @given(masks=st.lists(st.lists(st.integers(0, 1), min_size=H, max_size=H), min_size=2, max_size=2))
-def test_any_mask_is_masking(masks: list[list[int]]) -> None:
+def test_prune_heads_any_mask_equals_masking(masks: list[list[int]]) -> None:
     """And the opsets stay, names are unique, and what is left is certified by its name."""
     chosen: Mapping[str, list[int]] = dict(zip(("attention_0", "attention_1"), masks, strict=True))
     model, arrays = layers(2, opset=11), feeds(layers(2))
@@ -557,27 +441,3 @@ def test_any_mask_is_masking(masks: list[list[int]]) -> None:
     left = {block.name: block.num_heads for block in reading.blocks}
     if all(map(any, masks)):
         assert left == {name: sum(mask) for name, mask in chosen.items()}
-
-
-def test_attention_in_a_body_is_pruned_there() -> None:
-    body = "".join(PARTS.values()).replace("\n", "\n    ")
-    text = f"""
-        out = If (choice) <
-            then_branch = yes () => (float[batch, sequence, {D}] out_then) {{{body}
-                out_then = Identity(out)
-            }},
-            else_branch = no () => (float[batch, sequence, {D}] out_else) {{
-                out_else = Identity(x)
-            }}>"""
-    text = text.replace("out = Add(o, bo)", "done = Add(o, bo)").replace(
-        "Identity(out)", "Identity(done)"
-    )
-
-    def build() -> ir.Model:
-        return graph(text, inputs=f"{PLAIN_INPUT}, {FLOAT_MASK}, bool choice")
-
-    (block,), _ = find_attention(build())
-    arrays = feeds(attention()) | {"choice": np.array(True)}
-    model = prune(build(), (0, 1, 1), block.name)
-    expected = run(masked(attention(), {NAME: (0, 1, 1)}), feeds(attention()))
-    np.testing.assert_allclose(run(model, arrays), expected, atol=EXACT, rtol=0)

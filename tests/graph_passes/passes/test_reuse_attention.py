@@ -1,4 +1,4 @@
-"""ReuseAttention: probabilities go forward in depth, and what they took the place of is gone."""
+"""ReuseAttention: the output equals grafted probabilities, without unused queries and keys."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def twins() -> ir.Model:
 
 
 @pytest.mark.parametrize("heads", [(0,), (1, 2), (0, 1, 2)], ids=str)
-def test_heads_of_a_twin_are_exact(heads: tuple[int, ...]) -> None:
+def test_reuse_attention_equal_heads_keep_the_output(heads: tuple[int, ...]) -> None:
     """The same x, the same weights, the same mask: equal within 1e-6 of magnitude 1."""
     edges = {SECOND: {head: (FIRST, head) for head in heads}}
     arrays = feeds(twins())
@@ -111,7 +111,7 @@ def test_heads_of_a_twin_are_exact(heads: tuple[int, ...]) -> None:
     np.testing.assert_allclose(run(reuse(twins(), edges), arrays), expected, atol=2e-6, rtol=1e-6)
 
 
-def test_other_heads_of_a_twin_are_not() -> None:
+def test_reuse_attention_different_heads_change_the_output() -> None:
     edges = {SECOND: {0: (FIRST, 1)}}
     arrays = feeds(twins())
     difference = run(reuse(twins(), edges), arrays) - run(twins(), arrays)
@@ -139,13 +139,13 @@ EDGES: dict[str, dict[str, dict[int, tuple[str, int]]]] = {
 
 
 @pytest.mark.parametrize("case", EDGES)
-def test_probabilities_are_forwarded(case: str) -> None:
+def test_reuse_attention_edges_equal_grafting(case: str) -> None:
     assert_is_forwarding(lambda: layers(3), EDGES[case])
 
 
 @settings(max_examples=25)
 @given(data=st.data())
-def test_any_edges_are_forwarded(data: st.DataObject) -> None:
+def test_reuse_attention_any_edges_equal_grafting(data: st.DataObject) -> None:
     """Any exact heads of earlier layers; the opset stays, and names are unique."""
     edges: dict[str, dict[int, tuple[str, int]]] = {}
     exact = [(FIRST, head) for head in range(H)]
@@ -166,20 +166,20 @@ PART = {SECOND: {0: (FIRST, 2), 2: (FIRST, 1)}}
 
 @pytest.mark.parametrize("edges", [all_of(SECOND, FIRST), PART], ids=["all", "some"])
 @pytest.mark.parametrize("case", [name for name in VARIANTS if name != "sequence first"])
-def test_masks_biases_positions_and_norms(case: str, edges: Edges) -> None:
+def test_reuse_attention_variants_equal_grafting(case: str, edges: Edges) -> None:
     inputs, parts = VARIANTS[case]
     constants = OPERANDS | ROTARY
     assert_is_forwarding(lambda: layers(inputs=inputs, constants=constants, **parts), edges)
 
 
 @pytest.mark.parametrize("edges", [all_of(SECOND, FIRST), PART], ids=["all", "some"])
-def test_sequence_first(edges: Edges) -> None:
+def test_reuse_attention_sequence_first_equals_grafting(edges: Edges) -> None:
     inputs = f"float[sequence, batch, {D}] x, float[1, 1, 1, sequence] mask"
     assert_is_forwarding(lambda: layers(inputs=inputs, **SEQUENCE_FIRST), edges)
 
 
 @pytest.mark.parametrize("edges", [all_of(SECOND, FIRST), PART], ids=["all", "some"])
-def test_half_precision(edges: Edges) -> None:
+def test_reuse_attention_half_precision_equals_grafting(edges: Edges) -> None:
     def build() -> ir.Model:
         model = layers(constants=HALF_PRECISION)
         text = ir.to_proto(model)
@@ -197,7 +197,7 @@ def test_half_precision(edges: Edges) -> None:
 
 
 @pytest.mark.parametrize("edges", [all_of(SECOND, FIRST), PART], ids=["all", "some"])
-def test_packed_projections(edges: Edges) -> None:
+def test_reuse_attention_packed_projections_equal_grafting(edges: Edges) -> None:
 
     model = assert_is_forwarding(lambda: layers(q=SPLIT["Split"], **PACKED_PARTS), edges)
     assert "Wqkv_1" not in model.graph.initializers
@@ -205,7 +205,7 @@ def test_packed_projections(edges: Edges) -> None:
 
 
 @pytest.mark.parametrize("edges", [all_of(SECOND, FIRST), PART], ids=["all", "some"])
-def test_heads_and_batch_in_one_axis(edges: Edges) -> None:
+def test_reuse_attention_heads_in_batch_axis_equal_plain_layout(edges: Edges) -> None:
 
     def build() -> ir.Model:
         parts = LAYOUTS["heads and batch in one axis"]
@@ -219,7 +219,7 @@ def test_heads_and_batch_in_one_axis(edges: Edges) -> None:
     assert forms == ["standard", "reuse"]
 
 
-def test_cross_attention_of_two_layers_that_read_one_memory() -> None:
+def test_reuse_attention_cross_attention_equals_grafting() -> None:
     def build() -> ir.Model:
         return layers(inputs=f"{PLAIN_INPUT}, {MEMORY}", **cross())
 
@@ -233,7 +233,7 @@ def test_cross_attention_of_two_layers_that_read_one_memory() -> None:
         assert (last.form, last.kind, last.input_size) == ("reuse", "cross", D)
 
 
-def test_causal_decoder() -> None:
+def test_reuse_attention_causal_decoder_equals_grafting() -> None:
     causal = {
         "mask": "\n rows = Shape(x)\n many = Gather <axis = 0> (rows, i1)"
                 "\n count = Range(i0, many, i1)\n column = Unsqueeze(count, a1)"
@@ -261,7 +261,7 @@ MASKS = {
 
 @pytest.mark.parametrize("edges", [all_of(SECOND, FIRST), PART], ids=["all", "some"])
 @pytest.mark.parametrize("mask", MASKS)
-def test_fused_operators_are_decomposed_first(mask: str, edges: Edges) -> None:
+def test_reuse_attention_fused_sources_are_decomposed(mask: str, edges: Edges) -> None:
     inputs, operator = MASKS[mask]
     context = PARTS["context"].replace("MatMul(p, v)", operator)
 
@@ -279,7 +279,7 @@ def test_fused_operators_are_decomposed_first(mask: str, edges: Edges) -> None:
 # ---- what is left of a layer --------------------------------------------------------------------
 
 
-def test_queries_and_keys_of_a_reused_layer_are_gone() -> None:
+def test_reuse_attention_removes_queries_and_keys() -> None:
     model = reuse(layers(2), all_of(SECOND, FIRST))
     assert {"Wq_1", "bq_1", "Wk_1", "bk_1"}.isdisjoint(model.graph.initializers)
     untouched = {f"{name}_0" for name in SHARED} | {"Wv_1", "bv_1", "Wo_1", "bo_1"}
@@ -287,7 +287,7 @@ def test_queries_and_keys_of_a_reused_layer_are_gone() -> None:
     assert [node.op_type for node in model.graph].count("Softmax") == 1
 
 
-def test_graph_in_text_before_and_after() -> None:
+def test_reuse_attention_writes_these_nodes() -> None:
     model = reuse(layers(2), {SECOND: {1: (FIRST, 0)}})
     names = [node.name for node in model.graph if (node.name or "").startswith(SECOND)]
     assert [name.removeprefix(f"{SECOND}/reuse/") for name in names if name] == [
@@ -300,7 +300,7 @@ def test_graph_in_text_before_and_after() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3, 6, 8])
-def test_macs_and_parameters_by_formula(count: int) -> None:
+def test_reuse_attention_macs_and_parameters_match_formula(count: int) -> None:
     """4 d^2 n + 2 d n^2 and 4 d^2 + 4 d fall by (1 - K/2H) for K of H heads (H*K = D)."""
     heads, size = 8, 3
     width = heads * size
@@ -344,7 +344,7 @@ def square_layers(heads: int, size: int) -> Callable[[], ir.Model]:
     return build
 
 
-def test_reusing_nothing_changes_nothing() -> None:
+def test_reuse_attention_without_edges_changes_nothing() -> None:
     for edges in ({}, {SECOND: {}}):
         model = layers(2)
         before = ir.to_proto(model).SerializeToString()
@@ -352,7 +352,7 @@ def test_reusing_nothing_changes_nothing() -> None:
         assert ir.to_proto(model).SerializeToString() == before
 
 
-def test_layers_that_share_their_weights_go_on_sharing_them() -> None:
+def test_reuse_attention_keeps_weights_shared() -> None:
     """ALBERT: values and output of all three layers stay one weight; nothing is added."""
     model = layers(3, same=SHARED)
     before = model_cost(model).parameters
@@ -361,7 +361,7 @@ def test_layers_that_share_their_weights_go_on_sharing_them() -> None:
     assert set(SHARED) <= set(model.graph.initializers)
 
 
-def test_reuse_and_prune_go_together() -> None:
+def test_reuse_attention_after_pruning_equals_grafting() -> None:
     """Prune first: what is left of both layers is numbered anew."""
     masks = {FIRST: (1, 0, 1), SECOND: (0, 1, 1)}
 
@@ -372,7 +372,7 @@ def test_reuse_and_prune_go_together() -> None:
     assert [block.num_heads for block in read_attention(model).blocks] == [2, 2]
 
 
-def test_layers_of_other_numbers_of_heads() -> None:
+def test_reuse_attention_source_with_fewer_heads_equals_grafting() -> None:
     def build() -> ir.Model:
         return PruneHeads({FIRST: (0, 1, 0)})(layers(2)).model
 
@@ -449,7 +449,7 @@ def reading_graph(text: str, **constants: np.ndarray) -> ir.Model:
 
 
 @pytest.mark.parametrize("case", READS)
-def test_reuse_that_somebody_else_wrote_is_read(case: str) -> None:
+def test_find_attention_reuse_by_others_is_found(case: str) -> None:
     text, heads, sources = READS[case]
     reading = read_attention(reading_graph(text))
     assert [miss.reason for miss in reading.unmatched] == []
@@ -463,14 +463,14 @@ def test_reuse_that_somebody_else_wrote_is_read(case: str) -> None:
     assert (second.x.name, second.kind, second.input_size) == ("out", "self", D)
 
 
-def test_chain_of_three_is_read_in_order() -> None:
+def test_find_attention_chain_of_reuse_is_in_order() -> None:
     model = reuse(layers(3), EDGES["a chain in which one head stays"])
     first, second, third = read_attention(model).blocks
     assert [block.form for block in (first, second, third)] == ["standard", "reuse", "reuse"]
     assert [reused.value for reused in third.reused] == [second.own_probabilities]
 
 
-def test_graph_that_was_saved_is_read_the_same() -> None:
+def test_find_attention_saved_reuse_is_the_same() -> None:
     """Names and forms are in the graph, not in the memory of who wrote it."""
     model = reuse(layers(3), EDGES["from two layers, and one head stays"])
     again = ir.from_proto(ir.to_proto(model))
@@ -501,7 +501,7 @@ NOT_READ = {
 
 
 @pytest.mark.parametrize("case", NOT_READ)
-def test_near_misses_are_no_attention(case: str) -> None:
+def test_find_attention_near_reuse_is_unmatched(case: str) -> None:
     """The first layer is read; the second is nothing, or a miss with a reason: never read wrong."""
     text = NOT_READ[case]
     inputs = f"float[batch, sequence, {D}] x, {FLOAT_MASK}"
@@ -518,7 +518,7 @@ def test_near_misses_are_no_attention(case: str) -> None:
     assert [block.form for block in read_attention(model).blocks] == ["standard"]
 
 
-def test_own_heads_out_of_order_are_missed() -> None:
+def test_find_attention_own_heads_out_of_order_is_unmatched() -> None:
     text = (
         SECOND_QUERIES.replace("Wq1", "Wq").replace("Wk1", "Wk").replace("one_head", "heads")
         + "\n turned = Gather <axis = 1> (own, order)\n one_of = Gather <axis = 1> (p, a1)"
@@ -542,7 +542,7 @@ def test_own_heads_out_of_order_are_missed() -> None:
     assert len(reading.unmatched) >= 1
 
 
-def test_probabilities_of_a_layer_that_is_not_read_are_not_reused() -> None:
+def test_find_attention_reuse_of_unmatched_layer_is_unmatched() -> None:
     text = "".join(PARTS.values()).replace(
         "s0 = MatMul(q, kT)", "s9 = Tanh(q)\n s0 = MatMul(s9, kT)"
     )
@@ -580,7 +580,7 @@ BAD_EDGES: dict[str, tuple[Mapping[str, Mapping[int, tuple[str, int]]], str]] = 
 
 
 @pytest.mark.parametrize("case", BAD_EDGES)
-def test_edges_go_back_in_depth_from_exact_heads(case: str) -> None:
+def test_reuse_attention_invalid_edge_is_refused(case: str) -> None:
     edges, code = BAD_EDGES[case]
     model = layers(3)
     before = text_of(model)
@@ -590,7 +590,7 @@ def test_edges_go_back_in_depth_from_exact_heads(case: str) -> None:
     assert text_of(model) == before
 
 
-def test_head_that_is_reused_in_the_graph_is_no_source() -> None:
+def test_reuse_attention_reused_source_is_refused() -> None:
     model = reuse(layers(3), {SECOND: {1: (FIRST, 0)}})
     with raises(InvalidArgument, "reuse_attention.chain"):
         second = next(b for b in find_attention(model)[0] if b.name == SECOND)
@@ -598,7 +598,7 @@ def test_head_that_is_reused_in_the_graph_is_no_source() -> None:
         reuse(model, {THIRD: {0: (SECOND, int(taken.heads[0]))}})
 
 
-def test_exact_head_of_a_layer_that_reuses_is_a_source() -> None:
+def test_reuse_attention_own_head_of_reusing_layer_is_a_source() -> None:
     def build() -> ir.Model:
         return reuse(layers(3), {SECOND: {1: (FIRST, 0)}})
 
@@ -613,13 +613,13 @@ def test_exact_head_of_a_layer_that_reuses_is_a_source() -> None:
     assert [b.form for b in read_attention(model).blocks] == ["standard", "reuse", "reuse"]
 
 
-def test_layer_is_reused_once() -> None:
+def test_reuse_attention_second_time_is_refused() -> None:
     model = reuse(layers(2), {SECOND: {1: (FIRST, 0)}})
     with raises(CannotRewrite, "reuses_heads"):
         reuse(model, {SECOND: {0: (FIRST, 0)}})
 
 
-def test_first_layer_has_no_source() -> None:
+def test_reuse_refusal_first_layer_has_no_earlier() -> None:
     assert code_of(find_attention(layers(2))[0][:1]) == "no_earlier"
 
 
@@ -656,7 +656,7 @@ LARGE = np.random.default_rng(0).standard_normal((1, 1, 40, 40)).astype(np.float
 
 
 @pytest.mark.parametrize("node", [False, True], ids=["initializers", "Constant nodes"])
-def test_biases_too_large_to_compare_are_not_taken_for_the_same(node: bool) -> None:
+def test_reuse_refusal_large_different_biases_differ(node: bool) -> None:
     """1600 elements each, and other ones: only one tensor for both layers is the same for sure."""
     mask = "\n m = Add(s, table)"
     model = layers(inputs=f"float[batch, 40, {D}] x", mask=mask, constants={"table": LARGE})
@@ -686,19 +686,19 @@ def edited(inputs: str, change: tuple[str, str]) -> ir.Model:
 
 
 @pytest.mark.parametrize("case", UNLIKE)
-def test_layers_that_mask_otherwise_are_refused(case: str) -> None:
+def test_reuse_attention_different_masks_are_refused(case: str) -> None:
     model = edited(*UNLIKE[case])
     with raises(CannotRewrite, "masks_differ"):
         reuse(model, all_of(SECOND, FIRST))
 
 
-def test_mask_that_is_computed_again_is_the_same_mask() -> None:
+def test_reuse_attention_recomputed_mask_is_equal() -> None:
     """Exporters repeat a mask in every layer."""
     again = "\n mask9 = Mul(mask, one)\n m = Add(s, mask9)"
     assert_is_forwarding(lambda: layers(mask=again), all_of(SECOND, FIRST))
 
 
-def test_other_lengths_are_refused() -> None:
+def test_reuse_attention_different_lengths_are_refused() -> None:
     """Two streams without masks: neither has the other's queries, though both attend alike."""
     first = "".join((PARTS | {"mask": "\n m = Identity(s)"}).values())
     made = "|".join(node.outputs[0].name or "" for node in attention().graph)
@@ -713,7 +713,7 @@ def test_other_lengths_are_refused() -> None:
             reuse(model, edges)
 
 
-def test_other_memory_is_refused() -> None:
+def test_reuse_refusal_different_memory_differs() -> None:
     inputs = f"{PLAIN_INPUT}, {MEMORY}, float[batch, memory, {D}] z"
     model = layers(inputs=inputs, **cross())
     blocks, _ = find_attention(model)
@@ -725,7 +725,7 @@ def test_other_memory_is_refused() -> None:
     assert code_of(blocks) == "masks_differ"
 
 
-def test_cross_attention_does_not_take_from_self_attention() -> None:
+def test_reuse_refusal_cross_from_self_attention_differs() -> None:
     first = "".join((PARTS | {"mask": "\n m = Identity(s)"}).values())
     made = "|".join(node.outputs[0].name or "" for node in attention().graph)
     second = re.sub(rf"\b({made})\b", r"\1_1", "".join((PARTS | cross()).values()))
@@ -739,7 +739,7 @@ def test_cross_attention_does_not_take_from_self_attention() -> None:
     assert code_of(blocks) == "masks_differ"
 
 
-def test_some_heads_are_refused_where_the_others_cannot_be_written() -> None:
+def test_reuse_attention_some_heads_of_unwritable_layer_are_refused() -> None:
     """A norm over all heads: all heads may be reused, for then none is left to write."""
     normed = PARTS["q"].replace(
         "q2 = Reshape(q1", "q9 = LayerNormalization(q1, all_gains)\n        q2 = Reshape(q9"
@@ -754,7 +754,7 @@ def test_some_heads_are_refused_where_the_others_cannot_be_written() -> None:
     assert_is_forwarding(build, all_of(SECOND, FIRST))
 
 
-def test_boolean_masks_and_one_key_head_and_norm_together() -> None:
+def test_reuse_attention_combined_variants_equal_grafting() -> None:
     def build() -> ir.Model:
         return layers(
             inputs=f"{PLAIN_INPUT}, {BOOL_MASK}",
