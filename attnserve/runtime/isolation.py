@@ -15,19 +15,48 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from graph_passes import errors
 from graph_passes.errors import AttnserveError
 
-__all__ = ["Worker", "WorkerCrashed", "run_isolated", "search_path"]
+__all__ = ["Worker", "WorkerCrashed", "allowed_environment", "run_isolated", "search_path"]
 
 EXIT_S = 5.0
 """Time for a child to exit after it has closed its output."""
+
+OUTPUT_BYTES = 300
+"""Length of the end of a child's output that the error of a crash quotes."""
+
+INSTALLATION = str(Path(__file__).absolute().parents[2])
+"""The folder that holds this package."""
+
+INHERITED = frozenset(
+    {
+        "HOME", "USER", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TEMP", "TMP",
+        "LD_PRELOAD", "GLIBC_TUNABLES", "TOKENIZERS_PARALLELISM",
+        "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "NVIDIA_TF32_OVERRIDE",
+        "PYTHONHOME", "PYTHONUSERBASE", "PYTHONNOUSERSITE", "PYTHONFAULTHANDLER",
+        "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED", "PYTHONUTF8", "PYTHONWARNINGS",
+        "SSL_CERT_FILE", "SSL_CERT_DIR",
+        "SYSTEMROOT", "WINDIR", "USERPROFILE", "APPDATA", "LOCALAPPDATA",
+    }
+)  # fmt: skip
+"""Environment variables that child processes inherit. NVIDIA's are listed one by one:
+NVIDIA_API_KEY is a secret."""
+
+INHERITED_PREFIXES = (
+    "LC_", "CUDA_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "RAYON_", "MALLOC_"
+)  # fmt: skip
+"""Beginnings of the names of further variables that child processes inherit."""
+
+SEARCH_PATHS = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
+"""Variables that child processes inherit without their empty and relative entries."""
 
 
 class WorkerCrashed(AttnserveError):
@@ -62,11 +91,12 @@ class Worker:
         factory: An importable function or class that returns the object.
         arguments: Arguments of the factory.
         timeout_s: Time limit of creating the object; None for no limit.
-        environment: Environment variables of the child; None for all of this process. PYTHONPATH is
-            always ``search_path()``.
+        environment: Environment variables of the child, for example ``allowed_environment()``. None
+            passes those of this process, with ``search_path()`` as PYTHONPATH.
         prepare: Called first in the child, for example
             ``partial(resource.setrlimit, resource.RLIMIT_AS, (size, size))``.
-        stderr: Destination of the stdout and stderr of the child, as in ``subprocess.Popen``.
+        silent: Whether to drop the stdout and stderr of the child, except for the end, which the
+            error of a crash quotes. Otherwise both go to the stderr of this process.
 
     Raises:
         WorkerCrashed: The child ended, exceeded its time limit, or raised an unexpected error.
@@ -80,24 +110,37 @@ class Worker:
         timeout_s: float | None = None,
         environment: Mapping[str, str] | None = None,
         prepare: Callable[[], object] | None = None,
-        stderr: Any = None,
+        silent: bool = False,
     ) -> None:
-        self._start(environment, stderr)
+        self._start(environment, silent)
         try:
             self._request((prepare, factory, arguments), timeout_s)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, environment: Mapping[str, str] | None, stderr: Any) -> None:
-        variables = dict(os.environ if environment is None else environment)
+    def _start(self, environment: Mapping[str, str] | None, silent: bool) -> None:
+        if environment is None:
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(search_path())}
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-c", f"from {__name__} import serve; serve({os.getpid()})"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=stderr,
-            env={**variables, "PYTHONPATH": os.pathsep.join(search_path())},
+            stderr=subprocess.PIPE if silent else None,
+            env=environment,
         )
+        self._output: deque[int] = deque(maxlen=OUTPUT_BYTES)
+        # The thread owns the pipe: a process that the child started may keep it open.
+        pipe, self.process.stderr = self.process.stderr, None
+        self._reader = threading.Thread(target=self._read_output, args=(pipe,), daemon=True)
+        self._reader.start()
+
+    def _read_output(self, pipe: IO[bytes] | None) -> None:
+        if pipe is None:
+            return
+        with pipe:
+            while chunk := os.read(pipe.fileno(), 65536):
+                self._output.extend(chunk)
 
     def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         """Call a method of the object in the child and return its result.
@@ -127,8 +170,10 @@ class Worker:
             if timer is not None:
                 timer.cancel()
         try:
-            answer: dict[str, Any] = json.loads(line)
+            answer: Any = json.loads(line)
         except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
             answer = {}
         if late.is_set() and not answer:
             raise WorkerCrashed(
@@ -139,7 +184,11 @@ class Worker:
             )
         if not answer:
             status = self._exit_status()
-            raise WorkerCrashed(f"the child process ended with {_describe(status)}", status=status)
+            self._reader.join(EXIT_S)
+            what = f"the child process ended with {_describe(status)}"
+            if output := bytes(self._output).decode(errors="replace").strip():
+                what += f": {output}"
+            raise WorkerCrashed(what, status=status)
         if "error" in answer:
             raise _to_error(**answer["error"])
         return answer["result"]
@@ -154,7 +203,8 @@ class Worker:
     def close(self) -> None:
         """End the child process."""
         self.process.kill()
-        with self.process:  # closes the pipes and waits
+        # Leaving the block closes the pipes, which fails for an unread request, and waits.
+        with suppress(OSError), self.process:
             pass
 
     def __enter__(self) -> Worker:
@@ -185,7 +235,7 @@ def run_isolated(
     """Call an importable function in a child process and return its JSON result.
 
     Args:
-        options: ``environment``, ``prepare`` and ``stderr`` of ``Worker``.
+        options: ``environment``, ``prepare`` and ``silent`` of ``Worker``.
 
     Raises:
         WorkerCrashed, AttnserveError: See ``Worker``.
@@ -199,10 +249,35 @@ def search_path() -> list[str]:
 
     The working folder may hold untrusted files, such as a ``random.py`` beside a downloaded model.
     """
-    package = str(Path(__file__).absolute().parents[2])
     working = os.path.realpath(os.curdir)
     others = [p for p in sys.path if Path(p).is_absolute() and os.path.realpath(p) != working]
-    return list(dict.fromkeys([package, *others]))
+    return list(dict.fromkeys([INSTALLATION, *others]))
+
+
+def allowed_environment(*prefixes: str) -> dict[str, str]:
+    """The environment of a child process: an allow-list that holds no secrets.
+
+    The child imports the same ``attnserve`` as this process. Search paths keep only absolute
+    folders that exist. An empty or relative entry means the working folder, which may hold a
+    downloaded model: its ``random.py`` would be imported in place of the standard library's.
+
+    Args:
+        prefixes: Beginnings of further variable names to pass on.
+    """
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name in INHERITED or name.startswith((*INHERITED_PREFIXES, *prefixes))
+    }
+    paths = {name: _absolute(os.environ.get(name, "")) for name in SEARCH_PATHS}
+    paths["PYTHONPATH"] = [INSTALLATION, *paths["PYTHONPATH"]]
+    return kept | {name: os.pathsep.join(found) for name, found in paths.items() if found}
+
+
+def _absolute(paths: str) -> list[str]:
+    """The absolute entries of a search path that exist."""
+    found = paths.split(os.pathsep)
+    return [path for path in found if Path(path).is_absolute() and os.access(path, os.F_OK)]
 
 
 def _describe(status: int) -> str:

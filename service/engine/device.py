@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 
-from attnserve.runtime.session import require_runtime
-from service.engine.isolation import environment, python
+from attnserve.runtime.isolation import allowed_environment, run_isolated
+from attnserve.runtime.session import require_runtime, why_no_cuda
+from graph_passes.errors import AttnserveError
 from service.settings import Settings
 
 __all__ = ["on_device"]
@@ -41,29 +41,9 @@ def _why_no_gpu() -> str:
     A child process tries it, because a broken driver may end the process.
     """
     try:
-        done = subprocess.run(
-            [*python("service.engine.device")],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=TIMEOUT_S,
-            check=False,
-            env=environment(),
+        why = run_isolated(
+            why_no_cuda, timeout_s=TIMEOUT_S, environment=allowed_environment(), silent=True
         )
-    except subprocess.TimeoutExpired:
-        return f"no session opened on it within {TIMEOUT_S} s"
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
-        return f"the process that tried it ended: {lines[-1][:200]}"
-    return done.stdout.strip()
-
-
-def main() -> None:
-    """Print why CUDA cannot be used, or an empty line (in the child process)."""
-    from attnserve.runtime.session import why_no_cuda
-
-    print(why_no_cuda() or "")
-
-
-if __name__ == "__main__":
-    main()
+    except AttnserveError as error:
+        return f"no session opened on it: {error.what}"
+    return why or ""

@@ -6,68 +6,46 @@ that loading the same files again only reads them.
 
 The child then tries lossless operator fusion (``planning.lossless``). If the fused model computes
 the same and is faster, the server runs that file. If fusion fails, the server runs the original.
-
-Protocol: one JSON request on stdin; two JSON lines on stdout, for the check and for the fusion.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from attnserve.context import Provider
-from attnserve.models.artifact import Artifact, load_model, open_artifact, sha256
+from attnserve.models.artifact import Artifact, load_model, sha256
 from attnserve.runtime.external_data import external_files
+from attnserve.runtime.isolation import Worker, WorkerCrashed, allowed_environment
 from attnserve.runtime.session import weight_bytes
-from graph_passes.errors import AttnserveError, InvalidArgument, InvalidModel, MissingExtra
+from graph_passes.errors import (
+    AttnserveError,
+    CannotRewrite,
+    InvalidArgument,
+    InvalidModel,
+    MissingExtra,
+)
 from service.engine.model import NOT_REWRITTEN, Model
 
-__all__ = ["CheckResult", "IsolationChecker", "environment", "python"]
+__all__ = ["CheckResult", "IsolationChecker"]
 
 CONFIGURATION_FILES = ("tokenizer.json", "tokenizer_config.json", "attnserve.json", "config.json")
 """Files beside the model that change how it is served."""
 
-FORWARDED_ERRORS: dict[str, type[AttnserveError]] = {
-    kind.__name__: kind for kind in (InvalidModel, InvalidArgument, MissingExtra)
-}
-"""Errors that keep their type when the child reports them."""
+FORWARDED_ERRORS = (InvalidModel, InvalidArgument, MissingExtra)
+"""Errors that keep their type when the child raises them; others become ``InvalidModel``."""
 
 log = logging.getLogger("attnserve")
-
-INHERITED = frozenset(
-    {
-        "HOME", "USER", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TEMP", "TMP",
-        "LD_PRELOAD", "GLIBC_TUNABLES", "TOKENIZERS_PARALLELISM",
-        "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "NVIDIA_TF32_OVERRIDE",
-        "PYTHONHOME", "PYTHONUSERBASE", "PYTHONNOUSERSITE", "PYTHONFAULTHANDLER",
-        "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED", "PYTHONUTF8", "PYTHONWARNINGS",
-        "SSL_CERT_FILE", "SSL_CERT_DIR",
-        "SYSTEMROOT", "WINDIR", "USERPROFILE", "APPDATA", "LOCALAPPDATA",
-    }
-)  # fmt: skip
-"""Environment variables that child processes inherit. NVIDIA's are listed one by one:
-NVIDIA_API_KEY is a secret."""
-
-INHERITED_PREFIXES = (
-    "LC_", "CUDA_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "RAYON_", "MALLOC_"
-)  # fmt: skip
-"""Beginnings of the names of further variables that child processes inherit."""
-
-SEARCH_PATHS = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
-"""Variables that child processes inherit without their empty and relative entries."""
 
 FIX = "do not serve this file; if you made it, check it with onnx.checker.check_model"
 
@@ -206,8 +184,8 @@ class IsolationChecker:
 
     def _try(self, artifact: Artifact, content: str) -> _Record:
         new = self._new_file(content) if self._rewrite else None
-        report, operators = self._run_child(artifact, new)
-        external = tuple((Path(path), _sha256(Path(path))) for path in report["external"])
+        paths, operators = self._run_child(artifact, new)
+        external = tuple((Path(path), _sha256(Path(path))) for path in paths)
         rewritten = None
         if new is not None and operators["rewritten"] and new.is_file():
             rewritten = new.replace(new.with_suffix(".onnx"))
@@ -229,92 +207,47 @@ class IsolationChecker:
 
     def _run_child(
         self, artifact: Artifact, new: Path | None
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The child's reports of the check, and of the fusion to ``new``.
+    ) -> tuple[list[str], Mapping[str, Any]]:
+        """The paths of the external data, and the report of the fusion to ``new``.
 
         Raises:
             InvalidModel, InvalidArgument: See ``check``.
         """
-        name, request = artifact.model, {
-            "model": str(artifact.model),
-            "shared": None if artifact.shared is None else str(artifact.shared),
-            "provider": self._provider,
-            "threads": self._threads,
-            "rewrite": None if new is None else str(new),
-        }  # fmt: skip
+        name, deadline = artifact.model, monotonic() + self._timeout_s
         try:
-            done = subprocess.run(
-                python("service.engine.isolation"),
-                input=json.dumps(request).encode(),
-                capture_output=True,
-                timeout=self._timeout_s,
-                check=False,
-                env=environment(),
-            )
-            code, output, errors = done.returncode, done.stdout, done.stderr
-        except subprocess.TimeoutExpired as error:
-            code, output, errors = None, error.stdout or b"", b""
-        first, _, second = output.decode(errors="replace").partition("\n")
-        report = _parse(first)
-        if report is None and code is None:
-            raise InvalidModel(
-                f"{name}: it did not load and run within {self._timeout_s:g} s",
-                "raise `probe_timeout_s` for a large model, otherwise do not serve it",
-                code="model.timeout",
-            )
-        if report is None and code is not None and code < 0:
-            raise InvalidModel(
-                f"{name}: it crashes ONNX Runtime (signal {-code})", FIX, code="model.crash"
-            )
-        if report is None:
-            raise InvalidModel(
-                f"{name}: the process that tried it ended with {code}:"
-                f" {errors.decode(errors='replace').strip()[-300:]}",
-                FIX,
-                code="model.crash",
-            )
-        if "error" in report:
-            kind = FORWARDED_ERRORS.get(report["error"], InvalidModel)
-            raise kind(report["what"], report["fix"], code=report["code"])
+            with Worker(
+                _Child, artifact, self._provider, self._threads,
+                timeout_s=self._timeout_s,
+                environment=allowed_environment(),
+                prepare=_prepare,
+                silent=True,
+            ) as child:  # fmt: skip
+                external = child.call("external_data", timeout_s=deadline - monotonic())
+                return external, self._fuse(child, new, deadline)
+        except FORWARDED_ERRORS:
+            raise
+        except WorkerCrashed as error:
+            if error.timed_out:
+                raise InvalidModel(
+                    f"{name}: it did not load and run within {self._timeout_s:g} s",
+                    "raise `probe_timeout_s` for a large model, otherwise do not serve it",
+                    code="model.timeout",
+                ) from error
+            raise InvalidModel(f"{name}: {error.what}", FIX, code="model.crash") from error
+        except AttnserveError as error:
+            raise InvalidModel(error.what, error.fix, code=error.code) from error
+
+    def _fuse(self, child: Worker, new: Path | None, deadline: float) -> Mapping[str, Any]:
+        """The report of the fusion: a failure does not fail the check."""
         if not self._rewrite:
-            return report, dict(NOT_REWRITTEN)
-        why = "there is no folder for it"
-        if new is not None:
-            late = code is None or code == -getattr(signal, "SIGALRM", 0)
-            why = "it took too long" if late else f"the process that tried it ended with {code}"
-        return report, _parse(second) or {"rewritten": False, "why": why}
-
-
-def python(module: str) -> list[str]:
-    """The command that runs a module of this installation; use it with ``environment``."""
-    return [sys.executable, "-P", "-m", module]
-
-
-def environment(*prefixes: str) -> dict[str, str]:
-    """The environment of a child process: an allow-list that holds no secrets.
-
-    The child imports the same ``attnserve`` as this process. Search paths keep only absolute
-    folders that exist. An empty or relative entry means the working folder, which may hold a
-    downloaded model: its ``random.py`` would be imported in place of the standard library's.
-
-    Args:
-        prefixes: Beginnings of further variable names to pass on.
-    """
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name in INHERITED or name.startswith((*INHERITED_PREFIXES, *prefixes))
-    }
-    installation = str(Path(__file__).absolute().parents[2])
-    paths = {name: _absolute(os.environ.get(name, "")) for name in SEARCH_PATHS}
-    paths["PYTHONPATH"] = [installation, *paths["PYTHONPATH"]]
-    return kept | {name: os.pathsep.join(found) for name, found in paths.items() if found}
-
-
-def _absolute(paths: str) -> list[str]:
-    """The absolute entries of a search path that exist."""
-    found = paths.split(os.pathsep)
-    return [path for path in found if Path(path).is_absolute() and os.access(path, os.F_OK)]
+            return NOT_REWRITTEN
+        if new is None:
+            return {"rewritten": False, "why": "there is no folder for it"}
+        timeout_s = round(min(FUSION_TIMEOUT_S, deadline - monotonic()), 1)
+        try:
+            return child.call("fuse", new, timeout_s=timeout_s)
+        except AttnserveError as error:
+            return {"rewritten": False, "why": error.what}
 
 
 def _sha256(path: Path) -> str:
@@ -324,76 +257,38 @@ def _sha256(path: Path) -> str:
         raise InvalidModel(f"{path}: cannot be read: {error.strerror}", "check the path") from error
 
 
-def _parse(line: str) -> dict[str, Any] | None:
-    """A report of the child; None if it is missing or incomplete."""
-    try:
-        report: Any = json.loads(line)
-    except ValueError:
-        return None
-    return report if isinstance(report, dict) else None
-
-
-def _check(request: dict[str, Any]) -> dict[str, Any]:
-    """Load the model and run it once (in the child)."""
-    try:
-        artifact = _artifact(request)
-        model = Model(artifact, provider=request["provider"], threads=request["threads"])
-        model.warm_up()
-        external = sorted(external_files(load_model(artifact)))
-    except AttnserveError as error:
-        return {
-            "error": type(error).__name__,
-            "what": error.what,
-            "fix": error.fix,
-            "code": error.code,
-        }
-    return {"external": [str(path) for path in external]}
-
-
-def _fuse(request: dict[str, Any]) -> dict[str, Any]:
-    """Write the model with fused operators (in the child); report if and why not."""
-    from attnserve.planning.lossless import fuse_lossless
-
-    try:
-        artifact = _artifact(request)
-        if request["provider"] != "cpu":
-            return {"rewritten": False, "why": "operator fusion supports only the CPU"}
-        size = weight_bytes(load_model(artifact))
-        if size > MAX_BYTES:
-            why = f"it holds {size / 1e9:.1f} GB of weights, more than {MAX_BYTES / 1e9:g}"
-            return {"rewritten": False, "why": why}
-        found = fuse_lossless(
-            artifact,
-            Path(request["rewrite"]),
-            provider=request["provider"],
-            threads=request["threads"],
-        )
-    except AttnserveError as error:
-        return {"rewritten": False, "why": error.what}
-    except Exception as error:  # the model itself has passed its check
-        return {"rewritten": False, "why": f"{type(error).__name__}: {error}"}
-    return {"rewritten": True, **asdict(found)}
-
-
-def _artifact(request: dict[str, Any]) -> Artifact:
-    return open_artifact(Path(request["model"]), request["shared"] and Path(request["shared"]))
-
-
-def main() -> None:
+def _prepare() -> None:
+    """Limit the damage of a model (in the child)."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the check
     with suppress(OSError):  # out of memory: end this process, not the server
         Path("/proc/self/oom_score_adj").write_text("1000")
     with suppress(ImportError, ValueError):
         import resource
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    request = json.load(sys.stdin)
-    report = _check(request)
-    print(json.dumps(report), flush=True)
-    if request["rewrite"] is not None and "error" not in report:
-        if hasattr(signal, "alarm"):  # it ends this process inside native code too
-            signal.alarm(FUSION_TIMEOUT_S)
-        print(json.dumps(_fuse(request)), flush=True)
 
 
-if __name__ == "__main__":
-    main()
+class _Child:
+    """A model that was loaded and run once (in the child)."""
+
+    def __init__(self, artifact: Artifact, provider: Provider, threads: int) -> None:
+        self._artifact, self._provider, self._threads = artifact, provider, threads
+        Model(artifact, provider=provider, threads=threads).warm_up()
+        self._external = [str(path) for path in sorted(external_files(load_model(artifact)))]
+
+    def external_data(self) -> list[str]:
+        return self._external
+
+    def fuse(self, new: Path) -> dict[str, Any]:
+        """Write the model with fused operators."""
+        from attnserve.planning.lossless import fuse_lossless
+
+        if self._provider != "cpu":
+            raise CannotRewrite("operator fusion supports only the CPU")
+        size = weight_bytes(load_model(self._artifact))
+        if size > MAX_BYTES:
+            raise CannotRewrite(
+                f"it holds {size / 1e9:.1f} GB of weights, more than {MAX_BYTES / 1e9:g}"
+            )
+        found = fuse_lossless(self._artifact, new, provider=self._provider, threads=self._threads)
+        return {"rewritten": True, **asdict(found)}

@@ -35,8 +35,8 @@ from typing import Any
 
 import orjson
 
+from attnserve.runtime.isolation import allowed_environment
 from graph_passes.errors import AttnserveError
-from service.engine.isolation import environment, python
 from service.errors import ServiceError
 from service.server import STOP_SIGNALS, log_ready
 from service.settings import Settings
@@ -216,10 +216,10 @@ class _Supervisor:
         variables = {"PROMETHEUS_MULTIPROC_DIR": str(self._state.metrics)}
         with self._listener() as listener:
             process = subprocess.Popen(
-                python("service.workers.worker"),
+                [sys.executable, "-P", "-m", "service.workers.worker"],
                 stdin=subprocess.PIPE,
                 bufsize=0,
-                env=environment("OTEL_") | variables,  # workers may export traces
+                env=allowed_environment("OTEL_") | variables,  # workers may export traces
                 pass_fds=[listener.fileno()],
                 process_group=0,  # signals of the terminal reach the supervisor only
             )

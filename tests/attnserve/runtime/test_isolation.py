@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import operator
 import os
+import random
 import subprocess
 import sys
 import time
@@ -12,7 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from attnserve.runtime.isolation import Worker, WorkerCrashed, run_isolated
+import attnserve
+import graph_passes
+import service
+from attnserve.runtime.isolation import (
+    Worker,
+    WorkerCrashed,
+    allowed_environment,
+    run_isolated,
+)
 from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidModel
 from tests.errors import raises
@@ -46,7 +56,7 @@ def test_other_error_keeps_the_worker_alive():
 
 def test_crash_names_the_signal():
     with raises(WorkerCrashed, "isolation.crashed", "SIGABRT") as caught:
-        run_isolated(os.abort, stderr=subprocess.DEVNULL)
+        run_isolated(os.abort)
     assert isinstance(caught.value, WorkerCrashed) and caught.value.status == -6
 
 
@@ -84,6 +94,27 @@ def test_output_of_the_child_does_not_mix_with_answers(capfd: pytest.CaptureFixt
     assert capfd.readouterr() == ("", "noise\n")
 
 
+def test_silent_drops_the_output(capfd: pytest.CaptureFixture[str]):
+    assert run_isolated(os.system, "echo noise; echo noise >&2", silent=True) == 0
+    assert capfd.readouterr() == ("", "")
+
+
+def test_silent_crash_quotes_the_end_of_the_output():
+    with raises(WorkerCrashed, "isolation.crashed", "exit status 1: ") as caught:
+        run_isolated(sys.exit, "x" * 100_000 + " no driver", silent=True)
+    assert isinstance(caught.value, WorkerCrashed)
+    assert caught.value.what.endswith("x no driver") and len(caught.value.what) < 400
+
+
+def test_answer_that_is_no_json_object_is_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho 3\nexit 4\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with raises(WorkerCrashed, "isolation.crashed", "exit status 4"):
+        run_isolated(os.getpid)
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX limits")
 def test_prepare_runs_first_in_the_child():
     import resource
@@ -108,3 +139,59 @@ def test_child_ends_with_its_parent():
             return
         time.sleep(0.1)
     pytest.fail("the child still runs")
+
+
+WHERE = """
+import json, random, sys
+import attnserve, graph_passes, service
+files = [module.__file__ for module in (random, attnserve, graph_passes, service)]
+print(json.dumps([files, sys.path]))
+"""
+
+
+@pytest.mark.parametrize(
+    "given", [None, "", ":", ".", "sub", "{kept}:", ":{kept}", "{kept}:/no/such"]
+)
+def test_allowed_environment_python_path_has_no_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    kept, current = tmp_path / "kept", tmp_path / "current"
+    kept.mkdir()
+    for folder in (current, current / "sub"):
+        folder.mkdir()
+        for name in ("random", "attnserve", "service"):
+            (folder / f"{name}.py").write_text("raise SystemExit('executed')")
+    monkeypatch.chdir(current)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    if given is not None:
+        monkeypatch.setenv("PYTHONPATH", given.format(kept=kept))
+    command = [sys.executable, "-P", "-c", WHERE]
+    found = subprocess.run(command, env=allowed_environment(), check=True, capture_output=True)
+    files, path = json.loads(found.stdout)
+    here = (random, attnserve, graph_passes, service)
+    assert files == [module.__file__ for module in here]
+    assert (str(kept) in path) is ("kept" in (given or ""))
+    assert all(Path(entry).is_absolute() for entry in path)
+    assert not {str(current), str(current / "sub")} & set(path)
+
+
+def test_allowed_environment_other_search_paths_have_no_current_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin::bin")
+    monkeypatch.setenv("LD_LIBRARY_PATH", ":")
+    found = allowed_environment()
+    assert found["PATH"] == "/usr/bin" and "LD_LIBRARY_PATH" not in found
+
+
+def test_allowed_environment_passes_settings_and_no_secrets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    passed = {"CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "LC_ALL", "LANG", "TMPDIR", "TZ", "HOME"}
+    secret = {"AWS_SECRET_ACCESS_KEY", "NVIDIA_API_KEY", "ATTNSERVE_API_KEYS", "HF_TOKEN"}
+    for name in (*passed, *secret, "OTEL_EXPORTER_OTLP_HEADERS"):
+        monkeypatch.setenv(name, "value")
+    found = allowed_environment()
+    assert passed <= found.keys()
+    assert not (secret | {"OTEL_EXPORTER_OTLP_HEADERS"}) & found.keys()
+    assert allowed_environment("OTEL_").keys() - found.keys() == {"OTEL_EXPORTER_OTLP_HEADERS"}

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,17 +97,18 @@ def test_the_process_that_finds_out_says_why_and_its_death_is_a_reason_too(
         pytest.skip("this ONNX Runtime has the CUDA provider")
     assert "no CUDA execution provider" in device._why_no_gpu()
 
-    def end(code: str) -> None:
-        monkeypatch.setattr(device, "python", lambda _: [sys.executable, "-c", code])
+    def replace(function: Callable[..., Any], *arguments: Any) -> None:
+        monkeypatch.setattr(device, "why_no_cuda", partial(function, *arguments))
 
-    end("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
-    assert device._why_no_gpu() == "the process that tried it ended: status -11"
-    end("import sys; sys.exit('CUDA driver version is insufficient')")
-    assert device._why_no_gpu().endswith("ended: CUDA driver version is insufficient")
-    end("import time; time.sleep(60)")
+    replace(signal.raise_signal, signal.SIGSEGV)
+    assert "signal SIGSEGV" in device._why_no_gpu()
+    replace(sys.exit, "CUDA driver version is insufficient")
+    assert device._why_no_gpu().endswith("exit status 1: CUDA driver version is insufficient")
+    replace(time.sleep, 60)
     monkeypatch.setattr(device, "TIMEOUT_S", 0.2)
-    assert device._why_no_gpu() == "no session opened on it within 0.2 s"
-    end("print()")
+    assert "did not finish within 0.2 s" in device._why_no_gpu()
+    monkeypatch.setattr(device, "TIMEOUT_S", 60)
+    replace({}.get, "nothing")
     assert device._why_no_gpu() == ""
 
 

@@ -406,9 +406,9 @@ BABBLES = "print('no JSON'); raise SystemExit(3)"
 @pytest.mark.parametrize(
     ("child", "text"),
     [
-        (CRASHES, r"it crashes ONNX Runtime \(signal 6\)"),
+        (CRASHES, "signal SIGABRT"),
         (HANGS, "it did not load and run within 1 s"),
-        (BABBLES, "the process that tried it ended with 3"),
+        (BABBLES, "exit status 3"),
     ],
 )
 def test_a_model_that_kills_its_probe_is_an_error_and_the_server_lives(
@@ -427,7 +427,7 @@ def test_a_model_that_kills_its_probe_is_an_error_and_the_server_lives(
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{program}"\n')
     python.chmod(0o755)
-    monkeypatch.setattr("service.engine.isolation.sys.executable", str(python))
+    monkeypatch.setattr(sys, "executable", str(python))
     chosen = repository.settings.model_copy(update={"probe": True})
     monkeypatch.setattr(repository, "settings", chosen)
     monkeypatch.setattr(repository._checker, "_timeout_s", 1)
@@ -499,12 +499,12 @@ def test_the_probe_is_told_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyP
     program = tmp_path / "python"
     program.write_text(f'#!/bin/sh\nenv > "{tmp_path}/seen"\nexit 3\n')
     program.chmod(0o755)
-    monkeypatch.setattr("service.engine.isolation.sys.executable", str(program))
+    monkeypatch.setattr(sys, "executable", str(program))
 
     async def script(repository: Repository) -> None:
         raise AssertionError
 
-    with pytest.raises(InvalidModel, match="ended with 3"):
+    with pytest.raises(InvalidModel, match="exit status 3"):
         play(write_scale(tmp_path / "a", 1), script, probe=True)
     assert "hush-hush" not in (tmp_path / "seen").read_text()
     assert "PATH=" in (tmp_path / "seen").read_text()

@@ -389,7 +389,7 @@ def test_second_interrupt_refuses_unanswered_requests(tmp_path: Path, workers: i
     "number",
     [
         pytest.param(signal.SIGSTOP, id="suspended process"),
-        pytest.param(signal.SIGUSR1, id="blocked event loop", marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR1, id="blocked event loop", marks=pytest.mark.timing),
     ],
 )
 def test_hanging_worker_is_killed_and_replaced(
