@@ -40,7 +40,7 @@ def measure(
 def speeds(search: Any, graph: ir.Model, lengths: Sequence[int]) -> list[Speed]:
     found: list[Speed] = []
     for length in lengths:
-        feed = example_inputs(search.graph, search.batch, length, search.seed)
+        feed = example_inputs(search.graph, search.batch, length, search.context.seed)
         before, after = (milliseconds(model, feed) for model in (search.graph, graph))
         found.append(Speed(search.batch, length, before, after, before / after))
     return found
