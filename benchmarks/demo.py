@@ -176,7 +176,7 @@ def summary(rows: Sequence[Row], bench: BenchReport, unseen: Path) -> Table:
         padding=(0, 1, 0, 0),
     )
     table.add_column("model", no_wrap=True)
-    for heading in ("parameters", "weights", "MACs", *map(str, LENGTHS), "cosine"):
+    for heading in ("params", "weights", "MACs", *map(str, LENGTHS), "cosine"):
         table.add_column(heading, justify="right")
     for index, row in enumerate(rows):
         measured = {r.sequence: r for r in bench.results[index :: len(rows)]}

@@ -2,7 +2,8 @@
 
     python exact.py MODEL_FOLDER THREADS FILE
 
-Writes FILE, and a line of JSON: how it compares with the original (``planning.lossless.FusionReport``).
+Writes FILE, and a line of JSON: how it compares with the original
+(``planning.lossless.FusionReport``).
 """
 
 from __future__ import annotations
