@@ -134,9 +134,13 @@ def read_attention(model: ir.Model, *, seed: int = 0) -> MatchReport:
     proved: list[Certified] = []
 
     @cache
-    def info_at(shapes: tuple[tuple[int, int], ...], apart: bool = False) -> list[ShapeInfo]:
+    def info_at(
+        shapes: tuple[tuple[int, int], ...], distinct_lengths: bool = False
+    ) -> list[ShapeInfo]:
         return [
-            infer_shapes_small(model, batch=batch, sequence=sequence, apart=apart)
+            infer_shapes_small(
+                model, batch=batch, sequence=sequence, distinct_lengths=distinct_lengths
+            )
             for batch, sequence in shapes
         ]
 

@@ -1,8 +1,8 @@
-"""What the output of the whole model loses when something is done to one block.
+"""Measure the loss at the model's output when one block is changed.
 
-The loss of a few sizes is measured, with the block's last map fitted in closed form to what is left
-(``whatif``); between them it follows the share of the block's own output that others cannot take
-over (``elimination``). Other changes are made and measured, each in a model of its own.
+Removal is measured at a few sizes, with the block's last map refitted in closed form
+(``LossEstimator``). Between them the loss follows the block's own loss
+(``calibration.elimination``). Other changes are applied to a copy of the model and measured there.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from attnserve.calibration.similarity import measure_similarity
 from attnserve.context import Provider, RunContext
 from attnserve.planning.candidates import (
     MAX_CONFIGS,
-    MULTIPLE,
     BlockConfig,
     LossCurve,
     ReusePair,
     TiedBlocks,
     apply_config,
-    reuse,
+    apply_reuse,
 )
 from attnserve.planning.head_selection import Reuse, edges_of
+from attnserve.planning.limits import MULTIPLE
 from attnserve.planning.loss_estimation import LossEstimator
 from attnserve.runtime.session import Batch
 from graph_passes.blocks import FeedForwardBlock
@@ -48,20 +48,20 @@ __all__ = ["Losses", "loss_curves"]
 Stage = Callable[[str, int, int], None]
 
 PROBES = (0.25, 0.5, 0.75)
-"""Shares of a block that are taken out to see what the output loses."""
+"""Shares of a block whose removal is measured."""
 
 PROBE_ROWS = 48
-"""Texts that are asked."""
+"""The approximate number of texts on which losses are measured."""
 
 MOMENT_ROWS = 300
-"""About how many texts tell which dimensions of queries and keys matter."""
+"""The approximate number of texts for the moments of queries and keys."""
 
 FIT_EVERY = 2
-"""Of these, one batch in so many shows what is lost where a whole attention is replaced."""
+"""Every n-th of their batches is used to refit a replaced attention."""
 
 
 class Losses(NamedTuple):
-    """By the key of each group of which something can be taken out, and of pairs."""
+    """Loss curves by the key of each group that can be reduced, and pairs with their losses."""
 
     curves: dict[str, LossCurve]
     pairs: tuple[ReusePair, ...]
@@ -78,11 +78,11 @@ def loss_curves(
     threads: int = 0,
     report: Stage,
 ) -> Losses:
-    """What is lost by taking parts out of groups, and by what else may be done to them.
+    """Measure the loss of removal, of other changes, and of reuse.
 
     Args:
-        changes: By the key of a group, to all of its heads, or with none left.
-        pairs: To weigh; those that are not faster are left out.
+        changes: Other changes to measure, by the key of a group.
+        pairs: Pairs to measure; those that are not faster are left out.
 
     Raises:
         InvalidData: The model refuses a batch, or its activations are not finite.
@@ -91,7 +91,7 @@ def loss_curves(
     if not able:
         return Losses({}, ())
     blocks = [block for group in able for block in group.blocks]
-    probes, rest = _apart(batches)
+    probes, rest = _split(batches)
     moments = context_moments(
         model, blocks, rest, context=RunContext(provider, threads, progress=report)
     )
@@ -118,19 +118,19 @@ def loss_curves(
                 tuple(found.order.tolist()), tuple(own.tolist()), tuple(gone),
                 tuple(rising.tolist()),
             )  # fmt: skip
-        report("weigh blocks", done, len(able))
+        report("measure block losses", done, len(able))
     some = rest[:: max(len(rest) * PROBE_ROWS // MOMENT_ROWS // len(probes), 1)]
-    weigh = _Weigh(model, estimator, some, provider, threads, report)
+    others = _ChangeLosses(model, estimator, some, provider, threads, report)
     wanted = {g: changes[g.key] for g in able if changes and g.key in changes and g.key in curves}
-    for key, found in weigh.changes(wanted).items():
+    for key, found in others.changes(wanted).items():
         curves[key] = replace(curves[key], changed=tuple(found))
     faster = [p for p in pairs if p.saved_ms > 0 and {p.source.key, p.reader.key} <= curves.keys()]
-    return Losses(curves, tuple(weigh.pairs(faster)))
+    return Losses(curves, tuple(others.pairs(faster)))
 
 
 @dataclass(frozen=True, eq=False)
-class _Weigh:
-    """Models with one change, asked what their output has lost."""
+class _ChangeLosses:
+    """Measures changes that are applied to a copy of the model."""
 
     model: ir.Model
     estimator: LossEstimator
@@ -142,9 +142,9 @@ class _Weigh:
     def changes(
         self, wanted: Mapping[TiedBlocks, Sequence[BlockConfig]]
     ) -> dict[str, list[tuple[BlockConfig, float]]]:
-        """The loss of each change of a group that is one block; what cannot be made is left out."""
-        single = {group: sizes for group, sizes in wanted.items() if len(group.blocks) == 1}
-        names = [g.names[0] for g, sizes in single.items() if any(s.head_size for s in sizes)]
+        """The loss of each change of groups of one block; impossible changes are left out."""
+        single = {group: configs for group, configs in wanted.items() if len(group.blocks) == 1}
+        names = [g.names[0] for g, configs in single.items() if any(s.head_size for s in configs)]
         plain, moments = self.model.clone(), dict[str, TokenMoments]()
         if names:
             _decompose(plain, names)
@@ -153,19 +153,19 @@ class _Weigh:
                 plain, blocks, self.batches, context=RunContext(self.provider, self.threads)
             )
         found: dict[str, list[tuple[BlockConfig, float]]] = {}
-        for done, (group, sizes) in enumerate(single.items(), start=1):
+        for done, (group, configs) in enumerate(single.items(), start=1):
             block, name = group.blocks[0], group.names[0]
-            for size in sizes:
-                new = plain.clone() if size.head_size else self.model.clone()
-                with suppress(AttnserveError):  # then it is no candidate
-                    apply_config(new, block, size, moments.get(name))
-                    loss = self._loss(new, [] if size.kept else [name])
-                    found.setdefault(group.key, []).append((size, loss))
-            self.report("weigh changes", done, len(single))
+            for config in configs:
+                new = plain.clone() if config.head_size else self.model.clone()
+                with suppress(AttnserveError):  # an impossible change is no candidate
+                    apply_config(new, block, config, moments.get(name))
+                    loss = self._loss(new, [] if config.kept else [name])
+                    found.setdefault(group.key, []).append((config, loss))
+            self.report("measure changes", done, len(single))
         return found
 
     def pairs(self, pairs: Sequence[ReusePair]) -> Iterator[ReusePair]:
-        """Each with the heads that attend most alike, and what is lost when all are handed on."""
+        """Each pair with its most similar heads, and the loss if all of them are reused."""
         if not pairs:
             return
         plain = self.model.clone()
@@ -176,7 +176,7 @@ class _Weigh:
         for done, pair in enumerate(pairs, start=1):
             source, reader = pair.source.names[0], pair.reader.names[0]
             both = [blocks[source], blocks[reader]]
-            with suppress(AttnserveError):  # then it is no candidate
+            with suppress(AttnserveError):  # an impossible change is no candidate
                 alike = measure_similarity(
                     plain,
                     both,
@@ -185,16 +185,16 @@ class _Weigh:
                 )
                 edges = edges_of(Reuse("full"), both, [reader], masks={}, similarity=alike)
                 taken = edges.get(reader, {})
-                if len(taken) < pair.reader.count:  # they do not attend over the same tokens
+                if len(taken) < pair.reader.count:  # similarities were not measurable
                     continue
                 heads = tuple(taken[head][1] for head in range(pair.reader.count))
                 new = self.model.clone()
-                reuse(new, edges, {})
+                apply_reuse(new, edges, {})
                 yield replace(pair, heads=heads, loss=self._loss(new, [reader]))
-            self.report("weigh pairs", done, len(pairs))
+            self.report("measure pairs", done, len(pairs))
 
     def _loss(self, new: ir.Model, fitted: Sequence[str]) -> float:
-        """With the outputs of these layers fitted to the model's own."""
+        """The loss of a changed model, after these layers are refitted."""
         if fitted:
             refit(new, self.model, fitted, self.batches[::FIT_EVERY],
                   context=RunContext(self.provider, self.threads))  # fmt: skip
@@ -206,9 +206,11 @@ def _decompose(model: ir.Model, names: Collection[str]) -> None:
         decompose_fused(context, names)
 
 
-def _apart(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
-    """About ``PROBE_ROWS`` rows of short and of long texts to estimator about, and the others to fit to:
-    a block with many neurons fits its own texts better than any others."""
+def _split(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
+    """Split batches into probes of about ``PROBE_ROWS`` short and long texts, and data to fit to.
+
+    They are disjoint: a block with many neurons overfits to the data of its fit.
+    """
     if len(batches) < 2:
         return list(batches), list(batches)
     rows = [max((len(a) for a in batch.values() if a.ndim), default=1) for batch in batches]
@@ -226,7 +228,7 @@ def _total(parts: Sequence[Moments]) -> Moments:
 
 
 def _elimination(group: TiedBlocks, moments: Moments) -> tuple[Elimination, np.ndarray, np.ndarray]:
-    """The order, which rows of the last weight each head or neuron owns, and that weight."""
+    """The order of removal, the rows of the last weight by head or neuron, and that weight."""
     block = group.blocks[0]
     if isinstance(block, FeedForwardBlock):
         weight = block.second_matrix().astype(np.float64)
@@ -243,7 +245,7 @@ def _elimination(group: TiedBlocks, moments: Moments) -> tuple[Elimination, np.n
 def _fitted(
     moments: Moments, weight: Float[np.ndarray, "N D"], kept: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The map that comes nearest to what the whole weight makes, of these rows alone."""
+    """The ridge regression of the block's output on the kept rows: weight and bias."""
     gram = moments.covariance
     unit = RIDGE * (float(np.trace(gram)) / len(gram) or 1.0)
     fitted = np.zeros_like(weight)

@@ -1,4 +1,4 @@
-"""How long each form of each block takes on this machine, alone and beside what it is now."""
+"""Time the implementations and configurations of each block beside the exported block."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import onnx_ir as ir
 from attnserve.context import Progress
 from attnserve.models.precision import LARGEST, Precision, convert
 from attnserve.planning.candidates import (
-    NO_SLOWER,
     Block,
     BlockConfig,
     BlockLatency,
@@ -19,12 +18,13 @@ from attnserve.planning.candidates import (
     ReusePair,
     TiedBlocks,
     apply_config,
+    apply_reuse,
     configs_of,
-    reuse,
 )
+from attnserve.planning.limits import MAX_BLOCK_SLOWDOWN
 from attnserve.runtime.session import Batch, open_session, run
 from attnserve.runtime.timer import Cut, LatencyTable, Part, cut_out
-from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small, state_types
+from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small, set_missing_types
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.emit.editing import remove_unused
 from graph_passes.errors import AttnserveError
@@ -50,18 +50,18 @@ def time_blocks(
     precision: Precision = "float32",
     report: Progress,
 ) -> dict[Block, BlockLatency]:
-    """Every way to write a block, and every size of it in the fastest of them.
+    """Time every implementation of each block, and each configuration in the fastest one.
 
-    Blocks that do the same work are timed once.
+    Blocks with equal work are timed once.
 
     Args:
-        feeds: Inputs of the model at each shape, the first ``target`` being those to be fast at.
+        feeds: Inputs of the model at each shape; the model should be fast at the first ``target``.
     """
     blocks = [block for group in groups for block in group.blocks]
     parts = cut_out(model, [_cut(block) for block in blocks], feeds, provider=table.provider)
     alike: dict[tuple[Any, ...], list[tuple[Block, Part]]] = {}
     facts = infer_shapes_small(model, batch=2, sequence=5)
-    frozen = {block for group in groups if group.refusal for block in group.blocks}
+    frozen = {block for group in groups if group.refusal is not None for block in group.blocks}
     forms = {block: _forms(block, facts, model.opset_imports) for block in blocks}
     for block, part in zip(blocks, parts, strict=True):
         keys = (part.key(index) for index in range(len(feeds)))
@@ -76,7 +76,7 @@ def time_blocks(
 
 
 def _forms(block: Block, facts: ShapeInfo, opsets: Mapping[str, int]) -> tuple[Implementation, ...]:
-    """The operators that a block can be written in, where it stands in the whole model."""
+    """The fused operators that can implement a block in this model."""
     if isinstance(block, FeedForwardBlock):
         return () if gelu_refusal(block, facts, opsets) else ("gelu",)
     return tuple(form for form in FORMS if fusion_refusal(block, form, facts, opsets) is None)
@@ -99,7 +99,11 @@ def _time(
     *,
     whole: bool,
 ) -> BlockLatency:
-    """Ways to write the block first, then its sizes in the fastest of them."""
+    """Time the implementations of a block, then its configurations in the fastest one.
+
+    Args:
+        whole: Leave out the configurations, because nothing can be removed.
+    """
     original = _converted(part, precision)
     written: dict[Implementation, Part] = {}
     for form in forms:
@@ -107,7 +111,7 @@ def _time(
         if made is not None and _runs(_converted(made, precision), table):
             written[form] = made
     times = _measure(table, original, written, precision)
-    bounds = NO_SLOWER * np.array(times[None])
+    bounds = MAX_BLOCK_SLOWDOWN * np.array(times[None])
     safe = {form: times[form] for form in written if (np.array(times[form]) <= bounds).all()}
     fastest: Implementation = "as exported"
     for form in written:
@@ -121,16 +125,16 @@ def _time(
     if whole:
         return BlockLatency(times[None], fastest, {BlockConfig(count): start}, forms_ms)
     wanted = configs_of(block)
-    found = _sizes(part, wanted, fastest, table, original, precision)
-    for size in [size for size in wanted if size.rank is not None and size in found]:
-        own = found.get(size._replace(rank=None))
-        if own is not None and _mean(found[size], target) < _mean(own, target):
-            fewer = [size.of(each.kept) for each in wanted if each.head_size and not each.rank]
-            found |= _sizes(part, fewer, fastest, table, original, precision)
+    found = _time_configs(part, wanted, fastest, table, original, precision)
+    for config in [config for config in wanted if config.rank is not None and config in found]:
+        own = found.get(config._replace(rank=None))
+        if own is not None and _mean(found[config], target) < _mean(own, target):
+            fewer = [config.of(each.kept) for each in wanted if each.head_size and not each.rank]
+            found |= _time_configs(part, fewer, fastest, table, original, precision)
     return BlockLatency(times[None], fastest, {**found, BlockConfig(count): start}, forms_ms)
 
 
-def _sizes(
+def _time_configs(
     part: Part,
     wanted: Sequence[BlockConfig],
     form: Implementation,
@@ -138,20 +142,20 @@ def _sizes(
     original: Part,
     precision: Precision,
 ) -> dict[BlockConfig, tuple[float, ...]]:
-    """The times of what can be made of a part, each written in this form where one can hold it."""
+    """The times of the possible configurations, in a fused operator if one implements them."""
     made: dict[BlockConfig, Part] = {}
-    for size in wanted:
-        less = _smaller(part, size)
-        if less is not None and form != "as exported" and not size.needs_plain_operators:
+    for config in wanted:
+        less = _smaller(part, config)
+        if less is not None and form != "as exported" and not config.needs_plain_operators:
             less = _written(less, form)
         if less is not None:
-            made[size] = less
+            made[config] = less
     times = _measure(table, original, made, precision)
-    return {size: times[size] for size in made}
+    return {config: times[config] for config in made}
 
 
 def _runs(part: Part, table: LatencyTable) -> bool:
-    """Whether the provider has the operators: not every version has all, for every type."""
+    """Whether the provider has kernels for the operators and types of a part."""
     try:
         session = open_session(part.model, provider=table.provider, threads=table.threads)
         for feed in part.feeds:
@@ -168,7 +172,7 @@ def _mean(times: Sequence[float], target: int) -> float:
 def _measure(
     table: LatencyTable, original: Part, forms: Mapping[Any, Part], precision: Precision
 ) -> dict[Any, tuple[float, ...]]:
-    """By form; None is the original."""
+    """The times by key; None is the original."""
     parts = {None: original, **{key: _converted(form, precision) for key, form in forms.items()}}
     named = {str(key): part for key, part in parts.items()}
     times = table.measure(named)
@@ -180,20 +184,20 @@ def _converted(part: Part, precision: Precision) -> Part:
         return part
     try:
         made = Part(convert(part.model, precision), part.feeds)
-    except AttnserveError:  # nothing in it that could be converted
+    except AttnserveError:  # nothing can be converted
         return part
-    # numpy has no bfloat16 to be fed: such a part is timed with its casts.
+    # numpy has no bfloat16, so that such a part is timed with its casts.
     return without_casts(made) if precision == "float16" else made
 
 
 def without_casts(part: Part) -> Part:
-    """A part in float16 as it stands in the whole, where what it is given and gives is float16.
+    """Remove the casts at the inputs and outputs of a float16 part.
 
-    ``convert`` casts inputs and outputs, of the whole once, of its parts each time. An input that
-    anything reads in float32 too stays float32, and so does an output that is made in it.
+    The whole model has them only at its own inputs and outputs. Inputs that are also read in
+    float32, and outputs that are computed in float32, are unchanged.
     """
     model = part.model.clone()
-    state_types(model)
+    set_missing_types(model)
     halved: set[str] = set()
     for value in model.graph.inputs:
         casts = [user for user, _ in value.uses()]
@@ -223,21 +227,21 @@ def _is_to_float16(node: ir.Node) -> bool:
     )
 
 
-def _smaller(part: Part, size: BlockConfig) -> Part | None:
-    """With less of its block left; None where a part of it cannot go."""
+def _smaller(part: Part, config: BlockConfig) -> Part | None:
+    """The part with its block in a configuration; None if that is impossible."""
     small = part.model.clone()
     blocks = [*find_attention(small)[0], *find_feed_forward(small)]
     if not blocks:
         return None
     try:
-        apply_config(small, blocks[0], size)
-    except AttnserveError:  # heads in groups of which a part cannot go
+        apply_config(small, blocks[0], config)
+    except AttnserveError:  # a part of grouped heads cannot be removed
         return None
     return Part(small, part.feeds)
 
 
 def _written(part: Part, form: Implementation) -> Part | None:
-    """With operators of ONNX Runtime; None where there is none for it."""
+    """The part with its block in a fused operator; None if that is impossible."""
     small = part.model.clone()
     attention, neurons = find_attention(small)[0], find_feed_forward(small)
     try:
@@ -254,7 +258,7 @@ def _written(part: Part, form: Implementation) -> Part | None:
     block = next(iter(find_attention(small)[0]), None)
     if block is None or block.output is None:
         return None
-    # What is made of masks is made once for all layers: it is fed, not timed.
+    # Masks are prepared once for all layers, so that they are inputs here and not timed.
     return cut_out(small, [_cut(block)], part.feeds)[0]
 
 
@@ -269,24 +273,23 @@ def time_pairs(
     precision: Precision = "float32",
     report: Progress,
 ) -> list[ReusePair]:
-    """Attentions that could take the probabilities of the nearest one before them, both together.
+    """Time pairs of attention blocks, of which the second reuses the probabilities of the first.
 
-    The two must then be written in plain operators: those that hold a whole attention return no
-    probabilities. Where that is no faster than both in their fastest form with all their heads, no
-    smaller number of heads is timed.
+    Reuse needs plain operators, because fused ones return no probabilities. If it is not faster
+    than both fused blocks with all their heads, smaller numbers of heads are not timed.
     """
-    able = [g for g in groups if g.kind == "attention" and not g.refusal and len(g.blocks) == 1]
+    able = [g for g in groups if g.kind == "attention" and g.refusal is None and len(g.blocks) == 1]
     found: list[ReusePair] = []
     known: dict[
         tuple[BlockLatency, BlockLatency], tuple[Mapping[int, tuple[float, ...]], float]
     ] = {}
     for index, reader in enumerate(able):
-        source = next((s for s in reversed(able[:index]) if _may_hand_on(s, reader)), None)
+        source = next((s for s in reversed(able[:index]) if _can_reuse(s, reader)), None)
         if source is None:
             continue
         now = timed[source.blocks[0]], timed[reader.blocks[0]]
-        if now not in known:  # blocks that do the same work were timed once
-            known[now] = _together(model, source, reader, feeds, table, now, target, precision)
+        if now not in known:  # blocks with equal work are timed once
+            known[now] = _time_pair(model, source, reader, feeds, table, now, target, precision)
         times, saved_ms = known[now]
         if times:
             found.append(ReusePair(source, reader, times, saved_ms))
@@ -294,13 +297,13 @@ def time_pairs(
     return found
 
 
-def _may_hand_on(source: TiedBlocks, reader: TiedBlocks) -> bool:
+def _can_reuse(source: TiedBlocks, reader: TiedBlocks) -> bool:
     first, second = source.blocks[0], reader.blocks[0]
     assert isinstance(first, AttentionBlock) and isinstance(second, AttentionBlock)
     return source.count == reader.count and reuse_refusal(second, [first]) is None
 
 
-def _together(
+def _time_pair(
     model: ir.Model,
     source: TiedBlocks,
     reader: TiedBlocks,
@@ -310,17 +313,19 @@ def _together(
     target: int,
     precision: Precision,
 ) -> tuple[dict[int, tuple[float, ...]], float]:
-    """Milliseconds of both by the heads that stay, nothing where they cannot be written so; and
-    what they save with all their heads."""
+    """Times of both blocks by the number of kept heads, and what reuse saves with all heads.
+
+    There are no times if reuse is impossible.
+    """
     whole = cut_out(model, [_cut(source.blocks[0]), _cut(reader.blocks[0])], feeds,
                     provider=table.provider)  # fmt: skip
     original = _converted(whole[0], precision)
 
     def timed(numbers: Sequence[int]) -> dict[int, tuple[float, ...]]:
-        """All in one run, each part in turn with the source as it was exported."""
+        """Time both parts for each number of heads, beside the exported source."""
         parts: dict[tuple[int, int], Part] = {}
         for kept in numbers:
-            for index, part in enumerate(_handed_on(model, source, reader, kept, feeds, table)):
+            for index, part in enumerate(_reusing_parts(model, source, reader, kept, feeds, table)):
                 parts[kept, index] = part
         ms = _measure(table, original, parts, precision)
         return {
@@ -332,15 +337,15 @@ def _together(
     times = timed([source.count])
     if not times:
         return {}, 0.0
-    fused = sum(_mean(each.sizes[BlockConfig(source.count)], target) for each in now)
+    fused = sum(_mean(each.configs[BlockConfig(source.count)], target) for each in now)
     saved_ms = fused - _mean(times[source.count], target)
     if saved_ms > 0:
-        times |= timed([size.kept for size in now[0].sizes if 0 < size.kept < source.count
-                        and size == BlockConfig(size.kept)])  # fmt: skip
+        times |= timed([config.kept for config in now[0].configs if 0 < config.kept < source.count
+                        and config == BlockConfig(config.kept)])  # fmt: skip
     return times, saved_ms
 
 
-def _handed_on(
+def _reusing_parts(
     model: ir.Model,
     source: TiedBlocks,
     reader: TiedBlocks,
@@ -348,16 +353,16 @@ def _handed_on(
     feeds: Sequence[Batch],
     table: LatencyTable,
 ) -> Sequence[Part]:
-    """Both, with so many heads; nothing where they cannot be written so."""
+    """Both blocks with this number of heads; empty if reuse is impossible."""
     names = source.names[0], reader.names[0]
     new = model.clone()
     edges = {names[1]: {head: (names[0], head) for head in range(kept)}}
     mask = [1] * kept + [0] * (source.count - kept)
     try:
-        reuse(new, edges, dict.fromkeys(names, mask) if kept < source.count else {})
+        apply_reuse(new, edges, dict.fromkeys(names, mask) if kept < source.count else {})
         blocks = {block.name: block for block in find_attention(new)[0]}
         return cut_out(new, [_cut(blocks[name]) for name in names], feeds, provider=table.provider)
-    except (AttnserveError, KeyError):  # heads in groups, or nothing that can be cut out
+    except (AttnserveError, KeyError):  # grouped heads, or blocks that cannot be extracted
         return ()
 
 

@@ -1,7 +1,6 @@
-"""What each block could become, what that takes and loses, and what is chosen from.
+"""Candidates of each block: its configurations, their latencies, their losses and the options.
 
-``block_times`` measures how long each form takes on this machine, ``block_losses`` what the output
-of the whole model loses by it.
+``block_timing`` measures the latencies, ``block_loss`` the losses at the output of the model.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
+from attnserve.planning.limits import MAX_BLOCK_SLOWDOWN, MULTIPLE
 from graph_passes.analysis.constants import origin
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.context import GraphContext
@@ -31,8 +31,6 @@ from graph_passes.passes.skip_attention import SkipAttention, skip_refusal
 
 __all__ = [
     "MAX_CONFIGS",
-    "MULTIPLE",
-    "NO_SLOWER",
     "Block",
     "BlockConfig",
     "BlockLatency",
@@ -43,12 +41,12 @@ __all__ = [
     "ReusePair",
     "TiedBlocks",
     "apply_config",
+    "apply_reuse",
     "changes_to_measure",
     "configs_of",
     "group_blocks",
     "options_of",
     "passes_of",
-    "reuse",
     "units_of",
 ]
 
@@ -57,28 +55,26 @@ Kind = Literal["attention", "feed_forward"]
 Implementation = FusedOperator | Literal["gelu", "as exported"]
 
 MAX_CONFIGS = 24
-"""About how many sizes of a feed-forward, and at most of an attention, are timed."""
+"""The approximate number of configurations of a feed-forward block, and the most of an attention
+block, that are timed."""
 
-MULTIPLE = 8
-"""Neurons stay in multiples of this: so many floats fill a vector register."""
+SHARED_FRACTION = 2 / 3
+"""The shared dimensions of collaborative heads, relative to those of separate heads."""
 
-SHARED = 2 / 3
-"""The dimensions that heads share, of those that they would have together if each had its own."""
 
-NO_SLOWER = 1.03
-"""A form may take this many times what the block takes as it was exported, at every length: the
-speed of a whole model may nowhere fall below 0.97 of the original's."""
+NOT_ALLOWED = Refusal("not_allowed", "neurons are kept unless `allow` names ffn")
 
 
 class BlockConfig(NamedTuple):
-    """What is left of a block.
+    """What remains of a block.
 
     Attributes:
-        kept: Heads or neurons; with none, an affine map stands for an attention.
-        head_size: Dimensions of queries and keys, the content term's among them, where they are
-            cut to the strongest of each head; None where they are as they were.
-        rank: R, where heads read so many dimensions out of dimensions that they share.
-        source: The attention whose probabilities the heads take; None where they have their own.
+        kept: Heads or neurons; 0 replaces an attention by an affine map.
+        head_size: The truncated size of queries and keys, including one dimension of the content
+            term; None if they are not truncated.
+        rank: R, the shared dimensions of which each head reads ``head_size``; None if heads share
+            none.
+        source: The attention whose probabilities the heads reuse; None if they compute their own.
     """
 
     kept: int
@@ -88,11 +84,11 @@ class BlockConfig(NamedTuple):
 
     @property
     def needs_plain_operators(self) -> bool:
-        """Whether it is written in plain operators: no other holds what it is."""
+        """Whether no fused operator can implement it."""
         return not self.kept or self.rank is not None or self.source is not None
 
     def of(self, kept: int) -> BlockConfig:
-        """The same of fewer heads: what they share is less in proportion."""
+        """The same configuration with fewer heads, which share proportionally fewer dimensions."""
         rank = None
         if self.rank is not None:
             rank = max(self.rank * kept // self.kept // MULTIPLE, 1) * MULTIPLE
@@ -108,17 +104,17 @@ class BlockConfig(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TiedBlocks:
-    """Blocks that share their last weight, and so are rewritten alike; mostly one.
+    """Blocks with the same last weight, which are rewritten alike; usually one block.
 
     Attributes:
-        count: Heads or neurons.
-        refusal: Why nothing can be taken out; empty where it can.
+        count: The number of heads or neurons.
+        refusal: Why nothing can be removed; None if something can.
     """
 
     kind: Kind
     blocks: tuple[Block, ...]
     count: int
-    refusal: str
+    refusal: Refusal | None = None
 
     @property
     def names(self) -> list[str]:
@@ -126,7 +122,7 @@ class TiedBlocks:
 
     @property
     def key(self) -> str:
-        """What it is called where things are kept by name."""
+        """Identifies the group in files and mappings."""
         return f"{self.kind} {self.names[0]}"
 
 
@@ -135,28 +131,28 @@ class BlockLatency:
     """Milliseconds of one block at each shape.
 
     Attributes:
-        original: As it was exported.
-        implementation: How it is written, where another way than the exporter's is faster.
-        sizes: By what is left.
-        forms: The whole block in each of the other ways to write it.
+        original: As exported.
+        implementation: The fastest one.
+        configs: The latencies of each configuration in that implementation.
+        implementations: The latencies of the whole block in each other implementation.
     """
 
     original: tuple[float, ...]
     implementation: Implementation
-    sizes: Mapping[BlockConfig, tuple[float, ...]]
-    forms: Mapping[Implementation, tuple[float, ...]]
+    configs: Mapping[BlockConfig, tuple[float, ...]]
+    implementations: Mapping[Implementation, tuple[float, ...]]
 
 
 @dataclass(frozen=True, eq=False)
 class ReusePair:
-    """Two attentions of which the second may take the probabilities of the first, head by head.
+    """Two attention blocks, of which the second may reuse the probabilities of the first.
 
     Attributes:
-        times: Milliseconds of both together at each shape, by the heads that stay in each.
-        saved_ms: Of both in their fastest form with all their heads, mean over the target shapes;
-            less than nothing where reuse is slower.
-        heads: For each head of the reader, the head of the source that attends most like it.
-        loss: One minus the cosine of the model's output, where all do.
+        times: Milliseconds of both together at each shape, by the number of kept heads.
+        saved_ms: What reuse saves over the fastest implementations of both with all heads, as mean
+            over the target shapes; negative if reuse is slower.
+        heads: The source head of each head of the reader.
+        loss: One minus the output cosine if all heads of the reader reuse probabilities.
     """
 
     source: TiedBlocks
@@ -167,44 +163,44 @@ class ReusePair:
     loss: float = float("inf")
 
     def masks(self, curve: LossCurve, kept: int) -> tuple[list[int], list[int]]:
-        """Which heads of both stay: those that the source needs most, and who takes theirs."""
+        """Masks of both: the heads that the source needs most, and the heads that reuse them."""
         source = curve.mask(kept)
         return source, [source[head] for head in self.heads]
 
     def edges(self, mask: Sequence[int]) -> dict[int, tuple[str, int]]:
-        """Of the heads of the reader that stay."""
+        """The edges of the reader's kept heads."""
         name = self.source.names[0]
         return {head: (name, self.heads[head]) for head in np.flatnonzero(mask).tolist()}
 
 
 ChoiceUnit = tuple[TiedBlocks, ...]
-"""Groups that are chosen together: one, or the two of a pair."""
+"""Groups of tied blocks that are chosen together: one, or the two of a pair."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One form of a unit.
+    """One alternative of a unit.
 
     Attributes:
-        sizes: Of each of its groups.
-        loss: Predicted, of the whole model's output: one minus the cosine.
-        ms: Mean over the target shapes.
+        configs: The configuration of each of its groups.
+        loss: The predicted loss at the model's output: one minus the cosine.
+        ms: The mean latency over the target shapes.
     """
 
-    sizes: tuple[BlockConfig, ...]
+    configs: tuple[BlockConfig, ...]
     loss: float
     ms: float
 
 
 @dataclass(frozen=True, eq=False)
 class LossCurve:
-    """What the model's output loses when parts of one group go.
+    """The loss at the model's output as parts of one group are removed.
 
     Attributes:
-        order: Heads or neurons, from the first to go.
-        own_loss: The share of the block's own output that is lost once n are gone, n = 0 .. count.
-        gone, loss: How many were taken out, and one minus the cosine of the model's output.
-        changed: The loss of other changes: to all heads, or with none left.
+        order: Heads or neurons in the order of their removal.
+        own_loss: The lost share of the block's own output after n removals, n = 0 .. count.
+        gone, loss: Numbers of removals that were measured, and one minus the output cosine.
+        changed: The losses of other changes: of all heads, or of the removed attention.
     """
 
     order: tuple[int, ...]
@@ -213,34 +209,36 @@ class LossCurve:
     loss: tuple[float, ...]
     changed: tuple[tuple[BlockConfig, float], ...] = ()
 
-    def of(self, size: BlockConfig) -> float | None:
-        """Losses add up nearly, and heads that are gone lose nothing by being changed; None for a
-        change that was not pair_losses."""
-        if not size.kept:
-            return dict(self.changed).get(size)
-        kept = self.at(len(self.order) - size.kept)
-        if size == BlockConfig(size.kept):
+    def of(self, config: BlockConfig) -> float | None:
+        """The loss of a configuration; None if its change was not measured.
+
+        Losses of removal and of other changes are added; removed heads lose nothing by a change.
+        """
+        if not config.kept:
+            return dict(self.changed).get(config)
+        kept = self.at(len(self.order) - config.kept)
+        if config == BlockConfig(config.kept):
             return kept
-        changes = {whole.of(size.kept): loss for whole, loss in self.changed if whole.kept}
-        share = size.kept / len(self.order)
-        return kept + share * changes[size] if size in changes else None
+        changes = {whole.of(config.kept): loss for whole, loss in self.changed if whole.kept}
+        share = config.kept / len(self.order)
+        return kept + share * changes[config] if config in changes else None
 
     def at(self, gone: int) -> float:
-        """Between two probes the loss follows a power of the block's own loss."""
+        """The loss after a number of removals, interpolated as a power of the block's own loss."""
         if gone == 0:
             return 0.0
         x = np.log(np.maximum([self.own_loss[n] for n in self.gone], 1e-12))
         y = np.log(np.maximum(self.loss, 1e-12))
         here = float(np.log(max(self.own_loss[gone], 1e-12)))
         if len(x) == 1 or here <= x[0]:
-            return float(np.exp(y[0] + min(here - x[0], 0.0)))  # in proportion
+            return float(np.exp(y[0] + min(here - x[0], 0.0)))  # proportionally
         place = min(int(np.searchsorted(x, here)), len(x) - 1)
         run = max(float(x[place] - x[place - 1]), 1e-9)
         slope = float(np.clip((y[place] - y[place - 1]) / run, 0.0, 4.0))
         return float(np.exp(y[place - 1] + slope * (here - x[place - 1])))
 
     def mask(self, kept: int) -> list[int]:
-        """1 for each that stays."""
+        """1 for each head or neuron that is kept."""
         stays = np.ones(len(self.order), int)
         stays[list(self.order[: len(self.order) - kept])] = 0
         return stays.tolist()
@@ -248,26 +246,29 @@ class LossCurve:
     def to_json(self) -> dict[str, Any]:
         return {"order": list(self.order), "own_loss": list(self.own_loss),
                 "gone": list(self.gone), "loss": list(self.loss),
-                "changed": [[list(size), loss] for size, loss in self.changed]}  # fmt: skip
+                "changed": [[list(config), loss] for config, loss in self.changed]}  # fmt: skip
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> LossCurve:
-        """What ``to_json`` wrote.
+        """Read what ``to_json`` wrote.
 
         Raises:
-            KeyError, TypeError: It is something else.
+            KeyError, TypeError: The content has another structure.
         """
         lists = {name: tuple(content[name]) for name in ("order", "own_loss", "gone", "loss")}
-        changed = tuple((BlockConfig(*size), float(loss)) for size, loss in content["changed"])
+        changed = tuple((BlockConfig(*config), float(loss)) for config, loss in content["changed"])
         return cls(**lists, changed=changed)
 
 
 def group_blocks(
     model: ir.Model, attention: Sequence[AttentionBlock], *, ffn: bool
 ) -> list[TiedBlocks]:
-    """Attentions that were certified, and feed-forwards, in groups.
+    """Group certified attention blocks and feed-forward blocks by their last weight.
 
-    Blocks in the body of another node are left out: no session can look into them.
+    Blocks in the body of another node are left out, because a session cannot observe them.
+
+    Args:
+        ffn: Allow the removal of neurons.
     """
     found: dict[object, list[Block]] = {}
     context = GraphContext(model)
@@ -277,21 +278,21 @@ def group_blocks(
     for block in find_feed_forward(model):
         if block.graph is model.graph:
             found.setdefault(origin(block.second.weight), []).append(block)
+    names = {block.name for block in attention}
     groups: list[TiedBlocks] = []
-    taken = {block.name for block in attention}
     for blocks in found.values():
         first = blocks[0]
         if isinstance(first, FeedForwardBlock):
-            ours = [block for block in blocks if isinstance(block, FeedForwardBlock)]
-            reason = next((str(r) for r in map(neurons_refusal, ours) if r), "")
-            if taken & {block.name for block in ours}:
-                continue  # nothing could tell it from the attention of that name
-            reason = reason or ("" if ffn else "neurons stay unless `allow` names ffn")
-            groups.append(TiedBlocks("feed_forward", tuple(blocks), first.num_neurons, reason))
-            continue
-        theirs = [block for block in blocks if isinstance(block, AttentionBlock)]
-        reason = next((str(r) for r in (_refusal(b, context) for b in theirs) if r), "")
-        groups.append(TiedBlocks("attention", tuple(blocks), first.num_heads, reason))
+            if any(block.name in names for block in blocks):
+                continue  # an attention block has the same name
+            refusals = [neurons_refusal(b) for b in blocks if isinstance(b, FeedForwardBlock)]
+            refusals += [] if ffn else [NOT_ALLOWED]
+            kind, count = "feed_forward", first.num_neurons
+        else:
+            refusals = [_refusal(b, context) for b in blocks if isinstance(b, AttentionBlock)]
+            kind, count = "attention", first.num_heads
+        refusal = next((each for each in refusals if each is not None), None)
+        groups.append(TiedBlocks(kind, tuple(blocks), count, refusal))
     return groups
 
 
@@ -301,61 +302,61 @@ def _refusal(block: AttentionBlock, context: GraphContext) -> Refusal | None:
     )
 
 
-# ---- sizes --------------------------------------------------------------------------------------
+# ---- configurations ----------------------------------------------------------------------------
 
 
 def configs_of(block: Block) -> list[BlockConfig]:
-    """What a block may become, the whole of it left out; not every one can be made."""
+    """The configurations of a block besides the whole block; some may turn out impossible."""
     if isinstance(block, FeedForwardBlock):
         step = max(block.num_neurons // MAX_CONFIGS // MULTIPLE, 1) * MULTIPLE
         return [BlockConfig(kept) for kept in range(step, block.num_neurons, step)]
     step = max(block.num_heads // MAX_CONFIGS, 1)
     numbers = (*range(step, block.num_heads, step), block.num_heads)
-    sizes = [BlockConfig(kept) for kept in numbers[:-1]]
+    configs = [BlockConfig(kept) for kept in numbers[:-1]]
     if (cut := _shorter(block)) is not None:
-        sizes += [BlockConfig(kept, cut) for kept in numbers]
+        configs += [BlockConfig(kept, cut) for kept in numbers]
         own = block.num_heads * (cut - 1)
-        if (rank := int(SHARED * own) // MULTIPLE * MULTIPLE) and block.num_heads > 1:
-            sizes.append(BlockConfig(block.num_heads, cut, rank))
+        if (rank := int(SHARED_FRACTION * own) // MULTIPLE * MULTIPLE) and block.num_heads > 1:
+            configs.append(BlockConfig(block.num_heads, cut, rank))
     if block.k.past is None and not (caller_reads(block) or skip_refusal(block)):
-        sizes.append(BlockConfig(0))
-    return sizes
+        configs.append(BlockConfig(0))
+    return configs
 
 
 def _shorter(block: AttentionBlock) -> int | None:
-    """Half of a head's dimensions, where queries and keys can be cut to so many."""
+    """Half of the head size, if queries and keys can be truncated to it."""
     half = block.head_size // 2
     able = half and half % MULTIPLE == 0 and block.k.past is None and not sharing_refusal(block)
     return half if able else None
 
 
-def passes_of(block: Block, size: BlockConfig, mask: Sequence[int]) -> list[BlockPass[Any, Any]]:
-    """The passes that give a block a size; reuse, which concerns two blocks, is not one of them.
+def passes_of(block: Block, config: BlockConfig, mask: Sequence[int]) -> list[BlockPass[Any, Any]]:
+    """The passes that give a block a configuration, except reuse, which concerns two blocks.
 
     Args:
-        mask: 1 for each head or neuron that stays, ``size.kept`` of them.
+        mask: 1 for each head or neuron that is kept, ``config.kept`` of them.
     """
     name = block.name
     if isinstance(block, FeedForwardBlock):
         return [] if all(mask) else [PruneNeurons({name: mask})]
-    if not size.kept:
+    if not config.kept:
         return [SkipAttention({name: "affine"})]
     passes: list[BlockPass[Any, Any]] = []
-    if size.kept < block.num_heads:
+    if config.kept < block.num_heads:
         passes.append(PruneHeads({name: mask}))
-    if size.head_size is not None:
+    if config.head_size is not None:
         shared = SharedDimensions(
-            rank=size.rank or size.kept * block.head_size,  # without a rank nothing is shared
-            head_size=size.head_size - 1,  # one dimension is that of the content term
+            rank=config.rank or config.kept * block.head_size,  # without a rank nothing is shared
+            head_size=config.head_size - 1,  # the content term has one dimension
         )
         passes.append(Collaborate({name: shared}))
     return passes
 
 
 def apply_config(
-    model: ir.Model, block: Block, size: BlockConfig, moments: TokenMoments | None = None
+    model: ir.Model, block: Block, config: BlockConfig, moments: TokenMoments | None = None
 ) -> None:
-    """Give one block of ``model`` a size, in place; its first heads or neurons stay.
+    """Give one block of ``model`` a configuration, in place; its first heads or neurons are kept.
 
     Args:
         moments: Of the tokens that the block sees, if queries and keys are truncated.
@@ -364,20 +365,20 @@ def apply_config(
         CannotRewrite: Some of its heads cannot be removed.
     """
     count = block.num_neurons if isinstance(block, FeedForwardBlock) else block.num_heads
-    mask = [1] * size.kept + [0] * (count - size.kept)
+    mask = [1] * config.kept + [0] * (count - config.kept)
     with GraphContext.of(model) as context:
-        for each in passes_of(block, size, mask):
+        for each in passes_of(block, config, mask):
             if isinstance(each, Collaborate) and moments is not None:
                 each.factored(context, {block.name: moments})(model)
             else:
                 each(model)
 
 
-def reuse(model: ir.Model, edges: Edges, masks: Mapping[str, Sequence[int]]) -> None:
+def apply_reuse(model: ir.Model, edges: Edges, masks: Mapping[str, Sequence[int]]) -> None:
     """Let heads reuse the probabilities of others, in place, after pruning.
 
     Args:
-        edges: In the numbers of the heads that stay.
+        edges: In the numbers of the kept heads.
 
     Raises:
         CannotRewrite: See ``ReuseAttention``.
@@ -387,27 +388,29 @@ def reuse(model: ir.Model, edges: Edges, masks: Mapping[str, Sequence[int]]) -> 
         ReuseAttention(edges)(model)
 
 
-# ---- the choice ---------------------------------------------------------------------------------
+# ---- options -----------------------------------------------------------------------------------
 
 
 def changes_to_measure(group: TiedBlocks, timed: BlockLatency, *, target: int) -> list[BlockConfig]:
-    """The changes beside fewer heads whose loss is worth knowing: sharing dimensions is of no use
-    where it is no faster than giving each head as many of its own, which loses less."""
-    sizes = {size: float(np.mean(ms[:target])) for size, ms in timed.sizes.items()}
+    """The changes, besides removal, whose loss must be measured.
+
+    Shared dimensions are left out unless they are faster than as many separate dimensions of each
+    head, which lose less.
+    """
+    configs = {config: float(np.mean(ms[:target])) for config, ms in timed.configs.items()}
     found: list[BlockConfig] = []
-    for size, ms in sizes.items():
-        own = sizes.get(size._replace(rank=None), ms)
-        whole = size.kept in (0, group.count) and size != BlockConfig(group.count)
-        if whole and (size.rank is None or ms < own):
-            found.append(size)
+    for config, ms in configs.items():
+        own = configs.get(config._replace(rank=None), ms)
+        whole = config.kept in (0, group.count) and config != BlockConfig(group.count)
+        if whole and (config.rank is None or ms < own):
+            found.append(config)
     return found
 
 
 def units_of(
     groups: Sequence[TiedBlocks], pairs: Sequence[ReusePair]
 ) -> list[tuple[ChoiceUnit, ReusePair | None]]:
-    """Groups that are chosen together, in order; no group is in two pairs, and those that lose
-    least come first."""
+    """The units of all groups, in order; each group is in one pair at most, best pairs first."""
     taken: set[TiedBlocks] = set()
     chosen: dict[TiedBlocks, ReusePair] = {}
     for pair in sorted(pairs, key=lambda pair: pair.loss):
@@ -431,7 +434,7 @@ def options_of(
     *,
     target: int,
 ) -> list[Option]:
-    """The forms of a unit that are slower than it is now at no shape, the whole of it first."""
+    """The options of a unit that are at no shape slower than it is now, by rising loss."""
     if pair is None:
         (group,) = unit
         return _rising(_of_group(group, timed, curves.get(group.key), target))
@@ -439,17 +442,19 @@ def options_of(
         _rising(_of_group(group, timed, curves.get(group.key), target)) for group in unit
     )
     options = [
-        Option((*a.sizes, *b.sizes), a.loss + b.loss, a.ms + b.ms) for a in first for b in second
+        Option((*a.configs, *b.configs), a.loss + b.loss, a.ms + b.ms)
+        for a in first
+        for b in second
     ]
     original = sum(np.array(timed[group.blocks[0]].original) for group in unit)
     curve, other = (curves[group.key] for group in unit)
     for kept, ms in pair.times.items():
-        if (np.array(ms) > NO_SLOWER * original).any():
+        if (np.array(ms) > MAX_BLOCK_SLOWDOWN * original).any():
             continue
         gone = pair.source.count - kept
         loss = curve.at(gone) + other.at(gone) + pair.loss * kept / pair.source.count
-        sizes = BlockConfig(kept), BlockConfig(kept, source=pair.source.names[0])
-        options.append(Option(sizes, loss, float(np.mean(ms[:target]))))
+        configs = BlockConfig(kept), BlockConfig(kept, source=pair.source.names[0])
+        options.append(Option(configs, loss, float(np.mean(ms[:target]))))
     return _rising(options)
 
 
@@ -460,16 +465,16 @@ def _of_group(
     original = np.sum([each.original for each in times], axis=0)
     whole = BlockConfig(group.count)
     options: list[Option] = []
-    for size in set.intersection(*(set(each.sizes) for each in times)):
-        ms = np.sum([each.sizes[size] for each in times], axis=0)
-        loss = 0.0 if size == whole else curve and curve.of(size)
-        if loss is not None and (size == whole or (ms <= NO_SLOWER * original).all()):
-            options.append(Option((size,), loss, float(np.mean(ms[:target]))))
+    for config in set.intersection(*(set(each.configs) for each in times)):
+        ms = np.sum([each.configs[config] for each in times], axis=0)
+        loss = 0.0 if config == whole else curve and curve.of(config)
+        if loss is not None and (config == whole or (ms <= MAX_BLOCK_SLOWDOWN * original).all()):
+            options.append(Option((config,), loss, float(np.mean(ms[:target]))))
     return options
 
 
 def _rising(options: Sequence[Option]) -> list[Option]:
-    """Without what loses more and is no faster."""
+    """Sort options by loss, and drop those that are not faster than one with less loss."""
     ordered = sorted(options, key=lambda option: (option.loss, option.ms))
     rising = ordered[:1]
     for option in ordered[1:]:

@@ -1,8 +1,8 @@
-"""What a model would put out if some of its layers wrote something else: no graph is rewritten.
+"""Estimate the output loss of a candidate by overriding output-projection weights at run time.
 
-The output projections of attentions and the second matrices of feed-forwards become inputs of one
-session. A head or a neuron that goes is then a row of zeros, and what others take over a change of
-the remaining rows, so that a candidate costs one run.
+The output projections of attention blocks and the second matrices of feed-forward blocks become
+inputs of one session. A removed head or neuron is then a set of zero rows, so that a candidate
+costs one run and no graph is rewritten.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 __all__ = ["LossEstimator", "Maps"]
 
 Maps = Mapping[str, tuple["Float[np.ndarray, 'N D']", "Float[np.ndarray, ' D']"]]
-"""By block, what its context or its neurons are multiplied by, and what is added."""
+"""By block, the weight and the bias of its last map."""
 
 
 class LossEstimator:
-    """A model with the last maps of some blocks as inputs.
+    """A session with the last maps of some blocks as inputs.
 
     Args:
-        names: Of attentions and feed-forwards.
-        batches: What it is asked about.
+        names: The attention and feed-forward blocks.
+        batches: The data on which losses are measured.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class LossEstimator:
             site, facts = found[name], infer_shapes_small(part, batch=2, sequence=5)
             width = site.weight.shape[1]
             product = install(site, np.ones_like(site.weight), np.ones(width), facts)
-            assert product is not None, f"{name}: nothing is multiplied"
+            assert product is not None, f"{name} has no last product"
             weight = product.inputs[1]
             bias = next(
                 each
@@ -75,11 +75,11 @@ class LossEstimator:
         self.whole = [self._run(batch, {}) for batch in batches]
 
     def cosine_loss(self, maps: Maps) -> float:
-        """One minus the mean cosine to the model's own outputs, as ``verify.compare`` has it."""
+        """One minus the mean cosine to the original outputs, as in ``checks.compare``."""
         return self._loss(lambda batch: self._run(batch, maps))
 
     def loss_of(self, other: ir.Model) -> float:
-        """The same for a model that was rewritten in other ways."""
+        """One minus the mean cosine of another model's outputs to the original ones."""
         session = open_session(other, provider=self.provider, threads=self.threads)
         return self._loss(lambda batch: run(session, batch))
 

@@ -1,8 +1,8 @@
-"""exact: a model in the operators that ONNX Runtime runs fastest, computing the same.
+"""Lossless operator fusion: write a model in the operators that ONNX Runtime runs fastest.
 
-A plan of forms alone: attention as one operator, GELU as one, residual sums and biases in the
-fewest nodes. Nothing is approximated, but sums are taken in another order, and whether they are
-faster depends on the machine: so the new graph is run beside the original before it is used.
+Attention and GELU become one operator each, residual sums and biases use the fewest nodes. Nothing
+is approximated, but sums are computed in another order, and the speed-up depends on the machine.
+The new model is therefore compared with the original and timed before it is used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from attnserve.context import Provider, RunContext
 from attnserve.models.artifact import Artifact, load_model, save_model
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.opset import raise_opset
-from attnserve.planning.apply import apply_plan
+from attnserve.planning.apply import DEFECT, apply_plan
+from attnserve.planning.limits import MIN_LOSSLESS_GAIN, MIN_SPEEDUP
 from attnserve.planning.plan import Plan
 from attnserve.runtime.interleaved_timer import time_functions
 from attnserve.runtime.session import Batch, open_session, run
@@ -42,7 +43,6 @@ from graph_passes.passes.fuse_residuals import FuseResiduals
 
 __all__ = [
     "LEAST_COSINE",
-    "LEAST_GAIN",
     "MOST_ERROR",
     "FusionReport",
     "fuse_lossless",
@@ -50,26 +50,20 @@ __all__ = [
 ]
 
 FORMS: Sequence[FusedOperator] = ("onnx", "attention", "multi_head")
-"""The first that fits is taken, in the order of their speed on the CPU provider."""
+"""Attention operators, fastest first on the CPU provider; the first that applies is used."""
 
 LEAST_COSINE = 1 - 1e-6
-"""Of each vector of each output to the original's: rounding leaves 1 - 1e-10, a mistake less."""
+"""The lowest accepted cosine of an output vector to the original's; rounding gives 1 - 1e-10."""
 
 MOST_ERROR = 1e-5
-"""Of any number, as a share of the largest of its output."""
-
-LEAST_GAIN = 1.02
-"""Speed-up below which the original stays: less is noise."""
-
-SLOWEST = 0.97
-"""Of the original's speed at any of the timed shapes."""
+"""The highest accepted error of a number, relative to the largest one of its output."""
 
 COMPARED = ((1, 1), (1, 7), (3, 16), (4, 33), (2, 128))
-"""(batch, sequence) of the inputs that both must agree on, in each all rows but the first padded;
-those that the model refuses are left out, but not all."""
+"""(batch, sequence) of the compared inputs; in each, all rows but the first are padded. Shapes that
+the model refuses are left out, but at least one must run."""
 
 TIMED = ((1, 16), (8, 16), (1, 128))
-"""(batch, sequence) at which both are timed, where the model takes them."""
+"""(batch, sequence) at which both models are timed, if the model accepts them."""
 
 TIMED_S = 0.8
 """Approximate time of all measurements."""
@@ -77,13 +71,13 @@ TIMED_S = 0.8
 
 @dataclass(frozen=True)
 class FusionReport:
-    """A model that was rewritten, and how it compares with the original.
+    """A fused model in comparison with the original.
 
     Attributes:
-        attention, gelu: How many blocks are one operator now.
-        min_cosine: The least over all vectors compared.
-        max_error: The largest, as a share of the largest number of the output.
-        speedup: Geometric mean over the timed shapes, each by the fastest run of both.
+        attention, gelu: The numbers of fused blocks.
+        min_cosine: The lowest cosine of all compared vectors.
+        max_error: The largest error, relative to the largest number of the output.
+        speedup: The geometric mean over the timed shapes, each by the fastest runs.
     """
 
     attention: int
@@ -94,10 +88,10 @@ class FusionReport:
 
 
 def fusion_plan(graph: ir.Model, forms: Sequence[FusedOperator] = FORMS) -> Plan:
-    """Every block that can be, as one operator; each attention in the first of ``forms`` that fits.
+    """The plan that fuses every possible block, attention in the first of ``forms`` that applies.
 
     Raises:
-        CannotRewrite: There is none.
+        CannotRewrite: No block can be fused.
     """
     facts, opsets = infer_shapes_small(graph, batch=2, sequence=5), dict(graph.opset_imports)
     with suppress(CannotRewrite):
@@ -123,7 +117,9 @@ def fusion_plan(graph: ir.Model, forms: Sequence[FusedOperator] = FORMS) -> Plan
     ]
     if not chosen and not gelu:
         raise CannotRewrite(
-            f"no block can be written in a faster operator: {(reasons or ['none was found'])[0]}"
+            f"no block can be written in a faster operator: {(reasons or ['none was found'])[0]}",
+            "use the model as it is",
+            code="fusion.nothing",
         )
     return Plan.of([FuseAttention(chosen), FuseGelu(gelu), FoldBiases(), FuseResiduals()])
 
@@ -131,39 +127,39 @@ def fusion_plan(graph: ir.Model, forms: Sequence[FusedOperator] = FORMS) -> Plan
 def fuse_lossless(
     source: Artifact, path: Path, *, provider: Provider = "cpu", threads: int = 0
 ) -> FusionReport:
-    """Write a model in its fastest exact operators to ``path``, once that is known to be worth it.
+    """Write the fused form of a model to ``path``, if it is equal and faster.
 
-    The law: for rows that have a token which is not masked, every output is the original's within
-    ``LEAST_COSINE`` and ``MOST_ERROR``; inputs and outputs have the same names, types and shapes;
-    over ``TIMED`` it runs at least ``LEAST_GAIN`` times as fast, at none of these shapes slower
-    than ``SLOWEST``. What is compared and timed is the file that was written.
+    For rows with at least one token that is not masked, every output must equal the original's
+    within ``LEAST_COSINE`` and ``MOST_ERROR``. Inputs and outputs keep names, types and shapes. The
+    mean speed-up over ``TIMED`` must be at least ``MIN_LOSSLESS_GAIN``, and at least
+    ``MIN_SPEEDUP`` at each shape. The written file itself is compared and timed.
 
     Args:
-        source: It is left as it is.
-        path: An .onnx file that is written, or replaced; where an error is raised it may hold
-            anything. Weights over 2 GB lie beside it.
-        threads: Of a run.
+        source: The model; it is not changed.
+        path: An .onnx file to write or replace; its content is undefined if an error is raised.
+            Weights over 2 GB are stored beside it.
+        threads: Intra-op threads of the timed sessions.
 
     Raises:
-        CannotRewrite: Nothing can be rewritten, it would not be the same, or it is not faster.
+        CannotRewrite: Nothing can be fused, or the result differs or is not faster.
         AttnserveError: The model cannot be read, or does not run.
     """
     graph = load_model(source)
     plan = fusion_plan(graph)
     try:
-        return _tried(source, graph, plan, path, provider, threads)
+        return _fuse_and_check(source, graph, plan, path, provider, threads)
     except AttnserveError:
         older = fusion_plan(graph, [form for form in FORMS if form not in OPSETS])
         if older.targets(FuseAttention) == plan.targets(FuseAttention):
             raise
-        # Not every ONNX Runtime has a kernel, or a fast one, for the newest operator.
-        return _tried(source, graph, older, path, provider, threads)
+        # Some versions of ONNX Runtime have no fast kernel for the newest operator.
+        return _fuse_and_check(source, graph, older, path, provider, threads)
 
 
-def _tried(
+def _fuse_and_check(
     source: Artifact, graph: ir.Model, plan: Plan, path: Path, provider: Provider, threads: int
 ) -> FusionReport:
-    """One plan; see ``fuse_lossless``."""
+    """Apply one plan, and check the result; see ``fuse_lossless``."""
     new = graph.clone()
     apply_plan(plan, new, RunContext(), original=graph, fit=False)
     save_model(new, path)
@@ -184,22 +180,26 @@ def _compare(graph: ir.Model, pair: Sequence[Any]) -> tuple[float, float]:
     """(least cosine, largest error) of the second session to the first.
 
     Raises:
-        CannotRewrite: They are too far apart, or there is nothing to compare them on.
+        CannotRewrite: They differ, or no example inputs run.
     """
-    for told in ("get_inputs", "get_outputs"):
-        one, other = ([(v.name, v.type, v.shape) for v in getattr(s, told)()] for s in pair)
+    for side in ("get_inputs", "get_outputs"):
+        one, other = ([(v.name, v.type, v.shape) for v in getattr(s, side)()] for s in pair)
         if one != other:
-            raise CannotRewrite(f"it would have {other}, expected {one}")
+            raise CannotRewrite(
+                f"the fused model has {other}, expected {one}", DEFECT, code="fusion.interface"
+            )
     outputs = [output.name for output in pair[0].get_outputs()]
     distances: list[tuple[float, float]] = []
     for feed, expected in _runnable(graph, COMPARED, pair[0], padded=True):
         found = run(pair[1], feed)
         for name, before, after in zip(outputs, expected, found, strict=True):
             cosine, error = _distance(before, after)
-            if not (cosine >= LEAST_COSINE and error <= MOST_ERROR):  # NaN is neither
+            if not (cosine >= LEAST_COSINE and error <= MOST_ERROR):  # also if NaN
                 raise CannotRewrite(
-                    f"its output {name!r} would be another at {_shape(feed)}: cosine {cosine:.7f},"
-                    f" off by {error:.1e} of its largest number"
+                    f"output {name!r} of the fused model differs at {_shape(feed)}: cosine "
+                    f"{cosine:.7f}, error {error:.1e} of its largest number",
+                    "use the model as it is",
+                    code="fusion.differs",
                 )
             distances.append((cosine, error))
     cosines, errors = zip(*distances, strict=True)
@@ -214,17 +214,17 @@ def _distance(before: np.ndarray, after: np.ndarray) -> tuple[float, float]:
         return 1.0, 0.0
     width = before.shape[-1] if before.ndim else 1
     a, b = (array.astype(np.float64).reshape(-1, width) for array in (before, after))
-    with np.errstate(all="ignore"):  # what is infinite or no number is too far from anything
+    with np.errstate(all="ignore"):  # infinity and NaN fail the check
         norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
         cosines = np.where(norms > 0, (a * b).sum(axis=1) / norms, (a == b).all(axis=1))
         return float(cosines.min()), float(np.abs(a - b).max() / np.abs(a).max())
 
 
 def _speedup(graph: ir.Model, pair: Sequence[Any]) -> float:
-    """Of the second session over the first, timed in turns.
+    """The speed-up of the second session over the first.
 
     Raises:
-        CannotRewrite: It is not faster.
+        CannotRewrite: It is too low.
     """
     gains: dict[str, float] = {}
     for feed, _ in _runnable(graph, TIMED, pair[0]):
@@ -232,10 +232,19 @@ def _speedup(graph: ir.Model, pair: Sequence[Any]) -> float:
         gains[_shape(feed)] = _gain(pair, feed, TIMED_S / len(TIMED))
     mean = float(np.exp(np.mean(np.log(list(gains.values())))))
     slowest = min(gains, key=gains.__getitem__)
-    if mean < LEAST_GAIN:
-        raise CannotRewrite(f"it would run {mean:.2f}x as fast: at least {LEAST_GAIN}x is worth it")
-    if gains[slowest] < SLOWEST:
-        raise CannotRewrite(f"it would run {gains[slowest]:.2f}x as fast at {slowest}")
+    if mean < MIN_LOSSLESS_GAIN:
+        raise CannotRewrite(
+            f"the fused model runs {mean:.2f}x as fast, expected at least {MIN_LOSSLESS_GAIN}x",
+            "use the model as it is",
+            code="fusion.slow",
+        )
+    if gains[slowest] < MIN_SPEEDUP:
+        raise CannotRewrite(
+            f"the fused model runs {gains[slowest]:.2f}x as fast at {slowest}, expected at least "
+            f"{MIN_SPEEDUP}x",
+            "use the model as it is",
+            code="fusion.slow",
+        )
     return mean
 
 
@@ -248,10 +257,10 @@ def _gain(pair: Sequence[Any], feed: Batch, seconds: float) -> float:
 def _runnable(
     graph: ir.Model, shapes: Sequence[tuple[int, int]], session: Any, *, padded: bool = False
 ) -> Iterator[tuple[Batch, list[np.ndarray]]]:
-    """Example inputs and the session's outputs, at those shapes that the model takes.
+    """Example inputs and the session's outputs, at the shapes that the model accepts.
 
     Raises:
-        CannotRewrite: It takes none.
+        CannotRewrite: It accepts none.
     """
     taken, why = 0, ""
     for seed, (batch, sequence) in enumerate(shapes):
@@ -264,7 +273,11 @@ def _runnable(
         taken += 1
         yield feed, outputs
     if not taken:
-        raise CannotRewrite(f"it runs on no example inputs to compare it on: {why}")
+        raise CannotRewrite(
+            f"the model runs on no example inputs: {why}",
+            "use the model as it is",
+            code="fusion.no_inputs",
+        )
 
 
 def _shape(feed: Batch) -> str:

@@ -1,4 +1,4 @@
-"""plan: the fastest form of a model that keeps what it must is searched for, and written down."""
+"""Search for a plan, and write it as plan.json with a plot."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from attnserve.models.artifact import (
 )
 from attnserve.models.datasets import load_inputs
 from attnserve.models.precision import Precision, check_cpu
+from attnserve.planning.goal import Allowed, Goal
 from attnserve.planning.report import PlanReport, draw_front
-from attnserve.planning.search import Allowed, Goal, search
+from attnserve.planning.search import search
 from graph_passes.errors import InvalidArgument, MissingExtra
 
 __all__ = ["plan"]
@@ -48,38 +49,46 @@ def plan(
     force: bool = False,
     progress: Progress = ignore_progress,
 ) -> PlanReport:
-    """Find a plan, and write it as .json with a plot (.svg) beside it; no model is written.
+    """Search for the fastest plan that keeps the requested quality, and write it as .json and .svg.
 
-    ``optimize(..., plan=FILE)`` carries it out; ``optimize(..., keep=X)`` does both.
+    No model is written. ``optimize(plan=FILE)`` applies the plan, ``optimize(keep=X)`` does both.
 
     Args:
         model: An .onnx file or an artifact folder.
         output: The .json file; plan.json beside the model by default.
-        calib: Text (a sentence a line), .npz or a folder of .npz. One row in ten is kept from all
-            fits, to judge by.
-        keep: What must be kept of the mean output cosine, or of the task's score.
-        target_speedup: Or how much faster the model must be.
-        eval_data, task: The rows a score is measured on, and which.
-        allow: "ffn" lets the plan take neurons out of feed-forwards.
+        calib: Text (a sentence per line), .npz or a folder of .npz. One row in ten is held out from
+            all fits.
+        keep: The mean output cosine to keep, or the share of the task's score.
+        target_speedup: The speed-up to reach with the least loss, instead of ``keep``.
+        eval_data, task: The rows on which a score is measured, and which score.
+        allow: "ffn" allows the removal of feed-forward neurons.
         precision: "float16", "bfloat16", "int8" or "int8-full" weights, after all rewrites.
-        batch, sequence: The shape to be fast at; the calibration data's lengths (its quartiles)
-            without a sequence.
-        threads: Of the sessions that are timed; all others use every core.
+        batch, sequence: The shape at which the model should be fast; without a sequence, the
+            quartiles of the calibration data's lengths.
+        threads: Of the timed sessions; all others use every core.
 
     Raises:
         CheckFailed: The goal cannot be reached.
-        InvalidModel, InvalidArgument, InvalidData, InvalidOutput: See their texts.
+        InvalidModel, InvalidArgument, InvalidData, InvalidOutput: The input cannot be used.
     """
     check_cpu(precision)
     goal = Goal(keep, target_speedup, task, eval_data, tuple(allow), precision)
     artifact = open_artifact(model)
     output = output or default_output(model, "plan")
     if output.suffix != ".json":
-        raise InvalidArgument(f"{output}: expected a .json file", "for example -o plan.json")
+        raise InvalidArgument(
+            f"`output` is {output}: expected a .json file",
+            "for example plan.json",
+            code="plan.output",
+        )
     plot = output.with_suffix(".svg")
     for path in (output, plot):
-        if path.is_dir():  # said now, not once the search is done
-            raise InvalidArgument(f"{path} is a folder: expected a file", "choose another -o")
+        if path.is_dir():  # checked before the search, which takes long
+            raise InvalidArgument(
+                f"{path} is a folder: expected a file",
+                "choose another `output`",
+                code="plan.output",
+            )
         check_output(path, source=artifact.model, force=force)
     graph = load_model(artifact)
     data = load_inputs(calib, graph, artifact, tokenizer=tokenizer)

@@ -41,12 +41,13 @@ from attnserve.models.artifact import (
 from attnserve.models.datasets import Dataset, load_inputs
 from attnserve.models.precision import Precision, check_cpu, convert, int8_weight_bits
 from attnserve.planning.apply import ApplyReport, Step, apply_plan, count_macs
+from attnserve.planning.goal import Allowed, Goal
 from attnserve.planning.head_selection import Alignment
 from attnserve.planning.mixing import Mixing
 from attnserve.planning.plan import FORMAT, HOW_TO_PLAN, Plan
 from attnserve.planning.report import PlanReport
 from attnserve.planning.request import Importance, Ranks, Request, plan_request
-from attnserve.planning.search import Allowed, Goal, search
+from attnserve.planning.search import search
 from graph_passes.analysis.cost import Cost, break_even, model_cost
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData

@@ -1,10 +1,9 @@
-"""The fastest choice for every loss: one option for each part of a model, the least sum of times.
+"""Pareto front of loss and time over one option for each part of a model.
 
-A choice loses what its options lose together and takes the time that they take together, so this is
-a knapsack with one item of each kind (multiple-choice knapsack; Kellerer, Pferschy and Pisinger
-2004, chapter 11). Parts are added one by one, and only choices stay that no other beats in both:
-exact, where a greedy search would be caught by times that do not fall evenly (seven heads may take
-longer than eight). Past ``MOST`` choices those that hardly differ in loss are thinned out.
+Losses and times of the options add up: this is a multiple-choice knapsack problem (Kellerer,
+Pferschy and Pisinger 2004, chapter 11). Parts are added one by one, and dominated choices are
+dropped. This is exact; a greedy search would fail where times are not convex (seven heads may
+take longer than eight). Beyond ``MOST`` choices, those with nearly equal loss are thinned out.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ MOST = 4000
 
 
 class Option(Protocol):
-    """One form of one part: what it loses (predicted, one minus the cosine), and its time."""
+    """An alternative of one part: its predicted loss (one minus the cosine) and its time."""
 
     @property
     def loss(self) -> float: ...
@@ -39,7 +38,7 @@ class Choice:
 
 
 def pareto_front(parts: Sequence[Sequence[Option]], *, most: int = MOST) -> list[Choice]:
-    """Every choice that no other beats, from the least loss (and most time) on.
+    """Every choice that no other choice beats in both loss and time, by rising loss.
 
     Raises:
         ValueError: A part has no option.
@@ -66,7 +65,7 @@ def _undominated(losses: np.ndarray, times: np.ndarray) -> np.ndarray:
 
 
 def _thinned(losses: np.ndarray, kept: np.ndarray, most: int) -> np.ndarray:
-    """At most so many, evenly by the logarithm of their loss; of those alike the fastest."""
+    """At most ``most`` of them, evenly by the logarithm of their loss."""
     if len(kept) <= most:
         return kept
     scale = np.log(np.maximum(losses[kept], 0.0) + 1e-9)

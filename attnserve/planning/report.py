@@ -1,4 +1,4 @@
-"""What a plan is and why: the content of plan.json, and its plot."""
+"""The report of a search: the content of plan.json, and its plot."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Decision:
     """What becomes of one block, and why.
 
     Attributes:
-        kept, count: Heads or neurons that stay, of how many.
-        head_size: Of queries and keys, where they are cut.
-        rank: The dimensions that heads share, where they do.
-        source: The attention whose probabilities the heads take, where they do.
-        written: In which operators.
-        ms_before, ms_after: Of the block alone, mean over the lengths asked for.
-        predicted_loss: Of the output's cosine, by this block alone.
+        kept, count: The number of heads or neurons afterwards and before.
+        head_size: The truncated size of queries and keys, if they are truncated.
+        rank: The shared dimensions R, if heads share any.
+        source: The attention whose probabilities are reused, if any.
+        written: The implementation.
+        ms_before, ms_after: Of the block alone, as mean over the requested lengths.
+        predicted_loss: The loss of output cosine by this block alone.
     """
 
     block: str
@@ -47,12 +47,12 @@ class Decision:
 
 @dataclass(frozen=True)
 class Point:
-    """A choice on the front; what was measured of it where it was built.
+    """A choice on the Pareto front, with measurements if it was built.
 
     Attributes:
-        speedup: Predicted, of the whole model at the lengths asked for.
-        predicted_loss: One minus the cosine, predicted.
-        measured_loss: Of what the goal measures.
+        speedup: The predicted speed-up of the whole model at the requested lengths.
+        predicted_loss: The predicted loss of output cosine.
+        measured_loss: The measured loss of the goal's measure.
     """
 
     speedup: float
@@ -63,7 +63,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Speed:
-    """The new model beside the original at one length, in turns: medians over rounds."""
+    """Latencies of the new model and the original at one length: medians of interleaved runs."""
 
     batch: int
     sequence: int
@@ -74,15 +74,17 @@ class Speed:
 
 @dataclass(frozen=True, eq=False)
 class PlanReport:
-    """The plan, why it is what it is, and what it gives: the content of plan.json.
+    """A plan, the reasons for it, and its measured effect: the content of plan.json.
 
     Attributes:
-        rewrites: What is done; nothing where the original is returned.
-        gain: Whether there is anything to gain.
-        speeds: Of the whole model, at all lengths that were checked.
-        share: Of the task's score, where there is one.
-        timed: Milliseconds of every form of every distinct block, by shape.
-        output: The file that it was written to, if any; not part of the content.
+        asked: The request.
+        rewrites: The plan; empty if the original is returned.
+        gain: Whether the plan is worth applying.
+        decisions: One per block.
+        speeds: Of the whole model, at all checked lengths.
+        share: Of the task's score, if the goal has a task.
+        timed: The latencies of every distinct block.
+        output: The file that the report was written to, if any; not part of the content.
     """
 
     model: Mapping[str, str]
@@ -103,13 +105,13 @@ class PlanReport:
 
     @property
     def speedup(self) -> float:
-        """At the lengths asked for, measured: the geometric mean."""
+        """The measured speed-up: the geometric mean over the requested lengths."""
         wanted = set(self.asked["sequences"])
         chosen = [speed.speedup for speed in self.speeds if speed.sequence in wanted]
         return float(np.exp(np.mean(np.log(chosen)))) if chosen else 1.0
 
     def summary(self) -> dict[str, Any]:
-        """What is worth knowing of a model that was written."""
+        """The part that is recorded with an optimized model."""
         whole = self.to_json()
         keys = ("asked", "verdict", "gain", "fidelity", "speedup", "speeds", "machine")
         return {key: whole[key] for key in keys}

@@ -407,7 +407,7 @@ class _PlanBuilder:
             rank, name = ranks.get(block.name), block.name
             if rank is None:
                 continue
-            found = sharing_refusal(block, caches=self.request.collab_cache)
+            found = self._sharing_refusal(block)
             if found is None:
                 self._check_sizes(block, rank)
             mask, reused = masks.get(name, [1] * block.num_heads), edges.get(name, {})
@@ -446,6 +446,16 @@ class _PlanBuilder:
                 code="request.nothing",
             )
         return shared
+
+    def _sharing_refusal(self, block: AttentionBlock) -> Refusal | None:
+        caches = self.request.collab_cache
+        found = sharing_refusal(block, caches=caches)
+        if found is not None and not caches and sharing_refusal(block, caches=True) is None:
+            return Refusal(
+                found.code,
+                "its cached keys are an input of the graph: `collab_cache` rewrites the cache too",
+            )
+        return found
 
     def _check_sizes(self, block: AttentionBlock, rank: int) -> None:
         collab_dk, head_dk = self.request.collab_dk, self.request.head_dk

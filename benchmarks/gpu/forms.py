@@ -97,7 +97,7 @@ def fused(
     model: ir.Model, size: Size, half: ir.DataType = FLOAT16, form: FusedOperator = "multi_head"
 ) -> ir.Model:
     """Ours, and exact: attention and GELU in operators of ONNX Runtime."""
-    forms = {b.name: form for b in find_attention(model)[0] if not fusion_refusal(b, form)}
+    forms = {b.name: form for b in find_attention(model)[0] if fusion_refusal(b, form) is None}
     if forms:
         FuseAttention(forms)(model)
     FuseGelu([block.name for block in find_feed_forward(model)])(model)
@@ -172,7 +172,7 @@ def collaborative(model: ir.Model) -> ir.Model:
     """Every layer in collaborative form at R = H*K: another graph of the same function."""
     new = model.clone(deep_copy=True)
     factors = {b.name: factor(b, b.num_heads * b.head_size) for b in find_attention(new)[0]}
-    Collaborate(factors)(new)
+    Collaborate.with_factors(factors)(new)
     return new
 
 
@@ -187,4 +187,4 @@ def _shorten(model: ir.Model) -> None:
     factors = {
         b.name: factor(b, b.num_heads * b.head_size, head_size=b.head_size // 2 - 1) for b in blocks
     }
-    Collaborate(factors, mixing="sparse")(model)
+    Collaborate.with_factors(factors, sparse=True)(model)

@@ -1,9 +1,8 @@
-"""The graph that our service runs: the same model in its fastest exact operators.
+"""Write the graph that the service runs: the model with fused operators.
 
     python exact.py MODEL_FOLDER THREADS FILE
 
-Writes FILE, and a line of JSON: how it compares with the original
-(``planning.lossless.FusionReport``).
+Writes FILE, and prints one line of JSON (``planning.lossless.FusionReport``).
 """
 
 from __future__ import annotations

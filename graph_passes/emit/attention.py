@@ -52,16 +52,16 @@ __all__ = [
     "emit_probabilities",
     "emit_softmax",
     "emit_steps",
-    "heads_apart",
     "in_precision",
+    "probabilities_by_head",
     "probabilities_type",
     "type_of",
     "values_refusal",
 ]
 
-HEADS_APART = {False: [0, 2, 1, 3], True: [1, 2, 0, 3]}
+SPLIT_ORDER = {False: [0, 2, 1, 3], True: [1, 2, 0, 3]}
 """From (B, T, H, K), or (T, B, H, K) where the sequence comes first, to (B, H, T, K)."""
-SIDE_BY_SIDE = {False: [0, 2, 1, 3], True: [2, 0, 1, 3]}
+MERGE_ORDER = {False: [0, 2, 1, 3], True: [2, 0, 1, 3]}
 """From (B, H, S, V) back to (B, S, H, V) or (S, B, H, V)."""
 
 
@@ -124,12 +124,12 @@ def _heads_refusal(part: Projection) -> Refusal | None:
         return Refusal("token_layout", "its tokens are not laid out as (batch, sequence, size)")
     try:
         _terms(part, np.arange(part.num_heads))
-    except _UnfitError as unfit:
+    except _UnsupportedError as unfit:
         return Refusal("projection_layout", str(unfit))
     return None
 
 
-class _UnfitError(Exception):
+class _UnsupportedError(Exception):
     """A projection that has no such form, and why."""
 
 
@@ -139,13 +139,13 @@ class _Terms:
 
     Attributes:
         base: The columns of W that make each distinct head, G x K (those of the norm, if any).
-        spread: Which distinct head each head is.
+        head_groups: Which distinct head each head is.
         turns: Each term as (turn, the order of the base's elements that it reads).
         group: Which row of the norm each distinct head is.
     """
 
     base: np.ndarray
-    spread: np.ndarray
+    head_groups: np.ndarray
     rotary_terms: tuple[tuple[RotaryTerm, np.ndarray], ...]
     group: np.ndarray | None
 
@@ -169,7 +169,7 @@ def _terms(part: Projection, heads: np.ndarray) -> _Terms:
     if part.rotary_terms:
         base = [np.unique(row[row >= 0]) for row in per_head[first]]
         if len({len(row) for row in base}) > 1:
-            raise _UnfitError("its positions turn some heads by more elements than others")
+            raise _UnsupportedError("its positions turn some heads by more elements than others")
         base = np.stack(base)
     else:
         base = rotary_terms[0].columns[first]
@@ -178,11 +178,11 @@ def _terms(part: Projection, heads: np.ndarray) -> _Terms:
         length = part.norm.columns.shape[1]
         rows_of = base // length
         if base.shape[1] != length or not (rows_of == rows_of[:, :1]).all():
-            raise _UnfitError("its q/k norm is taken over all heads at once")
+            raise _UnsupportedError("its q/k norm is taken over all heads at once")
         group = rows_of[:, 0]
         base = np.sort(base, axis=1) if part.rotary_terms else base
         if not part.rotary_terms and not (np.diff(base, axis=1) == 1).all():
-            raise _UnfitError("its q/k norm is read in another order than it is written")
+            raise _UnsupportedError("its q/k norm is read in another order than it is written")
     picked = [
         (
             RotaryTerm(t.factor, t.columns[first], t.gain[first], t.offset[first]),
@@ -192,7 +192,7 @@ def _terms(part: Projection, heads: np.ndarray) -> _Terms:
     ]
     for turn, _ in picked:
         if turn.factor is not None:
-            _angles(turn.factor, heads[first], turn.gain != 0)
+            _factor_axes(turn.factor, heads[first], turn.gain != 0)
     return _Terms(base, spread, tuple(picked), group)
 
 
@@ -204,7 +204,7 @@ def _order(turn: RotaryTerm, first: np.ndarray, base: np.ndarray) -> np.ndarray:
         return np.arange(base.shape[1])
     found = np.where(used, found, 0)
     if not (found == found[:1]).all() or not (used == used[:1]).all():
-        raise _UnfitError("its positions turn each head in an order of its own")
+        raise _UnsupportedError("its positions turn each head in an order of its own")
     return found[0]
 
 
@@ -239,13 +239,13 @@ def emit_heads(
     if np.any(bias):
         value = make.op("Add", [value, constant(bias.reshape(-1), "bias")], "biased")
     value = make.op("Reshape", [value, _integers(make, [0, 0, count, size], "shape")], "heads")
-    value = make.op("Transpose", [value], "heads_apart", perm=HEADS_APART[part.sequence_first])
+    value = make.op("Transpose", [value], "heads_apart", perm=SPLIT_ORDER[part.sequence_first])
     if part.norm is not None:
-        value = _normed(constant, value, part.norm.epsilon, size, centred=part.norm.centred)
+        value = _apply_norm(constant, value, part.norm.epsilon, size, centered=part.norm.centered)
     if not plain:
-        value = _turned(constant, value, terms, scale, chosen)
-    if not np.array_equal(terms.spread, np.arange(count)):  # heads that share keys or values
-        value = make.op("Gather", [value, _integers(make, terms.spread, "groups")], "spread",
+        value = _apply_rotary_terms(constant, value, terms, scale, chosen)
+    if not np.array_equal(terms.head_groups, np.arange(count)):  # heads that share keys or values
+        value = make.op("Gather", [value, _integers(make, terms.head_groups, "groups")], "spread",
                         axis=1)  # fmt: skip
     return value
 
@@ -265,8 +265,8 @@ def _integers(make: Inserter, numbers: Sequence[int] | np.ndarray | int, name: s
     return make.constant(np.asarray(numbers, np.int64), name)
 
 
-def _normed(
-    constant: _Constants, value: ir.Value, epsilon: float, size: int, *, centred: bool
+def _apply_norm(
+    constant: _Constants, value: ir.Value, epsilon: float, size: int, *, centered: bool
 ) -> ir.Value:
     """u / sqrt(mean(u^2) + epsilon), in single precision: half has no room for the squares.
 
@@ -276,7 +276,7 @@ def _normed(
     single = _Constants(make, np.dtype(np.float32))
     if half := dtype.itemsize < 4:
         value = make.op("Cast", [value], "single", to=ir.DataType.FLOAT.value)
-    if centred:
+    if centered:
         ones = single(np.ones(size), "ones")
         value = make.op("LayerNormalization", [value, ones], "normed", epsilon=epsilon)
     else:
@@ -290,7 +290,7 @@ def _normed(
     return value
 
 
-def _turned(
+def _apply_rotary_terms(
     constant: _Constants, value: ir.Value, terms: _Terms, scale: float, heads: np.ndarray
 ) -> ir.Value:
     """The sum of factor * (gain * element + offset) over the terms."""
@@ -306,7 +306,7 @@ def _turned(
         if offset.any():
             term = make.op("Add", [term, constant(_by_head(offset), "offset")], "offset_term")
         if turn.factor is not None:
-            firsts = np.unique(terms.spread, return_index=True)[1]
+            firsts = np.unique(terms.head_groups, return_index=True)[1]
             angles = _emit_angles(make, turn.factor, heads[firsts], turn.gain != 0)
             term = make.op("Mul", [term, angles], "turned")
         total = term if total is None else make.op("Add", [total, term], "sum")
@@ -319,7 +319,7 @@ def _by_head(array: np.ndarray) -> np.ndarray:
     return array[0] if (array == array[:1]).all() else array[:, None, :]
 
 
-def _angles(
+def _factor_axes(
     spread: BroadcastLayout, heads: np.ndarray, used: np.ndarray
 ) -> tuple[tuple[str, np.ndarray | None], ...]:
     """What each axis of the factor becomes, and which of its elements are taken: "batch",
@@ -329,7 +329,7 @@ def _angles(
         _UnfitError: It is laid out in another way.
     """
     if spread.is_last_position or (spread.positions is not None and spread.axes[:1] != ("batch",)):
-        raise _UnfitError("its rotary positions are counted inside an operator")
+        raise _UnsupportedError("its rotary positions are counted inside an operator")
     roles: list[tuple[str, np.ndarray | None]] = []
     for axis in spread.axes:
         if isinstance(axis, str):
@@ -344,10 +344,12 @@ def _angles(
         elif ((index == by_head[:, None]) | ~used).all():
             roles.append(("head", np.maximum(by_head, 0)))
         else:
-            raise _UnfitError("its rotary angles are laid out in an order that is not followed")
+            raise _UnsupportedError(
+                "its rotary angles are laid out in an order that is not followed"
+            )
     names = [role for role, _ in roles if role]
     if len(names) != len(set(names)) or "token" not in names:
-        raise _UnfitError("its rotary angles are laid out in an order that is not followed")
+        raise _UnsupportedError("its rotary angles are laid out in an order that is not followed")
     return tuple(roles)
 
 
@@ -358,7 +360,7 @@ def _emit_angles(
     value = spread.value
     if spread.positions is not None:
         value = make.op("Gather", [value, spread.positions], "angles_at", axis=0)
-    roles = _angles(spread, heads, used)
+    roles = _factor_axes(spread, heads, used)
     for axis in reversed(range(len(roles))):  # from the last, so that earlier axes keep their place
         index = roles[axis][1]
         if index is not None:
@@ -450,7 +452,7 @@ def emit_steps(
     """The logits (B, H, S, T) of some heads after all steps of a block."""
     rows = _Rows(block, heads, info, logits.dtype or block.q.dtype)
     for step in block.steps:
-        logits = _after(make, step, logits, rows)
+        logits = _apply_step(make, step, logits, rows)
     return logits
 
 
@@ -468,21 +470,21 @@ class _Rows:
         return np.array_equal(self.heads, np.arange(self.block.num_heads))
 
 
-def _after(make: Inserter, step: LogitStep, logits: ir.Value, rows: _Rows) -> ir.Value:
+def _apply_step(make: Inserter, step: LogitStep, logits: ir.Value, rows: _Rows) -> ir.Value:
     """The logits after one step."""
 
     def number(value: float, name: str) -> ir.Value:
         return make.constant(np.array(value, rows.dtype.numpy()), name)
 
-    def given(step: PositionBias | Weighted) -> ir.Value:
+    def operand(step: PositionBias | Weighted) -> ir.Value:
         return _as_logits(make, step, in_precision(make, step.value, rows.dtype, rows.info), rows)
 
     match step:
         case PositionBias():
             op = "Add" if step.sign == 1 else "Sub"
-            return make.op(op, [logits, given(step)], "biased")
+            return make.op(op, [logits, operand(step)], "biased")
         case Weighted():
-            return make.op("Mul", [logits, given(step)], "weighted")
+            return make.op("Mul", [logits, operand(step)], "weighted")
         case Mask() if step.fill != -np.inf:
             mask, fill = _as_logits(make, step, step.value, rows), number(step.fill, "masked_logit")
             pair = [logits, fill] if step.keep else [fill, logits]
@@ -586,7 +588,7 @@ def _causal(make: Inserter, logits: ir.Value, *, ends_together: bool) -> ir.Valu
     return make.op("Less", [_positions(make, logits, 3, "key_positions"), ends], "causal")
 
 
-def heads_apart(make: Inserter, block: AttentionBlock, info: ShapeInfo) -> ir.Value:
+def probabilities_by_head(make: Inserter, block: AttentionBlock, info: ShapeInfo) -> ir.Value:
     """The probabilities of a block as (B, H, S, T), where the graph may hold (B*H, S, T)."""
     value = block.probabilities
     assert value is not None, f"{block.name}: its probabilities are not in the graph"
@@ -625,7 +627,7 @@ def emit_output(
     """The block's output is made of the context (B, H, S, V) of these heads, in this order."""
     output = block.output
     assert output is not None
-    merged = make.op("Transpose", [context], "by_token", perm=SIDE_BY_SIDE[output.sequence_first])
+    merged = make.op("Transpose", [context], "by_token", perm=MERGE_ORDER[output.sequence_first])
     merged = make.op("Reshape", [merged, _integers(make, [0, 0, -1], "merged")], "merged_heads")
     merged.type = context.type
     rows = output.matrix()[output.rows[heads]]  # H V D

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Inserter",
     "exposing",
-    "keep_shapes",
+    "redirect_shapes",
     "remove_unused",
     "replace_uses",
     "share_constants",
@@ -123,7 +123,7 @@ def remove_unused(model: ir.Model) -> None:
     common.RemoveUnusedNodesPass()(model)
 
 
-def keep_shapes(model: ir.Model, blocks: Iterable[AttentionBlock]) -> None:
+def redirect_shapes(model: ir.Model, blocks: Iterable[AttentionBlock]) -> None:
     """Let go of nodes of rewritten blocks that are left only because their shapes are read.
 
     Exporters ask a layer's own queries or keys for the batch and the length; the tokens that these

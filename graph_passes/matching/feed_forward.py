@@ -27,20 +27,22 @@ from graph_passes.matching.products import linear
 if TYPE_CHECKING:
     pass
 
-__all__ = ["find_feed_forward", "last_part"]
+__all__ = ["find_feed_forward", "last_entry"]
 
 LINEAR = frozenset({"Add", "Sub", "Mul", "Div", "Neg", "Where", "Cast", "CastLike", "Identity",
                     "Dropout"})  # fmt: skip
 """Linear in the tokens, but for products, quotients and choices of two activations."""
 
-BENT = frozenset({"Pow", "Sqrt", "Reciprocal", "Exp", "Log", "Abs", "Sign", "Erf", "Tanh",
+NONLINEAR = frozenset({"Pow", "Sqrt", "Reciprocal", "Exp", "Log", "Abs", "Sign", "Erf", "Tanh",
                   "Sigmoid", "HardSigmoid", "Relu", "PRelu", "LeakyRelu", "ThresholdedRelu", "Elu",
                   "Celu", "Selu", "Gelu", "Softplus", "Softsign", "Swish", "HardSwish", "Mish",
                   "Clip", "Min", "Max", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Equal",
                   "And", "Or", "Not"})  # fmt: skip
 CONTRIB = frozenset({"Gelu", "FastGelu", "BiasGelu", "QuickGelu"})
 LAID_OUT = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten"})
-COUNTING = frozenset({"Gather", "Slice", "Squeeze", "Unsqueeze", "Cast", "Identity", "Concat"})
+SHAPE_OPERATORS = frozenset(
+    {"Gather", "Slice", "Squeeze", "Unsqueeze", "Cast", "Identity", "Concat"}
+)
 """What picks lengths out of shapes, and makes shapes of lengths."""
 
 
@@ -101,12 +103,12 @@ def _read(
         pending += active
         operands += at
     tokens = {_unflattened(part.tokens, runs) for part in first.values()}
-    if len(first) > 2 or len(tokens) != 1 or not any(map(_is_bent, (*first, *between))):
+    if len(first) > 2 or len(tokens) != 1 or not any(map(_is_nonlinear, (*first, *between))):
         return None
     if pinned_name(product) is None and second.width < max(p.width for p in first.values()):
         return None
     inner = {*first, *between, product}
-    for value in _made((*first, *between)):
+    for value in _outputs_of((*first, *between)):
         readers = [node for node, _ in value.uses() if node.op_type != "Shape"]
         if value.is_graph_output() or not inner.issuperset(readers):
             return None
@@ -161,7 +163,7 @@ def _elementwise(node: ir.Node) -> int:
     """How many inputs of a node meet element by element, from the first; 0 for other operators."""
     if node.domain == "com.microsoft":
         return len(node.inputs) if node.op_type in CONTRIB else 0
-    if node.domain or node.op_type not in LINEAR | BENT | LAID_OUT:
+    if node.domain or node.op_type not in LINEAR | NONLINEAR | LAID_OUT:
         return 0
     if node.op_type == "Dropout" and len(node.inputs) > 2 and node.inputs[2] is not None:
         training = constant_tensor(node.inputs[2])
@@ -169,14 +171,14 @@ def _elementwise(node: ir.Node) -> int:
     return 1 if node.op_type in LAID_OUT | {"Dropout", "CastLike"} else len(node.inputs)
 
 
-def _is_bent(node: ir.Node) -> bool:
+def _is_nonlinear(node: ir.Node) -> bool:
     if node.op_type == "FusedGemm":
         return node.attributes.get_string("activation", "") != ""
     if node.op_type in ("Mul", "Div", "Where"):
         counted = {"Mul": 2, "Div": 2, "Where": 1}[node.op_type]
         chosen = node.inputs[1 if node.op_type == "Div" else 0 : counted]
         return not any(map(is_constant, chosen))
-    return bool(node.domain) or node.op_type in BENT
+    return bool(node.domain) or node.op_type in NONLINEAR
 
 
 def _same_size(value: ir.Value, hidden: ir.Value, runs: Sequence[ShapeInfo]) -> bool:
@@ -213,18 +215,18 @@ def _widths(
     nodes: Sequence[ir.Node], width: int, info: ShapeInfo, opsets: Mapping[str, int]
 ) -> tuple[ir.Node, ...] | None:
     """Each Reshape that is told F; None where F is told or asked in a way that is not read."""
-    asked = _asked(nodes, info, opsets)
-    if asked is None:
+    marks_by_shape = _shape_marks(nodes, info, opsets)
+    if marks_by_shape is None:
         return None
     found: list[ir.Node] = []
     for node in nodes:
         if node.op_type != "Reshape" or (shape := node.inputs[1]) is None:
             continue
-        if shape in asked:
-            if asked[shape][:-1].any():
+        if shape in marks_by_shape:
+            if marks_by_shape[shape][:-1].any():
                 return None
             continue
-        end = last_part(shape)
+        end = last_entry(shape)
         last = constant_array(end).reshape(-1)[-1:].tolist() if is_constant(end) else []
         if last == [width]:
             found.append(node)
@@ -233,14 +235,14 @@ def _widths(
     return tuple(found)
 
 
-def last_part(shape: ir.Value) -> ir.Value | None:
+def last_entry(shape: ir.Value) -> ir.Value | None:
     """What a shape ends in: itself, or what comes last in a Concat."""
     node = shape.producer()
     joined = not is_constant(shape) and node is not None and node.op_type == "Concat"
     return node.inputs[-1] if joined and node is not None else shape
 
 
-def _asked(
+def _shape_marks(
     nodes: Sequence[ir.Node], info: ShapeInfo, opsets: Mapping[str, int]
 ) -> dict[ir.Value, np.ndarray] | None:
     """Where, in shapes and lengths that are asked of the nodes' values, F stands.
@@ -248,7 +250,7 @@ def _asked(
     None where anything but a Reshape among the nodes is told it.
     """
     marks: dict[ir.Value, np.ndarray] = {}
-    pending = [user for v in _made(nodes) for user, _ in v.uses() if user.op_type == "Shape"]
+    pending = [user for v in _outputs_of(nodes) for user, _ in v.uses() if user.op_type == "Shape"]
     while pending:
         node = pending.pop()
         if node in nodes:
@@ -257,7 +259,7 @@ def _asked(
             rank = len(info.shape(node.inputs[0]) or ())
             ends = node.attributes.get_int("start", 0), node.attributes.get_int("end", rank)
             mark = (np.arange(rank) == rank - 1)[slice(*ends)]
-        elif node.op_type in COUNTING and not node.domain:
+        elif node.op_type in SHAPE_OPERATORS and not node.domain:
             given = [_mark(node, value, marks, info) for value in node.inputs]
             told = node.op_type != "Concat" and any(v in marks for v in node.inputs[1:])
             lacking = [v for v, array in zip(node.inputs, given, strict=True) if array is None]
@@ -323,5 +325,5 @@ def _name(block: FeedForwardBlock) -> str:
     return ""
 
 
-def _made(nodes: Sequence[ir.Node]) -> list[ir.Value]:
+def _outputs_of(nodes: Sequence[ir.Node]) -> list[ir.Value]:
     return [value for node in nodes for value in node.outputs]

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 import onnx_ir as ir
 
-from graph_passes.analysis.shapes import infer_shapes_small, without_lengths
+from graph_passes.analysis.shapes import drop_length_dependent, infer_shapes_small
 from graph_passes.blocks import (
     AttentionBlock,
     BroadcastLayout,
@@ -47,7 +47,7 @@ def find_attention(model: ir.Model) -> tuple[list[AttentionBlock], list[Unmatche
     with GraphContext.of(model) as context:
         info = context.get(infer_shapes_small, batch=BATCH, sequence=SEQUENCE)
         others = context.get(infer_shapes_small, batch=BATCH + 1, sequence=SEQUENCE + 2)
-    reader = LayoutReader(without_lengths(info, others), dict(model.opset_imports))
+    reader = LayoutReader(drop_length_dependent(info, others), dict(model.opset_imports))
     blocks: list[AttentionBlock] = []
     unmatched: list[Unmatched] = []
     for node in ir.traversal.RecursiveGraphIterator(model.graph):

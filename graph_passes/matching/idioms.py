@@ -73,7 +73,7 @@ def softmax_in_parts(node: ir.Node, info: ShapeInfo, opset: int) -> SoftmaxMatch
         return None
     if total.inputs[0] is not top.outputs[0] or not total.attributes.get_int("keepdims", 1):
         return None
-    logits, axes = _less_largest(top.inputs[0]), _axes(total)
+    logits, axes = _unshifted(top.inputs[0]), _axes(total)
     shape = info.shape(logits)
     if logits is None or shape is None or axes is None or len(axes) != 1:
         return None
@@ -97,7 +97,7 @@ def _softmax(node: ir.Node, info: ShapeInfo, *, one_axis: bool) -> SoftmaxMatch:
     return SoftmaxMatch(logits, axis, node.outputs[0])
 
 
-def _less_largest(value: ir.Value | None) -> ir.Value | None:
+def _unshifted(value: ir.Value | None) -> ir.Value | None:
     """The logits, where their largest was subtracted, which changes no softmax."""
     node = None if value is None else value.producer()
     if node is None or node.op_type != "Sub" or None in node.inputs:

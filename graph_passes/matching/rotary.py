@@ -212,7 +212,7 @@ class NormMatch:
 
     value: ir.Value
     epsilon: float
-    centred: bool
+    centered: bool
     weight: ir.Value | None = None
     bias: ir.Value | None = None
 
@@ -245,7 +245,7 @@ def norm_in_parts(node: ir.Node) -> NormMatch | None:
         root = other if node.op_type == "Div" else _inverse_of(other)
         epsilon = None if root is None else _root_mean_square(root, value)
         if epsilon is not None:
-            return NormMatch(value, epsilon, centred=False)
+            return NormMatch(value, epsilon, centered=False)
     return None
 
 
@@ -333,7 +333,7 @@ def apply_norm(node: ir.Node, inner: LinearTrace, reading: NormMatch, role: str)
     if not ((gain == gain[first][group]).all() and (offset == offset[first][group]).all()):
         raise MatchFailure(f"the {role} differs from token to token by more than its input")
     norm = Norm(
-        node, groups, gain[first], offset[first], inner.scale, reading.epsilon, reading.centred
+        node, groups, gain[first], offset[first], inner.scale, reading.epsilon, reading.centered
     )
     fresh = (group[:, None] * length + np.arange(length)).reshape(inner.shape)
     weight = np.ones(1) if reading.weight is None else _vector(node, reading.weight, role)

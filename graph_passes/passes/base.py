@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.context import GraphContext
-from graph_passes.emit.editing import keep_shapes, remove_unused, share_constants
+from graph_passes.emit.editing import redirect_shapes, remove_unused, share_constants
 from graph_passes.errors import CannotRewrite, InvalidArgument, Refusal
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
@@ -222,7 +222,7 @@ class BlockPass(RewritePass, Generic[Block, Params]):
         share_constants(model, since=since)
         remove_unused(model)
         attention = [block for block, _ in chosen if isinstance(block, AttentionBlock)]
-        keep_shapes(model, attention)
+        redirect_shapes(model, attention)
         return True
 
     def _chosen(self, context: GraphContext) -> list[tuple[Block, Params]]:
@@ -280,13 +280,13 @@ def _require_keys(name: str, content: Mapping[str, Any], known: set[str]) -> Non
         )
 
 
-def small_shapes(context: GraphContext, *, apart: bool = False) -> ShapeInfo:
+def small_shapes(context: GraphContext, *, distinct_lengths: bool = False) -> ShapeInfo:
     """Shapes of all values at a small batch and length.
 
     Args:
-        apart: Give axes with different names different lengths.
+        distinct_lengths: Give axes with different names different lengths.
     """
-    return context.get(infer_shapes_small, batch=2, sequence=5, apart=apart)
+    return context.get(infer_shapes_small, batch=2, sequence=5, distinct_lengths=distinct_lengths)
 
 
 def registered_passes() -> Mapping[str, type[RewritePass]]:

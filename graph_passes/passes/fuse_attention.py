@@ -255,7 +255,7 @@ def _biases(
 
     Blocks with the same masks, of sequences as long, have one between them, in front of the first.
     """
-    apart = infer_shapes_small(model, batch=3, sequence=7, apart=True)
+    distinct_lengths = infer_shapes_small(model, batch=3, sequence=7, distinct_lengths=True)
     made: dict[Hashable, ir.Value] = {}
     biases: dict[str, ir.Value] = {}
     for block in blocks:
@@ -268,7 +268,7 @@ def _biases(
         if not steps:
             continue
         same = [(type(step), *vars(step).items()) for step in steps]
-        lengths = _lengths(block, steps, (info, apart))
+        lengths = _lengths(block, steps, (info, distinct_lengths))
         heads = block.num_heads if any(_by_head(step, info) for step in steps) else 1
         key = (block.graph, heads, block.q.dtype, *same, lengths)
         if key not in made:

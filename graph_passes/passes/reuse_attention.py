@@ -18,8 +18,8 @@ from graph_passes.emit.attention import (
     emit_context,
     emit_output,
     emit_probabilities,
-    heads_apart,
     in_precision,
+    probabilities_by_head,
     probabilities_type,
     type_of,
     values_refusal,
@@ -85,7 +85,10 @@ class ReuseAttention(AttentionPass[ReusedHeads]):
             place = next(i for i, other in enumerate(blocks) if other.name == block.name)
             return reuse_refusal(block, blocks[:place])
         by_name = {other.name: other for other in blocks}
-        runs = [small_shapes(context, apart=apart) for apart in (False, True)]
+        runs = [
+            small_shapes(context, distinct_lengths=distinct_lengths)
+            for distinct_lengths in (False, True)
+        ]
         for source in dict.fromkeys(source for source, _ in params.values()):
             other = by_name[source]
             found = reuse_refusal(block, [other]) or _lengths_refusal(block, other, runs)
@@ -249,7 +252,9 @@ class _Available:
         """Those of a layer; ``before`` is the first node that reads them in another."""
         if name not in self.values:
             block = self.blocks[name]
-            whole = heads_apart(Inserter(block.graph, before, f"{name}/shared"), block, self.info)
+            whole = probabilities_by_head(
+                Inserter(block.graph, before, f"{name}/shared"), block, self.info
+            )
             self.values[name] = whole, {head: head for head in range(block.num_heads)}
         return self.values[name]
 

@@ -1,4 +1,4 @@
-"""A clock that counts: what a part takes is what it multiplies, the same on every machine."""
+"""Count operations instead of measuring time, so that tests give the same result everywhere."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import onnx_ir as ir
 import pytest
 
 from attnserve.models.example_inputs import example_inputs
+from attnserve.planning.judge import Judge
 from attnserve.planning.report import Speed
 from attnserve.runtime.timer import Part
 from graph_passes.analysis.cost import model_cost
 
 FUSED = STANDARD = 0.9
-"""What a part with one operator of ONNX Runtime, or of ai.onnx, for its attention takes of the time
-that it would take else."""
+"""The relative time of attention in one operator of ONNX Runtime, or of ai.onnx."""
 
 
 def milliseconds(model: ir.Model, feed: Mapping[str, np.ndarray]) -> float:
@@ -37,15 +37,15 @@ def measure(
     }
 
 
-def speeds(search: Any, graph: ir.Model, lengths: Sequence[int]) -> list[Speed]:
-    found: list[Speed] = []
+def compare_speed(judge: Judge, model: ir.Model, lengths: Sequence[int]) -> list[Speed]:
+    given, found = judge.given, list[Speed]()
     for length in lengths:
-        feed = example_inputs(search.graph, search.batch, length, search.context.seed)
-        before, after = (milliseconds(model, feed) for model in (search.graph, graph))
-        found.append(Speed(search.batch, length, before, after, before / after))
+        feed = example_inputs(given.model, given.batch, length, given.context.seed)
+        before, after = (milliseconds(each, feed) for each in (given.model, model))
+        found.append(Speed(given.batch, length, before, after, before / after))
     return found
 
 
 def count_instead_of_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attnserve.runtime.timer.LatencyTable.measure", measure)
-    monkeypatch.setattr("attnserve.planning.search._Search._speeds", speeds)
+    monkeypatch.setattr(Judge, "compare_speed", compare_speed)

@@ -16,6 +16,7 @@ from attnserve.planning.optimize import OptimizeReport, optimize
 from attnserve.runtime.session import open_session
 from graph_passes.errors import CannotRewrite, InvalidData
 from tests.architectures import Cell
+from tests.errors import raises
 
 LAYERS, H, K, D, VOCABULARY = 2, 3, 8, 24, 61
 EXACT = H * K
@@ -97,7 +98,7 @@ def test_the_record_and_inspect_tell_what_the_cache_is(gpt2: Path, tmp_path: Pat
 
 
 def test_optimize_cached_keys_without_collab_cache_is_refused(gpt2: Path, tmp_path: Path):
-    with raises(CannotRewrite, "request.nothing", "cached keys"):
+    with raises(CannotRewrite, "request.nothing", "`collab_cache`"):
         optimize(gpt2, tmp_path / "new.onnx", collab_dk=10)
     with raises(CannotRewrite, "rewrite.cached", "`collab_cache`"):
         optimize(gpt2, tmp_path / "new.onnx", collab_dk=10, layers=["0"])

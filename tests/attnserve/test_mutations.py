@@ -31,11 +31,11 @@ from graph_passes.analysis.shapes import ShapeInfo, bind_axes, infer_shapes_at
 from graph_passes.blocks import AttentionBlock
 from graph_passes.emit.editing import exposing
 from graph_passes.matching.find import find_attention
-from graph_passes.passes.collaborate import Collaborate, factor
+from graph_passes.passes.collaborate import Collaborate, factor, sharing_refusal
 from graph_passes.passes.decompose_attention import DecomposeAttention
 from graph_passes.reference import attention_reference, inputs_of, logits_reference
 from tests.graph_passes.graphs import FUSED, PARTS, D, H, K, V, attention, graph, text_of
-from tests.graph_passes.matching.test_find import LAID_OUT, READ, SPLIT
+from tests.graph_passes.layouts import LAID_OUT, LAYOUTS, SPLIT
 
 COUNT = int(os.environ.get("MUTANTS", "400"))
 CHUNKS = 4
@@ -155,7 +155,7 @@ def layer(index: int, x: str, out: str) -> str:
 def collaborative() -> ir.Model:
     model = attention()
     blocks, _ = find_attention(model)
-    return Collaborate({block.name: factor(block, 5) for block in blocks})(model).model
+    return Collaborate.with_factors({b.name: factor(b, 5) for b in blocks})(model).model
 
 
 EINSUM = {
@@ -226,7 +226,7 @@ SEQUENCE_FIRST = {
 CONSTANTS |= {"n_k": np.array([K]), "n_v": np.array([V])}
 
 SEEDS: dict[str, Callable[[], ir.Model]] = {
-    **{f"layout: {name}": written(**parts) for name, parts in READ.items()},
+    **{f"layout: {name}": written(**parts) for name, parts in LAYOUTS.items()},
     **{f"packed: {how}": written(q=text, k="", v="", output="\n out = MatMul(c, Wo12)")
        for how, text in SPLIT.items()},
     "mask by Where": written(inputs=f"{X}, {KEPT}", mask="\n m = Where(mask, s, low)"),
@@ -976,8 +976,7 @@ def runnable(model: ir.Model, blocks: Sequence[AttentionBlock]) -> (
 
 def may_share(block: AttentionBlock) -> bool:
     """Whether ``Collaborate`` applies, once a fused operator is decomposed."""
-    refusal = sharing_refusal(block) if block.logits is not None else decomposition_refusal(block)
-    return refusal is None
+    return sharing_refusal(block) is None
 
 
 def judge(model: ir.Model) -> Iterator[tuple[str, str]]:

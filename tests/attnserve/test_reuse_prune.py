@@ -25,7 +25,6 @@ from attnserve.planning.plan import Plan
 from attnserve.runtime.session import open_session
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import (
-    AttnserveError,
     CannotRewrite,
     CheckFailed,
     InvalidData,
@@ -359,7 +358,7 @@ def test_a_broken_promise_writes_nothing(small: Path, arrays: Path, tmp_path: Pa
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("stage", ["measure heads", "compare heads", "fit again", "verify"])
+@pytest.mark.parametrize("stage", ["measure blocks", "compare heads", "refit outputs", "verify"])
 def test_an_interrupted_run_leaves_nothing(small: Path, arrays: Path, tmp_path: Path, stage: str):
     def interrupt(what: str, done: int, total: int) -> None:
         if what == stage:
@@ -417,7 +416,7 @@ def test_a_source_of_an_earlier_call_stays_as_it_is(small: Path, arrays: Path, t
         {"prune": 0.5, "layers": ["1"]},
         {"reuse": "full:1", "layers": ["1"]},
     ):
-        with raises(CannotRewrite, "rewrite.reused_elsewhere", "attention_1", "attention_2"):
+        with raises(CannotRewrite, "rewrite.reused", "attention_1", "attention_2"):
             optimize(once, tmp_path / "b.onnx", calib=arrays, **asked)
     with raises(CannotRewrite, "rewrite.reuses_heads", "attention_2"):
         optimize(once, tmp_path / "b.onnx", reuse={"2": {"1": ["0", 0]}})
@@ -515,32 +514,29 @@ def test_a_promise_that_is_broken_exits_1(cli: Cli, small: Path, arrays: Path, t
 
 
 MISTAKES: dict[str, tuple[list[object], str]] = {
-    "nothing": ([], "no rewrite is asked for"),
-    "prune without data": (["--prune", 0.25], "--prune measures .* no data"),
-    "reuse without data": (["--reuse", "partial:1"], "--align index for the paper's own"),
-    "skip without data": (["--skip", 1], "give --calib FILE"),
-    "prune none": (["--prune", 0], "--prune 0.0: expected a share"),
-    "prune all": (["--prune", 1], "--prune 1.0: expected a share"),
-    "prune more": (["--prune", 1.5], "--prune 1.5: expected a share"),
-    "prune less": (["--prune", -0.1], "--prune -0.1: expected a share"),
-    "prune nan": (["--prune", "nan"], "--prune nan: expected a share"),
+    "nothing": ([], "--keep"),
+    "prune without data": (["--prune", 0.25], "--calib"),
+    "reuse without data": (["--reuse", "partial:1"], "--align index"),
+    "skip without data": (["--skip", 1], "--calib"),
+    "prune none": (["--prune", 0], "--prune is 0.0"),
+    "prune all": (["--prune", 1], "--prune is 1.0"),
+    "prune more": (["--prune", 1.5], "--prune is 1.5"),
+    "prune less": (["--prune", -0.1], "--prune is -0.1"),
+    "prune nan": (["--prune", "nan"], "--prune is nan"),
     "prune text": (["--prune", "some"], "--prune"),
-    "prune twice": (["--prune", 0.5, "--prune-heads", "m.json"], "both say which heads go"),
+    "prune twice": (["--prune", 0.5, "--prune-heads", "m.json"], "--prune and --prune-heads"),
     "importance": (["--prune", 0.5, "--importance", "size"], "--importance"),
     "align": (["--reuse", "full:1", "--align", "size"], "--align"),
-    "reuse unknown": (["--reuse", "some"], "--reuse 'some': expected partial:K"),
-    "reuse nothing": (["--reuse", ""], "--reuse '': expected partial:K"),
-    "reuse of a file that is not there": (["--reuse", "none.json"], "--reuse none.json: no such f"),
-    "mask that is not there": (["--prune-heads", "none.json"], "none.json: no such file"),
-    "too many layers": (["--reuse", "full:3", "--align", "index"], "3 layers of 3, expected at mo"),
+    "reuse unknown": (["--reuse", "some"], "--reuse is 'some'"),
+    "reuse nothing": (["--reuse", ""], "--reuse is ''"),
+    "reuse of a missing file": (["--reuse", "none.json"], "--reuse none.json"),
+    "missing mask": (["--prune-heads", "none.json"], "--prune-heads none.json"),
+    "too many layers": (["--reuse", "full:3", "--align", "index"], "3 of 3 layers"),
     "too many heads": (["--reuse", "partial:4", "--align", "index"], "attention_1 has 3 heads"),
-    "skip of an unknown layer": (["--skip", "7"], "--skip: no attention is called '7'"),
-    "skip of nothing": (["--skip", ""], "--skip: no attention is called ''"),
-    "other layers": (
-        ["--reuse", "full:1", "--align", "index", "--layers", "2"],
-        "--reuse full:1 is about layers 1 to 1, of which --layers names none",
-    ),
-    "calibration that is not there": (["--prune", 0.5, "--calib", "none.npz"], "no such file"),
+    "skip of an unknown layer": (["--skip", "7"], "--skip names the unknown layer '7'"),
+    "skip of nothing": (["--skip", ""], "--skip names the unknown layer ''"),
+    "other layers": (["--reuse", "full:1", "--align", "index", "--layers", "2"], "--layers"),
+    "missing calibration": (["--prune", 0.5, "--calib", "none.npz"], "none.npz"),
 }
 
 
@@ -559,17 +555,16 @@ def told(done: Outcome, reason: str) -> None:
     assert done.code == 2 and done.out == "", done
     lines = done.err.strip().splitlines()
     assert 2 <= len(lines) <= 3 and lines[0].startswith("error: ")
-    with pytest.raises(AttnserveError, match=reason):
-        raise AttnserveError(" ".join(lines))
+    assert reason in " ".join(lines)
     assert "Traceback" not in done.err and "unexpected" not in done.err
 
 
-FILES: dict[str, tuple[str, str, str]] = {  # all of them: test_choose.py
-    "a short mask": ("--prune-heads", '{"0": [1, 0]}', "has 2 entries, expected 3"),
-    "a list of masks": ("--prune-heads", "[[1, 0, 1]]", "expected an object"),
-    "a mask of null": ("--prune-heads", '{"0": [1, 0, null]}', "expected a list of 0 and 1"),
-    "a forward edge": ("--reuse", '{"0": {"0": ["1", 0]}}', "must be an earlier layer"),
-    "a chain": ("--reuse", '{"1": {"0": ["0", 0]}, "2": {"0": ["1", 0]}}', "is reused itself"),
+FILES: dict[str, tuple[str, str, str]] = {  # all of them: planning/test_head_selection.py
+    "a short mask": ("--prune-heads", '{"0": [1, 0]}', "2 entries, expected 3"),
+    "a list of masks": ("--prune-heads", "[[1, 0, 1]]", "an object"),
+    "a mask of null": ("--prune-heads", '{"0": [1, 0, null]}', "[1, 0, null]"),
+    "a forward edge": ("--reuse", '{"0": {"0": ["1", 0]}}', "attention_0[0] <- attention_1[0]"),
+    "a chain": ("--reuse", '{"1": {"0": ["0", 0]}, "2": {"0": ["1", 0]}}', "attention_2[0]"),
     "edges that are no JSON": ("--reuse", "{", "not JSON"),
 }
 
@@ -591,10 +586,10 @@ def test_what_contradicts_itself_exits_2(cli: Cli, small: Path, arrays: Path, tm
     edges.write_text('{"2": {"0": ["1", 0]}}')
     out = ("-o", tmp_path / "new.onnx", "--calib", arrays)
     for options, reason in (
-        (("--skip", 1, "--prune-heads", masks), "names attention_1, which --skip leaves out"),
-        (("--skip", 2, "--reuse", edges), "names attention_2, which --skip leaves out"),
-        (("--skip", 1, "--reuse", edges), "needs head 0 of attention_1, which is taken out"),
-        (("--prune-heads", masks, "--reuse", edges), "needs head 0 of attention_1"),
+        (("--skip", 1, "--prune-heads", masks), "--prune-heads names attention_1"),
+        (("--skip", 2, "--reuse", edges), "--reuse names attention_2"),
+        (("--skip", 1, "--reuse", edges), "head 0 of attention_1"),
+        (("--prune-heads", masks, "--reuse", edges), "head 0 of attention_1"),
     ):
         told(cli("optimize", small, *out, *options), reason)
     assert not (tmp_path / "new.onnx").exists()

@@ -46,11 +46,12 @@ def calibration(tmp_path: Path) -> Path:
 
 
 def weights(path: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of query and key weights; exact factors are the original weights."""
     model = load_model(path)
     return {
         name: tuple(value.const_value.shape.numpy())
         for name, value in model.graph.initializers.items()
-        if value.const_value is not None and "/collaborative/" in name
+        if value.const_value is not None and ("/collaborative/" in name or name in ("Wq", "Wk"))
     }
 
 

@@ -18,7 +18,7 @@ from attnserve.runtime.session import open_session
 from graph_passes.analysis.constants import constant_array, constant_type, origin
 from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.blocks import AttentionBlock
-from graph_passes.emit.attention import heads_apart
+from graph_passes.emit.attention import probabilities_by_head
 from graph_passes.emit.editing import Inserter
 from graph_passes.matching.find import find_attention
 
@@ -238,7 +238,7 @@ def grafted(model: ir.Model, edges: Mapping[str, Mapping[int, tuple[str, int]]])
         make, rows = Inserter(block.graph, product, f"{name}/grafted"), list[ir.Value]()
         for head in range(block.num_heads):
             source, index = heads.get(head, (name, head))
-            probabilities = heads_apart(make, blocks[source], facts)
+            probabilities = probabilities_by_head(make, blocks[source], facts)
             at = make.constant(np.array([index], np.int64), "head")
             rows.append(make.op("Gather", [probabilities, at], "row", axis=1))
         assert block.probabilities is not None

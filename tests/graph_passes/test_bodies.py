@@ -166,4 +166,4 @@ def test_attention_over_what_a_growing_loop_returns_is_missed() -> None:
         grown = Concat <axis = 1> (h_in, h_in)
         }}>{body_layer("h")}"""
     (said,) = reasons(graph(body, inputs=PLAIN_INPUT, constants=TURNS))
-    assert "could not be inferred" in said and "its state is not of one shape" in said
+    assert "could not be inferred" in said and "the shape of its state is not constant" in said

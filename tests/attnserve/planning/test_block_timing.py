@@ -97,7 +97,7 @@ def test_integers_stay_what_they_are():
 
 @pytest.mark.parametrize("precision", ["float16", "float32"])
 def test_every_form_of_every_block_is_timed_so(precision: str, monkeypatch: pytest.MonkeyPatch):
-    """Original, forms and sizes alike: their masks are fed in float16 too."""
+    """Original, forms and configs alike: their masks are fed in float16 too."""
     seen: list[Part] = []
 
     def measured(self: LatencyTable, parts: dict[str, Part], **_: object) -> object:

@@ -71,20 +71,17 @@ def curves(bert: ir.Model, groups: list[TiedBlocks], data: list[Batch]) -> dict[
 
 def test_every_block_is_a_group_of_its_own(groups: list[TiedBlocks]):
     assert [(g.kind, g.count, len(g.blocks), g.refusal) for g in groups] == [
-        ("attention", 4, 1, ""),
-        ("attention", 4, 1, ""),
-        ("feed_forward", 64, 1, ""),
-        ("feed_forward", 64, 1, ""),
+        ("attention", 4, 1, None),
+        ("attention", 4, 1, None),
+        ("feed_forward", 64, 1, None),
+        ("feed_forward", 64, 1, None),
     ]
 
 
-def test_neurons_stay_unless_that_is_allowed(bert: ir.Model):
+def test_group_blocks_without_ffn_keeps_all_neurons(bert: ir.Model):
     found = group_blocks(bert, read_attention(bert).blocks, ffn=False)
-    reasons = {group.kind: group.refusal for group in found}
-    assert reasons == {
-        "attention": "",
-        "feed_forward": "neurons stay unless --allow ffn is given",
-    }
+    codes = {group.kind: group.refusal and group.refusal.code for group in found}
+    assert codes == {"attention": None, "feed_forward": "not_allowed"}
 
 
 def test_layers_that_share_their_weights_are_one_group(
@@ -118,13 +115,13 @@ def test_every_size_of_every_block_is_timed(
     timed: dict[Block, BlockLatency], groups: list[TiedBlocks]
 ):
     for group in groups:
-        sizes = timed[group.blocks[0]].sizes
+        configs = timed[group.blocks[0]].configs
         wanted = range(1, 5) if group.kind == "attention" else range(8, 65, 8)
         skipped = [BlockConfig(0)] if group.kind == "attention" else []
-        assert sorted(sizes) == [*skipped, *(BlockConfig(kept) for kept in wanted)]
-        for shorter, longer in sizes.values():
+        assert sorted(configs) == [*skipped, *(BlockConfig(kept) for kept in wanted)]
+        for shorter, longer in configs.values():
             assert shorter < longer
-        first = [sizes[kept][0] for kept in sorted(sizes)]
+        first = [configs[kept][0] for kept in sorted(configs)]
         assert first == sorted(first)
 
 
@@ -135,10 +132,10 @@ def test_attention_is_written_as_is_fastest(
         found = timed[group.blocks[0]]
         if group.kind == "attention":
             assert found.implementation == "attention"
-            assert found.sizes[BlockConfig(4)][0] < found.original[0]
+            assert found.configs[BlockConfig(4)][0] < found.original[0]
         else:
             assert found.implementation == "gelu"
-            assert found.sizes[BlockConfig(64)][0] < found.original[0]
+            assert found.configs[BlockConfig(64)][0] < found.original[0]
 
 
 def test_an_operator_that_the_provider_lacks_is_not_taken(
@@ -176,7 +173,7 @@ def test_a_form_that_is_slower_at_any_length_is_not_taken(
     for group in groups:
         assert found[group.blocks[0]].implementation == "as exported"
         options = options_of((group,), found, {}, target=1)
-        assert [option.sizes for option in options] == [(BlockConfig(group.count),)]
+        assert [option.configs for option in options] == [(BlockConfig(group.count),)]
         assert options[0].ms == found[group.blocks[0]].original[0]
 
 
@@ -226,10 +223,10 @@ def test_options_get_faster_and_lose_more(
 ):
     for group in groups:
         options = options_of((group,), timed, curves, target=1)
-        assert options[0].sizes == (BlockConfig(group.count),) and options[0].loss == 0
+        assert options[0].configs == (BlockConfig(group.count),) and options[0].loss == 0
         assert len(options) > 1
         for a, b in pairwise(options):
-            assert a.sizes[0].kept > b.sizes[0].kept and a.ms > b.ms and a.loss <= b.loss
+            assert a.configs[0].kept > b.configs[0].kept and a.ms > b.ms and a.loss <= b.loss
 
 
 # Neurons that go, and what the others take over
@@ -284,10 +281,10 @@ def test_shorter_heads_are_timed_in_every_number(
     short_enough: None, timed: dict[Block, BlockLatency], groups: list[TiedBlocks]
 ):
     for group in filter(cut_attention, groups):
-        sizes = timed[group.blocks[0]].sizes
-        assert sorted(s.kept for s in sizes if s.head_size == 4 and not s.rank) == [1, 2, 3, 4]
+        configs = timed[group.blocks[0]].configs
+        assert sorted(s.kept for s in configs if s.head_size == 4 and not s.rank) == [1, 2, 3, 4]
         for kept in range(1, 5):
-            assert sizes[BlockConfig(kept, 4)] < sizes[BlockConfig(kept)]
+            assert configs[BlockConfig(kept, 4)] < configs[BlockConfig(kept)]
 
 
 @pytest.mark.parametrize("export", [("eager", "dynamo", 18), ("sdpa", "dynamo", 23)], ids=str)
@@ -299,13 +296,13 @@ def test_their_loss_is_measured_at_the_output(
     model = load_model(folder / "model.onnx")
     batches = list(load_inputs(sentences, model, open_artifact(folder), split=False).fit)
     groups = group_blocks(model, read_attention(model).blocks, ffn=False)
-    sizes = BlockConfig(4, 4), BlockConfig(4, 4, 8), BlockConfig(0)
-    changes = {group.key: sizes for group in filter(cut_attention, groups)}
+    configs = BlockConfig(4, 4), BlockConfig(4, 4, 8), BlockConfig(0)
+    changes = {group.key: configs for group in filter(cut_attention, groups)}
     found = loss_curves(model, groups, batches, changes=changes, threads=1, report=silent).curves
     for group in filter(cut_attention, groups):
         curve = found[group.key]
         losses = dict(curve.changed)
-        assert tuple(losses) == sizes
+        assert tuple(losses) == configs
         assert (
             0 < losses[BlockConfig(4, 4)] < losses[BlockConfig(4, 4, 8)] < 0.5
         )  # sharing costs more
@@ -330,7 +327,7 @@ def test_what_was_not_weighed_is_no_option(curves: dict[str, LossCurve]):
 def test_heads_of_a_size_that_kernels_do_not_like_stay(groups: list[TiedBlocks]):
     """Half of 8 dimensions is no multiple of 8."""
     for group in filter(cut_attention, groups):
-        assert all(size.head_size is None for size in configs_of(group.blocks[0]))
+        assert all(config.head_size is None for config in configs_of(group.blocks[0]))
 
 
 # Dimensions that heads share, and layers that are left out
@@ -341,16 +338,16 @@ def test_sharing_is_weighed_only_where_it_is_faster_than_as_many_dimensions_of_o
 ):
     group = next(filter(cut_attention, groups))
     own, shared = BlockConfig(4, 4), BlockConfig(4, 4, 8)
-    sizes = {
+    configs = {
         BlockConfig(4): (5.0, 5.0),
         BlockConfig(2): (3.0, 3.0),
         own: (4.0, 4.0),
         BlockConfig(2, 4): (2.0, 2.0),
     }
     for ms, wanted in ((4.0, [own]), (3.9, [own, shared])):
-        found = replace(timed[group.blocks[0]], sizes={**sizes, shared: (ms, 9.0)})
+        found = replace(timed[group.blocks[0]], configs={**configs, shared: (ms, 9.0)})
         assert changes_to_measure(group, found, target=1) == wanted
-    with_skip = replace(timed[group.blocks[0]], sizes={**sizes, BlockConfig(0): (1.0, 1.0)})
+    with_skip = replace(timed[group.blocks[0]], configs={**configs, BlockConfig(0): (1.0, 1.0)})
     assert changes_to_measure(group, with_skip, target=1) == [own, BlockConfig(0)]
 
 
@@ -363,12 +360,13 @@ def test_fewer_heads_share_fewer_dimensions():
 
 
 @pytest.mark.parametrize(
-    ("size", "text"),
+    ("config", "text"),
     [(BlockConfig(8), "8"), (BlockConfig(0), "none"), (BlockConfig(8, 16), "8 x 16"),
-     (BlockConfig(8, 16, 80), "8 x 16 of 80 shared"), (BlockConfig(8, source="first"), "8 as first")],
+     (BlockConfig(8, 16, 80), "8 x 16 of 80 shared"),
+     (BlockConfig(8, source="first"), "8 as first")],
 )  # fmt: skip
-def test_a_size_says_what_is_left(size: BlockConfig, text: str):
-    assert str(size) == text
+def test_a_size_says_what_is_left(config: BlockConfig, text: str):
+    assert str(config) == text
 
 
 # Probabilities of the layer before
@@ -394,7 +392,7 @@ def test_a_layer_may_take_the_probabilities_of_the_one_before(
     attention = [group for group in groups if group.kind == "attention"]
     assert [pair.source, pair.reader] == attention
     assert sorted(pair.times) == [1, 2, 3, 4] and pair.saved_ms > 0
-    both = sum(timed[group.blocks[0]].sizes[BlockConfig(4)][0] for group in attention)
+    both = sum(timed[group.blocks[0]].configs[BlockConfig(4)][0] for group in attention)
     assert pair.times[4][0] == pytest.approx(both - pair.saved_ms)
     found = loss_curves(bert, groups, data, pairs=[pair], threads=1, report=silent)
     (pair_losses,) = found.pairs
@@ -404,9 +402,9 @@ def test_a_layer_may_take_the_probabilities_of_the_one_before(
     assert unit == (pair.source, pair.reader) and chosen is pair_losses
     assert [len(each) for each, _ in others] == [1, 1]
     options = options_of(unit, timed, found.curves, chosen, target=1)
-    assert options[0].sizes == (BlockConfig(4), BlockConfig(4)) and options[0].loss == 0
-    reused = [o for o in options if o.sizes[1].source == pair.source.names[0]]
-    assert reused and all(a.kept == b.kept for a, b in (o.sizes for o in reused))
+    assert options[0].configs == (BlockConfig(4), BlockConfig(4)) and options[0].loss == 0
+    reused = [o for o in options if o.configs[1].source == pair.source.names[0]]
+    assert reused and all(a.kept == b.kept for a, b in (o.configs for o in reused))
     for a, b in pairwise(options):
         assert a.ms > b.ms and a.loss <= b.loss
 

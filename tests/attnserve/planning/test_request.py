@@ -335,7 +335,8 @@ def test_plan_request_skipped_layer_rewritten_otherwise_is_refused(request_: dic
 
 @pytest.mark.parametrize(
     ("edges", "gone"),
-    [({"1": {"0": ["0", 1]}}, "head 1 of attention_0"), ({"1": {"2": ["0", 0]}}, "head 2 of attention_1")],
+    [({"1": {"0": ["0", 1]}}, "head 1 of attention_0"),
+     ({"1": {"2": ["0", 0]}}, "head 2 of attention_1")],
     ids=["source", "reused"],
 )  # fmt: skip
 def test_an_edge_of_a_pruned_head_is_refused(edges: dict[str, Any], gone: str):

@@ -16,7 +16,7 @@ from graph_passes.analysis.shapes import (
 )
 from graph_passes.emit.editing import exposing
 from tests.graph_passes.graphs import attention, feeds, graph
-from tests.graph_passes.matching.test_find import LAID_OUT, READ
+from tests.graph_passes.layouts import LAID_OUT, LAYOUTS
 
 
 def facts_of(model: ir.Model, batch: int = 2, sequence: int = 5) -> ShapeInfo:
@@ -80,9 +80,9 @@ def test_initializers_that_old_graphs_list_as_inputs_are_no_inputs() -> None:
 # Programs
 
 
-@pytest.mark.parametrize("layout", READ)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_shape_is_the_one_that_runs(layout: str) -> None:
-    model = attention(constants=LAID_OUT, **READ[layout])
+    model = attention(constants=LAID_OUT, **LAYOUTS[layout])
     facts = facts_of(model, batch=3, sequence=4)
     assert facts.unknown == {}
     made = [node.outputs[0] for node in model.graph]

@@ -17,11 +17,12 @@ from graph_passes.emit.attention import (
     emit_heads,
     emit_output,
     emit_probabilities,
-    heads_apart,
+    probabilities_by_head,
     values_refusal,
 )
 from graph_passes.emit.editing import Inserter, exposing
 from graph_passes.matching.find import find_attention
+from graph_passes.passes.collaborate import Collaborate, SharedDimensions
 from graph_passes.reference import attention_reference, inputs_of
 from tests.graph_passes.graphs import (
     FLOAT_MASK,
@@ -35,10 +36,16 @@ from tests.graph_passes.graphs import (
     run,
     weights,
 )
-from tests.graph_passes.matching.test_operators import READ as OPERATORS
-from tests.graph_passes.passes.test_prune_heads import BOTH_TURNED, CASES, OPERANDS
-from tests.graph_passes.test_rotary import ANGLES
-from tests.graph_passes.test_rotary import CONSTANTS as ROTARY
+from tests.graph_passes.layouts import (
+    ANGLES,
+    BOTH_TURNED,
+    LAID_OUT,
+    LAYOUTS,
+    OPERANDS,
+    ROTARY,
+    VARIANTS,
+)
+from tests.graph_passes.operators import OPERATORS
 
 EXACT = 1e-5
 """Largest difference of a probability, or of an output of magnitude 1 or less."""
@@ -63,7 +70,7 @@ def computed(model: ir.Model, value: ir.Value, arrays: Mapping[str, np.ndarray])
 
 
 def case_model(case: str) -> ir.Model:
-    inputs, parts = CASES[case]
+    inputs, parts = VARIANTS[case]
     order = "sequence, batch" if case == "sequence first" else "batch, sequence"
     return attention(
         inputs=inputs,
@@ -74,7 +81,7 @@ def case_model(case: str) -> ir.Model:
 
 
 @pytest.mark.parametrize("heads", ORDERS, ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", VARIANTS)
 def test_probabilities_are_those_of_the_reference(case: str, heads: Sequence[int]) -> None:
     """Masks, biases by head, rotary positions and norms, each with the heads it belongs to."""
     model = case_model(case)
@@ -114,7 +121,7 @@ def written(model: ir.Model, heads: Sequence[int]) -> ir.Model:
 
 
 def test_shared_key_heads_are_projected_once() -> None:
-    inputs, parts = CASES["one key/value head for all"]
+    inputs, parts = VARIANTS["one key/value head for all"]
     model = attention(inputs=inputs, **parts)
     block, _ = read(model)
     emit_heads(inserter(block), block.k, 1.0)
@@ -125,13 +132,13 @@ def test_shared_key_heads_are_projected_once() -> None:
 
 def test_heads_that_differ_by_a_factor_alone_are_two() -> None:
     """One key head with a factor for each query head: the columns are the same, the keys not."""
-    shared = CASES["one key/value head for all"][1]["k"]
+    shared = VARIANTS["one key/value head for all"][1]["k"]
     scores = "\n kG = Mul(kT, per_head)\n s0 = MatMul(q, kG)\n s = Mul(s0, scale)"
     assert_written(lambda: attention(k=shared, scores=scores))
 
 
 def test_rotated_heads_that_differ_by_a_factor_alone_are_two() -> None:
-    shared = CASES["one key/value head for all"][1]["k"]
+    shared = VARIANTS["one key/value head for all"][1]["k"]
     scores = BOTH_TURNED.replace("(k_rows, ", "(k_gained, ").replace(
         " k_cos =", " k_gained = Mul(k_rows, per_head)\n k_cos ="
     )
@@ -141,7 +148,7 @@ def test_rotated_heads_that_differ_by_a_factor_alone_are_two() -> None:
 
 def test_heads_with_angles_of_their_own_are_not_one() -> None:
     """One key head, turned by another angle for each query head."""
-    shared = CASES["one key/value head for all"][1]["k"]
+    shared = VARIANTS["one key/value head for all"][1]["k"]
     angles = [f"float[1, {H}, sequence, {K}] {name}" for name in ("cos", "sin")]
     inputs = ", ".join((PLAIN_INPUT, FLOAT_MASK, *angles))
     assert_written(lambda: attention(k=shared, scores=BOTH_TURNED, inputs=inputs, constants=ROTARY))
@@ -174,15 +181,13 @@ def test_scale_is_in_the_weights() -> None:
 
 
 def test_probabilities_with_heads_in_the_batch_are_laid_out_apart() -> None:
-    from tests.graph_passes.matching.test_find import LAID_OUT
-    from tests.graph_passes.matching.test_find import READ as LAYOUTS
 
     model = attention(constants=LAID_OUT, **LAYOUTS["heads and batch in one axis"])
     block, facts = read(model)
     arrays = feeds(model)
     assert block.probabilities is not None
     flat = computed(model, block.probabilities, arrays)
-    apart = computed(model, heads_apart(inserter(block), block, facts), arrays)
+    apart = computed(model, probabilities_by_head(inserter(block), block, facts), arrays)
     assert (flat.shape, apart.shape) == ((2 * H, 7, 7), (2, H, 7, 7))
     np.testing.assert_array_equal(apart.reshape(flat.shape), flat)
 
@@ -190,7 +195,7 @@ def test_probabilities_with_heads_in_the_batch_are_laid_out_apart() -> None:
 @pytest.mark.parametrize("opset", [11, 13, 17, 18, 23])
 @pytest.mark.parametrize("case", ["rotary", "q/k norm by root mean square", "mask by head"])
 def test_operators_mean_the_same_at_any_opset(case: str, opset: int) -> None:
-    inputs, parts = CASES[case]
+    inputs, parts = VARIANTS[case]
     if opset >= 18:
         old, new = "ReduceMean <axes = [-1]> (q_squared)", "ReduceMean (q_squared, last)"
         parts = {name: text.replace(old, new) for name, text in parts.items()}
@@ -212,7 +217,7 @@ def code_of(block: AttentionBlock, facts: ShapeInfo | None = None) -> str | None
 
 
 def test_every_case_may_be_written() -> None:
-    for case in CASES:
+    for case in VARIANTS:
         block, facts = read(case_model(case))
         assert emission_refusal(block, facts) is values_refusal(block) is None
 
@@ -239,9 +244,9 @@ def test_values_alone_may_be_written_where_queries_may_not() -> None:
 
 
 def test_collaborative_heads_are_refused() -> None:
-    from tests.graph_passes.passes.test_collaborate import collaborate
 
-    block, _ = read(collaborate(attention()))
+    rewrite = Collaborate({"attention_0": SharedDimensions(rank=5)})
+    block, _ = read(rewrite(attention()).model)
     assert code_of(block) == "collaborative"
 
 

@@ -121,11 +121,11 @@ def normed(text: str, opset: int = 17, inputs: str = f"{PLAIN_INPUT}, {FLOAT_MAS
 
 @pytest.mark.parametrize("written", NORMS)
 def test_norm_of_each_head_is_read_and_certified(written: str) -> None:
-    text, opset, epsilon, centred = NORMS[written]
+    text, opset, epsilon, centered = NORMS[written]
     block = only(normed(text, opset))
     assert block.q.norm is not None and block.k.norm is None
     assert block.q.norm.epsilon == pytest.approx(epsilon, rel=1e-6)
-    assert block.q.norm.centred == centred
+    assert block.q.norm.centered == centered
     assert block.q.norm.columns.tolist() == np.arange(H * K).reshape(H, K).tolist()
     np.testing.assert_allclose(block.q.gain, np.tile(CONSTANTS["gain"], (H, 1)), rtol=1e-6)
     assert (block.num_heads, block.head_size, block.position) == (H, K, "none")

@@ -13,7 +13,7 @@ import pytest
 from attnserve.checks.certify import read_attention
 from graph_passes.analysis.cost import macs_at, model_cost
 from graph_passes.analysis.shapes import bind_axes, infer_shapes_at
-from graph_passes.emit.collaborative import most_read, padded_head_size
+from graph_passes.emit.collaborative import max_read_size, padded_head_size
 from graph_passes.errors import CannotRewrite, InvalidArgument
 from graph_passes.factorize.cp import CollaborativeFactors
 from graph_passes.matching.find import find_attention
@@ -36,7 +36,7 @@ from tests.graph_passes.graphs import (
     run,
     weights,
 )
-from tests.graph_passes.matching.test_find import LAID_OUT, READ, SPLIT
+from tests.graph_passes.layouts import ALL_LAYOUTS, LAID_OUT, LAYOUTS, PACKED_PARTS, SPLIT
 
 EXACT = H * K
 NAME = "attention_0"
@@ -58,15 +58,11 @@ def two_layers() -> ir.Model:
     return graph(first + second, output=f"float[batch, sequence, {D}] out_2")
 
 
-PACKED_PARTS = {"k": "", "v": "", "output": "\n        out = MatMul(c, Wo12)"}
-APPLIES = READ | {f"packed by {how}": {"q": text, **PACKED_PARTS} for how, text in SPLIT.items()}
-
-
-@pytest.mark.parametrize("layout", APPLIES)
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
 def test_exact_rank_changes_nothing(layout: str) -> None:
     """Key bias dropped, query bias as content, scale kept: outputs within 1e-4."""
-    original = attention(constants=LAID_OUT, **APPLIES[layout])
-    rewritten = collaborate(attention(constants=LAID_OUT, **APPLIES[layout]))
+    original = attention(constants=LAID_OUT, **ALL_LAYOUTS[layout])
+    rewritten = collaborate(attention(constants=LAID_OUT, **ALL_LAYOUTS[layout]))
     arrays = feeds(original)
     np.testing.assert_allclose(run(rewritten, arrays), run(original, arrays), atol=1e-4, rtol=0)
 
@@ -74,8 +70,8 @@ def test_exact_rank_changes_nothing(layout: str) -> None:
 @pytest.mark.parametrize("rank", [1, 5, EXACT])
 @pytest.mark.parametrize("layout", ["plain", "no query bias", "packed by Split"])
 def test_rewritten_graph_is_read_back_as_what_it_is(layout: str, rank: int) -> None:
-    before = only(attention(**APPLIES[layout]))
-    after = only(collaborate(attention(**APPLIES[layout]), rank))
+    before = only(attention(**ALL_LAYOUTS[layout]))
+    after = only(collaborate(attention(**ALL_LAYOUTS[layout]), rank))
     assert after.form == "collaborative"
     assert (after.name, after.num_heads, after.input_size) == (before.name, H, D)
     assert after.head_size == rank
@@ -150,7 +146,7 @@ def test_key_bias_is_dropped_and_query_bias_becomes_content() -> None:
 
 
 def test_without_query_bias_there_is_no_content() -> None:
-    model = collaborate(attention(**READ["no query bias"]))
+    model = collaborate(attention(**LAYOUTS["no query bias"]))
     assert only(model).content is None
     assert not any("content" in name for name in model.graph.initializers)
 
@@ -336,7 +332,7 @@ def test_fused_operator_is_decomposed_first() -> None:
 
 def test_graph_in_text_before_and_after() -> None:
     """The rewritten graph reads like equation 7: two shared products, and M in between."""
-    model = collaborate(attention(**READ["no query bias"]), 5)
+    model = collaborate(attention(**LAYOUTS["no query bias"]), 5)
     nodes = [f"{node.op_type} -> {node.outputs[0].name}" for node in model.graph]
     name = "attention_0/collaborative"
     assert nodes == [
@@ -388,20 +384,20 @@ def sparse(model: ir.Model, rank: int, head_size: int, *, dense: bool = False) -
     return Collaborate.with_factors(factors, sparse=not dense)(model).model
 
 
-@pytest.mark.parametrize("layout", APPLIES)
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
 def test_sparse_mixing_of_all_dimensions_changes_nothing(layout: str) -> None:
-    original = attention(constants=LAID_OUT, **APPLIES[layout])
-    rewritten = sparse(attention(constants=LAID_OUT, **APPLIES[layout]), EXACT, K)
+    original = attention(constants=LAID_OUT, **ALL_LAYOUTS[layout])
+    rewritten = sparse(attention(constants=LAID_OUT, **ALL_LAYOUTS[layout]), EXACT, K)
     arrays = feeds(original)
     np.testing.assert_allclose(run(rewritten, arrays), run(original, arrays), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("rank", [5, EXACT])
-@pytest.mark.parametrize("layout", APPLIES)
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
 def test_dense_and_sparse_emission_compute_the_same(layout: str, rank: int) -> None:
     """Gathered (R = 5 for 9 entries) and side by side: outputs within 1e-5."""
     made = [
-        sparse(attention(constants=LAID_OUT, **APPLIES[layout]), rank, 3, dense=dense)
+        sparse(attention(constants=LAID_OUT, **ALL_LAYOUTS[layout]), rank, 3, dense=dense)
         for dense in (True, False)
     ]
     arrays = feeds(made[0])
@@ -412,8 +408,8 @@ def test_dense_and_sparse_emission_compute_the_same(layout: str, rank: int) -> N
 @pytest.mark.parametrize("layout", ["plain", "no query bias", "packed by Split"])
 def test_sparse_heads_are_read_back_as_attention(layout: str, rank: int, form: str) -> None:
     """Three dimensions and the content make heads of size four; padding is read as nothing."""
-    before = only(attention(**APPLIES[layout]))
-    model = sparse(attention(**APPLIES[layout]), rank, 3)
+    before = only(attention(**ALL_LAYOUTS[layout]))
+    model = sparse(attention(**ALL_LAYOUTS[layout]), rank, 3)
     after = only(model)
     assert (after.form, after.num_heads, after.input_size) == (form, H, D)
     assert after.head_size == (3 if layout == "no query bias" else 4)
@@ -431,7 +427,7 @@ def test_heads_of_many_dimensions_are_padded_for_fused_kernels() -> None:
     content = np.ones((3, 4))
     made = CollaborativeFactors(np.ones((4, 12)), np.ones((4, 12)), mixing, content, 0.1, 1)
     assert padded_head_size(made) == 16
-    assert [most_read(size, 32) for size in (3, 7, 8, 10, 15, 16, 31, 32)] == [
+    assert [max_read_size(size, 32) for size in (3, 7, 8, 10, 15, 16, 31, 32)] == [
         3, 7, 15, 15, 15, 23, 31, 32,
     ]  # fmt: skip
 

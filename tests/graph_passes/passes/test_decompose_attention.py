@@ -26,7 +26,7 @@ from tests.graph_passes.graphs import (
     only,
     run,
 )
-from tests.graph_passes.matching.test_operators import READ
+from tests.graph_passes.operators import OPERATORS, any_feeds
 
 BOOL = f"{PLAIN_INPUT}, bool[batch, 1, sequence, sequence] mask"
 FLOAT = f"{PLAIN_INPUT}, float[batch, {H}, sequence, sequence] mask"
@@ -135,7 +135,7 @@ def test_operator_that_is_the_output_of_the_graph_keeps_the_outputs_name() -> No
 
 DECOMPOSED = [
     name
-    for name, case in READ.items()
+    for name, case in OPERATORS.items()
     if case.runs and not decomposition_refusal(find_attention(case.model())[0][0])
 ]
 REFUSED = (
@@ -143,36 +143,10 @@ REFUSED = (
 )  # fmt: skip
 
 
-def any_feeds(model: ir.Model, memory: int = 4) -> dict[str, np.ndarray]:
-    """Tokens, biases, and masks of any kind that hide some keys and never the first."""
-    rng = np.random.default_rng(3)
-    lengths = {"batch": 2, "sequence": S, "memory": memory}
-    arrays: dict[str, np.ndarray] = {}
-    whole = any(value.name == "total" for value in model.graph.inputs)  # of a cache, all keys
-    for value in model.graph.inputs:
-        assert value.name is not None and value.shape is not None and value.dtype is not None
-        shape = tuple(
-            dim if isinstance(dim, int) else lengths[str(dim.value)] for dim in value.shape
-        )
-        if value.dtype == ir.DataType.FLOAT:
-            array = rng.standard_normal(shape)
-        elif value.name == "total":
-            array = np.array(S)
-        elif len(shape) == 1 and whole:
-            array = np.full(shape, S - 1)
-        elif len(shape) == 1:
-            array = rng.integers(1, S, shape)
-        else:
-            array = rng.random(shape) < 0.7
-            array[..., 0] = True
-        arrays[value.name] = array.astype(value.dtype.numpy())
-    return arrays
-
-
 @pytest.mark.parametrize("name", DECOMPOSED)
 def test_every_form_of_every_operator_decomposes_exactly(name: str) -> None:
     """Within 1e-5, and what is left has its scores in the graph."""
-    original, plain = READ[name].model(), decompose(READ[name].model())
+    original, plain = OPERATORS[name].model(), decompose(OPERATORS[name].model())
     assert not {node.op_type for node in plain.graph} & FUSED_NAMES
     arrays = any_feeds(original)
     np.testing.assert_allclose(run(plain, arrays), run(original, arrays), atol=1e-5, rtol=0)
@@ -180,7 +154,7 @@ def test_every_form_of_every_operator_decomposes_exactly(name: str) -> None:
 
 @pytest.mark.parametrize("name", DECOMPOSED)
 def test_decomposed_operator_is_read_as_what_it_was(name: str) -> None:
-    case = READ[name]
+    case = OPERATORS[name]
     block = only(decompose(case.model()))
     assert (block.num_heads, block.num_kv_heads) == case.heads
     assert (block.head_size, block.v_head_size) == case.sizes
@@ -190,17 +164,19 @@ def test_decomposed_operator_is_read_as_what_it_was(name: str) -> None:
     assert block.logits is not None and block.probabilities is not None
 
 
-SHARED = [name for name in DECOMPOSED if not sharing_refusal(only(decompose(READ[name].model())))]
+SHARED = [
+    name for name in DECOMPOSED if not sharing_refusal(only(decompose(OPERATORS[name].model())))
+]
 
 
 @pytest.mark.parametrize("name", SHARED)
 def test_collaborative_heads_after_decomposing_are_exact(name: str) -> None:
     """At R = H*K the output stays within 1e-4."""
-    model = decompose(READ[name].model())
+    model = decompose(OPERATORS[name].model())
     blocks, _ = find_attention(model)
     Collaborate.with_factors({block.name: factor(block, H * K) for block in blocks})(model)
     assert only(model).form == "collaborative"
-    original = READ[name].model()
+    original = OPERATORS[name].model()
     arrays = any_feeds(original)
     np.testing.assert_allclose(run(model, arrays), run(original, arrays), atol=1e-4, rtol=0)
 
@@ -220,14 +196,14 @@ def test_most_forms_decompose_and_can_then_share_their_heads() -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_decompose_attention_with_cached_keys_is_refused(name: str) -> None:
-    model = READ[name].model()
+    model = OPERATORS[name].model()
     (block,), _ = find_attention(model)
     with raises(CannotRewrite, "cached"):
         DecomposeAttention(frozenset({block.name}))(model)
 
 
 def test_operator_whose_keys_are_read_elsewhere_is_refused() -> None:
-    plain = READ["ai.onnx: heads side by side"]
+    plain = OPERATORS["ai.onnx: heads side by side"]
     body = plain.body.replace("c = A", "c, nk, nv = A")
     assert decomposition_refusal(only(replace(plain, body=body).model())) is None
     kept = only(replace(plain, body=f"{body}\n kept = Abs(nk)").model())
@@ -236,7 +212,7 @@ def test_operator_whose_keys_are_read_elsewhere_is_refused() -> None:
 
 
 def test_operator_that_rotates_its_heads_inside_is_refused() -> None:
-    rotary = READ["GroupQueryAttention: rotary without a cache"]
+    rotary = OPERATORS["GroupQueryAttention: rotary without a cache"]
     text = rotary.body.replace("kv_num_heads = 2", "kv_num_heads = 4")
     wide = {"Wk_grouped": rng.standard_normal((D, 64)), "Wv_grouped": rng.standard_normal((D, 64))}
     constants = {name: array.astype(np.float32) / 2 for name, array in wide.items()}
@@ -269,7 +245,7 @@ def test_plain_attention_and_unknown_names_are_refused() -> None:
 
 def test_group_query_attention_with_heads_of_its_own_decomposes() -> None:
     """Over whole sequences, within 1e-5."""
-    plain = READ["GroupQueryAttention: no cache"]
+    plain = OPERATORS["GroupQueryAttention: no cache"]
     text = plain.body.replace("kv_num_heads = 2", "kv_num_heads = 4")
     wide = {"Wk_grouped": rng.standard_normal((D, 64)), "Wv_grouped": rng.standard_normal((D, 64))}
     constants = {name: array.astype(np.float32) / 2 for name, array in wide.items()}

@@ -54,12 +54,19 @@ from tests.graph_passes.graphs import (
     text_of,
     weights,
 )
-from tests.graph_passes.matching.test_find import LAID_OUT, NO_PROJECTION
-from tests.graph_passes.matching.test_operators import READ as OPERATORS
-from tests.graph_passes.passes.test_collaborate import APPLIES
-from tests.graph_passes.passes.test_decompose_attention import any_feeds
-from tests.graph_passes.passes.test_prune_heads import CASES as MASKED
-from tests.graph_passes.passes.test_prune_heads import HALF, MEMORY, OPERANDS, ROTARY, SHARED, cross
+from tests.graph_passes.layouts import (
+    ALL_LAYOUTS,
+    HALF_PRECISION,
+    LAID_OUT,
+    MEMORY,
+    NO_PROJECTION,
+    OPERANDS,
+    ROTARY,
+    SHARED,
+    VARIANTS,
+    cross,
+)
+from tests.graph_passes.operators import OPERATORS, any_feeds
 
 EXACT = 1e-5
 """Fused is the same but for the order of sums."""
@@ -146,9 +153,9 @@ def assert_fused(
 
 
 @both
-@pytest.mark.parametrize("layout", [name for name in APPLIES if name not in NO_PROJECTION])
+@pytest.mark.parametrize("layout", [name for name in ALL_LAYOUTS if name not in NO_PROJECTION])
 def test_every_layout_becomes_one_operator(layout: str, form: FusedOperator) -> None:
-    assert_fused(lambda: attention(constants=LAID_OUT, **APPLIES[layout]), form)
+    assert_fused(lambda: attention(constants=LAID_OUT, **ALL_LAYOUTS[layout]), form)
 
 
 FUSED_MASKS = (
@@ -162,7 +169,7 @@ FUSED_MASKS = (
 @pytest.mark.parametrize("case", FUSED_MASKS)
 def test_masks_and_biases_become_one_bias(case: str, form: FusedOperator) -> None:
     """(B or 1, H or 1, S, T), and none where there was none."""
-    inputs, parts = MASKED[case]
+    inputs, parts = VARIANTS[case]
     model = assert_fused(
         lambda: attention(inputs=inputs, constants=OPERANDS | ROTARY, **parts), form
     )
@@ -301,7 +308,7 @@ def test_half_precision(mask_type: str, form: FusedOperator) -> None:
         return attention(
             inputs=f"float16[batch, sequence, {D}] x, {mask_type}[batch, 1, 1, sequence] mask",
             output_type=f"float16[batch, sequence, {D}] out",
-            constants=HALF,
+            constants=HALF_PRECISION,
             **({"mask": cast, "softmax": softmax} if mask_type == "float" else {}),
         )
 
@@ -317,7 +324,7 @@ def test_bfloat16_is_written_too_and_certified(form: FusedOperator) -> None:
     What hides a key is finite there, and survives a second one of its kind.
     """
     bfloat16 = {key: array.astype(ml_dtypes.bfloat16) if array.dtype == np.float16 else array
-                for key, array in HALF.items()}  # fmt: skip
+                for key, array in HALF_PRECISION.items()}  # fmt: skip
     model = fuse(
         attention(
             inputs=f"bfloat16[batch, sequence, {D}] x, bool[batch, 1, 1, sequence] mask",
@@ -533,7 +540,7 @@ def test_weights_that_lie_as_they_should_are_not_copied() -> None:
 
 @both
 def test_nodes_that_are_left(form: FusedOperator) -> None:
-    nodes = [node.op_type for node in fuse(attention(**MASKED["no mask"][1]), form).graph]
+    nodes = [node.op_type for node in fuse(attention(**VARIANTS["no mask"][1]), form).graph]
     products = {
         "attention": [], "multi_head": ["MatMul"] * 3, "merged": ["MatMul", "Split"],
         "onnx": ["MatMul", "Add"] * 3,
@@ -563,7 +570,7 @@ def test_queries_whose_shape_others_read_are_let_go(form: FusedOperator) -> None
 @of_microsoft
 def test_no_biases_become_zeros_where_the_operator_needs_them(form: FusedOperator) -> None:
     """ONNX Runtime's Attention crashes without, on the CPU."""
-    model = fuse(attention(**APPLIES["no biases at all"]), form)
+    model = fuse(attention(**ALL_LAYOUTS["no biases at all"]), form)
     (node,) = operators(model)
     bias = node.inputs[2 if form == "attention" else 3]
     assert (bias is None) == (form != "attention")
@@ -692,7 +699,7 @@ def test_fuse_is_refused(case: str, form: FusedOperator) -> None:
     ],
 )
 def test_near_misses_are_refused(case: str, code: str, form: FusedOperator) -> None:
-    inputs, parts = MASKED[case]
+    inputs, parts = VARIANTS[case]
     order = "sequence, batch" if case == "sequence first" else "batch, sequence"
     model = attention(
         inputs=inputs,

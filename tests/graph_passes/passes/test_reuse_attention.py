@@ -40,18 +40,22 @@ from tests.graph_passes.graphs import (
     text_of,
     weights,
 )
-from tests.graph_passes.passes.test_prune_heads import (
-    CASES,
-    HALF,
+from tests.graph_passes.layouts import (
+    HALF_PRECISION,
+    LAID_OUT,
+    LAYOUTS,
     MEMORY,
     NORM,
     ONE_KEY_HEAD,
     OPERANDS,
+    PACKED_PARTS,
+    ROTARY,
     SEQUENCE_FIRST,
     SHARED,
+    SPLIT,
+    VARIANTS,
     cross,
 )
-from tests.graph_passes.test_rotary import CONSTANTS as ROTARY
 
 EXACT = 1e-5
 FIRST, SECOND, THIRD = (f"attention_{index}" for index in range(3))
@@ -161,9 +165,9 @@ PART = {SECOND: {0: (FIRST, 2), 2: (FIRST, 1)}}
 
 
 @pytest.mark.parametrize("edges", [all_of(SECOND, FIRST), PART], ids=["all", "some"])
-@pytest.mark.parametrize("case", [name for name in CASES if name != "sequence first"])
+@pytest.mark.parametrize("case", [name for name in VARIANTS if name != "sequence first"])
 def test_masks_biases_positions_and_norms(case: str, edges: Edges) -> None:
-    inputs, parts = CASES[case]
+    inputs, parts = VARIANTS[case]
     constants = OPERANDS | ROTARY
     assert_is_forwarding(lambda: layers(inputs=inputs, constants=constants, **parts), edges)
 
@@ -177,7 +181,7 @@ def test_sequence_first(edges: Edges) -> None:
 @pytest.mark.parametrize("edges", [all_of(SECOND, FIRST), PART], ids=["all", "some"])
 def test_half_precision(edges: Edges) -> None:
     def build() -> ir.Model:
-        model = layers(constants=HALF)
+        model = layers(constants=HALF_PRECISION)
         text = ir.to_proto(model)
         for initializer in text.graph.initializer:
             array = ir.serde.deserialize_tensor(initializer).numpy()
@@ -194,8 +198,6 @@ def test_half_precision(edges: Edges) -> None:
 
 @pytest.mark.parametrize("edges", [all_of(SECOND, FIRST), PART], ids=["all", "some"])
 def test_packed_projections(edges: Edges) -> None:
-    from tests.graph_passes.matching.test_find import SPLIT
-    from tests.graph_passes.passes.test_collaborate import PACKED_PARTS
 
     model = assert_is_forwarding(lambda: layers(q=SPLIT["Split"], **PACKED_PARTS), edges)
     assert "Wqkv_1" not in model.graph.initializers
@@ -204,8 +206,6 @@ def test_packed_projections(edges: Edges) -> None:
 
 @pytest.mark.parametrize("edges", [all_of(SECOND, FIRST), PART], ids=["all", "some"])
 def test_heads_and_batch_in_one_axis(edges: Edges) -> None:
-    from tests.graph_passes.matching.test_find import LAID_OUT
-    from tests.graph_passes.matching.test_find import READ as LAYOUTS
 
     def build() -> ir.Model:
         parts = LAYOUTS["heads and batch in one axis"]

@@ -34,9 +34,15 @@ from tests.graph_passes.graphs import (
     text_of,
     weights,
 )
-from tests.graph_passes.matching.test_find import LAID_OUT
-from tests.graph_passes.matching.test_find import READ as LAYOUTS
-from tests.graph_passes.passes.test_prune_heads import HALF, MEMORY, SEQUENCE_FIRST, SHARED, cross
+from tests.graph_passes.layouts import (
+    HALF_PRECISION,
+    LAID_OUT,
+    LAYOUTS,
+    MEMORY,
+    SEQUENCE_FIRST,
+    SHARED,
+    cross,
+)
 
 EXACT = 1e-5
 NAME = "attention_0"
@@ -88,7 +94,7 @@ def test_half_precision(kind: str) -> None:
     model = attention(
         inputs=f"float16[batch, sequence, {D}] x, float16[batch, 1, 1, sequence] mask",
         output_type=f"float16[batch, sequence, {D}] out",
-        constants=HALF,
+        constants=HALF_PRECISION,
     )
     arrays = feeds(model)
     got = run(skip(model, MAPS[kind]), arrays)

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.process
 FAST = """
 from attnserve.planning import lossless
 import service.engine.isolation
-lossless.LEAST_GAIN = lossless.SLOWEST = 0  # what is tiny is not faster
+lossless.MIN_LOSSLESS_GAIN = lossless.MIN_SPEEDUP = 0  # what is tiny is not faster
 {more}
 service.engine.isolation.main()
 """
@@ -187,8 +187,8 @@ BREAKS: Mapping[str, tuple[str, str]] = {
     "hangs": ("import time; service.engine.isolation.FUSION_TIMEOUT_S = 1;"
               " lossless.fuse_lossless = lambda *a, **k: time.sleep(60)",
               "it took too long"),
-    "is wrong": ("lossless.LEAST_COSINE = 2", "would be another at 1 x 1"),
-    "is slower": ("lossless.LEAST_GAIN = 1e9", "x as fast: at least 1000000000.0x is worth"),
+    "is wrong": ("lossless.LEAST_COSINE = 2", "differs at 1 x 1"),
+    "is slower": ("lossless.MIN_LOSSLESS_GAIN = 1e9", "x as fast, expected at least 1000000000.0x"),
     "has a defect": ("lossless.fusion_plan = None", "TypeError: 'NoneType' object is not"),
     "babbles": ("lossless.fuse_lossless = lambda *a, **k: print('{') or sys.exit(0)\n"
                 "import sys", "the process that tried it ended with 0"),

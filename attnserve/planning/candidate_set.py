@@ -1,0 +1,137 @@
+"""All candidates of a model: the options of each block, their Pareto front, and their plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from attnserve.models.precision import Precision
+from attnserve.planning.block_loss import Losses
+from attnserve.planning.candidates import (
+    BlockConfig,
+    ChoiceUnit,
+    LossCurve,
+    Option,
+    ReusePair,
+    TiedBlocks,
+    options_of,
+    passes_of,
+    units_of,
+)
+from attnserve.planning.model_timing import ModelTiming
+from attnserve.planning.pareto import Choice, pareto_front
+from attnserve.planning.plan import Plan
+from graph_passes.passes.base import RewritePass
+from graph_passes.passes.fold_biases import FoldBiases
+from graph_passes.passes.fuse_attention import FuseAttention
+from graph_passes.passes.fuse_gelu import FuseGelu
+from graph_passes.passes.fuse_residuals import FuseResiduals
+from graph_passes.passes.reuse_attention import ReuseAttention, renumbered
+
+__all__ = ["CandidateSet", "Picked"]
+
+
+@dataclass(frozen=True, eq=False)
+class Picked:
+    """The option of one unit in a choice.
+
+    Attributes:
+        pair: Set if the unit is a pair whose second attention may reuse the first one's heads.
+        options: All options of the unit, by rising loss.
+        index: The picked one.
+    """
+
+    unit: ChoiceUnit
+    pair: ReusePair | None
+    options: Sequence[Option]
+    index: int
+
+    @property
+    def configs(self) -> tuple[BlockConfig, ...]:
+        return self.options[self.index].configs
+
+    @property
+    def reuses(self) -> bool:
+        """Whether the second attention takes the probabilities of the first."""
+        return any(config.source is not None for config in self.configs)
+
+    def __iter__(self) -> Iterator[tuple[TiedBlocks, BlockConfig]]:
+        return zip(self.unit, self.configs, strict=True)
+
+
+@dataclass(frozen=True, eq=False)
+class CandidateSet:
+    """The candidates of a search.
+
+    Attributes:
+        curves: The estimated losses of each group of tied blocks, by its key.
+        units: The groups that are chosen together, with their pair if they are one.
+        options: The options of each unit.
+        front: The choices that no other choice beats in both loss and time, by rising loss.
+    """
+
+    timing: ModelTiming
+    curves: Mapping[str, LossCurve]
+    units: Sequence[tuple[ChoiceUnit, ReusePair | None]]
+    options: Sequence[Sequence[Option]]
+    front: Sequence[Choice]
+
+    @classmethod
+    def of(cls, timing: ModelTiming, losses: Losses) -> CandidateSet:
+        """Combine latencies and losses."""
+        units = units_of(timing.groups, losses.pairs)
+        options = [
+            options_of(unit, timing.blocks, losses.curves, pair, target=timing.target)
+            for unit, pair in units
+        ]
+        return cls(timing, losses.curves, units, options, pareto_front(options))
+
+    def predicted_ms(self, choice: Choice) -> float:
+        """The predicted time of the whole model."""
+        return self.timing.other_ms + choice.ms
+
+    def predicted_speedup(self, choice: Choice) -> float:
+        """The predicted speed-up over the original in the requested precision."""
+        return self.timing.original_ms / max(self.predicted_ms(choice), 1e-9)
+
+    def picked(self, choice: Choice) -> Iterator[Picked]:
+        """The picked option of each unit."""
+        for (unit, pair), options, index in zip(
+            self.units, self.options, choice.picks, strict=True
+        ):
+            yield Picked(unit, pair, options, index)
+
+    def plan(self, choice: Choice, precision: Precision) -> Plan:
+        """The passes that turn the model into a choice."""
+        passes: list[RewritePass] = []
+        masks: dict[str, list[int]] = {}
+        edges: dict[str, dict[int, tuple[str, int]]] = {}
+        for picked in self.picked(choice):
+            sources = {config.source for config in picked.configs}
+            for group, config in picked:
+                mask = self._mask(group, config, picked.pair)
+                for block in group.blocks:
+                    passes += passes_of(block, config, mask)
+                    masks[block.name] = mask
+                    if config.source is not None:
+                        assert picked.pair is not None
+                        edges[block.name] = picked.pair.edges(mask)
+                    form = self.timing.blocks[block].implementation
+                    needs_plain = config.needs_plain_operators or block.name in sources
+                    if form == "gelu":
+                        passes.append(FuseGelu([block.name]))
+                    elif form != "as exported" and not needs_plain:
+                        passes.append(FuseAttention({block.name: form}))
+        passes.append(ReuseAttention(renumbered(edges, masks)))
+        if self.timing.residual_fusion_ms > 0:
+            passes += [FoldBiases(), FuseResiduals()]
+        return Plan.of(passes, precision)
+
+    def _mask(self, group: TiedBlocks, config: BlockConfig, pair: ReusePair | None) -> list[int]:
+        """1 for each head or neuron of a group that is kept."""
+        if not config.kept or config.kept == group.count:
+            return [1] * group.count
+        if config.source is None:
+            return self.curves[group.key].mask(config.kept)
+        assert pair is not None
+        return pair.masks(self.curves[pair.source.key], config.kept)[1]

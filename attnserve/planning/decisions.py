@@ -1,0 +1,129 @@
+"""Explain a choice block by block, and sample the Pareto front for the report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from attnserve.planning.candidate_set import CandidateSet, Picked
+from attnserve.planning.candidates import BlockConfig, LossCurve, ReusePair, TiedBlocks
+from attnserve.planning.pareto import Choice
+from attnserve.planning.report import Decision, Point
+
+__all__ = ["explain", "front_points"]
+
+MAX_POINTS = 50
+"""The number of points of the front that plan.json lists, besides those that were built."""
+
+
+def front_points(
+    candidates: CandidateSet, measured: Mapping[tuple[int, ...], tuple[float, float]]
+) -> list[Point]:
+    """Points of the front, evenly by their index, and all that were built.
+
+    Args:
+        measured: (loss, cosine) of the built choices, by their picks.
+    """
+    front = candidates.front
+    indices = np.linspace(0, len(front) - 1, min(len(front), MAX_POINTS)).round().astype(int)
+    chosen = {*indices.tolist(), *(i for i, c in enumerate(front) if c.picks in measured)}
+    points: list[Point] = []
+    for index in sorted(chosen):
+        choice = front[index]
+        loss, cosine = measured.get(choice.picks, (None, None))
+        points.append(Point(candidates.predicted_speedup(choice), choice.loss, loss, cosine))
+    return points
+
+
+def explain(candidates: CandidateSet, choice: Choice) -> list[Decision]:
+    """What each block becomes in a choice, and why, in order of execution."""
+    timing, found = candidates.timing, list[Decision]()
+    for picked in candidates.picked(choice):
+        for group, config in picked:
+            curve = candidates.curves.get(group.key)
+            for block in group.blocks:
+                ms_after, written = _ms_after(candidates, picked, group, config, block.name)
+                found.append(
+                    Decision(
+                        block=block.name,
+                        kind=group.kind,
+                        kept=config.kept,
+                        count=group.count,
+                        head_size=config.head_size,
+                        rank=config.rank,
+                        source=config.source,
+                        written=written,
+                        ms_before=timing.mean(timing.blocks[block].original),
+                        ms_after=ms_after,
+                        predicted_loss=_predicted_loss(curve, group, config, picked.pair),
+                        why=_reason(picked, group, config, curve),
+                    )
+                )
+    names = [block.name for group in timing.groups for block in group.blocks]
+    return sorted(found, key=lambda decision: names.index(decision.block))
+
+
+def _predicted_loss(
+    curve: LossCurve | None, group: TiedBlocks, config: BlockConfig, pair: ReusePair | None
+) -> float:
+    if curve is None or config == BlockConfig(group.count):
+        return 0.0
+    if config.source is None:
+        return curve.of(config) or 0.0
+    assert pair is not None
+    return curve.at(group.count - config.kept) + pair.loss * config.kept / group.count
+
+
+def _ms_after(
+    candidates: CandidateSet, picked: Picked, group: TiedBlocks, config: BlockConfig, name: str
+) -> tuple[float, str]:
+    """The time of one block and its implementation; half of both blocks of a reusing pair."""
+    timing = candidates.timing
+    if picked.pair is not None and picked.reuses:
+        both = timing.mean(picked.pair.times[config.kept])
+        return both / 2, "reuse" if config.source else "as exported"
+    latency = next(timing.blocks[block] for block in group.blocks if block.name == name)
+    written = latency.implementation if config.kept else "skip"
+    written = "sparse" if config.rank is not None else written
+    return timing.mean(latency.configs[config]), written
+
+
+def _reason(picked: Picked, group: TiedBlocks, config: BlockConfig, curve: LossCurve | None) -> str:
+    """Why a block has its configuration, in one sentence."""
+    what = "heads" if group.kind == "attention" else "neurons"
+    if group.refusal is not None:
+        return f"nothing can be removed: {group.refusal}"
+    if curve is None:
+        return f"it has too few {what} to remove any"
+    if len(picked.options) == 1:
+        return f"no smaller number of {what} is faster at every length"
+    parts: list[str] = []
+    removed = group.count - config.kept
+    if not config.kept:
+        parts.append(f"replacing it by an affine map loses {curve.of(config) or 0:.4f} of cosine")
+    elif removed:
+        parts.append(
+            f"the {removed} removed {what} hold {curve.own_loss[removed]:.1%} of its output that "
+            "the others cannot reproduce"
+        )
+    if config.head_size is not None:
+        lost = (curve.of(config) or 0.0) - (curve.of(BlockConfig(config.kept)) or 0.0)
+        of = "" if config.rank is None else f" of {config.rank} shared ones"
+        parts.append(
+            f"queries and keys of {config.head_size} dimensions{of} lose {lost:.4f} of cosine"
+        )
+    if config.source is not None and picked.pair is not None:
+        parts.append(
+            f"reusing the probabilities of {config.source} in all heads loses "
+            f"{picked.pair.loss:.4f} of cosine"
+        )
+    if picked.index + 1 < len(picked.options):
+        now, following = picked.options[picked.index : picked.index + 2]
+        smaller = following.configs[picked.unit.index(group)]
+        others = " and its pair" if len(picked.unit) > 1 else ""
+        parts.append(
+            f"{smaller} {what}{others} would save {now.ms - following.ms:.3f} ms more and lose "
+            f"{following.loss - now.loss:.4f} more of cosine"
+        )
+    return "; ".join(parts)

@@ -1,0 +1,163 @@
+"""Search the Pareto front for the choice that meets a goal, with few builds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from attnserve.planning.candidate_set import CandidateSet
+from attnserve.planning.goal import Goal
+from attnserve.planning.judge import ROUNDING, Built, Judge
+from graph_passes.errors import CheckFailed
+
+__all__ = ["FrontSearch"]
+
+MAX_BUILDS = 5
+"""The number of choices that are built besides the first and the last."""
+
+TIGHT = 0.9
+"""The share of the allowed loss from which on it counts as used up."""
+
+NEAR = 1.01
+"""Choices whose predicted speeds differ by less are not both built."""
+
+COSINE_PER_SCORE = 2.5
+"""A first guess of the ratio of cosine loss to score loss."""
+
+INTERPOLATE, EXTRAPOLATE = 0.96, 0.98
+"""Where the next choice is aimed at, relative to the estimate; below 1 to stay within bounds."""
+
+
+@dataclass(frozen=True, eq=False)
+class FrontSearch:
+    """A bisection of the front that interpolates between measured choices.
+
+    The measured loss and speed rise along the front nearly as the predicted ones do.
+    """
+
+    goal: Goal
+    candidates: CandidateSet
+    judge: Judge
+
+    def run(self) -> Built | None:
+        """The built choice that meets the goal; None if even lossless rewrites lose too much.
+
+        Raises:
+            CheckFailed: The precision alone loses too much, or the speed-up is out of reach.
+        """
+        if self.goal.target_speedup is not None:
+            return self.least_loss(self.goal.target_speedup)
+        assert self.goal.keep is not None
+        return self.fastest(self.goal.keep)
+
+    def fastest(self, keep: float) -> Built | None:
+        """The fastest choice that keeps enough."""
+        front = self.candidates.front
+        allowed = 1 - keep
+        lossless = self.judge.loss(front[0])  # the loss of fused operators and the precision
+        if lossless > max(allowed, ROUNDING):
+            if self.goal.precision == "float32":
+                return None
+            raise CheckFailed(
+                f"{self.goal.precision} weights alone keep {1 - lossless:.4f} of the "
+                f"{self.goal.measure}, expected {keep}",
+                "lower `keep`, or leave `precision` at float32",
+                code="search.precision",
+            )
+        if lossless >= allowed:
+            return self.judge.build(front[0])
+        low, high = 0, len(front)  # the last that keeps enough, the first that does not
+        guess = (allowed - lossless) * (1.0 if self.goal.task is None else COSINE_PER_SCORE)
+        for _ in range(MAX_BUILDS):
+            index = min(max(self._index_of(guess), low + 1), high - 1)
+            if not low < index < high or self._is_near(low, high):
+                break
+            loss = self.judge.loss(front[index])
+            if loss <= allowed:
+                low = index
+                if loss >= TIGHT * allowed:
+                    break
+            else:
+                high = index
+            guess = self._next_guess(low, high, allowed, lossless)
+        return self.judge.build(front[low])
+
+    def least_loss(self, speedup: float) -> Built:
+        """The choice with the least loss that reaches a speed-up, by the time of whole models."""
+        front = self.candidates.front
+        first = self._speedup_at(0)
+        if first >= speedup:
+            return self.judge.build(front[0])
+        low, high = 0, len(front) - 1  # too slow; fast enough, or the fastest
+        last = self._speedup_at(high)
+        if last < speedup:
+            raise CheckFailed(
+                f"`target_speedup` is {speedup}: the fastest model found runs {last:.2f}x as fast",
+                "lower it" + ("" if "ffn" in self.goal.allow else ", or let `allow` name ffn"),
+                code="search.target_speedup",
+            )
+        reached = {low: first, high: last}
+        for _ in range(MAX_BUILDS):
+            index = self._between(low, high, speedup, reached)
+            if index is None:
+                break
+            reached[index] = self._speedup_at(index)
+            if reached[index] >= speedup:
+                high = index
+                if reached[index] < NEAR * speedup:
+                    break
+            else:
+                low = index
+        return self.judge.build(front[high])
+
+    def _speedup_at(self, index: int) -> float:
+        return self.judge.speedup(self.judge.build(self.candidates.front[index]))
+
+    def _predicted_ms(self, index: int) -> float:
+        return self.candidates.predicted_ms(self.candidates.front[index])
+
+    def _is_near(self, low: int, high: int) -> bool:
+        """Whether two choices are so close that nothing between them is worth a build."""
+        if high == len(self.candidates.front):
+            return False
+        return self._predicted_ms(low) < NEAR * self._predicted_ms(high)
+
+    def _index_of(self, predicted_loss: float) -> int:
+        """The index of the fastest choice with at most this predicted loss."""
+        losses = [choice.loss for choice in self.candidates.front]
+        return int(np.searchsorted(losses, predicted_loss, side="right")) - 1
+
+    def _next_guess(self, low: int, high: int, allowed: float, lossless: float) -> float:
+        """The predicted loss at which the allowed loss is expected.
+
+        It is interpolated between the measured neighbors, or extrapolated from the lower one.
+        """
+        front, measured = self.candidates.front, self.judge.measured
+        below, loss_below = front[low].loss, measured[front[low].picks][0]
+        if high == len(front):
+            gain = (allowed - lossless) / max(loss_below - lossless, 1e-9)
+            return below * float(np.clip(EXTRAPOLATE * gain, 1.05, 3.0))
+        above, loss_above = front[high].loss, measured[front[high].picks][0]
+        share = (allowed - loss_below) / max(loss_above - loss_below, 1e-9)
+        # Even the smallest change has the uncertainty of a score. Interpolation from zero loss aims
+        # too high until a lossy choice is known to keep enough.
+        most = 0.9 if low else 0.5
+        return below + float(np.clip(INTERPOLATE * share, 0.1, most)) * (above - below)
+
+    def _between(
+        self, low: int, high: int, speedup: float, reached: Mapping[int, float]
+    ) -> int | None:
+        """The index at which a speed-up is expected, by the measured times of two neighbors.
+
+        None if no choice between them is worth a build.
+        """
+        if high - low < 2 or self._is_near(low, high):
+            return None
+        slow, fast = 1 / reached[low], 1 / reached[high]
+        start, end = self._predicted_ms(low), self._predicted_ms(high)
+        share = min(max((slow - 1 / speedup) / max(slow - fast, 1e-9), 0.05), 0.95)
+        times = np.array([self.candidates.predicted_ms(c) for c in self.candidates.front])
+        index = int(np.searchsorted(-times, -(start + share * (end - start))))
+        return min(max(index, low + 1), high - 1)

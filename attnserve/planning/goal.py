@@ -1,0 +1,102 @@
+"""The goal and the input of a search for a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import onnx_ir as ir
+
+from attnserve.checks.evaluate import TASKS, TaskName
+from attnserve.choices import Precision
+from attnserve.context import RunContext
+from attnserve.models.artifact import Artifact
+from attnserve.models.datasets import Dataset
+from graph_passes.errors import InvalidArgument
+
+__all__ = ["Allowed", "Goal", "SearchInput"]
+
+Allowed = Literal["ffn"]
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a plan must keep or reach, and which rewrites it may use.
+
+    Attributes:
+        keep: The lower end of the 95 % interval of the mean output cosine on held-out data; with
+            ``task``, of the share of the task's score.
+        target_speedup: The speed-up to reach with the least loss, instead of ``keep``.
+        task, eval_data: The score, and the file on which it is measured.
+        allow: Rewrites besides those of attention.
+        precision: Of the weights, after all rewrites.
+    """
+
+    keep: float | None = None
+    target_speedup: float | None = None
+    task: TaskName | None = None
+    eval_data: Path | None = None
+    allow: tuple[Allowed, ...] = ()
+    precision: Precision = "float32"
+
+    def __post_init__(self) -> None:
+        if (self.keep is None) == (self.target_speedup is None):
+            raise InvalidArgument(
+                "a search needs one goal: `keep` or `target_speedup`",
+                "give exactly one of them",
+                code="goal.conflict",
+            )
+        if self.keep is not None and not 0 < self.keep <= 1:
+            raise InvalidArgument(
+                f"`keep` is {self.keep}: expected a share, more than 0 and at most 1",
+                "for example 0.99",
+                code="goal.range",
+            )
+        if self.target_speedup is not None and not 1 <= self.target_speedup < 1000:
+            raise InvalidArgument(
+                f"`target_speedup` is {self.target_speedup}: expected a factor from 1 to 1000",
+                "for example 1.5",
+                code="goal.range",
+            )
+        if (self.task is None) != (self.eval_data is None):
+            raise InvalidArgument(
+                "`eval_data` and `task` belong together: the file, and the score to compute on it",
+                f"give both; `task` is {' or '.join(TASKS)}",
+                code="goal.conflict",
+            )
+        for name in self.allow:
+            if name not in get_args(Allowed):
+                raise InvalidArgument(
+                    f"`allow` names {name!r}: expected {', '.join(get_args(Allowed))}",
+                    "for example ffn",
+                    code="goal.allow",
+                )
+
+    @property
+    def measure(self) -> str:
+        """The quantity whose loss is limited."""
+        return "mean output cosine" if self.task is None else f"share of the {self.task} score"
+
+
+@dataclass(frozen=True, eq=False)
+class SearchInput:
+    """Everything that a search is given; no step changes it.
+
+    Attributes:
+        lengths: The sequence lengths at which the model should be fast.
+        checked_lengths: All lengths at which the whole model is timed.
+        asked: The request as plan.json records it.
+    """
+
+    goal: Goal
+    artifact: Artifact
+    model: ir.Model
+    data: Dataset
+    tokenizer: Path | None
+    batch: int
+    lengths: tuple[int, ...]
+    checked_lengths: Sequence[int]
+    context: RunContext
+    asked: dict[str, Any]

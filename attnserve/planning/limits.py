@@ -1,0 +1,26 @@
+"""Limits that the planner and the lossless fusion share."""
+
+from __future__ import annotations
+
+from attnserve.calibration.neurons import MULTIPLE
+
+__all__ = [
+    "MAX_BLOCK_SLOWDOWN",
+    "MIN_GAIN",
+    "MIN_LOSSLESS_GAIN",
+    "MIN_SPEEDUP",
+    "MULTIPLE",
+]
+
+MIN_SPEEDUP = 0.97
+"""The lowest accepted speed-up of a whole model at any timed length; less is more than noise."""
+
+MAX_BLOCK_SLOWDOWN = 1.03
+"""The highest accepted time of a block at any length, relative to the exported block. It keeps the
+whole model above ``MIN_SPEEDUP``."""
+
+MIN_GAIN = 1.01
+"""The lowest mean speed-up for which a lossy model is worth its loss."""
+
+MIN_LOSSLESS_GAIN = 1.02
+"""The lowest mean speed-up for which the service replaces a model by its fused form."""

@@ -1,0 +1,126 @@
+"""Latencies of all blocks of a model, of pairs of blocks, and of the rest of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from attnserve.models.example_inputs import example_inputs
+from attnserve.models.precision import convert
+from attnserve.planning.block_timing import time_blocks, time_pairs, time_residual_fusion
+from attnserve.planning.candidates import (
+    Block,
+    BlockConfig,
+    BlockLatency,
+    ReusePair,
+    TiedBlocks,
+)
+from attnserve.planning.goal import SearchInput
+from attnserve.runtime.timer import LatencyTable, Part, default_cache
+
+__all__ = ["ModelTiming", "time_model"]
+
+
+@dataclass(frozen=True, eq=False)
+class ModelTiming:
+    """Measured latencies in milliseconds.
+
+    Attributes:
+        lengths: The timed lengths: those that the model should be fast at, and two others.
+        target: How many of them the model should be fast at.
+        blocks: The latencies of each block's implementations and configurations.
+        pairs: The latencies of pairs of attention blocks that share probabilities.
+        residual_fusion_ms: What ``FuseResiduals`` saves; 0 if it is not faster.
+        other_ms: The rest of the model, after residual fusion.
+    """
+
+    groups: Sequence[TiedBlocks]
+    lengths: Sequence[int]
+    target: int
+    table: LatencyTable
+    blocks: Mapping[Block, BlockLatency]
+    pairs: Sequence[ReusePair]
+    residual_fusion_ms: float
+    other_ms: float
+
+    def mean(self, times: Sequence[float]) -> float:
+        """The mean over the lengths that the model should be fast at."""
+        return float(np.mean(times[: self.target]))
+
+    @property
+    def original_ms(self) -> float:
+        """The original model, as the sum of its parts."""
+        blocks = sum(self.mean(latency.original) for latency in self._per_block())
+        return self.other_ms + self.residual_fusion_ms + blocks
+
+    def _per_block(self) -> list[BlockLatency]:
+        return [self.blocks[block] for group in self.groups for block in group.blocks]
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """The latencies of every block that differs from those before it."""
+        rows: list[dict[str, Any]] = []
+        seen: set[int] = set()
+        for group in self.groups:
+            for block in group.blocks:
+                latency = self.blocks[block]
+                if id(latency) in seen:
+                    continue
+                seen.add(id(latency))
+                configs = sorted(latency.configs, key=_sort_key)
+                rows.append({
+                    "block": block.name,
+                    "kind": group.kind,
+                    "sequences": list(self.lengths),
+                    "as_exported": list(latency.original),
+                    "written": latency.implementation,
+                    "forms": {form: list(ms) for form, ms in latency.implementations.items()},
+                    "kept": {str(config): list(latency.configs[config]) for config in configs},
+                })  # fmt: skip
+        for pair in self.pairs:
+            if id(pair.times) not in seen:
+                seen.add(id(pair.times))
+                rows.append({
+                    "block": pair.reader.names[0],
+                    "kind": "reuse",
+                    "source": pair.source.names[0],
+                    "sequences": list(self.lengths),
+                    "kept": {str(kept): list(ms) for kept, ms in pair.times.items()},
+                    "saved_ms": pair.saved_ms,
+                })  # fmt: skip
+        return rows
+
+
+def _sort_key(config: BlockConfig) -> tuple[int, int, int]:
+    return config.head_size or 0, config.rank or 0, config.kept
+
+
+def time_model(given: SearchInput, model: ir.Model, groups: Sequence[TiedBlocks]) -> ModelTiming:
+    """Time every candidate of every block at the requested lengths and at the two extreme ones.
+
+    Args:
+        model: The model in the newest opset that an implementation of a block needs.
+    """
+    context, precision, target = given.context, given.goal.precision, len(given.lengths)
+    others = [length for length in given.checked_lengths if length not in given.lengths]
+    lengths = [*given.lengths, *dict.fromkeys((*others[:1], *others[-1:]))]
+    feeds = [example_inputs(given.model, given.batch, length, context.seed) for length in lengths]
+    table = LatencyTable(default_cache(), provider=context.provider, threads=context.threads)
+    blocks = time_blocks(
+        model, groups, feeds, table, target=target, precision=precision, report=context.progress
+    )
+    pairs = time_pairs(
+        model, groups, feeds, table, blocks, target=target, precision=precision,
+        report=context.progress,
+    )  # fmt: skip
+    saved = time_residual_fusion(model, feeds, table, target=target, precision=precision)
+    whole = Part(convert(given.model, precision), tuple(feeds))
+    total = float(np.mean(table.measure({"model": whole})["model"][:target]))
+    own = [blocks[block].original for group in groups for block in group.blocks]
+    in_blocks = sum(float(np.mean(times[:target])) for times in own)
+    # Blocks may take longer alone than in the model; the rest then counts as 0.
+    other = max(total - in_blocks - saved, 0.0)
+    return ModelTiming(groups, lengths, target, table, blocks, pairs, saved, other)
