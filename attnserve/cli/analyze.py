@@ -92,7 +92,7 @@ def analyze(
     out.print(table)
     if legend:
         print_line(legend)
-    for each in analysis.not_analysed:
+    for each in analysis.not_analyzed:
         print_line(f"not analyzed: {each.name}: {each.reason}")
     assert analysis.output is not None
     print_line(f"wrote {analysis.output / 'report.html'}")

@@ -1,48 +1,48 @@
-"""precision: the same model in 16 or 8 bits, after all rewrites.
+"""Convert a float32 model to float16, bfloat16 or int8, after all rewrites.
 
-float16: ``onnxruntime.transformers.float16``. Inputs and outputs stay float32. It is for GPUs: a
-CPU runs it too, through casts, and no faster (MiniLM-L6: mean cosine of a token 1.0000, half the
-file, 0.95x the speed at 128 tokens).
+float16: ``onnxruntime.transformers.float16``. Inputs and outputs stay float32. It is for GPUs. A
+CPU runs it through casts and gains no speed (MiniLM-L6: mean cosine of tokens 1.0000, half the
+file size, 0.95x the speed at 128 tokens).
 
-bfloat16: ``passes.convert_bfloat16``, for ONNX Runtime's tool does not make it. It has the range of
-float32, so that nothing overflows, and 3 bits less of a mantissa than float16. Inputs and outputs
-stay float32, and so does what CUDA has no kernel for. ONNX Runtime has no products in bfloat16 for
-CPUs and refuses such a model there: ``on_cpu`` is what a CPU can run in its place.
+bfloat16: ``passes.convert_bfloat16``; ONNX Runtime has no converter. bfloat16 has the range of
+float32, so it cannot overflow, and 3 mantissa bits less than float16. Inputs, outputs and operators
+without a CUDA kernel stay float32. ONNX Runtime has no bfloat16 matrix products for CPUs and
+refuses such a model there; ``on_cpu`` returns an equivalent that a CPU can run.
 
-int8: ``onnxruntime.quantization.quantize_dynamic``. Weights become signed bytes with one scale a
-column and no zero point; activations are rounded as they come, with one scale a tensor. The weights
-of products are within -64..64 ("int8", 7 bits): ONNX Runtime adds pairs of products in 16-bit sums
-that saturate on x86 CPUs without VNNI, and 2 x 255 x 64 = 32,640 fits into them. "int8-full" uses
--127..127. It can only be made on a CPU with exact kernels (``cpu``), and gives wrong results on
-others. Measured on MiniLM-L6 (as exported, 90.7 MB) with 499 sentences, mean and least cosine of a
-token's last hidden state to float32, and the speed-up of a run of 1 x 128 tokens on one thread
-(Xeon, VNNI):
+int8: ``onnxruntime.quantization.quantize_dynamic``. Weights are signed bytes with one scale per
+column and no zero point. Activations are quantized at run time with one scale per tensor.
+Weights of matrix products are within -64..63 ("int8", 7 bits) or -127..127 ("int8-full", 8 bits).
+ONNX Runtime adds pairs of products in 16-bit sums on x86 CPUs without VNNI. 7-bit weights cannot
+saturate them: 2 x 255 x 64 = 32,640. "int8-full" needs a CPU with exact kernels (``cpu``) and gives
+wrong results on others. Results for MiniLM-L6 (as exported, 90.7 MB) and 499 sentences: mean and
+least cosine of the tokens' last hidden state to float32, and the speed-up of 1 x 128 tokens on one
+thread (Xeon, VNNI); reduce_range was measured before weights of 64 were clamped to 63:
 
-    weights, of MatMul             tables   MB     mean     least    speed-up
-    QInt8, one scale a tensor      Gather   23.1   0.9607   0.858    2.05x    (the tool's defaults)
-    QInt8, a scale a column        Gather   23.2   0.9920   0.974    1.94x
+    MatMul weights                 tables   MB     mean     least    speed-up
+    QInt8, one scale per tensor    Gather   23.1   0.9607   0.858    2.05x    (the tool's defaults)
+    QInt8, one scale per column    Gather   23.2   0.9920   0.974    1.94x
     the same                       words    23.8   0.9922   0.978             (int8-full)
     the same                       none     59.0   0.9923   0.979    2.04x
     the same, reduce_range         Gather   23.2   0.9910   0.972    2.00x    (int8: words)
-    QUInt8, a scale a column       Gather   23.2   0.9923   0.973    0.97x
+    QUInt8, one scale per column   Gather   23.2   0.9923   0.973    0.97x
     8-bit MatMulNBits, blocks 128  none     58.8   0.9990   0.997    1.13x    (fused attention)
 
-A scale a column costs no time that can be measured; unsigned weights cost all that is gained.
-A table that tokens pick rows from (Gather) gets one scale and all 8 bits, where it holds a
-twentieth of the weights: words do, positions do not.
+A scale per column costs no measurable time. Unsigned weights lose the whole speed-up.
+An embedding table (Gather) is quantized with one scale and 8 bits if it holds at least a twentieth
+of the weights: word embeddings do, position embeddings do not.
 Convolutions, stacked weights and products of activations stay float32.
 
-Fused attention. com.microsoft Attention holds its projections. The tool makes QAttention of it, but
-leaves ``attention_bias`` out in silence, and takes ai.onnx Attention for the same operator: such
-operators stay as they are here, in float32. Speed-ups over the float32 export at 16, 128 and 512
-tokens, the rest of the graph fused (SkipLayerNormalization, BiasGelu) and int8:
+Fused attention: com.microsoft Attention contains its projections. The tool converts it to
+QAttention, but drops ``attention_bias`` without a warning, and treats ai.onnx Attention as the same
+operator. Both stay float32 here. Speed-ups over the float32 export at 16, 128 and 512 tokens, with
+the rest of the graph fused (SkipLayerNormalization, BiasGelu) and int8:
 
     QAttention, key mask                            2.89x  2.51x  2.86x
     MultiHeadAttention, products of int8 around it  2.86x  2.47x  2.76x
     plain operators, products of int8               2.84x  2.69x  2.65x
     Attention in float32, with attention_bias       1.96x  1.87x  2.28x
 
-So MultiHeadAttention, which takes any mask, is what to write where int8 follows.
+MultiHeadAttention takes any mask, so it is the operator to emit before int8 conversion.
 """
 
 from __future__ import annotations
@@ -99,24 +99,25 @@ __all__ = [
 
 
 LARGEST = 30_000.0
-"""Finite float32 beyond it becomes this. A mask of -3.4e38 still hides what it hides, and two masks
-and a score add up to less than 65504: nothing becomes -inf, and no row of them NaN."""
+"""Largest absolute value of float16 constants; larger finite values are clamped to it. Additive
+masks of -3.4e38 still mask. The sum of two masks and a score stays below 65504, so that no logit
+is -inf and no row of probabilities is NaN."""
 
 TABLE = 1 / 20
-"""The share of a model's weight bytes from which a table behind a Gather is quantized. Less saves
-nothing, and may be what must be exact: rotary angles, relative positions."""
+"""Minimum share of the weight bytes for which the table of a Gather is quantized. Smaller tables
+save little and may need to be exact (rotary angles, relative positions)."""
 
 SHARE = 1 / 10
-"""The share of a model's weights from which a data type is named."""
+"""Minimum share of the weights for which ``precision_of`` reports a data type."""
 
 OLDEST_OPSET = 11
-"""The first with DynamicQuantizeLinear."""
+"""The first opset with DynamicQuantizeLinear."""
 
 QUANTIZED = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear",
                        "MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul",
                        "ConvInteger", "QGemm", "QAttention", "QEmbedLayerNormalization",
                        "DynamicQuantizeLSTM", "MatMulNBits", "GatherBlockQuantized"})  # fmt: skip
-"""Operators of models that are quantized already, and every QLinear..."""
+"""Operators of quantized models, besides QLinear..."""
 
 LARGEST_7_BIT = 64
 """The largest absolute weight with which 16-bit sums of two products never saturate."""
@@ -127,7 +128,7 @@ INT8_PRODUCTS = frozenset({"MatMulInteger", "MatMulIntegerToFloat", "DynamicQuan
 """Operators that multiply 8-bit activations by 8-bit weights."""
 
 FACTORS = frozenset({"MatMul", "Gemm", "Conv"})
-"""Operators that ONNX Runtime runs in 8 bits where their inputs are dequantized."""
+"""Operators that ONNX Runtime runs in 8 bits if their inputs are dequantized."""
 
 NAMES = {
     ir.DataType.FLOAT: "float32",
@@ -135,22 +136,22 @@ NAMES = {
     ir.DataType.UINT8: "int8",
     ir.DataType.UINT4: "int4",
 }
-"""What data types are called in reports, where not by their own name."""
+"""Names of data types in reports, if they differ from ONNX's."""
 
 FLOAT32 = "keep the float32 model"
 
 
 def convert(model: ir.Model, precision: Precision) -> ir.Model:
-    """The model in another precision, with the inputs and outputs it has; lossy.
+    """Convert a copy of the model to another precision, with the same inputs and outputs (lossy).
 
-    ``model`` is not changed; float32 returns it as it is. Call this last: quantized products are
-    not found or rewritten any more. ONNX Runtime has loaded what comes out on the CPU once.
+    "float32" returns ``model`` itself. Convert last: passes do not match quantized products. The
+    result was loaded once by ONNX Runtime on the CPU.
 
     Raises:
-        InvalidArgument: No such precision, or the model is in it, or in a smaller one, already, or
-            this CPU multiplies "int8-full" weights wrongly.
-        CannotRewrite: It holds nothing to convert, its opset is too old, or what converts it fails
-            on it or makes a model that ONNX Runtime does not run.
+        InvalidArgument: The precision is unknown, the model is not float32, or this CPU multiplies
+            "int8-full" weights inexactly.
+        CannotRewrite: The model has no weights to convert, its opset is too old, the conversion
+            fails, or ONNX Runtime does not run the result.
         MissingExtra: ONNX Runtime is not installed.
     """
     if precision == "float32":
@@ -171,12 +172,12 @@ def convert(model: ir.Model, precision: Precision) -> ir.Model:
             _give_names(copy)
             common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(copy)
             made = MAKE[precision](copy)
-        common.NameFixPass()(made)  # bodies must not repeat the names of what is around them
+        common.NameFixPass()(made)  # names in subgraphs must differ from those of outer graphs
         _restore(model, made, precision)
         if not precision.startswith("int8") and precision not in precision_of(made):
             raise CannotRewrite(
-                f"{precision}: the weights are still {precision_of(made)}: the model holds no "
-                "matrices, or its inputs may replace them",
+                f"{precision}: the weights are still {precision_of(made)}: the model has no "
+                "weight matrices, or they are graph inputs",
                 FLOAT32,
                 code="precision.unchanged",
             )
@@ -185,11 +186,11 @@ def convert(model: ir.Model, precision: Precision) -> ir.Model:
         if isinstance(error, CannotRewrite | InvariantBroken):
             raise
         raise CannotRewrite(
-            f"{precision}: the model that was made does not run: {error.what}",
+            f"{precision}: the converted model does not run: {error.what}",
             FLOAT32,
             code="precision.does_not_run",
         ) from error
-    except Exception as error:  # the tools raise whatever they stumble over
+    except Exception as error:  # the tools raise exceptions of many types
         what = f"{type(error).__name__}: {error}"[:300]
         raise CannotRewrite(
             f"{precision}: the conversion fails on this model: {what}",
@@ -200,8 +201,11 @@ def convert(model: ir.Model, precision: Precision) -> ir.Model:
 
 
 def on_cpu(model: ir.Model) -> ir.Model:
-    """What a CPU can run of a model: itself, or, where it computes in bfloat16, a copy that
-    computes in float32 and rounds every result, slowly."""
+    """Return an equivalent model that a CPU can run.
+
+    For a bfloat16 model this is a slow copy that computes in float32 and rounds every result;
+    other models are returned unchanged.
+    """
     if not is_bfloat16(model):
         return model
     copy = model.clone()
@@ -227,29 +231,35 @@ def check_cpu(precision: Precision) -> None:
 def int8_weight_bits(model: ir.Model) -> Literal[7, 8] | None:
     """Bits of the signed 8-bit weights that are multiplied by 8-bit activations.
 
-    7 if all are within -64..64, 8 if not, None if there are none. Unsigned weights are not counted:
-    their kernels do not saturate.
+    7 if all are within -64..64 (other tools do not clamp 64 to 63), 8 if not, None without such
+    weights. Unsigned weights are not counted: their kernels do not saturate.
     """
     found: Literal[7, 8] | None = None
+    for value in _int8_weights(model):
+        weights = constant_array(value)
+        if weights.size and max(-int(weights.min()), int(weights.max())) > LARGEST_7_BIT:
+            return 8
+        found = 7
+    return found
+
+
+def _int8_weights(model: ir.Model) -> Iterator[ir.Value]:
+    """Signed 8-bit weights of products with 8-bit activations."""
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         if not _multiplies_int8(node):
             continue
         for value in node.inputs:
             tensor = None if value is None else constant_tensor(value)
-            if tensor is None or tensor.dtype != ir.DataType.INT8 or len(tensor.shape) < 2:
-                continue
-            weights = tensor.numpy()
-            if weights.size and max(-int(weights.min()), int(weights.max())) > LARGEST_7_BIT:
-                return 8
-            found = 7
-    return found
+            if tensor is not None and tensor.dtype == ir.DataType.INT8 and len(tensor.shape) > 1:
+                assert value is not None
+                yield value
 
 
 def _multiplies_int8(node: ir.Node) -> bool:
     """Whether a node multiplies constants by 8-bit activations, or dequantizes such constants."""
     if node.op_type != "DequantizeLinear":
         return node.op_type in INT8_PRODUCTS
-    # ONNX Runtime makes QLinearMatMul of a product of which all factors are dequantized.
+    # ONNX Runtime converts a product to QLinearMatMul if all its factors are dequantized.
     users = [user for user, _ in node.outputs[0].uses() if user.op_type in FACTORS]
     return any(_is_dequantized(value) for user in users for value in user.inputs[:1])
 
@@ -260,7 +270,7 @@ def _is_dequantized(value: ir.Value | None) -> bool:
 
 
 def int8_warning(model: ir.Model) -> str | None:
-    """Why the int8 products of a model are wrong on this CPU; None where they are exact."""
+    """Return why int8 products of the model are inexact on this CPU; None if they are exact."""
     if has_int8_dot_product() or int8_weight_bits(model) != 8:
         return None
     return (
@@ -271,15 +281,15 @@ def int8_warning(model: ir.Model) -> str | None:
 
 
 def is_bfloat16(model: ir.Model) -> bool:
-    """Whether any constant is held in bfloat16."""
+    """Whether any constant is bfloat16."""
     return any(tensor.dtype == ir.DataType.BFLOAT16 for tensor in _tensors(model))
 
 
 def precision_of(model: ir.Model) -> Precision | str:
     """The data type of a model's weights, for reports.
 
-    Several that hold a tenth of the elements each are joined, the most first: "int8+float32". Only
-    matrices and larger tensors count; a model without any is "float32".
+    Data types with at least a tenth of the elements are joined, most elements first:
+    "int8+float32". Only tensors of rank 2 or more count; a model without any is "float32".
     """
     sizes: Counter[str] = Counter()
     for tensor in _tensors(model):
@@ -293,7 +303,9 @@ def precision_of(model: ir.Model) -> Precision | str:
 
 
 def _load(model: ir.Model) -> None:
-    """Load it, on the CPU: of bfloat16 the graph itself, up to its kernels, and what stands for it.
+    """Load the model on the CPU.
+
+    A bfloat16 graph is validated up to its missing kernels, and its CPU equivalent is loaded.
 
     Raises:
         InvalidModel: ONNX Runtime refuses it.
@@ -319,20 +331,16 @@ def _tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:
 
 def _check_source(model: ir.Model, precision: Precision) -> None:
     found = precision_of(model)
-    fix = "give the float32 model it was made from"
+    fix = "pass the original float32 model"
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         if node.op_type in QUANTIZED or node.op_type.startswith("QLinear"):
             where = f"{node.op_type} {node.name or 'without a name'}"
             raise InvalidArgument(
                 f"{precision}: the model is already int8: {where}", fix, code="precision.already"
             )
-    if found == precision:
-        raise InvalidArgument(
-            f"{precision}: the model's weights are {found} already", fix, code="precision.already"
-        )
     if found != "float32":
         raise InvalidArgument(
-            f"{precision}: expected a float32 model, the weights of this one are {found}",
+            f"{precision}: expected a float32 model, but its weights are {found}",
             fix,
             code="precision.already",
         )
@@ -344,12 +352,12 @@ def _check_source(model: ir.Model, precision: Precision) -> None:
 def _halved(model: ir.Model) -> ir.Model:
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
-    set_missing_types(model)  # the tool converts only what it knows to be float32
+    set_missing_types(model)  # the tool converts only values that are typed float32
     exact = sorted(_positions(model))
     proto = ir.to_proto(model)
     constants = {tensor.name for tensor in proto.graph.initializer}
     others = [value for value in proto.graph.value_info if value.name not in constants]
-    del proto.graph.value_info[:]  # or it takes constants that stay float32 for converted ones
+    del proto.graph.value_info[:]  # else the tool casts constants that stay float32
     proto.graph.value_info.extend(others)
     proto = convert_float_to_float16(
         proto,
@@ -360,16 +368,16 @@ def _halved(model: ir.Model) -> ir.Model:
     )
     _drop_repeats(proto)
     made = ir.from_proto(proto)
-    made.graph.sort()  # casts were put at the end
+    made.graph.sort()  # the tool appends casts at the end
     _join_casts(made)
     return made
 
 
 def _positions(model: ir.Model) -> set[str]:
-    """Nodes that compute angles or buckets from positions: float16 counts to 2048 and no further.
+    """Names of nodes that compute angles or buckets from positions.
 
-    They are what Sin, Cos and casts to integers are made of, back to where numbers were integers.
-    Roots that weights lead to are left alone.
+    They stay float32, because float16 represents integers exactly only up to 2048. They are the
+    float ancestors of Sin, Cos and casts to integers. Roots that depend on weights are excluded.
     """
     names: set[str] = set()
     for root in ir.traversal.RecursiveGraphIterator(model.graph):
@@ -395,7 +403,7 @@ def _is_float(node: ir.Node) -> bool:
 
 
 def _drop_repeats(proto: onnx.ModelProto) -> None:
-    """A value that two nodes need in float32 is cast twice, under one name: once is enough."""
+    """Remove repeated casts: the tool adds one of the same name for each user of a value."""
     seen: set[str] = set()
     for node in list(proto.graph.node):
         if node.name.endswith("_cast_to_fp32_node"):
@@ -405,7 +413,7 @@ def _drop_repeats(proto: onnx.ModelProto) -> None:
 
 
 def _join_casts(model: ir.Model) -> None:
-    """Between two nodes that stay float32 the tool goes through float16: it need not."""
+    """Remove the casts to float16 and back between two nodes that stay float32."""
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         if not (node.name or "").endswith("_cast_to_fp32_node") or node.inputs[0] is None:
             continue
@@ -425,7 +433,7 @@ def _in_bfloat16(model: ir.Model) -> ir.Model:
     if opset < min(COMPUTES):
         raise CannotRewrite(
             f"bfloat16: the model has opset {opset}, bfloat16 needs {min(COMPUTES)}",
-            "export it again with a newer opset, or make it float16",
+            "export it again with a newer opset, or convert to float16",
             code="precision.opset",
         )
     set_missing_types(model)
@@ -452,7 +460,7 @@ def _quantized(model: ir.Model, *, reduce_range: bool) -> ir.Model:
     left = [node.name for node in nodes if not _fits(node, least)]
     if not any(_fits(node, least) for node in nodes if node.op_type != "Gather"):
         raise CannotRewrite(
-            "int8: the model has no MatMul, Gemm or com.microsoft Attention by constant float32 "
+            "int8: the model has no MatMul, Gemm or com.microsoft Attention with constant float32 "
             "weights that can be quantized",
             FLOAT32,
             code="precision.no_weights",
@@ -466,7 +474,7 @@ def _quantized(model: ir.Model, *, reduce_range: bool) -> ir.Model:
             target,
             op_types_to_quantize=["MatMul", "Gather", "Attention"],
             per_channel=True,
-            reduce_range=reduce_range,  # of products; tables behind a Gather keep 8 bits
+            reduce_range=reduce_range,  # of products; tables of Gather keep 8 bits
             weight_type=QuantType.QInt8,
             nodes_to_exclude=left,
             use_external_data_format=large,
@@ -474,17 +482,32 @@ def _quantized(model: ir.Model, *, reduce_range: bool) -> ir.Model:
                 "WeightSymmetric": True,
                 "MatMulConstBOnly": True,
                 "EnableSubgraph": any(graph is not model.graph for graph in model.graphs()),
-                # Of what follows an operator that ONNX does not know: all else was refused above.
+                # For outputs of operators without shape inference; other types are excluded.
                 "DefaultTensorType": onnx.TensorProto.FLOAT,
             },
         )
-        return ir.external_data.load_to_model(ir.load(target))
+        made = ir.external_data.load_to_model(ir.load(target))
+    if reduce_range:
+        _clamp_to_7_bits(made)
+    return made
+
+
+def _clamp_to_7_bits(model: ir.Model) -> None:
+    """Clamp int8 weights of products to at most 63.
+
+    ``reduce_range`` gives -64..64, and 64 needs 8 bits. 7-bit integers are -64..63.
+    """
+    for value in _int8_weights(model):
+        array = constant_array(value)
+        if value.is_initializer() and array.max(initial=0) > 63:
+            value.const_value = ir.tensor(np.minimum(array, np.int8(63)), name=value.name)
 
 
 def _gather_weights(model: ir.Model, nodes: list[ir.Node]) -> None:
-    """Weights that are made of weights become weights, as the tool wants them.
+    """Replace constant expressions that are weights by initializers, as the tool requires.
 
-    It transposes weights of Gemm in place, whoever else reads them: here they get their own.
+    The tool transposes Gemm weights in place, even if other nodes read them. Such weights get a
+    transposed copy here.
     """
     made: dict[tuple[ir.Value, bool], ir.Value] = {}
     for node in nodes:
@@ -502,12 +525,12 @@ def _gather_weights(model: ir.Model, nodes: list[ir.Node]) -> None:
                 node.attributes["transB"] = ir.AttrInt64("transB", 0)
         sizes = node.attributes.get_ints("qkv_hidden_sizes", ())
         if kind == ("com.microsoft", "Attention") and len(set(sizes)) == 1:
-            node.attributes.pop("qkv_hidden_sizes")  # that is what the operator takes without
+            node.attributes.pop("qkv_hidden_sizes")  # equal sizes are the default
     remove_unused(model)
 
 
 def _weight(value: ir.Value, *, turned: bool) -> ir.Value:
-    """A constant as an initializer where it is made, transposed or as it is."""
+    """Register a constant, transposed if ``turned``, as an initializer of its graph."""
     array = constant_array(value)
     array = np.ascontiguousarray(array.T if turned else array)
     name = f"{value.name}/{'transposed' if turned else 'constant'}"
@@ -519,10 +542,10 @@ def _weight(value: ir.Value, *, turned: bool) -> ir.Value:
 
 
 def _fits(node: ir.Node, least: float) -> bool:
-    """Whether the tool may touch a node: what it makes then means the same.
+    """Whether the tool quantizes a node correctly.
 
     Args:
-        least: The bytes from which a table is quantized.
+        least: Minimum size in bytes of a table to quantize.
     """
     place = 0 if node.op_type == "Gather" else 1
     value = node.inputs[place] if place < len(node.inputs) else None
@@ -530,7 +553,7 @@ def _fits(node: ir.Node, least: float) -> bool:
         return False
     weight = value.const_value
     if weight.dtype != ir.DataType.FLOAT or len(weight.shape) != 2:
-        return False  # a scale a column is for matrices: ONNX Runtime multiplies no stacks of them
+        return False  # ONNX Runtime has no kernel for stacked matrices with a scale per column
     match node.domain, node.op_type:
         case "", "MatMul":
             return True
@@ -544,7 +567,7 @@ def _fits(node: ir.Node, least: float) -> bool:
             return weight.nbytes >= least and inside and not products
         case "com.microsoft", "Attention":
             bias = node.inputs[2] if len(node.inputs) > 2 else None
-            others = any(value is not None for value in node.inputs[4:])  # caches, a score's bias
+            others = any(value is not None for value in node.inputs[4:])  # cache, attention_bias
             return bias is not None and not others and "qkv_hidden_sizes" not in node.attributes
         case _:
             return False
@@ -554,19 +577,19 @@ def _fits(node: ir.Node, least: float) -> bool:
 
 
 def _give_names(model: ir.Model) -> None:
-    """Names for everything, of nodes too: by them the tools tell what is theirs, in all bodies."""
+    """Give unique names to all values and nodes of all graphs; the tools identify them by name."""
     common.NameFixPass()(model)
     for index, node in enumerate(ir.traversal.RecursiveGraphIterator(model.graph)):
         node.name = f"{node.name or node.op_type}/{index}"
 
 
 def _restore(before: ir.Model, after: ir.Model, precision: Precision) -> None:
-    """What the tools write over is as it was: axes, and what the model says of itself."""
+    """Restore shapes of inputs and outputs and the metadata, which the tools overwrite."""
     for ours, theirs in (
         (before.graph.inputs, after.graph.inputs),
         (before.graph.outputs, after.graph.outputs),
     ):
-        # A type that is not stated, as of what is cut out of a model, is no promise.
+        # Extracted parts may have outputs without a declared type.
         old = [(v.name, v.dtype or w.dtype) for v, w in zip(ours, theirs, strict=False)]
         new = [(v.name, v.dtype) for v in theirs]
         if old != new or len(ours) != len(theirs):
@@ -593,7 +616,7 @@ MAKE: Mapping[str, Callable[[ir.Model], ir.Model]] = {
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Without the tools' advice: they write to the root logger, and give it a handler to do so."""
+    """Suppress warnings of the tools, which log to the root logger and add a handler to it."""
     root, handler = logging.getLogger(), logging.NullHandler()
     disabled = logging.root.manager.disable
     root.addHandler(handler)

@@ -12,7 +12,7 @@ from typing import Any
 from attnserve.models.artifact import staged
 from attnserve.planning.block_loss import Losses
 from attnserve.planning.candidates import LossCurve, ReusePair
-from attnserve.runtime.timer import default_cache
+from attnserve.runtime.part_latency import default_cache
 from graph_passes.errors import AttnserveError
 
 __all__ = ["Checkpoint"]

@@ -24,8 +24,8 @@ from attnserve.planning.limits import MIN_SPEEDUP
 from attnserve.planning.pareto import Choice
 from attnserve.planning.plan import Plan
 from attnserve.planning.report import Speed
+from attnserve.runtime.part_latency import Part
 from attnserve.runtime.session import open_session
-from attnserve.runtime.timer import Part
 
 __all__ = ["ROUNDING", "Built", "Judge", "score_model"]
 

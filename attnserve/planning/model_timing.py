@@ -20,7 +20,7 @@ from attnserve.planning.candidates import (
     TiedBlocks,
 )
 from attnserve.planning.goal import SearchInput
-from attnserve.runtime.timer import LatencyTable, Part, default_cache
+from attnserve.runtime.part_latency import LatencyTable, Part, default_cache
 
 __all__ = ["ModelTiming", "time_model"]
 

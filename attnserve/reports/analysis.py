@@ -136,7 +136,7 @@ class Analysis:
         layers: In execution order.
         similarity: Similarity of all heads of these layers.
         lengths: Number of tokens of each text, counted as keys of the first layer.
-        not_analysed: Attention that was not measured, with reasons.
+        not_analyzed: Attention that was not measured, with reasons.
         seed: The seed of grouping and certification.
         output: The folder that it was written to, if any; not part of the content.
     """
@@ -146,7 +146,7 @@ class Analysis:
     layers: tuple[LayerAnalysis, ...]
     similarity: HeadSimilarity
     lengths: Int[np.ndarray, " N"]
-    not_analysed: tuple[NotAnalyzed, ...]
+    not_analyzed: tuple[NotAnalyzed, ...]
     seed: int
     output: Path | None = None
 
@@ -209,7 +209,7 @@ class Analysis:
                 "tokens": self.lengths.tolist(),
             },
             "mask": self.mask,
-            "not_analysed": [asdict(each) for each in self.not_analysed],
+            "not_analyzed": [asdict(each) for each in self.not_analyzed],
         }
 
 

@@ -80,7 +80,7 @@ STYLE: dict[str, Any] = {
 
 
 def span(values: np.ndarray) -> tuple[float, float]:
-    """Tenths that hold all values: similarities differ less than they could."""
+    """The range of the values, rounded outwards to tenths."""
     if np.isnan(values).all():
         return 0.0, 1.0
     low = float(np.floor(10 * np.nanmin(values))) / 10
@@ -88,7 +88,7 @@ def span(values: np.ndarray) -> tuple[float, float]:
 
 
 def _shades(values: np.ndarray, low: float, top: float) -> np.ndarray:
-    """RGBA of one hue: opacity says how much; NaN is nothing."""
+    """RGBA values of one hue, with opacity proportional to the value; NaN is transparent."""
     shades = np.empty((*values.shape, 4))
     shades[..., :3] = HUE
     shades[..., 3] = np.nan_to_num(0.04 + 0.9 * np.clip((values - low) / (top - low or 1), 0, 1))
@@ -105,7 +105,7 @@ def heatmap(
     *,
     numbers: bool = False,
 ) -> None:
-    """Shades of these values with a label for each row and column, or none."""
+    """Draw a heatmap; ``rows`` and ``columns`` label the axes and may be empty."""
     axes.imshow(_shades(values, low, top), interpolation="none", aspect="auto")
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
@@ -118,20 +118,21 @@ def heatmap(
 
 
 def scale_beside(axes: Any, low: float, top: float, label: str) -> None:
-    """A color bar as one image; matplotlib's own draws a rectangle per shade."""
+    """Draw a vertical color bar as one image; matplotlib's own has one rectangle per shade."""
     bar = axes.inset_axes((1.03, 0.25, 0.028, 0.5))
     ramp = np.linspace(top, low, 64)[:, None]
     bar.imshow(_shades(ramp, low, top), aspect="auto", extent=(0, 1, low, top))
     bar.spines[:].set_visible(False)
     bar.set_xticks([])
     bar.yaxis.tick_right()
+    bar.set_yticks((low, (low + top) / 2, top))
     bar.tick_params(length=2, labelsize=8)
     bar.set_title(label, fontsize=8.5, fontweight="normal")
     bar.patch.set_visible(False)
 
 
 def scale_below(bar: Any, top: float) -> None:
-    """A horizontal color bar from 0, in its own axes."""
+    """Draw a horizontal color bar from 0 in its own axes."""
     ramp = np.linspace(0, top, 64)[None, :]
     bar.imshow(_shades(ramp, 0.0, top), aspect="auto", extent=(0, top, 0, 1))
     bar.spines[:].set_visible(False)
@@ -145,7 +146,7 @@ def require_extra(*modules: str) -> None:
     """Check that optional modules of the reports are installed.
 
     Raises:
-        MissingExtra: One of them is not.
+        MissingExtra: A module is not installed.
     """
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
@@ -185,8 +186,8 @@ def _inline(content: str) -> str:
     content = re.sub(r' xmlns(:xlink)?="[^"]*"', "", content)
     content = re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"', r"\1", content, count=1)
     content = re.sub(r'<g id="[^"]*">', "<g>", content)  # ids must be unique in a page
-    for colour, role in ROLES.items():
-        content = content.replace(colour, f"var(--{role})")
+    for color, role in ROLES.items():
+        content = content.replace(color, f"var(--{role})")
     return content
 
 

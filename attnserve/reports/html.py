@@ -1,15 +1,15 @@
-"""analyze: a model's attention on a user's text, as numbers, as a page to look at, as a head mask.
+"""Write the analysis of a model's attention as a report.
 
-``DIR/analysis.json`` holds every number, ``DIR/report.html`` the plots and what follows from them
-(one file, nothing is loaded from elsewhere), ``DIR/mask.json`` the heads that were voted to stay.
+``DIR/analysis.json`` has all numbers, ``DIR/report.html`` the findings and plots (one file without
+external references), ``DIR/mask.json`` the heads that Voting-to-Stay keeps.
 """
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,30 +33,32 @@ from graph_passes.errors import InvalidOutput
 
 __all__ = ["Finding", "analyze", "findings", "render"]
 
-Command = Callable[[str, str], str]
-"""(name of the new model, options) -> a command line."""
-
-ALIKE = 0.7
-"""Similarity of layers from which reuse is worth a try: with it, one whole middle layer of
-all-MiniLM-L6-v2 reused another's attention at 99.8 % of its score and more."""
+SIMILAR = 0.7
+"""Minimum similarity of two layers for which reuse is suggested. With it, one middle layer of
+all-MiniLM-L6-v2 reused another layer's attention and kept 99.8 % of its score or more."""
 
 ROUND_TO = 8
-"""Suggested shared dimensions are multiples: kernels like them."""
+"""Suggested shared dimensions are multiples of this, for efficient kernels."""
 
 SECTIONS = (
-    ("similarity", "Who attends alike"),
-    ("spectra", "How many dimensions the projections use"),
+    ("similarity", "Similarity of attention"),
+    ("spectra", "Dimensions of the query and key projections"),
     ("bottleneck", "Head size and text length"),
-    ("importance", "What each head is worth"),
+    ("importance", "Head importance"),
 )
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A sentence that the numbers support, and the command that acts on it."""
+    """One result of the analysis.
+
+    Attributes:
+        text: The result in words.
+        parameters: Arguments of ``attnserve.optimize`` that apply it, as text; empty if none do.
+    """
 
     text: str
-    command: str = ""
+    parameters: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def analyze(
@@ -72,28 +74,32 @@ def analyze(
     force: bool = False,
     progress: Progress | None = None,
 ) -> Analysis:
-    """Measure a model's attention on a text, and write what was found into a folder.
+    """Measure a model's attention on a text and write the report to a folder.
 
     Args:
-        model: An .onnx file or an artifact folder; never changed.
-        output: The folder that receives analysis.json, report.html and mask.json; NAME-analysis
-            beside the model by default.
-        calib: Text (a sentence a line), .npz or a folder of .npz, of the kind that is served.
-        tokenizer: tokenizer.json, where it is not beside the model.
-        groups: How many heads of each layer Voting-to-Stay keeps; half of them by default.
-        provider, threads: Of the runs; certificates run on the CPU.
-        seed: Of the votes' grouping and the certificate.
-        force: Write into a folder that holds something already.
+        model: An .onnx file or an artifact folder; it is not changed.
+        output: Folder for analysis.json, report.html and mask.json; by default NAME-analysis beside
+            the model.
+        calib: Text (one sentence per line), .npz or a folder of .npz, similar to the served data.
+        tokenizer: Path of tokenizer.json; by default beside the model.
+        groups: Number of heads that Voting-to-Stay keeps in each layer; by default half of them.
+        provider, threads: Session settings. Blocks are certified on the CPU.
+        seed: Seed of head grouping and certification.
+        force: Write into a folder that is not empty.
 
     Raises:
-        InvalidModel, InvalidArgument, InvalidData, InvalidOutput: See their texts.
+        InvalidModel: The model cannot be read, or no attention can be measured.
+        InvalidArgument: ``groups`` or a session setting is invalid.
+        InvalidData: ``calib`` cannot be read or does not fit the model.
+        InvalidOutput: ``output`` exists, or cannot be written.
+        MissingExtra: jinja2, matplotlib or ONNX Runtime is not installed.
     """
     require_extra("jinja2", "matplotlib")
     artifact = open_artifact(model)
     output = output or default_output(model, "analysis")
     if output.exists() and not output.is_dir():
         raise InvalidOutput(
-            f"{output}: expected a folder, this is a file",
+            f"{output}: expected a folder, found a file",
             "choose another `output`",
             code="output.not_folder",
         )
@@ -124,10 +130,10 @@ def analyze(
 
 
 def render(analysis: Analysis, *, model: Path, calib: Path, output: Path) -> str:
-    """The page: one HTML document that loads nothing.
+    """Render the report as one HTML document without external references.
 
     Args:
-        model, calib, output: As the commands on the page name them.
+        model, calib, output: Paths in the suggested commands.
     """
     import jinja2
 
@@ -138,11 +144,14 @@ def render(analysis: Analysis, *, model: Path, calib: Path, output: Path) -> str
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["quote"] = shlex.quote
     figures = [figure for draw in FIGURES if (figure := draw(analysis)) is not None]
     return environment.get_template("analysis.html.j2").render(
         analysis=analysis,
         summary=analysis.summary(),
-        findings=findings(analysis, model=model, calib=calib, output=output),
+        model=str(model),
+        calib=str(calib),
+        findings=findings(analysis, output),
         sections=[
             (title, [figure for figure in figures if figure.section == key], key)
             for key, title in SECTIONS
@@ -151,22 +160,21 @@ def render(analysis: Analysis, *, model: Path, calib: Path, output: Path) -> str
     )
 
 
-def findings(analysis: Analysis, *, model: Path, calib: Path, output: Path) -> list[Finding]:
-    """What the numbers say in words, most useful first, with the commands to try."""
+def findings(analysis: Analysis, output: Path) -> list[Finding]:
+    """The results of an analysis in words, the most useful first.
 
-    def optimize(name: str, options: str) -> str:
-        source, new, text = (shlex.quote(str(p)) for p in (model, output / f"{name}.onnx", calib))
-        return f"attnserve optimize {source} -o {new} {options} --calib {text}"
-
+    Args:
+        output: The folder of mask.json and of the models in ``Finding.parameters``.
+    """
     return [
-        *_on_dimensions(analysis, optimize),
-        *_on_similarity(analysis, optimize),
-        *_on_heads(analysis, optimize, shlex.quote(str(output / "mask.json"))),
-        *_on_lengths(analysis),
+        *_dimension_findings(analysis, output),
+        *_similarity_findings(analysis, output),
+        *_head_findings(analysis, output),
+        *_length_findings(analysis),
     ]
 
 
-def _on_dimensions(analysis: Analysis, optimize: Command) -> Iterator[Finding]:
+def _dimension_findings(analysis: Analysis, output: Path) -> Iterator[Finding]:
     rows = {row.index: row for row in analysis.summary()}
     ranked = [rows[x.index] for x in analysis.layers if x.calibrated and rows[x.index].rank]
     if not ranked:
@@ -174,80 +182,83 @@ def _on_dimensions(analysis: Analysis, optimize: Command) -> Iterator[Finding]:
     full = [row.num_heads * row.head_size for row in ranked]
     sizes = [min(_up(row.rank or 0), size) for row, size in zip(ranked, full, strict=True)]
     least, most = (pick(ranked, key=lambda row: row.rank or 0) for pick in (min, max))
-    text = f"{least.rank} of {least.full_rank} dimensions hold 99 % of what layer {least.index}"
-    text += " asks and answers on this text"
-    if most.rank != least.rank:
-        text += f"; layer {most.index} needs the most, {most.rank}"
-    text += "."
+    text = (
+        f"Layer {least.index} needs {least.rank} of {least.full_rank} query and key dimensions for "
+        "99 % of the variance on this text"
+    )
+    text += f", layer {most.index} needs {most.rank}." if most.rank != least.rank else "."
     if sizes == full:
-        yield Finding(text + " Nothing is spare: shared dimensions would save little.")
+        yield Finding(f"{text} Shared query and key dimensions would save little.")
         return
-    layers = "" if len(ranked) == len(analysis.layers) else f" --layers {_list(ranked)}"
-    dimensions = ",".join(map(str, sizes))
-    text += " Heads can share that many dimensions in the place of their own."
-    yield Finding(text, optimize("shared", f"--collab-dk {dimensions}{layers}"))
+    parameters = {
+        "output": str(output / "shared.onnx"),
+        "collab_dk": ",".join(map(str, sizes)),
+    }
+    if len(ranked) < len(analysis.layers):
+        parameters["layers"] = ",".join(str(row.index) for row in ranked)
+    yield Finding(f"{text} The heads of a layer can share query and key dimensions.", parameters)
 
 
-def _on_similarity(analysis: Analysis, optimize: Command) -> Iterator[Finding]:
+def _similarity_findings(analysis: Analysis, output: Path) -> Iterator[Finding]:
     pairs = [(row, *m) for row in range(len(analysis.layers)) if (m := analysis.earlier(row))]
     if not pairs:
         return
     row, source, similarity = max(pairs, key=lambda pair: pair[2])
     layer, other = analysis.layers[row].index, analysis.layers[source].index
-    if similarity < ALIKE:
-        yield Finding(
-            f"No layer repeats another: the nearest are layers {other} and {layer} (similarity "
-            f"{similarity:.2f}, 1 is the same)."
-        )
+    text = f"layers {other} and {layer} (similarity {similarity:.2f} of 1)"
+    if similarity < SIMILAR:
+        yield Finding(f"No layer repeats the attention of another. The most similar are {text}.")
         return
-    alike = sum(pair[2] >= ALIKE for pair in pairs)
-    text = f"Layers {other} and {layer} attend alike (similarity {similarity:.2f}, 1 is the same)"
-    text += f", and so do {alike} of {len(pairs)} layers with an earlier one" if alike > 1 else ""
+    count = sum(pair[2] >= SIMILAR for pair in pairs)
+    text = f"The attention of {text} is similar."
+    if count > 1:
+        text += f" {count} of {len(pairs)} layers are similar to an earlier layer."
     yield Finding(
-        text + ": they are candidates for reusing its attention.", optimize("reuse", "--reuse auto")
+        f"{text} A similar layer can reuse the attention probabilities of the earlier one.",
+        {"output": str(output / "reuse.onnx"), "reuse": "auto"},
     )
 
 
-def _on_heads(analysis: Analysis, optimize: Command, mask: str) -> Iterator[Finding]:
+def _head_findings(analysis: Analysis, output: Path) -> Iterator[Finding]:
     layer = min(analysis.layers, key=lambda layer: _weak_share(layer)[1])
     count, share = _weak_share(layer)
     if layer.num_heads > 1:
+        heads = "1 head" if count == 1 else f"{count} heads"
         yield Finding(
-            f"{count} of {layer.num_heads} heads of layer {layer.index} write {_percent(share)} of "
-            "its energy: the first to prune.",
-            optimize("pruned", "--prune 0.1 --importance energy"),
+            f"The weakest {heads} of {layer.num_heads} in layer {layer.index} produce "
+            f"{_percent(share)} of its output energy. Prune such heads first.",
+            {"output": str(output / "pruned.onnx"), "prune": "0.1", "importance": "energy"},
         )
-    missed = max(analysis.layers, key=lambda layer: layer.leave_one_out.max())
-    head = int(missed.leave_one_out.argmax())
+    layer = max(analysis.layers, key=lambda layer: layer.leave_one_out.max())
+    head = int(layer.leave_one_out.argmax())
     yield Finding(
-        f"Head {head} of layer {missed.index} would be missed most: without it the outputs change "
-        f"by {_percent(float(missed.leave_one_out[head]))} of their variance."
+        f"Head {head} of layer {layer.index} is the most important one: without it, the model "
+        f"outputs change by {_percent(float(layer.leave_one_out[head]))} of their variance."
     )
     kept = sum(int(layer.votes.mask.sum()) for layer in analysis.layers)
     total = sum(layer.num_heads for layer in analysis.layers)
     yield Finding(
-        f"Voting-to-Stay keeps {kept} of {total} heads, one for each group that works alike; "
-        "without the training it was made for, check what that costs.",
-        optimize("voted", f"--prune-heads {mask}"),
+        f"Voting-to-Stay keeps {kept} of {total} heads, one per group of similar heads. The method "
+        "assumes training afterwards, so check the quality without it.",
+        {"output": str(output / "voted.onnx"), "prune_heads": str(output / "mask.json")},
     )
 
 
-def _on_lengths(analysis: Analysis) -> Iterator[Finding]:
+def _length_findings(analysis: Analysis) -> Iterator[Finding]:
     size = min(layer.head_size for layer in analysis.layers)
     share = float(np.mean(analysis.lengths > size))
     if share == 0:
-        yield Finding(
-            f"No text is longer than a head is wide ({size}): head size does not limit attention."
-        )
+        text = f"No text has more tokens than the head size ({size}). The head size is sufficient."
     else:
-        yield Finding(
-            f"{_percent(share)} of the texts are longer than a head is wide ({size}): there, no "
-            "single head can attend in every way."
+        text = (
+            f"{_percent(share)} of the texts have more tokens than the head size ({size}). A head "
+            "cannot represent every attention pattern over so many tokens."
         )
+    yield Finding(text)
 
 
 def _weak_share(layer: LayerAnalysis) -> tuple[int, float]:
-    """A quarter of the heads, rounded up, and what the weakest so many write together."""
+    """A quarter of the number of heads, rounded up, and the energy share of that many weakest."""
     count = -(-layer.num_heads // 4)
     return count, float(np.sort(layer.energy_share)[:count].sum())
 
@@ -256,16 +267,12 @@ def _up(rank: int) -> int:
     return -(-rank // ROUND_TO) * ROUND_TO
 
 
-def _list(rows: list[Any]) -> str:
-    return ",".join(str(row.index) for row in rows)
-
-
 def _percent(share: float) -> str:
     return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
 
 
 def _readable(value: Any, indent: str = "") -> str:
-    """JSON with a line for each entry, but a row of numbers on one."""
+    """JSON with one line per entry and per list of numbers."""
     inner = indent + "  "
     if isinstance(value, dict) and value:
         pairs = cast(dict[str, Any], value).items()

@@ -32,6 +32,7 @@ MOST_NUMBERS = 16
 """Heatmaps with at most this many rows have labels in their cells."""
 
 PARTS = (("query", "W_Q", FIRST), ("key", "W_K", SECOND), ("product", "W_Q W_K\u1d40", THIRD))
+METRICS = {"weights": "weights only", "calibrated": "weighted by data"}
 PERCENT = np.linspace(0, 100, 201)
 
 
@@ -54,7 +55,7 @@ class Figure:
 
 
 def layer_similarity(analysis: Analysis) -> Figure | None:
-    """Figure 2 of arXiv 2110.06821, with the mean over heads in the place of the best."""
+    """Figure 2 of arXiv 2110.06821, with the mean over heads instead of the best head."""
     best = analysis.similarity.best()
     count = len(best)
     below = np.where(np.tri(count, k=-1, dtype=bool), best, np.nan)[1:, :-1]
@@ -72,12 +73,12 @@ def layer_similarity(analysis: Analysis) -> Figure | None:
 
     return Figure(
         "similarity",
-        "Whose attention each layer repeats",
-        "Each row is a layer, each column an earlier one, each cell the similarity (0 to 1) of the "
-        "row's heads with their best matches there, on average: a strong cell is a layer that "
-        "could take the other's attention instead of computing its own.",
+        "Similarity to earlier layers",
+        "Rows are layers, columns are earlier layers. A cell is the mean similarity (0 to 1) of "
+        "the row's heads to their best matches in the column's layer. A layer with a strong cell "
+        "could reuse the attention of that earlier layer.",
         svg(draw, (size + 0.9, size)),
-        int(100 * size),
+        int(100 * (size + 0.9)),
     )
 
 
@@ -104,9 +105,9 @@ def head_similarity(analysis: Analysis) -> Figure | None:
 
     return Figure(
         "similarity",
-        "Every head with every other",
-        "Each row and column is a head, in the order of execution, with lines between layers: a "
-        "strong cell outside the blocks on the diagonal is a head that repeats another layer's.",
+        "Similarity of all heads",
+        "Rows and columns are heads in execution order, with lines between layers. A strong cell "
+        "outside the diagonal blocks is a head that repeats a head of another layer.",
         svg(draw, (7.4, 6.4)),
         680,
     )
@@ -128,19 +129,19 @@ def sequential_similarity(analysis: Analysis) -> Figure | None:
         x = np.arange(len(rows))
         for rank in range(most):
             axes.plot(x, table[:, rank], "-o", color=FIRST, linewidth=1, markersize=3.5, alpha=0.35)
-        named = (("most alike head", np.nanmax, FIRST), ("median", np.nanmedian, SECOND))
-        for label, of, colour in (*named, ("least alike head", np.nanmin, THIRD)):
-            axes.plot(x, of(table, axis=1), "-o", color=colour, markersize=4.5, label=label)
+        named = (("most similar head", np.nanmax, FIRST), ("median", np.nanmedian, SECOND))
+        for label, of, color in (*named, ("least similar head", np.nanmin, THIRD)):
+            axes.plot(x, of(table, axis=1), "-o", color=color, markersize=4.5, label=label)
         axes.set_xticks(x, [str(layer.index) for layer in rows])
-        axes.set(xlabel="layer", ylabel="similarity to the layer before", ylim=(0, 1.02))
+        axes.set(xlabel="layer", ylabel="similarity to the previous layer", ylim=(0, 1.02))
         axes.grid(axis="y")
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderaxespad=0.2)
 
     return Figure(
         "similarity",
-        "How far each layer repeats the one before it",
-        "For each layer (across), the similarity of each of its heads with its best match in the "
-        "layer before, one thin line a rank: high lines are heads that add little of their own.",
+        "Similarity to the previous layer",
+        "For each layer, the similarity of its heads to their best matches in the previous layer, "
+        "sorted, with one thin line per rank. Heads on high lines repeat the previous layer.",
         svg(draw, (6.8, 3.6)),
         680,
     )
@@ -153,16 +154,16 @@ def captured_variance(analysis: Analysis) -> Figure | None:
 
     def draw(figure: Any) -> None:
         panels = figure.subplots(1, 2, sharey=True)
-        titles = ("Each head by itself", "The heads of a layer together")
+        titles = ("Single heads (mean)", "All heads of a layer")
         for axes, title, of in zip(panels, titles, (_of_heads, _of_layer), strict=True):
-            for part, label, colour in PARTS:
+            for part, label, color in PARTS:
                 for metric, dashes in (("weights", (0, (3, 2))), ("calibrated", "-")):
                     curves = [of(s) for s in _spectra(analysis, metric, part)]
                     if curves:
-                        name = label + (" by weights" if metric == "weights" else " on the data")
+                        name = f"{label}, {METRICS[metric]}"
                         y = np.mean(curves, axis=0)
-                        axes.plot(PERCENT, 100 * y, color=colour, linestyle=dashes, label=name)
-            axes.set(title=title, xlabel="directions kept, % of all", xlim=(0, 100), ylim=(0, 101))
+                        axes.plot(PERCENT, 100 * y, color=color, linestyle=dashes, label=name)
+            axes.set(title=title, xlabel="directions, % of all", xlim=(0, 100), ylim=(0, 101))
             axes.axhline(99, color=MUTED, linewidth=0.6)
             axes.grid()
         figure.get_layout_engine().set(wspace=0.06)
@@ -173,17 +174,17 @@ def captured_variance(analysis: Analysis) -> Figure | None:
 
     return Figure(
         "spectra",
-        "How much a few directions hold",
-        "The share of energy (squared singular values) that the largest directions hold, averaged "
-        "over layers: a curve that turns early means that fewer dimensions do the same work, solid "
-        "where directions count as this text uses them, dashed by the weights alone.",
+        "Captured variance",
+        "The share of the variance (squared singular values) in the largest directions, averaged "
+        "over layers. With a steep curve, fewer dimensions are sufficient. Solid lines are "
+        "weighted by the data, dashed lines use the weights only.",
         svg(draw, (8.6, 4.4)),
         860,
     )
 
 
 def layer_ranks(analysis: Analysis) -> Figure | None:
-    """The directions that hold 99 %, layer by layer."""
+    """The number of directions that hold 99 % of the variance in each layer."""
     rows = [layer for layer in analysis.layers if layer.weights]
     if not rows:
         return None
@@ -191,38 +192,38 @@ def layer_ranks(analysis: Analysis) -> Figure | None:
     def draw(figure: Any) -> None:
         axes = figure.subplots()
         x = np.arange(len(rows))
-        for part, label, colour in PARTS:
+        for part, label, color in PARTS:
             shift = 0.22 * ([p for p, *_ in PARTS].index(part) - 1)
             for metric, filled in (("weights", False), ("calibrated", True)):
                 found = [_rank_of(layer, metric, part) for layer in rows]
-                style: dict[str, Any] = {"facecolor": colour if filled else "none"}
+                style: dict[str, Any] = {"facecolor": color if filled else "none"}
                 axes.scatter(
-                    x + shift, found, s=34, edgecolor=colour, linewidth=1.3, **style,
-                    label=label + (" on the data" if filled else " by weights"),
+                    x + shift, found, s=34, edgecolor=color, linewidth=1.3, **style,
+                    label=f"{label}, {METRICS[metric]}",
                 )  # fmt: skip
         for row, layer in enumerate(rows):
             assert layer.weights is not None
             full = len(layer.weights.query.layer)
             axes.hlines(full, row - 0.4, row + 0.4, color=MUTED, linewidth=1)
         axes.set_xticks(x, [str(layer.index) for layer in rows])
-        axes.set(xlabel="layer", ylabel="directions that hold 99 %")
+        axes.set(xlabel="layer", ylabel="directions for 99 %")
         axes.set_ylim(bottom=0)
         axes.grid(axis="y")
         figure.legend(loc="outside lower center", ncols=3)
 
     return Figure(
         "spectra",
-        "Directions that hold 99 %, layer by layer",
+        "Directions that hold 99 % of the variance, by layer",
         "Filled dots are weighted by the data, hollow dots use the weights only, and the line is "
-        "the maximum: shared dimensions must serve every head, so choose them by W_Q and W_K; the "
-        "product sums over heads, which cancel.",
+        "the maximum. Choose shared dimensions by W_Q and W_K. The rank of the product is too low: "
+        "it sums over heads, which cancel.",
         svg(draw, (7.2, 4.2)),
         720,
     )
 
 
 def bottleneck(analysis: Analysis) -> Figure | None:
-    """Theorem 1 of arXiv 2002.07028, on the texts themselves."""
+    """Theorem 1 of arXiv 2002.07028, evaluated on the calibration texts."""
     sizes = sorted({layer.head_size for layer in analysis.layers})
     rows = [layer for layer in analysis.layers if layer.ranks is not None]
 
@@ -237,8 +238,8 @@ def bottleneck(analysis: Analysis) -> Figure | None:
                 f"K = {size}", (size, 1), (4, 0), xycoords=("data", "axes fraction"),
                 textcoords="offset points", va="top", color=THIRD,
             )  # fmt: skip
-        left.set(title="Lengths of the texts", xlabel="tokens, n", ylabel="texts")
-        titles = ("Rank of the scores", "Rank of the attention")
+        left.set(title="Text length", xlabel="tokens, n", ylabel="texts")
+        titles = ("Rank of the scores", "Rank of the probabilities")
         for axes, title, which in zip(others, titles, ("scores", "probabilities"), strict=False):
             for row, layer in enumerate(rows):
                 ranks = layer.ranks
@@ -257,23 +258,24 @@ def bottleneck(analysis: Analysis) -> Figure | None:
 
     return Figure(
         "bottleneck",
-        "What a head could tell apart, and what it does",
-        "A head of size K (orange) cannot attend in every way over more than K tokens: left, how "
-        "many texts are that long; then, one dot a text and layer (later layers stronger), how "
-        "many dimensions the scores and the attention use, up to n (the thin line).",
+        "Text length and rank of attention",
+        "A head of size K (orange) cannot represent every attention pattern over more than K "
+        "tokens. Left: the lengths of the texts. Middle and right: the ranks of scores and "
+        "probabilities, one dot per text and layer (later layers are more opaque). The thin line "
+        "is n.",
         svg(draw, (9.6, 3.2) if rows else (4.6, 3.2)),
         960 if rows else 460,
     )
 
 
 def importance(analysis: Analysis) -> Figure | None:
-    """What each head is worth by each measure, and who was voted to stay."""
+    """Importance of each head by three measures, and the heads kept by Voting-to-Stay."""
     heads = max(layer.num_heads for layer in analysis.layers)
     labels = [str(layer.index) for layer in analysis.layers]
     measures = (
-        ("energy_share", "Energy, share of the layer"),
-        ("leave_one_out", "Change without the head"),
-        ("sensitivity", "Sensitivity to its gate"),
+        ("energy_share", "Share of the layer's energy"),
+        ("leave_one_out", "Leave-one-out change"),
+        ("sensitivity", "Gate sensitivity"),
     )
     height = 1.5 + 0.26 * len(labels)
 
@@ -292,10 +294,11 @@ def importance(analysis: Analysis) -> Figure | None:
 
     return Figure(
         "importance",
-        "Three measures of a head, and the vote",
-        "Each row is a layer, each column a head; stronger is worth more, on each panel's own "
-        "scale: how much the head writes, how much the model's outputs change without it (squared, "
-        "relative), and how much they change with its gate; a dot is a head voted to stay.",
+        "Three importance measures and the vote",
+        "Rows are layers and columns are heads. A stronger cell is a more important head; each "
+        "panel has its own scale. Left: the head's share of the output energy. Middle: the "
+        "relative squared change of the model outputs without the head. Right: the change of the "
+        "outputs with the head's gate. Dots mark the heads that Voting-to-Stay keeps.",
         svg(draw, (10.2, height + 0.6)),
         1000,
     )
@@ -310,7 +313,7 @@ FIGURES: Sequence[Callable[[Analysis], Figure | None]] = (
     bottleneck,
     importance,
 )
-"""In the order of the page; None where there is nothing to draw."""
+"""All figures in the order of the page; each returns None without data."""
 
 
 def _spectra(analysis: Analysis, metric: str, part: str) -> list[Spectrum]:

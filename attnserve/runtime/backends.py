@@ -20,7 +20,7 @@ import onnx_ir as ir
 
 from attnserve.context import Provider
 from attnserve.runtime.buckets import Buckets
-from attnserve.runtime.cuda import PARITY, Cuda, GiveBack
+from attnserve.runtime.cuda import PARITY, ArenaShrinkPolicy, Cuda
 from attnserve.runtime.cuda_graphs import GraphRunner
 from attnserve.runtime.io_binding import Feed, InputBuffers, Place, binding_of, run_options
 from attnserve.runtime.session import open_session
@@ -59,7 +59,7 @@ def open_runner(
     cuda: Cuda = PARITY,
     buckets: int = 0,
     longest: int | None = None,
-    at_once: int = 1,
+    concurrency: int = 1,
 ) -> Runner:
     """What runs a model in a service.
 
@@ -67,7 +67,7 @@ def open_runner(
         source, provider, threads, cuda: Of ``open_session``; ``cuda.graphs`` follows ``buckets``.
         buckets: The most shapes that are captured as CUDA graphs; 0 captures none.
         longest: The most tokens a row that the model takes, where that is known.
-        at_once: The runs that will be asked for at a time. A session that captures graphs runs one
+        concurrency: The number of concurrent runs. A session that captures graphs runs one
             at a time, so there are as many sessions, each with its own weights and
             ``cuda.memory_bytes``; any other session runs them all.
 
@@ -75,22 +75,22 @@ def open_runner(
         As ``open_session``.
     """
     if provider == "cpu":
-        return _Plain(open_session(source, provider="cpu", threads=threads))
+        return SessionRunner(open_session(source, provider="cpu", threads=threads))
     open_one = partial(open_session, source, provider=provider, threads=threads)
     if buckets:
         capturing = replace(cuda, graphs=True)
         try:
-            sessions = [open_one(cuda=capturing) for _ in range(at_once)]
+            sessions = [open_one(cuda=capturing) for _ in range(concurrency)]
         except InvalidModel as refused:
             session = open_one(cuda=cuda)  # raises again where it was not for the graphs
             log.warning("without CUDA graphs: %s", refused.what)
-            return _Bound(session)
+            return IoBindingRunner(session)
         runners = [GraphRunner(one, Buckets(buckets, longest=longest)) for one in sessions]
-        return runners[0] if len(runners) == 1 else _Pool(runners)
-    return _Bound(open_one(cuda=cuda))
+        return runners[0] if len(runners) == 1 else RunnerPool(runners)
+    return IoBindingRunner(open_one(cuda=cuda))
 
 
-class _Plain:
+class SessionRunner:
     """A session as it is: any number of threads may run it."""
 
     def __init__(self, session: Any) -> None:
@@ -109,7 +109,7 @@ class _Plain:
         """Nothing is padded."""
 
 
-class _Bound(_Plain):
+class IoBindingRunner(SessionRunner):
     """A session on CUDA: what a run reads is copied into buffers that stay on the device, what it
     made is copied out once, and memory is given back after a peak.
 
@@ -120,14 +120,14 @@ class _Bound(_Plain):
     def __init__(self, session: Any, place: Place = "cuda") -> None:
         super().__init__(session)
         self._place: Place = place
-        self._peak = GiveBack()
+        self._peak = ArenaShrinkPolicy()
         # The last ones that ran are the first to run again: the others may be of an older peak.
         self._free: LifoQueue[InputBuffers] = LifoQueue()
-        self._told = False
+        self._warned = False
 
     def run(self, names: Sequence[str] | None, feed: Feed) -> list[np.ndarray]:
-        give_back = self._peak.after(sum(array.nbytes for array in feed.values()))
-        options = run_options(give_back=give_back)
+        shrink_arena = self._peak.after(sum(array.nbytes for array in feed.values()))
+        options = run_options(shrink_arena=shrink_arena)
         if not all(array.size for array in feed.values()):
             return self.session.run(names, dict(feed), options)
         buffers = self._taken()
@@ -140,7 +140,7 @@ class _Bound(_Plain):
             self.session.run_with_iobinding(binding, options)
             return [value.numpy() for value in binding.get_outputs()]
         finally:
-            if give_back:
+            if shrink_arena:
                 self._forget()
             else:
                 self._free.put(buffers)
@@ -157,12 +157,12 @@ class _Bound(_Plain):
                 self._free.get_nowait()
 
     def _tell(self, error: Exception) -> None:
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             log.warning("a run without buffers on the GPU: %s", str(error).partition("\n")[0])
 
 
-class _Pool:
+class RunnerPool:
     """Several sessions of one model, each of which runs one batch at a time."""
 
     def __init__(self, runners: Sequence[Runner]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from graph_passes.errors import InvalidArgument
 
-__all__ = ["PARITY", "Cuda", "GiveBack", "run_entries"]
+__all__ = ["PARITY", "ArenaShrinkPolicy", "Cuda", "run_entries"]
 
 DEVICE = 0
 """The first GPU that the process may see: CUDA_VISIBLE_DEVICES chooses another."""
@@ -64,22 +64,22 @@ PARITY = Cuda()
 """Exact products, for all that compares numbers."""
 
 
-def run_entries(*, graph: int | None = None, give_back: bool = False) -> dict[str, str]:
+def run_entries(*, graph: int | None = None, shrink_arena: bool = False) -> dict[str, str]:
     """Configuration entries of one run on CUDA.
 
     Args:
         graph: Of a session with CUDA graphs: which one this run captures, the first time, and then
             replays, from 1; None captures nothing.
-        give_back: Return what the arena does not use at the end of the run. Only without CUDA
+        shrink_arena: Return what the arena does not use at the end of the run. Only without CUDA
             graphs: those that were captured would replay into memory that is gone.
     """
     entries = {"gpu_graph_id": "-1" if graph is None else str(graph)}
-    if give_back:
+    if shrink_arena:
         entries["memory.enable_memory_arena_shrinkage"] = f"gpu:{DEVICE}"
     return entries
 
 
-class GiveBack:
+class ArenaShrinkPolicy:
     """When a session returns memory to the device: after a peak, once runs are small again.
 
     Returning it costs the next run its allocations, so a run does it only after ``calm`` runs in a

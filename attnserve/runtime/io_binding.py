@@ -18,9 +18,9 @@ __all__ = [
     "Place",
     "binding_of",
     "bound",
-    "give_back",
     "placed",
     "run_options",
+    "shrink_arena",
 ]
 
 Feed = Mapping[str, np.ndarray]
@@ -88,14 +88,14 @@ def placed(array: np.ndarray, place: Place) -> Any:
     return require_runtime().OrtValue.ortvalue_from_numpy(array, place, DEVICE)
 
 
-def run_options(*, graph: int | None = None, give_back: bool = False) -> Any:
+def run_options(*, graph: int | None = None, shrink_arena: bool = False) -> Any:
     options = require_runtime().RunOptions()
-    for name, value in run_entries(graph=graph, give_back=give_back).items():
+    for name, value in run_entries(graph=graph, shrink_arena=shrink_arena).items():
         options.add_run_config_entry(name, value)
     return options
 
 
-def give_back(session: Any, feed: Feed) -> None:
+def shrink_arena(session: Any, feed: Feed) -> None:
     """Run a small feed, then return what the GPU's arena does not use; nothing on the CPU."""
     if "CUDAExecutionProvider" in session.get_providers():
-        session.run(None, dict(feed), run_options(give_back=True))
+        session.run(None, dict(feed), run_options(shrink_arena=True))

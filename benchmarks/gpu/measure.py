@@ -25,7 +25,7 @@ from attnserve.models.example_inputs import example_inputs
 from attnserve.planning.apply import count_macs
 from attnserve.runtime.cuda import Cuda
 from attnserve.runtime.interleaved_timer import QUICK, time_functions
-from attnserve.runtime.io_binding import bound, give_back
+from attnserve.runtime.io_binding import bound, shrink_arena
 from attnserve.runtime.profile import AttentionKernel, attention_kernels, read_runs
 from attnserve.runtime.session import open_session
 from benchmarks.gpu.forms import FORMS, ORIGINAL, Size
@@ -136,7 +136,7 @@ def measure(
                               | told)  # fmt: skip
         done.cells += [cell(shape, name, times[name], None, ceiling) for name in more or {}]
         for session in sessions.values():
-            give_back(session, feeds[SMALL])
+            shrink_arena(session, feeds[SMALL])
 
 
 def timed(runs: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, np.ndarray | str]:

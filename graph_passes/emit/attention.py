@@ -1,12 +1,11 @@
-"""Attention in plain operators, made from its reading: any of its heads, in any order.
+"""Emit selected heads of an ``AttentionBlock`` in standard ONNX operators.
 
-    heads           x W^h, normed and turned as the reading says      (B, H, T, K)
+    heads           x W^h, with q/k norm and rotary embedding         (B, H, T, K)
     probabilities   softmax(steps(q k^T))                             (B, H, S, T)
-    output          concat(heads)[rows] W_O + bias                    as the graph had it
+    output          concat(heads)[rows] W_O + bias                    in the original layout
 
-Nothing here looks at how the graph wrote its attention, so packed, transposed, grouped and fused
-projections all come out as one product a part, with scales folded into weights. Everything is
-written in operators that mean the same at any opset from 11 on.
+The result does not depend on the layout of the original nodes: each projection becomes one product
+with scales folded into its weight. All operators have the same semantics from opset 11 on.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def emission_refusal(
     """
     if len(block.own_heads) < block.num_heads:
         return Refusal(
-            "reuses_heads", "some of its heads take the probabilities of another layer already"
+            "reuses_heads", "some of its heads reuse the probabilities of another layer already"
         )
     if (
         block.content is not None
@@ -90,7 +89,7 @@ def emission_refusal(
         if reason := _heads_refusal(part):
             return reason
     if any(isinstance(step, FullLengths) for step in block.steps):
-        return Refusal("cache_lengths", "its operator is told the lengths of a cache")
+        return Refusal("cache_lengths", "its operator reads the sequence lengths of a cache")
     if any(isinstance(step, PositionBias) and step.entangled for step in block.steps):
         return Refusal(
             "entangled_bias", "its position bias is computed from its own queries or keys"
@@ -130,18 +129,18 @@ def _heads_refusal(part: Projection) -> Refusal | None:
 
 
 class _UnsupportedError(Exception):
-    """A projection that has no such form, and why."""
+    """A projection that cannot be emitted, with the reason."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Terms:
-    """A projection of some heads, by the heads that are distinct (grouped ones are made once).
+    """A projection of some heads by distinct head; grouped heads are computed once.
 
     Attributes:
-        base: The columns of W that make each distinct head, G x K (those of the norm, if any).
-        head_groups: Which distinct head each head is.
-        turns: Each term as (turn, the order of the base's elements that it reads).
-        group: Which row of the norm each distinct head is.
+        base: The columns of W of each distinct head, G x K (of the norm, if any).
+        head_groups: The distinct head of each head.
+        rotary_terms: Each term with the order of the base elements that it reads.
+        group: The row of the norm of each distinct head.
     """
 
     base: np.ndarray
@@ -164,12 +163,14 @@ def _terms(part: Projection, heads: np.ndarray) -> _Terms:
         axis=1,
     )
     _, first, spread = np.unique(rows, axis=0, return_index=True, return_inverse=True)
-    order = np.argsort(first)  # distinct heads in the order in which they come
+    order = np.argsort(first)  # distinct heads in order of first use
     first, spread = first[order], np.argsort(order)[spread.reshape(-1)]
     if part.rotary_terms:
         base = [np.unique(row[row >= 0]) for row in per_head[first]]
         if len({len(row) for row in base}) > 1:
-            raise _UnsupportedError("its positions turn some heads by more elements than others")
+            raise _UnsupportedError(
+                "its rotary embedding covers different numbers of elements by head"
+            )
         base = np.stack(base)
     else:
         base = rotary_terms[0].columns[first]
@@ -178,11 +179,11 @@ def _terms(part: Projection, heads: np.ndarray) -> _Terms:
         length = part.norm.columns.shape[1]
         rows_of = base // length
         if base.shape[1] != length or not (rows_of == rows_of[:, :1]).all():
-            raise _UnsupportedError("its q/k norm is taken over all heads at once")
+            raise _UnsupportedError("its q/k norm covers all heads together")
         group = rows_of[:, 0]
         base = np.sort(base, axis=1) if part.rotary_terms else base
         if not part.rotary_terms and not (np.diff(base, axis=1) == 1).all():
-            raise _UnsupportedError("its q/k norm is read in another order than it is written")
+            raise _UnsupportedError("the elements of its q/k norm are reordered")
     picked = [
         (
             RotaryTerm(t.factor, t.columns[first], t.gain[first], t.offset[first]),
@@ -197,23 +198,23 @@ def _terms(part: Projection, heads: np.ndarray) -> _Terms:
 
 
 def _order(turn: RotaryTerm, first: np.ndarray, base: np.ndarray) -> np.ndarray:
-    """Where in the base each element of a term comes from: the same place in every head."""
+    """The base element of each element of a term, which must be the same in each head."""
     columns, used = turn.columns[first], turn.gain[first] != 0
     found = np.array([np.searchsorted(np.sort(b), c) for b, c in zip(base, columns, strict=True)])
     if np.array_equal(columns, base):
         return np.arange(base.shape[1])
     found = np.where(used, found, 0)
     if not (found == found[:1]).all() or not (used == used[:1]).all():
-        raise _UnsupportedError("its positions turn each head in an order of its own")
+        raise _UnsupportedError("its rotary embedding has another order of elements in each head")
     return found[0]
 
 
 def emit_heads(
     make: Inserter, part: Projection, scale: float, heads: Sequence[int] | np.ndarray | None = None
 ) -> ir.Value:
-    """``scale`` times the projection of some heads of its input, (B, H, T, K), in new nodes.
+    """Emit ``scale`` times the projection of some heads, (B, H, T, K).
 
-    The projection is one that ``why_not`` has nothing against.
+    ``emission_refusal`` must be None for the block.
     """
     chosen = np.arange(part.num_heads) if heads is None else np.asarray(heads)
     terms = _terms(part, chosen)
@@ -244,7 +245,7 @@ def emit_heads(
         value = _apply_norm(constant, value, part.norm.epsilon, size, centered=part.norm.centered)
     if not plain:
         value = _apply_rotary_terms(constant, value, terms, scale, chosen)
-    if not np.array_equal(terms.head_groups, np.arange(count)):  # heads that share keys or values
+    if not np.array_equal(terms.head_groups, np.arange(count)):  # grouped heads
         value = make.op("Gather", [value, _integers(make, terms.head_groups, "groups")], "spread",
                         axis=1)  # fmt: skip
     return value
@@ -252,7 +253,7 @@ def emit_heads(
 
 @dataclass(frozen=True)
 class _Constants:
-    """Makes weights of one element type."""
+    """Create constants of one element type."""
 
     make: Inserter
     dtype: np.dtype
@@ -268,9 +269,10 @@ def _integers(make: Inserter, numbers: Sequence[int] | np.ndarray | int, name: s
 def _apply_norm(
     constant: _Constants, value: ir.Value, epsilon: float, size: int, *, centered: bool
 ) -> ir.Value:
-    """u / sqrt(mean(u^2) + epsilon), in single precision: half has no room for the squares.
+    """Emit u / sqrt(mean(u^2) + epsilon) in float32, because squares overflow in float16.
 
-    A mean is a product here, whatever the opset; a centred norm was read of the operator.
+    The mean is a matrix product, which does not depend on the opset. A centered norm uses
+    LayerNormalization.
     """
     make, dtype = constant.make, constant.dtype
     single = _Constants(make, np.dtype(np.float32))
@@ -293,7 +295,7 @@ def _apply_norm(
 def _apply_rotary_terms(
     constant: _Constants, value: ir.Value, terms: _Terms, scale: float, heads: np.ndarray
 ) -> ir.Value:
-    """The sum of factor * (gain * element + offset) over the terms."""
+    """Emit the sum of factor * (gain * element + offset) over the terms."""
     make = constant.make
     total: ir.Value | None = None
     for turn, order in terms.rotary_terms:
@@ -315,21 +317,22 @@ def _apply_rotary_terms(
 
 
 def _by_head(array: np.ndarray) -> np.ndarray:
-    """(H, K) to broadcast with (B, H, T, K); (K,) where all heads are alike."""
+    """Reshape (H, K) to broadcast with (B, H, T, K); (K,) if all heads are equal."""
     return array[0] if (array == array[:1]).all() else array[:, None, :]
 
 
 def _factor_axes(
     spread: BroadcastLayout, heads: np.ndarray, used: np.ndarray
 ) -> tuple[tuple[str, np.ndarray | None], ...]:
-    """What each axis of the factor becomes, and which of its elements are taken: "batch",
-    "token", "head", "element", or "" where it is one element.
+    """The role of each axis of the factor, and the selected elements.
+
+    Roles are "batch", "token", "head", "element", or "" for a single element.
 
     Raises:
-        _UnfitError: It is laid out in another way.
+        _UnsupportedError: The layout is not supported.
     """
     if spread.is_last_position or (spread.positions is not None and spread.axes[:1] != ("batch",)):
-        raise _UnsupportedError("its rotary positions are counted inside an operator")
+        raise _UnsupportedError("its operator computes the rotary positions")
     roles: list[tuple[str, np.ndarray | None]] = []
     for axis in spread.axes:
         if isinstance(axis, str):
@@ -344,24 +347,22 @@ def _factor_axes(
         elif ((index == by_head[:, None]) | ~used).all():
             roles.append(("head", np.maximum(by_head, 0)))
         else:
-            raise _UnsupportedError(
-                "its rotary angles are laid out in an order that is not followed"
-            )
+            raise _UnsupportedError("the layout of its rotary angles is not supported")
     names = [role for role, _ in roles if role]
     if len(names) != len(set(names)) or "token" not in names:
-        raise _UnsupportedError("its rotary angles are laid out in an order that is not followed")
+        raise _UnsupportedError("the layout of its rotary angles is not supported")
     return tuple(roles)
 
 
 def _emit_angles(
     make: Inserter, spread: BroadcastLayout, heads: np.ndarray, used: np.ndarray
 ) -> ir.Value:
-    """The factor as (B or 1, H or 1, T, K or 1)."""
+    """Emit the factor as (B or 1, H or 1, T, K or 1)."""
     value = spread.value
     if spread.positions is not None:
         value = make.op("Gather", [value, spread.positions], "angles_at", axis=0)
     roles = _factor_axes(spread, heads, used)
-    for axis in reversed(range(len(roles))):  # from the last, so that earlier axes keep their place
+    for axis in reversed(range(len(roles))):  # last first: earlier axes keep their index
         index = roles[axis][1]
         if index is not None:
             value = make.op("Gather", [value, _integers(make, index, "elements")], "angles",
@@ -372,7 +373,7 @@ def _emit_angles(
     if order != list(range(len(kept))):
         value = make.op("Transpose", [value], "angles_in_order", perm=order)
     sizes = {role: 0 if index is None else len(index) for role, index in kept}
-    sizes["token"] = -1  # a batch, the first axis, is copied by its 0
+    sizes["token"] = -1  # 0 copies the batch, the first axis
     shape = [sizes.get(role, 1) for role in wanted]
     return make.op("Reshape", [value, _integers(make, shape, "angles_shape")], "factor")
 
@@ -380,7 +381,7 @@ def _emit_angles(
 def emit_probabilities(
     make: Inserter, block: AttentionBlock, heads: np.ndarray, info: ShapeInfo
 ) -> ir.Value:
-    """softmax(steps(scale q k^T + ...)) of some heads, (B, H, S, T)."""
+    """Emit softmax(steps(scale q k^T)) of some heads, (B, H, S, T)."""
     part = Inserter(make.graph, make.before, f"{make.prefix}/query")
     q = emit_heads(part, block.q, block.scale, heads)
     k = emit_heads(Inserter(make.graph, make.before, f"{make.prefix}/key"), block.k, 1.0, heads)
@@ -392,9 +393,9 @@ def emit_probabilities(
 def emit_softmax(
     make: Inserter, block: AttentionBlock, logits: ir.Value, heads: np.ndarray, info: ShapeInfo
 ) -> ir.Value:
-    """The probabilities of scaled logits, zero in rows that see no key where the block has it so.
+    """Emit the probabilities of scaled logits, in the precision of the original nodes.
 
-    They have the precision of the graph's own, and so have the logits.
+    Fully masked rows are zero if they are in the original.
     """
     logits.type = ir.TensorType(block.q.dtype)
     logits = in_precision(make, logits, _logits_type(block, info), info)
@@ -417,7 +418,7 @@ def probabilities_type(block: AttentionBlock, info: ShapeInfo) -> ir.DataType:
 
 
 def _logits_type(block: AttentionBlock, info: ShapeInfo) -> ir.DataType:
-    """The widest precision between scores and softmax: some graphs leave half precision there."""
+    """The widest precision between scores and softmax; some graphs use float32 only there."""
     softmax = [n.inputs[0] for n in block.nodes if n.op_type in ("Softmax", "BiasSoftmax", "Exp")]
     added = [step.value for step in block.steps if isinstance(step, PositionBias | Weighted)]
     found = [dtype for value in (*softmax, *added) if (dtype := type_of(value, info))]
@@ -425,13 +426,13 @@ def _logits_type(block: AttentionBlock, info: ShapeInfo) -> ir.DataType:
 
 
 def type_of(value: ir.Value | None, info: ShapeInfo) -> ir.DataType | None:
-    """The element type of a value, where it is known."""
+    """The element type of a value, if known."""
     tensor = None if value is None else info.known.get(value)
     return tensor.dtype if tensor is not None else None if value is None else value.dtype
 
 
 def in_precision(make: Inserter, value: ir.Value, dtype: ir.DataType, info: ShapeInfo) -> ir.Value:
-    """A value in another precision; itself where it has it, or where its own is not known."""
+    """Cast a value to another precision, unless it has it or its own is unknown."""
     if type_of(value, info) in (None, dtype):
         return value
     made = make.op("Cast", [value], "cast", to=dtype.value)
@@ -440,7 +441,7 @@ def in_precision(make: Inserter, value: ir.Value, dtype: ir.DataType, info: Shap
 
 
 def _hides_rows(step: LogitStep) -> bool:
-    """Whether a step can leave a query no key at all, so that its softmax is not a number."""
+    """Whether a step can mask all keys of a query, so that its softmax is NaN."""
     if isinstance(step, Mask | KeyMask | KeyLengths):
         return step.fill == -np.inf
     return isinstance(step, PositionBias)
@@ -449,7 +450,7 @@ def _hides_rows(step: LogitStep) -> bool:
 def emit_steps(
     make: Inserter, block: AttentionBlock, logits: ir.Value, heads: np.ndarray, info: ShapeInfo
 ) -> ir.Value:
-    """The logits (B, H, S, T) of some heads after all steps of a block."""
+    """Emit all steps of a block on the logits (B, H, S, T) of some heads."""
     rows = _Rows(block, heads, info, logits.dtype or block.q.dtype)
     for step in block.steps:
         logits = _apply_step(make, step, logits, rows)
@@ -458,7 +459,7 @@ def emit_steps(
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """Which heads of a block are written, in which precision, and what is known of its values."""
+    """The emitted heads of a block, their precision, and shape information."""
 
     block: AttentionBlock
     heads: np.ndarray
@@ -471,7 +472,7 @@ class _Rows:
 
 
 def _apply_step(make: Inserter, step: LogitStep, logits: ir.Value, rows: _Rows) -> ir.Value:
-    """The logits after one step."""
+    """Emit one step."""
 
     def number(value: float, name: str) -> ir.Value:
         return make.constant(np.array(value, rows.dtype.numpy()), name)
@@ -514,7 +515,7 @@ def _apply_step(make: Inserter, step: LogitStep, logits: ir.Value, rows: _Rows) 
 def _as_logits(
     make: Inserter, step: Mask | PositionBias | Weighted, value: ir.Value, rows: _Rows
 ) -> ir.Value:
-    """The mask of a step in the graph's layout, as it broadcasts to (B, H, S, T) of some heads."""
+    """Emit the mask of a step in a layout that broadcasts to (B, H, S, T) of some heads."""
     shape = rows.info.shape(step.value)
     if shape is None or (step.axes is None and rows.all and len(shape) in (1, 2, 4)):
         return value
@@ -543,7 +544,7 @@ def _as_logits(
 
 
 def _key_mask(make: Inserter, step: KeyMask) -> ir.Value:
-    """(B, T) or (B, S, T) as (B, 1, 1 or S, T)."""
+    """Emit a mask (B, T) or (B, S, T) as (B, 1, 1 or S, T)."""
     allowed = make.op("Cast", [step.value], "allowed", to=ir.DataType.BOOL.value)
     shape = make.op("Shape", [step.value], "mask_shape")
     ends = [_integers(make, [n], name) for n, name in ENDS]
@@ -558,7 +559,7 @@ ENDS = ((0, "from"), (1, "to"), (4, "end"))
 
 
 def _positions(make: Inserter, logits: ir.Value, axis: int, name: str) -> ir.Value:
-    """0, 1, ... along an axis of the logits."""
+    """Emit 0, 1, ... along an axis of the logits."""
     ends = [_integers(make, n, label) for n, label in ((0, "first"), (1, "step"))]
     return make.op("Range", [ends[0], _length(make, logits, axis), ends[1]], name)
 
@@ -569,7 +570,7 @@ def _length(make: Inserter, logits: ir.Value, axis: int) -> ir.Value:
 
 
 def _before_end(make: Inserter, step: KeyLengths, logits: ir.Value) -> ir.Value:
-    """allowed[b, t] = t < lengths[b] + extra."""
+    """Emit allowed[b, t] = t < lengths[b] + extra."""
     keys = _positions(make, logits, 3, "key_positions")
     lengths = make.op("Cast", [step.value], "lengths", to=ir.DataType.INT64.value)
     rows = _integers(make, [-1, 1, 1, 1], "rows")
@@ -578,7 +579,7 @@ def _before_end(make: Inserter, step: KeyLengths, logits: ir.Value) -> ir.Value:
 
 
 def _causal(make: Inserter, logits: ir.Value, *, ends_together: bool) -> ir.Value:
-    """allowed[s, t] = t <= s, or t <= s + T - S."""
+    """Emit allowed[s, t] = t <= s, or t <= s + T - S."""
     queries = _positions(make, logits, 2, "query_positions")
     if ends_together:
         more = make.op("Sub", [_length(make, logits, 3), _length(make, logits, 2)], "more_keys")
@@ -589,7 +590,7 @@ def _causal(make: Inserter, logits: ir.Value, *, ends_together: bool) -> ir.Valu
 
 
 def probabilities_by_head(make: Inserter, block: AttentionBlock, info: ShapeInfo) -> ir.Value:
-    """The probabilities of a block as (B, H, S, T), where the graph may hold (B*H, S, T)."""
+    """The probabilities of a block as (B, H, S, T), after a Reshape if they are (B*H, S, T)."""
     value = block.probabilities
     assert value is not None, f"{block.name}: its probabilities are not in the graph"
     shape = info.shape(value)
@@ -611,7 +612,7 @@ def emit_context(
     heads: np.ndarray,
     info: ShapeInfo,
 ) -> ir.Value:
-    """probabilities (B, H, S, T) @ v of these heads, (B, H, S, V)."""
+    """Emit probabilities (B, H, S, T) @ v of some heads, (B, H, S, V)."""
     values = Inserter(make.graph, make.before, f"{make.prefix}/value")
     v = emit_heads(values, block.v, block.v.scale, heads)
     v.type = ir.TensorType(block.v.dtype)
@@ -624,7 +625,7 @@ def emit_context(
 def emit_output(
     make: Inserter, block: AttentionBlock, context: ir.Value, heads: np.ndarray, info: ShapeInfo
 ) -> None:
-    """The block's output is made of the context (B, H, S, V) of these heads, in this order."""
+    """Replace the block's output by the projection of the context (B, H, S, V) of some heads."""
     output = block.output
     assert output is not None
     merged = make.op("Transpose", [context], "by_token", perm=MERGE_ORDER[output.sequence_first])
@@ -643,7 +644,7 @@ def emit_affine(
     old: ir.Value,
     info: ShapeInfo,
 ) -> ir.Node:
-    """tokens (B, S, N) @ weight + bias takes the place of ``old``, (B, S, D) or flattened.
+    """Replace ``old``, (B, S, D) or flattened, by tokens (B, S, N) @ weight + bias.
 
     Returns:
         The product.
@@ -666,7 +667,7 @@ def emit_constant(
     old: ir.Value,
     info: ShapeInfo,
 ) -> None:
-    """The bias, for each of ``tokens`` (B, S, N), takes the place of ``old``."""
+    """Replace ``old`` by the bias, expanded to ``tokens`` (B, S, N)."""
     dtype = type_of(old, info) or ir.DataType.FLOAT
     value = make.constant(bias.astype(dtype.numpy()), "output_bias")
     ends = [_integers(make, [n], name) for n, name in ((0, "from"), (2, "to"))]

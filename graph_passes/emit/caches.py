@@ -1,4 +1,4 @@
-"""Caches of a decoder's keys and values: inputs and outputs that a rewrite may change."""
+"""Key/value caches of decoders, which are inputs and outputs of the graph."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from graph_passes.errors import Refusal
 __all__ = ["Cache", "cache_of", "cache_refusal", "has_separate_heads"]
 
 MOST_READERS = 64
-"""Nodes between cached keys and their scores; more are not followed."""
+"""Maximum number of nodes between cached keys and their scores."""
 
 
 @dataclass(frozen=True, eq=False)
 class Cache:
-    """Where keys or values are cached.
+    """The cache of keys or values.
 
     Attributes:
-        past: The input of the graph, and the copies that exporters make of it (a Concat of one).
-        join: The Concat of the past and what is new.
+        past: The input of the graph, and its copies (a Concat of one input).
+        join: The Concat of past and new heads.
     """
 
     past: tuple[ir.Value, ...]
@@ -35,7 +35,7 @@ class Cache:
 
 
 def cache_of(part: Projection) -> Cache | None:
-    """The cache of a projection; None where it has none, or no Concat joins past and new heads."""
+    """The cache of a projection; None if no Concat joins past and new heads."""
     past = [] if part.past is None else [part.past.value]
     for node in part.nodes if past else ():
         if node.op_type == "Concat" and node.inputs[0] is past[-1]:
@@ -50,30 +50,32 @@ def cache_refusal(block: AttentionBlock) -> Refusal | None:
     past, cache = block.k.past, cache_of(block.k)
     assert past is not None
     if block.num_heads == 1:
-        return Refusal("single_head", "its cache holds a single head: there is nothing to share")
+        return Refusal("single_head", "its cache has a single head: there is nothing to share")
     if not has_separate_heads(block.k):
         return Refusal(
             "cache_layout", "its past keys are not laid out as (batch, heads, tokens, head size)"
         )
     if past.value.graph is not block.graph:
-        return Refusal("cache_scope", "its past keys come from outside the body that it lies in")
+        return Refusal(
+            "cache_scope", "its past keys are defined outside the body of its If or Loop"
+        )
     if cache is None or not cache.present.is_graph_output():
         return Refusal(
             "cache_present",
-            "its present keys are not returned as the past and the new ones, joined",
+            "its present keys are not an output: expected the concatenation of past and new keys",
         )
     if past.value.shape is None or isinstance(past.value.shape[2], int):
         return Refusal(
             "cache_fixed",
-            "its cache has a fixed length, and only an empty one could prove the rewrite",
+            "its cache has a fixed length, which cannot be verified with an empty cache",
         )
     if not _ends_in_scores(block, cache):
-        return Refusal("cache_shared", "its cached keys are read by more than its own scores")
+        return Refusal("cache_shared", "its cached keys have other readers than its scores")
     return None
 
 
 def has_separate_heads(part: Projection) -> bool:
-    """Whether a cache is (B, H, P, K), every head its own."""
+    """Whether a cache is (B, H, P, K) with one entry per head."""
     if part.past is None or part.past.positions is not None or len(part.past.axes) != 4:
         return False
     batch, heads, tokens, elements = part.past.axes
@@ -83,7 +85,7 @@ def has_separate_heads(part: Projection) -> bool:
 
 
 def _ends_in_scores(block: AttentionBlock, cache: Cache) -> bool:
-    """Whether nothing but the scores is made of cached keys, besides of their batch and length."""
+    """Whether cached keys are read by the scores only, except for their batch and length."""
     held = {*cache.past, cache.present}
     end = block.context if block.logits is None else block.logits
     pending, seen = list(held), set[ir.Node]()
@@ -102,7 +104,7 @@ def _ends_in_scores(block: AttentionBlock, cache: Cache) -> bool:
 
 
 def _takes_no_width(shape: ir.Node) -> bool:
-    """Whether only batch and length are taken of a shape (B, H, T, K)."""
+    """Whether only batch and length of a shape (B, H, T, K) are used."""
     end = shape.attributes.get_int("end", 4)
     taken = list(range(4))[shape.attributes.get_int("start", 0) : end]
     if set(taken) <= {0, 2}:
@@ -112,7 +114,7 @@ def _takes_no_width(shape: ir.Node) -> bool:
 
 
 def _picked(node: ir.Node, axes: list[int]) -> list[int]:
-    """Which of these a Gather or a Slice picks; all of them where that is not plain."""
+    """The axes that a Gather or Slice selects; all if the indices are not constant."""
     where = node.inputs[1:]
     if not where or not all(is_constant(value) for value in where):
         return axes

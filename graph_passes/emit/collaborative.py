@@ -1,13 +1,13 @@
-"""The logits of collaborative heads in plain operators, from their factors.
+"""Emit the logits of collaborative heads in standard operators.
 
     dense    q = scale (x P) diag(M[h])             k = y Q             logits = q k^T + scale y v_h
     sparse   q = [scale (x P)[S_h] m_h, scale, 0]   k = [(y Q)[S_h], y v_h, 0]       logits = q k^T
 
-Dense mixing makes every head multiply all R dimensions. Sparse mixing is ordinary multi-head
-attention again, over the gathered dimensions and the content, padded to a size that is the same for
-all heads and a multiple of ``ALIGN``, as fused kernels take it. What is gathered are rows of
-(B, R, T), whose tokens lie together in memory, not single elements. Where no dimension is read by
-two heads there is nothing to gather: P and Q hold the heads side by side.
+With dense mixing, every head multiplies all R dimensions. Sparse mixing is ordinary multi-head
+attention over the gathered dimensions and the content. It is padded to one size for all heads, a
+multiple of ``ALIGN`` for fused kernels. Rows of (B, R, T), which are contiguous in memory, are
+gathered instead of single elements. If no dimension is shared by two heads, nothing is gathered:
+columns of P and Q are ordered by head.
 """
 
 from __future__ import annotations
@@ -27,23 +27,22 @@ __all__ = ["cache_width", "dense_logits", "max_read_size", "padded_head_size", "
            "sparse_logits"]  # fmt: skip
 
 ALIGN = 8
-"""What fused kernels want head sizes to be multiples of; smaller heads are left as they are."""
+"""Head sizes above this value are padded to a multiple of it, for fused kernels."""
 
 
 def cache_width(factors: CollaborativeFactors) -> int:
-    """The numbers that cached keys take a token: R, and H where there are content logits."""
+    """Cached elements per token: R, plus H if there are content logits."""
     return factors.rank + (len(factors.content) if _has_content(factors) else 0)
 
 
 def padded_head_size(factors: CollaborativeFactors) -> int:
-    """K' of sparse mixing: what the largest head reads, its content and padding."""
+    """K' of sparse mixing: the size of the largest head, with content and padding."""
     largest = int((factors.mixing != 0).sum(axis=1).max())
     return padded_size(largest + int(_has_content(factors)))
 
 
 def max_read_size(head_size: int, limit: int) -> int:
-    """The dimensions that a head may read where ``head_size`` are read on average, without more
-    padding than that takes; at most ``limit``."""
+    """The largest size of a head that does not increase the padded size of ``head_size``."""
     return min(limit, padded_size(head_size + 1) - 1)
 
 
@@ -58,7 +57,7 @@ def _has_content(factors: CollaborativeFactors) -> bool:
 def dense_logits(
     make: Inserter, block: AttentionBlock, factors: CollaborativeFactors, cache: Cache | None
 ) -> ir.Value:
-    """(B, H, S, T), every head reading all R dimensions; through a cache where there is one."""
+    """Emit logits (B, H, S, T) of dense mixing, with a cache of shared keys if given."""
     weight = _Weights(make, block)
     rank, heads = factors.rank, block.q.num_heads
     scale = weight(np.array(block.scale), "scale")
@@ -88,11 +87,11 @@ def dense_logits(
 def sparse_logits(
     make: Inserter, block: AttentionBlock, factors: CollaborativeFactors, *, shared: bool = False
 ) -> ir.Value:
-    """(B, H, S, T), every head reading the dimensions for which its mixing is not zero.
+    """Emit logits (B, H, S, T) of sparse mixing.
 
     Args:
-        shared: Other blocks have the same W~Q and W~K, and a content of their own: it is joined to
-            W~K in the graph, not in the weight.
+        shared: Other blocks share W~Q and W~K but have another content. The content is then
+            concatenated to W~K in the graph instead of in the weight.
     """
     weight = _Weights(make, block)
     heads, size = len(factors.mixing), padded_head_size(factors)
@@ -100,7 +99,7 @@ def sparse_logits(
     scale = weight(np.array(block.scale), "scale")
     q = make.op("MatMul", [block.x, weight(layout.query, "query_weight")], "query")
     q = make.op("Mul", [q, scale], "scaled_query")
-    if layout.constant.any():  # one, by the same scale, that meets the content
+    if layout.constant.any():  # a column of ones, for the content
         q = make.op("Add", [q, weight(layout.constant * block.scale, "one")], "query_and_one")
     if shared and _has_content(factors):
         both = weight(factors.key, "key_weight"), weight(factors.content.T, "content_weight")
@@ -128,13 +127,14 @@ def sparse_logits(
 
 @dataclass(frozen=True, eq=False)
 class _SparseLayout:
-    """Where sparse heads find what they read.
+    """Weights and column indices of sparse heads.
 
     Attributes:
         query, key: The weights of the two products.
-        constant: What is added to each column of the queries, in units of the scale.
-        gathered: Whether columns are gathered; else they are the heads, side by side.
-        query_columns, key_columns: By head, and ``mixing`` what the queries are multiplied by.
+        constant: Added to each column of the queries, in units of the scale.
+        gathered: Whether columns are gathered; else they are ordered by head.
+        query_columns, key_columns: Column indices by head.
+        mixing: Factors of the queries.
     """
 
     query: np.ndarray  # D N
@@ -148,7 +148,7 @@ class _SparseLayout:
 
 def _layout_of(factors: CollaborativeFactors, size: int, *, gather: bool) -> _SparseLayout:
     (heads, rank), content = factors.mixing.shape, _has_content(factors)
-    query = np.pad(factors.query, ((0, 0), (0, int(content))))  # its last column meets the content
+    query = np.pad(factors.query, ((0, 0), (0, int(content))))  # the last column is for the content
     key = np.hstack([factors.key, factors.content.T]) if content else factors.key
     constant = (np.arange(query.shape[1]) == rank).astype(float)
     columns = np.zeros((2, heads, size), np.int64)
@@ -168,14 +168,14 @@ def _layout_of(factors: CollaborativeFactors, size: int, *, gather: bool) -> _Sp
 
 
 def _gathered(make: Inserter, tokens: ir.Value, columns: np.ndarray, name: str) -> ir.Value:
-    """Columns of (B, T, N) as rows (B, H*K', T)."""
+    """Gather columns of (B, T, N) as rows (B, H*K', T)."""
     rows = make.op("Transpose", [tokens], f"{name}_by_column", perm=[0, 2, 1])
     indices = make.constant(columns.reshape(-1), f"{name}_columns")
     return make.op("Gather", [rows, indices], f"{name}_of_heads", axis=1)
 
 
 class _Weights:
-    """Constants in the type of a block's own weights."""
+    """Create constants in the type of a block's weights."""
 
     def __init__(self, make: Inserter, block: AttentionBlock) -> None:
         self.make, self.dtype = make, block.q.dtype.numpy()
@@ -189,14 +189,14 @@ def _shape(make: Inserter, lengths: Sequence[int], name: str) -> ir.Value:
 
 
 def _one_head(make: Inserter, value: ir.Value, columns: int, name: str) -> ir.Value:
-    """Tokens (B, T, columns) as (B, 1, T, columns)."""
+    """Reshape tokens (B, T, columns) to (B, 1, T, columns)."""
     return make.op("Reshape", [value, _shape(make, [0, 1, -1, columns], f"{name}_shape")], name)
 
 
 def _through_cache(
     block: AttentionBlock, cache: Cache, factors: CollaborativeFactors
 ) -> tuple[ir.Value, ir.Value | None]:
-    """Shared keys (B, 1, P+T, R) and content (B, 1, P+T, H), of which the past is cached."""
+    """Emit shared keys (B, 1, P+T, R) and content (B, 1, P+T, H) with a cache of P tokens."""
     make = Inserter(block.graph, cache.join, f"{block.name}/collaborative")
     rank, width = factors.rank, cache_width(factors)
     both = np.concatenate([factors.key, factors.content.T], axis=1)[:, :width]  # E R or E R+H

@@ -1,4 +1,4 @@
-"""Put new nodes into a graph, and take out what nothing reads any more."""
+"""Insert nodes into a graph, and remove unused ones."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ LAID_OUT = frozenset({"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Cast", "I
 
 
 class Inserter:
-    """Makes nodes and constants with names of their own and places them before one node.
+    """Inserts nodes and constants with unique names before a node.
 
     Args:
-        graph: Receives the nodes.
-        before: The node in front of which they go.
-        prefix: Starts every name, so that a reader of the graph sees where they come from.
+        graph: The graph to change.
+        before: New nodes are inserted before this node.
+        prefix: Prefix of all new names.
     """
 
     def __init__(self, graph: ir.Graph, before: ir.Node, prefix: str) -> None:
@@ -52,7 +52,7 @@ class Inserter:
         domain: str = "",
         **attributes: Any,
     ) -> ir.Value:
-        """An operator with one output, called ``prefix/name``; a standard one by default."""
+        """Insert an operator with one output, named ``prefix/name``."""
         return self.ops(op_type, inputs, (name,), domain=domain, **attributes)[0]
 
     def ops(
@@ -64,7 +64,7 @@ class Inserter:
         domain: str = "",
         **attributes: Any,
     ) -> Sequence[ir.Value]:
-        """An operator with an output for each name; it is called by the first."""
+        """Insert an operator with one output per name; the node has the first name."""
         unique = [self._unique(name) for name in names]
         node = ir.node(
             op_type, inputs, attributes=attributes, domain=domain, name=unique[0],
@@ -76,7 +76,7 @@ class Inserter:
         return node.outputs
 
     def constant(self, array: np.ndarray, name: str) -> ir.Value:
-        """An initializer called ``prefix/name``."""
+        """Add an initializer named ``prefix/name``."""
         unique = self._unique(name)
         tensor = ir.tensor(array.copy(order="C"), name=unique)
         value = ir.Value(
@@ -98,7 +98,7 @@ class Inserter:
 
 
 def _names(graph: ir.Graph) -> set[str | None]:
-    """Every name in a graph, in the bodies inside it and in the graphs around it."""
+    """All names in a graph and its subgraphs."""
     taken: set[str | None] = set()
     for inner in (graph, *graph.subgraphs()):
         taken |= {value.name for node in inner for value in node.outputs}
@@ -107,9 +107,9 @@ def _names(graph: ir.Graph) -> set[str | None]:
 
 
 def replace_uses(old: ir.Value, new: ir.Value) -> None:
-    """Every reader of ``old`` reads ``new``; what is known of its type and shape moves along.
+    """Replace ``old`` by ``new`` in all readers; copy type and shape if unknown.
 
-    Where ``old`` is an output of the graph, its name moves along too.
+    If ``old`` is an output of the graph, ``new`` takes its name.
     """
     new.type = new.type or old.type
     new.shape = new.shape or old.shape
@@ -119,15 +119,15 @@ def replace_uses(old: ir.Value, new: ir.Value) -> None:
 
 
 def remove_unused(model: ir.Model) -> None:
-    """Drop nodes and initializers that no output of the model depends on."""
+    """Remove nodes and initializers that no output depends on."""
     common.RemoveUnusedNodesPass()(model)
 
 
 def redirect_shapes(model: ir.Model, blocks: Iterable[AttentionBlock]) -> None:
-    """Let go of nodes of rewritten blocks that are left only because their shapes are read.
+    """Redirect reads of shapes from nodes of rewritten blocks to the tokens, and remove the nodes.
 
-    Exporters ask a layer's own queries or keys for the batch and the length; the tokens that these
-    are made of tell the same.
+    Exporters read batch and length from the shape of a layer's queries or keys. The tokens have the
+    same batch and length.
     """
     asked = [
         (user, tokens)
@@ -155,7 +155,7 @@ def redirect_shapes(model: ir.Model, blocks: Iterable[AttentionBlock]) -> None:
 
 
 def _asked(node: ir.Node) -> Iterator[ir.Node]:
-    """Every Shape of what a node makes, laid out anew or not."""
+    """All Shape nodes that read outputs of a node, also through layout nodes."""
     for value in node.outputs:
         for user, _ in value.uses():
             if user.op_type == "Shape":
@@ -165,9 +165,9 @@ def _asked(node: ir.Node) -> Iterator[ir.Node]:
 
 
 def _tokens_of(block: AttentionBlock) -> Iterator[tuple[ir.Node, ir.Value]]:
-    """Each node whose batch and length are those of one value, and this value.
+    """Yield nodes of a block with the value that has the same batch and length.
 
-    Scores have two lengths, those of x and of y, which are told apart only where they are one.
+    Scores have the lengths of x and y, so they are included for self-attention only.
     """
     for part in (block.v, block.k, block.q):
         yield from ((node, part.input) for node in part.nodes)
@@ -176,15 +176,16 @@ def _tokens_of(block: AttentionBlock) -> Iterator[tuple[ir.Node, ir.Value]]:
 
 
 _Length = int | tuple[ir.Value, int, int]
-"""A number, or an axis of a value and how many times it is taken."""
+"""A number, or a value, its axis, and a multiple of that axis."""
 
 
 def _length_of(
     tokens: ir.Value, lengths: tuple[int, ...], runs: Sequence[ShapeInfo]
 ) -> _Length | None:
-    """A number, or the axis of the tokens, that is of these lengths in these runs.
+    """Express a length as a number or as a multiple of an axis of the tokens.
 
-    Heads may lie in the batch: then the length is some times that of the axis.
+    ``lengths`` has the length in each of ``runs``. Multiples occur if heads are merged with the
+    batch.
     """
     if len(set(lengths)) == 1:
         return lengths[0]
@@ -218,9 +219,10 @@ def _replace_shape(node: ir.Node, sources: Sequence[_Length]) -> None:
 
 
 def share_constants(model: ir.Model, *, since: Collection[str]) -> None:
-    """Constants that are not in ``since`` and hold the same become one, as layers share weights.
+    """Merge new constants with equal elements, so that layers share weights.
 
-    Where an older constant holds the same, it is the one that stays.
+    Args:
+        since: Names of the constants before the rewrite; these are kept.
     """
     for graph in model.graphs():
         given = [value for value in graph.initializers.values() if not _is_seen(value)]
@@ -228,7 +230,7 @@ def share_constants(model: ir.Model, *, since: Collection[str]) -> None:
         kinds = {_kind(value) for value in new}
         alike: dict[Hashable, list[ir.Value]] = {}
         for value in given:
-            if value.name in since and _kind(value) in kinds:  # others may stay on disk
+            if value.name in since and _kind(value) in kinds:  # do not load others from disk
                 alike.setdefault(_sample(value), []).append(value)
         for value in new:
             others = alike.setdefault(_sample(value), [])
@@ -241,7 +243,7 @@ def share_constants(model: ir.Model, *, since: Collection[str]) -> None:
 
 
 def _is_seen(value: ir.Value) -> bool:
-    """Whether callers of the model may read or replace it."""
+    """Whether a value is an input or output of the graph, or has no data."""
     return value.const_value is None or value.is_graph_output() or value.is_graph_input()
 
 
@@ -251,7 +253,7 @@ def _kind(value: ir.Value) -> Hashable:
 
 
 def _sample(value: ir.Value) -> Hashable:
-    """The same for constants that hold the same; a few elements, for most differ in the first."""
+    """A hash key from a few elements; equal for equal constants."""
     assert value.const_value is not None
     array = value.const_value.numpy().reshape(-1)
     return _kind(value), array[:: max(1, array.size // 16)].tobytes()
@@ -264,7 +266,7 @@ def _same(a: ir.Value, b: ir.Value) -> bool:
 
 @contextmanager
 def exposing(model: ir.Model, values: Sequence[ir.Value]) -> Generator[ir.Model]:
-    """The model with these values as its only outputs, for as long as the context lasts."""
+    """Make these values the only outputs of the model for the duration of the context."""
     outputs = list(model.graph.outputs)
     model.graph.outputs[:] = list(values)
     try:

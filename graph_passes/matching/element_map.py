@@ -1,7 +1,7 @@
-"""ElementMap: which column and which token of a projection each element of a value is.
+"""Element maps: the column and token of a projection that each element of a value comes from.
 
-A ``LinearTrace`` is a value as labels; the functions are the arithmetic of traces. ``LayoutReader``
-walks the graph and decides which of them a node is.
+A ``LinearTrace`` represents a value by element maps. The functions here are arithmetic on traces;
+``LayoutReader`` applies them to the nodes of a graph.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 
 
 class MatchFailure(Exception):
-    """Why a value could not be read: becomes the reason of an ``Unmatched``."""
+    """A value that does not match, with the reason for ``Unmatched``."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -38,7 +38,7 @@ class MatchFailure(Exception):
 
 
 def describe(node: ir.Node) -> str:
-    """A node as a reason names it."""
+    """The operator and name of a node, for messages."""
     return f"{node.op_type} {node.name!r}" if node.name else node.op_type
 
 
@@ -73,9 +73,10 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class ElementMap:
-    """Which column and which token each element is, times and plus what: arrays of one shape.
+    """The source of each element of a value: arrays of the value's shape.
 
-    ``factor_index`` is the element of the factor that multiplies it, if any.
+    element = gain * product[token, column] + offset, times factor[factor_index] if the term has a
+    position factor.
     """
 
     columns: np.ndarray
@@ -88,7 +89,7 @@ class ElementMap:
         return self.columns, self.tokens, self.gain, self.offset, self.factor_index
 
     def take(self, index: np.ndarray) -> ElementMap:
-        """The elements at these flat positions, laid out like them."""
+        """Select elements by flat index; the result has the shape of ``index``."""
         return ElementMap(*(_picked(array, index) for array in self.arrays()))
 
     def scaled_by(self, factor: np.ndarray | float) -> ElementMap:
@@ -104,7 +105,7 @@ class ElementMap:
 
 
 def _picked(array: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """Most arrays of labels are one number throughout, and stay so."""
+    """``array.reshape(-1)[index]``, without a copy for constant arrays."""
     if not any(array.strides) and array.size:
         return np.broadcast_to(array.flat[0], index.shape)
     return array.reshape(-1)[index]
@@ -112,11 +113,10 @@ def _picked(array: np.ndarray, index: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class LinearTrace:
-    """A value as scale * the sum over factors f of f[turn] * (gain * product[column] + offset).
+    """A value as scale * sum over factors f of f[factor_index] * (gain * product[column] + offset).
 
-    The one factor is None (1), but for rotary positions, whose factors are cosines and sines, and
-    for cached heads, which are factors of the offset 1. Where heads are normalised, ``product`` is
-    what the norm makes of it.
+    The only factor is None (1), except for rotary embeddings (cosines and sines) and caches (a
+    factor of the offset 1). With a q/k norm, ``product`` is the output of the norm.
     """
 
     source: Source | None
@@ -131,7 +131,7 @@ class LinearTrace:
 
     @property
     def has_no_factor(self) -> bool:
-        """Whether no factor multiplies it."""
+        """Whether the only factor is 1."""
         return set(self.terms) == {None}
 
     def append_node(self, node: ir.Node, scale: float = 1.0) -> LinearTrace:
@@ -141,14 +141,14 @@ class LinearTrace:
         return replace(self, terms={f: change(labels) for f, labels in self.terms.items()})
 
     def fold_scale(self) -> LinearTrace:
-        """The same with the scale in the gains, so that sums may have scales of their own."""
+        """Multiply the scale into the gains, so that traces with different scales can be added."""
         return replace(self.map_terms(lambda labels: labels.scaled_by(self.scale)), scale=1.0)
 
 
 def concat_traces(
     node: ir.Node, pieces: Sequence[LinearTrace], axis: int, role: str
 ) -> LinearTrace:
-    """Concat of pieces of one product; a piece without a factor counts as zero of it."""
+    """Concatenate traces of one product; a factor that a trace lacks has gain zero."""
     pieces = [piece.fold_scale() for piece in pieces]
     source, norm = _common(
         node, pieces, f"{describe(node)} joins the {role} of several projections"
@@ -161,15 +161,15 @@ def concat_traces(
         try:
             terms[factor] = ElementMap(*(np.concatenate(array, axis) for array in arrays))
         except ValueError as error:
-            raise MatchFailure(f"{describe(node)} could not be followed: {error}") from error
+            raise MatchFailure(f"{describe(node)} could not be evaluated: {error}") from error
     nodes = dict.fromkeys(n for piece in pieces for n in piece.nodes)
     return LinearTrace(source, 1.0, terms, (*nodes, node), norm)
 
 
 def add_traces(node: ir.Node, readings: Sequence[LinearTrace], role: str) -> LinearTrace:
-    """The sum or difference of two readings of one product, each with factors of its own."""
+    """Add or subtract two traces of one product with disjoint factors."""
     a, b = (reading.fold_scale() for reading in readings)
-    reason = f"{describe(node)} stands between the {role} projection and the product"
+    reason = f"{describe(node)} is not supported between the {role} projection and the product"
     source, norm = _common(node, (a, b), reason)
     if a.shape != b.shape or set(a.terms) & set(b.terms) or source is None:
         raise MatchFailure(reason)
@@ -182,7 +182,7 @@ def add_traces(node: ir.Node, readings: Sequence[LinearTrace], role: str) -> Lin
 def _common(
     node: ir.Node, pieces: Sequence[LinearTrace], reason: str
 ) -> tuple[Source | None, Norm | None]:
-    """The one product, and the one norm of it, that all pieces but cached heads come from."""
+    """The product and norm that all traces except caches share."""
     made = [piece for piece in pieces if piece.source is not None]
     if len({(p.source.node, p.norm and p.norm.node) for p in made if p.source}) > 1:
         raise MatchFailure(reason)
@@ -190,15 +190,15 @@ def _common(
 
 
 def _nothing_of(piece: LinearTrace) -> ElementMap:
-    """Zero times a piece: what it holds of a factor that it does not have."""
+    """An element map with gain and offset zero, for a factor that the trace lacks."""
     labels = next(iter(piece.terms.values()))
     return replace(labels.scaled_by(0.0), factor_index=np.zeros_like(labels.factor_index))
 
 
 class TermByHead(NamedTuple):
-    """One term of a reading by head: (H, K) arrays, and the factor's elements (B, H, T, K).
+    """One term of a trace by head: (H, K) arrays, and factor indices (B, H, T, K).
 
-    ``sequence_first`` tells that the tokens count (T, B), not (B, T).
+    ``sequence_first`` means that tokens are ordered (T, B) instead of (B, T).
     """
 
     columns: np.ndarray
@@ -211,14 +211,16 @@ class TermByHead(NamedTuple):
 def split_heads(trace: LinearTrace, axes: Sequence[int], heads: int, role: str) -> tuple[
     dict[PositionFactor | None, TermByHead], tuple[PositionFactor, TermByHead] | None
 ]:  # fmt: skip
-    """Each term as columns, gain and offset by head, once every token is where it should be.
+    """Split a trace into heads, and check that each token keeps its position.
 
     Args:
-        axes: The order that brings the value to (B, H, T, K), (B*H, T, K) or (B, T, H*K).
-        heads: Split the last axis into so many; 0 where they are apart already.
+        trace: The trace of a projection.
+        axes: The permutation of the value to (B, H, T, K), (B*H, T, K) or (B, T, H*K).
+        heads: Number of heads in the last axis; 0 if heads have an axis of their own.
+        role: Name of the projection, for messages.
 
     Returns:
-        The terms of the tokens, and that of the cached heads before them.
+        The terms of the tokens, and the term of the cached heads that precede them.
     """
     laid_out = {
         factor: [_four(array.transpose(axes), trace, heads, role) for array in labels.arrays()]
@@ -236,7 +238,7 @@ def split_heads(trace: LinearTrace, axes: Sequence[int], heads: int, role: str) 
     where = np.asarray(past.used.any(axis=(0, 1, 3)))
     length = int(where.sum())
     if not where[:length].all() or any(p.used[:, :, :length].any() for p in present.values()):
-        raise MatchFailure(f"the cache of the {role} does not come before its tokens")
+        raise MatchFailure(f"the cache of the {role} does not precede its tokens")
     factor_index = past.factor_index[:, :, :length]
     offset = past.offset[:, :, :length]
     if not (offset == offset.flat[0]).all() or past.gain.any():
@@ -251,7 +253,7 @@ def split_heads(trace: LinearTrace, axes: Sequence[int], heads: int, role: str) 
 
 
 def _four(array: np.ndarray, trace: LinearTrace, heads: int, role: str) -> np.ndarray:
-    """An array of labels as (B, H, T, K)."""
+    """Reshape an array of an element map to (B, H, T, K)."""
     if array.ndim < 2:
         raise MatchFailure(f"the {role} is a single row")
     if heads:
@@ -277,7 +279,7 @@ def _four(array: np.ndarray, trace: LinearTrace, heads: int, role: str) -> np.nd
 
 
 def _uniform(labels: ElementMap, trace: LinearTrace, role: str) -> TermByHead:
-    """Columns, gain and offset that are the same for every token, each in its place."""
+    """Columns, gain and offset, which must be the same for each token, in token order."""
     assert trace.source is not None
     batch, _, length, _ = labels.columns.shape
     if batch * length != trace.source.count:
@@ -291,11 +293,11 @@ def _uniform(labels: ElementMap, trace: LinearTrace, role: str) -> TermByHead:
         None,
     )
     if sequence_first is None:
-        raise MatchFailure(f"the layout of the {role} moves tokens out of place")
+        raise MatchFailure(f"the layout of the {role} reorders tokens")
     columns, _, gain, offset, factor_index = labels.arrays()
     for array in (columns, gain, offset):
         if not (array == array[:1, :, :1]).all():
-            raise MatchFailure(f"the {role} differs from token to token by more than its input")
+            raise MatchFailure(f"the {role} depends on the position of the token")
     return TermByHead(
         columns[0, :, 0], gain[0, :, 0], offset[0, :, 0], factor_index, sequence_first
     )

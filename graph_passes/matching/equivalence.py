@@ -24,11 +24,11 @@ DATA_DEPENDENT = frozenset({"NonZero", "Unique", "Compress"})
 """Operators whose output shapes depend on values: equal operators do not imply equal shapes."""
 
 REACH = 60
-"""The most nodes above a mask that are compared."""
+"""Maximum number of compared nodes above a mask."""
 
 
 def have_equal_masks(block: AttentionBlock, other: AttentionBlock) -> bool:
-    """Whether two blocks have the same query and key lengths, masks and position biases."""
+    """Whether two blocks have equal query and key lengths, masks and position biases."""
     if block.kind != other.kind or len(block.steps) != len(other.steps):
         return False
     if block.kind == "cross" and block.y is not other.y and block.k.past is None:
@@ -49,10 +49,10 @@ Pairs = dict[tuple[ir.Value, ir.Value], bool]
 
 @dataclass(frozen=True, eq=False)
 class _Comparison:
-    """Which values of two layers are equal, and which have equal shapes.
+    """Comparison of values of two layers, and of their shapes.
 
-    Exporters often repeat a mask in every layer, and read its lengths from the layer's own queries
-    or keys.
+    Exporters often repeat a mask in each layer and compute its lengths from the queries or keys of
+    the layer.
 
     Attributes:
         known: Whether a pair of values is equal, for the pairs compared so far.
@@ -63,7 +63,7 @@ class _Comparison:
     shaped: Pairs = field(default_factory=dict[tuple[ir.Value, ir.Value], bool])
 
     def are_equal(self, a: ir.Value | None, b: ir.Value | None, reach: int = REACH) -> bool:
-        """Whether two values are computed alike."""
+        """Whether two values are computed by the same operators from equal inputs."""
         if a is b or a is None or b is None:
             return a is b
         if (a, b) not in self.known:
@@ -78,7 +78,7 @@ class _Comparison:
         return self.known[a, b]
 
     def have_equal_shapes(self, a: ir.Value | None, b: ir.Value | None, reach: int = REACH) -> bool:
-        """Whether two values have one shape: made alike, but for weights and tokens."""
+        """Whether two values have equal shapes: same operators, except for weights and tokens."""
         if a is b or a is None or b is None:
             return a is b
         if (a, b) not in self.shaped:
@@ -98,7 +98,7 @@ def _is_shape(value: ir.Value) -> bool:
 
 
 def _equal(a: ir.Value, b: ir.Value) -> bool:
-    """Whether two constants hold the same."""
+    """Whether two constants have equal elements."""
     if not (is_constant(a) and is_constant(b)):
         return False
     shape = constant_shape(a)
@@ -107,7 +107,7 @@ def _equal(a: ir.Value, b: ir.Value) -> bool:
 
 
 def _are_weights(a: ir.Value, b: ir.Value) -> bool:
-    """Whether two values are weights of one shape, which may differ from layer to layer."""
+    """Whether two values are float constants of equal shape and type."""
     both = is_constant(a) and is_constant(b) and constant_shape(a) == constant_shape(b)
     return both and constant_type(a).is_floating_point() and constant_type(a) == constant_type(b)
 

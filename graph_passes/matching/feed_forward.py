@@ -1,4 +1,4 @@
-"""The second noun, ``FeedForwardBlock``, and where it stands in a graph."""
+"""Find feed-forward blocks: two products with element-wise, non-linear operators in between."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["find_feed_forward", "last_entry"]
 
 LINEAR = frozenset({"Add", "Sub", "Mul", "Div", "Neg", "Where", "Cast", "CastLike", "Identity",
                     "Dropout"})  # fmt: skip
-"""Linear in the tokens, but for products, quotients and choices of two activations."""
+"""Element-wise operators that are linear unless they combine two activations."""
 
 NONLINEAR = frozenset({"Pow", "Sqrt", "Reciprocal", "Exp", "Log", "Abs", "Sign", "Erf", "Tanh",
                   "Sigmoid", "HardSigmoid", "Relu", "PRelu", "LeakyRelu", "ThresholdedRelu", "Elu",
@@ -43,16 +43,15 @@ LAID_OUT = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten"})
 SHAPE_OPERATORS = frozenset(
     {"Gather", "Slice", "Squeeze", "Unsqueeze", "Cast", "Identity", "Concat"}
 )
-"""What picks lengths out of shapes, and makes shapes of lengths."""
+"""Operators that select and concatenate lengths of shapes."""
 
 
 def find_feed_forward(model: ir.Model) -> list[FeedForwardBlock]:
-    """Every feed-forward of a model, in order of execution, bodies of nodes included.
+    """Find all feed-forward blocks of a model, in order of execution, including bodies of nodes.
 
-    Not found: two products with nothing but linear maps between them, values that anything outside
-    reads, how many neurons there are included, and fewer neurons than the tokens have elements.
-    Such bottlenecks (adapters, squeezed summaries) are codes, whose every column speaks of the
-    whole token; a wide pooler with its classifier is a feed-forward by all that a graph tells.
+    Two products do not match if only linear operators are in between, if a value in between (or its
+    number of neurons) has another reader, or if there are fewer neurons than input elements. Such
+    bottlenecks are adapters or summaries. A wide pooler with its classifier matches.
     """
     with GraphContext.of(model) as context:
         runs = [context.get(infer_shapes_small, batch=b, sequence=s) for b, s in ((2, 5), (3, 7))]
@@ -69,7 +68,7 @@ def find_feed_forward(model: ir.Model) -> list[FeedForwardBlock]:
 def _read(
     product: ir.Node, runs: Sequence[ShapeInfo], opsets: Mapping[str, int]
 ) -> FeedForwardBlock | None:
-    """The feed-forward that ends in this node; None where none does."""
+    """Match the feed-forward block whose second product is this node, else None."""
     second = _linear(product, runs[0])
     if second is None or product.op_type == "FusedGemm" or not isinstance(product.graph, ir.Graph):
         return None
@@ -155,12 +154,12 @@ def _linear(node: ir.Node, info: ShapeInfo) -> Linear | None:
 
 
 def _is_plain(part: Linear) -> bool:
-    """Whether its last axis is that of the columns, in their order."""
+    """Whether the last axis of the output counts the columns, in order."""
     return len(part.contracted) == 1 and part.columns.shape[-1] == part.columns.size
 
 
 def _elementwise(node: ir.Node) -> int:
-    """How many inputs of a node meet element by element, from the first; 0 for other operators."""
+    """Number of element-wise inputs of a node, from the first; 0 for other operators."""
     if node.domain == "com.microsoft":
         return len(node.inputs) if node.op_type in CONTRIB else 0
     if node.domain or node.op_type not in LINEAR | NONLINEAR | LAID_OUT:
@@ -182,7 +181,7 @@ def _is_nonlinear(node: ir.Node) -> bool:
 
 
 def _same_size(value: ir.Value, hidden: ir.Value, runs: Sequence[ShapeInfo]) -> bool:
-    """Whether a value has the last axis of the other, and as many elements."""
+    """Whether two values have equal last axes and numbers of elements."""
     shapes = [(run.shape(value), run.shape(hidden)) for run in runs]
     return all(a and b and a[-1] == b[-1] and math.prod(a) == math.prod(b) for a, b in shapes)
 
@@ -190,7 +189,7 @@ def _same_size(value: ir.Value, hidden: ir.Value, runs: Sequence[ShapeInfo]) -> 
 def _by_neuron(
     node: ir.Node, constants: Sequence[tuple[int, ir.Value]], second: Linear
 ) -> list[Operand] | None:
-    """The constants with an element a neuron; None where one has neither that nor one for all."""
+    """The constants with one element per neuron; None if one has another size (except 1)."""
     found: list[Operand] = []
     for index, value in constants:
         shape = constant_shape(value)
@@ -203,7 +202,7 @@ def _by_neuron(
 
 
 def _unflattened(tokens: ir.Value, runs: Sequence[ShapeInfo]) -> ir.Value:
-    """The tokens as they were before exporters put their leading axes into one."""
+    """The tokens before exporters merged their leading axes."""
     node = tokens.producer()
     if node is None or node.op_type not in LAID_OUT | {"Identity"} or node.inputs[0] is None:
         return tokens
@@ -214,7 +213,7 @@ def _unflattened(tokens: ir.Value, runs: Sequence[ShapeInfo]) -> ir.Value:
 def _widths(
     nodes: Sequence[ir.Node], width: int, info: ShapeInfo, opsets: Mapping[str, int]
 ) -> tuple[ir.Node, ...] | None:
-    """Each Reshape that is told F; None where F is told or asked in a way that is not read."""
+    """Reshape nodes with a target shape that ends in F; None if F is used in another way."""
     marks_by_shape = _shape_marks(nodes, info, opsets)
     if marks_by_shape is None:
         return None
@@ -236,7 +235,7 @@ def _widths(
 
 
 def last_entry(shape: ir.Value) -> ir.Value | None:
-    """What a shape ends in: itself, or what comes last in a Concat."""
+    """The last input of a Concat that computes a shape, else the shape."""
     node = shape.producer()
     joined = not is_constant(shape) and node is not None and node.op_type == "Concat"
     return node.inputs[-1] if joined and node is not None else shape
@@ -245,9 +244,9 @@ def last_entry(shape: ir.Value) -> ir.Value | None:
 def _shape_marks(
     nodes: Sequence[ir.Node], info: ShapeInfo, opsets: Mapping[str, int]
 ) -> dict[ir.Value, np.ndarray] | None:
-    """Where, in shapes and lengths that are asked of the nodes' values, F stands.
+    """Mark the positions of F in shapes computed from values of the nodes.
 
-    None where anything but a Reshape among the nodes is told it.
+    Returns None if F is used by anything but Reshape nodes among them.
     """
     marks: dict[ir.Value, np.ndarray] = {}
     pending = [user for v in _outputs_of(nodes) for user, _ in v.uses() if user.op_type == "Shape"]
@@ -280,7 +279,7 @@ def _shape_marks(
 def _mark(
     node: ir.Node, value: ir.Value | None, marks: Mapping[ir.Value, np.ndarray], info: ShapeInfo
 ) -> np.ndarray | None:
-    """An operand of a node that picks lengths, with ones for F and zeros for other lengths."""
+    """An operand of a shape operator, with ones for F and zeros for other lengths."""
     if value is not None and value in marks:
         return marks[value].astype(np.int64)
     if node.op_type == "Concat":
@@ -290,7 +289,7 @@ def _mark(
 
 
 def _bias(product: ir.Node, width: int) -> tuple[ir.Value | None, ir.Value]:
-    """What is added to a product, an element a column, and the sum."""
+    """The bias of a product (one element per column), if any, and the value after it."""
     made = product.outputs[0]
     given = product.inputs[2] if len(product.inputs) > 2 else None
     if given is not None:
@@ -306,7 +305,7 @@ def _bias(product: ir.Node, width: int) -> tuple[ir.Value | None, ir.Value]:
 
 
 def _name(block: FeedForwardBlock) -> str:
-    """The path that the names of both products' nodes and constants share; a pruned one's own."""
+    """The recorded name, or the common path of the names of both products' nodes and constants."""
     if (pinned := pinned_name(block.product)) is not None:
         return pinned
     added = [operand.value.name for operand in block.constants_by_neuron]

@@ -1,4 +1,4 @@
-"""find_attention: walk outward from every softmax and every fused operator to the projections."""
+"""Find attention blocks: match from each softmax or fused operator to the projections."""
 
 from __future__ import annotations
 
@@ -35,14 +35,17 @@ from graph_passes.matching.scores import ContextMatch, match_context, match_logi
 __all__ = ["find_attention"]
 
 BATCH, SEQUENCE = 2, 5
-"""Lengths to read at: small, and apart from each other, so that no axis is mistaken for another."""
+"""Lengths for shape inference: small and distinct, so that axes are not confused."""
 
 
 def find_attention(model: ir.Model) -> tuple[list[AttentionBlock], list[Unmatched]]:
-    """Every attention of a model, in order of execution, and what was not read.
+    """Find all attention blocks of a model.
 
-    Bodies of If, Loop and Scan are read like the main graph; functions must have been inlined. A
-    reading is a claim: ``attnserve.checks.certify`` proves it by running the graph.
+    Bodies of If, Loop and Scan are included; functions must be inlined before.
+    ``attnserve.checks.certify`` verifies a match by executing the graph.
+
+    Returns:
+        Blocks in order of execution, and candidate nodes that did not match, with reasons.
     """
     with GraphContext.of(model) as context:
         info = context.get(infer_shapes_small, batch=BATCH, sequence=SEQUENCE)
@@ -56,8 +59,8 @@ def find_attention(model: ir.Model) -> tuple[list[AttentionBlock], list[Unmatche
         except MatchFailure as unread:
             unmatched.append(Unmatched(node, unread.reason))
         except (IndexError, ValueError, MemoryError, RuntimeError) as error:
-            # What graphs that are not well formed lead to; never a reason to stop reading the rest.
-            unmatched.append(Unmatched(node, f"{describe(node)} could not be followed: {error}"))
+            # Malformed graphs raise these; other blocks may still match.
+            unmatched.append(Unmatched(node, f"{describe(node)} could not be evaluated: {error}"))
         else:
             blocks += [] if block is None else [block]
     blocks, lost = _check_sources(blocks, reader)
@@ -66,10 +69,10 @@ def find_attention(model: ir.Model) -> tuple[list[AttentionBlock], list[Unmatche
 
 
 def _match_node(node: ir.Node, reader: LayoutReader) -> AttentionBlock | None:
-    """The attention around a softmax, or in an operator; None where the node is neither.
+    """Match the attention of a softmax or fused operator; None for other nodes.
 
     Raises:
-        MatchFailure: It could be, but was not read.
+        MatchFailure: The node is a candidate and does not match.
     """
     if node.op_type in FUSED_OPERATORS:
         return _match_operator(node, reader)
@@ -86,7 +89,7 @@ def _match_softmax(
     reader.shape(softmax.logits)
     logits = match_logits(softmax, reader)
     if logits is None:
-        raise MatchFailure(f"{describe(node)} is not fed by a product of queries and keys")
+        raise MatchFailure(f"{describe(node)} has no product of queries and keys as input")
     product = logits.product
     q = reader.match_projection(product.query, "query", axes=product.query_axes)
     k = reader.match_projection(product.key, "key", axes=product.key_axes)
@@ -114,17 +117,19 @@ def _match_softmax(
 
 
 def _reused_beside(context: ContextMatch, reader: LayoutReader) -> tuple[Reused, ...]:
-    """The heads beside a softmax's own, which must all come from some probabilities."""
+    """The reused heads that are concatenated with the heads of a softmax."""
     assert context.joined is not None and context.own is not None
     known = {context.own, *_softmaxes(context.joined)}
     found = head_sources(context.joined.outputs[0], known, reader.info)
     if found is None:
-        raise MatchFailure(f"{describe(context.joined)} joins probabilities with something else")
+        raise MatchFailure(
+            f"{describe(context.joined)} concatenates probabilities with another value"
+        )
     return reused_heads(found, context.own, context.joined)
 
 
 def _softmaxes(joined: ir.Node) -> set[ir.Value]:
-    """What a Concat of probabilities reads, through Gather and Identity."""
+    """The inputs of a Concat of probabilities, before any Gather and Identity."""
     found: set[ir.Value] = set()
     for value in joined.inputs:
         node = None if value is None else value.producer()
@@ -137,7 +142,7 @@ def _softmaxes(joined: ir.Node) -> set[ir.Value]:
 
 
 def _by_probabilities(blocks: Sequence[AttentionBlock]) -> dict[ir.Value, AttentionBlock]:
-    """The blocks by the probabilities that others may take: a block's own, and all it uses."""
+    """Blocks by their probabilities, own and concatenated, which other blocks may reuse."""
     known: dict[ir.Value, AttentionBlock] = {}
     for block in blocks:
         for value in (block.probabilities, block.own_probabilities):
@@ -147,7 +152,7 @@ def _by_probabilities(blocks: Sequence[AttentionBlock]) -> dict[ir.Value, Attent
 
 
 def _source(value: ir.Value, known: Mapping[ir.Value, AttentionBlock]) -> AttentionBlock | None:
-    """The block whose probabilities these are, (B*H, S, T) laid out as (B, H, S, T) included."""
+    """The block with these probabilities, also after a Reshape of (B*H, S, T)."""
     node = value.producer()
     return known.get(value) or (known.get(node.inputs[0]) if node and node.inputs[0] else None)
 
@@ -155,7 +160,7 @@ def _source(value: ir.Value, known: Mapping[ir.Value, AttentionBlock]) -> Attent
 def _check_sources(
     blocks: Sequence[AttentionBlock], reader: LayoutReader
 ) -> tuple[list[AttentionBlock], list[Unmatched]]:
-    """Blocks whose reused heads come from attention that was read; the others are misses."""
+    """Keep blocks whose reused heads come from matched blocks; the others are unmatched."""
     known = _by_probabilities(blocks)
     kept: list[AttentionBlock] = []
     unmatched: list[Unmatched] = []
@@ -164,7 +169,10 @@ def _check_sources(
             kept.append(block)
         else:
             unmatched.append(
-                Unmatched(block.product, "it joins heads of no attention that is read")
+                Unmatched(
+                    block.product,
+                    "it reuses probabilities of an attention block that was not matched",
+                )
             )
     return kept, unmatched
 
@@ -172,7 +180,7 @@ def _check_sources(
 def _find_reusing(
     blocks: Sequence[AttentionBlock], reader: LayoutReader
 ) -> tuple[list[AttentionBlock], list[Unmatched]]:
-    """Attention whose heads all take the probabilities of others: it has no softmax."""
+    """Find blocks without a softmax, whose heads all reuse probabilities."""
     known = _by_probabilities(blocks)
     claimed = {node for block in blocks for node in block.nodes}
     found: dict[ir.Node, AttentionBlock] = {}
@@ -199,13 +207,13 @@ def _reusing_block(
     source: AttentionBlock,
     reader: LayoutReader,
 ) -> AttentionBlock:
-    """context = (probabilities of others) v, the queries and keys being nobody's."""
+    """Build a block whose heads all reuse probabilities of other blocks; it has no q and k."""
     v = reader.match_projection(product.value, "value", axes=product.value_axes)
     v = replace(v, scale=v.scale * product.scale)
     none = np.zeros((0, source.head_size))
     nothing = replace(v, columns=none.astype(np.int64), gain=none, offset=none, scale=1.0, nodes=())
     q = nothing
-    if source.kind == "cross":  # as wide as the other's x, which may not be as wide as y
+    if source.kind == "cross":  # x of the source block may have another width than y
         weight, contracted = source.q.weight, source.q.contracted
         q = replace(nothing, input=source.x, weight=weight, contracted=contracted)
     between = _between(probabilities, {other.value for other in reused})
@@ -225,7 +233,7 @@ def _reusing_block(
 
 
 def _between(value: ir.Value, sources: Collection[ir.Value]) -> list[ir.Node]:
-    """The nodes that lay out heads of other attentions."""
+    """The layout nodes between reused probabilities and their product."""
     node = value.producer()
     if value in sources or node is None:
         return []
@@ -236,7 +244,7 @@ def _between(value: ir.Value, sources: Collection[ir.Value]) -> list[ir.Node]:
 
 
 def _in_order(blocks: Sequence[AttentionBlock], model: ir.Model) -> list[AttentionBlock]:
-    """By the order in which their contexts are computed."""
+    """Sort blocks by the execution order of their contexts."""
     if not any(block.idiom == "reused_probabilities" for block in blocks):
         return list(blocks)
     nodes = ir.traversal.RecursiveGraphIterator(model.graph)
@@ -245,11 +253,11 @@ def _in_order(blocks: Sequence[AttentionBlock], model: ir.Model) -> list[Attenti
 
 
 def _match_operator(node: ir.Node, reader: LayoutReader) -> AttentionBlock:
-    """An operator that holds the whole attention, from heads to context."""
+    """Match a fused attention operator."""
     read = OPERATORS.get((node.domain, node.op_type))
     if read is None:
         raise MatchFailure(
-            f"the operator {'.'.join(filter(None, node.op_identifier()))} is not read"
+            f"the operator {'.'.join(filter(None, node.op_identifier()))} is not supported"
         )
     fused = read(node, reader)
     return _make_block(
@@ -281,15 +289,13 @@ def _make_block(
     reused: tuple[Reused, ...] = (),
     own: ir.Value | None = None,
 ) -> AttentionBlock:
-    """The block with its heads matched, its output projection and all its nodes."""
+    """Build the block: repeat key/value heads, match the output projection, collect the nodes."""
     q = read.q
     heads = q.num_heads + sum(len(part.heads) for part in reused)
     if read.k.head_size != q.head_size:
         raise MatchFailure(f"queries have head size {q.head_size}, keys {read.k.head_size}")
     if read.v.rotary_terms or read.v.norm is not None:
-        raise MatchFailure(
-            "positions turn the values, or a norm changes them: no reading covers that"
-        )
+        raise MatchFailure("rotary embeddings or norms of values are not supported")
     counts = {part.sequences(reader.shape) for part in (q, read.k, read.v)}
     if len(counts) > 1:
         raise MatchFailure("queries, keys and values do not come from the same number of sequences")
@@ -328,12 +334,16 @@ def _make_block(
 def _context_labels(
     shape: tuple[int, ...], known: tuple[int, int, int], axes: Sequence[int] | None
 ) -> tuple[np.ndarray, tuple[int, int, int, int]]:
-    """A number for each element of the context, counting (B, H, S, V), laid out like it.
+    """Labels in (B, H, S, V) order, in the layout of the context.
 
     Args:
+        shape: The shape of the context.
         known: B, H and V.
-        axes: The order that brings the context to (B, H, S, V) or (B*H, S, V); None where the
-            heads are side by side already, as a fused operator leaves them.
+        axes: The permutation of the context to (B, H, S, V) or (B*H, S, V); None for the output
+            (B, S, H*V) or (B, H, S, V) of a fused operator.
+
+    Returns:
+        The labels, and B, H, S and V.
     """
     batch, heads, size = known
     count = math.prod(shape)
@@ -352,7 +362,7 @@ def _context_labels(
 def _position(
     q: Projection, k: Projection, steps: Sequence[LogitStep], reader: LayoutReader
 ) -> Literal["none", "bias", "rope"]:
-    """Rotated heads, or an additive bias that differs from head to head (masks do not)."""
+    """The position encoding: rotary, an additive bias that differs between heads, or none."""
     if q.rotary_terms or k.rotary_terms:
         return "rope"
     biases = (step.value for step in steps if isinstance(step, PositionBias))
@@ -360,7 +370,7 @@ def _position(
 
 
 def _by_head(bias: ir.Value, reader: LayoutReader) -> bool:
-    """Whether the axis of the heads holds more than zeros, or one row many times over."""
+    """Whether a bias differs between heads."""
     shape = reader.info.shape(bias)
     if shape is None or len(shape) < 3 or shape[-3] == 1:
         return False
@@ -369,7 +379,7 @@ def _by_head(bias: ir.Value, reader: LayoutReader) -> bool:
 
 
 def _repeat_heads(projection: Projection, heads: int, role: str) -> Projection:
-    """Key/value heads that several query heads share, one a query head."""
+    """Repeat key/value heads that several query heads share, once per query head."""
     own = projection.num_heads
     if own == heads:
         return projection
@@ -408,7 +418,7 @@ def _repeat_layout(spread: BroadcastLayout, times: int) -> BroadcastLayout:
 def _split_content(
     steps: Sequence[LogitStep], product: ScoreProduct, k: Projection, reader: LayoutReader
 ) -> tuple[tuple[LogitStep, ...], Projection | None]:
-    """The first added value may be the content term: a projection of the keys' own tokens."""
+    """Split off the content term: a first bias that is a projection of the keys' input."""
     if steps and isinstance(steps[0], PositionBias):
         try:
             content = reader.match_projection(steps[0].value, "content", axes=product.key_axes)
@@ -421,7 +431,7 @@ def _split_content(
 
 
 def _mark_entangled(step: LogitStep, q: Projection, k: Projection) -> LogitStep:
-    """Mark a bias that is made of the block's own queries or keys (DeBERTa, Transformer-XL)."""
+    """Mark a bias that is computed from the block's queries or keys (DeBERTa, Transformer-XL)."""
     if not isinstance(step, PositionBias):
         return step
     made = [node.outputs[0] for part in (q, k) for node in part.nodes[:1]]
@@ -429,7 +439,7 @@ def _mark_entangled(step: LogitStep, q: Projection, k: Projection) -> LogitStep:
 
 
 def _content_sum(content: Projection, scaled: ir.Value) -> ir.Value:
-    """The value after scores and content are added."""
+    """The sum of scores and content term."""
     for node, _ in scaled.uses():
         if node.op_type == "Add" and content.output in node.inputs:
             return node.outputs[0]

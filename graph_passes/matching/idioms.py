@@ -1,13 +1,13 @@
-"""How exporters write attention: one small named function an idiom.
+"""Exporter idioms of attention: one small named function per idiom.
 
-Three lists are tried in order, and the first function that answers has read the node:
+Each list is tried in order; the first function that returns a result matches the node:
 
-    SOFTMAXES            what turns scores into probabilities
-    LOGIT_IDIOMS         what stands between the scores and the softmax (from the softmax upwards)
-    PROBABILITY_IDIOMS   what stands between the softmax and the context (downwards)
+    SOFTMAXES            softmax from scores to probabilities
+    LOGIT_IDIOMS         nodes between scores and softmax (from the softmax upwards)
+    PROBABILITY_IDIOMS   nodes between softmax and context (downwards)
 
-Operators that hold a whole attention are in ``operators``.
-A new idiom is one function here and one line in its list (see CONTRIBUTING.md).
+Operators that contain a whole attention are in ``operators``.
+A new idiom is one function here and one line in its list.
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ __all__ = ["LOGIT_IDIOMS", "PROBABILITY_IDIOMS", "SOFTMAXES", "LogitMatch", "Sof
 
 @dataclass(frozen=True, eq=False)
 class SoftmaxMatch:
-    """A softmax: what it normalises, over which axis, and what it makes.
-
-    ``bias`` is added to its input first, where there is one.
-    """
+    """A softmax: its input, axis and output; ``bias``, if any, is added to the input first."""
 
     logits: ir.Value
     axis: int
@@ -41,7 +38,7 @@ class SoftmaxMatch:
 
 
 def softmax(node: ir.Node, info: ShapeInfo, opset: int) -> SoftmaxMatch | None:
-    """Softmax; before opset 13 it is one over all axes from ``axis`` on."""
+    """Softmax; before opset 13 it covers all axes from ``axis`` on."""
     if node.op_type != "Softmax" or node.domain:
         return None
     return _softmax(node, info, one_axis=opset >= 13)
@@ -84,12 +81,12 @@ SOFTMAXES = (softmax, exponential_of_log_softmax, softmax_with_bias, softmax_in_
 
 
 def _softmax(node: ir.Node, info: ShapeInfo, *, one_axis: bool) -> SoftmaxMatch:
-    """A softmax over the attribute ``axis``, or over all axes from there on where they are one."""
+    """Match a softmax over ``axis``, or over all axes from there on if the rest have length 1."""
     logits = node.inputs[0] if node.inputs else None
     if logits is None or not node.outputs:
         raise MatchFailure(f"{describe(node)} lacks its input or its output")
     shape = info.shape(logits)
-    if shape is None:  # whoever reads the logits says why
+    if shape is None:  # the match of the logits fails with the reason
         return SoftmaxMatch(logits, -1, node.outputs[0])
     axis = node.attributes.get_int("axis", -1 if one_axis else 1) % max(1, len(shape))
     if len(shape) < 2 or (not one_axis and math.prod(shape[axis + 1 :]) > 1):
@@ -98,7 +95,7 @@ def _softmax(node: ir.Node, info: ShapeInfo, *, one_axis: bool) -> SoftmaxMatch:
 
 
 def _unshifted(value: ir.Value | None) -> ir.Value | None:
-    """The logits, where their largest was subtracted, which changes no softmax."""
+    """The logits before subtraction of their maximum, which does not change the softmax."""
     node = None if value is None else value.producer()
     if node is None or node.op_type != "Sub" or None in node.inputs:
         return value
@@ -109,7 +106,7 @@ def _unshifted(value: ir.Value | None) -> ir.Value | None:
 
 
 def _axes(node: ir.Node) -> tuple[int, ...] | None:
-    """The axes that a reduction names, as an attribute or as a constant."""
+    """The axes of a reduction, from its attribute or constant input."""
     axes = node.attributes.get_ints("axes", None)
     if axes is None and len(node.inputs) > 1 and is_constant(node.inputs[1]):
         axes = constant_array(node.inputs[1]).reshape(-1).tolist()
@@ -117,12 +114,12 @@ def _axes(node: ir.Node) -> tuple[int, ...] | None:
 
 
 Step = LogitStep | float | None
-"""A mask or bias, a factor of the scale, or nothing."""
+"""A mask or bias, a factor of the scale, or None for no change."""
 
 
 @dataclass(frozen=True, eq=False)
 class LogitMatch:
-    """One node between scores and softmax: where the logits come from, and what it did to them."""
+    """One node between scores and softmax: possible logit inputs, and the step for each."""
 
     candidates: tuple[ir.Value, ...]
     step: Callable[[ir.Value], Step]
@@ -133,7 +130,7 @@ def _always(step: Step) -> Callable[[ir.Value], Step]:
 
 
 def _number(value: ir.Value | None, info: ShapeInfo) -> float | None:
-    """What a constant holds, if that is one number (however often)."""
+    """The value of a constant whose elements are all equal, else None."""
     constant = info.constant(value)
     if constant is None and is_constant(value):
         constant = constant_array(value)
@@ -195,14 +192,14 @@ def selected_logits(node: ir.Node, info: ShapeInfo) -> LogitMatch | None:
 
 
 def cast_logits(node: ir.Node, info: ShapeInfo) -> LogitMatch | None:
-    """Cast and Identity change nothing that the certificate would not see."""
+    """Cast and Identity; certification detects any change of values."""
     if node.op_type not in ("Cast", "CastLike", "Identity") or node.inputs[0] is None:
         return None
     return LogitMatch((node.inputs[0],), _always(None))
 
 
 def moved_logits(node: ir.Node, info: ShapeInfo) -> LogitMatch | None:
-    """Scores laid out anew, as (B*H, S, T) or with the heads last."""
+    """Layout changes of scores, for example (B*H, S, T) or heads last."""
     moves = ("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Transpose")
     if node.op_type not in moves or node.inputs[0] is None:
         return None
@@ -217,7 +214,7 @@ def capped_logits(node: ir.Node, info: ShapeInfo) -> LogitMatch | None:
 
 
 def floored_logits(node: ir.Node, info: ShapeInfo) -> LogitMatch | None:
-    """max(logits, the lowest number): how older exports keep a sum of masks finite."""
+    """max(logits, lowest number), which keeps a sum of masks finite in older exports."""
     if node.op_type not in ("Max", "Clip"):
         return None
     a, b, *rest = [*node.inputs, None]
@@ -243,7 +240,7 @@ LOGIT_IDIOMS = (
 
 
 def safe_softmax(probabilities: ir.Value) -> tuple[ir.Node, ...]:
-    """Where(IsNaN(p), 0, p): rows that are masked throughout become zeros (PyTorch's sdpa)."""
+    """Where(IsNaN(p), 0, p): fully masked rows become zero (PyTorch's sdpa)."""
     for where, index in probabilities.uses():
         if where.op_type != "Where" or index != 2 or where.inputs[0] is None:
             continue
@@ -256,7 +253,7 @@ def safe_softmax(probabilities: ir.Value) -> tuple[ir.Node, ...]:
 
 
 def forwarded(probabilities: ir.Value) -> tuple[ir.Node, ...]:
-    """Dropout at inference, Cast and Identity hand the probabilities on."""
+    """Dropout at inference, Cast and Identity."""
     for node, index in probabilities.uses():
         if index == 0 and node.op_type in ("Dropout", "Cast", "CastLike", "Identity"):
             return (node,)
@@ -264,7 +261,7 @@ def forwarded(probabilities: ir.Value) -> tuple[ir.Node, ...]:
 
 
 def moved_probabilities(probabilities: ir.Value) -> tuple[ir.Node, ...]:
-    """Probabilities laid out anew for their product."""
+    """Layout changes of probabilities."""
     for node, index in probabilities.uses():
         if index == 0 and node.op_type in ("Reshape", "Squeeze", "Unsqueeze", "Transpose"):
             return (node,)

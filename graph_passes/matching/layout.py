@@ -1,9 +1,9 @@
-"""Read a layout by running it on labels.
+"""Match the layout between a projection and the scores by executing it on labels.
 
-Between a projection and the scores stand reshapes, transposes, splits and scalings, in as many
-orders as there are exporters. Instead of recognising orders, each column and each token of the
-projection gets a number, the numbers are sent through the nodes themselves, and where they arrive
-is the reading. What arrives out of place is a miss, so a reading is never a guess.
+Exporters write reshapes, transposes, splits and scalings in many orders. Instead of one pattern per
+order, each column and token of the projection gets a number, and the layout nodes are executed on
+these numbers. Their positions in the result determine the layout. A result that is not a
+permutation by head does not match.
 """
 
 from __future__ import annotations
@@ -51,57 +51,59 @@ LINEAR = frozenset({"MatMul", "Gemm", "FusedMatMul", "TransposeMatMul", "Einsum"
 QUANTIZED = frozenset({"MatMulInteger", "DynamicQuantizeMatMul", "MatMulIntegerToFloat",
                        "MatMulNBits", "MatMulBnb4", "QLinearMatMul", "QGemm", "QuantizeLinear",
                        "DynamicQuantizeLinear"})  # fmt: skip
-MOST = 1 << 27
-"""Elements that are numbered at most; a graph may name any length."""
+MAX_ELEMENTS = 1 << 27
+"""Maximum number of labelled elements."""
 FLATTENS = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"})
 FLATTENING = 4
-"""Operators that change no order of elements, and how many may lie between tokens and product."""
+"""Maximum number of ``FLATTENS`` operators (which keep the order of elements) before a product."""
 ENDLESS = 1 << 30
-"""What exporters write for the end of an axis is no less, and no axis is as long."""
+"""Slice ends of at least this value mean the end of the axis (exporters write INT64_MAX etc.)."""
 REACH = 40
-"""Nodes between a projection and its product; rotary positions take about a dozen."""
+"""Maximum number of nodes between a projection and its product; rotary embeddings take about 12."""
 
 
 @dataclass(frozen=True, eq=False)
 class LayoutReader:
-    """Reads projections at one choice of axis lengths.
+    """Matches projections at given axis lengths.
 
-    Args:
+    Attributes:
         info: Shapes and small constants (see ``infer_shapes_at``).
-        opsets: The model's opset imports.
+        opsets: The opset imports of the model.
     """
 
     info: ShapeInfo
     opsets: dict[str, int]
 
     def shape(self, value: ir.Value) -> tuple[int, ...]:
-        """The shape of a value whose elements may be numbered.
+        """The shape of a value.
 
         Raises:
-            MatchFailure: It could not be inferred, or the value holds too many elements.
+            MatchFailure: The shape is unknown, or the value has too many elements.
         """
         shape = self.info.shape(value)
         if shape is None:
             raise MatchFailure(
                 f"the shape of {value.name!r} could not be inferred: {self.info.explain(value)}"
             )
-        if math.prod(shape) > MOST:
-            raise MatchFailure(f"{value.name!r} has shape {shape}: more than {MOST} elements")
+        if math.prod(shape) > MAX_ELEMENTS:
+            raise MatchFailure(
+                f"{value.name!r} has shape {shape}: more than {MAX_ELEMENTS} elements"
+            )
         return shape
 
     def match_projection(
         self, operand: ir.Value, role: str, *, axes: Sequence[int] | None = None, heads: int = 0
     ) -> Projection:
-        """Read ``operand``, (B, H, T, K) or (B*H, T, K), back to the product with its weight.
+        """Trace ``operand``, (B, H, T, K) or (B*H, T, K), to the product with its weight.
 
         Args:
-            operand: What the scores or the context read.
-            role: "query", "key", "value" or "content", for the reason of a miss.
-            axes: The order of its axes that brings the operand to (..., T, K), where it is another.
-            heads: Split the last axis of a three-dimensional (B, T, H*K) operand (fused operators).
+            operand: An operand of the scores or of the context.
+            role: "query", "key", "value" or "content", for messages.
+            axes: The permutation of the operand to (..., T, K), if not the identity.
+            heads: Number of heads in the last axis of an operand (B, T, H*K) (fused operators).
 
         Raises:
-            MatchFailure: Something other than layout stands in between.
+            MatchFailure: There is an unsupported node in between.
         """
         return self.make_projection(
             self.trace(operand, role), operand, role, axes=axes, heads=heads
@@ -116,7 +118,7 @@ class LayoutReader:
         axes: Sequence[int] | None = None,
         heads: int = 0,
     ) -> Projection:
-        """The projection whose trace this is."""
+        """Build the projection of a trace; see ``match_projection`` for the arguments."""
         if axes is None:
             axes = range(len(trace.shape))
         read, held = split_heads(trace, axes, heads, role)
@@ -152,11 +154,11 @@ class LayoutReader:
     def match_output_projection(
         self, context: ir.Value, labels: np.ndarray, order: tuple[int, int, int, int]
     ) -> OutputProjection | None:
-        """Follow the context forward to the product with W_O; None when it goes elsewhere.
+        """Follow the context forward to the product with W_O; None if there is no such product.
 
         Args:
-            labels: A number for each element of the context, laid out like it, counting
-                (B, H, S, V).
+            context: The output of the product with the values.
+            labels: Indices in (B, H, S, V) order, in the layout of the context.
             order: B, H, S and V.
         """
         size, (batch, heads, length, width) = labels.size, order
@@ -166,7 +168,7 @@ class LayoutReader:
                 return None
             try:
                 labels = self.apply_layout(node, labels, 0)
-            except MatchFailure:  # laid out for something else than a product
+            except MatchFailure:  # a layout that depends on data
                 return None
             value = node.outputs[0]
             path.append(node)
@@ -176,7 +178,7 @@ class LayoutReader:
         wanted = labels.reshape(-1, product.width)
         if product.scale != 1.0 or wanted.shape[0] != batch * length or not self._in_order(product):
             return None
-        # Label l is element (b, h, s, v): every token must see its own elements in the same order.
+        # Label l is element (b, h, s, v). Each token must have its elements in the same order.
         b, h, s, v = np.unravel_index(wanted, order)
         tokens = np.arange(batch * length)[:, None]
         found = (h * width + v)[0]
@@ -199,19 +201,19 @@ class LayoutReader:
         )
 
     def _in_order(self, product: Linear) -> bool:
-        """Whether the product's output is (tokens, columns), in this order."""
+        """Whether the output of the product is ordered (tokens, columns)."""
         shape = np.broadcast_shapes(product.rows.shape, product.columns.shape)
         rows = np.broadcast_to(product.rows, shape).reshape(product.rows.size, -1)
         return bool((rows == np.arange(product.rows.size)[:, None]).all())
 
     def _bias(self, product: ir.Node) -> tuple[ir.Value | None, ir.Value, tuple[ir.Node, ...]]:
-        """The bias of a product, the value it makes, and the node that adds it."""
+        """The bias of a product, the value after it, and the node that adds it."""
         output = product.outputs[0]
         if product.op_type == "Gemm" and len(product.inputs) > 2 and product.inputs[2] is not None:
             bias = product.inputs[2]
             one = product.attributes.get_float("beta", 1.0) == 1.0
             if not (one and is_constant(bias) and math.prod(self.shape(bias)[:-1]) == 1):
-                raise MatchFailure(f"{describe(product)} adds something else than a bias")
+                raise MatchFailure(f"{describe(product)} adds a value that is not a bias")
             return bias, output, ()
         add = only_consumer(output)
         if add is not None and add.op_type == "Add" and None not in add.inputs:
@@ -221,13 +223,19 @@ class LayoutReader:
         return None, output, ()
 
     def trace(self, value: ir.Value, role: str, reach: int = REACH) -> LinearTrace:
-        """What ``value`` is of the one product behind it."""
+        """Express ``value`` in terms of the product with a constant that it is computed from.
+
+        Raises:
+            MatchFailure: There is an unsupported node, or more than one product.
+        """
         node = value.producer()
         if node is None and not is_constant(value) and role in ("key", "value", "content"):
             return self.trace_past(value, role)
         if node is None or is_constant(value):
             what = "a constant" if is_constant(value) else "an input of the graph"
-            raise MatchFailure(f"the {role} is {value.name!r}, {what}: no projection makes it")
+            raise MatchFailure(
+                f"the {role} is {value.name!r}, {what}: not the output of a projection"
+            )
         if node.op_type in LINEAR and any(map(is_constant, node.inputs[:2])):
             return self._source(node, role)
         if reach == 0:
@@ -260,7 +268,7 @@ class LayoutReader:
         raise _between(node, role)
 
     def trace_past(self, value: ir.Value, role: str, part: int | None = None) -> LinearTrace:
-        """Heads that the caller hands in, (B, H, P, K), or that part of (2, B, H, P, K)."""
+        """Trace cached heads, an input (B, H, P, K) of the graph or one part of (2, B, H, P, K)."""
         shape = self.shape(value)
         factor_index = np.arange(math.prod(shape)).reshape(shape)
         if part is not None and len(shape) == 5:
@@ -268,14 +276,14 @@ class LayoutReader:
         if len(shape) < 4:
             raise MatchFailure(
                 f"the {role} is {value.name!r}, an input of the graph with shape {shape}: "
-                "no projection makes it, and a cache has four axes"
+                "not the output of a projection, and a cache has four axes"
             )
         zeros = np.zeros(shape, np.int64)
         labels = ElementMap(zeros, zeros, np.zeros(shape), np.ones(shape), factor_index)
         return LinearTrace(None, 1.0, {PositionFactor(value, past=True): labels}, ())
 
     def _source(self, node: ir.Node, role: str) -> LinearTrace:
-        """Number the columns and the tokens of the product."""
+        """Start a trace at a product: label its columns and tokens."""
         product = linear(node, self.shape)
         if product is None:
             raise MatchFailure(
@@ -291,7 +299,7 @@ class LayoutReader:
         return trace.map_terms(lambda labels: replace(labels, offset=labels.offset + added))
 
     def trace_product(self, node: ir.Node, tokens: ir.Value, weight: ir.Value) -> LinearTrace:
-        """Tokens (B, S, D) times a weight (D, N) inside an operator, (B, S, N)."""
+        """Start a trace at the product (B, S, D) @ (D, N) inside a fused operator."""
         sizes, columns = self.shape(tokens), self.shape(weight)
         if len(sizes) != 3 or len(columns) != 2 or sizes[-1] != columns[0]:
             raise MatchFailure(f"{describe(node)} projects {sizes} by {columns}")
@@ -322,7 +330,7 @@ class LayoutReader:
         return LinearTrace(source, product.scale, {None: labels}, (node,))
 
     def _arithmetic(self, node: ir.Node, role: str, reach: int) -> LinearTrace:
-        """A constant multiplied or added, a factor multiplied, or two readings added."""
+        """Trace Add, Sub, Mul or Div with a constant, a position factor or another trace."""
         a, b = node.inputs
         assert a is not None and b is not None
         for value, other, left in ((a, b, True), (b, a, False)):
@@ -351,7 +359,7 @@ class LayoutReader:
         return None if trace.source is None else trace
 
     def _whole(self, tokens: ir.Value, sequence_first: bool) -> tuple[ir.Value, bool]:
-        """The tokens as (B, S, D) where a product reads them flattened, or as (S, B, D)."""
+        """The value (B, S, D) before flattening or transposing; whether it remains (S, B, D)."""
         size, count = self.shape(tokens)[-1], math.prod(self.shape(tokens)[:-1])
         value: ir.Value | None = tokens
         for _ in range(FLATTENING):
@@ -370,7 +378,7 @@ class LayoutReader:
         return (node.inputs[0], False) if swapped else (tokens, True)
 
     def number_elements(self, value: ir.Value, reach: int = FLATTENING) -> np.ndarray:
-        """Numbers for the elements of a value, the same where the same elements made them."""
+        """Label the elements of a value; equal labels mean elements with the same inputs."""
         shape, node = self.shape(value), value.producer()
         constant = self.info.constant(value)
         if constant is not None:
@@ -378,7 +386,7 @@ class LayoutReader:
         if node is not None and node.op_type in LAYOUT and node.inputs[0] is not None and reach:
             try:
                 return self.apply_layout(node, self.number_elements(node.inputs[0], reach - 1), 0)
-            except MatchFailure:  # laid out by data
+            except MatchFailure:  # a layout that depends on data
                 pass
         if node is not None and node.op_type in ELEMENTWISE and reach:
             together = np.zeros((), np.int64)
@@ -390,7 +398,7 @@ class LayoutReader:
         return np.arange(math.prod(shape)).reshape(shape)
 
     def constant_elements(self, value: ir.Value | None) -> np.ndarray | None:
-        """What a value holds, where that does not depend on data."""
+        """The elements of a value that does not depend on input data, else None."""
         if value is None:
             return None
         constant = self.info.constant(value)
@@ -399,7 +407,7 @@ class LayoutReader:
         return constant_array(value) if is_constant(value) else None
 
     def _constant_operand(self, value: ir.Value) -> np.ndarray | None:
-        """A weight, or a number of the shape program, whose arrays (angles) are factors."""
+        """The elements of a weight or computed scalar; computed arrays are position factors."""
         if is_constant(value):
             return constant_array(value)
         constant = self.info.constant(value)
@@ -433,47 +441,47 @@ class LayoutReader:
         ).append_node(node)
 
     def apply_layout(self, node: ir.Node, array: np.ndarray, index: int) -> np.ndarray:
-        """An output of one layout node when its tokens are this array of labels."""
+        """Execute a layout node on an array of labels; return the output of the given index."""
         if index and node.op_type != "Split":
-            raise MatchFailure(f"{describe(node)} hands on its output {index}, not its tokens")
+            raise MatchFailure(
+                f"output {index} of {describe(node)} is not a layout of its first input"
+            )
         if node.op_type in PASS_THROUGH:
             return array
         inputs: list[np.ndarray | None] = [array]
         for other in node.inputs[1:]:
             constant = None if other is None else self.constant_elements(other)
             if other is not None and constant is None:
-                raise MatchFailure(
-                    f"{describe(node)} lays tokens out by a value that depends on data"
-                )
+                raise MatchFailure(f"{describe(node)} has a layout that depends on data")
             inputs.append(constant)
         if node.op_type == "Slice" and _is_window(inputs):
-            raise MatchFailure(
-                f"{describe(node)} keeps a fixed number of elements, however many there are"
-            )
+            raise MatchFailure(f"{describe(node)} keeps a fixed number of elements at every length")
         try:
             return evaluate(node, inputs, self.opsets)[index]
-        except Exception as error:  # whatever numpy says of shapes that do not fit
-            raise MatchFailure(f"{describe(node)} could not be followed: {error}") from error
+        except Exception as error:  # numpy raises various errors for incompatible shapes
+            raise MatchFailure(f"{describe(node)} could not be evaluated: {error}") from error
 
 
 def _between(node: ir.Node, role: str) -> MatchFailure:
-    """Why nothing is read through a node: for itself, or for the quantized product behind it."""
+    """The reason why a node does not match, or that a quantized product precedes it."""
     pending, seen = [node], {node}
     while pending and len(seen) < 4 * REACH:
         reached = pending.pop(0)
         if reached.op_type in QUANTIZED:
             return MatchFailure(
                 f"the {role} is projected in integers ({describe(reached)}): "
-                "read and rewrite the float model, and quantize the result"
+                "rewrite the float model, then quantize the result"
             )
         parents = {value.producer() for value in reached.inputs if value is not None}
         pending += [parent for parent in parents if parent is not None and parent not in seen]
         seen.update(pending)
-    return MatchFailure(f"{describe(node)} stands between the {role} projection and the product")
+    return MatchFailure(
+        f"{describe(node)} is not supported between the {role} projection and the product"
+    )
 
 
 def _is_window(inputs: Sequence[np.ndarray | None]) -> bool:
-    """Whether a Slice of these keeps all there is now, and would not of more."""
+    """Whether a Slice keeps a fixed number of elements, so that longer axes would be cut."""
     data, starts, ends, axes, steps = [*inputs, None, None][:5]
     if data is None or starts is None or ends is None or (steps is not None and steps.min() < 0):
         return False
@@ -483,7 +491,7 @@ def _is_window(inputs: Sequence[np.ndarray | None]) -> bool:
 
 
 def _by_token(inner: LinearTrace, constant: np.ndarray) -> bool:
-    """Whether a constant factor differs from token to token, as folded angles do."""
+    """Whether a constant factor depends on the position, as folded rotary angles do."""
     shape = inner.shape
     if constant.size == 1 or constant.ndim > len(shape):
         return False
@@ -507,7 +515,7 @@ def _first(node: ir.Node) -> ir.Value:
 def _cached(
     operand: ir.Value, trace: LinearTrace, past: BroadcastLayout, heads: TermByHead
 ) -> Projection:
-    """Heads that are handed in whole: every (h, k) is a column of its own, by where it lies."""
+    """A projection whose heads are all cached: each (h, k) is a column of its own."""
     indices = [axis for axis in past.axes if not isinstance(axis, str)]
     sizes = [int(index.max()) + 1 for index in indices]
     columns = np.ravel_multi_index(indices, sizes) if indices else np.zeros_like(heads.columns)
@@ -530,7 +538,7 @@ def _cached(
 
 
 def only_consumer(value: ir.Value) -> ir.Node | None:
-    """The one node that reads the elements of a value nobody else sees."""
+    """The only node that reads the elements of a value; None if the value has other readers."""
     if value.is_graph_output():
         return None
     consumers = {node for node, _ in value.uses() if node.op_type != "Shape"}

@@ -1,4 +1,4 @@
-"""What blocks are called: by what their nodes and weights agree on, and still after a rewrite."""
+"""Block names, from the common path of node and weight names; stable across rewrites."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from graph_passes.blocks import AttentionBlock
 __all__ = ["assign_names", "pin_name", "pin_names", "pinned_name"]
 
 REWRITTEN = re.compile("/(collaborative|fused|pruned|reuse)/")
-"""Stands in the names of what a rewrite puts into a graph, after the block's name."""
+"""Part of the names of nodes that a rewrite inserts, after the block's name."""
 
 PINNED = "attnserve.name"
-"""Key of a node's ``metadata_props``: the name of the block whose product it is."""
+"""Key in ``metadata_props`` of a block's product: the name of the block."""
 
 
 class Named(Protocol):
@@ -31,23 +31,23 @@ class Named(Protocol):
 
 
 def pin_names(blocks: Iterable[Named]) -> None:
-    """Record the names of blocks in their graph, so that rewrites do not change them."""
+    """Record block names in the graph, so that rewrites preserve them."""
     for block in blocks:
         pin_name(block.product, block.name)
 
 
 def pin_name(product: ir.Node, name: str) -> None:
-    """Record the name of the block whose product this node is."""
+    """Record the name of a block at its product."""
     product.metadata_props[PINNED] = name
 
 
 def pinned_name(product: ir.Node) -> str | None:
-    """The name that was recorded for the block of this node."""
+    """The recorded block name of a product, if any."""
     return product.metadata_props.get(PINNED)
 
 
 def assign_names(blocks: Sequence[AttentionBlock]) -> list[AttentionBlock]:
-    """Names the exporter's own nodes and weights agree on, else attention_<index>."""
+    """Assign each block the common path of its node and weight names, or attention_<index>."""
     names = [_common_name(block) for block in blocks]
     return [
         replace(block, name=name if name and names.count(name) == 1 else f"attention_{index}")
@@ -56,9 +56,9 @@ def assign_names(blocks: Sequence[AttentionBlock]) -> list[AttentionBlock]:
 
 
 def _common_name(block: AttentionBlock) -> str:
-    """The dotted path that the names of the projections' nodes and constants share.
+    """The common dotted path of the names of the projections' nodes and constants.
 
-    A rewritten block has its name in those of its nodes.
+    Nodes of a rewritten block contain its name.
     """
     if (pinned := pinned_name(block.product)) is not None:
         return pinned

@@ -1,7 +1,7 @@
-"""Operators that hold a whole attention: one small named function an operator.
+"""Match fused attention operators: one function per operator.
 
-Each reads its operands to projections, whichever way it wants its heads laid out. An operator in
-``FUSED_OPERATORS`` without a function in ``OPERATORS`` is a miss with a reason.
+Each function traces the operands to projections. An operator in ``FUSED_OPERATORS`` without a
+function in ``OPERATORS`` is reported as unmatched.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from graph_passes.matching.rotary import rotate_heads
 __all__ = ["FUSED_OPERATORS", "OPERATORS", "OperatorMatch"]
 
 MASK_FILTER = -10000.0
-"""What com.microsoft operators add to masked logits unless told otherwise."""
+"""Default value that com.microsoft operators add to masked logits."""
 
 
 @dataclass(frozen=True, eq=False)
 class OperatorMatch:
-    """An attention as an operator states it, before heads are matched."""
+    """The parts of an attention block, before key/value heads are repeated."""
 
     q: Projection
     k: Projection
@@ -56,7 +56,7 @@ class OperatorMatch:
 
 @dataclass(frozen=True, eq=False)
 class _Operand:
-    """An operand on its way to a projection: heads (B, H, T, K) as labels."""
+    """The trace of an operand as heads (B, H, T, K)."""
 
     node: ir.Node
     reader: LayoutReader
@@ -68,18 +68,18 @@ class _Operand:
     def read(
         cls, node: ir.Node, reader: LayoutReader, value: ir.Value, role: str, heads: int
     ) -> _Operand:
-        """An operand that is (B, T, H*K), or (B, H, T, K) already."""
+        """Trace an operand (B, T, H*K) or (B, H, T, K)."""
         trace = reader.trace(value, role)
         operand = cls(node, reader, role, value, trace)
         return operand if len(trace.shape) == 4 else operand.split_heads(heads)
 
     def map(self, change: Callable[[np.ndarray], np.ndarray]) -> _Operand:
-        """The same with every array of labels changed."""
+        """Apply a function to each array of the element maps."""
         trace = self.trace.map_terms(lambda labels: ElementMap(*map(change, labels.arrays())))
         return replace(self, trace=trace)
 
     def split_heads(self, heads: int) -> _Operand:
-        """(B, T, H*K) as (B, H, T, K)."""
+        """Split (B, T, H*K) into (B, H, T, K)."""
         shape = self.trace.shape
         if len(shape) != 3 or heads < 1 or shape[-1] % heads:
             raise MatchFailure(
@@ -88,7 +88,7 @@ class _Operand:
         return self.map(lambda a: np.moveaxis(a.reshape(*shape[:2], heads, -1), 2, 1))
 
     def add_bias(self, bias: np.ndarray | None) -> _Operand:
-        """Plus a bias of H*K elements that the operator adds itself."""
+        """Add the operator's bias of H*K elements."""
         if bias is None:
             return self
         _, heads, _, size = self.trace.shape
@@ -100,7 +100,7 @@ class _Operand:
         )
 
     def rotate(self, cos: PositionFactor, sin: PositionFactor) -> _Operand:
-        """Turned by angles as the operator's attributes say."""
+        """Apply the rotary embedding of the operator."""
         if not self.trace.has_no_factor:
             raise MatchFailure(
                 f"{describe(self.node)} rotates a {self.role} that is rotated already"
@@ -109,7 +109,7 @@ class _Operand:
         return replace(self, trace=replace(self.trace, terms=terms))
 
     def prepend_past(self, past: ir.Value | None, part: int | None = None) -> _Operand:
-        """After the cached heads of earlier tokens, (B, H, P, K), or that part of (2, ...)."""
+        """Prepend cached heads (B, H, P, K), or one part of a cache (2, B, H, P, K)."""
         if past is None:
             return self
         held = self.reader.trace_past(past, self.role, part)
@@ -162,10 +162,10 @@ def attention_operator(node: ir.Node, reader: LayoutReader) -> OperatorMatch:
 
 
 def microsoft_attention(node: ir.Node, reader: LayoutReader) -> OperatorMatch:
-    """com.microsoft Attention: the projections are inside, one weight (D, H*K + H*K + H*V).
+    """com.microsoft Attention, which includes the projections: weight (D, H*K + H*K + H*V).
 
     Raises:
-        MatchFailure: A weight that is not constant, rotary positions, or a mask of another form.
+        MatchFailure: The weight is not constant, or rotary positions or the mask are unsupported.
     """
     x, weight, bias, mask, past, added, length = _inputs(node, 7)
     if x is None or not is_constant(weight) or not (bias is None or is_constant(bias)):
@@ -193,10 +193,10 @@ def microsoft_attention(node: ir.Node, reader: LayoutReader) -> OperatorMatch:
 
 
 def multi_head_attention(node: ir.Node, reader: LayoutReader) -> OperatorMatch:
-    """com.microsoft MultiHeadAttention, with heads side by side, apart or packed.
+    """com.microsoft MultiHeadAttention, with operands (B, T, H*K), (B, H, T, K) or packed.
 
     Raises:
-        MatchFailure: A cache that is shared, or a mask of another form.
+        MatchFailure: The cache buffer is shared, or the mask is unsupported.
     """
     q, k, v, bias, mask, added, past_key, past_value, length = _inputs(node, 9)
     if q is None or length is not None:
@@ -217,7 +217,7 @@ def multi_head_attention(node: ir.Node, reader: LayoutReader) -> OperatorMatch:
         array = constant_array(bias)
         width = query.trace.shape[1] * query.trace.shape[3]
         query = query.add_bias(array[:width])
-        if k is None or len(reader.shape(k)) != 4:  # heads that are apart have theirs already
+        if k is None or len(reader.shape(k)) != 4:  # operands (B, H, T, K) include the bias
             key, value = key.add_bias(array[width : 2 * width]), value.add_bias(array[2 * width :])
     made = {part.trace.source and part.trace.source.tokens for part in (query, key)}
     if node.attributes.get_int("unidirectional", 0) and len(made) > 1:
@@ -227,12 +227,12 @@ def multi_head_attention(node: ir.Node, reader: LayoutReader) -> OperatorMatch:
 
 
 def group_query_attention(node: ir.Node, reader: LayoutReader) -> OperatorMatch:
-    """com.microsoft GroupQueryAttention: causal, cached, rotary where asked.
+    """com.microsoft GroupQueryAttention: causal, cached, optionally rotary.
 
-    Read for sequences of one length: the operator takes others apart by ``seqlens_k``.
+    The match holds for sequences of equal length (``seqlens_k``).
 
     Raises:
-        MatchFailure: A local window, sinks, a smooth softmax or a quantized cache.
+        MatchFailure: Local windows, sinks, smooth softmax and quantized caches are unsupported.
     """
     q, k, v, past_key, past_value, lengths, total, cos, sin, positions, added, sink = _inputs(
         node, 12
@@ -246,7 +246,7 @@ def group_query_attention(node: ir.Node, reader: LayoutReader) -> OperatorMatch:
         ("quantizes its cache", node.attributes.get_string("k_quant_type", "NONE") != "NONE"),
     ):
         if is_so:
-            raise MatchFailure(f"{describe(node)} {reason}, which is not read")
+            raise MatchFailure(f"{describe(node)} {reason}, which is not supported")
     heads = node.attributes.get_int("num_heads", 0)
     groups = node.attributes.get_int("kv_num_heads", 0)
     if k is None or v is None:  # one (B, S, (H + 2 G) K)
@@ -290,7 +290,7 @@ def _inputs(node: ir.Node, count: int) -> list[ir.Value | None]:
 
 
 def _packed(node: ir.Node, reader: LayoutReader, value: ir.Value, role: str, part: int) -> _Operand:
-    """One of several parts side by side in (B, T, H, parts, K)."""
+    """One part of a packed operand (B, T, H, parts, K)."""
     trace = reader.trace(value, role)
     if len(trace.shape) != 5:
         raise MatchFailure(f"{describe(node)} packs its {role} as {trace.shape}")
@@ -346,7 +346,7 @@ FUSED_OPERATORS = frozenset(
         "LinearAttention",
     }
 )
-"""Operators that hold a whole attention, in any domain: those not in OPERATORS are misses."""
+"""Operators that contain a whole attention, in any domain."""
 
 OPERATORS: Mapping[tuple[str, str], Callable[[ir.Node, LayoutReader], OperatorMatch]] = {
     ("", "Attention"): attention_operator,

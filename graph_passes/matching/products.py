@@ -1,5 +1,6 @@
-"""The products that attention is made of: tokens with a weight, queries with keys, and
-probabilities with values, whichever operator writes them.
+"""Match matrix products of attention: MatMul, Gemm, FusedMatMul or Einsum.
+
+The products are tokens with a weight, queries with keys, and probabilities with values.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ ELLIPSIS = "ABCDEFGH"
 
 
 def linear(node: ir.Node, shape_of: Callable[[ir.Value], tuple[int, ...]]) -> Linear | None:
-    """Read a product with a constant; None where it is none, or not of this form."""
+    """Match a product of tokens with a constant; None if the node is not one."""
     if node.op_type == "Einsum" and not node.domain and len(node.inputs) == 2:
         return _linear_einsum(node, shape_of)
     if MATRIX.get(node.op_type) != node.domain or len(node.inputs) < 2:
@@ -76,7 +77,7 @@ def _linear_einsum(node: ir.Node, shape_of: Callable[[ir.Value], tuple[int, ...]
     length = {**dict(zip(read, sizes, strict=True)), **dict(zip(held, shape, strict=True))}
 
     def numbered(axes: list[str]) -> np.ndarray:
-        """Each element of the output by the flattened axes, laid out like the output."""
+        """Flat indices over some axes, in a shape that broadcasts to the output."""
         count = np.arange(math.prod(length[axis] for axis in axes))
         count = count.reshape([length[axis] for axis in axes])
         order = [axes.index(axis) for axis in out if axis in axes]
@@ -109,7 +110,7 @@ class ScoreProduct:
 
 
 def score_product(node: ir.Node, info: ShapeInfo) -> ScoreProduct | None:
-    """Read a product of two activations as scores; None where it is none."""
+    """Match a product of two activations as scores; None if the node is not one."""
     operands = _activations(node, info)
     if operands is None:
         return None
@@ -155,10 +156,10 @@ class ContextProduct:
 def context_product(
     node: ir.Node, probabilities: ir.Value, order: tuple[int, ...], info: ShapeInfo
 ) -> ContextProduct | None:
-    """Read a node that takes probabilities as their product with values; None where it is none.
+    """Match a product of probabilities with values; None if the node is not one.
 
     Args:
-        order: Of the axes of the probabilities, that brings them to (..., s, t).
+        order: The permutation of the probabilities to (..., s, t).
     """
     operands = _activations(node, info)
     if operands is None:
@@ -187,7 +188,7 @@ def context_product(
 
 
 def _matrix_letters(node: ir.Node, left: int, right: int) -> tuple[tuple[str, str], str] | None:
-    """A product of two matrices, or of two stacks of them, in letters."""
+    """The Einsum letters of a (batched) matrix product."""
     if left != right or left < 2:
         return None
     lead = "abcdefgh"[: left - 2]
@@ -200,7 +201,7 @@ def _matrix_letters(node: ir.Node, left: int, right: int) -> tuple[tuple[str, st
 def _activations(
     node: ir.Node, info: ShapeInfo
 ) -> tuple[tuple[ir.Value, int], tuple[ir.Value, int]] | None:
-    """Both operands with their ranks, where neither is constant and nothing is added."""
+    """Both operands with their ranks; None if one is constant or there is a third input."""
     given = [value for value in node.inputs if value is not None]
     if node.op_type not in (*MATRIX, "Einsum") or len(given) != 2 or any(map(is_constant, given)):
         return None
@@ -217,10 +218,10 @@ def _transposes_left(node: ir.Node) -> bool:
 
 
 def _letters(node: ir.Node, left: int, right: int) -> tuple[tuple[str, str], str] | None:
-    """The operands' and the output's letters of an Einsum of two, each letter once in each.
+    """The letters of an Einsum of two operands; None if a term repeats a letter.
 
     Args:
-        left, right: The ranks of the operands; an ellipsis in both stands for the axes left over.
+        left, right: The ranks of the operands; an ellipsis is expanded to the remaining axes.
     """
     equation = node.attributes.get_string("equation", "").replace(" ", "")
     terms, arrow, out = equation.partition("->")

@@ -1,8 +1,8 @@
-"""Attention that takes its probabilities from another: the edges of a reuse transformer.
+"""Match attention blocks that reuse the probabilities of another block (reuse transformer).
 
-A product of values may read the softmax of another layer, whole, or some heads of it (Gather), or
-its own heads and others' side by side (Concat over heads). ``head_sources`` follows a value up to
-the softmaxes it comes from, and ``products_of`` follows a softmax down to every product of it.
+A product with values may read all heads of another layer's softmax, some heads (Gather), or own and
+reused heads (Concat over heads). ``head_sources`` traces such a value to the softmaxes;
+``products_of`` finds all products that read a softmax.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ HEADS = 1
 """The axis of (B, H, S, T) that counts heads."""
 
 REACH = 8
-"""Nodes between a softmax and a product that takes heads of it."""
+"""Maximum number of nodes between a softmax and a product that reuses it."""
 
 IN_ORDER = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True, eq=False)
 class HeadSources:
-    """Where each head of a value (B, H, S, T) comes from: head ``heads[h]`` of ``values[h]``."""
+    """The source of each head of a value (B, H, S, T): head ``heads[h]`` of ``values[h]``."""
 
     values: tuple[ir.Value, ...]
     heads: np.ndarray
@@ -44,7 +44,7 @@ class HeadSources:
 def head_sources(
     value: ir.Value, known: Collection[ir.Value], info: ShapeInfo
 ) -> HeadSources | None:
-    """The heads that a value is made of; None where something else than known values is in it."""
+    """Trace the heads of a value to known probabilities; None if it contains anything else."""
     shape = info.shape(value)
     if shape is None or len(shape) != 4:
         return None
@@ -90,7 +90,7 @@ def _splits_heads(node: ir.Node, known: Collection[ir.Value], info: ShapeInfo) -
 
 
 def _index(node: ir.Node) -> np.ndarray | None:
-    """What a Gather over heads takes, where that is constant."""
+    """The constant indices of a Gather over heads, else None."""
     index = node.inputs[1]
     if not _is_of_heads(node) or not is_constant(index):
         return None
@@ -104,15 +104,15 @@ def _is_of_heads(node: ir.Node) -> bool:
 
 
 def reused_heads(found: HeadSources, own: ir.Value | None, node: ir.Node) -> tuple[Reused, ...]:
-    """The heads that come from elsewhere than ``own``, whose own must all be there, in order.
+    """The reused heads: those from values other than ``own``.
 
     Raises:
-        MatchFailure: They are not.
+        MatchFailure: The heads of ``own`` are incomplete or out of order.
     """
     mine = np.array([value is own for value in found.values], bool)
     kept = found.heads[mine]
     if own is not None and not np.array_equal(kept, np.arange(len(kept))):
-        raise MatchFailure(f"{describe(node)} takes heads of a softmax out of order")
+        raise MatchFailure(f"{describe(node)} reorders the heads of a softmax")
     others = dict.fromkeys(value for value in found.values if value is not own)
     return tuple(_taken(found, value) for value in others)
 
@@ -125,7 +125,7 @@ def _taken(found: HeadSources, value: ir.Value) -> Reused:
 def products_of(
     values: Sequence[ir.Value], info: ShapeInfo
 ) -> Iterator[tuple[ContextProduct, ir.Value]]:
-    """Every product of values that takes heads of these probabilities, and what it reads."""
+    """Yield each product with values that reads these probabilities, and its operand."""
     pending, seen = [(value, REACH) for value in values], set(values)
     while pending:
         value, reach = pending.pop()

@@ -1,6 +1,6 @@
-"""What may stand between a projection and the scores besides layout: rotary positions, q/k norm.
+"""Match rotary embeddings and q/k norms between a projection and the scores.
 
-Each function takes the trace of a node's operand and gives the trace of its output.
+Each function maps the trace of a node's operand to the trace of its output.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ __all__ = [
 def apply_position_factor(
     node: ir.Node, inner: LinearTrace, factor: ir.Value, info: ShapeInfo, role: str
 ) -> LinearTrace:
-    """A value that depends on positions, not on the tokens, multiplied element by element."""
+    """Trace the element-wise product with a value that depends on positions only."""
     shape = _shape(factor, info)
     assert inner.source is not None
     if depends_on(factor, inner.source.tokens):
         raise MatchFailure(
-            f"{describe(node)} multiplies the {role} by a value made of its own tokens"
+            f"{describe(node)} multiplies the {role} by a value computed from its own tokens"
         )
     try:
         spread = np.broadcast_shapes(inner.shape, shape)
@@ -60,7 +60,7 @@ def apply_position_factor(
 
 
 def depends_on(value: ir.Value, source: ir.Value) -> bool:
-    """Whether the elements of one value are computed from those of the other."""
+    """Whether the elements of ``value`` are computed from those of ``source``."""
     pending, seen = [value], {value}
     while pending:
         reached = pending.pop()
@@ -78,11 +78,11 @@ def depends_on(value: ir.Value, source: ir.Value) -> bool:
 def apply_rotary_operator(
     node: ir.Node, inner: LinearTrace, info: ShapeInfo, role: str
 ) -> LinearTrace:
-    """RotaryEmbedding of ai.onnx (opset 23) or of com.microsoft: two terms, cosines and sines."""
+    """Trace RotaryEmbedding of ai.onnx (opset 23) or com.microsoft: a cosine and a sine term."""
     positions, cos, sin = _angles(node)
     if cos is None or sin is None or not inner.has_no_factor:
         raise MatchFailure(
-            f"{describe(node)} rotates a {role} that is rotated already, or has no angles"
+            f"{describe(node)} rotates a {role} that is rotated already, or lacks angles"
         )
     heads = node.attributes.get_int("num_heads", 0)
     if len(inner.shape) == 3 and not heads and node.domain:
@@ -93,7 +93,7 @@ def apply_rotary_operator(
             f"{describe(node)} rotates a {role} that is not laid out as (B, H, T, K)"
         )
     if node.attributes.get_float("scale", 1.0) != 1.0:
-        raise MatchFailure(f"{describe(node)} scales the {role} as it rotates it")
+        raise MatchFailure(f"{describe(node)} scales the {role} in addition to the rotation")
     labels = inner.terms[None]
     if len(inner.shape) == 3:  # B T H*K
         split = [array.reshape(*array.shape[:2], heads, -1) for array in labels.arrays()]
@@ -109,7 +109,7 @@ def apply_rotary_operator(
 def rotate_heads(
     node: ir.Node, labels: ElementMap, cos: PositionFactor, sin: PositionFactor, info: ShapeInfo
 ) -> dict[PositionFactor | None, ElementMap]:
-    """The terms of heads (B, H, T, K) that a node's attributes say to rotate."""
+    """The terms of heads (B, H, T, K) after the rotation given by a node's attributes."""
     size, length = labels.columns.shape[-1], labels.columns.shape[-2]
     interleaved = node.attributes.get_int("interleaved", 0)
     interleaved = node.attributes.get_int("rotary_interleaved", interleaved)
@@ -147,7 +147,7 @@ def rotate_heads(
 
 
 def _angles(node: ir.Node) -> tuple[ir.Value | None, ir.Value | None, ir.Value | None]:
-    """Positions, cosines and sines of either RotaryEmbedding."""
+    """Positions, cosines and sines of a RotaryEmbedding."""
     given = [*node.inputs[1:4], None, None, None]
     if node.domain:
         return given[0], given[1], given[2]
@@ -159,7 +159,7 @@ def _merged(labels: ElementMap, shape: tuple[int, ...]) -> ElementMap:
 
 
 def _looked_up_shape(factor: PositionFactor, info: ShapeInfo, length: int) -> tuple[int, ...]:
-    """Of ``value[positions]``, where one position may stand for ``length`` in a row."""
+    """The shape of ``value[positions]``; one position per sequence is expanded to ``length``."""
     shape = _shape(factor.value, info)
     if factor.positions is None:
         return shape
@@ -172,7 +172,7 @@ def _looked_up_shape(factor: PositionFactor, info: ShapeInfo, length: int) -> tu
 def rotary_terms_of(
     read: Mapping[PositionFactor | None, TermByHead], info: ShapeInfo, role: str
 ) -> tuple[RotaryTerm, ...]:
-    """Each term, and where it finds its factor."""
+    """The terms of a projection, each with the broadcast layout of its factor."""
     return tuple(
         RotaryTerm(
             None if factor is None else broadcast_layout_of(factor, heads, info, role),
@@ -187,7 +187,7 @@ def rotary_terms_of(
 def broadcast_layout_of(
     factor: PositionFactor, heads: TermByHead, info: ShapeInfo, role: str
 ) -> BroadcastLayout:
-    """What each axis of a factor runs over, from where its elements arrived."""
+    """Determine what each axis of a factor counts, from the factor indices of its term."""
     used = np.broadcast_to(((heads.gain != 0) | (heads.offset != 0))[None, :, None, :],
                            heads.factor_index.shape)  # fmt: skip
     batches, _, tokens, _ = np.ogrid[tuple(map(slice, heads.factor_index.shape))]
@@ -208,7 +208,7 @@ def broadcast_layout_of(
 
 @dataclass(frozen=True, eq=False)
 class NormMatch:
-    """A node that normalises the last axis of ``value``, times ``weight``, plus ``bias``."""
+    """A norm of the last axis of ``value``, times ``weight``, plus ``bias``."""
 
     value: ir.Value
     epsilon: float
@@ -253,7 +253,7 @@ NORMS = (norm_operator, norm_in_parts)
 
 
 def _inverse_of(value: ir.Value) -> ir.Value | None:
-    """r where the value is 1 / r."""
+    """r if the value is 1 / r, else None."""
     node = value.producer()
     if node is not None and node.op_type == "Reciprocal":
         return node.inputs[0]
@@ -265,7 +265,7 @@ def _inverse_of(value: ir.Value) -> ir.Value | None:
 
 
 def _root_mean_square(root: ir.Value, value: ir.Value) -> float | None:
-    """epsilon where root is sqrt(mean(value^2, last axis) + epsilon)."""
+    """epsilon if root is sqrt(mean(value^2, last axis) + epsilon), else None."""
     node = root.producer()
     if node is None or node.op_type not in ("Sqrt", "Pow") or node.inputs[0] is None:
         return None
@@ -285,7 +285,7 @@ def _root_mean_square(root: ir.Value, value: ir.Value) -> float | None:
 
 
 def _is_mean_product(node: ir.Node) -> bool:
-    """A product with a column of 1 / L: how ``emit`` writes a mean at any opset."""
+    """Whether a node is a product with a column of 1 / L, as ``emit`` writes a mean."""
     if node.op_type != "MatMul" or not is_constant(node.inputs[1]):
         return False
     column = constant_array(node.inputs[1])
@@ -317,21 +317,21 @@ def _number(value: ir.Value | None) -> float | None:
 
 
 def apply_norm(node: ir.Node, inner: LinearTrace, reading: NormMatch, role: str) -> LinearTrace:
-    """The norm's output, whose elements are counted anew: row g of L columns from g L on."""
+    """Trace the output of a norm; group g of length L has the new columns g L to (g + 1) L - 1."""
     if inner.norm is not None or not inner.has_no_factor:
         raise MatchFailure(
-            f"{describe(node)} normalises a {role} that is normalised or rotated already"
+            f"{describe(node)} normalizes a {role} that is normalized or rotated already"
         )
     labels = inner.terms[None]
     length = inner.shape[-1]
     rows = [array.reshape(-1, length) for array in labels.arrays()]
     columns, tokens, gain, offset = rows[:4]
     if not (tokens == tokens[:, :1]).all():
-        raise MatchFailure(f"{describe(node)} normalises the {role} over more than one token")
+        raise MatchFailure(f"{describe(node)} normalizes the {role} over more than one token")
     groups, first, group = np.unique(columns, axis=0, return_index=True, return_inverse=True)
     group = group.reshape(-1)
     if not ((gain == gain[first][group]).all() and (offset == offset[first][group]).all()):
-        raise MatchFailure(f"the {role} differs from token to token by more than its input")
+        raise MatchFailure(f"the {role} depends on the position of the token")
     norm = Norm(
         node, groups, gain[first], offset[first], inner.scale, reading.epsilon, reading.centered
     )
@@ -351,7 +351,7 @@ def apply_norm(node: ir.Node, inner: LinearTrace, reading: NormMatch, role: str)
 def _vector(node: ir.Node, value: ir.Value, role: str) -> np.ndarray:
     if not is_constant(value):
         raise MatchFailure(
-            f"{describe(node)} normalises the {role} with a weight that is not constant"
+            f"{describe(node)} normalizes the {role} with a weight that is not constant"
         )
     return constant_array(value).astype(np.float64)
 

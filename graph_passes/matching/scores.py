@@ -1,8 +1,8 @@
-"""From the softmax up to the scores, and down to the context.
+"""Match the scores above a softmax and the context below it.
 
-Every element of the scores gets a number, (B, H, S, T) in order, and the numbers are sent through
-whatever lies scores and probabilities out anew. Where they arrive tells which axis is which, so a
-graph may keep its heads last, fold them into the batch, or make its scores keys by queries.
+Each element of the scores gets a label in (B, H, S, T) order, and layout nodes are executed on the
+labels. The result identifies the axes, so heads may be last or merged with the batch, and scores
+may be keys by queries.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from graph_passes.matching.products import (
 __all__ = ["ContextMatch", "LogitsMatch", "match_context", "match_logits"]
 
 REACH = 16
-"""Nodes between scores and softmax; each may have two operands to search, so few."""
+"""Maximum number of nodes between scores and softmax; each may have two operands to search."""
 
 LAYOUT = PASS_THROUGH | {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten"}
 
 
 @dataclass(frozen=True, eq=False)
 class LogitsMatch:
-    """What the softmax normalises.
+    """The matched input of a softmax.
 
     Attributes:
         product: The scores, queries first.
-        scale: Of all scalars up to ``scaled``.
-        scaled: The last value before any step.
-        order: Of its axes, that brings it to (B, H, S, T) or (B*H, S, T); None where it has others.
-        steps: What follows.
-        labels: The numbers of the elements of the softmax's input.
+        scale: The product of all scalar factors up to ``scaled``.
+        scaled: The last value before the first step.
+        order: The permutation of ``scaled`` to (B, H, S, T) or (B*H, S, T); None if there is none.
+        steps: The steps after ``scaled``.
+        labels: The labels of the softmax's input.
         shape: (B*H, S, T).
     """
 
@@ -58,7 +58,7 @@ class LogitsMatch:
 
 @dataclass(frozen=True, eq=False)
 class _Link:
-    """A node on the way from the scores to the softmax, which value of it, and what it does."""
+    """A node between scores and softmax, its logit input, and its step."""
 
     node: ir.Node
     before: ir.Value
@@ -66,10 +66,10 @@ class _Link:
 
 
 def match_logits(softmax: SoftmaxMatch, reader: LayoutReader) -> LogitsMatch | None:
-    """Read what a softmax normalises; None where no product of activations feeds it.
+    """Match the input of a softmax; None if it contains no product of activations.
 
     Raises:
-        MatchFailure: Two products feed it, or the axis is not that of the keys.
+        MatchFailure: There are two products, or the axis is not that of the keys.
     """
     found = _find_scores(softmax.logits, reader, REACH, {})
     if found is None:
@@ -83,13 +83,13 @@ def match_logits(softmax: SoftmaxMatch, reader: LayoutReader) -> LogitsMatch | N
         if link.node.op_type in LAYOUT:
             labels = reader.apply_layout(link.node, labels, link.node.outputs[0].index() or 0)
         elif reader.shape(link.node.outputs[0]) != labels.shape:
-            raise MatchFailure(f"{describe(link.node)} spreads the scores over another axis")
+            raise MatchFailure(f"{describe(link.node)} broadcasts the scores along another axis")
         stages.append(labels)
     axis = softmax.axis
     by_key = _runs_over(stages[-1], axis, shape, 2)
     if not by_key and _runs_over(
         stages[-1], axis, shape, 1
-    ):  # softmax over what comes first: keys by queries
+    ):  # softmax over queries first: the scores are keys by queries
         product = replace(
             product,
             query=product.key,
@@ -126,7 +126,7 @@ _Path = tuple[ScoreProduct, tuple[_Link, ...]]
 def _find_scores(
     value: ir.Value, reader: LayoutReader, reach: int, tried: dict[ir.Value, _Path | None]
 ) -> _Path | None:
-    """Up to the one product of two activations, and the way back down; each value once."""
+    """Find the product of two activations above a value, and the nodes between; memoized."""
     if value not in tried:
         tried[value] = _search_scores(value, reader, reach, tried)
     return tried[value]
@@ -151,7 +151,7 @@ def _search_scores(
         ]
         if len(found) > 1:
             raise MatchFailure(
-                f"{describe(node)} adds two products: this attention has more than one score"
+                f"{describe(node)} adds two products of queries and keys: expected one"
             )
         if not found:
             return None
@@ -161,9 +161,9 @@ def _search_scores(
 
 
 def _runs_over(labels: np.ndarray, axis: int, shape: tuple[int, int, int], which: int) -> bool:
-    """Whether one axis of the labels counts one index of (B*H, S, T) and leaves the others."""
+    """Whether an axis of the labels counts index ``which`` of (B*H, S, T) and no other."""
     order = axis_order(labels)
-    if order is not None:  # then the strides tell, and no element need be looked at
+    if order is not None:  # the strides suffice
         stride = math.prod(labels.shape[a] for a in order[order.index(axis % labels.ndim) + 1 :])
         size = labels.shape[axis]
         return size == shape[which] and (size == 1 or stride == math.prod(shape[which + 1 :]))
@@ -176,9 +176,9 @@ def _runs_over(labels: np.ndarray, axis: int, shape: tuple[int, int, int], which
 
 
 def axis_order(labels: np.ndarray) -> tuple[int, ...] | None:
-    """The order of the axes in which the labels count up; None where there is none.
+    """The permutation of the axes that sorts the labels; None if there is none.
 
-    Axes of length 1 stay where they are if nothing else moves, else they follow the first.
+    Axes of length 1 keep their place if no other axis moves, else they follow the first axis.
     """
     if (labels.reshape(-1) == np.arange(labels.size)).all():
         return tuple(range(labels.ndim))
@@ -193,28 +193,28 @@ def axis_order(labels: np.ndarray) -> tuple[int, ...] | None:
 
 
 def _in_order(step: LogitStep, labels: np.ndarray) -> LogitStep:
-    """The step with the order of the axes that its mask is laid out by."""
+    """Add the permutation of the logits at a step, which its mask is broadcast to."""
     if not isinstance(step, PositionBias | Mask | Weighted):
         return step
     order = axis_order(labels)
     if order is None:
         raise MatchFailure(
-            "a mask meets scores that are neither (B, H, S, T) nor an order of these axes"
+            "the layout of the scores at a mask is not a permutation of (B, H, S, T)"
         )
     return step if order == tuple(range(labels.ndim)) else replace(step, axes=order)
 
 
 @dataclass(frozen=True, eq=False)
 class ContextMatch:
-    """What becomes of the probabilities.
+    """The matched nodes between softmax and context.
 
     Attributes:
-        nodes: Between the softmax and the product with the values.
-        probabilities: The last value on the way that is (B, H, S, T) or (B*H, S, T); None where
-            none is.
-        product: With the values; its axes bring values and context to (B, H, ...).
-        joined: The Concat that puts heads of other attentions beside these, where there is one.
-            Then ``probabilities`` is its output, and ``own`` what of it was made here.
+        nodes: The nodes between the softmax and the product with the values.
+        probabilities: The last value in between that is (B, H, S, T) or (B*H, S, T), if any.
+        product: The product with the values.
+        joined: The Concat with reused heads of other blocks, if any. ``probabilities`` is then its
+            output.
+        own: The probabilities of this softmax, if there are reused heads.
     """
 
     nodes: tuple[ir.Node, ...]
@@ -225,10 +225,10 @@ class ContextMatch:
 
 
 def match_context(softmax: SoftmaxMatch, logits: LogitsMatch, reader: LayoutReader) -> ContextMatch:
-    """Down to the product with the values.
+    """Match the product of the probabilities with the values.
 
     Raises:
-        MatchFailure: No product reads the probabilities, or over another axis than the keys.
+        MatchFailure: There is no such product, or it does not contract the keys.
     """
     nodes: list[ir.Node] = []
     value, labels = softmax.probabilities, logits.labels
@@ -238,7 +238,7 @@ def match_context(softmax: SoftmaxMatch, logits: LogitsMatch, reader: LayoutRead
             return replace(joined, nodes=(*nodes, *joined.nodes))
         if (node := _drops_at_random(value, reader)) is not None:
             raise MatchFailure(
-                f"{describe(node)} drops probabilities at random: export in evaluation mode"
+                f"{describe(node)} is a dropout in training mode: export in evaluation mode"
             )
         step = next((found for idiom in PROBABILITY_IDIOMS if (found := idiom(value))), ())
         if not step:
@@ -248,12 +248,12 @@ def match_context(softmax: SoftmaxMatch, logits: LogitsMatch, reader: LayoutRead
             labels = reader.apply_layout(step[-1], labels, 0)
         value = step[-1].outputs[0]
         probabilities = value if _plain(labels, logits.shape) else probabilities
-    # Where several products read them, all but the first belong to layers that reuse them.
+    # If several products read the probabilities, the later ones belong to layers that reuse them.
     return ContextMatch(tuple(nodes), probabilities, _first(products))
 
 
 def _first(products: Sequence[ContextProduct]) -> ContextProduct:
-    """The one that is executed first."""
+    """The product that is executed first."""
     if len(products) == 1:
         return products[0]
     by_node = {product.node: product for product in products}
@@ -263,7 +263,7 @@ def _first(products: Sequence[ContextProduct]) -> ContextProduct:
 
 
 def _joined(own: ir.Value, reader: LayoutReader) -> ContextMatch | None:
-    """Where (B, H, S, T) of this softmax are put beside heads of other attentions."""
+    """Match a Concat of these probabilities (B, H, S, T) with heads of other blocks."""
     shape = reader.info.shape(own)
     for node, _ in own.uses():
         axis = node.attributes.get_int("axis", 0) if node.op_type == "Concat" else 0
@@ -277,7 +277,7 @@ def _joined(own: ir.Value, reader: LayoutReader) -> ContextMatch | None:
 
 
 def _plain(labels: np.ndarray, shape: tuple[int, int, int]) -> bool:
-    """(B, H, S, T) or (B*H, S, T)."""
+    """Whether the labels are in (B, H, S, T) or (B*H, S, T) order."""
     in_order = bool((labels.reshape(-1) == np.arange(labels.size)).all())
     return in_order and labels.shape[-2:] == shape[1:] and labels.ndim in (2, 3, 4)
 
@@ -299,7 +299,7 @@ def _products(
 
 
 def _drops_at_random(value: ir.Value, reader: LayoutReader) -> ir.Node | None:
-    """The Dropout in training mode that reads a value, where there is one."""
+    """The Dropout in training mode that reads a value, if any."""
     for node, index in value.uses():
         training = node.inputs[2] if node.op_type == "Dropout" and len(node.inputs) > 2 else None
         constant = None if training is None else reader.constant_elements(training)

@@ -175,9 +175,12 @@ class BlockPass(RewritePass, Generic[Block, Params]):
             params: None asks whether the block can be rewritten with any parameters.
         """
 
-    @abstractmethod
     def rewrite(self, block: Block, params: Params, context: GraphContext) -> None:
-        """Rewrite one block. Nodes that become unused are removed afterwards."""
+        """Rewrite one block; a pass whose blocks share work defines ``rewrite_blocks`` instead.
+
+        Nodes that become unused are removed afterwards.
+        """
+        raise NotImplementedError  # abstract
 
     # ---- what a rewrite may override -------------------------------------------------------------
 

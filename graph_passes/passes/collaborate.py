@@ -197,11 +197,6 @@ class Collaborate(AttentionPass[SharedDimensions]):
                 logits = dense_logits(make, block, factors, cache_of(block.k))
             _install(make, block, logits, facts)
 
-    def rewrite(
-        self, block: AttentionBlock, params: SharedDimensions, context: GraphContext
-    ) -> None:
-        self.rewrite_blocks([(block, params)], context)
-
 
 def _is_lossy(block: AttentionBlock, params: SharedDimensions) -> bool:
     size = params.head_size or block.head_size

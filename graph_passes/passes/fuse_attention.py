@@ -122,9 +122,6 @@ class FuseAttention(AttentionPass[FusedOperator]):
         if any(form != "onnx" for _, form in chosen):
             model.opset_imports.setdefault(DOMAIN, 1)
 
-    def rewrite(self, block: AttentionBlock, params: FusedOperator, context: GraphContext) -> None:
-        self.rewrite_blocks([(block, params)], context)
-
 
 def fusion_refusal(
     block: AttentionBlock,

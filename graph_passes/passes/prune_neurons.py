@@ -129,11 +129,6 @@ class PruneNeurons(FeedForwardPass[Sequence[int]]):
                 if value.shape is not None and value.shape[-1:] == (block.num_neurons,):
                     value.shape = ir.Shape([*value.shape[:-1], len(indices)])
 
-    def rewrite(
-        self, block: FeedForwardBlock, params: Sequence[int], context: GraphContext
-    ) -> None:
-        self.rewrite_blocks([(block, params)], context)
-
     @staticmethod
     def _kept(
         chosen: Sequence[tuple[FeedForwardBlock, Sequence[int]]],

@@ -121,9 +121,6 @@ class ReuseAttention(AttentionPass[ReusedHeads]):
         for block, heads in chosen:
             _reuse(block, heads, available)
 
-    def rewrite(self, block: AttentionBlock, params: ReusedHeads, context: GraphContext) -> None:
-        self.rewrite_blocks([(block, params)], context)
-
 
 def reuse_refusal(block: AttentionBlock, earlier: Sequence[AttentionBlock]) -> Refusal | None:
     """Why no block of ``earlier`` can hand its probabilities to ``block``; None if one can."""

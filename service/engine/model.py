@@ -92,7 +92,7 @@ class Model:
         threads: Intra-op threads of a run; 0 for ONNX Runtime's default.
         cuda: CUDA settings.
         cuda_graphs: Maximum number of shapes captured as CUDA graphs; 0 for none.
-        at_once: Maximum number of concurrent runs.
+        concurrency: Maximum number of concurrent runs.
         graph: An equivalent file that is run instead of the artifact's; cost, inputs and lineage
             are still those of the artifact.
         operators: Report of the operator fusion that made ``graph``, or why there was none.
@@ -113,7 +113,7 @@ class Model:
         threads: int = 0,
         cuda: Cuda = PARITY,
         cuda_graphs: int = 0,
-        at_once: int = 1,
+        concurrency: int = 1,
         graph: Path | None = None,
         operators: Mapping[str, Any] = NOT_REWRITTEN,
     ) -> None:
@@ -143,7 +143,7 @@ class Model:
             cuda=cuda,
             buckets=cuda_graphs,
             longest=artifact.max_length,
-            at_once=at_once,
+            concurrency=concurrency,
         )
         self.inputs = tuple(_tensor(value) for value in self._session.get_inputs())
         self.outputs = tuple(_tensor(value) for value in self._session.get_outputs())

@@ -371,7 +371,7 @@ class Repository:
             threads=self.settings.threads,
             cuda=self.settings.cuda,
             cuda_graphs=self.settings.cuda_graphs,
-            at_once=self.settings.concurrency,
+            concurrency=self.settings.concurrency,
             graph=checked.rewritten,
             operators=checked.operators,
         )

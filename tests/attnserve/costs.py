@@ -12,7 +12,7 @@ import pytest
 from attnserve.models.example_inputs import example_inputs
 from attnserve.planning.judge import Judge
 from attnserve.planning.report import Speed
-from attnserve.runtime.timer import Part
+from attnserve.runtime.part_latency import Part
 from graph_passes.analysis.cost import model_cost
 
 FUSED = STANDARD = 0.9
@@ -47,5 +47,5 @@ def compare_speed(judge: Judge, model: ir.Model, lengths: Sequence[int]) -> list
 
 
 def count_instead_of_timing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnserve.runtime.timer.LatencyTable.measure", measure)
-    monkeypatch.setattr(Judge, "compare_speed", compare_speed)
+    monkeypatch.setattr("attnserve.runtime.part_latency.LatencyTable.measure", measure)
+    monkeypatch.setattr("attnserve.planning.search._Search._speeds", speeds)

@@ -144,7 +144,9 @@ def test_tokens_that_are_no_projection_are_missed_in_a_body_too() -> None:
         inputs=f"float[batch, sequence, {D}] x, bool flag",
         output="float[batch, sequence, sequence] out",
     )
-    assert reasons(model) == ["the query is 'x', an input of the graph: no projection makes it"]
+    assert reasons(model) == [
+        "the query is 'x', an input of the graph: not the output of a projection"
+    ]
 
 
 def test_state_that_grows_from_turn_to_turn_is_read_at_its_first_turn() -> None:

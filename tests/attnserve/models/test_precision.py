@@ -75,7 +75,7 @@ def error(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.linalg.norm(a - b) / np.linalg.norm(a))
 
 
-LARGEST_WEIGHT = {"int8": 64, "int8-full": 127}
+WEIGHT_RANGE = {"int8": (-64, 63), "int8-full": (-127, 127)}
 EXACT = has_int8_dot_product()
 INT8 = [
     "int8",
@@ -91,7 +91,7 @@ def rounding(precision: module.Precision, products: int = 1) -> float:
     activations of 6 / 255. Relative errors of both factors, and of all products of the chain, are
     independent: their squares add up. The factor of 2 is for chance.
     """
-    weights, activations = 3 / LARGEST_WEIGHT[precision], 6 / 255
+    weights, activations = 3 / -WEIGHT_RANGE[precision][0], 6 / 255
     return 2 * np.sqrt(products * (weights**2 + activations**2) / 12)
 
 
@@ -426,9 +426,9 @@ def test_every_column_has_a_scale_of_its_own_and_zero_columns_stay_zero(
 
 @pytest.mark.parametrize("precision", INT8)
 def test_what_the_bits_of_weights_can_hold_is_exact(precision: module.Precision):
-    largest = LARGEST_WEIGHT[precision]
-    weight = RNG.integers(-largest, largest + 1, (D, D)).astype(np.float32)
-    weight[0] = largest
+    least, largest = WEIGHT_RANGE[precision]
+    weight = RNG.integers(least, largest + 1, (D, D)).astype(np.float32)
+    weight[0] = least  # the largest absolute value of a column sets its scale: 1
     x = RNG.integers(0, 256, (1, 2, D)).astype(np.float32)
     x[0, 0, :2] = 0, 255
     model = product(w=weight)
@@ -631,7 +631,7 @@ BYTES = hnp.arrays(np.uint8, (3, D), fill=st.just(255))
 def test_int8_weights_of_any_values_never_saturate(weight: np.ndarray, activations: np.ndarray):
     made = convert(product(w=weight), "int8")
     (held,) = [w for w in quantized_weights(made) if w.shape == weight.shape]
-    assert np.abs(held.astype(np.int32)).max() <= 64
+    assert -64 <= held.min() <= held.max() <= 63
     assert int8_weight_bits(made) == 7
     for bytes_ in (activations, np.full_like(activations, 255)):
         np.testing.assert_array_equal(saturating(bytes_, held), exact(bytes_, held))
@@ -664,7 +664,7 @@ def test_int8_reduces_the_weights_of_every_product_and_no_table():
     counts = operators(made)
     assert (counts["QAttention"], counts["MatMulInteger"], counts["Gather"]) == (1, 2, 1)
     weights = [w for w in quantized_weights(made) if w.ndim == 2]
-    assert [int(np.abs(w.astype(int)).max()) for w in weights] == [64, 64, 64]
+    assert [(w.min(), w.max()) for w in weights] == [(-64, 63)] * 3
     table = next(node.inputs[0] for node in made.graph if node.op_type == "Gather")
     assert table is not None and table.const_value is not None
     assert table.const_value.numpy().max() == 255

@@ -216,7 +216,7 @@ def test_ranks_are_measured_on_a_bounded_part_of_the_data(analysis: Analysis, se
 def test_the_json_has_these_keys(content: dict[str, Any]):
     assert list(content) == [
         "format", "model", "calibration", "seed", "versions", "layers", "summary", "similarity",
-        "lengths", "mask", "not_analysed",
+        "lengths", "mask", "not_analyzed",
     ]  # fmt: skip
     first, second = content["layers"]
     assert list(first) == [
@@ -234,7 +234,7 @@ def test_the_json_has_these_keys(content: dict[str, Any]):
     assert list(first["importance"]) == ["energy", "energy_share", "leave_one_out", "sensitivity"]
     assert all(len(values) == 4 for values in first["importance"].values())
     assert {"file": "sentences.txt", "rows": 60}.items() <= content["calibration"].items()
-    assert content["not_analysed"] == [] and "attnserve" in content["versions"]
+    assert content["not_analyzed"] == [] and "attnserve" in content["versions"]
 
 
 def test_the_summary_is_what_the_rest_says(content: dict[str, Any]):
@@ -336,7 +336,7 @@ def test_other_architectures_are_analysed_as_far_as_they_can_be(
     cell: Cell, layers: int, note: str, tmp_path: Path
 ):
     found = analysis_of(cell.committed, inputs_of(cell, tmp_path / "inputs.npz"))
-    assert len(found.layers) == layers and found.not_analysed == ()
+    assert len(found.layers) == layers and found.not_analyzed == ()
     for layer in found.layers:
         assert "".join(layer.notes).startswith(note) and bool(layer.notes) == bool(note)
         assert (layer.calibrated is None) == bool(note) and (layer.weights is None) == (

@@ -12,7 +12,7 @@ import onnx_ir as ir
 import pytest
 
 from attnserve.models.example_inputs import example_inputs
-from attnserve.runtime import backends as running
+from attnserve.runtime import backends
 from attnserve.runtime import io_binding as binding
 from attnserve.runtime.backends import open_runner
 from attnserve.runtime.cuda import Cuda
@@ -46,7 +46,7 @@ class Made:
 def made(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], Made]:
     def install(refuse: bool = False) -> Made:
         one = Made(refuse)
-        monkeypatch.setattr(running, "open_session", one)
+        monkeypatch.setattr(backends, "open_session", one)
         return one
 
     return install
@@ -54,7 +54,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], Made]:
 
 def test_without_graphs_one_session_runs_all(encoder: ir.Model, made: Callable[..., Made]):
     asked = made().asked
-    open_runner(encoder, provider="cuda", cuda=Cuda(tf32=True), at_once=4)
+    open_runner(encoder, provider="cuda", cuda=Cuda(tf32=True), concurrency=4)
     assert asked == [Cuda(tf32=True)]
 
 
@@ -62,23 +62,24 @@ def test_graphs_need_a_session_for_each_run_at_once(
     encoder: ir.Model, made: Callable[..., Made], monkeypatch: pytest.MonkeyPatch
 ):
     asked = made().asked
-    at_once, barrier = 3, Barrier(3)
+    concurrency, barrier = 3, Barrier(3)
     runner = open_runner(
-        encoder, provider="cuda", cuda=Cuda(memory_bytes=2**30), buckets=4, at_once=at_once
+        encoder, provider="cuda", cuda=Cuda(memory_bytes=2**30), buckets=4, concurrency=concurrency
     )
-    assert asked == [Cuda(memory_bytes=2**30, graphs=True)] * at_once
+    assert asked == [Cuda(memory_bytes=2**30, graphs=True)] * concurrency
     for one in runner.runners:  # type: ignore[attr-defined]
         monkeypatch.setattr(one, "run", lambda names, feed: barrier.wait(5))
-    with ThreadPoolExecutor(at_once) as threads:  # each waits for the two others
+    with ThreadPoolExecutor(concurrency) as threads:  # each waits for the two others
         for _ in range(2):
-            assert sorted(threads.map(lambda _: runner.run(None, {}), range(at_once))) == [0, 1, 2]
+            turns = threads.map(lambda _: runner.run(None, {}), range(concurrency))
+            assert sorted(turns) == [0, 1, 2]
 
 
 def test_a_model_that_cannot_be_captured_runs_without_graphs_and_says_so(
     encoder: ir.Model, made: Callable[..., Made], caplog: pytest.LogCaptureFixture
 ):
     asked = made(refuse=True).asked
-    runner = open_runner(encoder, provider="cuda", buckets=4, at_once=2)
+    runner = open_runner(encoder, provider="cuda", buckets=4, concurrency=2)
     assert asked == [Cuda(graphs=True), Cuda()]
     assert not isinstance(runner, GraphRunner)
     assert [record.getMessage() for record in caplog.records] == [
@@ -125,7 +126,7 @@ def made_buffers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 def test_answers_through_buffers_are_the_session_s_own(encoder: ir.Model):
     session = Noted(encoder)
-    runner = running._Bound(session, "cpu")
+    runner = backends.IoBindingRunner(session, "cpu")
     for seed, shape in enumerate([(2, 9), (1, 32), (2, 9), (3, 1), (2, 9)]):
         feed = example_inputs(encoder, *shape, seed, padded=True)
         for names in (None, ["last_hidden_state"]):
@@ -138,7 +139,7 @@ def test_answers_through_buffers_are_the_session_s_own(encoder: ir.Model):
 def test_buffers_of_a_shape_are_made_once_and_answers_are_not_written_over(
     encoder: ir.Model, made_buffers: list[tuple[int, ...]]
 ):
-    runner = running._Bound(Noted(encoder), "cpu")
+    runner = backends.IoBindingRunner(Noted(encoder), "cpu")
     feeds = [example_inputs(encoder, 2, 9, seed) for seed in range(3)]
     first = runner.run(None, feeds[0])[0]
     kept = first.copy()
@@ -176,7 +177,7 @@ def test_so_many_shapes_stay_on_the_device_and_no_more(
 def test_runs_at_once_have_buffers_of_their_own(
     encoder: ir.Model, made_buffers: list[tuple[int, ...]]
 ):
-    at_once, barrier = 3, Barrier(3)
+    concurrency, barrier = 3, Barrier(3)
 
     class Meeting(Noted):
         def run_with_iobinding(self, binding: Any, options: Any) -> None:
@@ -184,14 +185,14 @@ def test_runs_at_once_have_buffers_of_their_own(
             super().run_with_iobinding(binding, options)
 
     session = Meeting(encoder)
-    runner = running._Bound(session, "cpu")
+    runner = backends.IoBindingRunner(session, "cpu")
     feeds = [example_inputs(encoder, 2, 9, seed) for seed in range(6)]
     expected = [session.session.run(None, feed)[0] for feed in feeds]
-    with ThreadPoolExecutor(at_once) as threads:
+    with ThreadPoolExecutor(concurrency) as threads:
         for got, wanted in zip(threads.map(lambda f: runner.run(None, f), feeds), expected,
                                strict=True):  # fmt: skip
             np.testing.assert_array_equal(got[0], wanted)
-    assert len(made_buffers) == 2 * at_once
+    assert len(made_buffers) == 2 * concurrency
 
 
 def test_without_a_buffer_the_session_copies_for_itself_and_it_is_said_once(
@@ -201,7 +202,7 @@ def test_without_a_buffer_the_session_copies_for_itself_and_it_is_said_once(
         raise RuntimeError("CUDA failure 2: out of memory\nmore")
 
     real, session, feed = binding.placed, Noted(encoder), example_inputs(encoder, 2, 9)
-    runner = running._Bound(session, "cpu")
+    runner = backends.IoBindingRunner(session, "cpu")
     expected = session.session.run(None, feed)[0]
     monkeypatch.setattr(binding, "placed", placed)
     for _ in range(2):
@@ -216,7 +217,7 @@ def test_without_a_buffer_the_session_copies_for_itself_and_it_is_said_once(
 
 def test_a_run_that_fails_fails_once_and_the_next_one_runs(encoder: ir.Model):
     session = Noted(encoder)
-    runner = running._Bound(session, "cpu")
+    runner = backends.IoBindingRunner(session, "cpu")
     with pytest.raises(Exception, match="Non-zero status code returned"):
         runner.run(None, {"input_ids": np.ones((1, 40), np.int64),  # of 32 positions
                           "attention_mask": np.ones((1, 40), np.int64)})  # fmt: skip
@@ -231,7 +232,7 @@ def test_an_empty_input_needs_no_buffer():
            { y = Concat <axis = 0> (past, x) }"""
     )
     session = Noted(model)
-    runner = running._Bound(session, "cpu")
+    runner = backends.IoBindingRunner(session, "cpu")
     for size, (bound, plain) in ((0, (0, 1)), (1, (1, 1))):
         feed = {"x": np.ones(2, np.float32), "past": np.zeros(size, np.float32)}
         assert runner.run(None, feed)[0].size == 2 + size
@@ -251,7 +252,7 @@ def test_after_a_peak_a_run_gives_memory_back_and_lets_buffers_go(
             self.session.run_with_iobinding(binding)  # the CPU's arena is not the GPU's
 
     session = Deaf(model)
-    runner = running._Bound(session, "cpu")
+    runner = backends.IoBindingRunner(session, "cpu")
     for size in (1000, *[10] * 70):
         runner.run(None, {"x": np.zeros(size, np.int8)})
 
@@ -268,7 +269,7 @@ def test_after_a_peak_a_run_gives_memory_back_and_lets_buffers_go(
 
 def test_on_the_cpu_a_runner_is_the_session(encoder: ir.Model):
     feed = example_inputs(encoder, 2, 9)
-    runner = open_runner(encoder, provider="cpu", threads=1, buckets=4, at_once=2)
+    runner = open_runner(encoder, provider="cpu", threads=1, buckets=4, concurrency=2)
     runner.allow_padding(rows=True, tokens=True)
     expected = open_session(encoder, threads=1).run(None, feed)[0]
     np.testing.assert_array_equal(runner.run(["last_hidden_state"], feed)[0], expected)

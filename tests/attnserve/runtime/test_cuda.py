@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnserve.runtime.cuda import PARITY, Cuda, GiveBack, run_entries
+from attnserve.runtime.cuda import PARITY, ArenaShrinkPolicy, Cuda, run_entries
 from graph_passes.errors import InvalidArgument
 from tests.errors import raises
 
@@ -34,7 +34,7 @@ def test_one_byte_is_a_limit_and_none_at_all_is_refused():
 def test_a_run_captures_its_own_graph_or_none():
     assert run_entries() == {"gpu_graph_id": "-1"}
     assert run_entries(graph=3) == {"gpu_graph_id": "3"}
-    assert run_entries(give_back=True) == {
+    assert run_entries(shrink_arena=True) == {
         "gpu_graph_id": "-1",
         "memory.enable_memory_arena_shrinkage": "gpu:0",
     }
@@ -42,7 +42,7 @@ def test_a_run_captures_its_own_graph_or_none():
 
 def given_back(sizes: list[int]) -> list[int]:
     """After which of these runs memory was given back."""
-    when = GiveBack()
+    when = ArenaShrinkPolicy()
     return [index for index, size in enumerate(sizes) if when.after(size)]
 
 

@@ -133,7 +133,7 @@ MISSED: dict[str, tuple[dict[str, str], str]] = {
     "the cache after the tokens": (
         {"k": f"{KEYS}\n k4 = Concat <axis = 2> (k3, pk)"
               "\n kT = Transpose <perm = [0, 1, 3, 2]> (k4)"},
-        "the cache of the key does not come before its tokens",
+        "the cache of the key does not precede its tokens",
     ),
     "two caches": (
         {"k": f"{KEYS}\n k4 = Concat <axis = 2> (pk, pk2, k3)"
@@ -153,16 +153,16 @@ MISSED: dict[str, tuple[dict[str, str], str]] = {
     "a cache that is squashed": (
         {"k": f"{KEYS}\n pk9 = Tanh(pk)\n k4 = Concat <axis = 2> (pk9, k3)"
               "\n kT = Transpose <perm = [0, 1, 3, 2]> (k4)"},
-        "Tanh stands between the key projection and the product",
+        "Tanh is not supported between the key projection and the product",
     ),
     "a cache of two axes": (
         {"k": "\n kT = Transpose <perm = [1, 0]> (flat_keys)"},
-        "Softmax is not fed by a product of queries and keys",
+        "Softmax has no product of queries and keys as input",
     ),
     "queries that are joined to a cache": (
         {"q": "\n q0 = MatMul(x, Wq)\n q2 = Reshape(q0, heads)"
               "\n q3 = Transpose <perm = [0, 2, 1, 3]> (q2)\n q = Concat <axis = 2> (pk, q3)"},
-        "the query is 'pk', an input of the graph: no projection makes it",
+        "the query is 'pk', an input of the graph: not the output of a projection",
     ),
 }  # fmt: skip
 

@@ -144,7 +144,7 @@ MISSED: dict[str, tuple[Case, str]] = {
     "ai.onnx over its own input": (
         Case("\n c = Attention <q_num_heads = 3, kv_num_heads = 3> (x, x, x)"
              "\n out = MatMul(c, Wo12)"),
-        "the query is 'x', an input of the graph: no projection makes it",
+        "the query is 'x', an input of the graph: not the output of a projection",
     ),
     "Attention with a weight that is fed": (
         Case(microsoft(SIZES, ", bqkv_v", weight="fed"), f"{PLAIN_INPUT}, {FED}"),
@@ -187,16 +187,16 @@ MISSED: dict[str, tuple[Case, str]] = {
     ),
     "GroupQueryAttention with a local window": (
         grouped_case(grouped("local_window_size = 2")),
-        "GroupQueryAttention sees a local window, which is not read",
+        "GroupQueryAttention sees a local window, which is not supported",
     ),
     "GroupQueryAttention with a smooth softmax": (
         grouped_case(grouped("smooth_softmax = 1")),
-        "GroupQueryAttention smooths its softmax, which is not read",
+        "GroupQueryAttention smooths its softmax, which is not supported",
     ),
     "GroupQueryAttention with sinks": (
         grouped_case(grouped(operands="q, k, v, pk, pv, lengths, total, , , , , sinks"),
                      f"{GROUPED_INPUT}, float[4] sinks"),
-        "GroupQueryAttention has attention sinks, which is not read",
+        "GroupQueryAttention has attention sinks, which is not supported",
     ),
     "GroupQueryAttention without the angles of its positions": (
         grouped_case(grouped("do_rotary = 1")),
@@ -255,13 +255,13 @@ def test_operator_that_returns_its_scores_is_read_and_left_whole() -> None:
 def test_operator_that_nobody_reads_is_a_miss_that_names_it(name: str, domain: str) -> None:
     model = graph(f"{MERGED}\n c = {f'{domain}.' if domain else ''}{name} (q, k, v){OUTPUT}")
     full = ".".join(filter(None, (domain, name)))
-    assert reasons(model) == [f"the operator {full} is not read"]
+    assert reasons(model) == [f"the operator {full} is not supported"]
 
 
 @pytest.mark.parametrize("name", sorted({name for _, name in KNOWN}))
 def test_operator_of_the_same_name_in_another_domain_is_a_miss(name: str) -> None:
     model = graph(f"{MERGED}\n c = another.domain.{name} (q, k, v){OUTPUT}")
-    assert reasons(model) == [f"the operator another.domain.{name} is not read"]
+    assert reasons(model) == [f"the operator another.domain.{name} is not supported"]
 
 
 def test_operator_that_is_not_about_attention_is_no_miss() -> None:

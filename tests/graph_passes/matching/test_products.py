@@ -230,7 +230,7 @@ def test_scale_of_the_product_in_text_is_one_whatever_the_head_size() -> None:
     assert block.scale == 1.0
 
 
-NO_KEYS = "Softmax is not fed by a product of queries and keys"
+NO_KEYS = "Softmax has no product of queries and keys as input"
 
 MISSED: dict[str, tuple[dict[str, str], str]] = {
     "a letter twice in one operand": (
@@ -278,7 +278,7 @@ MISSED: dict[str, tuple[dict[str, str], str]] = {
     "a projection whose letters are all kept": (
         query('q9 = Einsum <equation = "bsd,dn->bsdn"> (x, Wq)'
               "\n q0 = ReduceSum <keepdims = 0> (q9, a2)" + HEADS_LAST),
-        "ReduceSum stands between the query projection and the product",
+        "ReduceSum is not supported between the query projection and the product",
     ),
     "tokens that are transposed": (
         query("xT = Transpose <perm = [0, 2, 1]> (x)"

@@ -180,62 +180,62 @@ MISSED: dict[str, tuple[str, str]] = {
     "mean over the heads": (
         "\n square = Mul(q, q)\n mean = ReduceMean <axes = [1]> (square)"
         f"{ADDED}\n root = Sqrt(sum)\n q9 = Div(q, root)",
-        "Div stands between the query projection and the product",
+        "Div is not supported between the query projection and the product",
     ),
     "mean over the tokens": (
         "\n square = Mul(q, q)\n mean = ReduceMean <axes = [2]> (square)"
         f"{ADDED}\n root = Sqrt(sum)\n q9 = Div(q, root)",
-        "Div stands between the query projection and the product",
+        "Div is not supported between the query projection and the product",
     ),
     "mean of another value": (
         "\n k = Transpose <perm = [0, 1, 3, 2]> (kT)\n square = Mul(k, k)"
         f"\n mean = ReduceMean <axes = [-1]> (square){ADDED}\n root = Sqrt(sum)"
         "\n q9 = Div(q, root)",
-        "Div stands between the query projection and the product",
+        "Div is not supported between the query projection and the product",
     ),
     "mean of the cubes": (
         f"\n cube = Pow(q, three)\n mean = ReduceMean <axes = [-1]> (cube){ADDED}"
         "\n root = Sqrt(sum)\n q9 = Div(q, root)",
-        "Div stands between the query projection and the product",
+        "Div is not supported between the query projection and the product",
     ),
     "the largest in the place of the mean": (
         f"\n square = Mul(q, q)\n mean = ReduceMax <axes = [-1]> (square){ADDED}"
         "\n root = Sqrt(sum)\n q9 = Div(q, root)",
-        "Div stands between the query projection and the product",
+        "Div is not supported between the query projection and the product",
     ),
     "no root": (
         f"{MEAN}{ADDED}\n q9 = Div(q, sum)",
-        "Div stands between the query projection and the product",
+        "Div is not supported between the query projection and the product",
     ),
     "no epsilon": (
         f"{MEAN}\n root = Sqrt(mean)\n q9 = Div(q, root)",
-        "Div stands between the query projection and the product",
+        "Div is not supported between the query projection and the product",
     ),
     "a factor made of its own tokens": (
         "\n size = ReduceL2 <axes = [-1], keepdims = 1> (q)\n q9 = Mul(q, size)",
-        "Mul multiplies the query by a value made of its own tokens",
+        "Mul multiplies the query by a value computed from its own tokens",
     ),
     "a factor made of the tokens before the projection": (
         "\n sizes = ReduceMean <axes = [-1], keepdims = 1> (x)\n size4 = Unsqueeze(sizes, a1)"
         "\n q9 = Mul(q, size4)",
-        "Mul multiplies the query by a value made of its own tokens",
+        "Mul multiplies the query by a value computed from its own tokens",
     ),
     "a weight that is not constant": (
         "\n fed1 = Squeeze(fed, a0)\n q9 = LayerNormalization(q, fed1)",
-        "LayerNormalization normalises the query with a weight that is not constant",
+        "LayerNormalization normalizes the query with a weight that is not constant",
     ),
     "a norm over two axes": (
         "\n q9 = LayerNormalization <axis = -2> (q, by_two)",
-        "LayerNormalization stands between the query projection and the product",
+        "LayerNormalization is not supported between the query projection and the product",
     ),
     "a norm twice": (
         "\n q8 = LayerNormalization(q, gain)\n q9 = LayerNormalization(q8, gain)",
-        "LayerNormalization normalises a query that is normalised or rotated already",
+        "LayerNormalization normalizes a query that is normalized or rotated already",
     ),
     "a norm of rotated queries": (
         "\n q8 = com.microsoft.RotaryEmbedding(q, where, cos_table, sin_table)"
         "\n q9 = LayerNormalization(q8, gain)",
-        "LayerNormalization normalises a query that is normalised or rotated already",
+        "LayerNormalization normalizes a query that is normalized or rotated already",
     ),
     "rotated twice": (
         "\n q8 = com.microsoft.RotaryEmbedding(q, where, cos_table, sin_table)"
@@ -244,7 +244,7 @@ MISSED: dict[str, tuple[str, str]] = {
     ),
     "scaled as it is rotated": (
         "\n q9 = com.microsoft.RotaryEmbedding <scale = 2.0> (q, where, cos_table, sin_table)",
-        "RotaryEmbedding scales the query as it rotates it",
+        "RotaryEmbedding scales the query in addition to the rotation",
     ),
     "too few angles": (
         "\n q9 = com.microsoft.RotaryEmbedding <rotary_embedding_dim = 4, num_heads = 3>"
@@ -271,7 +271,7 @@ def test_norm_of_the_values_is_missed() -> None:
         "\n c1 = Transpose <perm = [0, 2, 1, 3]> (c0)\n c = Reshape(c1, merge)"
     )
     (said,) = reasons(attention(context=context, constants={"v_ones": np.ones(2, np.float32)}))
-    assert said == "positions turn the values, or a norm changes them: no reading covers that"
+    assert said == "rotary embeddings or norms of values are not supported"
 
 
 def rope(text: str, extra: str, opset: int = 17, **parts: str) -> AttentionBlock:

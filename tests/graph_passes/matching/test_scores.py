@@ -290,27 +290,27 @@ MISSED: dict[str, tuple[dict[str, str], str]] = {
     ),
     "two products": (
         {"scores": "\n s0 = MatMul(q, kT)\n s1 = MatMul(q, kT)\n s = Add(s0, s1)"},
-        "Add adds two products: this attention has more than one score",
+        "Add adds two products of queries and keys: expected one",
     ),
     "scores spread over another axis": (
         {"scores": "\n s0 = MatMul(q, kT)\n s = Mul(s0, five_axes)", "mask": "\n m = Identity(s)",
          "context": "\n c0 = MatMul(p, v)\n c = ReduceSum <keepdims = 0> (c0, a0)",
          "output": "\n o = Transpose <perm = [0, 2, 1, 3]> (c)\n c9 = Reshape(o, merge)"
                    "\n o9 = MatMul(c9, Wo)\n out = Add(o9, bo)"},
-        "Mul spreads the scores over another axis",
+        "Mul broadcasts the scores along another axis",
     ),
     "keys turned round after the product": (
         {"mask": "\n s9 = Slice(s, last, before, a3, last)\n m = Add(s9, mask)"},
-        "Softmax is not fed by a product of queries and keys",
+        "Softmax has no product of queries and keys as input",
     ),
     "Dropout that is switched on": (
         {"softmax": "\n p9 = Softmax <axis = -1> (m)\n on = Equal(i0, i0)"
                     "\n p = Dropout(p9, half, on)"},
-        "Dropout drops probabilities at random: export in evaluation mode",
+        "Dropout is a dropout in training mode: export in evaluation mode",
     ),
     "a sum of three": (
         {"mask": "\n m = Sum(s, mask, mask)"},
-        "Softmax is not fed by a product of queries and keys",
+        "Softmax has no product of queries and keys as input",
     ),
     "probabilities that are squared": (
         {"softmax": "\n p9 = Softmax <axis = -1> (m)\n p = Mul(p9, p9)"},

@@ -154,7 +154,7 @@ def test_the_service_serves_from_captured_graphs_what_it_serves_without(
     client = start(encoder, provider="cpu", cuda_graphs=3, concurrency=2, tf32=True)
     captured = [client.post("/embed", json={"inputs": text}).json() for text in texts * 3]
     ((runner, options),) = graphs
-    assert (options["cuda"], options["buckets"], options["at_once"]) == (Cuda(tf32=True), 3, 2)
+    assert (options["cuda"], options["buckets"], options["concurrency"]) == (Cuda(tf32=True), 3, 2)
     assert 0 < len(runner.buckets.captured) <= 3
     graphs.clear()
     plain = start(encoder, provider="cpu")

@@ -14,10 +14,10 @@ import pytest
 
 from attnserve.models.artifact import load_model
 from attnserve.models.example_inputs import example_inputs
-from attnserve.runtime import timer as latency
+from attnserve.runtime import part_latency as latency
 from attnserve.runtime.interleaved_timer import QUICK
+from attnserve.runtime.part_latency import Cut, LatencyTable, Part, cut_out, default_cache
 from attnserve.runtime.session import open_session
-from attnserve.runtime.timer import Cut, LatencyTable, Part, cut_out, default_cache
 from graph_passes.emit.editing import exposing
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
