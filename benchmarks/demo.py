@@ -127,12 +127,13 @@ def run(folder: Path, console: Console) -> None:
 
 
 def split_text(folder: Path) -> tuple[Path, Path, Path]:
-    """Write the calibration text, the unseen text (every other line) and a short text."""
+    """Write the calibration text, the unseen text (every third line) and a short text."""
     lines = [line for line in TEXT.read_text(encoding="utf-8").splitlines() if line.strip()]
+    calibration = [line for number, line in enumerate(lines) if number % 3]
     parts = {
-        "calibration.txt": lines[1::2],
-        "unseen.txt": lines[::2],
-        "report.txt": lines[1::2][:REPORT_ROWS],
+        "calibration.txt": calibration,
+        "unseen.txt": lines[::3],
+        "report.txt": calibration[:REPORT_ROWS],
     }
     for name, part in parts.items():
         (folder / name).write_text("\n".join(part) + "\n", encoding="utf-8")
@@ -172,9 +173,10 @@ def summary(rows: Sequence[Row], bench: BenchReport, unseen: Path) -> Table:
         f" {unseen.name}",
         box=SIMPLE_HEAD,
         pad_edge=False,
+        padding=(0, 1, 0, 0),
     )
     table.add_column("model", no_wrap=True)
-    for heading in ("parameters", "weights", "MACs", *map(str, LENGTHS), "cosine"):
+    for heading in ("params", "weights", "MACs", *map(str, LENGTHS), "cosine"):
         table.add_column(heading, justify="right")
     for index, row in enumerate(rows):
         measured = {r.sequence: r for r in bench.results[index :: len(rows)]}

@@ -310,7 +310,7 @@ INTRODUCTION = """\
 # Supported models
 
 The tests find attention in tiny random models that PyTorch exports, and write this page
-(`tests/attnserve/test_architectures.py` with `--write-support`). "2/2" means that two of two
+(`pytest tests/attnserve/test_architectures.py --write-support`). "2/2" means that two of two
 attention blocks are matched, verified, and agree with the model configuration. "no" means that
 PyTorch cannot export the model. Footnotes give reasons.
 """
