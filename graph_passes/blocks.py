@@ -1,13 +1,13 @@
-"""The noun that every stage speaks: ``AttentionBlock``.
+"""Matched blocks as data: ``AttentionBlock``, ``FeedForwardBlock`` and their parts.
 
-Glossary of dimensions, everywhere in this project:
+Dimensions, used in the whole project:
 
     B  batch                 H  heads                   K  head size (queries and keys)
     S  query length          G  key/value heads         V  value head size
     T  key length            D  input size (of x)       R  shared dimension of collaborative heads
-                             E  input size (of y)       N  columns of a projection
+    F  neurons               E  input size (of y)       N  columns of a projection
 
-A block is a reading of one graph at one moment: after a rewrite, find again, never patch.
+A block is invalid once its graph has changed: find again after each rewrite.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -27,68 +27,74 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AttentionBlock",
+    "BlockForm",
+    "BroadcastLayout",
     "Capped",
     "Causal",
+    "FeedForwardBlock",
     "Floor",
-    "Form",
     "FullLengths",
     "KeyLengths",
     "KeyMask",
+    "Linear",
     "LogitStep",
     "Mask",
     "Norm",
+    "Operand",
     "OutputProjection",
     "PositionBias",
     "Projection",
     "Reused",
+    "RotaryTerm",
     "Scaled",
-    "Spread",
-    "Turn",
     "Unmatched",
     "Weighted",
     "as_matrix",
 ]
 
-Layout = Literal["B H T K", "B*H T K", "B T H*K", "inside"]
-Form = Literal["standard", "collaborative", "sparse", "reuse", "skip"]
+HeadLayout = Literal["B H T K", "B*H T K", "B T H*K", "inside"]
+BlockForm = Literal["standard", "collaborative", "sparse", "reuse", "skip"]
 
 
 @dataclass(frozen=True, eq=False)
-class Spread:
-    """How a value that the tokens do not make is laid over heads (B, H, T, K).
+class BroadcastLayout:
+    """How a value that is independent of the tokens broadcasts to heads (B, H, T, K).
 
     Attributes:
-        value: Angles of rotary positions, or the keys or values of earlier tokens.
-        axes: What each axis of the value runs over: the batch, the tokens, or the elements that an
-            (H, K) array of indices names (all zeros where the axis has length 1).
-        positions: Where given, it is ``value[positions]`` that is laid out, (B or 1, T, ...).
-        to_last: The positions are those of the last token of each sequence, not of the first.
+        value: Rotary angles, or cached keys or values.
+        axes: What each axis of the value counts: the batch, the tokens, or elements selected by an
+            (H, K) array of indices (zeros if the axis has length 1).
+        positions: If given, ``value[positions]`` is broadcast, (B or 1, T, ...).
+        is_last_position: Positions are those of the last token of each sequence.
     """
 
     value: ir.Value
     axes: tuple[Literal["batch", "token"] | Int[np.ndarray, "H K"], ...]
     positions: ir.Value | None = None
-    to_last: bool = False
+    is_last_position: bool = False
 
     @property
     def token_axis(self) -> int:
-        """The axis of the value that runs over the tokens."""
+        """The axis of the value that counts tokens."""
         return next(
             i for i, axis in enumerate(self.axes) if isinstance(axis, str) and axis == "token"
         )
 
-    def over(
+    def broadcast(
         self, array: np.ndarray, batch: int, length: int, positions: np.ndarray | None = None
     ) -> np.ndarray:
-        """The value's elements, ``array``, as (B or 1, H or 1, T or 1, K or 1).
+        """Reshape the elements of the value to (B or 1, H or 1, T or 1, K or 1).
 
         Args:
-            positions: Of ``self.positions``: one for each token, or one for the first (or the
-                last) of each sequence, from where they count.
+            array: The elements of ``value``.
+            batch: B.
+            length: T.
+            positions: The elements of ``positions``: one per token, or one per sequence for its
+                first (or last) token.
         """
         if positions is not None:
-            if self.to_last or positions.ndim == 1:
-                first = positions.reshape(-1, 1) - (length - 1 if self.to_last else 0)
+            if self.is_last_position or positions.ndim == 1:
+                first = positions.reshape(-1, 1) - (length - 1 if self.is_last_position else 0)
                 positions = first + np.arange(length)
             array = array[positions]
         batches = np.arange(batch)[:, None, None, None]
@@ -103,15 +109,15 @@ class Spread:
 
 
 @dataclass(frozen=True, eq=False)
-class Turn:
-    """One term of a projection that positions turn (rotary embeddings): factor * (x W g + o).
+class RotaryTerm:
+    """One term of a projection with rotary embeddings: factor * (x W g + o).
 
     Attributes:
-        factor: Cosines or sines, which do not depend on the tokens; None is one.
-        columns, gain, offset: As of a ``Projection``, for this term.
+        factor: Cosines or sines by position; None means 1.
+        columns, gain, offset: As in ``Projection``, for this term.
     """
 
-    factor: Spread | None
+    factor: BroadcastLayout | None
     columns: Int[np.ndarray, "H K"]
     gain: Float[np.ndarray, "H K"]
     offset: Float[np.ndarray, "H K"]
@@ -119,16 +125,16 @@ class Turn:
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """q/k norm: parts of a projection normalised before positions turn them.
+    """q/k norm: groups of columns of a projection, normalized before the rotary embedding.
 
         u = scale * ((x W)[columns] * gain + offset);  n = u / sqrt(mean(u^2) + epsilon)
 
-    with the mean of u taken away first where ``centred``. Its own weight and bias are gain and
-    offset of the projection, whose columns count the elements of n, flattened.
+    The mean of u is subtracted first if ``centered``. The weight and bias of the norm are gain and
+    offset of the projection, whose columns index the flattened elements of n.
 
     Attributes:
-        node: The last node of the norm without its weight.
-        columns: Which columns are normalised together: a row for each group of length L.
+        node: The last node of the norm before its weight.
+        columns: The columns of each group of length L that is normalized together.
     """
 
     node: ir.Node
@@ -137,11 +143,11 @@ class Norm:
     offset: Float[np.ndarray, "G L"]
     scale: float
     epsilon: float
-    centred: bool
+    centered: bool
 
     def __call__(self, product: Float[np.ndarray, "B T N"]) -> Float[np.ndarray, "B T G*L"]:
         u = self.scale * (product[..., self.columns] * self.gain + self.offset)  # B T G L
-        if self.centred:
+        if self.centered:
             u = u - u.mean(axis=-1, keepdims=True)
         normed = u / np.sqrt(np.square(u).mean(axis=-1, keepdims=True) + self.epsilon)
         return normed.reshape(*product.shape[:-1], -1)
@@ -149,33 +155,34 @@ class Norm:
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """A linear map of tokens, read head by head.
+    """A linear map of tokens, by head.
 
         out[b, h, t, k] = scale * ( (input[b, t] @ W)[columns[h, k]] * gain[h, k] + offset[h, k] )
 
-    ``columns`` says where the layout nodes between the map and the scores take each element from,
-    so packed projections, shared columns and any order of heads are the same noun. ``gain`` holds
-    element-wise factors (the mixing matrix of collaborative heads), ``offset`` the bias, ``scale``
-    whatever scalars were multiplied in on the way.
+    ``columns`` maps each element of a head to a column of W. Packed projections, shared columns and
+    any order of heads have the same representation.
 
     Attributes:
-        input: The tokens, (B, S, D) where ``by_sequence``, else flattened or cut in windows. The
-            cached heads where there is no weight.
-        weight: A constant; None where the heads are handed in whole (``past``), as a decoder's
-            cached cross-attention is.
-        contracted: The axes of ``weight`` that meet the tokens' last: (0,) for (D, N), (1,) for
-            (N, D). All others, flattened, are the columns.
-        output: The value with the heads laid out, as the scores read it; None inside a fused
-            operator.
-        nodes: From the product to ``output``, in order.
-        by_sequence: ``input`` is (B, S, D), with the batch and the length of ``output``.
-        sequence_first: The tokens of ``input`` count (S, B), not (B, S).
-        layout: Of ``output``: heads apart, in one axis with the batch, side by side, or (inside)
-            nowhere in the graph.
-        turns: Where positions turn the heads, every term of the sum (the first is ``columns``).
-        norm: Where heads are normalised before that.
-        past: The heads of earlier tokens, which come before those of ``input``.
-        axes: The order that brings ``output`` to (B, H, T, K), (B*H, T, K) or (B, T, H*K).
+        input: The tokens: (B, S, D) if ``by_sequence``, else flattened or split into windows. The
+            cached heads if there is no weight.
+        weight: A constant; None if all heads are inputs (``past``), as in cached cross-attention.
+        contracted: The axes of ``weight`` that are contracted with the last axis of the tokens:
+            (0,) for (D, N), (1,) for (N, D). The other axes, flattened, are the columns.
+        columns: The column of each element of each head.
+        gain: Element-wise factors, for example the mixing matrix of collaborative heads.
+        offset: The bias.
+        scale: The product of all scalar factors.
+        output: The operand of the scores or of the context; None inside a fused operator.
+        nodes: The nodes from the product to ``output``, in order.
+        by_sequence: Whether ``input`` is (B, S, D), with the batch and length of ``output``.
+        layout: The layout of ``output``: heads in an axis of their own, merged with the batch, or
+            merged with K; "inside" if ``output`` is None.
+        rotary_terms: All terms of the sum if there are rotary embeddings (the first has
+            ``columns``).
+        norm: The q/k norm, applied before the rotary embedding.
+        past: The cached heads, which precede those of ``input``.
+        axes: The permutation of ``output`` to (B, H, T, K), (B*H, T, K) or (B, T, H*K).
+        sequence_first: Whether the tokens of ``input`` are ordered (S, B).
     """
 
     input: ir.Value
@@ -188,15 +195,15 @@ class Projection:
     output: ir.Value | None
     nodes: tuple[ir.Node, ...]
     by_sequence: bool
-    layout: Layout
-    turns: tuple[Turn, ...] = ()
+    layout: HeadLayout
+    rotary_terms: tuple[RotaryTerm, ...] = ()
     norm: Norm | None = None
-    past: Spread | None = None
+    past: BroadcastLayout | None = None
     axes: tuple[int, ...] = ()
     sequence_first: bool = False
 
     def sequences(self, shape_of: Callable[[ir.Value], tuple[int, ...]]) -> int:
-        """B: how many sequences there are where values have these shapes."""
+        """B, the number of sequences, given the shapes of values."""
         tokens = shape_of(self.input)
         if self.output is None or self.weight is None or self.by_sequence:
             return tokens[0]
@@ -217,7 +224,7 @@ class Projection:
 
     @property
     def num_distinct_heads(self) -> int:
-        """Heads that read columns of their own: fewer than H where key/value heads are grouped."""
+        """Number of heads with distinct columns: less than H for grouped key/value heads."""
         return len(np.unique(self.columns, axis=0))
 
     @property
@@ -226,27 +233,27 @@ class Projection:
         return ir.DataType.FLOAT if self.weight is None else constant_type(self.weight)
 
     def matrix(self) -> Float[np.ndarray, "D N"]:
-        """The whole weight, input size first."""
-        assert self.weight is not None, "these heads are cached: no weight makes them"
+        """The weight as a matrix, input size first."""
+        assert self.weight is not None, "cached heads have no weight"
         return as_matrix(constant_array(self.weight), self.contracted)
 
     def heads(self) -> Float[np.ndarray, "H D K"]:
-        """W^h, without ``scale``."""
+        """W^h of each head, without ``scale``."""
         picked = self.matrix()[:, self.columns]  # D H K
         return np.moveaxis(picked, 1, 0) * self.gain[:, None, :]
 
 
 @dataclass(frozen=True, eq=False)
 class OutputProjection:
-    """The map from the heads' context back to the tokens: concat(heads)[rows] @ W_O + bias.
+    """The output projection: concat(heads)[rows] @ W_O + bias.
 
     Attributes:
-        input: The context as the product reads it, (B, S, H*V) or (B, S, H, V).
+        input: The context operand of the product, (B, S, H*V) or (B, S, H, V).
         weight: A constant.
-        contracted: The axes of ``weight`` that meet the heads; the others make the output.
-        rows: Which row of W_O, as a matrix, the element v of head h meets.
-        output: The value after the bias, (B, S, D), flattened or not.
-        sequence_first: Its tokens count (S, B), not (B, S).
+        contracted: The axes of ``weight`` that are contracted with the heads.
+        rows: The row of W_O for element v of head h.
+        output: The value after the bias, (B, S, D) or (B*S, D).
+        sequence_first: Whether its tokens are ordered (S, B).
     """
 
     input: ir.Value
@@ -268,19 +275,19 @@ class OutputProjection:
 
 
 def as_matrix(weight: np.ndarray, contracted: tuple[int, ...]) -> Float[np.ndarray, "D N"]:
-    """A weight of any rank with its contracted axes as rows and all others as columns."""
+    """Reshape a weight of any rank to a matrix: contracted axes as rows, others as columns."""
     rows = math.prod(weight.shape[axis] for axis in contracted)
     return np.moveaxis(weight, contracted, range(len(contracted))).reshape(rows, -1)
 
 
 @dataclass(frozen=True, eq=False)
 class PositionBias:
-    """The logits become logits + sign * value (an additive mask, a position bias).
+    """logits + sign * value: an additive mask or a position bias.
 
     Attributes:
-        axes: Here and in other steps, the order that brings the axes of the logits at this step to
-            (B, H, S, T), where it is another.
-        entangled: It is computed from the queries or keys of the same block.
+        axes: The permutation of the logits at this step to (B, H, S, T), if not the identity. Other
+            steps have the same attribute.
+        entangled: Whether the value depends on the queries or keys of the same block.
     """
 
     value: ir.Value
@@ -291,7 +298,7 @@ class PositionBias:
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """The logits become ``fill`` wherever the boolean ``value`` differs from ``keep``."""
+    """Logits are replaced by ``fill`` where the boolean ``value`` differs from ``keep``."""
 
     value: ir.Value
     fill: float
@@ -301,9 +308,9 @@ class Mask:
 
 @dataclass(frozen=True, eq=False)
 class KeyMask:
-    """``fill`` is added to the logits of each key whose (B, T) ``value`` is not positive.
+    """``fill`` is added to the logits of keys whose (B, T) ``value`` is not positive.
 
-    The value may also be (B, S, T), one row of keys a query, where ``queries`` is 0.
+    If ``queries`` is 0, the value is (B, S, T): one mask per query.
     """
 
     value: ir.Value
@@ -313,7 +320,7 @@ class KeyMask:
 
 @dataclass(frozen=True, eq=False)
 class KeyLengths:
-    """Each of B sequences has ``value + extra`` keys; the logits of others become ``fill``."""
+    """Each of B sequences has ``value + extra`` keys; logits of further keys become ``fill``."""
 
     value: ir.Value
     extra: int
@@ -322,10 +329,9 @@ class KeyLengths:
 
 @dataclass(frozen=True, eq=False)
 class FullLengths:
-    """The graph says that all keys are there: ``value`` is T - 1 a sequence, ``total`` is T.
+    """Sequence lengths of a cache: ``value`` is T - 1 per sequence, ``total`` is T.
 
-    Where an operator takes sequences of different lengths from one cache, a reading holds for full
-    ones.
+    An operator may accept sequences of different lengths; the block describes full ones.
     """
 
     value: ir.Value
@@ -334,14 +340,14 @@ class FullLengths:
 
 @dataclass(frozen=True)
 class Causal:
-    """Query s sees keys t <= s (the attribute of a fused operator), or t <= s + T - S."""
+    """Query s attends to keys t <= s, or t <= s + T - S if ``ends_together``."""
 
     ends_together: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Weighted:
-    """The logits become logits * value (the mask of older decoders, before they add another)."""
+    """logits * value: the multiplicative mask of older decoders."""
 
     value: ir.Value
     axes: tuple[int, ...] | None = None
@@ -349,19 +355,19 @@ class Weighted:
 
 @dataclass(frozen=True)
 class Scaled:
-    """The logits are multiplied by ``factor`` after an earlier step."""
+    """logits * factor, after an earlier step."""
 
     factor: float
 
 
 @dataclass(frozen=True)
 class Capped:
-    """The logits become tanh(logits): with a ``Scaled`` on either side, a soft cap."""
+    """tanh(logits); with ``Scaled`` before and after, a soft cap."""
 
 
 @dataclass(frozen=True)
 class Floor:
-    """The logits become max(logits, ``low``)."""
+    """max(logits, ``low``)."""
 
     low: float
 
@@ -378,16 +384,17 @@ LogitStep = (
     | Capped
     | Floor
 )
-"""What happens to the scaled logits before the softmax."""
+"""One operation on the scaled logits before the softmax."""
 
 
 @dataclass(frozen=True, eq=False)
 class Reused:
-    """Heads that take the probabilities of another attention, or of several.
+    """Heads that reuse the attention probabilities of another block.
 
     Attributes:
-        value: The other's probabilities, (B, H, S, T).
-        heads: Which heads of this block, and ``sources`` which head of ``value`` each takes.
+        value: The probabilities of the other block, (B, H, S, T).
+        heads: The heads of this block.
+        sources: The head of ``value`` that each of them reuses.
     """
 
     value: ir.Value
@@ -397,29 +404,30 @@ class Reused:
 
 @dataclass(frozen=True, eq=False)
 class AttentionBlock:
-    """softmax(scale * q k^T + content + bias, masked) v, and its output projection.
+    """Multi-head attention: softmax(steps(scale * q k^T + content)) v, and its output projection.
 
     Attributes:
-        name: Unique in its graph; taken from the exporter's own names where they tell.
+        name: Unique in its graph; taken from the exporter's names if possible.
         graph: The graph that owns the nodes.
         q, k, v: The projections of x (queries) and y (keys, values).
-        content: One logit a head and key (eq. 3 of arXiv 2006.16362), where the graph has them.
-        output: None where the context does not go straight to a product with a constant.
-        scale: Of the logits, the product of all scalars between projections and mask.
-        steps: What happens to the scaled logits before the softmax, in order.
-        product: The node that multiplies queries and keys, or the fused operator itself.
-        logits: The scaled scores, before ``steps``; None inside a fused operator.
-        logits_axes: The order of their axes that brings them to (B, H, S, T) or (B*H, S, T).
-        probabilities: (B, H, S, T) or (B*H, S, T); None inside a fused operator, or where the graph
-            never lays them out so.
-        context: probabilities @ v, (B, H, S, V) or as the operator lays it out.
-        context_axes: The order of its axes that brings it to (B, H, S, V) or (B*H, S, V); None
-            for a fused operator's (B, S, H*V) or (B, H, S, V).
-        nodes: Every node of the block that costs MACs, and the softmax.
-        idiom: The name of the function in ``idioms`` that read it.
-        reused: Where some heads take the probabilities of other attentions. Then q and k hold the
-            other heads only, in order, while v, the probabilities and the context hold all, and
-            ``own_probabilities`` are those of q and k.
+        content: One logit per head and key (eq. 3 of arXiv 2006.16362), if present.
+        output: None if the context is not the operand of a product with a constant.
+        scale: The product of all scalar factors of the logits.
+        steps: The operations on the scaled logits before the softmax, in order.
+        product: The node that multiplies queries and keys, or the fused operator.
+        logits: The scaled scores before ``steps``; None inside a fused operator.
+        logits_axes: The permutation of the logits to (B, H, S, T) or (B*H, S, T).
+        probabilities: (B, H, S, T) or (B*H, S, T); None inside a fused operator or in another
+            layout.
+        context: probabilities @ v, (B, H, S, V) or in the layout of the operator.
+        context_axes: The permutation of the context to (B, H, S, V) or (B*H, S, V); None for a
+            fused operator's (B, S, H*V) or (B, H, S, V).
+        nodes: All nodes with MACs, and the softmax.
+        idiom: The function in ``idioms`` or ``operators`` that matched it.
+        position: The position encoding: none, a bias by head, or rotary embeddings.
+        reused: Heads that reuse probabilities of other blocks. Then q and k have the other heads
+            only, in order; v, the probabilities and the context have all heads.
+        own_probabilities: The probabilities computed from q and k, if some heads are reused.
     """
 
     name: str
@@ -445,12 +453,12 @@ class AttentionBlock:
 
     @property
     def x(self) -> ir.Value:
-        """The tokens that ask, (B, S, D)."""
+        """The input of the queries, (B, S, D)."""
         return self.q.input
 
     @property
     def y(self) -> ir.Value:
-        """The tokens that are asked, (B, T, E)."""
+        """The input of the keys and values, (B, T, E)."""
         return self.k.input
 
     @property
@@ -463,7 +471,7 @@ class AttentionBlock:
 
     @property
     def own_heads(self) -> Int[np.ndarray, " N"]:
-        """The heads that compute their own probabilities: what q and k hold, in order."""
+        """The heads that compute their own probabilities: those of q and k, in order."""
         taken = [reused.heads for reused in self.reused]
         return np.setdiff1d(np.arange(self.num_heads), np.concatenate([[], *taken]))
 
@@ -487,7 +495,7 @@ class AttentionBlock:
         return math.prod(shape[axis] for axis in self.q.contracted)
 
     @property
-    def form(self) -> Form:
+    def form(self) -> BlockForm:
         if self.reused:
             return "reuse"
         if self.is_collaborative:
@@ -496,18 +504,17 @@ class AttentionBlock:
 
     @property
     def is_collaborative(self) -> bool:
-        """Whether all own heads read the same columns, and tell them apart by mixing."""
+        """Whether all own heads read the same columns and differ only in their mixing."""
         return self.q.num_heads > 1 and all(
             bool((read.columns == read.columns[0]).all()) for read in (self.q, self.k)
         )
 
     @property
     def is_sparse(self) -> bool:
-        """Whether each own head reads a few shared columns: some queries' column meets the same
-        keys' column in two heads, and in each the mixing gives it a weight of its own."""
+        """Whether heads share some columns: a pair of query and key columns occurs in two heads."""
         if self.is_collaborative or self.q.weight is None or self.k.weight is None:
             return False
-        reads = np.any(self.q.matrix(), axis=(0,))  # a column of zeros meets the content
+        reads = np.any(self.q.matrix(), axis=(0,))  # columns of zeros belong to the content term
         counted = (self.q.gain != 0) & reads[self.q.columns]
         pairs = [
             set(zip(q[here].tolist(), k[here].tolist(), strict=True))
@@ -517,8 +524,120 @@ class AttentionBlock:
 
 
 @dataclass(frozen=True, eq=False)
+class Linear:
+    """A product of tokens with a constant: out = scale * tokens @ W.
+
+    Attributes:
+        contracted: The axes of ``weight`` that are contracted with the last axes of ``tokens``.
+        width: D, the number of contracted elements.
+        columns, rows: The column of W and the token of each element of the output, in shapes that
+            broadcast to the output.
+    """
+
+    tokens: ir.Value
+    weight: ir.Value
+    contracted: tuple[int, ...]
+    width: int
+    columns: np.ndarray
+    rows: np.ndarray
+    scale: float
+
+
+class Operand(NamedTuple):
+    """A constant input of a node; ``axis`` counts the neurons."""
+
+    node: ir.Node
+    position: int
+    axis: int
+
+    @property
+    def value(self) -> ir.Value:
+        value = self.node.inputs[self.position]
+        assert value is not None
+        return value
+
+
+@dataclass(frozen=True, eq=False)
+class FeedForwardBlock:
+    """out = f(x W_1 + b_1) W_2 + b_2, or gated: (f(x W_g + b_g) * (x W_u + b_u)) W_2 + b_2.
+
+    f is element-wise, so column j of each value between the products is neuron j.
+
+    Attributes:
+        name: Unique among the feed-forward blocks of the model.
+        graph: The graph that owns the nodes: the main graph, or the body of an If or a Loop.
+        x: The tokens (..., D), before any flattening.
+        first: The products with W_1, or with W_g and W_u in order of execution.
+        products: The nodes of ``first``.
+        hidden: The operand of the second product, (..., F) or flattened.
+        second: The product with W_2.
+        product: The node of ``second``.
+        bias: b_2, if present.
+        output: The value after b_2.
+        nodes: The nodes between the products, in order of execution.
+        constants_by_neuron: b_1 and all other constants with one element per neuron.
+        widths: Reshape nodes between the products whose constant target shape ends in F.
+    """
+
+    name: str
+    graph: ir.Graph
+    x: ir.Value
+    first: tuple[Linear, ...]
+    products: tuple[ir.Node, ...]
+    hidden: ir.Value
+    second: Linear
+    product: ir.Node
+    bias: ir.Value | None
+    output: ir.Value
+    nodes: tuple[ir.Node, ...]
+    constants_by_neuron: tuple[Operand, ...]
+    widths: tuple[ir.Node, ...]
+
+    @property
+    def num_neurons(self) -> int:
+        """F."""
+        return self.second.width
+
+    @property
+    def input_size(self) -> int:
+        """D."""
+        return self.first[0].width
+
+    def matrix(self, index: int = 0) -> Float[np.ndarray, "D F"]:
+        """W_1, or W_g or W_u by index in ``first``."""
+        part = self.first[index]
+        return as_matrix(constant_array(part.weight), part.contracted) * part.scale
+
+    def second_matrix(self) -> Float[np.ndarray, "F N"]:
+        """W_2."""
+        part = self.second
+        return as_matrix(constant_array(part.weight), part.contracted) * part.scale
+
+    def weights(self) -> tuple[Operand, ...]:
+        """The weights, each with its axis of neurons."""
+        parts = zip(self.products, self.first, strict=True)
+        first = [_weight(node, part, _columns_axis(part)) for node, part in parts]
+        return (*first, _weight(self.product, self.second, self.second.contracted[0]))
+
+    def operands(self) -> tuple[Operand, ...]:
+        """All constants with an axis of neurons."""
+        return (*self.weights(), *self.constants_by_neuron)
+
+
+def _weight(node: ir.Node, part: Linear, axis: int) -> Operand:
+    return Operand(node, list(node.inputs).index(part.weight), axis)
+
+
+def _columns_axis(part: Linear) -> int:
+    """The axis of a weight that counts columns; the others are contracted or have length 1."""
+    shape = constant_shape(part.weight)
+    free = [axis for axis in range(len(shape)) if axis not in part.contracted]
+    return max(free, key=lambda axis: shape[axis])
+
+
+@dataclass(frozen=True, eq=False)
 class Unmatched:
-    """A node that looked like attention and was not read, and why."""
+    """A candidate node that did not match, and the reason."""
 
     node: ir.Node
     reason: str

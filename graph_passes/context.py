@@ -1,4 +1,4 @@
-"""Analyses of one model, computed once and dropped when its graph changes."""
+"""Cache of the analyses of one model, invalidated when the graph changes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class GraphContext:
     """Cached analyses of a model, as in LLVM's analysis manager.
 
     An analysis is any function whose first argument is the model. Passes invalidate all results
-    when they change the graph; whoever edits the graph in another way calls ``invalidate``.
+    when they change the graph. Call ``invalidate`` after any other edit.
 
-    ``with GraphContext.of(model) as context:`` keeps one context for all passes inside the block.
+    ``with GraphContext.of(model) as context:`` shares one context among all passes in the block.
     """
 
     def __init__(self, model: ir.Model) -> None:
@@ -35,22 +35,22 @@ class GraphContext:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        """The result of ``analysis(model, *args, **kwargs)``; arguments must be hashable."""
+        """Return ``analysis(model, *args, **kwargs)``, cached; arguments must be hashable."""
         key = (analysis, args, *sorted(kwargs.items()))
         if key not in self._results:
             self._results[key] = analysis(self.model, *args, **kwargs)
         return self._results[key]
 
     def invalidate(self) -> None:
-        """Drop all results: the graph has changed."""
+        """Drop all results after a change to the graph."""
         self._results.clear()
 
     @classmethod
     @contextmanager
     def of(cls, model: ir.Model) -> Generator[GraphContext]:
-        """The context of the model that is active, or one for as long as the block lasts."""
+        """Return the active context of the model, or create one for the duration of the block."""
         active = model.meta.get(KEY)
-        if isinstance(active, cls) and active.model is model:  # a clone copies the reference
+        if isinstance(active, cls) and active.model is model:  # clones copy the reference
             yield active
             return
         context = cls(model)

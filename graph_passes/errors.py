@@ -1,16 +1,16 @@
-"""Every error that attnserve raises on purpose.
+"""Exceptions of attnserve, and the refusals of rewrites.
 
     AttnserveError                 exit code 2: bad input or usage, nothing written
     ├── InvalidModel               the file or its graph cannot be read
-    ├── InvalidArgument            an option has a value that cannot work
+    ├── InvalidArgument            an argument has an invalid value
     ├── InvalidData                calibration or evaluation data does not fit the model
-    ├── InvalidOutput              the place to write to exists, or cannot be written
+    ├── InvalidOutput              the output path exists, or cannot be written
     ├── MissingExtra               an optional dependency is not installed
-    ├── CannotRewrite              a rewrite that was asked for does not apply
-    ├── InvariantBroken            a rewritten graph breaks a law (a defect of ours)
-    └── CheckFailed                exit code 1: the work was done, and its promise does not hold
+    ├── CannotRewrite              a requested rewrite does not apply to the graph
+    ├── InvariantBroken            a rewritten graph breaks an invariant (a defect of attnserve)
+    └── CheckFailed                exit code 1: the command finished, and a check failed
 
-A graph that merely holds no attention is not an error: finding returns ``Unmatched`` values.
+A graph without attention is not an error: ``find_attention`` returns ``Unmatched`` values.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ __all__ = [
 
 
 class AttnserveError(Exception):
-    """An error with a stable code, what is wrong, and how to fix it.
+    """Base class of all errors: a stable code, what is wrong, and how to fix it.
 
-    Texts name parameters of the Python API in backticks (```prune```); the command line shows its
-    options in their place.
+    Texts name parameters of the Python API in backticks (```prune```). The command line replaces
+    them with its options.
 
     Args:
-        what: What is wrong and where, expected and actual value, in one line.
-        fix: What the reader can do next, in one line.
-        code: A stable name of the cause, for programs and tests: ``area.cause``.
+        what: What is wrong and where, with expected and actual values; one line.
+        fix: How to fix it; one line.
+        code: Stable identifier of the cause for programs and tests: ``area.cause``.
     """
 
     exit_code = 2
@@ -65,7 +65,7 @@ class InvalidModel(AttnserveError):
 
 
 class InvalidArgument(AttnserveError, ir.passes.PreconditionError):
-    """An option has a value that cannot work."""
+    """An argument has an invalid value."""
 
     default_code = "argument.invalid"
 
@@ -77,7 +77,7 @@ class InvalidData(AttnserveError):
 
 
 class InvalidOutput(AttnserveError):
-    """The place to write to exists already, or cannot be written."""
+    """The output path exists already, or cannot be written."""
 
     default_code = "output.invalid"
 
@@ -89,19 +89,19 @@ class MissingExtra(AttnserveError):
 
 
 class CannotRewrite(AttnserveError, ir.passes.PreconditionError):
-    """A rewrite that was asked for does not apply to this graph."""
+    """A requested rewrite does not apply to the graph."""
 
     default_code = "rewrite.refused"
 
 
 class InvariantBroken(AttnserveError, ir.passes.PostconditionError):
-    """A rewritten graph breaks a law: a defect of attnserve, never of its user."""
+    """A rewritten graph breaks an invariant: a defect of attnserve."""
 
     default_code = "internal.invariant"
 
 
 class CheckFailed(AttnserveError):
-    """The work was done, and what it promised does not hold."""
+    """The command finished, and a check of its result failed."""
 
     default_code = "check.failed"
 
@@ -113,8 +113,8 @@ class Refusal:
     """Why a rewrite does not apply to a block.
 
     Attributes:
-        code: A stable name of the reason.
-        reason: One clause for users, whose subject is the block.
+        code: Stable identifier of the reason.
+        reason: One clause whose subject is the block, for users.
     """
 
     code: str

@@ -1,6 +1,6 @@
-"""What a block computes, in numpy, from its own weights, scale and mask alone.
+"""Reference implementation of attention in numpy, from the fields of an ``AttentionBlock``.
 
-The certificate compares the graph with this, so nothing here looks at the graph's nodes.
+Certification compares the graph with this reference, so it does not read any node of the graph.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from graph_passes.blocks import (
     Mask,
     PositionBias,
     Projection,
+    RotaryTerm,
     Scaled,
-    Turn,
     Weighted,
 )
 
@@ -37,7 +37,7 @@ __all__ = ["ReferenceOutput", "attention_reference", "inputs_of", "logits_refere
 
 @dataclass(frozen=True, eq=False)
 class ReferenceOutput:
-    """Probabilities (B, H, S, T), context (B, S, H*V) and output (B, S, D) where there is one."""
+    """Probabilities (B, H, S, T), context (B, S, H*V) and, if present, output (B, S, D)."""
 
     probabilities: np.ndarray
     context: np.ndarray
@@ -45,11 +45,13 @@ class ReferenceOutput:
 
 
 def inputs_of(block: AttentionBlock) -> tuple[ir.Value, ...]:
-    """The values a block reads and does not make: x, y, angles, and what masks its logits."""
+    """The external inputs of a block: x, y, rotary angles, caches, masks and biases."""
     own = (block.q, block.k) if block.q.num_heads else ()
     parts = [part for part in (*own, block.v, block.content) if part is not None]
     values = [part.input for part in parts]
-    factors = [turn.factor for part in parts for turn in part.turns] + [p.past for p in parts]
+    factors = [turn.factor for part in parts for turn in part.rotary_terms] + [
+        p.past for p in parts
+    ]
     for spread in factors:
         if spread is not None:
             values += [spread.value] + ([spread.positions] if spread.positions else [])
@@ -62,14 +64,14 @@ def inputs_of(block: AttentionBlock) -> tuple[ir.Value, ...]:
 def attention_reference(
     block: AttentionBlock, values: Mapping[ir.Value, np.ndarray], batch: int
 ) -> ReferenceOutput:
-    """Equation 5 of arXiv 2006.16362 with the content term of equation 3, in double precision.
+    """Compute equation 5 of arXiv 2006.16362 with the content term of equation 3, in float64.
 
-    Heads that take the probabilities of another attention take what ``values`` hold of it.
+    Heads that reuse attention probabilities read them from ``values``.
 
     Args:
-        block: The reading.
+        block: The attention to compute.
         values: An array for each of ``inputs_of(block)``.
-        batch: B, which flattened tokens (B*S, D) do not tell.
+        batch: B, which cannot be inferred from flattened tokens (B*S, D).
     """
     v = _project(block.v, values, batch)  # B H T V
     own: list[np.ndarray] = []
@@ -94,7 +96,7 @@ def attention_reference(
 def logits_reference(
     block: AttentionBlock, values: Mapping[ir.Value, np.ndarray], batch: int
 ) -> Float[np.ndarray, "B H S T"]:
-    """The scaled scores with their content term, before ``block.steps``."""
+    """Scaled scores plus the content term, before ``block.steps``."""
     q = _project(block.q, values, batch)  # B H S K
     k = _project(block.k, values, batch)  # B H T K
     logits = block.scale * (q @ np.swapaxes(k, -1, -2))  # B H S T
@@ -105,7 +107,7 @@ def logits_reference(
 
 
 def softmax(logits: Float[np.ndarray, "*batch T"]) -> Float[np.ndarray, "*batch T"]:
-    """Over the last axis; rows that are masked throughout are all zero."""
+    """Softmax over the last axis; fully masked rows are zero."""
     top = logits.max(axis=-1, keepdims=True)
     exp = np.exp(logits - np.where(np.isfinite(top), top, 0.0))
     total = exp.sum(axis=-1, keepdims=True)
@@ -120,7 +122,7 @@ def _project(
         assert present is not None
         return present
     held = values[projection.past.value].astype(np.float64)
-    past = projection.past.over(held, batch, held.shape[projection.past.token_axis])
+    past = projection.past.broadcast(held, batch, held.shape[projection.past.token_axis])
     return past if present is None else np.concatenate([past, present], axis=2)
 
 
@@ -132,21 +134,21 @@ def _present(
     if projection.sequence_first:
         tokens = tokens.reshape(-1, batch, len(matrix)).swapaxes(0, 1)  # B T D
     tokens = tokens.reshape(batch, -1, len(matrix))
-    if not projection.turns and projection.norm is None:
+    if not projection.rotary_terms and projection.norm is None:
         heads = np.einsum("btd,hdk->bhtk", tokens, projection.heads(), optimize=True)
         return heads + projection.offset[:, None, :]
     product = tokens @ matrix  # B T N
     if projection.norm is not None:
         product = projection.norm(product)
-    whole = Turn(None, projection.columns, projection.gain, projection.offset)
+    whole = RotaryTerm(None, projection.columns, projection.gain, projection.offset)
     total = np.zeros(())
-    for turn in projection.turns or (whole,):
+    for turn in projection.rotary_terms or (whole,):
         picked = np.moveaxis(product[:, :, turn.columns], 2, 1)  # B H T K
         term = picked * turn.gain[:, None, :] + turn.offset[:, None, :]
         if turn.factor is not None:
             factor, where = turn.factor, turn.factor.positions
             positions = None if where is None else values[where]
-            angles = factor.over(values[factor.value], batch, tokens.shape[1], positions)
+            angles = factor.broadcast(values[factor.value], batch, tokens.shape[1], positions)
             term = term * angles
         total = total + term
     return total
@@ -155,7 +157,7 @@ def _present(
 def _apply(
     step: LogitStep, logits: np.ndarray, values: Mapping[ir.Value, np.ndarray]
 ) -> np.ndarray:
-    """The logits (B, H, S, T) after one step."""
+    """Apply one step to the logits (B, H, S, T)."""
     match step:
         case PositionBias():
             return logits + step.sign * _as_logits(step, values[step.value], logits.shape)
@@ -189,7 +191,7 @@ def _apply(
 def _as_logits(
     step: Mask | PositionBias | Weighted, value: np.ndarray, shape: tuple[int, ...]
 ) -> np.ndarray:
-    """A mask as it broadcasts to (B, H, S, T), whichever way the graph lays its scores out."""
+    """Reorder a mask from the graph's layout so that it broadcasts to (B, H, S, T)."""
     if step.axes is not None:
         value = value.reshape((1,) * (len(step.axes) - value.ndim) + value.shape)
         value = value.transpose(step.axes)

@@ -1,4 +1,4 @@
-"""API keys: who may ask, where keys are set."""
+"""API keys: requests without a known key are refused if keys are configured."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from service.settings import Settings
 __all__ = ["RequireKey", "read_keys"]
 
 OPEN = ("/v2/health/live", "/v2/health/ready", "/")
-"""What balancers ask and what holds no data: the page at / asks for what it shows with a key."""
+"""Paths that need no key: health checks, and the dashboard page, whose data does need one."""
 
 
 def read_keys(settings: Settings) -> tuple[bytes, ...]:
-    """The keys of ``settings`` and of its file; none where everybody may ask.
+    """The keys of ``settings`` and of its key file; empty if no key is required.
 
     Raises:
-        InvalidArgument: The file cannot be read or holds no key, or a key is empty or no plain
+        InvalidArgument: The file cannot be read or holds no key, or a key is empty or not plain
             ASCII.
     """
     keys = [key.get_secret_value() for key in settings.api_keys]
@@ -31,19 +31,26 @@ def read_keys(settings: Settings) -> tuple[bytes, ...]:
         try:
             lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
         except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-            raise InvalidArgument(f"{path}: cannot be read: {reason}", "check the path") from error
+            reason = getattr(error, "strerror", None) or "not UTF-8 text"
+            raise InvalidArgument(
+                f"{path}: cannot be read: {reason}", "check the path", code="keys.unreadable"
+            ) from error
         found = [line for line in lines if line and not line.startswith("#")]
-        if not found:  # else a file that was emptied by mistake would let everybody in
-            raise InvalidArgument(f"{path}: holds no key", "write a key a line")
+        if not found:  # an empty file must not disable authentication
+            raise InvalidArgument(
+                f"{path}: holds no key", "write one key per line", code="keys.none"
+            )
         keys += found
     for number, key in enumerate(keys, 1):
-        if not key:  # a request without a key sends this one
-            raise InvalidArgument(f"key {number} of {len(keys)} is empty", "remove or set it")
+        if not key:  # requests without a key would match it
+            raise InvalidArgument(
+                f"key {number} of {len(keys)} is empty", "remove or set it", code="keys.empty"
+            )
         if not key.isascii() or not key.isprintable() or " " in key:
             raise InvalidArgument(
-                f"key {number} of {len(keys)} holds more than plain ASCII characters",
-                "HTTP headers carry nothing else",
+                f"key {number} of {len(keys)} holds spaces or characters other than plain ASCII",
+                "HTTP headers can carry only those",
+                code="keys.characters",
             )
     return tuple(key.encode() for key in keys)
 
@@ -51,8 +58,8 @@ def read_keys(settings: Settings) -> tuple[bytes, ...]:
 class RequireKey:
     """ASGI middleware: 401 without ``Authorization: Bearer KEY`` or ``x-api-key: KEY``.
 
-    Keys are compared by checksum and in constant time, and always with all of them: how long a
-    refusal takes tells nothing.
+    The checksum of the request's key is compared in constant time with that of every known key, so
+    that the time of a refusal reveals nothing.
     """
 
     def __init__(self, app: ASGIApp, keys: Iterable[bytes]) -> None:
@@ -64,16 +71,16 @@ class RequireKey:
             await self._app(scope, receive, send)
             return
         error = Unauthorized(
-            "no API key, or not one that this server knows",
+            "the API key is missing or unknown",
             "send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
         )
-        await explain(scope["path"], error)(scope, receive, send)
+        await explain(scope, error)(scope, receive, send)
 
     def _is_known(self, given: bytes) -> bool:
-        digest, found = hashlib.sha256(given).digest(), False
+        digest, is_known = hashlib.sha256(given).digest(), False
         for known in self._known:
-            found |= hmac.compare_digest(digest, known)
-        return found
+            is_known |= hmac.compare_digest(digest, known)
+        return is_known
 
 
 def _given(scope: Scope) -> bytes:

@@ -1,40 +1,42 @@
-"""What goes wrong in the service, and the HTTP status of each: one table.
+"""Errors of the service, and one table with the HTTP status of every error.
 
     AttnserveError                 (graph_passes/errors.py)
     └── ServiceError
-        ├── MalformedRequest       the body is not the JSON that it should be
-        ├── NotFound               no such model, version, or ability of this model
-        ├── Unauthorized           no API key, or not one of ours
-        ├── TooLarge               more bytes, texts or tokens than one request may have
-        ├── Overloaded             too many rows wait already
-        ├── DeadlineExceeded       the request's time was over before its answer
+        ├── MalformedRequest       the body is not valid JSON, or not decodable
+        ├── NotFound               unknown model or version, or the model has no such task
+        ├── Unauthorized           the API key is missing or unknown
+        ├── TooLarge               too many bytes, texts or tokens in one request
+        ├── Overloaded             the queue is full
+        ├── DeadlineExceeded       the deadline passed before the answer
         ├── NotReady               the model is not loaded, or cannot run now
-        │   ├── OutOfMemory        its memory ran out
-        │   └── ModelFailed        its session or its device is broken
-        └── ClientGone             the client hung up before its answer: nobody reads this one
+        │   ├── OutOfMemory        the run does not fit into memory
+        │   └── ModelFailed        the session or its device is broken
+        └── ClientGone             the client disconnected before its answer
 
-Every error answer is ``{"error": "text"}``, but where a protocol has a form of its own: ``FORMS``.
+The body of an error is ``{"error": "text"}``, unless the protocol of its path has an
+``ErrorRenderer`` of its own (``install_handlers``).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import Scope
 
 from graph_passes.errors import AttnserveError, InvalidArgument, InvalidData, InvalidModel
 
 __all__ = [
-    "FORMS",
-    "STATUS",
+    "HTTP_ERRORS",
     "ClientGone",
     "DeadlineExceeded",
+    "ErrorRenderer",
     "InvalidField",
     "MalformedRequest",
     "ModelFailed",
@@ -55,23 +57,33 @@ log = logging.getLogger("attnserve")
 
 
 class ServiceError(AttnserveError):
-    """A request that cannot be answered as it is."""
+    """The request cannot be answered."""
+
+    default_code = "request.failed"
 
 
 class MalformedRequest(ServiceError):
-    """The body is not the JSON that it should be."""
+    """The body is not valid JSON, or cannot be decoded."""
+
+    default_code = "request.malformed"
 
 
 class NotFound(ServiceError):
-    """There is no such model or version, or the model cannot do what the route does."""
+    """The model or version does not exist, or the model does not support the task."""
+
+    default_code = "request.not_found"
 
 
 class UnknownModel(NotFound):
-    """There is no model of this name."""
+    """No model has this name."""
+
+    default_code = "model.unknown"
 
 
 class InvalidField(InvalidData):
-    """One field of the body cannot be what it is; empty where it is the body itself."""
+    """A field of the body is invalid; ``field`` is empty if the whole body is."""
+
+    default_code = "request.field"
 
     def __init__(self, what: str, fix: str = "", *, field: str) -> None:
         super().__init__(what, fix)
@@ -79,110 +91,132 @@ class InvalidField(InvalidData):
 
 
 class TooLarge(ServiceError):
-    """More bytes, texts or tokens than one request may have."""
+    """Too many bytes, texts or tokens in one request."""
+
+    default_code = "request.too_large"
 
 
 class Overloaded(ServiceError):
-    """Too many rows wait already."""
+    """The queue is full."""
+
+    default_code = "server.overloaded"
 
 
 class Unauthorized(ServiceError):
-    """The request has no API key, or not one that this server knows."""
+    """The API key is missing or unknown."""
+
+    default_code = "request.unauthorized"
 
 
 class DeadlineExceeded(ServiceError):
-    """The request's time was over before its answer."""
+    """The deadline passed before the answer."""
+
+    default_code = "request.deadline"
 
 
 class NotReady(ServiceError):
     """The model is not loaded, or cannot run now."""
 
+    default_code = "model.not_ready"
+
 
 class OutOfMemory(NotReady):
-    """There is no memory left to run the model."""
+    """The run does not fit into memory."""
+
+    default_code = "model.out_of_memory"
 
 
 class ModelFailed(NotReady):
-    """The session of the model, or the device that it runs on, is broken."""
+    """The model's session, or the device that it runs on, is broken."""
+
+    default_code = "model.failed"
 
 
 class ClientGone(ServiceError):
-    """The client hung up before its answer."""
+    """The client disconnected before its answer."""
+
+    default_code = "request.client_gone"
 
 
-STATUS: Mapping[type[Exception], int] = {
-    MalformedRequest: 400,
-    Unauthorized: 401,
-    NotFound: 404,
-    TooLarge: 413,
-    InvalidData: 422,
-    InvalidArgument: 422,
-    InvalidModel: 422,  # of a model to load; one that serves was read already
-    Overloaded: 429,
-    ClientGone: 499,  # nginx's number; only the log sees it
-    ClientDisconnect: 499,
-    NotReady: 503,
-    DeadlineExceeded: 504,
-    AttnserveError: 500,
+class HttpError(NamedTuple):
+    """The HTTP status of an error, and the headers of its answer."""
+
+    status: int
+    headers: Mapping[str, str] = {}
+
+
+HTTP_ERRORS: Mapping[type[Exception], HttpError] = {
+    MalformedRequest: HttpError(400),
+    Unauthorized: HttpError(401, {"www-authenticate": "Bearer"}),
+    NotFound: HttpError(404),
+    TooLarge: HttpError(413),
+    InvalidData: HttpError(422),
+    InvalidArgument: HttpError(422),
+    InvalidModel: HttpError(422),  # of a model to load
+    Overloaded: HttpError(429, {"retry-after": "1"}),
+    ClientGone: HttpError(499),  # nginx's number; it appears only in the log
+    ClientDisconnect: HttpError(499),
+    NotReady: HttpError(503, {"retry-after": "5"}),
+    DeadlineExceeded: HttpError(504),
+    AttnserveError: HttpError(500),
 }
+"""The status of each error; the entry of the closest base class applies."""
 
-RETRY_AFTER = {Overloaded: "1", NotReady: "5"}
-"""Seconds after which asking again makes sense."""
-
-Form = Callable[[int, str, Exception | None], tuple[int, Any]]
-"""(status, body) of an error answer, by its status, its text and the error where there is one."""
-
-FORMS: dict[str, Form] = {}
-"""The forms of protocols that have one of their own, by the first part of their paths."""
+ErrorRenderer = Callable[[int, str, Exception | None], tuple[int, Any]]
+"""(status, body) of an error answer, from its status, its text and the error if there is one."""
 
 
-def install_handlers(app: FastAPI) -> None:
-    """Answer every error of ``app`` as ``{"error": "text"}``."""
-    for kind in STATUS:
-        app.add_exception_handler(kind, _expected)
-    app.add_exception_handler(HTTPException, _http)
-    app.add_exception_handler(RequestValidationError, _invalid_path)
+def install_handlers(app: FastAPI, renderers: Mapping[str, ErrorRenderer]) -> None:
+    """Answer every error of ``app``.
+
+    Args:
+        renderers: Renderers of protocols with error bodies of their own, by path prefix ("/v1").
+    """
+    app.state.error_renderers = renderers
+    for kind in HTTP_ERRORS:
+        app.add_exception_handler(kind, _handle_error)
+    app.add_exception_handler(HTTPException, _handle_routing_error)
+    app.add_exception_handler(RequestValidationError, _handle_invalid_parameter)
 
 
 def error_response(
-    path: str,
+    scope: Scope,
     status: int,
     text: str,
     headers: Mapping[str, str] | None = None,
     error: Exception | None = None,
 ) -> Response:
-    """``{"error": text}``, or what the protocol of ``path`` has in its place."""
-    form = FORMS.get("/" + path.split("/", 2)[1] if path.startswith("/") else path)
-    status, body = (status, {"error": text}) if form is None else form(status, text, error)
+    """``{"error": text}``, or the error body of the protocol that ``scope`` belongs to."""
+    body: Any = {"error": text}
+    for prefix, render in scope["app"].state.error_renderers.items():
+        if f"{scope['path']}/".startswith(f"{prefix}/"):
+            status, body = render(status, text, error)
     return Response(orjson.dumps(body), status, headers, media_type="application/json")
 
 
-def explain(path: str, error: AttnserveError) -> Response:
+def explain(scope: Scope, error: AttnserveError) -> Response:
     """The answer to a request that failed with ``error``."""
-    kind = next(kind for kind in type(error).__mro__ if kind in STATUS)
-    headers = {"retry-after": RETRY_AFTER[kind]} if kind in RETRY_AFTER else {}
-    if kind is Unauthorized:
-        headers["www-authenticate"] = "Bearer"
-    return error_response(path, STATUS[kind], "; ".join(str(error).splitlines()), headers, error)
+    kind = next(kind for kind in type(error).__mro__ if kind in HTTP_ERRORS)
+    status, headers = HTTP_ERRORS[kind]
+    return error_response(scope, status, "; ".join(str(error).splitlines()), headers, error)
 
 
-async def _expected(request: Request, error: Exception) -> Response:
+async def _handle_error(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientDisconnect):
-        error = ClientGone("the client hung up before its request was whole")
+        error = ClientGone("the client disconnected before its request was complete")
     assert isinstance(error, AttnserveError)
-    answer = explain(request.url.path, error)
+    answer = explain(request.scope, error)
     if answer.status_code == 500:
         log.error("%s failed", request.url.path, exc_info=error)
     return answer
 
 
-async def _http(request: Request, error: Exception) -> Response:
-    """Routing's own errors: 404 and 405."""
+async def _handle_routing_error(request: Request, error: Exception) -> Response:
+    """404 and 405 of the router."""
     assert isinstance(error, HTTPException)
-    path = request.url.path
-    text = f"{request.method} {path}: {error.detail}"
-    return error_response(path, error.status_code, text, error.headers)
+    text = f"{request.method} {request.url.path}: {error.detail}"
+    return error_response(request.scope, error.status_code, text, error.headers)
 
 
-async def _invalid_path(request: Request, error: Exception) -> Response:
-    return error_response(request.url.path, 422, f"{request.url.path}: {error}")
+async def _handle_invalid_parameter(request: Request, error: Exception) -> Response:
+    return error_response(request.scope, 422, f"{request.url.path}: {error}")

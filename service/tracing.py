@@ -1,7 +1,7 @@
-"""Spans of requests, where OpenTelemetry is installed and set up; nothing else here knows of it.
+"""OpenTelemetry spans of requests, if OpenTelemetry is installed and configured.
 
-A trace that a client began (W3C traceparent) is continued. Where spans go is the choice of whoever
-sets the tracer provider. A span says what the answer cost and never what was asked.
+A trace that a client began (W3C traceparent) is continued. The tracer provider of the process
+decides where spans are exported. A span holds the cost of the answer and no request content.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from starlette.types import Scope
 
 try:
     from opentelemetry import propagate, trace
-except ImportError:  # tracing is for those who have it
-    propagate = trace = None
+except ImportError:
+    trace = propagate = None
 
 __all__ = ["request_span"]
 
@@ -24,13 +24,14 @@ Finish = Callable[[str, int], None]
 
 @contextmanager
 def request_span(scope: Scope) -> Generator[Finish]:
-    """A span around one request; what is given is called with its route and status at the end."""
-    provider = None if trace is None else trace.get_tracer_provider()
-    if provider is None or isinstance(provider, trace.ProxyTracerProvider):  # set up by nobody
-        yield _nothing
+    """Open a span around one request; call the yielded function with its route and status."""
+    provider = trace.get_tracer_provider() if trace else None
+    if not trace or not propagate or isinstance(provider, trace.ProxyTracerProvider):
+        yield _ignore
         return
+    failure = trace.StatusCode.ERROR
     headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
-    with provider.get_tracer("attnserve").start_as_current_span(
+    with trace.get_tracer("attnserve").start_as_current_span(
         scope["method"], context=propagate.extract(headers), kind=trace.SpanKind.SERVER
     ) as span:
 
@@ -46,10 +47,10 @@ def request_span(scope: Scope) -> Generator[Finish]:
                 }
             )
             if not status or status >= 500:
-                span.set_status(trace.StatusCode.ERROR)
+                span.set_status(failure)
 
         yield finish
 
 
-def _nothing(route: str, status: int) -> None:
-    """Nobody traces."""
+def _ignore(route: str, status: int) -> None:
+    """Record nothing: tracing is off."""

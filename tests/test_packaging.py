@@ -83,7 +83,7 @@ def test_the_extras_bring_a_runtime_torch_the_demo_and_the_tools(project: dict[s
         "cpu", "gpu", "ray", "torch", "report", "demo", "docs", "dev",
     }  # fmt: skip
     assert extras["cpu"].keys() == {"onnxruntime"}
-    assert extras["gpu"].keys() == {"onnxruntime-gpu", "nvidia-cublas"}
+    assert extras["gpu"].keys() == {"onnxruntime-gpu", "nvidia-cublas", "nvidia-ml-py"}
     assert extras["gpu"]["onnxruntime-gpu"].extras == {"cuda", "cudnn"}
     assert extras["torch"].keys() == {"torch", "transformers"}
     assert extras["report"].keys() == {"jinja2", "matplotlib"}

@@ -10,7 +10,7 @@ One calibration batch is run and reduced at a time. Padding is excluded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from attnserve.calibration.activations import (
     observe,
     row_count,
 )
+from attnserve.calibration.layerwise import LayerwiseRunner, Suffix, suffix_of
 from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.models.datasets import token_mask
 from attnserve.runtime.session import Batch, open_session, run
@@ -115,6 +116,7 @@ def leave_one_out(
     *,
     context: RunContext = DEFAULT_CONTEXT,
     most_rows: int = MOST_ROWS,
+    most_heads: int | None = None,
 ) -> dict[str, Float[np.ndarray, " H"]]:
     """The relative squared change of the outputs without a head, by block name.
 
@@ -124,7 +126,9 @@ def leave_one_out(
     Args:
         blocks: Blocks of the main graph; fused operators may stay as they are.
         most_rows: Approximate number of texts to run, in whole batches spread evenly, at least one
-            batch. The cost is one run of the model per head and batch.
+            batch. The cost is one run of the layers from the block on, per head and batch.
+        most_heads: The most heads of a block to measure, spread evenly; the others get the mean of
+            these, so that the sum over a block is estimated.
 
     Raises:
         InvalidArgument: ``most_rows`` is not positive.
@@ -134,17 +138,18 @@ def leave_one_out(
     gated = _Gated(model, blocks, context)
     total = np.zeros((gated.num_heads, gated.num_outputs))
     spreads = [_Spread() for _ in range(gated.num_outputs)]
-    chosen, progress = _some(batches, most_rows), context.stage("leave heads out")
-    for index, batch in enumerate(chosen):
-        whole = gated.run(batch)
+    chosen = _some(batches, most_rows)
+    wholes = [gated.run(batch) for batch in chosen]
+    for whole in wholes:
         for spread, (out, real) in zip(spreads, whole, strict=True):
             spread.add(out[real])
-        for head in range(gated.num_heads):
-            without = gated.run(batch, head, 0.0)
-            for i, ((out, real), (other, _)) in enumerate(zip(whole, without, strict=True)):
-                total[head, i] += np.square(out[real] - other[real]).sum()
-            progress(index * gated.num_heads + head + 1, len(chosen) * gated.num_heads)
     variances = _variances(spreads, gated.output_names)
+    heads = gated.spread_heads(most_heads)
+    steps = gated.variations(chosen, wholes, heads, [0.0], context.stage("leave heads out"))
+    for head, whole, (without,) in steps:
+        for i, ((out, real), (other, _)) in enumerate(zip(whole, without, strict=True)):
+            total[head, i] += np.square(out[real] - other[real]).sum()
+    gated.fill_unmeasured(total, heads)
     counts = np.array([spread.count for spread in spreads])
     return gated.by_block(total / counts / variances)
 
@@ -175,18 +180,21 @@ def sensitivity(
     total = np.zeros((gated.num_heads, gated.num_outputs))
     texts = np.zeros(gated.num_outputs)
     spreads = [_Spread() for _ in range(gated.num_outputs)]
-    chosen, progress = _some(batches, most_rows), context.stage("measure sensitivity")
-    for index, batch in enumerate(chosen):
-        for i, (out, real) in enumerate(gated.run(batch)):
+    chosen = _some(batches, most_rows)
+    wholes = [gated.run(batch) for batch in chosen]
+    for whole in wholes:
+        for i, (out, real) in enumerate(whole):
             spreads[i].add(out[real])
             texts[i] += real.any(1).sum()
-        for head in range(gated.num_heads):
-            more, less = (gated.run(batch, head, gate) for gate in (1 + STEP, 1 - STEP))
-            for i, ((up, real), (down, _)) in enumerate(zip(more, less, strict=True)):
-                squares = np.where(real, np.square((up - down) / (2 * STEP)).sum(-1), 0.0)
-                total[head, i] += np.sqrt(squares.sum(1) / np.maximum(1, real.sum(1))).sum()
-            progress(index * gated.num_heads + head + 1, len(chosen) * gated.num_heads)
     variances = _variances(spreads, gated.output_names)
+    progress = context.stage("measure sensitivity")
+    gates = [1 + STEP, 1 - STEP]
+    for head, _, (more, less) in gated.variations(
+        chosen, wholes, range(gated.num_heads), gates, progress
+    ):
+        for i, ((up, real), (down, _)) in enumerate(zip(more, less, strict=True)):
+            squares = np.where(real, np.square((up - down) / (2 * STEP)).sum(-1), 0.0)
+            total[head, i] += np.sqrt(squares.sum(1) / np.maximum(1, real.sum(1))).sum()
     return gated.by_block(total / texts / np.sqrt(variances))
 
 
@@ -223,23 +231,99 @@ class _Gated:
         }
         copy.graph.sort()
         copy.graph.outputs[:] = [copy.graph.outputs[index] for index in places]
+        self.model, self.context = copy, context
         self.session = open_session(copy, provider=context.provider, threads=context.threads)
 
-    def run(self, batch: Batch, head: int | None = None, gate: float = 1.0) -> list[Output]:
-        """The outputs with all gates at 1 except the gate of ``head``."""
-        gates = {name: ones.copy() for name, ones in self.gates.items()}
-        if head is not None:
-            for array in gates.values():
-                if head < len(array):
-                    array[head] = gate
-                    break
-                head -= len(array)
+    def run(self, batch: Batch) -> list[Output]:
+        """The outputs with all gates at 1."""
+        return self._outputs(run(self.session, batch | self.gates), batch)
+
+    def variations(
+        self,
+        batches: Sequence[Batch],
+        wholes: Sequence[list[Output]],
+        heads: Sequence[int],
+        gates: Sequence[float],
+        progress: Callable[[int, int], None],
+    ) -> Iterator[tuple[int, list[Output], list[list[Output]]]]:
+        """Vary the gate of one head at a time; yields (head, whole outputs, outputs by gate).
+
+        Only the nodes behind a block's gate run again; what they read is computed once.
+
+        Args:
+            wholes: The outputs of each batch with all gates at 1.
+            heads: The heads to vary, counted over all blocks, in ascending order.
+        """
+        inputs = {value.name: value for value in self.model.graph.inputs}
+        suffixes = [suffix_of(self.model.graph, inputs[name]) for name in self.gates]
+        fed = [batch | self.gates for batch in batches]
+        runner = LayerwiseRunner(self.model, fed, context=self.context)
+        first, done = 0, 0
+        for index, (name, ones) in enumerate(self.gates.items()):
+            own = [head - first for head in heads if first <= head < first + len(ones)]
+            later = {value for other in suffixes[index + 1 :] for value in other.reads}
+            known = list(runner.run_to(suffixes[index].reads, later)) if own else []
+            part = self._part(suffixes[index], inputs[name], known[0]) if own else None
+            for feed, values, whole in zip(fed, known, wholes, strict=False):
+                assert part is not None
+                for head in own:
+                    found: list[list[Output]] = []
+                    for gate in gates:
+                        array = ones.copy()
+                        array[head] = gate
+                        found.append(part(feed | {name: array}, values, whole))
+                    yield first + head, whole, found
+                    done += 1
+                    progress(done, len(heads) * len(batches))
+            first += len(ones)
+
+    def _part(
+        self, suffix: Suffix, gate: ir.Value, example: Sequence[np.ndarray]
+    ) -> Callable[[Batch, Sequence[np.ndarray], list[Output]], list[Output]]:
+        """A function from (inputs, values that the suffix reads, outputs) to the new outputs."""
+        part, names = suffix.model(self.model, [gate], example)
+        session = open_session(part, provider=self.context.provider, threads=self.context.threads)
+        places = [self.model.graph.outputs.index(value) for value in suffix.outputs]
+
+        def outputs(feed: Batch, values: Sequence[np.ndarray], whole: list[Output]) -> list[Output]:
+            given = {names[v]: a for v, a in zip(suffix.reads, values, strict=True) if v in names}
+            given[names[gate]] = feed[gate.name or ""]
+            changed = list(whole)
+            for place, array in zip(places, run(session, given), strict=True):
+                before, real = whole[place]
+                changed[place] = array.reshape(before.shape).astype(np.float64), real
+            return changed
+
+        return outputs
+
+    def _outputs(self, arrays: Sequence[np.ndarray], batch: Batch) -> list[Output]:
         outputs: list[Output] = []
-        for array, by_token in zip(run(self.session, batch | gates), self.by_token, strict=True):
+        for array, by_token in zip(arrays, self.by_token, strict=True):
             tokens = (*array.shape, 1, 1)[:2] if by_token else (len(np.atleast_1d(array)), 1)
             real = token_mask(batch, tokens) if by_token else np.ones(tokens, bool)
             outputs.append((array.reshape(*tokens, -1).astype(np.float64), real))
         return outputs
+
+    def spread_heads(self, most: int | None) -> list[int]:
+        """At most this many heads of each block, spread evenly, counted over all blocks."""
+        found: list[int] = []
+        first = 0
+        for block in self.blocks:
+            count = min(most or block.num_heads, block.num_heads)
+            places = np.linspace(0, block.num_heads - 1, 2 * count + 1)[1::2].round().astype(int)
+            found += (first + np.unique(places)).tolist()
+            first += block.num_heads
+        return found
+
+    def fill_unmeasured(self, values: Float[np.ndarray, "N O"], heads: Sequence[int]) -> None:
+        """Give the heads that were not measured the mean of those of their block that were."""
+        measured = np.zeros(len(values), bool)
+        measured[list(heads)] = True
+        first = 0
+        for block in self.blocks:
+            own = slice(first, first + block.num_heads)
+            values[own][~measured[own]] = values[own][measured[own]].mean(0)
+            first += block.num_heads
 
     def by_block(self, values: Float[np.ndarray, "N O"]) -> dict[str, Float[np.ndarray, " H"]]:
         """Average over outputs and split by block."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -10,7 +11,7 @@ import onnx_ir as ir
 from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.runtime.session import Batch, open_session, run
 
-__all__ = ["LayerwiseRunner"]
+__all__ = ["LayerwiseRunner", "Suffix", "suffix_of"]
 
 
 class LayerwiseRunner:
@@ -91,6 +92,46 @@ class LayerwiseRunner:
             if later is not None:
                 self._kept[index] = {value: seen[value] for value in keep}
             yield [seen[value] for value in wanted]
+
+
+@dataclass(frozen=True, eq=False)
+class Suffix:
+    """The part of a graph that depends on one of its inputs.
+
+    Attributes:
+        reads: Computed values, and other inputs, that the part reads.
+        nodes: In reverse order of execution.
+        outputs: The outputs of the graph that depend on the input.
+    """
+
+    reads: list[ir.Value]
+    nodes: list[ir.Node]
+    outputs: list[ir.Value]
+
+    def model(
+        self, model: ir.Model, inputs: Sequence[ir.Value], arrays: Sequence[np.ndarray]
+    ) -> tuple[ir.Model, dict[ir.Value, str]]:
+        """A model of the part, and the name of its input for each value that it reads.
+
+        Args:
+            inputs: The inputs that the part depends on.
+            arrays: An example of each value of ``reads``.
+        """
+        start = dict(zip(self.reads, arrays, strict=True)) | {v: np.zeros(0) for v in inputs}
+        return _between(model, start, self.nodes, self.outputs)
+
+
+def suffix_of(graph: ir.Graph, start: ir.Value) -> Suffix:
+    """The part of a graph that depends on ``start``, an input of the graph."""
+    dependent = {start}
+    for node in graph:
+        if not dependent.isdisjoint(_reads(node)):
+            dependent.update(node.outputs)
+    known = {v for v in _varying(graph) - dependent if _is_tensor(v)}
+    outputs = [value for value in graph.outputs if value in dependent]
+    reads, nodes = _behind(graph, outputs, known | {start})
+    order = {value: place for place, value in enumerate(_values(graph))}
+    return Suffix(sorted(reads - {start}, key=lambda v: order[v]), nodes, outputs)
 
 
 def _by_value(inputs: Sequence[ir.Value], batch: Batch) -> dict[ir.Value, np.ndarray]:

@@ -19,7 +19,7 @@ from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.models.datasets import token_mask
 from attnserve.runtime.session import Batch, open_session, run
 from graph_passes.analysis.constants import origin
-from graph_passes.matching.feed_forward import FeedForwardBlock
+from graph_passes.blocks import FeedForwardBlock
 from graph_passes.passes.prune_neurons import PruneNeurons
 
 if TYPE_CHECKING:

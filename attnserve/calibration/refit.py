@@ -33,12 +33,12 @@ from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.models.datasets import token_mask
 from attnserve.runtime.session import Batch, open_session, run
 from graph_passes.analysis.constants import constant_array, origin
-from graph_passes.analysis.shapes import Facts, interpret_small
-from graph_passes.blocks import AttentionBlock, OutputProjection
+from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small
+from graph_passes.blocks import AttentionBlock, FeedForwardBlock, OutputProjection
 from graph_passes.context import GraphContext
 from graph_passes.emit.attention import emit_affine
 from graph_passes.emit.editing import Inserter, exposing, remove_unused, share_constants
-from graph_passes.matching.feed_forward import FeedForwardBlock, find_feed_forward
+from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
 from graph_passes.matching.naming import pin_name, pin_names
 from graph_passes.passes.fuse_residuals import residual_of
@@ -243,7 +243,7 @@ def refit(
     chosen = [name for name in names if name in theirs.sequence_first]
     with GraphContext.of(model) as graph:
         pin_names(graph.get(find_attention)[0])
-        shapes = graph.get(interpret_small, batch=2, sequence=5)
+        shapes = graph.get(infer_shapes_small, batch=2, sequence=5)
         found = find_sites(model, chosen)
     groups = _groups(found, chosen)
     mine = LayerwiseRunner(model, batches, feed=feed, context=context)
@@ -538,7 +538,12 @@ def _text_of(target: np.ndarray, batch: Batch, turned: bool) -> np.ndarray:
 
 
 def _fitted(
-    model: ir.Model, sites: Sequence[Site], folds: Sequence[Moments], shapes: Facts, *, fit: bool
+    model: ir.Model,
+    sites: Sequence[Site],
+    folds: Sequence[Moments],
+    shapes: ShapeInfo,
+    *,
+    fit: bool,
 ) -> dict[str, Refit]:
     """Choose a ridge, fit, and write the new weights into the graph."""
     whole = _total(folds)
@@ -590,21 +595,21 @@ def _total(folds: Sequence[Moments]) -> Moments:
     return whole
 
 
-def install(site: Site, weight: np.ndarray, bias: np.ndarray, facts: Facts) -> ir.Node | None:
+def install(site: Site, weight: np.ndarray, bias: np.ndarray, info: ShapeInfo) -> ir.Node | None:
     """Write the map tokens W + b into the graph and return its product node, if it has one."""
     if isinstance(site.of, Skipped):
-        refill(site.of, AffineMap(None if site.tokens is None else weight, bias), facts)
+        refill(site.of, AffineMap(None if site.tokens is None else weight, bias), info)
         return None
     if isinstance(site.of, FeedForwardBlock):
         make = Inserter(site.of.graph, site.of.product, f"{site.name}/refit")
-        product = emit_affine(make, site.of.hidden, weight, bias, site.of.output, facts)
+        product = emit_affine(make, site.of.hidden, weight, bias, site.of.output, info)
         pin_name(product, site.name)
         return product
     output = site.of.output
     assert output is not None
     make = Inserter(site.of.graph, output.nodes[-1], f"{site.name}/refit")
     tokens = output.input
-    if len(facts.shape(tokens) or ()) == 4:
+    if len(info.shape(tokens) or ()) == 4:
         merged = make.constant(np.array([0, 0, -1], np.int64), "merged")
         tokens = make.op("Reshape", [tokens, merged], "merged_heads")
-    return emit_affine(make, tokens, weight, bias, output.output, facts)
+    return emit_affine(make, tokens, weight, bias, output.output, info)

@@ -18,7 +18,7 @@ import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
 from attnserve.runtime.session import open_session
-from graph_passes.analysis.shapes import Fact, Facts, interpret_small, named_axes
+from graph_passes.analysis.shapes import ShapeInfo, TensorInfo, infer_shapes_small, named_axes
 from graph_passes.blocks import (
     AttentionBlock,
     FullLengths,
@@ -134,18 +134,22 @@ def read_attention(model: ir.Model, *, seed: int = 0) -> MatchReport:
     proved: list[Certified] = []
 
     @cache
-    def facts_at(shapes: tuple[tuple[int, int], ...], apart: bool = False) -> list[Facts]:
+    def info_at(
+        shapes: tuple[tuple[int, int], ...], distinct_lengths: bool = False
+    ) -> list[ShapeInfo]:
         return [
-            interpret_small(model, batch=batch, sequence=sequence, apart=apart)
+            infer_shapes_small(
+                model, batch=batch, sequence=sequence, distinct_lengths=distinct_lengths
+            )
             for batch, sequence in shapes
         ]
 
     lengths = [name for name, position in named_axes(model.graph).items() if position > 0]
     runs = [
-        *([(partial(facts_at, SHAPES, True), onnx_runtime)] if len(lengths) > 1 else []),
-        (partial(facts_at, SHAPES), onnx_runtime),
-        (partial(facts_at, SINGLE), onnx_runtime),
-        (partial(facts_at, SHAPES), onnx_reference),
+        *([(partial(info_at, SHAPES, True), onnx_runtime)] if len(lengths) > 1 else []),
+        (partial(info_at, SHAPES), onnx_runtime),
+        (partial(info_at, SINGLE), onnx_runtime),
+        (partial(info_at, SHAPES), onnx_reference),
     ]
     for block in blocks:
         result = certify(block, runs, dict(model.opset_imports), model.ir_version, seed=seed)
@@ -158,7 +162,7 @@ def read_attention(model: ir.Model, *, seed: int = 0) -> MatchReport:
 
 def certify(
     block: AttentionBlock,
-    runs: Sequence[tuple[Callable[[], Sequence[Facts]], Evaluate]],
+    runs: Sequence[tuple[Callable[[], Sequence[ShapeInfo]], Evaluate]],
     opsets: dict[str, int],
     ir_version: int,
     *,
@@ -174,9 +178,9 @@ def certify(
         try:
             worst = max(
                 _compare(
-                    block, facts, evaluate, opsets, ir_version, np.random.default_rng(seed + index)
+                    block, info, evaluate, opsets, ir_version, np.random.default_rng(seed + index)
                 )
-                for index, facts in enumerate(group())
+                for index, info in enumerate(group())
             )
         except _UndecidedError as undecided:
             reasons.append(str(undecided))
@@ -199,14 +203,14 @@ class _UndecidedError(Exception):
 
 def _compare(
     block: AttentionBlock,
-    facts: Facts,
+    info: ShapeInfo,
     evaluate: Evaluate,
     opsets: dict[str, int],
     ir_version: int,
     rng: np.random.Generator,
 ) -> float:
-    batch = _batch(block, facts)
-    values = {value: _random(block, value, facts, rng) for value in inputs_of(block)}
+    batch = _batch(block, info)
+    values = {value: _random(block, value, info, rng) for value in inputs_of(block)}
     results = (block.probabilities, _result(block))
     targets = [value for value in results if value is not None and value not in values]
     try:
@@ -214,7 +218,7 @@ def _compare(
         expected = attention_reference(block, values, batch)
     except (ValueError, IndexError) as error:  # the reading is not of this graph
         raise _UndecidedError(f"its reading does not fit: {error}") from error
-    got = _run(block, values, targets, facts, evaluate, opsets, ir_version)
+    got = _run(block, values, targets, info, evaluate, opsets, ir_version)
     worst = 0.0
     for target, array in zip(targets, got, strict=True):
         if target is block.probabilities:
@@ -257,9 +261,9 @@ def _result(block: AttentionBlock) -> ir.Value:
     return block.context if block.output is None else block.output.output
 
 
-def _batch(block: AttentionBlock, facts: Facts) -> int:
+def _batch(block: AttentionBlock, info: ShapeInfo) -> int:
     def shape_of(value: ir.Value) -> tuple[int, ...]:
-        shape = facts.shape(value)
+        shape = info.shape(value)
         if shape is None:
             raise _UndecidedError(f"the shape of {value.name!r} could not be inferred")
         return shape
@@ -285,57 +289,57 @@ def _laid_out_like(context: np.ndarray, array: np.ndarray, block: AttentionBlock
 
 
 def _random(
-    block: AttentionBlock, value: ir.Value, facts: Facts, rng: np.random.Generator
+    block: AttentionBlock, value: ir.Value, info: ShapeInfo, rng: np.random.Generator
 ) -> np.ndarray:
     """Tokens are normal; masks, lengths and positions are valid."""
-    fact = facts.known.get(value)
-    if fact is None:
+    tensor = info.known.get(value)
+    if tensor is None:
         raise _UndecidedError(f"the shape of {value.name!r} could not be inferred")
-    dtype = _single(fact.dtype).numpy()
+    dtype = _single(tensor.dtype).numpy()
     for step in block.steps:
         if value in (getattr(step, "value", None), getattr(step, "total", None)):
-            return _random_mask(step, value, fact, _keys(block, facts), rng).astype(dtype)
+            return _random_mask(step, value, tensor, _keys(block, info), rng).astype(dtype)
     if any(value is taken.value for taken in block.reused):
-        return softmax(rng.standard_normal(fact.shape)).astype(dtype)
-    for spread in (*(t.factor for p in (block.q, block.k) for t in p.turns), block.k.past):
+        return softmax(rng.standard_normal(tensor.shape)).astype(dtype)
+    for spread in (*(t.factor for p in (block.q, block.k) for t in p.rotary_terms), block.k.past):
         table = None if spread is None or spread.positions is not value else spread.value
         if table is not None:
-            rows = facts.shape(table)
-            return rng.integers(0, max(1, rows[0] // 2) if rows else 1, fact.shape).astype(dtype)
-    return rng.standard_normal(fact.shape).astype(dtype)
+            rows = info.shape(table)
+            return rng.integers(0, max(1, rows[0] // 2) if rows else 1, tensor.shape).astype(dtype)
+    return rng.standard_normal(tensor.shape).astype(dtype)
 
 
 def _random_mask(
-    step: LogitStep, value: ir.Value, fact: Fact, keys: int, rng: np.random.Generator
+    step: LogitStep, value: ir.Value, tensor: TensorInfo, keys: int, rng: np.random.Generator
 ) -> np.ndarray:
     """At least one key, the first, is seen by every query."""
     match step:
         case FullLengths():
-            return np.full(fact.shape, keys if value is step.total else keys - 1)
+            return np.full(tensor.shape, keys if value is step.total else keys - 1)
         case KeyLengths():
-            return rng.integers(1, keys, fact.shape, endpoint=True) - step.extra
+            return rng.integers(1, keys, tensor.shape, endpoint=True) - step.extra
         case _:
             pass
     by_key = isinstance(step, KeyMask) and step.queries  # (B, T), however the graph names T
-    seen = np.atleast_1d(rng.random((fact.shape[0], keys) if by_key else fact.shape) < 0.7)
+    seen = np.atleast_1d(rng.random((tensor.shape[0], keys) if by_key else tensor.shape) < 0.7)
     seen[..., 0] = True
-    seen = seen if fact.shape else seen[0]
+    seen = seen if tensor.shape else seen[0]
     if isinstance(step, Mask):
         return seen == step.keep
     if isinstance(step, KeyMask):
         return seen
     low = -step.sign * MASKED if isinstance(step, PositionBias) else 0.0
-    return np.where(seen, rng.standard_normal(fact.shape), low)
+    return np.where(seen, rng.standard_normal(tensor.shape), low)
 
 
-def _keys(block: AttentionBlock, facts: Facts) -> int:
+def _keys(block: AttentionBlock, info: ShapeInfo) -> int:
     """T: the keys of the cache and those of the tokens."""
     total = 0
     if block.k.weight is not None:
-        tokens = facts.shape(block.k.input) or (0,)
-        total += math.prod(tokens[:-1]) // _batch(block, facts)
+        tokens = info.shape(block.k.input) or (0,)
+        total += math.prod(tokens[:-1]) // _batch(block, info)
     if block.k.past is not None:
-        past = facts.shape(block.k.past.value) or (0,)
+        past = info.shape(block.k.past.value) or (0,)
         total += past[block.k.past.token_axis]
     return total
 
@@ -344,7 +348,7 @@ def _run(
     block: AttentionBlock,
     values: Mapping[ir.Value, np.ndarray],
     targets: Sequence[ir.Value],
-    facts: Facts,
+    info: ShapeInfo,
     evaluate: Evaluate,
     opsets: dict[str, int],
     ir_version: int,
@@ -355,7 +359,7 @@ def _run(
     in one graph.
     """
     cut = dict(values)
-    nodes, constants = _between(block, cut, targets, facts)
+    nodes, constants = _between(block, cut, targets, info)
     graph = ir.GraphView(
         list(cut),
         list(targets),
@@ -366,7 +370,7 @@ def _run(
     ).clone()
     for inner, (value, array) in zip(graph.inputs, cut.items(), strict=True):
         inner.const_value = None
-        inner.type, inner.shape = ir.TensorType(facts.known[value].dtype), ir.Shape(array.shape)
+        inner.type, inner.shape = ir.TensorType(info.known[value].dtype), ir.Shape(array.shape)
     _in_single_precision(graph)
     try:
         feeds = {value.name or "": array for value, array in cut.items()}
@@ -396,7 +400,7 @@ def _between(
     block: AttentionBlock,
     cut: dict[ir.Value, np.ndarray],
     targets: Sequence[ir.Value],
-    facts: Facts,
+    info: ShapeInfo,
 ) -> tuple[list[ir.Node], list[ir.Value]]:
     """The nodes from the cut values to the targets, in order, and the constants they read.
 
@@ -421,9 +425,9 @@ def _between(
                 raise _UndecidedError(f"it also depends on the graph input {item.name!r}")
             constants[item] = None
             continue
-        constant = facts.constant(item)
+        constant = info.constant(item)
         if constant is not None and node.op_type != "Constant" and node not in own:
-            cut[item] = constant.astype(_single(facts.known[item].dtype).numpy())
+            cut[item] = constant.astype(_single(info.known[item].dtype).numpy())
             continue
         if node in nodes:
             continue

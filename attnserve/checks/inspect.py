@@ -12,7 +12,7 @@ import onnx_ir as ir
 from attnserve.checks.certify import MatchReport, read_attention
 from attnserve.models.artifact import load_model, open_artifact
 from graph_passes.analysis.cost import macs_at, parameters
-from graph_passes.analysis.shapes import bind_axes, interpret
+from graph_passes.analysis.shapes import bind_axes, infer_shapes_at
 from graph_passes.blocks import AttentionBlock
 from graph_passes.context import GraphContext
 from graph_passes.passes.base import AttentionPass, registered_passes
@@ -120,12 +120,12 @@ def inspect_graph(model: ir.Model, *, batch: int, sequence: int, seed: int = 0) 
     with GraphContext.of(model) as context:
         reading, gaps = context.get(read_attention, seed=seed), skipped(model)
         rewrites = {block.name: _applicable(block, context) for block in reading.blocks}
-    facts = interpret(model, bind_axes(model.graph, batch=batch, sequence=sequence))
-    total, uncounted = macs_at(facts, model.graph)
+    info = infer_shapes_at(model, bind_axes(model.graph, batch=batch, sequence=sequence))
+    total, uncounted = macs_at(info, model.graph)
     return Inspection(
         reading=reading,
         block_macs={
-            place.name: macs_at(facts, place.nodes)[0] for place in (*reading.blocks, *gaps)
+            place.name: macs_at(info, place.nodes)[0] for place in (*reading.blocks, *gaps)
         },
         parameters=parameters(model),
         total_macs=total if not uncounted else None,

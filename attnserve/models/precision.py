@@ -73,7 +73,7 @@ from attnserve.runtime.session import (
     weight_bytes,
 )
 from graph_passes.analysis.constants import constant_array, constant_tensor, is_constant
-from graph_passes.analysis.shapes import state_types
+from graph_passes.analysis.shapes import set_missing_types
 from graph_passes.emit.editing import remove_unused
 from graph_passes.errors import (
     AttnserveError,
@@ -344,7 +344,7 @@ def _check_source(model: ir.Model, precision: Precision) -> None:
 def _halved(model: ir.Model) -> ir.Model:
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
-    state_types(model)  # the tool converts only what it knows to be float32
+    set_missing_types(model)  # the tool converts only what it knows to be float32
     exact = sorted(_positions(model))
     proto = ir.to_proto(model)
     constants = {tensor.name for tensor in proto.graph.initializer}
@@ -428,7 +428,7 @@ def _in_bfloat16(model: ir.Model) -> ir.Model:
             "export it again with a newer opset, or make it float16",
             code="precision.opset",
         )
-    state_types(model)
+    set_missing_types(model)
     ToBfloat16(frozenset(_positions(model)))(model)
     return model
 

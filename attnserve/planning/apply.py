@@ -17,13 +17,13 @@ from attnserve.models.datasets import Dataset
 from attnserve.models.opset import raise_opset
 from attnserve.planning.plan import Plan
 from graph_passes.analysis.cost import macs_at
-from graph_passes.analysis.shapes import bind_axes, interpret
-from graph_passes.blocks import AttentionBlock
+from graph_passes.analysis.shapes import bind_axes, infer_shapes_at
+from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.context import GraphContext
 from graph_passes.emit.collaborative import cache_width
 from graph_passes.errors import InvalidModel
 from graph_passes.factorize.moments import TokenMoments
-from graph_passes.matching.feed_forward import FeedForwardBlock, find_feed_forward
+from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.base import BlockPass, RewritePass
 from graph_passes.passes.collaborate import Collaborate
@@ -291,7 +291,7 @@ def _require(report: MatchReport, names: Collection[str]) -> None:
 
 
 def _shapes(model: ir.Model, batch: int, sequence: int) -> Any:
-    return interpret(model, bind_axes(model.graph, batch=batch, sequence=sequence))
+    return infer_shapes_at(model, bind_axes(model.graph, batch=batch, sequence=sequence))
 
 
 def count_macs(model: ir.Model, batch: int, sequence: int) -> int | None:

@@ -33,10 +33,10 @@ from attnserve.planning.head_selection import Reuse, edges_of
 from attnserve.planning.limits import MULTIPLE
 from attnserve.planning.loss_estimation import LossEstimator
 from attnserve.runtime.session import Batch
+from graph_passes.blocks import FeedForwardBlock
 from graph_passes.context import GraphContext
 from graph_passes.errors import AttnserveError
 from graph_passes.factorize.moments import TokenMoments
-from graph_passes.matching.feed_forward import FeedForwardBlock
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.decompose_attention import decompose_fused
 

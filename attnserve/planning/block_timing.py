@@ -24,20 +24,20 @@ from attnserve.planning.candidates import (
 from attnserve.planning.limits import MAX_BLOCK_SLOWDOWN
 from attnserve.runtime.session import Batch, open_session, run
 from attnserve.runtime.timer import Cut, LatencyTable, Part, cut_out
-from graph_passes.analysis.shapes import Facts, interpret_small, state_types
-from graph_passes.blocks import AttentionBlock
+from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small, set_missing_types
+from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.emit.editing import remove_unused
 from graph_passes.errors import AttnserveError
-from graph_passes.matching.feed_forward import FeedForwardBlock, find_feed_forward
+from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
-from graph_passes.passes.fuse_attention import Form, FuseAttention, fusion_refusal
+from graph_passes.passes.fuse_attention import FuseAttention, FusedOperator, fusion_refusal
 from graph_passes.passes.fuse_gelu import FuseGelu, gelu_refusal
 from graph_passes.passes.fuse_residuals import FuseResiduals, find_residuals
 from graph_passes.passes.reuse_attention import reuse_refusal
 
 __all__ = ["time_blocks", "time_pairs", "time_residual_fusion", "without_casts"]
 
-FORMS: Sequence[Form] = get_args(Form)
+FORMS: Sequence[FusedOperator] = get_args(FusedOperator)
 
 
 def time_blocks(
@@ -60,9 +60,9 @@ def time_blocks(
     blocks = [block for group in groups for block in group.blocks]
     parts = cut_out(model, [_cut(block) for block in blocks], feeds, provider=table.provider)
     alike: dict[tuple[Any, ...], list[tuple[Block, Part]]] = {}
-    facts = interpret_small(model, batch=2, sequence=5)
+    shapes = infer_shapes_small(model, batch=2, sequence=5)
     frozen = {block for group in groups if group.refusal is not None for block in group.blocks}
-    forms = {block: _forms(block, facts, model.opset_imports) for block in blocks}
+    forms = {block: _forms(block, shapes, model.opset_imports) for block in blocks}
     for block, part in zip(blocks, parts, strict=True):
         keys = (part.key(index) for index in range(len(feeds)))
         alike.setdefault((*keys, forms[block], block in frozen), []).append((block, part))
@@ -75,11 +75,13 @@ def time_blocks(
     return found
 
 
-def _forms(block: Block, facts: Facts, opsets: Mapping[str, int]) -> tuple[Implementation, ...]:
+def _forms(
+    block: Block, shapes: ShapeInfo, opsets: Mapping[str, int]
+) -> tuple[Implementation, ...]:
     """The fused operators that can implement a block in this model."""
     if isinstance(block, FeedForwardBlock):
-        return () if gelu_refusal(block, facts, opsets) else ("gelu",)
-    return tuple(form for form in FORMS if fusion_refusal(block, form, facts, opsets) is None)
+        return () if gelu_refusal(block, shapes, opsets) else ("gelu",)
+    return tuple(form for form in FORMS if fusion_refusal(block, form, shapes, opsets) is None)
 
 
 def _cut(block: Block) -> Cut:
@@ -197,7 +199,7 @@ def without_casts(part: Part) -> Part:
     float32, and outputs that are computed in float32, are unchanged.
     """
     model = part.model.clone()
-    state_types(model)
+    set_missing_types(model)
     halved: set[str] = set()
     for value in model.graph.inputs:
         casts = [user for user, _ in value.uses()]

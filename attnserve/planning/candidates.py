@@ -14,16 +14,16 @@ import onnx_ir as ir
 
 from attnserve.planning.limits import MAX_BLOCK_SLOWDOWN, MULTIPLE
 from graph_passes.analysis.constants import origin
-from graph_passes.blocks import AttentionBlock
+from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.context import GraphContext
 from graph_passes.emit.attention import emission_refusal
 from graph_passes.errors import Refusal
 from graph_passes.factorize.moments import TokenMoments
-from graph_passes.matching.feed_forward import FeedForwardBlock, find_feed_forward
+from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.passes.base import BlockPass, small_shapes
 from graph_passes.passes.collaborate import Collaborate, SharedDimensions, sharing_refusal
 from graph_passes.passes.conditions import caller_reads
-from graph_passes.passes.fuse_attention import Form
+from graph_passes.passes.fuse_attention import FusedOperator
 from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.prune_neurons import PruneNeurons, neurons_refusal
 from graph_passes.passes.reuse_attention import Edges, ReuseAttention
@@ -52,7 +52,7 @@ __all__ = [
 
 Block = AttentionBlock | FeedForwardBlock
 Kind = Literal["attention", "feed_forward"]
-Implementation = Form | Literal["gelu", "as exported"]
+Implementation = FusedOperator | Literal["gelu", "as exported"]
 
 MAX_CONFIGS = 24
 """The approximate number of configurations of a feed-forward block, and the most of an attention

@@ -17,7 +17,7 @@ from attnserve.calibration.refit import find_sites, install
 from attnserve.checks.compare import Tally
 from attnserve.context import Provider
 from attnserve.runtime.session import Batch, open_session, run
-from graph_passes.analysis.shapes import interpret_small
+from graph_passes.analysis.shapes import infer_shapes_small
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -53,9 +53,9 @@ class LossEstimator:
         self.maps = {name: (found[name].weight, found[name].bias) for name in names}
         self.inputs: dict[str, tuple[str, str]] = {}
         for name in names:
-            site, facts = found[name], interpret_small(part, batch=2, sequence=5)
+            site, shapes = found[name], infer_shapes_small(part, batch=2, sequence=5)
             width = site.weight.shape[1]
-            product = install(site, np.ones_like(site.weight), np.ones(width), facts)
+            product = install(site, np.ones_like(site.weight), np.ones(width), shapes)
             assert product is not None, f"{name} has no last product"
             weight = product.inputs[1]
             bias = next(

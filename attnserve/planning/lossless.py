@@ -27,15 +27,15 @@ from attnserve.planning.limits import MIN_LOSSLESS_GAIN, MIN_SPEEDUP
 from attnserve.planning.plan import Plan
 from attnserve.runtime.interleaved_timer import time_functions
 from attnserve.runtime.session import Batch, open_session, run
-from graph_passes.analysis.shapes import interpret_small
+from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.errors import AttnserveError, CannotRewrite
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.passes.fold_biases import FoldBiases
 from graph_passes.passes.fuse_attention import (
     IDIOMS,
     OPSETS,
-    Form,
     FuseAttention,
+    FusedOperator,
     fusion_refusal,
 )
 from graph_passes.passes.fuse_gelu import FuseGelu, gelu_refusal
@@ -49,7 +49,7 @@ __all__ = [
     "fusion_plan",
 ]
 
-FORMS: Sequence[Form] = ("onnx", "attention", "multi_head")
+FORMS: Sequence[FusedOperator] = ("onnx", "attention", "multi_head")
 """Attention operators, fastest first on the CPU provider; the first that applies is used."""
 
 LEAST_COSINE = 1 - 1e-6
@@ -87,25 +87,25 @@ class FusionReport:
     speedup: float
 
 
-def fusion_plan(graph: ir.Model, forms: Sequence[Form] = FORMS) -> Plan:
+def fusion_plan(graph: ir.Model, forms: Sequence[FusedOperator] = FORMS) -> Plan:
     """The plan that fuses every possible block, attention in the first of ``forms`` that applies.
 
     Raises:
         CannotRewrite: No block can be fused.
     """
-    facts, opsets = interpret_small(graph, batch=2, sequence=5), dict(graph.opset_imports)
+    shapes, opsets = infer_shapes_small(graph, batch=2, sequence=5), dict(graph.opset_imports)
     with suppress(CannotRewrite):
         newest = graph.clone()
         raise_opset(newest, max(OPSETS.values()))
         opsets = dict(newest.opset_imports)
     reading = read_attention(graph)
     reasons = [miss.reason for miss in reading.unmatched]
-    chosen: dict[str, Form] = {}
+    chosen: dict[str, FusedOperator] = {}
     for block in reading.blocks:
         if block.graph is not graph.graph or block.idiom in IDIOMS.values():
             continue
         for form in forms:
-            found = fusion_refusal(block, form, facts, opsets)
+            found = fusion_refusal(block, form, shapes, opsets)
             if found is None:
                 chosen[block.name] = form
                 break
@@ -113,7 +113,7 @@ def fusion_plan(graph: ir.Model, forms: Sequence[Form] = FORMS) -> Plan:
     gelu = [
         block.name
         for block in find_feed_forward(graph)
-        if block.graph is graph.graph and gelu_refusal(block, facts, graph.opset_imports) is None
+        if block.graph is graph.graph and gelu_refusal(block, shapes, graph.opset_imports) is None
     ]
     if not chosen and not gelu:
         raise CannotRewrite(

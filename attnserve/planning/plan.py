@@ -29,7 +29,8 @@ ORDER = (
     "fold_biases",
     "fuse_residuals",
 )
-"""The order in which the planner and requests apply passes; a plan.json may have any other."""
+"""The order in which the planner and requests apply passes, other passes last; a plan.json may have
+any other."""
 
 Kind = TypeVar("Kind", bound=RewritePass)
 
@@ -61,7 +62,8 @@ class Plan:
                     merged[type(each)] = type(block_pass)(targets)
             else:
                 merged[type(each)] = each
-        found = sorted(merged.values(), key=lambda each: ORDER.index(each.name))
+        place = {name: index for index, name in enumerate(ORDER)}
+        found = sorted(merged.values(), key=lambda each: place.get(each.name, len(ORDER)))
         return cls(tuple(found), precision)
 
     def find(self, kind: type[Kind]) -> Kind | None:

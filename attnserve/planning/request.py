@@ -1,4 +1,4 @@
-"""Turn a request for rewrites into a plan, measuring on data what the request leaves open."""
+"""RotaryTerm a request for rewrites into a plan, measuring on data what the request leaves open."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from attnserve.planning.head_selection import (
 from attnserve.planning.mixing import choose_head_size, widest_head
 from attnserve.planning.plan import Plan
 from attnserve.runtime.session import Batch
-from graph_passes.blocks import AttentionBlock
+from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.context import GraphContext
 from graph_passes.errors import CannotRewrite, InvalidArgument, InvalidModel, Refusal
-from graph_passes.matching.feed_forward import FeedForwardBlock, find_feed_forward
+from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.base import AttentionPass
 from graph_passes.passes.collaborate import Collaborate, SharedDimensions, sharing_refusal
@@ -51,16 +51,19 @@ from graph_passes.passes.skip_attention import SkipAttention
 __all__ = ["PlannedRequest", "Ranks", "Request", "plan_request", "require_attention"]
 
 Ranks = int | Sequence[int] | Mapping[str, int]
-"""R of every layer, of each layer in order, or by layer."""
+"""R of every layer, of each layer in order, or by layer name."""
 
 AUTO_BUDGET = 0.04
-"""Squared change of the output over its variation that ``reuse="auto"`` allows before the refit: a
-cosine of about 0.98, and more after it."""
+"""The relative squared change of the output that ``reuse="auto"`` allows before refitting: a cosine
+of about 0.98, and more after it."""
+
+WEIGHING_HEADS = 4
+"""The number of heads per layer that are removed to compare layers; only their mean counts."""
 
 WEIGHING_ROWS = 16
-"""Texts on which layers are compared: sums over heads need few."""
+"""The number of texts on which layers are compared; sums over heads need few."""
 
-IN_BODY = Refusal("in_body", "it lies in the body of another node, where nothing can be measured")
+IN_BODY = Refusal("in_body", "it lies in the body of another node, which a session cannot observe")
 
 KINDS = (":affine", ":constant")
 
@@ -157,7 +160,7 @@ def plan_request(
     length: int = 128,
     longest: int | None = None,
 ) -> PlannedRequest:
-    """Turn a request into a plan.
+    """RotaryTerm a request into a plan.
 
     Args:
         report: The certified attention of ``model``.
@@ -294,8 +297,9 @@ class _PlanBuilder:
                 found = elimination_order(self.model, blocks, batches, context=self.context)
                 orders = {name: (e.order.tolist(), e.losses) for name, e in found.items()}
                 effects = leave_one_out(
-                    self.model, blocks, batches, most_rows=WEIGHING_ROWS, context=self.context
-                )
+                    self.model, blocks, batches, most_rows=WEIGHING_ROWS,
+                    most_heads=WEIGHING_HEADS, context=self.context,
+                )  # fmt: skip
                 return masks_by_loss(orders, share, effects)
             case "loo":
                 scores = leave_one_out(self.model, blocks, batches, context=self.context)

@@ -33,7 +33,7 @@ from attnserve.runtime.session import (
     run,
 )
 from graph_passes.analysis.constants import origin
-from graph_passes.analysis.shapes import Facts, bind_axes, interpret
+from graph_passes.analysis.shapes import ShapeInfo, bind_axes, infer_shapes_at
 from graph_passes.emit.editing import exposing, remove_unused
 
 __all__ = ["Cut", "LatencyTable", "Part", "cut_out", "default_cache", "time_sessions"]
@@ -161,12 +161,12 @@ def _values(model: ir.Model) -> list[ir.Value]:
 def _frontiers(model: ir.Model, cuts: Sequence[Cut], feed: Batch) -> list[list[ir.Value]]:
     """The inputs of each part, its sources first."""
     batch, length = _sizes(feed)
-    facts = interpret(model, bind_axes(model.graph, batch=batch, sequence=length))
+    info = infer_shapes_at(model, bind_axes(model.graph, batch=batch, sequence=length))
     # Old graphs list their initializers among the inputs.
     inputs = [value for value in model.graph.inputs if value.name not in model.graph.initializers]
     varying = _behind(model, inputs, shapes=True)
     return [
-        _frontier(cut, varying, _behind(model, cut.sources, shapes=False), facts) for cut in cuts
+        _frontier(cut, varying, _behind(model, cut.sources, shapes=False), info) for cut in cuts
     ]
 
 
@@ -181,17 +181,17 @@ def _behind(model: ir.Model, values: Collection[ir.Value], *, shapes: bool) -> s
 
 
 def _frontier(
-    cut: Cut, varying: set[ir.Value], dependent: set[ir.Value], facts: Facts
+    cut: Cut, varying: set[ir.Value], dependent: set[ir.Value], info: ShapeInfo
 ) -> list[ir.Value]:
     found = dict.fromkeys(source for source in cut.sources if source in varying)
     seen, waiting = {cut.output, *cut.sources}, [cut.output]
     while waiting:
         value = waiting.pop()
-        node, fact = value.producer(), facts.known.get(value)
-        dtype = value.dtype if fact is None else fact.dtype
+        node, tensor = value.producer(), info.known.get(value)
+        dtype = value.dtype if tensor is None else tensor.dtype
         counts = dtype is not None and dtype.is_integer()
-        if fact is not None and fact.constant is not None:  # 1 / sqrt(K) with K from a Shape node
-            counts = counts or fact.constant.size <= 1
+        if tensor is not None and tensor.constant is not None:  # K of 1 / sqrt(K), from a Shape
+            counts = counts or tensor.constant.size <= 1
         if node is None or (value in varying and not (value in dependent or counts)):
             if value in varying:
                 found[value] = None

@@ -15,7 +15,7 @@ from graph_passes.errors import CannotRewrite
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.collaborate import Collaborate, factor
-from graph_passes.passes.fuse_attention import Form, FuseAttention, fusion_refusal
+from graph_passes.passes.fuse_attention import FuseAttention, fusion_refusal
 from graph_passes.passes.fuse_gelu import FuseGelu
 from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.reuse_attention import ReuseAttention
@@ -94,7 +94,7 @@ def by_onnxscript(model: ir.Model, size: Size) -> ir.Model:
 
 
 def fused(
-    model: ir.Model, size: Size, half: ir.DataType = FLOAT16, form: Form = "multi_head"
+    model: ir.Model, size: Size, half: ir.DataType = FLOAT16, form: FusedOperator = "multi_head"
 ) -> ir.Model:
     """Ours, and exact: attention and GELU in operators of ONNX Runtime."""
     forms = {b.name: form for b in find_attention(model)[0] if fusion_refusal(b, form) is None}

@@ -44,6 +44,8 @@ def _command(name: str, command: Any) -> str:
     arguments = [each.name.upper() for each in command.params if _is_argument(each)]
     usage = " ".join(["attnserve", name, *arguments, "[OPTIONS]"])
     parts = [f"## {name}", f"```text\n{usage}\n```", _paragraphs(command.help or "")]
+    if command.epilog:
+        parts.append(command.epilog.replace("Example: ", "Example:\n\n```sh\n") + "\n```")
     panels: dict[str, list[Any]] = {}
     for parameter in command.params:
         if getattr(parameter, "hidden", False):

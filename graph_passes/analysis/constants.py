@@ -1,7 +1,7 @@
-"""Values that no input changes: weights, however an exporter wraps them.
+"""Constant values: initializers, Constant nodes, and operators applied to them.
 
-An initializer may stand behind a Transpose, a Cast or a DequantizeLinear; such a value is a
-constant all the same, and its elements are computed where they are asked for, never before.
+Exporters wrap weights in Transpose, Cast, DequantizeLinear and similar operators. Such values are
+constants too. Their elements are computed on request only.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ WRAPPERS = frozenset({"Identity", "Cast", "CastLike", "Transpose", "Reshape", "S
                       "Unsqueeze", "Flatten", "Slice", "Split", "Concat", "Gather", "Where",
                       "QuantizeLinear", "DequantizeLinear", "Neg", "Add", "Sub", "Mul", "Div",
                       "Sqrt", "Reciprocal", "MatMul"})  # fmt: skip
-"""Operators that make a constant of constants, and nothing much larger than what they read."""
+"""Operators that are folded if all inputs are constant; their output is not much larger."""
 
 DEPTH = 8
-"""Wrappers that may stand around one weight."""
+"""Maximum number of nested wrapper operators around a weight."""
 
 
 def origin(value: ir.Value) -> ir.Value:
-    """The value behind any Identity: exporters share the weights of repeated layers that way."""
+    """Skip Identity nodes, through which exporters share the weights of repeated layers."""
     while (node := value.producer()) is not None and node.op_type == "Identity" and node.inputs[0]:
         value = node.inputs[0]
     return value
 
 
 def constant_tensor(value: ir.Value) -> ir.TensorProtocol | None:
-    """The tensor of an initializer or of a Constant node, if it is a dense one."""
+    """The tensor of an initializer or Constant node; None if it is sparse or not constant."""
     value = origin(value)
     node = value.producer()
     if node is not None and node.op_type == "Constant" and not node.domain:
         given = node.attributes.get("value")
         if given is not None and given.type == ir.AttributeType.TENSOR:
-            return given.value  # what follows checks its protocol, at ten times the cost
+            return given.value  # ten times faster than the protocol check below
     try:
         return ir.convenience.get_const_tensor(value)
     except ValueError:  # a sparse constant
@@ -56,7 +56,7 @@ def constant_tensor(value: ir.Value) -> ir.TensorProtocol | None:
 
 
 def is_constant(value: ir.Value | None, depth: int = DEPTH) -> TypeGuard[ir.Value]:
-    """Whether no input changes the value: a constant tensor, or wrappers around such."""
+    """Whether the value does not depend on the graph's inputs."""
     if value is None:
         return False
     if constant_tensor(value) is not None:
@@ -69,7 +69,7 @@ def is_constant(value: ir.Value | None, depth: int = DEPTH) -> TypeGuard[ir.Valu
 
 
 def constant_array(value: ir.Value) -> np.ndarray:
-    """The elements of a constant value, read from disk only now; half precision becomes single."""
+    """Load the elements of a constant value; half precision is converted to single."""
     array = _elements(value)
     keep = array.dtype == np.float64 or array.dtype.kind in "iub"
     return array if keep else array.astype(np.float32)
@@ -90,7 +90,7 @@ def constant_type(value: ir.Value) -> ir.DataType:
 
 
 def constant_shape(value: ir.Value) -> tuple[int, ...]:
-    """The shape of a constant value; its elements are read only where wrappers change it."""
+    """The shape of a constant value; elements are loaded only if operators wrap the tensor."""
     tensor = constant_tensor(value)
     return tuple(_elements(value).shape if tensor is None else tensor.shape.numpy())
 
@@ -106,7 +106,7 @@ def evaluate(
     graph = onnx.GraphProto(node=[proto], name="node")
     graph.input.extend(onnx.ValueInfoProto(name=name) for name in feeds)
     graph.output.extend(onnx.ValueInfoProto(name=name) for name in proto.output)
-    # As a model, for the evaluator takes a bare node to be of the newest opset.
+    # The evaluator assumes the newest opset for a node without a model.
     imports = [onnx.helper.make_opsetid(domain, version) for domain, version in opsets.items()]
     model = onnx.ModelProto(graph=graph, opset_import=imports, ir_version=10)
     results: Any = ReferenceEvaluator(model).run(None, feeds)
@@ -128,9 +128,9 @@ def _elements(value: ir.Value) -> np.ndarray:
 
 
 def _dequantized(node: ir.Node, inputs: Sequence[np.ndarray]) -> np.ndarray:
-    """(x - zero point) * scale, for all elements, along an axis, or in blocks of one.
+    """Compute (x - zero point) * scale per tensor, per axis or per block.
 
-    Not by the evaluator, which knows the operator only as of opset 19.
+    The reference evaluator supports the operator from opset 19 on only.
     """
     quantized, scale = inputs[:2]
     zero = inputs[2] if len(inputs) > 2 else np.zeros_like(scale)
@@ -147,14 +147,14 @@ def _dequantized(node: ir.Node, inputs: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _read(node: ir.Node) -> Sequence[ir.Value | None]:
-    """What a wrapper's elements come from: of CastLike, only what it casts."""
+    """The inputs that determine the elements: all, except for CastLike, where it is the first."""
     return node.inputs[:1] if node.op_type == "CastLike" else node.inputs
 
 
 def _opsets(node: ir.Node) -> Mapping[str, int]:
-    """The opset imports of the graph that holds the node.
+    """The opset imports of the graph that owns the node.
 
-    The body of an If or a Loop names none; there the node itself tells the old form from the new.
+    Bodies of If and Loop have none; the attribute ``axes`` then identifies opsets before 13.
     """
     if node.graph is not None and node.graph.opset_imports:
         return {"": 1, **node.graph.opset_imports}

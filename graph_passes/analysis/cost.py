@@ -1,9 +1,9 @@
-"""Exact multiply-accumulates, parameters and bytes of a graph.
+"""Multiply-accumulates (MACs), parameters and bytes of a graph.
 
-Counted are matrix products, convolutions, and the mixing product of collaborative heads (an
-activation spread over heads by a constant); other element-wise work counts 0, as in the papers.
-FLOPs are 2 x MACs. Counts are polynomials in the graph's named axes, recovered exactly from the
-shapes at a few small lengths and checked at one more.
+The count includes matrix products, convolutions, and the mixing product of collaborative heads (an
+activation broadcast over heads times a constant). Other element-wise operators count 0, as in the
+papers. FLOPs are 2 x MACs. Counts are exact polynomials in the graph's named axes, interpolated
+from counts at a few small lengths and checked at one more.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fractions import Fraction
 import onnx_ir as ir
 
 from graph_passes.analysis.constants import is_constant
-from graph_passes.analysis.shapes import Facts, interpret, named_axes
+from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_at, named_axes
 
 __all__ = [
     "Cost",
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 POINTS = (2, 3, 4)
-"""Lengths an axis is given: three fix a parabola, and no model's positions end before the check."""
+"""Interpolation points of each axis: three determine a parabola. Positions allow the check too."""
 CHECK = 5
 MAX_AXES = 4
 
@@ -45,7 +45,7 @@ ELEMENTWISE_CONTRIB = frozenset({"Gelu", "FastGelu", "BiasGelu", "QuickGelu", "B
 
 @dataclass(frozen=True)
 class Polynomial:
-    """A count in the lengths of named axes: the sum of coefficient x product of axis^exponent."""
+    """A polynomial in the lengths of named axes: sum of coefficient x product of axis^exponent."""
 
     axes: tuple[str, ...]
     terms: Mapping[tuple[int, ...], Fraction]
@@ -69,13 +69,14 @@ class Polynomial:
 
 @dataclass(frozen=True, eq=False)
 class Cost:
-    """What a graph costs to run and to hold.
+    """Compute and memory cost of a graph.
 
     Attributes:
-        macs: None where the count is no polynomial of the axes (see ``uncounted``).
-        parameters: Elements of float initializers, shared ones once.
-        bytes: Of all initializers.
-        uncounted: Nodes that may hold products and could not be counted, with the reason.
+        macs: None if the count is not a polynomial of the axes (see ``uncounted``).
+        parameters: Number of elements of float initializers; shared ones count once.
+        bytes: Size of all initializers.
+        uncounted: Nodes whose products could not be counted, with the reason.
+        inputs: Inputs of the graph by name.
     """
 
     macs: Polynomial | None
@@ -85,7 +86,7 @@ class Cost:
     inputs: Mapping[str, ir.Value]
 
     def macs_of(self, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
-        """MACs of one run with inputs of these shapes; None where they cannot be counted."""
+        """MACs of one run with inputs of these shapes; None if unknown."""
         if self.macs is None or self.uncounted:
             return None
         lengths: dict[str, int] = {}
@@ -102,28 +103,28 @@ class Cost:
 
 
 def model_cost(model: ir.Model) -> Cost:
-    """Count a model once, for any lengths of its axes."""
+    """Compute the cost of a model as a function of its axis lengths."""
     axes = tuple(named_axes(model.graph))
     tensors = _tensors(model)
     elements, bytes_ = parameters(model), sum(tensor.nbytes for tensor in tensors)
     inputs = {value.name: value for value in model.graph.inputs if value.name}
     if len(axes) > MAX_AXES:
-        reason = f"the graph has {len(axes)} free axes, counted are at most {MAX_AXES}"
+        reason = f"the graph has {len(axes)} free axes: expected at most {MAX_AXES}"
         return Cost(None, elements, bytes_, (reason,), inputs)
     counts: dict[tuple[int, ...], int] = {}
     uncounted: tuple[str, ...] = ()
     for lengths in [*itertools.product(POINTS, repeat=len(axes)), (CHECK,) * len(axes)]:
         counts[lengths], uncounted = macs_at(
-            interpret(model, dict(zip(axes, lengths, strict=True))), model.graph
+            infer_shapes_at(model, dict(zip(axes, lengths, strict=True))), model.graph
         )
     polynomial = Polynomial(axes, _interpolate(counts, len(axes)))
     if polynomial(dict.fromkeys(axes, CHECK)) != counts[(CHECK,) * len(axes)]:
-        return Cost(None, elements, bytes_, ("the count is no polynomial of the axes",), inputs)
+        return Cost(None, elements, bytes_, ("the count is not a polynomial of the axes",), inputs)
     return Cost(polynomial, elements, bytes_, uncounted, inputs)
 
 
 def parameters(model: ir.Model) -> int:
-    """Elements of float initializers, shared ones once."""
+    """Number of elements of float initializers; shared ones count once."""
     return sum(tensor.size for tensor in _tensors(model) if tensor.dtype.is_floating_point())
 
 
@@ -133,27 +134,27 @@ def _tensors(model: ir.Model) -> list[ir.TensorProtocol]:
     return list({id(tensor): tensor for tensor in initializers if tensor is not None}.values())
 
 
-def macs_at(facts: Facts, nodes: Iterable[ir.Node]) -> tuple[int, tuple[str, ...]]:
-    """MACs of these nodes at one choice of lengths, and the nodes that could not be counted."""
+def macs_at(info: ShapeInfo, nodes: Iterable[ir.Node]) -> tuple[int, tuple[str, ...]]:
+    """MACs of nodes at given lengths, and the nodes that could not be counted."""
     total, uncounted = 0, list[str]()
     for node in nodes:
-        macs = node_macs(node, facts)
+        macs = node_macs(node, info)
         if macs is None:
-            uncounted.append(f"{node.op_type} {node.name!r}: {_why(node, facts)}")
+            uncounted.append(f"{node.op_type} {node.name!r}: {_explain(node, info)}")
         else:
             total += macs
     return total, tuple(uncounted)
 
 
-def _why(node: ir.Node, facts: Facts) -> str:
-    """The reason above a node whose shapes are not known, or that it is not counted at all."""
+def _explain(node: ir.Node, info: ShapeInfo) -> str:
+    """The reason why a node is not counted, for example an unknown shape."""
     values = [value for value in (*node.inputs, *node.outputs) if value is not None]
-    lacking = next((value for value in values if value not in facts.known), None)
-    return "it is not counted" if lacking is None else facts.why(lacking)
+    lacking = next((value for value in values if value not in info.known), None)
+    return "the operator is not supported" if lacking is None else info.explain(lacking)
 
 
-def node_macs(node: ir.Node, facts: Facts) -> int | None:
-    """MACs of one node; 0 for element-wise work, None where it cannot be told."""
+def node_macs(node: ir.Node, info: ShapeInfo) -> int | None:
+    """MACs of one node; 0 for element-wise operators, None if unknown."""
     if node.op_type in CONTROL_FLOW or node.op_type in RECURRENT:
         return None
     if node.domain not in STANDARD_DOMAINS:
@@ -165,32 +166,32 @@ def node_macs(node: ir.Node, facts: Facts) -> int | None:
     elif (count := COUNTS.get(node.op_type)) is None:
         return 0
     try:
-        return count(node, facts)
+        return count(node, info)
     except _UnknownShape:
         return None
 
 
 def break_even(before: Polynomial, after: Polynomial, limit: int = 1 << 20) -> int | None:
-    """The first length of every axis at which ``after`` costs more.
+    """The smallest sequence length at which ``after`` has more MACs than ``before``.
 
-    An axis that every product has once is a batch: it changes nothing, and stays 1. None where
-    ``after`` never costs more up to ``limit``, or the two have different axes.
+    An axis with exponent 1 in all terms is a batch axis and is set to 1. Returns None if ``after``
+    costs no more up to ``limit``, or if the polynomials have different axes.
     """
     if before.axes != after.axes or not before.axes:
         return None
     powers = [*before.terms, *after.terms]
     batches = {a for i, a in enumerate(before.axes) if all(power[i] == 1 for power in powers)}
 
-    def dearer(length: int) -> bool:
+    def costs_more(length: int) -> bool:
         lengths = {axis: 1 if axis in batches else length for axis in before.axes}
         return after(lengths) > before(lengths)
 
-    if dearer(1) or not dearer(limit):
-        return 1 if dearer(1) else None
-    low, high = 1, limit  # one crossing: the saving is linear in the length, the price quadratic
+    if costs_more(1) or not costs_more(limit):
+        return 1 if costs_more(1) else None
+    low, high = 1, limit  # one crossing: savings are linear in the length, costs quadratic
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if dearer(middle) else (middle, high)
+        low, high = (low, middle) if costs_more(middle) else (middle, high)
     return high
 
 
@@ -198,22 +199,22 @@ class _UnknownShape(Exception):
     pass
 
 
-def _shape(value: ir.Value | None, facts: Facts) -> tuple[int, ...]:
-    shape = facts.shape(value)
+def _shape(value: ir.Value | None, info: ShapeInfo) -> tuple[int, ...]:
+    shape = info.shape(value)
     if shape is None:
         raise _UnknownShape
     return shape
 
 
-def _matmul(node: ir.Node, facts: Facts) -> int:
-    a = _shape(node.inputs[0], facts)
+def _matmul(node: ir.Node, info: ShapeInfo) -> int:
+    a = _shape(node.inputs[0], info)
     inner = a[-2] if node.attributes.get_int("transA", 0) else a[-1]
-    return math.prod(_shape(node.outputs[0], facts)) * inner
+    return math.prod(_shape(node.outputs[0], info)) * inner
 
 
-def _einsum(node: ir.Node, facts: Facts) -> int:
+def _einsum(node: ir.Node, info: ShapeInfo) -> int:
     terms = node.attributes.get_string("equation", "").replace(" ", "").split("->")[0].split(",")
-    shapes = [_shape(value, facts) for value in node.inputs]
+    shapes = [_shape(value, info) for value in node.inputs]
     if len(terms) < 2:
         return 0
     if any("." in term for term in terms):
@@ -226,58 +227,60 @@ def _einsum(node: ir.Node, facts: Facts) -> int:
     return math.prod(lengths.values()) * (len(terms) - 1)
 
 
-def _conv(node: ir.Node, facts: Facts) -> int:
-    weight = _shape(node.inputs[3 if node.op_type == "QLinearConv" else 1], facts)
-    return math.prod(_shape(node.outputs[0], facts)) * math.prod(weight[1:])
+def _conv(node: ir.Node, info: ShapeInfo) -> int:
+    weight = _shape(node.inputs[3 if node.op_type == "QLinearConv" else 1], info)
+    return math.prod(_shape(node.outputs[0], info)) * math.prod(weight[1:])
 
 
-def _conv_transpose(node: ir.Node, facts: Facts) -> int:
-    weight = _shape(node.inputs[1], facts)
-    return math.prod(_shape(node.inputs[0], facts)) * math.prod(weight[1:])
+def _conv_transpose(node: ir.Node, info: ShapeInfo) -> int:
+    weight = _shape(node.inputs[1], info)
+    return math.prod(_shape(node.inputs[0], info)) * math.prod(weight[1:])
 
 
-def _attention(node: ir.Node, facts: Facts) -> int:
-    q, k, v = (_shape(value, facts) for value in node.inputs[:3])
+def _attention(node: ir.Node, info: ShapeInfo) -> int:
+    q, k, v = (_shape(value, info) for value in node.inputs[:3])
     heads = node.attributes.get_int("q_num_heads", 0) or q[1]
     kv_heads = node.attributes.get_int("kv_num_heads", 0) or k[1]
     sizes = [shape[-1] // n if len(shape) == 3 else shape[-1]
              for shape, n in ((q, heads), (v, kv_heads))]  # fmt: skip
-    past = 0 if len(node.inputs) < 5 or node.inputs[4] is None else _shape(node.inputs[4], facts)[2]
+    past = 0 if len(node.inputs) < 5 or node.inputs[4] is None else _shape(node.inputs[4], info)[2]
     return q[0] * heads * q[-2] * (k[-2] + past) * sum(sizes)
 
 
-def _microsoft_attention(node: ir.Node, facts: Facts) -> int:
-    """The projections of x by one weight, scores and context."""
-    x, weight = (_shape(value, facts) for value in node.inputs[:2])
+def _microsoft_attention(node: ir.Node, info: ShapeInfo) -> int:
+    """MACs of the packed projection, the scores and the context."""
+    x, weight = (_shape(value, info) for value in node.inputs[:2])
     sizes = node.attributes.get_ints("qkv_hidden_sizes", None) or [weight[-1] // 3] * 3
     past = node.inputs[4] if len(node.inputs) > 4 else None
-    keys = x[1] + (0 if past is None else _shape(past, facts)[3])
+    keys = x[1] + (0 if past is None else _shape(past, info)[3])
     return math.prod(x) * weight[-1] + x[0] * x[1] * keys * (sizes[0] + sizes[2])
 
 
-def _multi_head_attention(node: ir.Node, facts: Facts) -> int:
-    """Scores and context, by what goes in and comes out."""
-    out, q = _shape(node.outputs[0], facts), _shape(node.inputs[0], facts)
+def _multi_head_attention(node: ir.Node, info: ShapeInfo) -> int:
+    """MACs of scores and context, from the shapes of inputs and outputs."""
+    out, q = _shape(node.outputs[0], info), _shape(node.inputs[0], info)
     key = node.inputs[1] if len(node.inputs) > 1 else None
     past = node.inputs[6] if len(node.inputs) > 6 else None
-    k = q if key is None else _shape(key, facts)
+    k = q if key is None else _shape(key, info)
     keys = k[2] if len(k) == 4 else k[1]
-    keys += 0 if past is None else _shape(past, facts)[2]
+    keys += 0 if past is None else _shape(past, info)[2]
     width = q[2] * q[4] if len(q) == 5 else q[-1]
     return out[0] * out[1] * keys * (width + out[2])
 
 
-def _group_query_attention(node: ir.Node, facts: Facts) -> int:
-    out = _shape(node.outputs[0], facts)
+def _group_query_attention(node: ir.Node, info: ShapeInfo) -> int:
+    out = _shape(node.outputs[0], info)
     past = node.inputs[3] if len(node.inputs) > 3 else None
-    keys = out[1] + (0 if past is None else _shape(past, facts)[2])
+    keys = out[1] + (0 if past is None else _shape(past, info)[2])
     return math.prod(out) * keys * 2
 
 
-def _mixing(node: ir.Node, facts: Facts) -> int:
-    """The elements of x * M, where a constant M spreads x over heads: over a new axis before a
-    product (dense mixing), or gathered from fewer elements (sparse mixing)."""
-    out = math.prod(_shape(node.outputs[0], facts))
+def _mixing(node: ir.Node, info: ShapeInfo) -> int:
+    """Elements of x * M if a constant M broadcasts x over heads, else 0.
+
+    Dense mixing adds an axis before a product; sparse mixing gathers from fewer elements.
+    """
+    out = math.prod(_shape(node.outputs[0], info))
     for activation, mixing in (node.inputs, tuple(reversed(node.inputs))):
         if activation is None or not is_constant(mixing) or is_constant(activation):
             continue
@@ -286,12 +289,12 @@ def _mixing(node: ir.Node, facts: Facts) -> int:
             spread = gather.inputs[0]
         elif not any(reader.op_type == "MatMul" for reader, _ in node.outputs[0].uses()):
             return 0
-        spreads = math.prod(_shape(spread, facts)) < out
-        return out if spreads and math.prod(_shape(mixing, facts)) > 1 else 0
+        spreads = math.prod(_shape(spread, info)) < out
+        return out if spreads and math.prod(_shape(mixing, info)) > 1 else 0
     return 0
 
 
-COUNTS: dict[str, Callable[[ir.Node, Facts], int]] = {
+COUNTS: dict[str, Callable[[ir.Node, ShapeInfo], int]] = {
     "Attention": _attention,
     "Conv": _conv,
     "ConvInteger": _conv,
@@ -307,7 +310,7 @@ COUNTS: dict[str, Callable[[ir.Node, Facts], int]] = {
 }
 
 
-CONTRIB_COUNTS: dict[str, Callable[[ir.Node, Facts], int]] = {
+CONTRIB_COUNTS: dict[str, Callable[[ir.Node, ShapeInfo], int]] = {
     "Attention": _microsoft_attention,
     "DynamicQuantizeMatMul": _matmul,
     "FusedGemm": _matmul,
@@ -323,7 +326,7 @@ CONTRIB_COUNTS: dict[str, Callable[[ir.Node, Facts], int]] = {
 def _interpolate(
     counts: Mapping[tuple[int, ...], int], axes: int
 ) -> dict[tuple[int, ...], Fraction]:
-    """Coefficients by powers, from the counts on the grid of ``POINTS``: exact, axis by axis."""
+    """Coefficients by powers from counts on the grid of ``POINTS`` (Lagrange interpolation)."""
     terms = {powers: Fraction() for powers in itertools.product(range(len(POINTS)), repeat=axes)}
     for powers in terms:
         for lengths, count in counts.items():
@@ -334,7 +337,7 @@ def _interpolate(
 
 
 def _lagrange(point: int) -> tuple[Fraction, Fraction, Fraction]:
-    """Coefficients, constant first, of the parabola that is 1 at one of ``POINTS``, else 0."""
+    """Lagrange basis polynomial of one of ``POINTS``: its coefficients, constant first."""
     a, b = (other for other in POINTS if other != point)
     scale = Fraction(1, (point - a) * (point - b))
     return a * b * scale, -(a + b) * scale, scale

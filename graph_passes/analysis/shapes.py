@@ -1,9 +1,9 @@
-"""What every value's shape is once the named axes have lengths.
+"""Shape inference at given axis lengths.
 
-Exporters write shapes as programs (Shape, Gather, Concat, Where, ...) that static inference cannot
-follow. Here the axes are given lengths, the integer program is *run* on the ONNX reference
-evaluator, and everything else is inferred node by node by ONNX's own rules. Nothing large is read:
-weights stay on disk.
+Exporters compute shapes with operators (Shape, Gather, Concat, Where, ...) that static inference
+cannot evaluate. Here each named axis has a length. The ONNX reference evaluator executes the
+integer shape computations, and ONNX's inference rules give all other shapes node by node. Weights
+are not loaded from disk.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from onnx import shape_inference
 from graph_passes.analysis.constants import constant_tensor, evaluate
 
 __all__ = [
-    "Fact",
-    "Facts",
+    "ShapeInfo",
+    "TensorInfo",
     "bind_axes",
-    "interpret",
-    "interpret_small",
+    "drop_length_dependent",
+    "infer_shapes_at",
+    "infer_shapes_small",
     "named_axes",
-    "state_types",
-    "without_lengths",
+    "set_missing_types",
 ]
 
 SMALL = 1024
-"""Elements; shape programs and scales are smaller, weights and masks need not be known."""
+"""Maximum number of elements of a tracked constant: enough for shapes and scales."""
 
 SAMPLES = 400
-"""A token of sound, at least: 25 ms at 16 kHz."""
+"""Samples per token of an audio model: 25 ms at 16 kHz."""
 
 NOT_RUN = frozenset({"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike",
                      "Multinomial", "Bernoulli", "If", "Loop", "Scan"})  # fmt: skip
 
 GROWING = frozenset({"ConstantOfShape", "Expand", "Tile", "Range", "Pad", "OneHot", "EyeLike",
                      "Resize"})  # fmt: skip
-"""From a few numbers these make as many as they are told to: run only where that is few."""
+"""Operators whose output may be much larger than their inputs: evaluated only if it is small."""
 
 
 PLAIN = frozenset({ir.AttributeType.INT, ir.AttributeType.INTS, ir.AttributeType.FLOAT,
@@ -50,60 +50,63 @@ PLAIN = frozenset({ir.AttributeType.INT, ir.AttributeType.INTS, ir.AttributeType
 
 
 @dataclass(frozen=True, eq=False)
-class Fact:
-    """Element type, shape, and the elements themselves where they follow from shapes alone."""
+class TensorInfo:
+    """Element type and shape of a value, and its elements if they depend on shapes only."""
 
     dtype: ir.DataType
     shape: tuple[int, ...]
     constant: np.ndarray | None = None
 
-    def shape_only(self) -> Fact:
-        return Fact(self.dtype, self.shape)
+    def shape_only(self) -> TensorInfo:
+        return TensorInfo(self.dtype, self.shape)
 
     def key(self) -> Hashable:
-        """The same for facts that say the same."""
+        """A hashable key; equal for equal information."""
         elements = None if self.constant is None else self.constant.tobytes()
         return self.dtype, self.shape, elements
 
 
 @dataclass(frozen=True, eq=False)
-class Facts:
-    """What is known of each value of a graph at one choice of axis lengths.
+class ShapeInfo:
+    """Inferred shapes and constants of the values of a graph at given axis lengths.
 
-    ``unknown`` names the nodes whose outputs could not be inferred, with the reason.
+    Attributes:
+        axes: The length of each named axis.
+        known: The information of each value with an inferred shape.
+        unknown: Nodes whose outputs could not be inferred, with the reason.
     """
 
     axes: Mapping[str, int]
-    known: Mapping[ir.Value, Fact] = field(repr=False)
+    known: Mapping[ir.Value, TensorInfo] = field(repr=False)
     unknown: Mapping[ir.Node, str] = field(repr=False)
 
     def shape(self, value: ir.Value | None) -> tuple[int, ...] | None:
-        fact = self.known.get(value) if value is not None else None
-        return None if fact is None else fact.shape
+        tensor = self.known.get(value) if value is not None else None
+        return None if tensor is None else tensor.shape
 
     def constant(self, value: ir.Value | None) -> np.ndarray | None:
-        """The elements of a small value that does not depend on the model's data."""
-        fact = self.known.get(value) if value is not None else None
-        return None if fact is None else fact.constant
+        """The elements of a small value that does not depend on input data, if known."""
+        tensor = self.known.get(value) if value is not None else None
+        return None if tensor is None else tensor.constant
 
-    def why(self, value: ir.Value) -> str:
-        """Of a value without a fact: the first node above it that could not be followed."""
+    def explain(self, value: ir.Value) -> str:
+        """Why a value has no shape: the reason of the first node above it that failed."""
         pending, seen = [value], {value}
         while pending:
             node = pending.pop(0).producer()
             parents = [parent for parent in node.inputs if parent is not None] if node else []
             unknown = [parent for parent in parents if parent not in self.known]
             if node is not None and not unknown:
-                return self.unknown.get(node, f"{node.op_type} was not reached")
+                return self.unknown.get(node, f"{node.op_type} was not evaluated")
             pending += [parent for parent in unknown if parent not in seen]
             seen.update(unknown)
         return "an input of the graph has no shape"
 
 
 def named_axes(graph: ir.Graph) -> dict[str, int]:
-    """The free axes of the graph's inputs, each with the first position it appears at.
+    """The dynamic axes of the graph's inputs, each with its first position in a shape.
 
-    A dynamic axis without a name is called ``input[position]``.
+    A dynamic axis without a name is named ``input[position]``.
     """
     axes: dict[str, int] = {}
     for value in _real_inputs(graph):
@@ -113,14 +116,16 @@ def named_axes(graph: ir.Graph) -> dict[str, int]:
     return axes
 
 
-def bind_axes(graph: ir.Graph, *, batch: int, sequence: int, apart: bool = False) -> dict[str, int]:
-    """Lengths for every axis: those that lead an input are batches, all others sequences.
+def bind_axes(
+    graph: ir.Graph, *, batch: int, sequence: int, distinct_lengths: bool = False
+) -> dict[str, int]:
+    """Choose a length for each axis: first axes of inputs are batches, all others sequences.
 
-    Axes with different names that a graph wants equal (two batches, two lengths) therefore are; a
-    total length is that of the past and of the tokens.
+    Axes of one kind have equal lengths, because graphs may require it. A total length is the sum
+    of past and new tokens.
 
     Args:
-        apart: Give sequences of different names different lengths, from ``sequence`` on.
+        distinct_lengths: Give each sequence axis another length, from ``sequence`` on.
     """
     axes = named_axes(graph)
     cached = any("past" in name for name in axes)
@@ -128,101 +133,110 @@ def bind_axes(graph: ir.Graph, *, batch: int, sequence: int, apart: bool = False
         name: batch if position == 0 else 2 * sequence if cached and "total" in name else sequence
         for name, position in axes.items()
     }
-    if apart:
+    if distinct_lengths:
         names = [name for name, position in axes.items() if position > 0]
         lengths |= {name: sequence + index for index, name in enumerate(names)}
     return lengths
 
 
-def interpret_small(model: ir.Model, *, batch: int, sequence: int, apart: bool = False) -> Facts:
-    """``interpret`` at small lengths; longer ones where convolutions leave none of a small one.
+def infer_shapes_small(
+    model: ir.Model, *, batch: int, sequence: int, distinct_lengths: bool = False
+) -> ShapeInfo:
+    """Infer shapes at small axis lengths, or longer ones if strided convolutions need them.
 
-    A graph that hears sound wants hundreds of samples a token.
+    Audio models need hundreds of samples per token.
     """
-    facts = interpret(model, bind_axes(model.graph, batch=batch, sequence=sequence, apart=apart))
-    if not facts.axes or not _convolves_away(facts):
-        return facts
+    info = infer_shapes_at(
+        model,
+        bind_axes(model.graph, batch=batch, sequence=sequence, distinct_lengths=distinct_lengths),
+    )
+    if not info.axes or not _convolves_away(info):
+        return info
     longer = bind_axes(model.graph, batch=batch, sequence=sequence * SAMPLES)
-    return interpret(model, longer)
+    return infer_shapes_at(model, longer)
 
 
-def _convolves_away(facts: Facts) -> bool:
-    """Whether a strided convolution could not be followed, or left an axis without length."""
+def _convolves_away(info: ShapeInfo) -> bool:
+    """Whether a strided convolution failed or produced an empty axis."""
     return any(
         node.op_type == "Conv" and max(node.attributes.get_ints("strides", None) or [1]) > 1
-        for node in facts.unknown
+        for node in info.unknown
     ) or any(
-        0 in fact.shape or min(fact.shape, default=1) < 0
-        for value, fact in facts.known.items()
+        0 in tensor.shape or min(tensor.shape, default=1) < 0
+        for value, tensor in info.known.items()
         if (node := value.producer()) is not None and node.op_type == "Conv"
     )
 
 
-def state_types(model: ir.Model) -> None:
-    """Give each value that states no element type the one that follows from what makes it."""
-    for value, fact in interpret_small(model, batch=2, sequence=5).known.items():
+def set_missing_types(model: ir.Model) -> None:
+    """Set the element type of values without one, from shape inference."""
+    for value, tensor in infer_shapes_small(model, batch=2, sequence=5).known.items():
         if value.type is None:
-            value.type = ir.TensorType(fact.dtype)
+            value.type = ir.TensorType(tensor.dtype)
 
 
-def without_lengths(facts: Facts, others: Facts) -> Facts:
-    """The facts without the floats that follow from the lengths: no scale may depend on a batch.
+def drop_length_dependent(info: ShapeInfo, others: ShapeInfo) -> ShapeInfo:
+    """Remove float constants that depend on axis lengths, which cannot be scales of a model.
 
-    Integers may: they lay values out, and are followed as such.
+    Integer constants stay: they determine layouts.
+
+    Args:
+        info: Shape information at one choice of lengths.
+        others: Shape information of the same graph at other lengths.
     """
 
-    def kept(value: ir.Value, fact: Fact) -> Fact:
-        mine, theirs = fact.constant, others.constant(value)
-        if mine is None or theirs is None or not fact.dtype.is_floating_point() or mine.size > 1:
-            return fact
+    def kept(value: ir.Value, tensor: TensorInfo) -> TensorInfo:
+        mine, theirs = tensor.constant, others.constant(value)
+        if mine is None or theirs is None or not tensor.dtype.is_floating_point() or mine.size > 1:
+            return tensor
         same = np.array_equal(mine, theirs, equal_nan=True)
-        return fact if same else Fact(fact.dtype, fact.shape)
+        return tensor if same else TensorInfo(tensor.dtype, tensor.shape)
 
-    known = {value: kept(value, fact) for value, fact in facts.known.items()}
-    return Facts(facts.axes, known, facts.unknown)
+    known = {value: kept(value, tensor) for value, tensor in info.known.items()}
+    return ShapeInfo(info.axes, known, info.unknown)
 
 
 def input_shape(value: ir.Value, axes: Mapping[str, int]) -> tuple[int, ...] | None:
-    """The shape of a graph input when its axes have these lengths; None where it has none."""
+    """The shape of a graph input at these axis lengths; None if it has no shape."""
     if value.shape is None:
         return None
     lengths = [_length(value, i, dim, axes) for i, dim in enumerate(value.shape)]
     return None if any(length < 0 for length in lengths) else tuple(lengths)
 
 
-def interpret(model: ir.Model, axes: Mapping[str, int]) -> Facts:
-    """Run the shape program of a model with the given axis lengths, bodies of nodes included.
+def infer_shapes_at(model: ir.Model, axes: Mapping[str, int]) -> ShapeInfo:
+    """Infer all shapes of a model at the given axis lengths, including bodies of nodes.
 
-    Nodes that cannot be followed (unknown operators, data-dependent shapes, state that grows from
-    one turn of a loop to the next) leave their outputs unknown; that is a fact, not an error.
+    Outputs of unknown operators, data-dependent shapes and loop states of changing shape stay
+    unknown; this is not an error.
     """
-    walk = _Walk({"": 1, **model.opset_imports})
+    inference = _Inference({"": 1, **model.opset_imports})
     for value in _real_inputs(model.graph):
         shape = input_shape(value, axes)
         if shape is not None and value.dtype is not None:
-            walk.known[value] = Fact(value.dtype, shape)
-    _follow_all(model.graph, walk)
-    return Facts(dict(axes), walk.known, walk.unknown)
+            inference.known[value] = TensorInfo(value.dtype, shape)
+    _infer_graph(model.graph, inference)
+    return ShapeInfo(dict(axes), inference.known, inference.unknown)
 
 
-Outcome = tuple[Sequence[Fact | None], str]
-"""What a node's outputs are, and why they cannot be told where they cannot."""
+Outcome = tuple[Sequence[TensorInfo | None], str]
+"""Information about a node's outputs, and the reason for unknown ones."""
 
 
 @dataclass(frozen=True, eq=False)
-class _Walk:
-    """What is known so far."""
+class _Inference:
+    """Intermediate state of shape inference."""
 
     opsets: Mapping[str, int]
-    known: dict[ir.Value, Fact] = field(default_factory=dict[ir.Value, Fact])
+    known: dict[ir.Value, TensorInfo] = field(default_factory=dict[ir.Value, TensorInfo])
     unknown: dict[ir.Node, str] = field(default_factory=dict[ir.Node, str])
 
-    def fact(self, value: ir.Value | None) -> Fact | None:
+    def tensor(self, value: ir.Value | None) -> TensorInfo | None:
         return None if value is None else self.known.get(value)
 
 
 def _real_inputs(graph: ir.Graph) -> list[ir.Value]:
-    """Old graphs list their initializers among the inputs."""
+    """The inputs without initializers, which old graphs list as inputs too."""
     return [value for value in graph.inputs if value.name not in graph.initializers]
 
 
@@ -249,217 +263,230 @@ def _length(
     return length if isinstance(length, int) else -1  # n / 2 of an odd n
 
 
-def _follow_all(graph: ir.Graph, walk: _Walk) -> None:
-    """Follow the nodes of a graph or a body in order."""
+def _infer_graph(graph: ir.Graph, inference: _Inference) -> None:
+    """Infer the nodes of a graph or a body in order."""
     for value in graph.initializers.values():
         if value.const_value is not None:
-            walk.known[value] = _of_tensor(value.const_value)
+            inference.known[value] = _of_tensor(value.const_value)
     for node in graph:
         body = BODIES.get(node.op_type) if not node.domain else None
-        facts, reason = _follow(node, walk) if body is None else body(node, walk)
-        for value, fact in zip(node.outputs, facts, strict=False):
-            if fact is not None:
-                walk.known[value] = fact
+        tensors, reason = _infer_node(node, inference) if body is None else body(node, inference)
+        for value, tensor in zip(node.outputs, tensors, strict=False):
+            if tensor is not None:
+                inference.known[value] = tensor
         if reason:
-            walk.unknown[node] = reason
+            inference.unknown[node] = reason
 
 
-def _enter(body: ir.Graph, given: Sequence[Fact | None], walk: _Walk) -> list[Fact | None]:
-    """Follow a body whose inputs are these; what is known of its outputs."""
-    for value, fact in zip(body.inputs, given, strict=False):
-        if fact is not None:
-            walk.known[value] = fact.shape_only()  # the elements are others at each turn
-    _follow_all(body, walk)
-    return [walk.fact(value) for value in body.outputs]
+def _infer_body(
+    body: ir.Graph, given: Sequence[TensorInfo | None], inference: _Inference
+) -> list[TensorInfo | None]:
+    """Infer a body with the given inputs; return the information of its outputs."""
+    for value, tensor in zip(body.inputs, given, strict=False):
+        if tensor is not None:
+            inference.known[value] = tensor.shape_only()  # elements differ between iterations
+    _infer_graph(body, inference)
+    return [inference.tensor(value) for value in body.outputs]
 
 
-def _agreed(a: Fact | None, b: Fact | None) -> Fact | None:
+def _common(a: TensorInfo | None, b: TensorInfo | None) -> TensorInfo | None:
     same = a is not None and b is not None and (a.dtype, a.shape) == (b.dtype, b.shape)
     return a.shape_only() if a is not None and same else None
 
 
-def _follow_if(node: ir.Node, walk: _Walk) -> Outcome:
-    """Both branches; an output is known where they agree on it."""
+def _infer_if(node: ir.Node, inference: _Inference) -> Outcome:
+    """Infer both branches; an output is known if both give the same shape and type."""
     branches = (node.attributes[name].as_graph() for name in ("then_branch", "else_branch"))
-    ends = [_enter(branch, (), walk) for branch in branches]
-    agreed = [_agreed(a, b) for a, b in zip(*ends, strict=False)]
-    return agreed, "" if all(agreed) else "its branches make outputs of different shapes"
+    ends = [_infer_body(branch, (), inference) for branch in branches]
+    agreed = [_common(a, b) for a, b in zip(*ends, strict=False)]
+    return agreed, "" if all(agreed) else "its branches have outputs of different shapes"
 
 
-def _follow_loop(node: ir.Node, walk: _Walk) -> Outcome:
-    """One turn of the body, from the initial state, which must keep its shape."""
-    state = [walk.fact(value) for value in node.inputs[2:]]
-    turn, condition = Fact(ir.DataType.INT64, ()), Fact(ir.DataType.BOOL, ())
-    ends = _enter(node.attributes["body"].as_graph(), [turn, condition, *state], walk)[1:]
-    kept = [_agreed(a, b) for a, b in zip(state, ends, strict=False)]
+def _infer_loop(node: ir.Node, inference: _Inference) -> Outcome:
+    """Infer one iteration of the body from the initial state, which must keep its shape."""
+    state = [inference.tensor(value) for value in node.inputs[2:]]
+    iteration, condition = TensorInfo(ir.DataType.INT64, ()), TensorInfo(ir.DataType.BOOL, ())
+    body = node.attributes["body"].as_graph()
+    ends = _infer_body(body, [iteration, condition, *state], inference)[1:]
+    kept = [_common(a, b) for a, b in zip(state, ends, strict=False)]
     complete = len(kept) == len(node.outputs) and all(kept)
-    return kept, "" if complete else "its state is not of one shape"
+    return kept, "" if complete else "the shape of its state is not constant"
 
 
-def _follow_scan(node: ir.Node, walk: _Walk) -> Outcome:
-    """One turn of the body, on the first slice of what is scanned."""
-    facts = [walk.fact(value) for value in node.inputs]
-    count = len(facts) - node.attributes.get_int("num_scan_inputs", 0)
-    axes = node.attributes.get_ints("scan_input_axes", None) or [0] * (len(facts) - count)
-    state, turns = facts[:count], None
-    slices: list[Fact | None] = []
-    for fact, axis in zip(facts[count:], axes, strict=False):
-        if fact is None or not -len(fact.shape) <= axis < len(fact.shape):
-            return (), "what it scans has no known shape"
-        lengths = list(fact.shape)
-        turns = lengths.pop(axis)
-        slices.append(Fact(fact.dtype, tuple(lengths)))
-    ends = _enter(node.attributes["body"].as_graph(), [*state, *slices], walk)
-    kept = [_agreed(a, b) for a, b in zip(state, ends, strict=False)]
-    stacked: list[Fact | None] = []
-    if turns is not None and not node.attributes.get_ints("scan_output_axes", None):
-        stacked = [end and Fact(end.dtype, (turns, *end.shape)) for end in ends[count:]]
+def _infer_scan(node: ir.Node, inference: _Inference) -> Outcome:
+    """Infer one iteration of the body from the first slice of each scanned input."""
+    tensors = [inference.tensor(value) for value in node.inputs]
+    count = len(tensors) - node.attributes.get_int("num_scan_inputs", 0)
+    axes = node.attributes.get_ints("scan_input_axes", None) or [0] * (len(tensors) - count)
+    state, iterations = tensors[:count], None
+    slices: list[TensorInfo | None] = []
+    for tensor, axis in zip(tensors[count:], axes, strict=False):
+        if tensor is None or not -len(tensor.shape) <= axis < len(tensor.shape):
+            return (), "a scanned input has no known shape"
+        lengths = list(tensor.shape)
+        iterations = lengths.pop(axis)
+        slices.append(TensorInfo(tensor.dtype, tuple(lengths)))
+    ends = _infer_body(node.attributes["body"].as_graph(), [*state, *slices], inference)
+    kept = [_common(a, b) for a, b in zip(state, ends, strict=False)]
+    stacked: list[TensorInfo | None] = []
+    if iterations is not None and not node.attributes.get_ints("scan_output_axes", None):
+        stacked = [end and TensorInfo(end.dtype, (iterations, *end.shape)) for end in ends[count:]]
     complete = all(kept) and all(stacked)
-    return [*kept, *stacked], "" if complete else "its state is not of one shape"
+    return [*kept, *stacked], "" if complete else "the shape of its state is not constant"
 
 
-BODIES = {"If": _follow_if, "Loop": _follow_loop, "Scan": _follow_scan}
+BODIES = {"If": _infer_if, "Loop": _infer_loop, "Scan": _infer_scan}
 
 
-def _of_tensor(tensor: ir.TensorProtocol) -> Fact:
+def _of_tensor(tensor: ir.TensorProtocol) -> TensorInfo:
     shape = tuple(tensor.shape.numpy())
     small = math.prod(shape) <= SMALL and tensor.dtype != ir.DataType.STRING
-    return Fact(tensor.dtype, shape, tensor.numpy() if small else None)
+    return TensorInfo(tensor.dtype, shape, tensor.numpy() if small else None)
 
 
-def _follow(node: ir.Node, walk: _Walk) -> Outcome:
-    """What the outputs of a node without a body are."""
+def _infer_node(node: ir.Node, inference: _Inference) -> Outcome:
+    """Infer the outputs of a node without a body; results are cached by operator and inputs."""
     if node.op_type == "Constant" and not node.domain:
         tensor = constant_tensor(node.outputs[0])
         if tensor is None:
             return (), "its value is not a dense tensor"
         return [_of_tensor(tensor)], ""
-    facts = [walk.fact(value) for value in node.inputs]
-    if facts.count(None) > node.inputs.count(None):
+    tensors = [inference.tensor(value) for value in node.inputs]
+    if tensors.count(None) > node.inputs.count(None):
         return (), "its inputs have no known shape"
     if not all(attribute.type in PLAIN for attribute in node.attributes.values()):
-        return _outcome(node, facts, walk.opsets)
+        return _outcome(node, tensors, inference.opsets)
     key = (
         *node.op_identifier(),
-        walk.opsets.get(node.domain),
+        inference.opsets.get(node.domain),
         len(node.outputs),
         *((name, each.value) for name, each in node.attributes.items()),
-        *(fact and fact.key() for fact in facts),
+        *(tensor and tensor.key() for tensor in tensors),
     )
-    made = _MADE.get(key)
+    made = _CACHE.get(key)
     if made is None:
-        if len(_MADE) >= MOST_MADE:
-            _MADE.clear()
-        made = _MADE[key] = _outcome(node, facts, walk.opsets)
+        if len(_CACHE) >= CACHE_SIZE:
+            _CACHE.clear()
+        made = _CACHE[key] = _outcome(node, tensors, inference.opsets)
     return made
 
 
-_MADE: dict[Hashable, Outcome] = {}
-"""What nodes made of what they were given: layers repeat their nodes, and a graph is followed again
-after every rewrite."""
+_CACHE: dict[Hashable, Outcome] = {}
+"""Results by operator, attributes and inputs. Layers repeat nodes, and inference runs after each
+rewrite."""
 
-MOST_MADE = 20_000
+CACHE_SIZE = 20_000
 
 
-def _outcome(node: ir.Node, facts: Sequence[Fact | None], opsets: Mapping[str, int]) -> Outcome:
+def _outcome(
+    node: ir.Node, tensors: Sequence[TensorInfo | None], opsets: Mapping[str, int]
+) -> Outcome:
     rule = RULES.get((node.domain, node.op_type))
     if rule is not None:
-        return _by_rule(rule, node, facts)
+        return _infer_by_rule(rule, node, tensors)
     if not onnx.defs.has(node.op_type, opsets[""], node.domain):
-        return _guess(node, facts)
+        return _guess(node, tensors)
     if node.op_type == "Shape":
-        return _shape(node, facts)
-    if _runs(node, facts):
+        return _shape(node, tensors)
+    if _can_evaluate(node, tensors):
         if node.op_type in GROWING:
-            inferred = _infer(node, facts, opsets)
+            inferred = _infer_by_schema(node, tensors, opsets)
             if inferred[0] and (first := inferred[0][0]) and math.prod(first.shape) > SMALL:
                 return inferred
-        if made := _run(node, facts, opsets):
+        if made := _evaluate_node(node, tensors, opsets):
             return made, ""
-    return _infer(node, facts, opsets)
+    return _infer_by_schema(node, tensors, opsets)
 
 
-def _by_rule(
-    rule: Callable[[Shapes, ir.Node], Shapes], node: ir.Node, facts: Sequence[Fact | None]
+def _infer_by_rule(
+    rule: Callable[[Shapes, ir.Node], Shapes], node: ir.Node, tensors: Sequence[TensorInfo | None]
 ) -> Outcome:
-    shapes = rule([None if fact is None else fact.shape for fact in facts], node)
-    types = [fact.dtype for fact in facts if fact is not None]
+    shapes = rule([None if tensor is None else tensor.shape for tensor in tensors], node)
+    types = [tensor.dtype for tensor in tensors if tensor is not None]
     if not types or not shapes:
         return (), f"{node.op_type} has no known shape"
     dtype = next((each for each in types if each.is_floating_point()), types[0])
-    made: list[Fact | None] = []
+    made: list[TensorInfo | None] = []
     for index, shape in enumerate(shapes):
         counts = (node.op_type, index) in COUNTS
-        made.append(None if shape is None else Fact(ir.DataType.INT32 if counts else dtype, shape))
+        made.append(
+            None if shape is None else TensorInfo(ir.DataType.INT32 if counts else dtype, shape)
+        )
     return made, ""
 
 
-def _guess(node: ir.Node, facts: Sequence[Fact | None]) -> Outcome:
-    """An operator that ONNX does not know: of one input and one output, taken to keep the shape.
+def _guess(node: ir.Node, tensors: Sequence[TensorInfo | None]) -> Outcome:
+    """Assume that an unknown operator with one input and one output keeps the shape.
 
-    A wrong guess makes a wrong shape, which no reading and no certificate survives.
+    Matching and certification fail if the assumption is wrong.
     """
     name = ".".join(filter(None, (node.domain, node.op_type)))
-    if len(facts) != 1 or len(node.outputs) != 1 or facts[0] is None:
+    if len(tensors) != 1 or len(node.outputs) != 1 or tensors[0] is None:
         return (), f"{name} is not an operator of ONNX"
-    return [facts[0].shape_only()], ""
+    return [tensors[0].shape_only()], ""
 
 
-def _runs(node: ir.Node, facts: Sequence[Fact | None]) -> bool:
-    given = [fact for fact in facts if fact is not None]
+def _can_evaluate(node: ir.Node, tensors: Sequence[TensorInfo | None]) -> bool:
+    given = [tensor for tensor in tensors if tensor is not None]
     return (
         bool(given)
         and node.op_type not in NOT_RUN
-        and all(fact.constant is not None for fact in given)
+        and all(tensor.constant is not None for tensor in given)
     )
 
 
-def _run(node: ir.Node, facts: Sequence[Fact | None], opsets: Mapping[str, int]) -> Sequence[Fact]:
-    """What the reference evaluator computes; nothing where it cannot (shapes may follow so)."""
+def _evaluate_node(
+    node: ir.Node, tensors: Sequence[TensorInfo | None], opsets: Mapping[str, int]
+) -> Sequence[TensorInfo]:
+    """Evaluate a node on the reference evaluator; empty if it cannot (rules may still apply)."""
     try:
         with np.errstate(all="ignore"):
-            results = evaluate(node, [None if f is None else f.constant for f in facts], opsets)
+            results = evaluate(node, [None if f is None else f.constant for f in tensors], opsets)
         made = [(ir.DataType.from_numpy(result.dtype), result) for result in results]
-    except Exception:  # it lacks the operator, or the operator makes no tensor of numbers
+    except Exception:  # unsupported operator, or an output that is not numeric
         return ()
     few = [result.size <= SMALL and dtype != ir.DataType.STRING for dtype, result in made]
     return [
-        Fact(dtype, result.shape, result if keep else None)
+        TensorInfo(dtype, result.shape, result if keep else None)
         for (dtype, result), keep in zip(made, few, strict=True)
     ]
 
 
-def _shape(node: ir.Node, facts: Sequence[Fact | None]) -> Outcome:
-    if not facts or facts[0] is None:
+def _shape(node: ir.Node, tensors: Sequence[TensorInfo | None]) -> Outcome:
+    if not tensors or tensors[0] is None:
         return (), "Shape reads nothing"
     start = node.attributes.get_int("start", 0)
-    end = node.attributes.get_int("end", len(facts[0].shape))
-    constant = np.array(facts[0].shape[start:end], dtype=np.int64)
-    return [Fact(ir.DataType.INT64, constant.shape, constant)], ""
+    end = node.attributes.get_int("end", len(tensors[0].shape))
+    constant = np.array(tensors[0].shape[start:end], dtype=np.int64)
+    return [TensorInfo(ir.DataType.INT64, constant.shape, constant)], ""
 
 
-def _infer(node: ir.Node, facts: Sequence[Fact | None], opsets: Mapping[str, int]) -> Outcome:
-    """By ONNX's own rules, of shapes and of what small constants hold."""
+def _infer_by_schema(
+    node: ir.Node, tensors: Sequence[TensorInfo | None], opsets: Mapping[str, int]
+) -> Outcome:
+    """Infer outputs by ONNX's rules from shapes and small constants."""
     schema = onnx.defs.get_schema(node.op_type, opsets[""], "")
     proto = ir.serde.serialize_node(node)
-    proto.input[:] = [f"i{i}" if fact is not None else "" for i, fact in enumerate(facts)]
+    proto.input[:] = [f"i{i}" if tensor is not None else "" for i, tensor in enumerate(tensors)]
     proto.output[:] = [f"o{i}" for i in range(len(node.outputs))]
     types: dict[str, onnx.TypeProto] = {}
     data: dict[str, onnx.TensorProto] = {}
     imports = [onnx.helper.make_opsetid(domain, version) for domain, version in opsets.items()]
     try:
-        for i, fact in enumerate(facts):
-            if fact is not None:
-                types[f"i{i}"] = onnx.helper.make_tensor_type_proto(fact.dtype.value, fact.shape)
-                if fact.constant is not None:
-                    data[f"i{i}"] = onnx.numpy_helper.from_array(fact.constant)
+        for i, tensor in enumerate(tensors):
+            if tensor is not None:
+                types[f"i{i}"] = onnx.helper.make_tensor_type_proto(
+                    tensor.dtype.value, tensor.shape
+                )
+                if tensor.constant is not None:
+                    data[f"i{i}"] = onnx.numpy_helper.from_array(tensor.constant)
         inferred = shape_inference.infer_node_outputs(
             schema, proto, types, data, opset_imports=imports
         )
     except Exception as error:  # onnx raises bare InferenceError, KeyError, RuntimeError, ...
         reason = str(error).splitlines()[0] if str(error) else "not inferred"
         return (), f"{node.op_type}: {reason}"
-    made: list[Fact | None] = []
+    made: list[TensorInfo | None] = []
     for name in proto.output:
         tensor = inferred[name].tensor_type if name in inferred else None
         dims = [] if tensor is None else list(tensor.shape.dim)
@@ -468,7 +495,7 @@ def _infer(node: ir.Node, facts: Sequence[Fact | None], opsets: Mapping[str, int
             made.append(None)
             continue
         shape = tuple(int(dim.dim_value) for dim in dims)
-        made.append(Fact(ir.DataType(tensor.elem_type), shape))
+        made.append(TensorInfo(ir.DataType(tensor.elem_type), shape))
     depends = made and made[0] is None
     return made, f"the shape of {node.op_type} depends on data" if depends else ""
 
@@ -558,7 +585,7 @@ def _group_query_attention(shapes: Shapes, node: ir.Node) -> Shapes:
 
 
 COUNTS = {("EmbedLayerNormalization", 1)}
-"""Outputs of RULES that are 32-bit integers; all others have the type of the first float input."""
+"""Outputs of RULES of type int32; all others have the type of the first float input."""
 
 RULES: dict[tuple[str, str], Callable[[Shapes, ir.Node], Shapes]] = {
     ("com.microsoft", "Gelu"): _like_first,
@@ -583,4 +610,4 @@ RULES: dict[tuple[str, str], Callable[[Shapes, ir.Node], Shapes]] = {
     ("com.microsoft", "SkipSimplifiedLayerNormalization"): _skip_normalization,
     ("com.microsoft", "FusedMatMul"): _fused_matmul,
 }
-"""Shapes of the operators that ONNX Runtime's own optimizer writes and ONNX does not know."""
+"""Shape rules of operators of ONNX Runtime that are not in the ONNX standard."""

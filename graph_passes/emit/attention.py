@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from graph_passes.analysis.shapes import Facts
+from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import (
     AttentionBlock,
+    BroadcastLayout,
     Capped,
     Causal,
     Floor,
@@ -31,9 +32,8 @@ from graph_passes.blocks import (
     Mask,
     PositionBias,
     Projection,
+    RotaryTerm,
     Scaled,
-    Spread,
-    Turn,
     Weighted,
 )
 from graph_passes.emit.editing import Inserter, replace_uses
@@ -52,26 +52,26 @@ __all__ = [
     "emit_probabilities",
     "emit_softmax",
     "emit_steps",
-    "heads_apart",
     "in_precision",
+    "probabilities_by_head",
     "probabilities_type",
     "type_of",
     "values_refusal",
 ]
 
-HEADS_APART = {False: [0, 2, 1, 3], True: [1, 2, 0, 3]}
+SPLIT_ORDER = {False: [0, 2, 1, 3], True: [1, 2, 0, 3]}
 """From (B, T, H, K), or (T, B, H, K) where the sequence comes first, to (B, H, T, K)."""
-SIDE_BY_SIDE = {False: [0, 2, 1, 3], True: [2, 0, 1, 3]}
+MERGE_ORDER = {False: [0, 2, 1, 3], True: [2, 0, 1, 3]}
 """From (B, H, S, V) back to (B, S, H, V) or (S, B, H, V)."""
 
 
 def emission_refusal(
-    block: AttentionBlock, facts: Facts | None = None, *, allow_sparse: bool = False
+    block: AttentionBlock, info: ShapeInfo | None = None, *, allow_sparse: bool = False
 ) -> Refusal | None:
     """Why some heads of a block cannot be emitted in plain operators; None if they can.
 
     Args:
-        facts: Shapes, if known: masks may have too many axes.
+        info: Shapes, if known: masks may have too many axes.
         allow_sparse: Accept sparse collaborative heads; their shared columns are duplicated.
     """
     if len(block.own_heads) < block.num_heads:
@@ -96,8 +96,8 @@ def emission_refusal(
             "entangled_bias", "its position bias is computed from its own queries or keys"
         )
     for mask in (step.value for step in block.steps if isinstance(step, MASKS)):
-        shape = mask.shape if facts is None else facts.shape(mask)
-        if facts is not None and shape is None:
+        shape = mask.shape if info is None else info.shape(mask)
+        if info is not None and shape is None:
             return Refusal(
                 "mask_shape", f"the shape of its mask {mask.name!r} could not be inferred"
             )
@@ -124,12 +124,12 @@ def _heads_refusal(part: Projection) -> Refusal | None:
         return Refusal("token_layout", "its tokens are not laid out as (batch, sequence, size)")
     try:
         _terms(part, np.arange(part.num_heads))
-    except _UnfitError as unfit:
+    except _UnsupportedError as unfit:
         return Refusal("projection_layout", str(unfit))
     return None
 
 
-class _UnfitError(Exception):
+class _UnsupportedError(Exception):
     """A projection that has no such form, and why."""
 
 
@@ -139,60 +139,64 @@ class _Terms:
 
     Attributes:
         base: The columns of W that make each distinct head, G x K (those of the norm, if any).
-        spread: Which distinct head each head is.
+        head_groups: Which distinct head each head is.
         turns: Each term as (turn, the order of the base's elements that it reads).
         group: Which row of the norm each distinct head is.
     """
 
     base: np.ndarray
-    spread: np.ndarray
-    turns: tuple[tuple[Turn, np.ndarray], ...]
+    head_groups: np.ndarray
+    rotary_terms: tuple[tuple[RotaryTerm, np.ndarray], ...]
     group: np.ndarray | None
 
 
 def _terms(part: Projection, heads: np.ndarray) -> _Terms:
-    whole = (Turn(None, part.columns, part.gain, part.offset),)
-    turns = [
-        Turn(turn.factor, turn.columns[heads], turn.gain[heads], turn.offset[heads])
-        for turn in part.turns or whole
+    whole = (RotaryTerm(None, part.columns, part.gain, part.offset),)
+    rotary_terms = [
+        RotaryTerm(turn.factor, turn.columns[heads], turn.gain[heads], turn.offset[heads])
+        for turn in part.rotary_terms or whole
     ]
-    per_head = np.concatenate([np.where(t.gain != 0, t.columns, -1) for t in turns], axis=1)
-    angles = [axis[heads] for t in turns if t.factor for axis in t.factor.axes
+    per_head = np.concatenate([np.where(t.gain != 0, t.columns, -1) for t in rotary_terms], axis=1)
+    angles = [axis[heads] for t in rotary_terms if t.factor for axis in t.factor.axes
               if not isinstance(axis, str)]  # fmt: skip
     rows = np.concatenate(
-        [per_head, *(t.gain for t in turns), *(t.offset for t in turns), *angles], axis=1
+        [per_head, *(t.gain for t in rotary_terms), *(t.offset for t in rotary_terms), *angles],
+        axis=1,
     )
     _, first, spread = np.unique(rows, axis=0, return_index=True, return_inverse=True)
     order = np.argsort(first)  # distinct heads in the order in which they come
     first, spread = first[order], np.argsort(order)[spread.reshape(-1)]
-    if part.turns:
+    if part.rotary_terms:
         base = [np.unique(row[row >= 0]) for row in per_head[first]]
         if len({len(row) for row in base}) > 1:
-            raise _UnfitError("its positions turn some heads by more elements than others")
+            raise _UnsupportedError("its positions turn some heads by more elements than others")
         base = np.stack(base)
     else:
-        base = turns[0].columns[first]
+        base = rotary_terms[0].columns[first]
     group = None
     if part.norm is not None:
         length = part.norm.columns.shape[1]
         rows_of = base // length
         if base.shape[1] != length or not (rows_of == rows_of[:, :1]).all():
-            raise _UnfitError("its q/k norm is taken over all heads at once")
+            raise _UnsupportedError("its q/k norm is taken over all heads at once")
         group = rows_of[:, 0]
-        base = np.sort(base, axis=1) if part.turns else base
-        if not part.turns and not (np.diff(base, axis=1) == 1).all():
-            raise _UnfitError("its q/k norm is read in another order than it is written")
+        base = np.sort(base, axis=1) if part.rotary_terms else base
+        if not part.rotary_terms and not (np.diff(base, axis=1) == 1).all():
+            raise _UnsupportedError("its q/k norm is read in another order than it is written")
     picked = [
-        (Turn(t.factor, t.columns[first], t.gain[first], t.offset[first]), _order(t, first, base))
-        for t in turns
+        (
+            RotaryTerm(t.factor, t.columns[first], t.gain[first], t.offset[first]),
+            _order(t, first, base),
+        )
+        for t in rotary_terms
     ]
     for turn, _ in picked:
         if turn.factor is not None:
-            _angles(turn.factor, heads[first], turn.gain != 0)
+            _factor_axes(turn.factor, heads[first], turn.gain != 0)
     return _Terms(base, spread, tuple(picked), group)
 
 
-def _order(turn: Turn, first: np.ndarray, base: np.ndarray) -> np.ndarray:
+def _order(turn: RotaryTerm, first: np.ndarray, base: np.ndarray) -> np.ndarray:
     """Where in the base each element of a term comes from: the same place in every head."""
     columns, used = turn.columns[first], turn.gain[first] != 0
     found = np.array([np.searchsorted(np.sort(b), c) for b, c in zip(base, columns, strict=True)])
@@ -200,7 +204,7 @@ def _order(turn: Turn, first: np.ndarray, base: np.ndarray) -> np.ndarray:
         return np.arange(base.shape[1])
     found = np.where(used, found, 0)
     if not (found == found[:1]).all() or not (used == used[:1]).all():
-        raise _UnfitError("its positions turn each head in an order of its own")
+        raise _UnsupportedError("its positions turn each head in an order of its own")
     return found[0]
 
 
@@ -215,14 +219,18 @@ def emit_heads(
     terms = _terms(part, chosen)
     dtype, (count, size) = part.dtype.numpy(), terms.base.shape
     constant = _Constants(make, dtype)
-    plain = len(terms.turns) == 1 and terms.turns[0][0].factor is None and part.norm is None
+    plain = (
+        len(terms.rotary_terms) == 1
+        and terms.rotary_terms[0][0].factor is None
+        and part.norm is None
+    )
     matrix, bias = part.matrix(), np.zeros(0)
     if part.norm is not None:
         assert terms.group is not None
         weight = matrix[:, part.norm.columns[terms.group]] * part.norm.gain[terms.group]
         weight, bias = weight * part.norm.scale, part.norm.offset[terms.group] * part.norm.scale
     elif plain:
-        turn = terms.turns[0][0]
+        turn = terms.rotary_terms[0][0]
         weight, bias = scale * matrix[:, terms.base] * turn.gain, scale * turn.offset
     else:
         weight = matrix[:, terms.base]
@@ -231,13 +239,13 @@ def emit_heads(
     if np.any(bias):
         value = make.op("Add", [value, constant(bias.reshape(-1), "bias")], "biased")
     value = make.op("Reshape", [value, _integers(make, [0, 0, count, size], "shape")], "heads")
-    value = make.op("Transpose", [value], "heads_apart", perm=HEADS_APART[part.sequence_first])
+    value = make.op("Transpose", [value], "heads_apart", perm=SPLIT_ORDER[part.sequence_first])
     if part.norm is not None:
-        value = _normed(constant, value, part.norm.epsilon, size, centred=part.norm.centred)
+        value = _apply_norm(constant, value, part.norm.epsilon, size, centered=part.norm.centered)
     if not plain:
-        value = _turned(constant, value, terms, scale, chosen)
-    if not np.array_equal(terms.spread, np.arange(count)):  # heads that share keys or values
-        value = make.op("Gather", [value, _integers(make, terms.spread, "groups")], "spread",
+        value = _apply_rotary_terms(constant, value, terms, scale, chosen)
+    if not np.array_equal(terms.head_groups, np.arange(count)):  # heads that share keys or values
+        value = make.op("Gather", [value, _integers(make, terms.head_groups, "groups")], "spread",
                         axis=1)  # fmt: skip
     return value
 
@@ -257,8 +265,8 @@ def _integers(make: Inserter, numbers: Sequence[int] | np.ndarray | int, name: s
     return make.constant(np.asarray(numbers, np.int64), name)
 
 
-def _normed(
-    constant: _Constants, value: ir.Value, epsilon: float, size: int, *, centred: bool
+def _apply_norm(
+    constant: _Constants, value: ir.Value, epsilon: float, size: int, *, centered: bool
 ) -> ir.Value:
     """u / sqrt(mean(u^2) + epsilon), in single precision: half has no room for the squares.
 
@@ -268,7 +276,7 @@ def _normed(
     single = _Constants(make, np.dtype(np.float32))
     if half := dtype.itemsize < 4:
         value = make.op("Cast", [value], "single", to=ir.DataType.FLOAT.value)
-    if centred:
+    if centered:
         ones = single(np.ones(size), "ones")
         value = make.op("LayerNormalization", [value, ones], "normed", epsilon=epsilon)
     else:
@@ -282,13 +290,13 @@ def _normed(
     return value
 
 
-def _turned(
+def _apply_rotary_terms(
     constant: _Constants, value: ir.Value, terms: _Terms, scale: float, heads: np.ndarray
 ) -> ir.Value:
     """The sum of factor * (gain * element + offset) over the terms."""
     make = constant.make
     total: ir.Value | None = None
-    for turn, order in terms.turns:
+    for turn, order in terms.rotary_terms:
         term = value
         if not np.array_equal(order, np.arange(terms.base.shape[1])):
             term = make.op("Gather", [term, _integers(make, order, "order")], "turn", axis=-1)
@@ -298,7 +306,7 @@ def _turned(
         if offset.any():
             term = make.op("Add", [term, constant(_by_head(offset), "offset")], "offset_term")
         if turn.factor is not None:
-            firsts = np.unique(terms.spread, return_index=True)[1]
+            firsts = np.unique(terms.head_groups, return_index=True)[1]
             angles = _emit_angles(make, turn.factor, heads[firsts], turn.gain != 0)
             term = make.op("Mul", [term, angles], "turned")
         total = term if total is None else make.op("Add", [total, term], "sum")
@@ -311,8 +319,8 @@ def _by_head(array: np.ndarray) -> np.ndarray:
     return array[0] if (array == array[:1]).all() else array[:, None, :]
 
 
-def _angles(
-    spread: Spread, heads: np.ndarray, used: np.ndarray
+def _factor_axes(
+    spread: BroadcastLayout, heads: np.ndarray, used: np.ndarray
 ) -> tuple[tuple[str, np.ndarray | None], ...]:
     """What each axis of the factor becomes, and which of its elements are taken: "batch",
     "token", "head", "element", or "" where it is one element.
@@ -320,8 +328,8 @@ def _angles(
     Raises:
         _UnfitError: It is laid out in another way.
     """
-    if spread.to_last or (spread.positions is not None and spread.axes[:1] != ("batch",)):
-        raise _UnfitError("its rotary positions are counted inside an operator")
+    if spread.is_last_position or (spread.positions is not None and spread.axes[:1] != ("batch",)):
+        raise _UnsupportedError("its rotary positions are counted inside an operator")
     roles: list[tuple[str, np.ndarray | None]] = []
     for axis in spread.axes:
         if isinstance(axis, str):
@@ -336,19 +344,23 @@ def _angles(
         elif ((index == by_head[:, None]) | ~used).all():
             roles.append(("head", np.maximum(by_head, 0)))
         else:
-            raise _UnfitError("its rotary angles are laid out in an order that is not followed")
+            raise _UnsupportedError(
+                "its rotary angles are laid out in an order that is not followed"
+            )
     names = [role for role, _ in roles if role]
     if len(names) != len(set(names)) or "token" not in names:
-        raise _UnfitError("its rotary angles are laid out in an order that is not followed")
+        raise _UnsupportedError("its rotary angles are laid out in an order that is not followed")
     return tuple(roles)
 
 
-def _emit_angles(make: Inserter, spread: Spread, heads: np.ndarray, used: np.ndarray) -> ir.Value:
+def _emit_angles(
+    make: Inserter, spread: BroadcastLayout, heads: np.ndarray, used: np.ndarray
+) -> ir.Value:
     """The factor as (B or 1, H or 1, T, K or 1)."""
     value = spread.value
     if spread.positions is not None:
         value = make.op("Gather", [value, spread.positions], "angles_at", axis=0)
-    roles = _angles(spread, heads, used)
+    roles = _factor_axes(spread, heads, used)
     for axis in reversed(range(len(roles))):  # from the last, so that earlier axes keep their place
         index = roles[axis][1]
         if index is not None:
@@ -366,7 +378,7 @@ def _emit_angles(make: Inserter, spread: Spread, heads: np.ndarray, used: np.nda
 
 
 def emit_probabilities(
-    make: Inserter, block: AttentionBlock, heads: np.ndarray, facts: Facts
+    make: Inserter, block: AttentionBlock, heads: np.ndarray, info: ShapeInfo
 ) -> ir.Value:
     """softmax(steps(scale q k^T + ...)) of some heads, (B, H, S, T)."""
     part = Inserter(make.graph, make.before, f"{make.prefix}/query")
@@ -374,21 +386,21 @@ def emit_probabilities(
     k = emit_heads(Inserter(make.graph, make.before, f"{make.prefix}/key"), block.k, 1.0, heads)
     keys = make.op("Transpose", [k], "keys", perm=[0, 1, 3, 2])
     logits = make.op("MatMul", [q, keys], "scores")
-    return emit_softmax(make, block, logits, heads, facts)
+    return emit_softmax(make, block, logits, heads, info)
 
 
 def emit_softmax(
-    make: Inserter, block: AttentionBlock, logits: ir.Value, heads: np.ndarray, facts: Facts
+    make: Inserter, block: AttentionBlock, logits: ir.Value, heads: np.ndarray, info: ShapeInfo
 ) -> ir.Value:
     """The probabilities of scaled logits, zero in rows that see no key where the block has it so.
 
     They have the precision of the graph's own, and so have the logits.
     """
     logits.type = ir.TensorType(block.q.dtype)
-    logits = in_precision(make, logits, _logits_type(block, facts), facts)
+    logits = in_precision(make, logits, _logits_type(block, info), info)
     dtype = logits.dtype
     assert dtype is not None
-    value = emit_steps(make, block, logits, heads, facts)
+    value = emit_steps(make, block, logits, heads, info)
     value = make.op("Softmax", [value], "softmax", axis=-1)
     guarded = block.logits is None or any(node.op_type == "IsNaN" for node in block.nodes)
     if guarded and any(_hides_rows(step) for step in block.steps):
@@ -396,31 +408,31 @@ def emit_softmax(
         parts = [make.op("IsNaN", is_nan, "is_nan"), zero, value]
         value = make.op("Where", parts, "probabilities")
     value.type = ir.TensorType(dtype)
-    return in_precision(make, value, probabilities_type(block, facts), facts)
+    return in_precision(make, value, probabilities_type(block, info), info)
 
 
-def probabilities_type(block: AttentionBlock, facts: Facts) -> ir.DataType:
+def probabilities_type(block: AttentionBlock, info: ShapeInfo) -> ir.DataType:
     """The precision of a block's own probabilities."""
-    return type_of(block.probabilities, facts) or block.q.dtype
+    return type_of(block.probabilities, info) or block.q.dtype
 
 
-def _logits_type(block: AttentionBlock, facts: Facts) -> ir.DataType:
+def _logits_type(block: AttentionBlock, info: ShapeInfo) -> ir.DataType:
     """The widest precision between scores and softmax: some graphs leave half precision there."""
     softmax = [n.inputs[0] for n in block.nodes if n.op_type in ("Softmax", "BiasSoftmax", "Exp")]
     added = [step.value for step in block.steps if isinstance(step, PositionBias | Weighted)]
-    found = [dtype for value in (*softmax, *added) if (dtype := type_of(value, facts))]
+    found = [dtype for value in (*softmax, *added) if (dtype := type_of(value, info))]
     return max([block.q.dtype, *found], key=lambda dtype: dtype.itemsize)
 
 
-def type_of(value: ir.Value | None, facts: Facts) -> ir.DataType | None:
+def type_of(value: ir.Value | None, info: ShapeInfo) -> ir.DataType | None:
     """The element type of a value, where it is known."""
-    fact = None if value is None else facts.known.get(value)
-    return fact.dtype if fact is not None else None if value is None else value.dtype
+    tensor = None if value is None else info.known.get(value)
+    return tensor.dtype if tensor is not None else None if value is None else value.dtype
 
 
-def in_precision(make: Inserter, value: ir.Value, dtype: ir.DataType, facts: Facts) -> ir.Value:
+def in_precision(make: Inserter, value: ir.Value, dtype: ir.DataType, info: ShapeInfo) -> ir.Value:
     """A value in another precision; itself where it has it, or where its own is not known."""
-    if type_of(value, facts) in (None, dtype):
+    if type_of(value, info) in (None, dtype):
         return value
     made = make.op("Cast", [value], "cast", to=dtype.value)
     made.type = ir.TensorType(dtype)
@@ -435,12 +447,12 @@ def _hides_rows(step: LogitStep) -> bool:
 
 
 def emit_steps(
-    make: Inserter, block: AttentionBlock, logits: ir.Value, heads: np.ndarray, facts: Facts
+    make: Inserter, block: AttentionBlock, logits: ir.Value, heads: np.ndarray, info: ShapeInfo
 ) -> ir.Value:
     """The logits (B, H, S, T) of some heads after all steps of a block."""
-    rows = _Rows(block, heads, facts, logits.dtype or block.q.dtype)
+    rows = _Rows(block, heads, info, logits.dtype or block.q.dtype)
     for step in block.steps:
-        logits = _after(make, step, logits, rows)
+        logits = _apply_step(make, step, logits, rows)
     return logits
 
 
@@ -450,7 +462,7 @@ class _Rows:
 
     block: AttentionBlock
     heads: np.ndarray
-    facts: Facts
+    info: ShapeInfo
     dtype: ir.DataType
 
     @property
@@ -458,21 +470,21 @@ class _Rows:
         return np.array_equal(self.heads, np.arange(self.block.num_heads))
 
 
-def _after(make: Inserter, step: LogitStep, logits: ir.Value, rows: _Rows) -> ir.Value:
+def _apply_step(make: Inserter, step: LogitStep, logits: ir.Value, rows: _Rows) -> ir.Value:
     """The logits after one step."""
 
     def number(value: float, name: str) -> ir.Value:
         return make.constant(np.array(value, rows.dtype.numpy()), name)
 
-    def given(step: PositionBias | Weighted) -> ir.Value:
-        return _as_logits(make, step, in_precision(make, step.value, rows.dtype, rows.facts), rows)
+    def operand(step: PositionBias | Weighted) -> ir.Value:
+        return _as_logits(make, step, in_precision(make, step.value, rows.dtype, rows.info), rows)
 
     match step:
         case PositionBias():
             op = "Add" if step.sign == 1 else "Sub"
-            return make.op(op, [logits, given(step)], "biased")
+            return make.op(op, [logits, operand(step)], "biased")
         case Weighted():
-            return make.op("Mul", [logits, given(step)], "weighted")
+            return make.op("Mul", [logits, operand(step)], "weighted")
         case Mask() if step.fill != -np.inf:
             mask, fill = _as_logits(make, step, step.value, rows), number(step.fill, "masked_logit")
             pair = [logits, fill] if step.keep else [fill, logits]
@@ -503,7 +515,7 @@ def _as_logits(
     make: Inserter, step: Mask | PositionBias | Weighted, value: ir.Value, rows: _Rows
 ) -> ir.Value:
     """The mask of a step in the graph's layout, as it broadcasts to (B, H, S, T) of some heads."""
-    shape = rows.facts.shape(step.value)
+    shape = rows.info.shape(step.value)
     if shape is None or (step.axes is None and rows.all and len(shape) in (1, 2, 4)):
         return value
     if step.axes is not None and tuple(step.axes) != tuple(range(len(step.axes))):
@@ -576,11 +588,11 @@ def _causal(make: Inserter, logits: ir.Value, *, ends_together: bool) -> ir.Valu
     return make.op("Less", [_positions(make, logits, 3, "key_positions"), ends], "causal")
 
 
-def heads_apart(make: Inserter, block: AttentionBlock, facts: Facts) -> ir.Value:
+def probabilities_by_head(make: Inserter, block: AttentionBlock, info: ShapeInfo) -> ir.Value:
     """The probabilities of a block as (B, H, S, T), where the graph may hold (B*H, S, T)."""
     value = block.probabilities
     assert value is not None, f"{block.name}: its probabilities are not in the graph"
-    shape = facts.shape(value)
+    shape = info.shape(value)
     if shape is None or len(shape) == 4:
         return value
     ends = [_integers(make, [n], name) for n, name in ((1, "from"), (3, "to"))]
@@ -588,35 +600,39 @@ def heads_apart(make: Inserter, block: AttentionBlock, facts: Facts) -> ir.Value
     split = _integers(make, [-1, block.num_heads], "split")
     apart = make.op("Concat", [split, lengths], "by_head", axis=0)
     made = make.op("Reshape", [value, apart], "probabilities_by_head")
-    made.type = ir.TensorType(probabilities_type(block, facts))
+    made.type = ir.TensorType(probabilities_type(block, info))
     return made
 
 
 def emit_context(
-    make: Inserter, block: AttentionBlock, probabilities: ir.Value, heads: np.ndarray, facts: Facts
+    make: Inserter,
+    block: AttentionBlock,
+    probabilities: ir.Value,
+    heads: np.ndarray,
+    info: ShapeInfo,
 ) -> ir.Value:
     """probabilities (B, H, S, T) @ v of these heads, (B, H, S, V)."""
     values = Inserter(make.graph, make.before, f"{make.prefix}/value")
     v = emit_heads(values, block.v, block.v.scale, heads)
     v.type = ir.TensorType(block.v.dtype)
-    dtype = type_of(probabilities, facts) or block.v.dtype
-    context = make.op("MatMul", [probabilities, in_precision(make, v, dtype, facts)], "context")
+    dtype = type_of(probabilities, info) or block.v.dtype
+    context = make.op("MatMul", [probabilities, in_precision(make, v, dtype, info)], "context")
     context.type = ir.TensorType(dtype)
     return context
 
 
 def emit_output(
-    make: Inserter, block: AttentionBlock, context: ir.Value, heads: np.ndarray, facts: Facts
+    make: Inserter, block: AttentionBlock, context: ir.Value, heads: np.ndarray, info: ShapeInfo
 ) -> None:
     """The block's output is made of the context (B, H, S, V) of these heads, in this order."""
     output = block.output
     assert output is not None
-    merged = make.op("Transpose", [context], "by_token", perm=SIDE_BY_SIDE[output.sequence_first])
+    merged = make.op("Transpose", [context], "by_token", perm=MERGE_ORDER[output.sequence_first])
     merged = make.op("Reshape", [merged, _integers(make, [0, 0, -1], "merged")], "merged_heads")
     merged.type = context.type
     rows = output.matrix()[output.rows[heads]]  # H V D
     emit_affine(make, merged, rows.reshape(-1, rows.shape[-1]), output.offset(), output.output,
-                facts)  # fmt: skip
+                info)  # fmt: skip
 
 
 def emit_affine(
@@ -625,21 +641,21 @@ def emit_affine(
     weight: Float[np.ndarray, "N D"],
     bias: Float[np.ndarray, " D"],
     old: ir.Value,
-    facts: Facts,
+    info: ShapeInfo,
 ) -> ir.Node:
     """tokens (B, S, N) @ weight + bias takes the place of ``old``, (B, S, D) or flattened.
 
     Returns:
         The product.
     """
-    dtype = type_of(old, facts) or ir.DataType.FLOAT
-    constant, tokens = _Constants(make, dtype.numpy()), in_precision(make, tokens, dtype, facts)
+    dtype = type_of(old, info) or ir.DataType.FLOAT
+    constant, tokens = _Constants(make, dtype.numpy()), in_precision(make, tokens, dtype, info)
     value = make.op("MatMul", [tokens, constant(weight, "output_weight")], "output_product")
     product = value.producer()
     assert product is not None
     if bias.any():
         value = make.op("Add", [value, constant(bias, "output_bias")], "output")
-    _replace(make, old, value, weight.shape[1], facts)
+    _replace(make, old, value, weight.shape[1], info)
     return product
 
 
@@ -648,19 +664,19 @@ def emit_constant(
     tokens: ir.Value,
     bias: Float[np.ndarray, " D"],
     old: ir.Value,
-    facts: Facts,
+    info: ShapeInfo,
 ) -> None:
     """The bias, for each of ``tokens`` (B, S, N), takes the place of ``old``."""
-    dtype = type_of(old, facts) or ir.DataType.FLOAT
+    dtype = type_of(old, info) or ir.DataType.FLOAT
     value = make.constant(bias.astype(dtype.numpy()), "output_bias")
     ends = [_integers(make, [n], name) for n, name in ((0, "from"), (2, "to"))]
     lengths = make.op("Slice", [make.op("Shape", [tokens], "shape"), *ends], "lengths")
     width = _integers(make, [len(bias)], "width")
     shape = make.op("Concat", [lengths, width], "output_shape", axis=0)
-    _replace(make, old, make.op("Expand", [value, shape], "output"), len(bias), facts)
+    _replace(make, old, make.op("Expand", [value, shape], "output"), len(bias), info)
 
 
-def _replace(make: Inserter, old: ir.Value, new: ir.Value, width: int, facts: Facts) -> None:
-    if len(facts.shape(old) or ()) == 2:  # tokens are flattened here
+def _replace(make: Inserter, old: ir.Value, new: ir.Value, width: int, info: ShapeInfo) -> None:
+    if len(info.shape(old) or ()) == 2:  # tokens are flattened here
         new = make.op("Reshape", [new, _integers(make, [-1, width], "flat")], "flat_output")
     replace_uses(old, new)

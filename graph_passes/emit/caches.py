@@ -11,7 +11,7 @@ from graph_passes.analysis.constants import constant_array, is_constant
 from graph_passes.blocks import AttentionBlock, Projection
 from graph_passes.errors import Refusal
 
-__all__ = ["Cache", "cache_of", "cache_refusal", "heads_apart"]
+__all__ = ["Cache", "cache_of", "cache_refusal", "has_separate_heads"]
 
 MOST_READERS = 64
 """Nodes between cached keys and their scores; more are not followed."""
@@ -51,7 +51,7 @@ def cache_refusal(block: AttentionBlock) -> Refusal | None:
     assert past is not None
     if block.num_heads == 1:
         return Refusal("single_head", "its cache holds a single head: there is nothing to share")
-    if not heads_apart(block.k):
+    if not has_separate_heads(block.k):
         return Refusal(
             "cache_layout", "its past keys are not laid out as (batch, heads, tokens, head size)"
         )
@@ -72,7 +72,7 @@ def cache_refusal(block: AttentionBlock) -> Refusal | None:
     return None
 
 
-def heads_apart(part: Projection) -> bool:
+def has_separate_heads(part: Projection) -> bool:
     """Whether a cache is (B, H, P, K), every head its own."""
     if part.past is None or part.past.positions is not None or len(part.past.axes) != 4:
         return False

@@ -23,7 +23,7 @@ from graph_passes.emit.caches import Cache
 from graph_passes.emit.editing import Inserter, replace_uses
 from graph_passes.factorize.cp import CollaborativeFactors
 
-__all__ = ["cache_width", "dense_logits", "most_read", "padded_head_size", "padded_size",
+__all__ = ["cache_width", "dense_logits", "max_read_size", "padded_head_size", "padded_size",
            "sparse_logits"]  # fmt: skip
 
 ALIGN = 8
@@ -41,7 +41,7 @@ def padded_head_size(factors: CollaborativeFactors) -> int:
     return padded_size(largest + int(_has_content(factors)))
 
 
-def most_read(head_size: int, limit: int) -> int:
+def max_read_size(head_size: int, limit: int) -> int:
     """The dimensions that a head may read where ``head_size`` are read on average, without more
     padding than that takes; at most ``limit``."""
     return min(limit, padded_size(head_size + 1) - 1)
@@ -127,7 +127,7 @@ def sparse_logits(
 
 
 @dataclass(frozen=True, eq=False)
-class _Layout:
+class _SparseLayout:
     """Where sparse heads find what they read.
 
     Attributes:
@@ -146,7 +146,7 @@ class _Layout:
     mixing: np.ndarray  # H K'
 
 
-def _layout_of(factors: CollaborativeFactors, size: int, *, gather: bool) -> _Layout:
+def _layout_of(factors: CollaborativeFactors, size: int, *, gather: bool) -> _SparseLayout:
     (heads, rank), content = factors.mixing.shape, _has_content(factors)
     query = np.pad(factors.query, ((0, 0), (0, int(content))))  # its last column meets the content
     key = np.hstack([factors.key, factors.content.T]) if content else factors.key
@@ -161,10 +161,10 @@ def _layout_of(factors: CollaborativeFactors, size: int, *, gather: bool) -> _La
             columns[:, head, len(read)] = rank, rank + head
             mixing[head, len(read)] = 1.0
     if gather or int((factors.mixing != 0).sum(axis=0).max()) > 1:
-        return _Layout(query, key, constant, True, columns[0], columns[1], mixing)
+        return _SparseLayout(query, key, constant, True, columns[0], columns[1], mixing)
     flat, weights = columns.reshape(2, -1), mixing.reshape(-1)
     apart = query[:, flat[0]] * weights, key[:, flat[1]] * (weights != 0)
-    return _Layout(*apart, constant[flat[0]] * weights, False, columns[0], columns[1], mixing)
+    return _SparseLayout(*apart, constant[flat[0]] * weights, False, columns[0], columns[1], mixing)
 
 
 def _gathered(make: Inserter, tokens: ir.Value, columns: np.ndarray, name: str) -> ir.Value:

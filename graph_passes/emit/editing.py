@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-from graph_passes.analysis.shapes import Facts, interpret_small
+from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small
 
 if TYPE_CHECKING:
     from graph_passes.blocks import AttentionBlock
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Inserter",
     "exposing",
-    "keep_shapes",
+    "redirect_shapes",
     "remove_unused",
     "replace_uses",
     "share_constants",
@@ -123,7 +123,7 @@ def remove_unused(model: ir.Model) -> None:
     common.RemoveUnusedNodesPass()(model)
 
 
-def keep_shapes(model: ir.Model, blocks: Iterable[AttentionBlock]) -> None:
+def redirect_shapes(model: ir.Model, blocks: Iterable[AttentionBlock]) -> None:
     """Let go of nodes of rewritten blocks that are left only because their shapes are read.
 
     Exporters ask a layer's own queries or keys for the batch and the length; the tokens that these
@@ -139,12 +139,13 @@ def keep_shapes(model: ir.Model, blocks: Iterable[AttentionBlock]) -> None:
     ]
     if not asked:
         return
-    runs = [interpret_small(model, batch=b, sequence=s) for b, s in ((2, 5), (3, 7))]
+    runs = [infer_shapes_small(model, batch=b, sequence=s) for b, s in ((2, 5), (3, 7))]
     place = {node: index for index, node in enumerate(model.graph.all_nodes())}
     for node, tokens in dict(asked).items():
-        if place.get(tokens.producer(), -1) > place[node]:
-            continue  # the tokens are made after their length is read (masks of cached decoders)
-        shapes = [facts.shape(node.inputs[0]) for facts in runs]
+        maker = tokens.producer()
+        if maker is not None and place.get(maker, -1) > place[node]:
+            continue  # the tokens are computed after their length is read (cached decoders)
+        shapes = [info.shape(node.inputs[0]) for info in runs]
         if shapes[0] is None or shapes[1] is None:
             continue
         sources = [_length_of(tokens, pair, runs) for pair in zip(*shapes, strict=True)]
@@ -178,14 +179,16 @@ _Length = int | tuple[ir.Value, int, int]
 """A number, or an axis of a value and how many times it is taken."""
 
 
-def _length_of(tokens: ir.Value, lengths: tuple[int, ...], runs: Sequence[Facts]) -> _Length | None:
+def _length_of(
+    tokens: ir.Value, lengths: tuple[int, ...], runs: Sequence[ShapeInfo]
+) -> _Length | None:
     """A number, or the axis of the tokens, that is of these lengths in these runs.
 
     Heads may lie in the batch: then the length is some times that of the axis.
     """
     if len(set(lengths)) == 1:
         return lengths[0]
-    shapes = [facts.shape(tokens) or () for facts in runs]
+    shapes = [info.shape(tokens) or () for info in runs]
     for axis, pair in enumerate(zip(*shapes, strict=False)):
         times = lengths[0] // max(pair[0], 1)
         if lengths == tuple(times * length for length in pair):

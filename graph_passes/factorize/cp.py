@@ -1,4 +1,4 @@
-"""Collaborative heads out of trained ones: a CP decomposition of the stacked heads.
+"""Factorize trained heads into collaborative heads: a CP decomposition of the stacked heads.
 
 Equations 9 and 11 to 13 of "Multi-Head Attention: Collaborate Instead of Concatenate" (arXiv
 2006.16362), with the dimensions of ``graph_passes.blocks``, P = W~Q and Q = W~K:
@@ -6,18 +6,19 @@ Equations 9 and 11 to 13 of "Multi-Head Attention: Collaborate Instead of Concat
     W_Q^h W_K^hT  ~=  P diag(M[h]) Q^T
     score_h(x, y)  =  scale * ( (x P) diag(M[h]) (y Q)^T + y v_h ),    v_h = W_K^h b_Q^h
 
-The scale is the layer's own, whatever R is; b_K adds the same to every key, so softmax drops it.
+The scale is that of the layer for every R. The term of b_K is constant over the keys, so it does
+not change the softmax.
 
-Alternating least squares (Kolda & Bader 2009, section 3.4), three ways apart from the textbook:
+The method is alternating least squares (Kolda & Bader 2009, section 3.4) with three changes:
 
-- It starts twice, and goes on with the better after ``HEAT`` sweeps: from the R largest singular
-  triples over all heads (the best truncation of each head by itself, so the start where heads
-  share little), and from the leading eigenvectors of ``sum_h T_h T_h^T`` and ``sum_h T_h^T T_h``
-  (where they share much). Nothing is random.
-- Nesterov extrapolation, restarted where the objective rises (Mitchell, Ye & De Sterck, arXiv
-  1810.05846), reaches in 50 sweeps what plain sweeps reach in about 200.
-- The objective adds ``RIDGE * sum_r |m_r|^2 |p_r|^2 |q_r|^2``. Without it components can grow to
-  a thousand times the stack's energy and cancel, which costs low precision its digits.
+- Two deterministic starts; the better one continues after ``HEAT`` sweeps. The first start is the R
+  largest singular triples over all heads: the best truncation of each head, good if heads share
+  little. The second is the leading eigenvectors of ``sum_h T_h T_h^T`` and ``sum_h T_h^T T_h``,
+  good if heads share much.
+- Nesterov extrapolation, restarted if the objective increases (Mitchell, Ye & De Sterck, arXiv
+  1810.05846). 50 sweeps reach the error of about 200 plain sweeps.
+- The objective adds ``RIDGE * sum_r |m_r|^2 |p_r|^2 |q_r|^2``. Without this term, components can
+  grow to a thousand times the energy of the stack and cancel, which loses digits in low precision.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import numpy as np
 
 from graph_passes.errors import InvalidArgument
 from graph_passes.factorize.head_stack import RIDGE, HeadStack, gram, side_by_side, solve, unit
-from graph_passes.factorize.moments import TokenMoments, Whitening, checked
+from graph_passes.factorize.moments import TokenMoments, Whitening, validate_heads
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -39,29 +40,29 @@ if TYPE_CHECKING:
 __all__ = [
     "CollaborativeFactors",
     "collaborative_factors",
+    "fold_mean",
     "relative_error",
-    "with_mean",
 ]
 
 HEAT = 20  # sweeps after which the worse of two starts is dropped
-WINDOW = 10  # sweeps over which progress is measured: extrapolation is not smooth sweep by sweep
+WINDOW = 10  # sweeps over which the decrease is measured: single sweeps are not monotonic
 
 
 @dataclass(frozen=True, eq=False)
 class CollaborativeFactors:
     """Collaborative heads (equations 7 and 13 of arXiv 2006.16362), in float64.
 
-    Short of the exact form, columns of ``mixing`` (times the heads' weights) have norm 1, and those
-    of ``query`` and ``key`` equal norms: whitened ones when calibrated, so that activations are
-    equally strong.
+    Except in the exact form, columns of ``mixing`` (times the head weights) have norm 1, and
+    columns of ``query`` and ``key`` have equal norms. Calibrated factors have equal norms after
+    whitening, so activations have equal strength.
 
     Attributes:
         query: P = W~Q, shared by all heads.
         key: Q = W~K, shared by all heads.
-        mixing: M, one row a head.
-        content: v_h, one vector a head, with the mean folded in when calibrated.
-        relative_error: ``|T - T~| / |T|`` of the stack T (Frobenius; whitened when calibrated).
-        iterations: Sweeps of alternating least squares that were run.
+        mixing: M, one row per head.
+        content: v_h, one vector per head; includes the mean term if calibrated.
+        relative_error: ``|T - T~| / |T|`` of the stack T (Frobenius norm; whitened if calibrated).
+        iterations: Number of sweeps of alternating least squares.
     """
 
     query: Float[np.ndarray, "D R"]
@@ -77,8 +78,8 @@ class CollaborativeFactors:
         return self.mixing.shape[1]
 
     def cp_tensor(self) -> CPTensor:
-        """For tensorly, whose ``cp_to_tensor`` gives the (H, D, E) stack of equation 9."""
-        # Imported here: it brings scipy, half a second that a rewrite does not need.
+        """The factors for tensorly; ``cp_to_tensor`` gives the (H, D, E) stack of equation 9."""
+        # Imported here because it imports scipy, which takes half a second.
         from tensorly.cp_tensor import CPTensor  # pyright: ignore[reportMissingTypeStubs]
 
         return CPTensor((np.ones(self.rank), [self.mixing, self.query, self.key]))
@@ -95,32 +96,37 @@ def collaborative_factors(
     tolerance: float = 1e-3,
     progress: Callable[[int, float], None] | None = None,
 ) -> CollaborativeFactors:
-    """Shared projections and a mixing matrix for trained heads.
+    """Compute shared projections and a mixing matrix for trained heads.
 
     Args:
-        queries: W_Q^h of every head.
-        keys: W_K^h of every head.
+        queries: W_Q^h of each head.
+        keys: W_K^h of each head.
         rank: R, from 1 to H * K. H * K is the exact block-of-ones form (equation 8).
-        query_bias: b_Q^h of every head; none is zero.
-        moments: Of the layer's tokens, for a calibrated decomposition.
-        max_iterations: Sweeps of alternating least squares at most, 1 or more.
-        tolerance: Stop when ten sweeps together lower the error by less than this share of it.
+        query_bias: b_Q^h of each head (default: zero).
+        moments: Moments of the layer's tokens, for a calibrated decomposition.
+        max_iterations: Maximum number of sweeps, at least 1.
+        tolerance: Stop if ten sweeps decrease the error by less than this share of it.
         progress: Called after each sweep with its number, from 1, and the relative error.
 
     Raises:
-        InvalidArgument: A rank outside 1 to H * K, no sweeps, or shapes that disagree.
-        InvalidData: Moments of another size, or a covariance with negative eigenvalues.
-        InvalidModel: Weights that are not finite.
+        InvalidArgument: The rank is outside 1 to H * K, there are no sweeps, or shapes disagree.
+        InvalidData: The moments have another size, or a covariance has negative eigenvalues.
+        InvalidModel: Weights are not finite.
     """
-    queries, keys, bias, moments = checked(queries, keys, query_bias, moments)
+    queries, keys, bias, moments = validate_heads(queries, keys, query_bias, moments)
     H, _, K = queries.shape
     if not 1 <= rank <= H * K:
         raise InvalidArgument(
-            f"The shared dimension is {rank}; expected 1 to {H * K} ({H} heads of size {K}).",
-            f"Choose less than {H * K}, which is exact already.",
+            f"`rank` is {rank}: expected 1 to {H * K} ({H} heads of size {K})",
+            f"choose a rank below {H * K}, the rank of the exact form",
+            code="factorize.rank",
         )
     if max_iterations < 1:
-        raise InvalidArgument(f"max_iterations is {max_iterations}; expected 1 or more.")
+        raise InvalidArgument(
+            f"`max_iterations` is {max_iterations}: expected at least 1",
+            "choose a positive number of sweeps",
+            code="factorize.max_iterations",
+        )
     content = np.einsum("hek,hk->he", keys, bias)
     if rank == H * K:
         ones = np.repeat(np.eye(H), K, axis=1)
@@ -129,20 +135,20 @@ def collaborative_factors(
     metric = Whitening.of(moments, H)
     stack = metric.stack(queries, keys)
     sweep, iterations = _decompose(stack, rank, max_iterations, tolerance, progress)
-    shared = metric.back(sweep.query, sweep.key, sweep.mixing)
+    shared = metric.unwhiten(sweep.query, sweep.key, sweep.mixing)
     factors = CollaborativeFactors(*shared, content, sweep.error, iterations)
-    return with_mean(factors, queries, keys, moments.query_mean)
+    return fold_mean(factors, queries, keys, moments.query_mean)
 
 
-def with_mean(
+def fold_mean(
     factors: CollaborativeFactors,
     queries: Float[np.ndarray, "H D K"],
     keys: Float[np.ndarray, "H E K"],
     mean: Float[np.ndarray, " D"],
 ) -> CollaborativeFactors:
-    """The factors with the error at the mean of x folded into the content: v_h += DeltaW_h^T mu.
+    """Add the error at the mean of x to the content: v_h += DeltaW_h^T mu.
 
-    Where several layers share their weights, they share P, Q and M, and each folds in its own mean.
+    Layers that share weights share P, Q and M; each adds the term of its own mean.
     """
     P, Q, M = factors.query, factors.key, factors.mixing
     missed = np.einsum("hek,hk->he", keys, mean @ queries) - (M * (mean @ P)) @ Q.T
@@ -156,21 +162,21 @@ def relative_error(
     *,
     moments: TokenMoments | None = None,
 ) -> float:
-    """``|T - T~| / |T|`` of the stack, or of the stack whitened by ``moments``; 0 for a zero stack.
+    """``|T - T~| / |T|`` of the stack, whitened by ``moments`` if given; 0 for a zero stack.
 
-    It comes from Gram matrices, which round: an error below 1e-7 reads as 0 to 1e-7.
+    The value is computed from Gram matrices, so errors below 1e-7 are not resolved.
 
     Raises:
-        InvalidArgument, InvalidData, InvalidModel: As ``collaborative_factors``.
+        InvalidArgument, InvalidData, InvalidModel: See ``collaborative_factors``.
     """
-    queries, keys, _, moments = checked(queries, keys, None, moments)
+    queries, keys, _, moments = validate_heads(queries, keys, None, moments)
     metric = Whitening.of(moments, len(queries))
     stack = metric.stack(queries, keys)
-    return stack.residual(*metric.into(factors.query, factors.key, factors.mixing))
+    return stack.residual(*metric.whiten(factors.query, factors.key, factors.mixing))
 
 
 class _Sweep(NamedTuple):
-    """M with columns of norm 1, P and Q with columns of equal norms, and what they leave."""
+    """Result of one sweep: M with columns of norm 1, P and Q with columns of equal norms."""
 
     mixing: np.ndarray
     query: np.ndarray
@@ -186,7 +192,7 @@ def _decompose(
     tolerance: float,
     progress: Callable[[int, float], None] | None,
 ) -> tuple[_Sweep, int]:
-    """The best sweep of the better start, and how many sweeps that start took."""
+    """The best sweep of the better start, and its number of sweeps."""
     paths = [_descend(stack, *start) for start in stack.starts(rank)]
     errors: list[float] = []
     while True:
@@ -204,7 +210,7 @@ def _decompose(
 
 
 def _descend(stack: HeadStack, query: np.ndarray, key: np.ndarray) -> Iterator[_Sweep]:
-    """Nesterov's extrapolation of ``_sweep``, best so far; a sweep that overshot is taken back."""
+    """Yield the best result of ``_sweep`` with Nesterov extrapolation; overshoots are undone."""
     best, momentum = _Sweep(np.zeros((stack.heads, 0)), query, key, 1.0, np.inf), 1.0
     while True:
         sweep = _sweep(stack, query, key)
@@ -220,7 +226,7 @@ def _descend(stack: HeadStack, query: np.ndarray, key: np.ndarray) -> Iterator[_
 
 
 def _sweep(stack: HeadStack, query: np.ndarray, key: np.ndarray) -> _Sweep:
-    """Least squares for M, then P, then Q, each with the columns of the other two at norm 1."""
+    """Solve for M, then P, then Q, each with the columns of the other two normalized to 1."""
     query, key = unit(query), unit(key)
     WQ, key_gram = stack.key.T @ key, gram(key)
     mixing = stack.over_heads(stack.query.T @ query, WQ)

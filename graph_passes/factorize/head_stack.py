@@ -1,8 +1,8 @@
-"""The heads of a layer as one stack of matrices, and what least squares on it takes.
+"""The heads of a layer as one stack of matrices, with the products for least squares.
 
     T_h = W_Q^h W_K^hT,   the slices of the stack T of equation 9 of arXiv 2006.16362
 
-Every slice has rank K, so (D x HK)(HK x R) products do; the H x D x E stack is never formed.
+Each slice has rank K, so (D x HK)(HK x R) products suffice; the H x D x E stack is never formed.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import numpy as np
 
 __all__ = ["RIDGE", "HeadStack", "gram", "side_by_side", "solve", "unit"]
 
-RIDGE = 1e-5  # weight of the components' energies against the residual's
+RIDGE = 1e-5  # weight of the component energies relative to the residual
 
 
 class HeadStack:
-    """The stack T as its factors, and what least squares needs of it.
+    """The stack T in factored form.
 
     The three ``over`` methods are the matricized tensor times Khatri-Rao products (MTTKRP), from
     the projected factors WP = W_Q^T P and WQ = W_K^T Q, both (HK, R).
@@ -38,7 +38,12 @@ class HeadStack:
         return self.key @ (WP * np.repeat(mixing, self.head_size, axis=0))  # E R
 
     def error(self, overlap: float, energy: float) -> float:
-        """Relative, by |T - T~|^2 = |T|^2 - 2 <T, T~> + |T~|^2; the arguments are the last two."""
+        """Relative error from |T - T~|^2 = |T|^2 - 2 <T, T~> + |T~|^2.
+
+        Args:
+            overlap: <T, T~>.
+            energy: |T~|^2.
+        """
         residual = max(self.energy - 2.0 * overlap + energy, 0.0)
         return float(np.sqrt(residual / self.energy)) if self.energy > 0.0 else 0.0
 
@@ -49,16 +54,16 @@ class HeadStack:
         return self.error(float(overlap), float(energy))
 
     def singular_triples(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of every T_h: left vectors (H, D, K), values (H, K) and right vectors (H, E, K)."""
+        """Left vectors (H, D, K), values (H, K) and right vectors (H, E, K) of each T_h."""
         left, core, right = self._cores()
         u, values, v = np.linalg.svd(core, full_matrices=False)
         return left @ u, values, right @ v.swapaxes(1, 2)
 
     def starts(self, rank: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """P and Q from singular triples and, where the widths allow R of them, eigenvectors."""
+        """Initial P and Q: singular triples, and eigenvectors if the widths allow R of them."""
         left, values, right = self.singular_triples()
         largest = np.argsort(-values, axis=None, kind="stable")[:rank]
-        spare = (0, 0), (0, rank - len(largest))  # K > D has fewer triples than HK
+        spare = (0, 0), (0, rank - len(largest))  # fewer than HK triples if K > D
         query, key = (np.pad(side_by_side(vectors)[:, largest], spare) for vectors in (left, right))
         starts = [(query, key)]
         x_basis, core, y_basis = self._cores()
@@ -76,12 +81,12 @@ class HeadStack:
 
 
 def solve(normal: np.ndarray, products: np.ndarray) -> np.ndarray:
-    """X of X (normal + RIDGE I) = products."""
+    """Solve X (normal + RIDGE I) = products for X."""
     return np.linalg.solve(normal + RIDGE * np.eye(len(normal)), products.T).T
 
 
 def unit(factor: np.ndarray) -> np.ndarray:
-    """Columns of norm 1; a column of zeros stays."""
+    """Normalize columns to norm 1; columns of zeros are unchanged."""
     norms = np.linalg.norm(factor, axis=0)
     return factor / np.where(norms == 0.0, 1.0, norms)
 
@@ -91,5 +96,5 @@ def gram(factor: np.ndarray) -> np.ndarray:
 
 
 def side_by_side(heads: np.ndarray) -> np.ndarray:
-    """(H, D, K) to (D, HK)."""
+    """Concatenate heads (H, D, K) to (D, HK)."""
     return heads.swapaxes(0, 1).reshape(heads.shape[1], -1)

@@ -1,11 +1,11 @@
-"""What is known of the tokens that a layer sees, and the metric in which its scores count.
+"""Moments of a layer's tokens, and the metric that they define for score errors.
 
-Calibrated, the error that counts is the score's, E (x^T DeltaW_h y)^2 with DeltaW = original -
-approximation. With x = mu + x', mu^T DeltaW_h y is a content term. Softmax ignores what is constant
-over y, and to first order a score error d moves the head's output by Cov_p(d, v W_O), where p is
-what the query attends to: so y counts about its mean under p and as much as it is attended to, and
-a head counts as much as what it writes varies under p. So the slices
-w_h C_x^(1/2) W_Q^h W_K^hT C_y^(1/2) are decomposed, and v_h += DeltaW_h^T mu.
+The calibrated objective is the score error E (x^T DeltaW_h y)^2 with DeltaW = original -
+approximation. With x = mu + x', mu^T DeltaW_h y is a content term. Softmax is invariant to terms
+that are constant over y. To first order, a score error d changes the head's output by
+Cov_p(d, v W_O), where p is the attention probability. Therefore y is centered at its mean under p
+and weighted by p, and a head is weighted by the variance of its output under p. The decomposed
+slices are w_h C_x^(1/2) W_Q^h W_K^hT C_y^(1/2), and v_h += DeltaW_h^T mu.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from graph_passes.factorize.head_stack import HeadStack
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-__all__ = ["TokenMoments", "Whitening", "checked", "pooled"]
+__all__ = ["TokenMoments", "Whitening", "pool_moments", "validate_heads"]
 
-EIGENVALUE_FLOOR = 1e-6  # of the largest: where tokens hardly vary, weights still count a little
-LEAST_WEIGHT = 0.05  # of the mean head
-MOMENTS_FIX = "Accumulate the moments in float64, over tokens that are not padding."
+EIGENVALUE_FLOOR = 1e-6  # relative to the largest eigenvalue; keeps the metric invertible
+LEAST_WEIGHT = 0.05  # minimum head weight relative to the mean
+MOMENTS_FIX = "accumulate the moments in float64 over tokens that are not padding"
 
 
 @dataclass(frozen=True, eq=False)
 class TokenMoments:
-    """Moments of the tokens that one layer sees, on calibration data.
+    """Moments of the tokens of one layer on calibration data.
 
     Attributes:
         query_mean: mu, the mean of the query-side tokens x.
-        query_covariance: Of x - mu.
-        key_covariance: Of y about the mean that softmax takes out: its sequence's, or, better,
-            that of what each query attends to, weighted by the attention.
-        head_weight: w, how strongly a score error of each head moves the layer's output; None
-            counts all heads alike.
+        query_covariance: Covariance of x - mu.
+        key_covariance: Covariance of y, centered per sequence or, better, centered at the mean
+            under the attention probabilities and weighted by them.
+        head_weight: w, the sensitivity of the layer's output to a score error of each head; None
+            gives all heads the same weight.
 
     Raises:
-        InvalidData: Not finite, not symmetric, or shapes that disagree.
+        InvalidData: A moment is not finite or not symmetric, or shapes disagree.
     """
 
     query_mean: Float[np.ndarray, " D"]
@@ -63,16 +63,20 @@ class TokenMoments:
             elif np.abs(moment - moment.T).max() > 1e-5 * np.abs(moment).max():
                 wrong = "is not symmetric"
             if wrong:
-                raise InvalidData(f"{name} {wrong}.", MOMENTS_FIX)
+                raise InvalidData(f"`{name}` {wrong}", MOMENTS_FIX, code="moments.invalid")
         weight = self.head_weight
         if weight is not None and not (np.isfinite(weight).all() and (weight >= 0).all()):
-            raise InvalidData("head_weight holds negative or infinite values.", MOMENTS_FIX)
+            raise InvalidData(
+                "`head_weight` has negative or non-finite values",
+                MOMENTS_FIX,
+                code="moments.invalid",
+            )
 
 
-def pooled(uses: Sequence[TokenMoments]) -> TokenMoments:
-    """Moments for weights that several layers use, each about its own mean, all alike.
+def pool_moments(uses: Sequence[TokenMoments]) -> TokenMoments:
+    """Average the moments of layers that share weights, each centered at its own mean.
 
-    The mean is zero: ``with_mean`` folds in that of each use.
+    The resulting mean is zero; ``fold_mean`` adds the mean term of each layer.
     """
     weights = [use.head_weight for use in uses if use.head_weight is not None]
     return TokenMoments(
@@ -85,7 +89,7 @@ def pooled(uses: Sequence[TokenMoments]) -> TokenMoments:
 
 @dataclass(frozen=True, eq=False)
 class Whitening:
-    """The way into the metric of the moments and back.
+    """Transformation into the metric of the moments, and its inverse.
 
     Attributes:
         query_root, query_inverse: C_x^(1/2) and C_x^(-1/2).
@@ -110,79 +114,96 @@ class Whitening:
     def stack(
         self, queries: Float[np.ndarray, "H D K"], keys: Float[np.ndarray, "H E K"]
     ) -> HeadStack:
-        """The stack whose Frobenius norm is the error that counts."""
+        """The whitened stack; its Frobenius norm is the calibrated error."""
         weighted = self.head_weight[:, None, None] * queries
         return HeadStack(self.query_root @ weighted, self.key_root @ keys)
 
-    def into(
+    def whiten(
         self,
         query: Float[np.ndarray, "D R"],
         key: Float[np.ndarray, "E R"],
         mixing: Float[np.ndarray, "H R"],
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Factors of the heads as factors of that stack."""
+        """Transform factors of the heads to factors of the whitened stack."""
         return self.query_root @ query, self.key_root @ key, self.head_weight[:, None] * mixing
 
-    def back(
+    def unwhiten(
         self,
         query: Float[np.ndarray, "D R"],
         key: Float[np.ndarray, "E R"],
         mixing: Float[np.ndarray, "H R"],
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """And as factors of the heads again."""
+        """Transform factors of the whitened stack to factors of the heads."""
         mixing = mixing / self.head_weight[:, None]
         return self.query_inverse @ query, self.key_inverse @ key, mixing
 
 
-def checked(
+def validate_heads(
     queries: np.ndarray, keys: np.ndarray, bias: np.ndarray | None, moments: TokenMoments | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, TokenMoments]:
-    """Heads (H, D, K) and (H, E, K), biases (H, K) and moments: in float64, of agreeing shapes; no
-    moments are those of white tokens.
+    """Validate heads (H, D, K) and (H, E, K), biases (H, K) and moments; convert to float64.
+
+    The default moments are those of white tokens: mean zero, covariance identity.
 
     Raises:
-        InvalidArgument: Shapes that disagree.
-        InvalidData: Moments of another size.
-        InvalidModel: Weights that are not finite.
+        InvalidArgument: Shapes disagree.
+        InvalidData: The moments have another size.
+        InvalidModel: Weights are not finite.
     """
     if queries.ndim != 3 or keys.ndim != 3 or queries.shape[::2] != keys.shape[::2]:
         raise InvalidArgument(
-            f"queries have shape {queries.shape} and keys {keys.shape}; "
-            "expected (H, D, K) and (H, E, K)."
+            f"`queries` has shape {queries.shape} and `keys` {keys.shape}: "
+            "expected (H, D, K) and (H, E, K)",
+            "pass one matrix per head, with the same number and size of heads",
+            code="factorize.shape",
         )
     (H, D, K), E = queries.shape, keys.shape[1]
     bias = np.zeros((H, K)) if bias is None else bias
     if bias.shape != (H, K):
-        raise InvalidArgument(f"query_bias has shape {bias.shape}; expected {(H, K)}.")
+        raise InvalidArgument(
+            f"`query_bias` has shape {bias.shape}: expected {(H, K)}",
+            "pass one bias vector per head",
+            code="factorize.shape",
+        )
     moments = moments or TokenMoments(np.zeros((D,)), np.eye(D), np.eye(E))
     sizes = len(moments.query_mean), len(moments.key_covariance)
     if sizes != (D, E):
         raise InvalidData(
-            f"The moments are of {sizes} features; the layer reads {(D, E)}.",
-            "Calibrate on the inputs of this layer.",
+            f"the moments have {sizes} features: expected {(D, E)}, the input sizes of the layer",
+            "calibrate on the inputs of this layer",
+            code="moments.size",
         )
     if moments.head_weight is not None and moments.head_weight.shape != (H,):
         raise InvalidData(
-            f"The moments are of {moments.head_weight.size} heads; the layer has {H}.",
-            "Calibrate on the inputs of this layer.",
+            f"`head_weight` has {moments.head_weight.size} entries: expected {H}, one per head",
+            "calibrate on the inputs of this layer",
+            code="moments.size",
         )
     for name, weights in {"queries": queries, "keys": keys, "query_bias": bias}.items():
         if not np.isfinite(weights).all():
-            raise InvalidModel(f"{name} hold values that are not finite.", "Check the checkpoint.")
+            raise InvalidModel(
+                f"`{name}` has values that are not finite",
+                "check the weights of the model",
+                code="factorize.weights",
+            )
     return queries.astype(np.float64), keys.astype(np.float64), bias.astype(np.float64), moments
 
 
 def _roots(name: str, covariance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """C^(1/2) and C^(-1/2); zero, which says nothing, counts as identity."""
+    """C^(1/2) and C^(-1/2); a zero covariance is replaced by the identity."""
     values, vectors = np.linalg.eigh(np.asarray(covariance, np.float64))
     if values[0] < -1e-3 * abs(values[-1]):
-        raise InvalidData(f"{name} has the negative eigenvalue {values[0]:.3g}.", MOMENTS_FIX)
+        raise InvalidData(
+            f"`{name}` has the negative eigenvalue {values[0]:.3g}: expected none",
+            MOMENTS_FIX,
+            code="moments.eigenvalue",
+        )
     scales = np.sqrt(np.maximum(values, EIGENVALUE_FLOOR * values[-1] or 1.0))
     return (vectors * scales) @ vectors.T, (vectors / scales) @ vectors.T
 
 
 def _head_weight(moments: TokenMoments, heads: int) -> np.ndarray:
-    """Weights of mean 1; a head that hardly matters still counts ``LEAST_WEIGHT``."""
+    """Head weights with mean 1, each at least ``LEAST_WEIGHT``."""
     weight = moments.head_weight
     if weight is None or not weight.any():
         return np.ones(heads)

@@ -1,14 +1,14 @@
-"""Sparse mixing: each head reads a few of the shared dimensions, so scores cost what they did.
+"""Sparse mixing: each head reads a subset of the shared dimensions.
 
     score_h(x, y) = scale * ( (x P)[S_h] diag(m_h) (y Q)[S_h]^T + y v_h ),   sum_h |S_h| = entries
 
-Dense mixing (equation 7 of arXiv 2006.16362) makes every head multiply all R dimensions. Here the
-entries of M with the most weight |M[h, r]| |p_r| |q_r| stay, over all heads at once, so that heads
-get different sizes. The support shrinks in steps; after each, M on its support, P and Q are solved
-for again by least squares, in the metric of ``graph_passes.factorize.moments``.
+With dense mixing (equation 7 of arXiv 2006.16362), every head multiplies all R dimensions. Sparse
+mixing keeps the entries of M with the largest weight |M[h, r]| |p_r| |q_r| over all heads, so heads
+have different sizes and the scores cost no more than before. The support shrinks in steps. After
+each step, least squares solves for M on its support, P and Q, in the metric of ``moments``.
 
-Where there are entries for no more than one head a dimension (R >= entries), nothing is shared: the
-best is each head's own truncated singular value decomposition, ranks shared out over the heads.
+If R >= entries, no dimension is shared. The optimum is then a truncated singular value
+decomposition of each head, with the ranks distributed over the heads.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from graph_passes.errors import InvalidArgument
-from graph_passes.factorize.cp import CollaborativeFactors, collaborative_factors, with_mean
+from graph_passes.factorize.cp import CollaborativeFactors, collaborative_factors, fold_mean
 from graph_passes.factorize.head_stack import RIDGE, HeadStack, gram, solve, unit
-from graph_passes.factorize.moments import TokenMoments, Whitening, checked
+from graph_passes.factorize.moments import TokenMoments, Whitening, validate_heads
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
 __all__ = ["sparse_factors"]
 
-SHRINK = 0.8  # of the entries stay in each step
-SWEEPS = 4  # of least squares in each step
-LAST_SWEEPS = 40  # at most, on the last support
-TOLERANCE = 1e-4  # of the error, under which a sweep is the last
+SHRINK = 0.8  # share of the entries kept in each step
+SWEEPS = 4  # least-squares sweeps per step
+LAST_SWEEPS = 40  # maximum sweeps on the final support
+TOLERANCE = 1e-4  # relative decrease of the error at which sweeps stop
 
 
 def sparse_factors(
@@ -40,44 +40,53 @@ def sparse_factors(
     rank: int,
     head_size: int,
     *,
-    most: int | None = None,
+    max_head_size: int | None = None,
     query_bias: Float[np.ndarray, "H K"] | None = None,
     moments: TokenMoments | None = None,
     progress: Callable[[int, float], None] | None = None,
 ) -> CollaborativeFactors:
-    """Shared projections and a mixing matrix with ``head_size`` entries a head on average.
+    """Compute shared projections and a mixing matrix with ``head_size`` entries per head.
+
+    ``head_size`` is the mean over the heads.
 
     Args:
-        queries: W_Q^h of every head.
-        keys: W_K^h of every head.
-        rank: R, from 1 to H * K. From H * ``head_size`` on, no dimension is shared.
-        head_size: Dimensions a head reads, averaged over the heads, from 1 to K.
-        most: Dimensions that one head reads at most; K by default, and no less than ``head_size``.
-        query_bias: b_Q^h of every head; none is zero.
-        moments: Of the layer's tokens, for a calibrated decomposition.
-        progress: As of ``cp.collaborative_factors``, which comes first.
+        queries: W_Q^h of each head.
+        keys: W_K^h of each head.
+        rank: R, from 1 to H * K. No dimension is shared if R >= H * ``head_size``.
+        head_size: Mean number of dimensions per head, from 1 to K.
+        max_head_size: Maximum dimensions per head, from ``head_size`` to K (default: K).
+        query_bias: b_Q^h of each head (default: zero).
+        moments: Moments of the layer's tokens, for a calibrated decomposition.
+        progress: See ``cp.collaborative_factors``, which computes the start.
 
     Returns:
-        Factors whose ``mixing`` is zero outside the support; dimensions that no head reads are left
-        out.
+        Factors whose ``mixing`` is zero outside the support. Dimensions without a reader are
+        removed.
 
     Raises:
-        InvalidArgument: A rank or a head size out of range, or shapes that disagree.
-        InvalidData, InvalidModel: As ``cp.collaborative_factors``.
+        InvalidArgument: The rank or head size is out of range, or shapes disagree.
+        InvalidData, InvalidModel: See ``cp.collaborative_factors``.
     """
-    queries, keys, bias, moments = checked(queries, keys, query_bias, moments)
+    queries, keys, bias, moments = validate_heads(queries, keys, query_bias, moments)
     H, _, K = queries.shape
-    limit = K if most is None else most
+    limit = K if max_head_size is None else max_head_size
     if not 1 <= head_size <= K:
         raise InvalidArgument(
-            f"The head size is {head_size}; expected 1 to {K}.", f"{K} is the size they have."
+            f"`head_size` is {head_size}: expected 1 to {K}",
+            "choose a value up to the head size of the layer",
+            code="factorize.head_size",
         )
     if not head_size <= limit <= K:
-        raise InvalidArgument(f"At most {limit} dimensions a head; expected {head_size} to {K}.")
+        raise InvalidArgument(
+            f"`max_head_size` is {limit}: expected {head_size} to {K}",
+            "choose a value from `head_size` to the head size of the layer",
+            code="factorize.max_head_size",
+        )
     if not 1 <= rank <= H * K:
         raise InvalidArgument(
-            f"The shared dimension is {rank}; expected 1 to {H * K} ({H} heads of size {K}).",
-            f"Choose less than {H * K}, which is exact already.",
+            f"`rank` is {rank}: expected 1 to {H * K} ({H} heads of size {K})",
+            f"choose a rank below {H * K}, the rank of the exact form",
+            code="factorize.rank",
         )
     entries = H * head_size
     if entries == H * K == rank:
@@ -91,23 +100,23 @@ def sparse_factors(
         dense = collaborative_factors(
             queries, keys, rank, query_bias=bias, moments=moments, progress=progress
         )
-        start = metric.into(dense.query, dense.key, dense.mixing)
+        start = metric.whiten(dense.query, dense.key, dense.mixing)
         found, iterations = _shrunk(stack, *start, entries, limit)
         iterations += dense.iterations
     read = np.flatnonzero(found[2].any(axis=0))
     P, Q, M = (factor[:, read] for factor in found)
     content = np.einsum("hek,hk->he", keys, bias)
     error = stack.residual(P, Q, M)
-    whole = CollaborativeFactors(*metric.back(P, Q, M), content, error, iterations)
-    return with_mean(whole, queries, keys, moments.query_mean)
+    whole = CollaborativeFactors(*metric.unwhiten(P, Q, M), content, error, iterations)
+    return fold_mean(whole, queries, keys, moments.query_mean)
 
 
 def _truncated(
-    stack: HeadStack, entries: int, most: int
+    stack: HeadStack, entries: int, max_head_size: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """P, Q and M of the largest singular triples over all heads, at most ``most`` of each."""
+    """P, Q and M of the largest singular triples, at most ``max_head_size`` per head."""
     left, values, right = stack.singular_triples()  # H D K, H K, H E K
-    head, index = np.nonzero(_strongest(values, entries, most))
+    head, index = np.nonzero(_strongest(values, entries, max_head_size))
     mixing = np.zeros((stack.heads, entries))
     mixing[head, np.arange(entries)] = 1.0
     root = np.sqrt(values[head, index])
@@ -120,14 +129,14 @@ def _shrunk(
     key: np.ndarray,
     mixing: np.ndarray,
     entries: int,
-    most: int,
+    max_head_size: int,
 ) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], int]:
-    """Factors with ``entries`` entries of M, and the sweeps that took."""
+    """Factors with ``entries`` entries of M, and the number of sweeps."""
     count, iterations = mixing.size, 0
     while count > entries:
         count = max(entries, int(SHRINK * count))
-        # A head's share is no harder to reach than that of all: it shrinks alike.
-        limit = max(most, -(-count * most // entries))
+        # The limit per head shrinks at the same rate as the total.
+        limit = max(max_head_size, -(-count * max_head_size // entries))
         support = _strongest(np.abs(mixing) * _strength(query, key), count, limit)
         previous = np.inf
         for _ in range(LAST_SWEEPS if count == entries else SWEEPS):
@@ -140,12 +149,14 @@ def _shrunk(
     return (query, key, mixing), iterations
 
 
-def _strongest(weight: Float[np.ndarray, "H R"], count: int, most: int) -> Bool[np.ndarray, "H R"]:
-    """Where the ``count`` largest entries are, at most ``most`` in a row and at least one."""
+def _strongest(
+    weight: Float[np.ndarray, "H R"], count: int, max_head_size: int
+) -> Bool[np.ndarray, "H R"]:
+    """Mask of the ``count`` largest entries, 1 to ``max_head_size`` per row."""
     order = np.argsort(-weight, axis=1, kind="stable")
     eligible = np.full(weight.shape, -1.0)
     rows = np.arange(len(weight))[:, None]
-    eligible[rows, order[:, :most]] = weight[rows, order[:, :most]]
+    eligible[rows, order[:, :max_head_size]] = weight[rows, order[:, :max_head_size]]
     eligible[rows, order[:, :1]] = np.inf
     chosen = np.argsort(-eligible, axis=None, kind="stable")[:count]
     support = np.zeros(weight.size, bool)
@@ -160,7 +171,7 @@ def _strength(query: np.ndarray, key: np.ndarray) -> np.ndarray:
 def _sweep(
     stack: HeadStack, query: np.ndarray, key: np.ndarray, support: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Least squares for M on its support, then P, then Q; then columns of P and Q of equal norm."""
+    """Solve for M on its support, then P, then Q, and give columns of P and Q equal norms."""
     query, key = unit(query), unit(key)
     WQ, key_gram = stack.key.T @ key, gram(key)
     normal = gram(query) * key_gram

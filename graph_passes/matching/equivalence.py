@@ -33,13 +33,13 @@ def have_equal_masks(block: AttentionBlock, other: AttentionBlock) -> bool:
         return False
     if block.kind == "cross" and block.y is not other.y and block.k.past is None:
         return False
-    alike = _Alike(shaped={(block.x, other.x): True, (block.y, other.y): True})
+    comparison = _Comparison(shaped={(block.x, other.x): True, (block.y, other.y): True})
     for mine, theirs in zip(block.steps, other.steps, strict=True):
         a, b = dict(vars(mine)), dict(vars(theirs))
         values = [(a.pop(name, None), b.pop(name, None)) for name in ("value", "total")]
         if type(mine) is not type(theirs) or a != b:
             return False
-        if not all(alike.same(x, y) for x, y in values):
+        if not all(comparison.are_equal(x, y) for x, y in values):
             return False
     return True
 
@@ -48,7 +48,7 @@ Pairs = dict[tuple[ir.Value, ir.Value], bool]
 
 
 @dataclass(frozen=True, eq=False)
-class _Alike:
+class _Comparison:
     """Which values of two layers are equal, and which have equal shapes.
 
     Exporters often repeat a mask in every layer, and read its lengths from the layer's own queries
@@ -62,22 +62,22 @@ class _Alike:
     known: Pairs = field(default_factory=dict[tuple[ir.Value, ir.Value], bool])
     shaped: Pairs = field(default_factory=dict[tuple[ir.Value, ir.Value], bool])
 
-    def same(self, a: ir.Value | None, b: ir.Value | None, reach: int = REACH) -> bool:
+    def are_equal(self, a: ir.Value | None, b: ir.Value | None, reach: int = REACH) -> bool:
         """Whether two values are computed alike."""
         if a is b or a is None or b is None:
             return a is b
         if (a, b) not in self.known:
-            compare = self.as_long if _is_shape(a) else self.same
+            compare = self.have_equal_shapes if _is_shape(a) else self.are_equal
             self.known[a, b] = (
                 _equal(a, b)
                 if is_constant(a) or is_constant(b)
                 else reach > 0
-                and _made_alike(a, b)
+                and _same_operator(a, b)
                 and all(compare(x, y, reach - 1) for x, y in _inputs(a, b))
             )
         return self.known[a, b]
 
-    def as_long(self, a: ir.Value | None, b: ir.Value | None, reach: int = REACH) -> bool:
+    def have_equal_shapes(self, a: ir.Value | None, b: ir.Value | None, reach: int = REACH) -> bool:
         """Whether two values have one shape: made alike, but for weights and tokens."""
         if a is b or a is None or b is None:
             return a is b
@@ -86,8 +86,8 @@ class _Alike:
                 _equal(a, b) or _are_weights(a, b)
                 if is_constant(a) or is_constant(b)
                 else reach > 0
-                and _made_alike(a, b)
-                and all(self.as_long(x, y, reach - 1) for x, y in _inputs(a, b))
+                and _same_operator(a, b)
+                and all(self.have_equal_shapes(x, y, reach - 1) for x, y in _inputs(a, b))
             )
         return self.shaped[a, b]
 
@@ -112,7 +112,7 @@ def _are_weights(a: ir.Value, b: ir.Value) -> bool:
     return both and constant_type(a).is_floating_point() and constant_type(a) == constant_type(b)
 
 
-def _made_alike(a: ir.Value, b: ir.Value) -> bool:
+def _same_operator(a: ir.Value, b: ir.Value) -> bool:
     """Whether two values are the same output of the same operator with the same attributes."""
     first, second = a.producer(), b.producer()
     if first is None or second is None or a.index() != b.index():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
@@ -18,111 +18,32 @@ from graph_passes.analysis.constants import (
     evaluate,
     is_constant,
 )
-from graph_passes.analysis.shapes import Facts, interpret_small
-from graph_passes.blocks import as_matrix
+from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small
+from graph_passes.blocks import FeedForwardBlock, Linear, Operand
 from graph_passes.context import GraphContext
 from graph_passes.matching.naming import pinned_name
-from graph_passes.matching.products import Linear, linear
+from graph_passes.matching.products import linear
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    pass
 
-__all__ = ["FeedForwardBlock", "Operand", "find_feed_forward", "last_part"]
+__all__ = ["find_feed_forward", "last_entry"]
 
 LINEAR = frozenset({"Add", "Sub", "Mul", "Div", "Neg", "Where", "Cast", "CastLike", "Identity",
                     "Dropout"})  # fmt: skip
 """Linear in the tokens, but for products, quotients and choices of two activations."""
 
-BENT = frozenset({"Pow", "Sqrt", "Reciprocal", "Exp", "Log", "Abs", "Sign", "Erf", "Tanh",
+NONLINEAR = frozenset({"Pow", "Sqrt", "Reciprocal", "Exp", "Log", "Abs", "Sign", "Erf", "Tanh",
                   "Sigmoid", "HardSigmoid", "Relu", "PRelu", "LeakyRelu", "ThresholdedRelu", "Elu",
                   "Celu", "Selu", "Gelu", "Softplus", "Softsign", "Swish", "HardSwish", "Mish",
                   "Clip", "Min", "Max", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Equal",
                   "And", "Or", "Not"})  # fmt: skip
 CONTRIB = frozenset({"Gelu", "FastGelu", "BiasGelu", "QuickGelu"})
 LAID_OUT = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten"})
-COUNTING = frozenset({"Gather", "Slice", "Squeeze", "Unsqueeze", "Cast", "Identity", "Concat"})
+SHAPE_OPERATORS = frozenset(
+    {"Gather", "Slice", "Squeeze", "Unsqueeze", "Cast", "Identity", "Concat"}
+)
 """What picks lengths out of shapes, and makes shapes of lengths."""
-
-
-class Operand(NamedTuple):
-    """A constant where a node reads it; ``axis`` counts the neurons."""
-
-    node: ir.Node
-    position: int
-    axis: int
-
-    @property
-    def value(self) -> ir.Value:
-        value = self.node.inputs[self.position]
-        assert value is not None
-        return value
-
-
-@dataclass(frozen=True, eq=False)
-class FeedForwardBlock:
-    """out = f(x W_1 + b_1) W_2 + b_2, or gated: (f(x W_g + b_g) * (x W_u + b_u)) W_2 + b_2.
-
-    Column j of every value between the products is neuron j; whatever f is, it is element-wise.
-
-    Attributes:
-        name: Unique among the feed-forwards of the model.
-        graph: Owns the nodes: the main graph, or the body of an If or a Loop.
-        x: The tokens (..., D), as they were before an exporter flattened them.
-        first: The products with W_1, or with W_g and W_u in order of execution.
-        products: Their nodes.
-        hidden: What the second product reads, (..., F), flattened where it is.
-        second: The product with W_2.
-        product: Its node.
-        bias: b_2, where there is one.
-        output: The value after b_2.
-        nodes: Between the products, in order of execution.
-        constants_by_neuron: b_1 and all other constants on the way with an element a neuron.
-        widths: Each Reshape among them that is told a shape which ends in F.
-    """
-
-    name: str
-    graph: ir.Graph
-    x: ir.Value
-    first: tuple[Linear, ...]
-    products: tuple[ir.Node, ...]
-    hidden: ir.Value
-    second: Linear
-    product: ir.Node
-    bias: ir.Value | None
-    output: ir.Value
-    nodes: tuple[ir.Node, ...]
-    constants_by_neuron: tuple[Operand, ...]
-    widths: tuple[ir.Node, ...]
-
-    @property
-    def num_neurons(self) -> int:
-        """F."""
-        return self.second.width
-
-    @property
-    def input_size(self) -> int:
-        """D."""
-        return self.first[0].width
-
-    def matrix(self, index: int = 0) -> Float[np.ndarray, "D F"]:
-        """W_1, or W_g and W_u by their index in ``first``."""
-        part = self.first[index]
-        return as_matrix(constant_array(part.weight), part.contracted) * part.scale
-
-    def second_matrix(self) -> Float[np.ndarray, "F N"]:
-        """W_2."""
-        part = self.second
-        return as_matrix(constant_array(part.weight), part.contracted) * part.scale
-
-    def weights(self) -> tuple[Operand, ...]:
-        """Each weight, with its axis of neurons."""
-        parts = zip(self.products, self.first, strict=True)
-        first = [_weight(node, part, _columns_axis(part)) for node, part in parts]
-        return (*first, _weight(self.product, self.second, self.second.contracted[0]))
-
-    def operands(self) -> tuple[Operand, ...]:
-        """All constants that are counted by neurons."""
-        return (*self.weights(), *self.constants_by_neuron)
 
 
 def find_feed_forward(model: ir.Model) -> list[FeedForwardBlock]:
@@ -134,7 +55,7 @@ def find_feed_forward(model: ir.Model) -> list[FeedForwardBlock]:
     whole token; a wide pooler with its classifier is a feed-forward by all that a graph tells.
     """
     with GraphContext.of(model) as context:
-        runs = [context.get(interpret_small, batch=b, sequence=s) for b, s in ((2, 5), (3, 7))]
+        runs = [context.get(infer_shapes_small, batch=b, sequence=s) for b, s in ((2, 5), (3, 7))]
     nodes = ir.traversal.RecursiveGraphIterator(model.graph)
     read = (_read(node, runs, model.opset_imports) for node in nodes)
     blocks = [block for block in read if block is not None]
@@ -146,7 +67,7 @@ def find_feed_forward(model: ir.Model) -> list[FeedForwardBlock]:
 
 
 def _read(
-    product: ir.Node, runs: Sequence[Facts], opsets: Mapping[str, int]
+    product: ir.Node, runs: Sequence[ShapeInfo], opsets: Mapping[str, int]
 ) -> FeedForwardBlock | None:
     """The feed-forward that ends in this node; None where none does."""
     second = _linear(product, runs[0])
@@ -182,12 +103,12 @@ def _read(
         pending += active
         operands += at
     tokens = {_unflattened(part.tokens, runs) for part in first.values()}
-    if len(first) > 2 or len(tokens) != 1 or not any(map(_is_bent, (*first, *between))):
+    if len(first) > 2 or len(tokens) != 1 or not any(map(_is_nonlinear, (*first, *between))):
         return None
     if pinned_name(product) is None and second.width < max(p.width for p in first.values()):
         return None
     inner = {*first, *between, product}
-    for value in _made((*first, *between)):
+    for value in _outputs_of((*first, *between)):
         readers = [node for node, _ in value.uses() if node.op_type != "Shape"]
         if value.is_graph_output() or not inner.issuperset(readers):
             return None
@@ -213,11 +134,11 @@ def _read(
     )
 
 
-def _linear(node: ir.Node, facts: Facts) -> Linear | None:
+def _linear(node: ir.Node, info: ShapeInfo) -> Linear | None:
     """A product of tokens with a constant, FusedGemm included."""
 
     def shape_of(value: ir.Value) -> tuple[int, ...]:
-        return facts.shape(value) or ()
+        return info.shape(value) or ()
 
     if (node.domain, node.op_type) != ("com.microsoft", "FusedGemm"):
         return linear(node, shape_of)
@@ -242,7 +163,7 @@ def _elementwise(node: ir.Node) -> int:
     """How many inputs of a node meet element by element, from the first; 0 for other operators."""
     if node.domain == "com.microsoft":
         return len(node.inputs) if node.op_type in CONTRIB else 0
-    if node.domain or node.op_type not in LINEAR | BENT | LAID_OUT:
+    if node.domain or node.op_type not in LINEAR | NONLINEAR | LAID_OUT:
         return 0
     if node.op_type == "Dropout" and len(node.inputs) > 2 and node.inputs[2] is not None:
         training = constant_tensor(node.inputs[2])
@@ -250,17 +171,17 @@ def _elementwise(node: ir.Node) -> int:
     return 1 if node.op_type in LAID_OUT | {"Dropout", "CastLike"} else len(node.inputs)
 
 
-def _is_bent(node: ir.Node) -> bool:
+def _is_nonlinear(node: ir.Node) -> bool:
     if node.op_type == "FusedGemm":
         return node.attributes.get_string("activation", "") != ""
     if node.op_type in ("Mul", "Div", "Where"):
         counted = {"Mul": 2, "Div": 2, "Where": 1}[node.op_type]
         chosen = node.inputs[1 if node.op_type == "Div" else 0 : counted]
         return not any(map(is_constant, chosen))
-    return bool(node.domain) or node.op_type in BENT
+    return bool(node.domain) or node.op_type in NONLINEAR
 
 
-def _same_size(value: ir.Value, hidden: ir.Value, runs: Sequence[Facts]) -> bool:
+def _same_size(value: ir.Value, hidden: ir.Value, runs: Sequence[ShapeInfo]) -> bool:
     """Whether a value has the last axis of the other, and as many elements."""
     shapes = [(run.shape(value), run.shape(hidden)) for run in runs]
     return all(a and b and a[-1] == b[-1] and math.prod(a) == math.prod(b) for a, b in shapes)
@@ -281,7 +202,7 @@ def _by_neuron(
     return found
 
 
-def _unflattened(tokens: ir.Value, runs: Sequence[Facts]) -> ir.Value:
+def _unflattened(tokens: ir.Value, runs: Sequence[ShapeInfo]) -> ir.Value:
     """The tokens as they were before exporters put their leading axes into one."""
     node = tokens.producer()
     if node is None or node.op_type not in LAID_OUT | {"Identity"} or node.inputs[0] is None:
@@ -291,21 +212,21 @@ def _unflattened(tokens: ir.Value, runs: Sequence[Facts]) -> ir.Value:
 
 
 def _widths(
-    nodes: Sequence[ir.Node], width: int, facts: Facts, opsets: Mapping[str, int]
+    nodes: Sequence[ir.Node], width: int, info: ShapeInfo, opsets: Mapping[str, int]
 ) -> tuple[ir.Node, ...] | None:
     """Each Reshape that is told F; None where F is told or asked in a way that is not read."""
-    asked = _asked(nodes, facts, opsets)
-    if asked is None:
+    marks_by_shape = _shape_marks(nodes, info, opsets)
+    if marks_by_shape is None:
         return None
     found: list[ir.Node] = []
     for node in nodes:
         if node.op_type != "Reshape" or (shape := node.inputs[1]) is None:
             continue
-        if shape in asked:
-            if asked[shape][:-1].any():
+        if shape in marks_by_shape:
+            if marks_by_shape[shape][:-1].any():
                 return None
             continue
-        end = last_part(shape)
+        end = last_entry(shape)
         last = constant_array(end).reshape(-1)[-1:].tolist() if is_constant(end) else []
         if last == [width]:
             found.append(node)
@@ -314,32 +235,32 @@ def _widths(
     return tuple(found)
 
 
-def last_part(shape: ir.Value) -> ir.Value | None:
+def last_entry(shape: ir.Value) -> ir.Value | None:
     """What a shape ends in: itself, or what comes last in a Concat."""
     node = shape.producer()
     joined = not is_constant(shape) and node is not None and node.op_type == "Concat"
     return node.inputs[-1] if joined and node is not None else shape
 
 
-def _asked(
-    nodes: Sequence[ir.Node], facts: Facts, opsets: Mapping[str, int]
+def _shape_marks(
+    nodes: Sequence[ir.Node], info: ShapeInfo, opsets: Mapping[str, int]
 ) -> dict[ir.Value, np.ndarray] | None:
     """Where, in shapes and lengths that are asked of the nodes' values, F stands.
 
     None where anything but a Reshape among the nodes is told it.
     """
     marks: dict[ir.Value, np.ndarray] = {}
-    pending = [user for v in _made(nodes) for user, _ in v.uses() if user.op_type == "Shape"]
+    pending = [user for v in _outputs_of(nodes) for user, _ in v.uses() if user.op_type == "Shape"]
     while pending:
         node = pending.pop()
         if node in nodes:
             continue
         if node.op_type == "Shape":
-            rank = len(facts.shape(node.inputs[0]) or ())
+            rank = len(info.shape(node.inputs[0]) or ())
             ends = node.attributes.get_int("start", 0), node.attributes.get_int("end", rank)
             mark = (np.arange(rank) == rank - 1)[slice(*ends)]
-        elif node.op_type in COUNTING and not node.domain:
-            given = [_mark(node, value, marks, facts) for value in node.inputs]
+        elif node.op_type in SHAPE_OPERATORS and not node.domain:
+            given = [_mark(node, value, marks, info) for value in node.inputs]
             told = node.op_type != "Concat" and any(v in marks for v in node.inputs[1:])
             lacking = [v for v, array in zip(node.inputs, given, strict=True) if array is None]
             if told or any(value is not None for value in lacking):
@@ -357,15 +278,15 @@ def _asked(
 
 
 def _mark(
-    node: ir.Node, value: ir.Value | None, marks: Mapping[ir.Value, np.ndarray], facts: Facts
+    node: ir.Node, value: ir.Value | None, marks: Mapping[ir.Value, np.ndarray], info: ShapeInfo
 ) -> np.ndarray | None:
     """An operand of a node that picks lengths, with ones for F and zeros for other lengths."""
     if value is not None and value in marks:
         return marks[value].astype(np.int64)
     if node.op_type == "Concat":
-        shape = facts.shape(value)
+        shape = info.shape(value)
         return None if shape is None else np.zeros(shape, np.int64)
-    return facts.constant(value)
+    return info.constant(value)
 
 
 def _bias(product: ir.Node, width: int) -> tuple[ir.Value | None, ir.Value]:
@@ -404,16 +325,5 @@ def _name(block: FeedForwardBlock) -> str:
     return ""
 
 
-def _made(nodes: Sequence[ir.Node]) -> list[ir.Value]:
+def _outputs_of(nodes: Sequence[ir.Node]) -> list[ir.Value]:
     return [value for node in nodes for value in node.outputs]
-
-
-def _weight(node: ir.Node, part: Linear, axis: int) -> Operand:
-    return Operand(node, list(node.inputs).index(part.weight), axis)
-
-
-def _columns_axis(part: Linear) -> int:
-    """The axis of a weight that counts its columns; others are contracted, or of length one."""
-    shape = constant_shape(part.weight)
-    free = [axis for axis in range(len(shape)) if axis not in part.contracted]
-    return max(free, key=lambda axis: shape[axis])

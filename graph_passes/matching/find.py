@@ -10,27 +10,27 @@ from typing import Literal
 import numpy as np
 import onnx_ir as ir
 
-from graph_passes.analysis.shapes import interpret_small, without_lengths
+from graph_passes.analysis.shapes import drop_length_dependent, infer_shapes_small
 from graph_passes.blocks import (
     AttentionBlock,
+    BroadcastLayout,
     LogitStep,
     PositionBias,
     Projection,
     Reused,
-    Spread,
-    Turn,
+    RotaryTerm,
     Unmatched,
 )
 from graph_passes.context import GraphContext
-from graph_passes.matching.idioms import SOFTMAXES, SoftmaxReading
-from graph_passes.matching.labels import Unread, say
-from graph_passes.matching.layout import Reader
-from graph_passes.matching.naming import named
-from graph_passes.matching.operators import FUSED, OPERATORS, Fused
+from graph_passes.matching.element_map import MatchFailure, describe
+from graph_passes.matching.idioms import SOFTMAXES, SoftmaxMatch
+from graph_passes.matching.layout import LayoutReader
+from graph_passes.matching.naming import assign_names
+from graph_passes.matching.operators import FUSED_OPERATORS, OPERATORS, OperatorMatch
 from graph_passes.matching.products import ContextProduct, ScoreProduct
-from graph_passes.matching.reuse import origins, products_of, reused_heads
-from graph_passes.matching.rotary import depends
-from graph_passes.matching.scores import Context, read_context, read_logits
+from graph_passes.matching.reuse import head_sources, products_of, reused_heads
+from graph_passes.matching.rotary import depends_on
+from graph_passes.matching.scores import ContextMatch, match_context, match_logits
 
 __all__ = ["find_attention"]
 
@@ -45,60 +45,60 @@ def find_attention(model: ir.Model) -> tuple[list[AttentionBlock], list[Unmatche
     reading is a claim: ``attnserve.checks.certify`` proves it by running the graph.
     """
     with GraphContext.of(model) as context:
-        facts = context.get(interpret_small, batch=BATCH, sequence=SEQUENCE)
-        others = context.get(interpret_small, batch=BATCH + 1, sequence=SEQUENCE + 2)
-    reader = Reader(without_lengths(facts, others), dict(model.opset_imports))
+        info = context.get(infer_shapes_small, batch=BATCH, sequence=SEQUENCE)
+        others = context.get(infer_shapes_small, batch=BATCH + 1, sequence=SEQUENCE + 2)
+    reader = LayoutReader(drop_length_dependent(info, others), dict(model.opset_imports))
     blocks: list[AttentionBlock] = []
-    misses: list[Unmatched] = []
+    unmatched: list[Unmatched] = []
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         try:
-            block = _read(node, reader)
-        except Unread as unread:
-            misses.append(Unmatched(node, unread.reason))
+            block = _match_node(node, reader)
+        except MatchFailure as unread:
+            unmatched.append(Unmatched(node, unread.reason))
         except (IndexError, ValueError, MemoryError, RuntimeError) as error:
             # What graphs that are not well formed lead to; never a reason to stop reading the rest.
-            misses.append(Unmatched(node, f"{say(node)} could not be followed: {error}"))
+            unmatched.append(Unmatched(node, f"{describe(node)} could not be followed: {error}"))
         else:
             blocks += [] if block is None else [block]
-    blocks, lost = _checked(blocks, reader)
-    more, unread = _reusing(blocks, reader)
-    return named(_in_order([*blocks, *more], model)), [*misses, *lost, *unread]
+    blocks, lost = _check_sources(blocks, reader)
+    more, unread = _find_reusing(blocks, reader)
+    return assign_names(_in_order([*blocks, *more], model)), [*unmatched, *lost, *unread]
 
 
-def _read(node: ir.Node, reader: Reader) -> AttentionBlock | None:
+def _match_node(node: ir.Node, reader: LayoutReader) -> AttentionBlock | None:
     """The attention around a softmax, or in an operator; None where the node is neither.
 
     Raises:
-        Unread: It could be, but was not read.
+        MatchFailure: It could be, but was not read.
     """
-    if node.op_type in FUSED:
-        return _from_operator(node, reader)
+    if node.op_type in FUSED_OPERATORS:
+        return _match_operator(node, reader)
     for idiom in SOFTMAXES:
-        if (softmax := idiom(node, reader.facts, reader.opsets.get("", 1))) is not None:
-            return _from_softmax(node, softmax, idiom.__name__, reader)
+        if (softmax := idiom(node, reader.info, reader.opsets.get("", 1))) is not None:
+            return _match_softmax(node, softmax, idiom.__name__, reader)
     return None
 
 
-def _from_softmax(
-    node: ir.Node, softmax: SoftmaxReading, idiom: str, reader: Reader
+def _match_softmax(
+    node: ir.Node, softmax: SoftmaxMatch, idiom: str, reader: LayoutReader
 ) -> AttentionBlock:
     """probabilities = softmax(steps(scale * q k^T)); context = probabilities v."""
     reader.shape(softmax.logits)
-    logits = read_logits(softmax, reader)
+    logits = match_logits(softmax, reader)
     if logits is None:
-        raise Unread(f"{say(node)} is not fed by a product of queries and keys")
+        raise MatchFailure(f"{describe(node)} is not fed by a product of queries and keys")
     product = logits.product
-    q = reader.projection(product.query, "query", axes=product.query_axes)
-    k = reader.projection(product.key, "key", axes=product.key_axes)
-    context = read_context(softmax, logits, reader)
+    q = reader.match_projection(product.query, "query", axes=product.query_axes)
+    k = reader.match_projection(product.key, "key", axes=product.key_axes)
+    context = match_context(softmax, logits, reader)
     mixing = context.product
-    taken = () if context.joined is None else _taken(context, reader)
-    v = reader.projection(mixing.value, "value", axes=mixing.value_axes)
+    reused = () if context.joined is None else _reused_beside(context, reader)
+    v = reader.match_projection(mixing.value, "value", axes=mixing.value_axes)
     v = replace(v, scale=v.scale * mixing.scale)
     steps, content = _split_content(logits.steps, product, k, reader)
-    steps = tuple(_entangled(step, q, k) for step in steps)
-    return _block(
-        Fused(q, k, v, logits.scale, steps, mixing.node.outputs[0]),
+    steps = tuple(_mark_entangled(step, q, k) for step in steps)
+    return _make_block(
+        OperatorMatch(q, k, v, logits.scale, steps, mixing.node.outputs[0]),
         reader,
         product=product.node,
         content=content,
@@ -108,18 +108,18 @@ def _from_softmax(
         context_axes=mixing.context_axes,
         nodes=(product.node, node, *context.nodes, mixing.node),
         idiom=idiom,
-        reused=taken,
+        reused=reused,
         own=context.own,
     )
 
 
-def _taken(context: Context, reader: Reader) -> tuple[Reused, ...]:
+def _reused_beside(context: ContextMatch, reader: LayoutReader) -> tuple[Reused, ...]:
     """The heads beside a softmax's own, which must all come from some probabilities."""
     assert context.joined is not None and context.own is not None
     known = {context.own, *_softmaxes(context.joined)}
-    found = origins(context.joined.outputs[0], known, reader.facts)
+    found = head_sources(context.joined.outputs[0], known, reader.info)
     if found is None:
-        raise Unread(f"{say(context.joined)} joins probabilities with something else")
+        raise MatchFailure(f"{describe(context.joined)} joins probabilities with something else")
     return reused_heads(found, context.own, context.joined)
 
 
@@ -136,7 +136,7 @@ def _softmaxes(joined: ir.Node) -> set[ir.Value]:
     return found
 
 
-def _known(blocks: Sequence[AttentionBlock]) -> dict[ir.Value, AttentionBlock]:
+def _by_probabilities(blocks: Sequence[AttentionBlock]) -> dict[ir.Value, AttentionBlock]:
     """The blocks by the probabilities that others may take: a block's own, and all it uses."""
     known: dict[ir.Value, AttentionBlock] = {}
     for block in blocks:
@@ -152,53 +152,55 @@ def _source(value: ir.Value, known: Mapping[ir.Value, AttentionBlock]) -> Attent
     return known.get(value) or (known.get(node.inputs[0]) if node and node.inputs[0] else None)
 
 
-def _checked(
-    blocks: Sequence[AttentionBlock], reader: Reader
+def _check_sources(
+    blocks: Sequence[AttentionBlock], reader: LayoutReader
 ) -> tuple[list[AttentionBlock], list[Unmatched]]:
     """Blocks whose reused heads come from attention that was read; the others are misses."""
-    known = _known(blocks)
+    known = _by_probabilities(blocks)
     kept: list[AttentionBlock] = []
-    misses: list[Unmatched] = []
+    unmatched: list[Unmatched] = []
     for block in blocks:
         if all(_source(reused.value, known) is not None for reused in block.reused):
             kept.append(block)
         else:
-            misses.append(Unmatched(block.product, "it joins heads of no attention that is read"))
-    return kept, misses
+            unmatched.append(
+                Unmatched(block.product, "it joins heads of no attention that is read")
+            )
+    return kept, unmatched
 
 
-def _reusing(
-    blocks: Sequence[AttentionBlock], reader: Reader
+def _find_reusing(
+    blocks: Sequence[AttentionBlock], reader: LayoutReader
 ) -> tuple[list[AttentionBlock], list[Unmatched]]:
     """Attention whose heads all take the probabilities of others: it has no softmax."""
-    known = _known(blocks)
+    known = _by_probabilities(blocks)
     claimed = {node for block in blocks for node in block.nodes}
     found: dict[ir.Node, AttentionBlock] = {}
-    misses: list[Unmatched] = []
-    for product, value in products_of(list(known), reader.facts):
+    unmatched: list[Unmatched] = []
+    for product, value in products_of(list(known), reader.info):
         if product.node in claimed or product.node in found:
             continue
         try:
-            whole = origins(value, known, reader.facts)
+            whole = head_sources(value, known, reader.info)
             if whole is not None:
                 reused = reused_heads(whole, None, product.node)
                 first = _source(reused[0].value, known)
                 assert first is not None
-                found[product.node] = _from_sources(product, value, reused, first, reader)
-        except Unread as unread:
-            misses.append(Unmatched(product.node, unread.reason))
-    return list(found.values()), misses
+                found[product.node] = _reusing_block(product, value, reused, first, reader)
+        except MatchFailure as unread:
+            unmatched.append(Unmatched(product.node, unread.reason))
+    return list(found.values()), unmatched
 
 
-def _from_sources(
+def _reusing_block(
     product: ContextProduct,
     probabilities: ir.Value,
     reused: tuple[Reused, ...],
     source: AttentionBlock,
-    reader: Reader,
+    reader: LayoutReader,
 ) -> AttentionBlock:
     """context = (probabilities of others) v, the queries and keys being nobody's."""
-    v = reader.projection(product.value, "value", axes=product.value_axes)
+    v = reader.match_projection(product.value, "value", axes=product.value_axes)
     v = replace(v, scale=v.scale * product.scale)
     none = np.zeros((0, source.head_size))
     nothing = replace(v, columns=none.astype(np.int64), gain=none, offset=none, scale=1.0, nodes=())
@@ -207,8 +209,8 @@ def _from_sources(
         weight, contracted = source.q.weight, source.q.contracted
         q = replace(nothing, input=source.x, weight=weight, contracted=contracted)
     between = _between(probabilities, {other.value for other in reused})
-    return _block(
-        Fused(q, nothing, v, source.scale, (), product.node.outputs[0]),
+    return _make_block(
+        OperatorMatch(q, nothing, v, source.scale, (), product.node.outputs[0]),
         reader,
         product=product.node,
         content=None,
@@ -242,13 +244,15 @@ def _in_order(blocks: Sequence[AttentionBlock], model: ir.Model) -> list[Attenti
     return sorted(blocks, key=lambda b: place[node] if (node := b.context.producer()) else 0)
 
 
-def _from_operator(node: ir.Node, reader: Reader) -> AttentionBlock:
+def _match_operator(node: ir.Node, reader: LayoutReader) -> AttentionBlock:
     """An operator that holds the whole attention, from heads to context."""
     read = OPERATORS.get((node.domain, node.op_type))
     if read is None:
-        raise Unread(f"the operator {'.'.join(filter(None, node.op_identifier()))} is not read")
+        raise MatchFailure(
+            f"the operator {'.'.join(filter(None, node.op_identifier()))} is not read"
+        )
     fused = read(node, reader)
-    return _block(
+    return _make_block(
         fused,
         reader,
         product=node,
@@ -262,9 +266,9 @@ def _from_operator(node: ir.Node, reader: Reader) -> AttentionBlock:
     )
 
 
-def _block(
-    read: Fused,
-    reader: Reader,
+def _make_block(
+    read: OperatorMatch,
+    reader: LayoutReader,
     *,
     product: ir.Node,
     content: Projection | None,
@@ -279,19 +283,21 @@ def _block(
 ) -> AttentionBlock:
     """The block with its heads matched, its output projection and all its nodes."""
     q = read.q
-    heads = q.num_heads + sum(len(taken.heads) for taken in reused)
+    heads = q.num_heads + sum(len(part.heads) for part in reused)
     if read.k.head_size != q.head_size:
-        raise Unread(f"queries have head size {q.head_size}, keys {read.k.head_size}")
-    if read.v.turns or read.v.norm is not None:
-        raise Unread("positions turn the values, or a norm changes them: no reading covers that")
+        raise MatchFailure(f"queries have head size {q.head_size}, keys {read.k.head_size}")
+    if read.v.rotary_terms or read.v.norm is not None:
+        raise MatchFailure(
+            "positions turn the values, or a norm changes them: no reading covers that"
+        )
     counts = {part.sequences(reader.shape) for part in (q, read.k, read.v)}
     if len(counts) > 1:
-        raise Unread("queries, keys and values do not come from the same number of sequences")
-    k, v = _share(read.k, q.num_heads, "key"), _share(read.v, heads, "value")
+        raise MatchFailure("queries, keys and values do not come from the same number of sequences")
+    k, v = _repeat_heads(read.k, q.num_heads, "key"), _repeat_heads(read.v, heads, "value")
     labels, order = _context_labels(
         reader.shape(read.context), (counts.pop(), heads, v.head_size), context_axes
     )
-    output = reader.output_projection(read.context, labels, order)
+    output = reader.match_output_projection(read.context, labels, order)
     parts = (q, k, v, content, output)
     made = [node for part in parts if part is not None for node in part.nodes]
     assert isinstance(product.graph, ir.Graph)
@@ -333,7 +339,7 @@ def _context_labels(
     count = math.prod(shape)
     length = count // (batch * heads * size)
     if count != batch * heads * length * size:
-        raise Unread(f"the context has shape {shape}, which does not hold {heads} heads")
+        raise MatchFailure(f"the context has shape {shape}, which does not hold {heads} heads")
     order = (batch, heads, length, size)
     labels = np.arange(count).reshape(order)
     if axes is None:
@@ -344,31 +350,31 @@ def _context_labels(
 
 
 def _position(
-    q: Projection, k: Projection, steps: Sequence[LogitStep], reader: Reader
+    q: Projection, k: Projection, steps: Sequence[LogitStep], reader: LayoutReader
 ) -> Literal["none", "bias", "rope"]:
     """Rotated heads, or an additive bias that differs from head to head (masks do not)."""
-    if q.turns or k.turns:
+    if q.rotary_terms or k.rotary_terms:
         return "rope"
     biases = (step.value for step in steps if isinstance(step, PositionBias))
     return "bias" if any(_by_head(value, reader) for value in biases) else "none"
 
 
-def _by_head(bias: ir.Value, reader: Reader) -> bool:
+def _by_head(bias: ir.Value, reader: LayoutReader) -> bool:
     """Whether the axis of the heads holds more than zeros, or one row many times over."""
-    shape = reader.facts.shape(bias)
+    shape = reader.info.shape(bias)
     if shape is None or len(shape) < 3 or shape[-3] == 1:
         return False
-    labels = reader.numbered(bias)
+    labels = reader.number_elements(bias)
     return bool((labels != labels.take([0], -3)).any())
 
 
-def _share(projection: Projection, heads: int, role: str) -> Projection:
+def _repeat_heads(projection: Projection, heads: int, role: str) -> Projection:
     """Key/value heads that several query heads share, one a query head."""
     own = projection.num_heads
     if own == heads:
         return projection
     if own == 0 or heads % own:
-        raise Unread(f"{heads} query heads cannot share {own} {role} heads")
+        raise MatchFailure(f"{heads} query heads cannot share {own} {role} heads")
     times = heads // own
     columns, gain, offset = (
         array.repeat(times, axis=0)
@@ -379,20 +385,20 @@ def _share(projection: Projection, heads: int, role: str) -> Projection:
         columns=columns,
         gain=gain,
         offset=offset,
-        turns=tuple(_shared_turn(turn, times) for turn in projection.turns),
-        past=None if projection.past is None else _shared_spread(projection.past, times),
+        rotary_terms=tuple(_repeat_term(turn, times) for turn in projection.rotary_terms),
+        past=None if projection.past is None else _repeat_layout(projection.past, times),
     )
 
 
-def _shared_turn(turn: Turn, times: int) -> Turn:
+def _repeat_term(turn: RotaryTerm, times: int) -> RotaryTerm:
     columns, gain, offset = (
         array.repeat(times, axis=0) for array in (turn.columns, turn.gain, turn.offset)
     )
-    factor = None if turn.factor is None else _shared_spread(turn.factor, times)
-    return Turn(factor, columns, gain, offset)
+    factor = None if turn.factor is None else _repeat_layout(turn.factor, times)
+    return RotaryTerm(factor, columns, gain, offset)
 
 
-def _shared_spread(spread: Spread, times: int) -> Spread:
+def _repeat_layout(spread: BroadcastLayout, times: int) -> BroadcastLayout:
     axes = tuple(
         axis if isinstance(axis, str) else axis.repeat(times, axis=0) for axis in spread.axes
     )
@@ -400,13 +406,13 @@ def _shared_spread(spread: Spread, times: int) -> Spread:
 
 
 def _split_content(
-    steps: Sequence[LogitStep], product: ScoreProduct, k: Projection, reader: Reader
+    steps: Sequence[LogitStep], product: ScoreProduct, k: Projection, reader: LayoutReader
 ) -> tuple[tuple[LogitStep, ...], Projection | None]:
     """The first added value may be the content term: a projection of the keys' own tokens."""
     if steps and isinstance(steps[0], PositionBias):
         try:
-            content = reader.projection(steps[0].value, "content", axes=product.key_axes)
-        except (Unread, ValueError):  # ValueError: it has fewer axes than the keys
+            content = reader.match_projection(steps[0].value, "content", axes=product.key_axes)
+        except (MatchFailure, ValueError):  # ValueError: it has fewer axes than the keys
             return tuple(steps), None
         own = content.weight is not None and content.input is k.input
         if own and content.head_size == 1:
@@ -414,12 +420,12 @@ def _split_content(
     return tuple(steps), None
 
 
-def _entangled(step: LogitStep, q: Projection, k: Projection) -> LogitStep:
+def _mark_entangled(step: LogitStep, q: Projection, k: Projection) -> LogitStep:
     """Mark a bias that is made of the block's own queries or keys (DeBERTa, Transformer-XL)."""
     if not isinstance(step, PositionBias):
         return step
     made = [node.outputs[0] for part in (q, k) for node in part.nodes[:1]]
-    return replace(step, entangled=any(depends(step.value, value) for value in made))
+    return replace(step, entangled=any(depends_on(step.value, value) for value in made))
 
 
 def _content_sum(content: Projection, scaled: ir.Value) -> ir.Value:
@@ -427,4 +433,4 @@ def _content_sum(content: Projection, scaled: ir.Value) -> ir.Value:
     for node, _ in scaled.uses():
         if node.op_type == "Add" and content.output in node.inputs:
             return node.outputs[0]
-    raise Unread("the content term is not added to the scores")
+    raise MatchFailure("the content term is not added to the scores")

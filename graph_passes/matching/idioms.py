@@ -20,15 +20,15 @@ import numpy as np
 import onnx_ir as ir
 
 from graph_passes.analysis.constants import constant_array, is_constant
-from graph_passes.analysis.shapes import Facts
+from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import Capped, Floor, LogitStep, Mask, PositionBias, Weighted
-from graph_passes.matching.labels import Unread, say
+from graph_passes.matching.element_map import MatchFailure, describe
 
-__all__ = ["LOGIT_IDIOMS", "PROBABILITY_IDIOMS", "SOFTMAXES", "LogitReading", "SoftmaxReading"]
+__all__ = ["LOGIT_IDIOMS", "PROBABILITY_IDIOMS", "SOFTMAXES", "LogitMatch", "SoftmaxMatch"]
 
 
 @dataclass(frozen=True, eq=False)
-class SoftmaxReading:
+class SoftmaxMatch:
     """A softmax: what it normalises, over which axis, and what it makes.
 
     ``bias`` is added to its input first, where there is one.
@@ -40,31 +40,31 @@ class SoftmaxReading:
     bias: ir.Value | None = None
 
 
-def softmax(node: ir.Node, facts: Facts, opset: int) -> SoftmaxReading | None:
+def softmax(node: ir.Node, info: ShapeInfo, opset: int) -> SoftmaxMatch | None:
     """Softmax; before opset 13 it is one over all axes from ``axis`` on."""
     if node.op_type != "Softmax" or node.domain:
         return None
-    return _softmax(node, facts, one_axis=opset >= 13)
+    return _softmax(node, info, one_axis=opset >= 13)
 
 
-def exponential_of_log_softmax(node: ir.Node, facts: Facts, opset: int) -> SoftmaxReading | None:
+def exponential_of_log_softmax(node: ir.Node, info: ShapeInfo, opset: int) -> SoftmaxMatch | None:
     """Exp(LogSoftmax(logits))."""
     value = node.inputs[0] if node.op_type == "Exp" and node.inputs else None
     inner = None if value is None else value.producer()
     if inner is None or inner.op_type != "LogSoftmax" or inner.domain:
         return None
-    reading = _softmax(inner, facts, one_axis=opset >= 13)
+    reading = _softmax(inner, info, one_axis=opset >= 13)
     return replace(reading, probabilities=node.outputs[0])
 
 
-def softmax_with_bias(node: ir.Node, facts: Facts, opset: int) -> SoftmaxReading | None:
+def softmax_with_bias(node: ir.Node, info: ShapeInfo, opset: int) -> SoftmaxMatch | None:
     """com.microsoft BiasSoftmax: Softmax(logits + bias)."""
     if node.op_type != "BiasSoftmax" or len(node.inputs) < 2:
         return None
-    return replace(_softmax(node, facts, one_axis=False), bias=node.inputs[1])
+    return replace(_softmax(node, info, one_axis=False), bias=node.inputs[1])
 
 
-def softmax_in_parts(node: ir.Node, facts: Facts, opset: int) -> SoftmaxReading | None:
+def softmax_in_parts(node: ir.Node, info: ShapeInfo, opset: int) -> SoftmaxMatch | None:
     """e / ReduceSum(e), where e is Exp(logits) or Exp(logits - ReduceMax(logits))."""
     if node.op_type != "Div" or len(node.inputs) != 2:
         return None
@@ -73,31 +73,31 @@ def softmax_in_parts(node: ir.Node, facts: Facts, opset: int) -> SoftmaxReading 
         return None
     if total.inputs[0] is not top.outputs[0] or not total.attributes.get_int("keepdims", 1):
         return None
-    logits, axes = _less_largest(top.inputs[0]), _axes(total)
-    shape = facts.shape(logits)
+    logits, axes = _unshifted(top.inputs[0]), _axes(total)
+    shape = info.shape(logits)
     if logits is None or shape is None or axes is None or len(axes) != 1:
         return None
-    return SoftmaxReading(logits, axes[0] % len(shape), node.outputs[0])
+    return SoftmaxMatch(logits, axes[0] % len(shape), node.outputs[0])
 
 
 SOFTMAXES = (softmax, exponential_of_log_softmax, softmax_with_bias, softmax_in_parts)
 
 
-def _softmax(node: ir.Node, facts: Facts, *, one_axis: bool) -> SoftmaxReading:
+def _softmax(node: ir.Node, info: ShapeInfo, *, one_axis: bool) -> SoftmaxMatch:
     """A softmax over the attribute ``axis``, or over all axes from there on where they are one."""
     logits = node.inputs[0] if node.inputs else None
     if logits is None or not node.outputs:
-        raise Unread(f"{say(node)} lacks its input or its output")
-    shape = facts.shape(logits)
+        raise MatchFailure(f"{describe(node)} lacks its input or its output")
+    shape = info.shape(logits)
     if shape is None:  # whoever reads the logits says why
-        return SoftmaxReading(logits, -1, node.outputs[0])
+        return SoftmaxMatch(logits, -1, node.outputs[0])
     axis = node.attributes.get_int("axis", -1 if one_axis else 1) % max(1, len(shape))
     if len(shape) < 2 or (not one_axis and math.prod(shape[axis + 1 :]) > 1):
-        raise Unread(f"{say(node)} is not over the keys of (B, H, S, T) logits")
-    return SoftmaxReading(logits, axis, node.outputs[0])
+        raise MatchFailure(f"{describe(node)} is not over the keys of (B, H, S, T) logits")
+    return SoftmaxMatch(logits, axis, node.outputs[0])
 
 
-def _less_largest(value: ir.Value | None) -> ir.Value | None:
+def _unshifted(value: ir.Value | None) -> ir.Value | None:
     """The logits, where their largest was subtracted, which changes no softmax."""
     node = None if value is None else value.producer()
     if node is None or node.op_type != "Sub" or None in node.inputs:
@@ -121,7 +121,7 @@ Step = LogitStep | float | None
 
 
 @dataclass(frozen=True, eq=False)
-class LogitReading:
+class LogitMatch:
     """One node between scores and softmax: where the logits come from, and what it did to them."""
 
     candidates: tuple[ir.Value, ...]
@@ -132,9 +132,9 @@ def _always(step: Step) -> Callable[[ir.Value], Step]:
     return lambda _: step
 
 
-def _number(value: ir.Value | None, facts: Facts) -> float | None:
+def _number(value: ir.Value | None, info: ShapeInfo) -> float | None:
     """What a constant holds, if that is one number (however often)."""
-    constant = facts.constant(value)
+    constant = info.constant(value)
     if constant is None and is_constant(value):
         constant = constant_array(value)
     if constant is None or constant.size == 0 or (constant != constant.flat[0]).any():
@@ -142,91 +142,91 @@ def _number(value: ir.Value | None, facts: Facts) -> float | None:
     return float(constant.flat[0])
 
 
-def scaled_logits(node: ir.Node, facts: Facts) -> LogitReading | None:
+def scaled_logits(node: ir.Node, info: ShapeInfo) -> LogitMatch | None:
     """logits * c, logits / c, c * logits."""
     if node.op_type not in ("Mul", "Div"):
         return None
     a, b = node.inputs
     for logits, factor in ((a, b), (b, a)):
-        number = _number(factor, facts)
+        number = _number(factor, info)
         if logits is None or number is None or (node.op_type == "Div" and logits is b):
             continue
         if number == 0.0 or not np.isfinite(number):
             return None
         scale = number if node.op_type == "Mul" else 1.0 / number
-        return LogitReading((logits,), _always(scale))
+        return LogitMatch((logits,), _always(scale))
     return None
 
 
-def biased_logits(node: ir.Node, facts: Facts) -> LogitReading | None:
+def biased_logits(node: ir.Node, info: ShapeInfo) -> LogitMatch | None:
     """logits + mask, in either order, and logits - mask."""
     if node.op_type not in ("Add", "Sub", "Sum") or None in node.inputs or len(node.inputs) != 2:
         return None
     a, b = node.inputs
     assert a is not None and b is not None
     if node.op_type == "Sub":
-        return LogitReading((a,), _always(PositionBias(b, sign=-1)))
-    return LogitReading((a, b), lambda logits: PositionBias(b if logits is a else a))
+        return LogitMatch((a,), _always(PositionBias(b, sign=-1)))
+    return LogitMatch((a, b), lambda logits: PositionBias(b if logits is a else a))
 
 
-def weighted_logits(node: ir.Node, facts: Facts) -> LogitReading | None:
+def weighted_logits(node: ir.Node, info: ShapeInfo) -> LogitMatch | None:
     """logits * mask, in either order."""
     if node.op_type != "Mul" or None in node.inputs:
         return None
     a, b = node.inputs
     assert a is not None and b is not None
-    if _number(a, facts) is not None or _number(b, facts) is not None:
+    if _number(a, info) is not None or _number(b, info) is not None:
         return None
-    return LogitReading((a, b), lambda logits: Weighted(b if logits is a else a))
+    return LogitMatch((a, b), lambda logits: Weighted(b if logits is a else a))
 
 
-def selected_logits(node: ir.Node, facts: Facts) -> LogitReading | None:
+def selected_logits(node: ir.Node, info: ShapeInfo) -> LogitMatch | None:
     """Where(allowed, logits, -inf) or Where(forbidden, -inf, logits)."""
     if node.op_type != "Where":
         return None
     condition, when_true, when_false = node.inputs
     for logits, other, keep in ((when_true, when_false, True), (when_false, when_true, False)):
-        fill = _number(other, facts)
+        fill = _number(other, info)
         if logits is None or condition is None or fill is None:
             continue
         mask = Mask(condition, fill, keep)
-        return LogitReading((logits,), _always(mask))
+        return LogitMatch((logits,), _always(mask))
     return None
 
 
-def cast_logits(node: ir.Node, facts: Facts) -> LogitReading | None:
+def cast_logits(node: ir.Node, info: ShapeInfo) -> LogitMatch | None:
     """Cast and Identity change nothing that the certificate would not see."""
     if node.op_type not in ("Cast", "CastLike", "Identity") or node.inputs[0] is None:
         return None
-    return LogitReading((node.inputs[0],), _always(None))
+    return LogitMatch((node.inputs[0],), _always(None))
 
 
-def moved_logits(node: ir.Node, facts: Facts) -> LogitReading | None:
+def moved_logits(node: ir.Node, info: ShapeInfo) -> LogitMatch | None:
     """Scores laid out anew, as (B*H, S, T) or with the heads last."""
     moves = ("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Transpose")
     if node.op_type not in moves or node.inputs[0] is None:
         return None
-    return LogitReading((node.inputs[0],), _always(None))
+    return LogitMatch((node.inputs[0],), _always(None))
 
 
-def capped_logits(node: ir.Node, facts: Facts) -> LogitReading | None:
+def capped_logits(node: ir.Node, info: ShapeInfo) -> LogitMatch | None:
     """tanh(logits), the middle of a soft cap."""
     if node.op_type != "Tanh" or node.inputs[0] is None:
         return None
-    return LogitReading((node.inputs[0],), _always(Capped()))
+    return LogitMatch((node.inputs[0],), _always(Capped()))
 
 
-def floored_logits(node: ir.Node, facts: Facts) -> LogitReading | None:
+def floored_logits(node: ir.Node, info: ShapeInfo) -> LogitMatch | None:
     """max(logits, the lowest number): how older exports keep a sum of masks finite."""
     if node.op_type not in ("Max", "Clip"):
         return None
     a, b, *rest = [*node.inputs, None]
     for logits, other in ((a, b), (b, a)):
-        low = _number(other, facts)
+        low = _number(other, info)
         if logits is None or low is None or (node.op_type == "Clip" and logits is b):
             continue
         if not any(rest):
-            return LogitReading((logits,), _always(Floor(low)))
+            return LogitMatch((logits,), _always(Floor(low)))
     return None
 
 

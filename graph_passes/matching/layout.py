@@ -16,29 +16,36 @@ import numpy as np
 import onnx_ir as ir
 
 from graph_passes.analysis.constants import constant_array, evaluate, is_constant, origin
-from graph_passes.analysis.shapes import Facts
-from graph_passes.blocks import OutputProjection, Projection, Spread
-from graph_passes.matching.labels import (
-    Factor,
-    Heads,
-    Labels,
+from graph_passes.analysis.shapes import ShapeInfo
+from graph_passes.blocks import BroadcastLayout, Linear, OutputProjection, Projection
+from graph_passes.matching.element_map import (
+    ElementMap,
+    LinearTrace,
+    MatchFailure,
+    PositionFactor,
     Source,
-    Trace,
-    Unread,
-    added,
-    by_head,
-    joined,
-    say,
+    TermByHead,
+    add_traces,
+    concat_traces,
+    describe,
+    split_heads,
 )
-from graph_passes.matching.products import Linear, linear
-from graph_passes.matching.rotary import NORMS, normalised, rotated, spread_of, turned, turns_of
+from graph_passes.matching.products import linear
+from graph_passes.matching.rotary import (
+    NORMS,
+    apply_norm,
+    apply_position_factor,
+    apply_rotary_operator,
+    broadcast_layout_of,
+    rotary_terms_of,
+)
 
-__all__ = ["Reader", "only_consumer"]
+__all__ = ["LayoutReader", "only_consumer"]
 
 LAYOUT = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Split",
                     "Gather", "GatherND", "Expand", "Tile", "Identity", "Cast", "CastLike",
                     "Dropout"})  # fmt: skip
-HANDED_ON = frozenset({"Identity", "Cast", "CastLike", "Dropout"})
+PASS_THROUGH = frozenset({"Identity", "Cast", "CastLike", "Dropout"})
 ELEMENTWISE = frozenset({"Add", "Sub", "Mul", "Div", "Max", "Where"})
 LINEAR = frozenset({"MatMul", "Gemm", "FusedMatMul", "TransposeMatMul", "Einsum"})
 QUANTIZED = frozenset({"MatMulInteger", "DynamicQuantizeMatMul", "MatMulIntegerToFloat",
@@ -56,33 +63,33 @@ REACH = 40
 
 
 @dataclass(frozen=True, eq=False)
-class Reader:
+class LayoutReader:
     """Reads projections at one choice of axis lengths.
 
     Args:
-        facts: Shapes and small constants (see ``shapes.interpret``).
+        info: Shapes and small constants (see ``infer_shapes_at``).
         opsets: The model's opset imports.
     """
 
-    facts: Facts
+    info: ShapeInfo
     opsets: dict[str, int]
 
     def shape(self, value: ir.Value) -> tuple[int, ...]:
         """The shape of a value whose elements may be numbered.
 
         Raises:
-            Unread: It could not be inferred, or the value holds too many elements.
+            MatchFailure: It could not be inferred, or the value holds too many elements.
         """
-        shape = self.facts.shape(value)
+        shape = self.info.shape(value)
         if shape is None:
-            raise Unread(
-                f"the shape of {value.name!r} could not be inferred: {self.facts.why(value)}"
+            raise MatchFailure(
+                f"the shape of {value.name!r} could not be inferred: {self.info.explain(value)}"
             )
         if math.prod(shape) > MOST:
-            raise Unread(f"{value.name!r} has shape {shape}: more than {MOST} elements")
+            raise MatchFailure(f"{value.name!r} has shape {shape}: more than {MOST} elements")
         return shape
 
-    def projection(
+    def match_projection(
         self, operand: ir.Value, role: str, *, axes: Sequence[int] | None = None, heads: int = 0
     ) -> Projection:
         """Read ``operand``, (B, H, T, K) or (B*H, T, K), back to the product with its weight.
@@ -94,13 +101,15 @@ class Reader:
             heads: Split the last axis of a three-dimensional (B, T, H*K) operand (fused operators).
 
         Raises:
-            Unread: Something other than layout stands in between.
+            MatchFailure: Something other than layout stands in between.
         """
-        return self.finished(self.trace(operand, role), operand, role, axes=axes, heads=heads)
+        return self.make_projection(
+            self.trace(operand, role), operand, role, axes=axes, heads=heads
+        )
 
-    def finished(
+    def make_projection(
         self,
-        trace: Trace,
+        trace: LinearTrace,
         operand: ir.Value,
         role: str,
         *,
@@ -110,15 +119,15 @@ class Reader:
         """The projection whose trace this is."""
         if axes is None:
             axes = range(len(trace.shape))
-        read, held = by_head(trace, axes, heads, role)
-        past = None if held is None else spread_of(held[0], held[1], self.facts, role)
+        read, held = split_heads(trace, axes, heads, role)
+        past = None if held is None else broadcast_layout_of(held[0], held[1], self.info, role)
         layout = "B T H*K" if heads else "B*H T K" if len(trace.shape) == 3 else "B H T K"
         if trace.source is None:
             assert held is not None and past is not None
             return _cached(operand, trace, past, held[1])
         kept = 1.0 if held is None else float(held[1].offset.flat[0])
         first = next(iter(read.values()))
-        count, length = trace.source.count, first.turn.shape[2]
+        count, length = trace.source.count, first.factor_index.shape[2]
         source_input, sequence_first = self._whole(trace.source.tokens, first.sequence_first)
         lengths = (length, count // length) if sequence_first else (count // length, length)
         return Projection(
@@ -134,13 +143,13 @@ class Reader:
             by_sequence=self.shape(source_input)[:-1] == lengths and not sequence_first,
             sequence_first=sequence_first,
             layout=layout,
-            turns=() if set(read) == {None} else turns_of(read, self.facts, role),
+            rotary_terms=() if set(read) == {None} else rotary_terms_of(read, self.info, role),
             norm=trace.norm,
             past=past,
             axes=tuple(axes),
         )
 
-    def output_projection(
+    def match_output_projection(
         self, context: ir.Value, labels: np.ndarray, order: tuple[int, int, int, int]
     ) -> OutputProjection | None:
         """Follow the context forward to the product with W_O; None when it goes elsewhere.
@@ -156,8 +165,8 @@ class Reader:
             if node.inputs[0] is not value or (len(node.outputs) > 1 and node.op_type != "Dropout"):
                 return None
             try:
-                labels = self.moved(node, labels, 0)
-            except Unread:  # laid out for something else than a product
+                labels = self.apply_layout(node, labels, 0)
+            except MatchFailure:  # laid out for something else than a product
                 return None
             value = node.outputs[0]
             path.append(node)
@@ -202,7 +211,7 @@ class Reader:
             bias = product.inputs[2]
             one = product.attributes.get_float("beta", 1.0) == 1.0
             if not (one and is_constant(bias) and math.prod(self.shape(bias)[:-1]) == 1):
-                raise Unread(f"{say(product)} adds something else than a bias")
+                raise MatchFailure(f"{describe(product)} adds something else than a bias")
             return bias, output, ()
         add = only_consumer(output)
         if add is not None and add.op_type == "Add" and None not in add.inputs:
@@ -211,77 +220,81 @@ class Reader:
                 return other, add.outputs[0], (add,)
         return None, output, ()
 
-    def trace(self, value: ir.Value, role: str, reach: int = REACH) -> Trace:
+    def trace(self, value: ir.Value, role: str, reach: int = REACH) -> LinearTrace:
         """What ``value`` is of the one product behind it."""
         node = value.producer()
         if node is None and not is_constant(value) and role in ("key", "value", "content"):
-            return self.past(value, role)
+            return self.trace_past(value, role)
         if node is None or is_constant(value):
             what = "a constant" if is_constant(value) else "an input of the graph"
-            raise Unread(f"the {role} is {value.name!r}, {what}: no projection makes it")
+            raise MatchFailure(f"the {role} is {value.name!r}, {what}: no projection makes it")
         if node.op_type in LINEAR and any(map(is_constant, node.inputs[:2])):
             return self._source(node, role)
         if reach == 0:
-            raise Unread(f"{say(node)} is too far from any projection of the {role}")
+            raise MatchFailure(f"{describe(node)} is too far from any projection of the {role}")
         if node.op_type in LAYOUT and node.inputs[0] is not None:
             inner = self.trace(node.inputs[0], role, reach - 1)
             order = np.arange(math.prod(inner.shape)).reshape(inner.shape)
-            moved = self.moved(node, order, value.index() or 0)
-            return inner.each(lambda labels: labels.at(moved)).through(node)
+            moved = self.apply_layout(node, order, value.index() or 0)
+            return inner.map_terms(lambda labels: labels.take(moved)).append_node(node)
         for norm in NORMS:
             if (reading := norm(node)) is not None:
                 inner = self.trace(reading.value, role, reach - 1)
-                return normalised(node, inner, reading, role)
+                return apply_norm(node, inner, reading, role)
         if node.op_type == "RotaryEmbedding" and node.inputs[0] is not None:
-            return rotated(node, self.trace(node.inputs[0], role, reach - 1), self.facts, role)
+            return apply_rotary_operator(
+                node, self.trace(node.inputs[0], role, reach - 1), self.info, role
+            )
         if not node.domain and None not in node.inputs[:2]:
             match node.op_type:
                 case "Add" | "Sub" | "Mul" | "Div":
                     return self._arithmetic(node, role, reach - 1)
                 case "Neg":
                     inner = self.trace(_first(node), role, reach - 1)
-                    return inner.each(lambda labels: labels.times(-1.0)).through(node)
+                    return inner.map_terms(lambda labels: labels.scaled_by(-1.0)).append_node(node)
                 case "Concat":
                     pieces = [self.trace(value, role, reach - 1) for value in node.inputs if value]
-                    return joined(node, pieces, node.attributes.get_int("axis", -1), role)
+                    return concat_traces(node, pieces, node.attributes.get_int("axis", -1), role)
                 case _:
                     pass
         raise _between(node, role)
 
-    def past(self, value: ir.Value, role: str, part: int | None = None) -> Trace:
+    def trace_past(self, value: ir.Value, role: str, part: int | None = None) -> LinearTrace:
         """Heads that the caller hands in, (B, H, P, K), or that part of (2, B, H, P, K)."""
         shape = self.shape(value)
-        turn = np.arange(math.prod(shape)).reshape(shape)
+        factor_index = np.arange(math.prod(shape)).reshape(shape)
         if part is not None and len(shape) == 5:
-            turn, shape = turn[part], shape[1:]
+            factor_index, shape = factor_index[part], shape[1:]
         if len(shape) < 4:
-            raise Unread(
+            raise MatchFailure(
                 f"the {role} is {value.name!r}, an input of the graph with shape {shape}: "
                 "no projection makes it, and a cache has four axes"
             )
         zeros = np.zeros(shape, np.int64)
-        labels = Labels(zeros, zeros, np.zeros(shape), np.ones(shape), turn)
-        return Trace(None, 1.0, {Factor(value, past=True): labels}, ())
+        labels = ElementMap(zeros, zeros, np.zeros(shape), np.ones(shape), factor_index)
+        return LinearTrace(None, 1.0, {PositionFactor(value, past=True): labels}, ())
 
-    def _source(self, node: ir.Node, role: str) -> Trace:
+    def _source(self, node: ir.Node, role: str) -> LinearTrace:
         """Number the columns and the tokens of the product."""
         product = linear(node, self.shape)
         if product is None:
-            raise Unread(f"the {role} is made by {say(node)}, not by tokens and a matrix")
+            raise MatchFailure(
+                f"the {role} is made by {describe(node)}, not by tokens and a matrix"
+            )
         trace = self._numbered(node, product, self.shape(node.outputs[0]))
         if node.op_type != "Gemm" or len(node.inputs) < 3 or node.inputs[2] is None:
             return trace
-        bias = self.elements(node.inputs[2])
+        bias = self.constant_elements(node.inputs[2])
         if bias is None:
-            raise Unread(f"the bias of {say(node)} is not constant")
+            raise MatchFailure(f"the bias of {describe(node)} is not constant")
         added = bias * node.attributes.get_float("beta", 1.0) / trace.scale
-        return trace.each(lambda labels: replace(labels, offset=labels.offset + added))
+        return trace.map_terms(lambda labels: replace(labels, offset=labels.offset + added))
 
-    def projected(self, node: ir.Node, tokens: ir.Value, weight: ir.Value) -> Trace:
+    def trace_product(self, node: ir.Node, tokens: ir.Value, weight: ir.Value) -> LinearTrace:
         """Tokens (B, S, D) times a weight (D, N) inside an operator, (B, S, N)."""
         sizes, columns = self.shape(tokens), self.shape(weight)
         if len(sizes) != 3 or len(columns) != 2 or sizes[-1] != columns[0]:
-            raise Unread(f"{say(node)} projects {sizes} by {columns}")
+            raise MatchFailure(f"{describe(node)} projects {sizes} by {columns}")
         product = Linear(
             tokens,
             weight,
@@ -293,11 +306,11 @@ class Reader:
         )
         return self._numbered(node, product, (*sizes[:2], columns[1]))
 
-    def _numbered(self, node: ir.Node, product: Linear, shape: tuple[int, ...]) -> Trace:
+    def _numbered(self, node: ir.Node, product: Linear, shape: tuple[int, ...]) -> LinearTrace:
         source = Source(
             node, product.tokens, origin(product.weight), product.contracted, product.rows.size
         )
-        labels = Labels(
+        labels = ElementMap(
             np.broadcast_to(product.columns, shape),
             np.broadcast_to(product.rows, shape),
             np.broadcast_to(1.0, shape),
@@ -305,10 +318,10 @@ class Reader:
             np.broadcast_to(0, shape),
         )
         if product.scale == 0.0:
-            raise Unread(f"{say(node)} multiplies by zero")
-        return Trace(source, product.scale, {None: labels}, (node,))
+            raise MatchFailure(f"{describe(node)} multiplies by zero")
+        return LinearTrace(source, product.scale, {None: labels}, (node,))
 
-    def _arithmetic(self, node: ir.Node, role: str, reach: int) -> Trace:
+    def _arithmetic(self, node: ir.Node, role: str, reach: int) -> LinearTrace:
         """A constant multiplied or added, a factor multiplied, or two readings added."""
         a, b = node.inputs
         assert a is not None and b is not None
@@ -316,24 +329,24 @@ class Reader:
             constant = self._constant_operand(other)
             if constant is not None and (left or node.op_type != "Div"):
                 inner = self.trace(value, role, reach)
-                if node.op_type == "Mul" and inner.plain and _by_token(inner, constant):
-                    return turned(node, inner, other, self.facts, role)
+                if node.op_type == "Mul" and inner.has_no_factor and _by_token(inner, constant):
+                    return apply_position_factor(node, inner, other, self.info, role)
                 return self._with_constant(node, inner, constant.astype(np.float64), left, role)
         if node.op_type == "Div":
             raise _between(node, role)
         readings = [self._attempt(value, role, reach) for value in (a, b)]
         if node.op_type == "Mul":
             for inner, factor in zip(readings, (b, a), strict=True):
-                if inner is not None and None in readings and inner.plain:
-                    return turned(node, inner, factor, self.facts, role)
+                if inner is not None and None in readings and inner.has_no_factor:
+                    return apply_position_factor(node, inner, factor, self.info, role)
         elif None not in readings:
-            return added(node, [r for r in readings if r is not None], role)
+            return add_traces(node, [r for r in readings if r is not None], role)
         raise _between(node, role)
 
-    def _attempt(self, value: ir.Value, role: str, reach: int) -> Trace | None:
+    def _attempt(self, value: ir.Value, role: str, reach: int) -> LinearTrace | None:
         try:
             trace = self.trace(value, role, reach)
-        except Unread:
+        except MatchFailure:
             return None
         return None if trace.source is None else trace
 
@@ -342,7 +355,7 @@ class Reader:
         size, count = self.shape(tokens)[-1], math.prod(self.shape(tokens)[:-1])
         value: ir.Value | None = tokens
         for _ in range(FLATTENING):
-            shape = self.facts.shape(value)
+            shape = self.info.shape(value)
             if value is None or shape is None:
                 break
             if len(shape) == 3 and shape[2] == size and shape[0] * shape[1] == count:
@@ -356,31 +369,31 @@ class Reader:
         swapped = list(node.attributes.get_ints("perm", None) or ()) == [1, 0, 2]
         return (node.inputs[0], False) if swapped else (tokens, True)
 
-    def numbered(self, value: ir.Value, reach: int = FLATTENING) -> np.ndarray:
+    def number_elements(self, value: ir.Value, reach: int = FLATTENING) -> np.ndarray:
         """Numbers for the elements of a value, the same where the same elements made them."""
         shape, node = self.shape(value), value.producer()
-        constant = self.facts.constant(value)
+        constant = self.info.constant(value)
         if constant is not None:
             return np.unique(constant, return_inverse=True)[1].reshape(shape)
         if node is not None and node.op_type in LAYOUT and node.inputs[0] is not None and reach:
             try:
-                return self.moved(node, self.numbered(node.inputs[0], reach - 1), 0)
-            except Unread:  # laid out by data
+                return self.apply_layout(node, self.number_elements(node.inputs[0], reach - 1), 0)
+            except MatchFailure:  # laid out by data
                 pass
         if node is not None and node.op_type in ELEMENTWISE and reach:
             together = np.zeros((), np.int64)
             for operand in node.inputs:
                 if operand is not None:
-                    numbers = self.numbered(operand, reach - 1)
+                    numbers = self.number_elements(operand, reach - 1)
                     together = together * (int(numbers.max(initial=0)) + 1) + numbers
             return np.broadcast_to(together, shape)
         return np.arange(math.prod(shape)).reshape(shape)
 
-    def elements(self, value: ir.Value | None) -> np.ndarray | None:
+    def constant_elements(self, value: ir.Value | None) -> np.ndarray | None:
         """What a value holds, where that does not depend on data."""
         if value is None:
             return None
-        constant = self.facts.constant(value)
+        constant = self.info.constant(value)
         if constant is not None:
             return constant
         return constant_array(value) if is_constant(value) else None
@@ -389,70 +402,74 @@ class Reader:
         """A weight, or a number of the shape program, whose arrays (angles) are factors."""
         if is_constant(value):
             return constant_array(value)
-        constant = self.facts.constant(value)
+        constant = self.info.constant(value)
         return constant if constant is not None and constant.size == 1 else None
 
     def _with_constant(
-        self, node: ir.Node, inner: Trace, constant: np.ndarray, left: bool, role: str
-    ) -> Trace:
+        self, node: ir.Node, inner: LinearTrace, constant: np.ndarray, left: bool, role: str
+    ) -> LinearTrace:
         try:
             shape = np.broadcast_shapes(inner.shape, constant.shape)
         except ValueError as error:
-            raise Unread(f"{say(node)} does not fit the {role}: {error}") from error
-        inner = inner.each(lambda labels: labels.spread(shape))
+            raise MatchFailure(f"{describe(node)} does not fit the {role}: {error}") from error
+        inner = inner.map_terms(lambda labels: labels.broadcast_to(shape))
         if node.op_type in ("Mul", "Div"):
             with np.errstate(divide="ignore"):
                 factor = constant if node.op_type == "Mul" else 1.0 / constant
             if not np.isfinite(factor).all() or not factor.any():
-                raise Unread(f"{say(node)} multiplies the {role} by zero or infinity")
+                raise MatchFailure(f"{describe(node)} multiplies the {role} by zero or infinity")
             if constant.size == 1:
-                return inner.through(node, factor.item())
-            return inner.each(lambda labels: labels.times(factor)).through(node)
+                return inner.append_node(node, factor.item())
+            return inner.map_terms(lambda labels: labels.scaled_by(factor)).append_node(node)
         if node.op_type == "Sub" and not left:
-            raise Unread(f"{say(node)} subtracts the {role} from a constant")
-        if not inner.plain:
+            raise MatchFailure(f"{describe(node)} subtracts the {role} from a constant")
+        if not inner.has_no_factor:
             held = any(factor is not None and factor.past for factor in inner.terms)
             what = "holds a cache" if held else "is rotated already"
-            raise Unread(f"{say(node)} adds to a {role} that {what}")
+            raise MatchFailure(f"{describe(node)} adds to a {role} that {what}")
         added = (constant if node.op_type == "Add" else -constant) / inner.scale
-        return inner.each(lambda labels: replace(labels, offset=labels.offset + added)).through(
-            node
-        )
+        return inner.map_terms(
+            lambda labels: replace(labels, offset=labels.offset + added)
+        ).append_node(node)
 
-    def moved(self, node: ir.Node, array: np.ndarray, index: int) -> np.ndarray:
+    def apply_layout(self, node: ir.Node, array: np.ndarray, index: int) -> np.ndarray:
         """An output of one layout node when its tokens are this array of labels."""
         if index and node.op_type != "Split":
-            raise Unread(f"{say(node)} hands on its output {index}, not its tokens")
-        if node.op_type in HANDED_ON:
+            raise MatchFailure(f"{describe(node)} hands on its output {index}, not its tokens")
+        if node.op_type in PASS_THROUGH:
             return array
         inputs: list[np.ndarray | None] = [array]
         for other in node.inputs[1:]:
-            constant = None if other is None else self.elements(other)
+            constant = None if other is None else self.constant_elements(other)
             if other is not None and constant is None:
-                raise Unread(f"{say(node)} lays tokens out by a value that depends on data")
+                raise MatchFailure(
+                    f"{describe(node)} lays tokens out by a value that depends on data"
+                )
             inputs.append(constant)
         if node.op_type == "Slice" and _is_window(inputs):
-            raise Unread(f"{say(node)} keeps a fixed number of elements, however many there are")
+            raise MatchFailure(
+                f"{describe(node)} keeps a fixed number of elements, however many there are"
+            )
         try:
             return evaluate(node, inputs, self.opsets)[index]
         except Exception as error:  # whatever numpy says of shapes that do not fit
-            raise Unread(f"{say(node)} could not be followed: {error}") from error
+            raise MatchFailure(f"{describe(node)} could not be followed: {error}") from error
 
 
-def _between(node: ir.Node, role: str) -> Unread:
+def _between(node: ir.Node, role: str) -> MatchFailure:
     """Why nothing is read through a node: for itself, or for the quantized product behind it."""
     pending, seen = [node], {node}
     while pending and len(seen) < 4 * REACH:
         reached = pending.pop(0)
         if reached.op_type in QUANTIZED:
-            return Unread(
-                f"the {role} is projected in integers ({say(reached)}): "
+            return MatchFailure(
+                f"the {role} is projected in integers ({describe(reached)}): "
                 "read and rewrite the float model, and quantize the result"
             )
         parents = {value.producer() for value in reached.inputs if value is not None}
         pending += [parent for parent in parents if parent is not None and parent not in seen]
         seen.update(pending)
-    return Unread(f"{say(node)} stands between the {role} projection and the product")
+    return MatchFailure(f"{describe(node)} stands between the {role} projection and the product")
 
 
 def _is_window(inputs: Sequence[np.ndarray | None]) -> bool:
@@ -465,7 +482,7 @@ def _is_window(inputs: Sequence[np.ndarray | None]) -> bool:
     return any(data.shape[axis] < abs(bound) < ENDLESS for bound, axis in bounds)
 
 
-def _by_token(inner: Trace, constant: np.ndarray) -> bool:
+def _by_token(inner: LinearTrace, constant: np.ndarray) -> bool:
     """Whether a constant factor differs from token to token, as folded angles do."""
     shape = inner.shape
     if constant.size == 1 or constant.ndim > len(shape):
@@ -487,7 +504,9 @@ def _first(node: ir.Node) -> ir.Value:
     return node.inputs[0]
 
 
-def _cached(operand: ir.Value, trace: Trace, past: Spread, heads: Heads) -> Projection:
+def _cached(
+    operand: ir.Value, trace: LinearTrace, past: BroadcastLayout, heads: TermByHead
+) -> Projection:
     """Heads that are handed in whole: every (h, k) is a column of its own, by where it lies."""
     indices = [axis for axis in past.axes if not isinstance(axis, str)]
     sizes = [int(index.max()) + 1 for index in indices]

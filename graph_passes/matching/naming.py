@@ -12,7 +12,7 @@ import onnx_ir as ir
 from graph_passes.analysis.constants import is_constant
 from graph_passes.blocks import AttentionBlock
 
-__all__ = ["named", "pin_name", "pin_names", "pinned_name"]
+__all__ = ["assign_names", "pin_name", "pin_names", "pinned_name"]
 
 REWRITTEN = re.compile("/(collaborative|fused|pruned|reuse)/")
 """Stands in the names of what a rewrite puts into a graph, after the block's name."""
@@ -46,7 +46,7 @@ def pinned_name(product: ir.Node) -> str | None:
     return product.metadata_props.get(PINNED)
 
 
-def named(blocks: Sequence[AttentionBlock]) -> list[AttentionBlock]:
+def assign_names(blocks: Sequence[AttentionBlock]) -> list[AttentionBlock]:
     """Names the exporter's own nodes and weights agree on, else attention_<index>."""
     names = [_common_name(block) for block in blocks]
     return [
@@ -74,7 +74,7 @@ def _common_name(block: AttentionBlock) -> str:
             for value in (projection.weight, *node.inputs)
             if is_constant(value)
         ]
-        names = [named.name or "" for named in (*projection.nodes[:1], *constants)]
+        names = [assign_names.name or "" for assign_names in (*projection.nodes[:1], *constants)]
         groups.append([name for name in names if len(_parts(name)) > 1])
     for q in groups[0]:
         for k in groups[1]:

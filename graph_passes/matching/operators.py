@@ -1,7 +1,7 @@
 """Operators that hold a whole attention: one small named function an operator.
 
 Each reads its operands to projections, whichever way it wants its heads laid out. An operator in
-``FUSED`` without a function in ``OPERATORS`` is a miss with a reason.
+``FUSED_OPERATORS`` without a function in ``OPERATORS`` is a miss with a reason.
 """
 
 from __future__ import annotations
@@ -25,18 +25,25 @@ from graph_passes.blocks import (
     Projection,
     Scaled,
 )
-from graph_passes.matching.labels import Factor, Labels, Trace, Unread, joined, say
-from graph_passes.matching.layout import Reader
-from graph_passes.matching.rotary import rotation
+from graph_passes.matching.element_map import (
+    ElementMap,
+    LinearTrace,
+    MatchFailure,
+    PositionFactor,
+    concat_traces,
+    describe,
+)
+from graph_passes.matching.layout import LayoutReader
+from graph_passes.matching.rotary import rotate_heads
 
-__all__ = ["FUSED", "OPERATORS", "Fused"]
+__all__ = ["FUSED_OPERATORS", "OPERATORS", "OperatorMatch"]
 
 MASK_FILTER = -10000.0
 """What com.microsoft operators add to masked logits unless told otherwise."""
 
 
 @dataclass(frozen=True, eq=False)
-class Fused:
+class OperatorMatch:
     """An attention as an operator states it, before heads are matched."""
 
     q: Projection
@@ -52,95 +59,101 @@ class _Operand:
     """An operand on its way to a projection: heads (B, H, T, K) as labels."""
 
     node: ir.Node
-    reader: Reader
+    reader: LayoutReader
     role: str
     value: ir.Value
-    trace: Trace
+    trace: LinearTrace
 
     @classmethod
     def read(
-        cls, node: ir.Node, reader: Reader, value: ir.Value, role: str, heads: int
+        cls, node: ir.Node, reader: LayoutReader, value: ir.Value, role: str, heads: int
     ) -> _Operand:
         """An operand that is (B, T, H*K), or (B, H, T, K) already."""
         trace = reader.trace(value, role)
         operand = cls(node, reader, role, value, trace)
-        return operand if len(trace.shape) == 4 else operand.split(heads)
+        return operand if len(trace.shape) == 4 else operand.split_heads(heads)
 
     def map(self, change: Callable[[np.ndarray], np.ndarray]) -> _Operand:
         """The same with every array of labels changed."""
-        trace = self.trace.each(lambda labels: Labels(*map(change, labels.arrays())))
+        trace = self.trace.map_terms(lambda labels: ElementMap(*map(change, labels.arrays())))
         return replace(self, trace=trace)
 
-    def split(self, heads: int) -> _Operand:
+    def split_heads(self, heads: int) -> _Operand:
         """(B, T, H*K) as (B, H, T, K)."""
         shape = self.trace.shape
         if len(shape) != 3 or heads < 1 or shape[-1] % heads:
-            raise Unread(f"{say(self.node)} cannot split a {self.role} {shape} into {heads} heads")
+            raise MatchFailure(
+                f"{describe(self.node)} cannot split a {self.role} {shape} into {heads} heads"
+            )
         return self.map(lambda a: np.moveaxis(a.reshape(*shape[:2], heads, -1), 2, 1))
 
-    def biased(self, bias: np.ndarray | None) -> _Operand:
+    def add_bias(self, bias: np.ndarray | None) -> _Operand:
         """Plus a bias of H*K elements that the operator adds itself."""
         if bias is None:
             return self
         _, heads, _, size = self.trace.shape
-        if bias.size != heads * size or not self.trace.plain:
-            raise Unread(f"{say(self.node)} adds {bias.size} elements to a {self.role}")
+        if bias.size != heads * size or not self.trace.has_no_factor:
+            raise MatchFailure(f"{describe(self.node)} adds {bias.size} elements to a {self.role}")
         added = bias.reshape(heads, 1, size) / self.trace.scale
         return replace(
-            self, trace=self.trace.each(lambda part: replace(part, offset=part.offset + added))
+            self, trace=self.trace.map_terms(lambda part: replace(part, offset=part.offset + added))
         )
 
-    def rotated(self, cos: Factor, sin: Factor) -> _Operand:
+    def rotate(self, cos: PositionFactor, sin: PositionFactor) -> _Operand:
         """Turned by angles as the operator's attributes say."""
-        if not self.trace.plain:
-            raise Unread(f"{say(self.node)} rotates a {self.role} that is rotated already")
-        terms = rotation(self.node, self.trace.terms[None], cos, sin, self.reader.facts)
+        if not self.trace.has_no_factor:
+            raise MatchFailure(
+                f"{describe(self.node)} rotates a {self.role} that is rotated already"
+            )
+        terms = rotate_heads(self.node, self.trace.terms[None], cos, sin, self.reader.info)
         return replace(self, trace=replace(self.trace, terms=terms))
 
-    def after(self, past: ir.Value | None, part: int | None = None) -> _Operand:
+    def prepend_past(self, past: ir.Value | None, part: int | None = None) -> _Operand:
         """After the cached heads of earlier tokens, (B, H, P, K), or that part of (2, ...)."""
         if past is None:
             return self
-        held = self.reader.past(past, self.role, part)
-        return replace(self, trace=joined(self.node, [held, self.trace], 2, self.role))
+        held = self.reader.trace_past(past, self.role, part)
+        return replace(self, trace=concat_traces(self.node, [held, self.trace], 2, self.role))
 
     def projection(self) -> Projection:
         inside = self.value in self.node.outputs
         shape = () if inside else self.reader.shape(self.value)
         return replace(
-            self.reader.finished(self.trace, self.value, self.role),
+            self.reader.make_projection(self.trace, self.value, self.role),
             output=None if inside else self.value,
             layout="inside" if inside else "B H T K" if len(shape) == 4 else "B T H*K",
             axes=tuple(range(len(shape))),
         )
 
 
-def attention_operator(node: ir.Node, reader: Reader) -> Fused:
+def attention_operator(node: ir.Node, reader: LayoutReader) -> OperatorMatch:
     """ai.onnx Attention, opset 23 and later.
 
     Raises:
-        Unread: It is causal over caches of different lengths.
+        MatchFailure: It is causal over caches of different lengths.
     """
     q, k, v, mask, past_key, past_value, lengths = _inputs(node, 7)
     if q is None or k is None or v is None:
-        raise Unread(f"{say(node)} lacks queries, keys or values")
+        raise MatchFailure(f"{describe(node)} lacks queries, keys or values")
     heads = node.attributes.get_int("q_num_heads", 0)
     kv_heads = node.attributes.get_int("kv_num_heads", 0)
     query = _Operand.read(node, reader, q, "query", heads)
-    key = _Operand.read(node, reader, k, "key", kv_heads).after(past_key)
-    value = _Operand.read(node, reader, v, "value", kv_heads).after(past_value)
+    key = _Operand.read(node, reader, k, "key", kv_heads).prepend_past(past_key)
+    value = _Operand.read(node, reader, v, "value", kv_heads).prepend_past(past_value)
     steps: list[LogitStep] = []
     if node.attributes.get_int("is_causal", 0):
         if lengths is not None:
-            raise Unread(f"{say(node)} is causal from the end of caches of different lengths")
+            raise MatchFailure(
+                f"{describe(node)} is causal from the end of caches of different lengths"
+            )
         steps.append(Causal(ends_together=past_key is not None))
     if lengths is not None:
         steps.append(KeyLengths(lengths, 0, -np.inf))
     if mask is not None:
-        fact = reader.facts.known.get(mask)
-        if fact is None:
-            raise Unread(f"the mask of {say(node)} has no known type")
-        is_bool = fact.dtype == ir.DataType.BOOL
+        tensor = reader.info.known.get(mask)
+        if tensor is None:
+            raise MatchFailure(f"the mask of {describe(node)} has no known type")
+        is_bool = tensor.dtype == ir.DataType.BOOL
         steps.append(Mask(mask, -np.inf, keep=True) if is_bool else PositionBias(mask))
     cap = node.attributes.get_float("softcap", 0.0)
     if cap != 0.0:
@@ -148,44 +161,46 @@ def attention_operator(node: ir.Node, reader: Reader) -> Fused:
     return _fused(node, query, key, value, steps)
 
 
-def microsoft_attention(node: ir.Node, reader: Reader) -> Fused:
+def microsoft_attention(node: ir.Node, reader: LayoutReader) -> OperatorMatch:
     """com.microsoft Attention: the projections are inside, one weight (D, H*K + H*K + H*V).
 
     Raises:
-        Unread: A weight that is not constant, rotary positions, or a mask of another form.
+        MatchFailure: A weight that is not constant, rotary positions, or a mask of another form.
     """
     x, weight, bias, mask, past, added, length = _inputs(node, 7)
     if x is None or not is_constant(weight) or not (bias is None or is_constant(bias)):
-        raise Unread(f"{say(node)} has projections that are not constant")
+        raise MatchFailure(f"{describe(node)} has projections that are not constant")
     if length is not None or node.attributes.get_int("do_rotary", 0):
-        raise Unread(f"{say(node)} rotates its heads, or shares the buffer of its cache")
+        raise MatchFailure(f"{describe(node)} rotates its heads, or shares the buffer of its cache")
     columns = reader.shape(weight)[-1]
     sizes = list(node.attributes.get_ints("qkv_hidden_sizes", None) or [columns // 3] * 3)
     if len(sizes) != 3 or sum(sizes) != columns:
-        raise Unread(f"{say(node)} splits {columns} columns into {sizes}")
+        raise MatchFailure(f"{describe(node)} splits {columns} columns into {sizes}")
     heads = node.attributes.get_int("num_heads", 0)
-    whole = reader.projected(node, x, weight)
+    whole = reader.trace_product(node, x, weight)
     biases = None if bias is None else constant_array(bias)
     read: list[_Operand] = []
     ends = np.cumsum([0, *sizes])
     for role, start, stop in zip(("query", "key", "value"), ends[:-1], ends[1:], strict=True):
         operand = _Operand(node, reader, role, node.outputs[0], whole)
-        operand = operand.map(lambda a, start=start, stop=stop: a[..., start:stop]).split(heads)
-        read.append(operand.biased(None if biases is None else biases[start:stop]))
-    query, key, value = read[0], read[1].after(past, 0), read[2].after(past, 1)
+        operand = operand.map(lambda a, start=start, stop=stop: a[..., start:stop]).split_heads(
+            heads
+        )
+        read.append(operand.add_bias(None if biases is None else biases[start:stop]))
+    query, key, value = read[0], read[1].prepend_past(past, 0), read[2].prepend_past(past, 1)
     steps = _microsoft_steps(node, reader, mask, added)
     return _fused(node, query, key, value, steps)
 
 
-def multi_head_attention(node: ir.Node, reader: Reader) -> Fused:
+def multi_head_attention(node: ir.Node, reader: LayoutReader) -> OperatorMatch:
     """com.microsoft MultiHeadAttention, with heads side by side, apart or packed.
 
     Raises:
-        Unread: A cache that is shared, or a mask of another form.
+        MatchFailure: A cache that is shared, or a mask of another form.
     """
     q, k, v, bias, mask, added, past_key, past_value, length = _inputs(node, 9)
     if q is None or length is not None:
-        raise Unread(f"{say(node)} lacks queries, or shares the buffer of its cache")
+        raise MatchFailure(f"{describe(node)} lacks queries, or shares the buffer of its cache")
     heads = node.attributes.get_int("num_heads", 0)
     if k is None:  # (B, S, H, 3, K)
         query, key, value = (_packed(node, reader, q, r, i) for i, r in enumerate(ROLES))
@@ -198,32 +213,32 @@ def multi_head_attention(node: ir.Node, reader: Reader) -> Fused:
             value = _Operand.read(node, reader, v, "value", heads)
     if bias is not None:
         if not is_constant(bias):
-            raise Unread(f"{say(node)} adds a bias that is not constant")
+            raise MatchFailure(f"{describe(node)} adds a bias that is not constant")
         array = constant_array(bias)
         width = query.trace.shape[1] * query.trace.shape[3]
-        query = query.biased(array[:width])
+        query = query.add_bias(array[:width])
         if k is None or len(reader.shape(k)) != 4:  # heads that are apart have theirs already
-            key, value = key.biased(array[width : 2 * width]), value.biased(array[2 * width :])
+            key, value = key.add_bias(array[width : 2 * width]), value.add_bias(array[2 * width :])
     made = {part.trace.source and part.trace.source.tokens for part in (query, key)}
     if node.attributes.get_int("unidirectional", 0) and len(made) > 1:
-        raise Unread(f"{say(node)} is causal over the keys of another input")
-    key, value = key.after(past_key), value.after(past_value)
+        raise MatchFailure(f"{describe(node)} is causal over the keys of another input")
+    key, value = key.prepend_past(past_key), value.prepend_past(past_value)
     return _fused(node, query, key, value, _microsoft_steps(node, reader, mask, added))
 
 
-def group_query_attention(node: ir.Node, reader: Reader) -> Fused:
+def group_query_attention(node: ir.Node, reader: LayoutReader) -> OperatorMatch:
     """com.microsoft GroupQueryAttention: causal, cached, rotary where asked.
 
     Read for sequences of one length: the operator takes others apart by ``seqlens_k``.
 
     Raises:
-        Unread: A local window, sinks, a smooth softmax or a quantized cache.
+        MatchFailure: A local window, sinks, a smooth softmax or a quantized cache.
     """
     q, k, v, past_key, past_value, lengths, total, cos, sin, positions, added, sink = _inputs(
         node, 12
     )
     if q is None or lengths is None or total is None:
-        raise Unread(f"{say(node)} lacks queries or the lengths of its sequences")
+        raise MatchFailure(f"{describe(node)} lacks queries or the lengths of its sequences")
     for reason, is_so in (
         ("smooths its softmax", node.attributes.get_int("smooth_softmax", 0) == 1),
         ("sees a local window", node.attributes.get_int("local_window_size", -1) > 0),
@@ -231,7 +246,7 @@ def group_query_attention(node: ir.Node, reader: Reader) -> Fused:
         ("quantizes its cache", node.attributes.get_string("k_quant_type", "NONE") != "NONE"),
     ):
         if is_so:
-            raise Unread(f"{say(node)} {reason}, which is not read")
+            raise MatchFailure(f"{describe(node)} {reason}, which is not read")
     heads = node.attributes.get_int("num_heads", 0)
     groups = node.attributes.get_int("kv_num_heads", 0)
     if k is None or v is None:  # one (B, S, (H + 2 G) K)
@@ -249,11 +264,14 @@ def group_query_attention(node: ir.Node, reader: Reader) -> Fused:
         value = _Operand.read(node, reader, v, "value", groups)
     if node.attributes.get_int("do_rotary", 0):
         if cos is None or sin is None:
-            raise Unread(f"{say(node)} lacks the angles of its rotary positions")
+            raise MatchFailure(f"{describe(node)} lacks the angles of its rotary positions")
         where, counted = (positions, False) if positions is not None else (lengths, True)
-        angles = Factor(cos, where, to_last=counted), Factor(sin, where, to_last=counted)
-        query, key = query.rotated(*angles), key.rotated(*angles)
-    key, value = key.after(past_key), value.after(past_value)
+        angles = (
+            PositionFactor(cos, where, is_last_position=counted),
+            PositionFactor(sin, where, is_last_position=counted),
+        )
+        query, key = query.rotate(*angles), key.rotate(*angles)
+    key, value = key.prepend_past(past_key), value.prepend_past(past_value)
     cap = node.attributes.get_float("softcap", 0.0)
     steps: list[LogitStep] = [] if cap == 0.0 else [Scaled(1 / cap), Capped(), Scaled(cap)]
     steps.append(FullLengths(lengths, total))
@@ -271,25 +289,25 @@ def _inputs(node: ir.Node, count: int) -> list[ir.Value | None]:
     return [*node.inputs, *[None] * count][:count]
 
 
-def _packed(node: ir.Node, reader: Reader, value: ir.Value, role: str, part: int) -> _Operand:
+def _packed(node: ir.Node, reader: LayoutReader, value: ir.Value, role: str, part: int) -> _Operand:
     """One of several parts side by side in (B, T, H, parts, K)."""
     trace = reader.trace(value, role)
     if len(trace.shape) != 5:
-        raise Unread(f"{say(node)} packs its {role} as {trace.shape}")
+        raise MatchFailure(f"{describe(node)} packs its {role} as {trace.shape}")
     operand = _Operand(node, reader, role, value, trace)
     return operand.map(lambda a: np.moveaxis(a[:, :, :, part], 2, 1))
 
 
 def _fused(
     node: ir.Node, query: _Operand, key: _Operand, value: _Operand, steps: list[LogitStep]
-) -> Fused:
+) -> OperatorMatch:
     q, k, v = query.projection(), key.projection(), value.projection()
     scale = node.attributes.get_float("scale", 0.0) or float(q.head_size) ** -0.5
-    return Fused(q, k, v, scale, tuple(steps), node.outputs[0])
+    return OperatorMatch(q, k, v, scale, tuple(steps), node.outputs[0])
 
 
 def _microsoft_steps(
-    node: ir.Node, reader: Reader, mask: ir.Value | None, added: ir.Value | None
+    node: ir.Node, reader: LayoutReader, mask: ir.Value | None, added: ir.Value | None
 ) -> list[LogitStep]:
     """The mask by keys or by lengths, the causal mask, and an additive bias."""
     steps: list[LogitStep] = []
@@ -303,21 +321,34 @@ def _microsoft_steps(
         elif len(shape) == 1 and not is_constant(mask):
             steps.append(KeyLengths(mask, 0, fill))
         else:
-            raise Unread(f"{say(node)} has a mask of shape {shape}")
+            raise MatchFailure(f"{describe(node)} has a mask of shape {shape}")
     if added is not None:
         steps.append(PositionBias(added))
     return steps
 
 
-FUSED = frozenset({"Attention", "MultiHeadAttention", "GroupQueryAttention", "PackedAttention",
-                   "PackedMultiHeadAttention", "DecoderMaskedMultiHeadAttention",
-                   "DecoderMaskedSelfAttention", "DecoderAttention", "PagedAttention",
-                   "SparseAttention", "LongformerAttention",
-                   "QAttention", "QOrderedAttention", "QOrderedLongformerAttention",
-                   "LinearAttention"})  # fmt: skip
+FUSED_OPERATORS = frozenset(
+    {
+        "Attention",
+        "MultiHeadAttention",
+        "GroupQueryAttention",
+        "PackedAttention",
+        "PackedMultiHeadAttention",
+        "DecoderMaskedMultiHeadAttention",
+        "DecoderMaskedSelfAttention",
+        "DecoderAttention",
+        "PagedAttention",
+        "SparseAttention",
+        "LongformerAttention",
+        "QAttention",
+        "QOrderedAttention",
+        "QOrderedLongformerAttention",
+        "LinearAttention",
+    }
+)
 """Operators that hold a whole attention, in any domain: those not in OPERATORS are misses."""
 
-OPERATORS: Mapping[tuple[str, str], Callable[[ir.Node, Reader], Fused]] = {
+OPERATORS: Mapping[tuple[str, str], Callable[[ir.Node, LayoutReader], OperatorMatch]] = {
     ("", "Attention"): attention_operator,
     ("com.microsoft", "Attention"): microsoft_attention,
     ("com.microsoft", "MultiHeadAttention"): multi_head_attention,

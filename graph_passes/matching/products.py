@@ -12,9 +12,10 @@ import numpy as np
 import onnx_ir as ir
 
 from graph_passes.analysis.constants import constant_shape, is_constant
-from graph_passes.analysis.shapes import Facts
+from graph_passes.analysis.shapes import ShapeInfo
+from graph_passes.blocks import Linear
 
-__all__ = ["ContextProduct", "Linear", "ScoreProduct", "context_product", "linear", "score_product"]
+__all__ = ["ContextProduct", "ScoreProduct", "context_product", "linear", "score_product"]
 
 MATRIX = {
     "MatMul": "",
@@ -24,26 +25,6 @@ MATRIX = {
 }
 """Products of two matrices, and the domain each is defined in."""
 ELLIPSIS = "ABCDEFGH"
-
-
-@dataclass(frozen=True, eq=False)
-class Linear:
-    """Tokens times a constant: out = scale * tokens @ W.
-
-    Attributes:
-        contracted: The axes of ``weight`` that meet the last axes of ``tokens``, in their order.
-        width: D, how many elements they have.
-        columns, rows: Which column of W and which token each element of the output is, in a shape
-            that broadcasts to the output's.
-    """
-
-    tokens: ir.Value
-    weight: ir.Value
-    contracted: tuple[int, ...]
-    width: int
-    columns: np.ndarray
-    rows: np.ndarray
-    scale: float
 
 
 def linear(node: ir.Node, shape_of: Callable[[ir.Value], tuple[int, ...]]) -> Linear | None:
@@ -127,9 +108,9 @@ class ScoreProduct:
     scale: float
 
 
-def score_product(node: ir.Node, facts: Facts) -> ScoreProduct | None:
+def score_product(node: ir.Node, info: ShapeInfo) -> ScoreProduct | None:
     """Read a product of two activations as scores; None where it is none."""
-    operands = _activations(node, facts)
+    operands = _activations(node, info)
     if operands is None:
         return None
     (a, a_rank), (b, b_rank) = operands
@@ -172,14 +153,14 @@ class ContextProduct:
 
 
 def context_product(
-    node: ir.Node, probabilities: ir.Value, order: tuple[int, ...], facts: Facts
+    node: ir.Node, probabilities: ir.Value, order: tuple[int, ...], info: ShapeInfo
 ) -> ContextProduct | None:
     """Read a node that takes probabilities as their product with values; None where it is none.
 
     Args:
         order: Of the axes of the probabilities, that brings them to (..., s, t).
     """
-    operands = _activations(node, facts)
+    operands = _activations(node, info)
     if operands is None:
         return None
     (a, a_rank), (b, b_rank) = operands
@@ -217,13 +198,13 @@ def _matrix_letters(node: ir.Node, left: int, right: int) -> tuple[tuple[str, st
 
 
 def _activations(
-    node: ir.Node, facts: Facts
+    node: ir.Node, info: ShapeInfo
 ) -> tuple[tuple[ir.Value, int], tuple[ir.Value, int]] | None:
     """Both operands with their ranks, where neither is constant and nothing is added."""
     given = [value for value in node.inputs if value is not None]
     if node.op_type not in (*MATRIX, "Einsum") or len(given) != 2 or any(map(is_constant, given)):
         return None
-    shapes = [facts.shape(value) for value in given]
+    shapes = [info.shape(value) for value in given]
     if shapes[0] is None or shapes[1] is None:
         return None
     if any(node.attributes.get_int(name, 0) for name in ("transBatchA", "transBatchB")):

@@ -1,7 +1,7 @@
 """Attention that takes its probabilities from another: the edges of a reuse transformer.
 
 A product of values may read the softmax of another layer, whole, or some heads of it (Gather), or
-its own heads and others' side by side (Concat over heads). ``origins`` follows such a value up to
+its own heads and others' side by side (Concat over heads). ``head_sources`` follows a value up to
 the softmaxes it comes from, and ``products_of`` follows a softmax down to every product of it.
 """
 
@@ -14,12 +14,12 @@ import numpy as np
 import onnx_ir as ir
 
 from graph_passes.analysis.constants import constant_array, is_constant
-from graph_passes.analysis.shapes import Facts
+from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import Reused
-from graph_passes.matching.labels import Unread, say
+from graph_passes.matching.element_map import MatchFailure, describe
 from graph_passes.matching.products import ContextProduct, context_product
 
-__all__ = ["Origins", "origins", "products_of", "reused_heads"]
+__all__ = ["HeadSources", "head_sources", "products_of", "reused_heads"]
 
 HEADS = 1
 """The axis of (B, H, S, T) that counts heads."""
@@ -31,32 +31,34 @@ IN_ORDER = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True, eq=False)
-class Origins:
+class HeadSources:
     """Where each head of a value (B, H, S, T) comes from: head ``heads[h]`` of ``values[h]``."""
 
     values: tuple[ir.Value, ...]
     heads: np.ndarray
 
-    def at(self, index: np.ndarray) -> Origins:
-        return Origins(tuple(self.values[i] for i in index), self.heads[index])
+    def take(self, index: np.ndarray) -> HeadSources:
+        return HeadSources(tuple(self.values[i] for i in index), self.heads[index])
 
 
-def origins(value: ir.Value, known: Collection[ir.Value], facts: Facts) -> Origins | None:
+def head_sources(
+    value: ir.Value, known: Collection[ir.Value], info: ShapeInfo
+) -> HeadSources | None:
     """The heads that a value is made of; None where something else than known values is in it."""
-    shape = facts.shape(value)
+    shape = info.shape(value)
     if shape is None or len(shape) != 4:
         return None
-    return _origins(value, known, facts, REACH)
+    return _head_sources(value, known, info, REACH)
 
 
-def _origins(
-    value: ir.Value, known: Collection[ir.Value], facts: Facts, reach: int
-) -> Origins | None:
-    shape, node = facts.shape(value), value.producer()
+def _head_sources(
+    value: ir.Value, known: Collection[ir.Value], info: ShapeInfo, reach: int
+) -> HeadSources | None:
+    shape, node = info.shape(value), value.producer()
     if shape is None or len(shape) != 4:
         return None
-    if value in known or (node is not None and _splits_heads(node, known, facts)):
-        return Origins((value,) * shape[HEADS], np.arange(shape[HEADS]))
+    if value in known or (node is not None and _splits_heads(node, known, info)):
+        return HeadSources((value,) * shape[HEADS], np.arange(shape[HEADS]))
     if node is None or reach == 0 or node.domain:
         return None
     first = node.inputs[0] if node.inputs else None
@@ -64,26 +66,26 @@ def _origins(
         return None
     match node.op_type:
         case "Identity":
-            return _origins(first, known, facts, reach - 1)
+            return _head_sources(first, known, info, reach - 1)
         case "Gather":
-            inner, index = _origins(first, known, facts, reach - 1), _index(node)
-            return None if inner is None or index is None else inner.at(index)
+            inner, index = _head_sources(first, known, info, reach - 1), _index(node)
+            return None if inner is None or index is None else inner.take(index)
         case "Concat" if _is_of_heads(node):
-            parts = [_origins(v, known, facts, reach - 1) for v in node.inputs if v is not None]
+            parts = [_head_sources(v, known, info, reach - 1) for v in node.inputs if v is not None]
             whole = [part for part in parts if part is not None]
             if len(whole) < len(parts):
                 return None
             values = tuple(value for part in whole for value in part.values)
-            return Origins(values, np.concatenate([part.heads for part in whole]))
+            return HeadSources(values, np.concatenate([part.heads for part in whole]))
         case _:
             return None
 
 
-def _splits_heads(node: ir.Node, known: Collection[ir.Value], facts: Facts) -> bool:
+def _splits_heads(node: ir.Node, known: Collection[ir.Value], info: ShapeInfo) -> bool:
     """Reshape of known (B*H, S, T) to (B, H, S, T)."""
     if node.op_type != "Reshape" or node.inputs[0] not in known:
         return False
-    before, after = facts.shape(node.inputs[0]), facts.shape(node.outputs[0])
+    before, after = info.shape(node.inputs[0]), info.shape(node.outputs[0])
     return before is not None and after is not None and before[-2:] == after[-2:]
 
 
@@ -101,37 +103,37 @@ def _is_of_heads(node: ir.Node) -> bool:
     return node.attributes.get_int("axis", default) in (HEADS, HEADS - 4)
 
 
-def reused_heads(found: Origins, own: ir.Value | None, node: ir.Node) -> tuple[Reused, ...]:
+def reused_heads(found: HeadSources, own: ir.Value | None, node: ir.Node) -> tuple[Reused, ...]:
     """The heads that come from elsewhere than ``own``, whose own must all be there, in order.
 
     Raises:
-        Unread: They are not.
+        MatchFailure: They are not.
     """
     mine = np.array([value is own for value in found.values], bool)
     kept = found.heads[mine]
     if own is not None and not np.array_equal(kept, np.arange(len(kept))):
-        raise Unread(f"{say(node)} takes heads of a softmax out of order")
+        raise MatchFailure(f"{describe(node)} takes heads of a softmax out of order")
     others = dict.fromkeys(value for value in found.values if value is not own)
     return tuple(_taken(found, value) for value in others)
 
 
-def _taken(found: Origins, value: ir.Value) -> Reused:
+def _taken(found: HeadSources, value: ir.Value) -> Reused:
     heads = np.array([h for h, other in enumerate(found.values) if other is value])
     return Reused(value, heads, found.heads[heads])
 
 
 def products_of(
-    values: Sequence[ir.Value], facts: Facts
+    values: Sequence[ir.Value], info: ShapeInfo
 ) -> Iterator[tuple[ContextProduct, ir.Value]]:
     """Every product of values that takes heads of these probabilities, and what it reads."""
     pending, seen = [(value, REACH) for value in values], set(values)
     while pending:
         value, reach = pending.pop()
-        shape = facts.shape(value)
+        shape = info.shape(value)
         for node, index in value.uses():
             product = None
             if shape is not None and len(shape) == 4:
-                product = context_product(node, value, IN_ORDER, facts)
+                product = context_product(node, value, IN_ORDER, info)
             if product is not None:
                 yield product, value
                 continue

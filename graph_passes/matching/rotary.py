@@ -14,39 +14,52 @@ import numpy as np
 import onnx_ir as ir
 
 from graph_passes.analysis.constants import constant_array, is_constant
-from graph_passes.analysis.shapes import Facts
-from graph_passes.blocks import Norm, Spread, Turn
-from graph_passes.matching.labels import Factor, Heads, Labels, Trace, Unread, say
+from graph_passes.analysis.shapes import ShapeInfo
+from graph_passes.blocks import BroadcastLayout, Norm, RotaryTerm
+from graph_passes.matching.element_map import (
+    ElementMap,
+    LinearTrace,
+    MatchFailure,
+    PositionFactor,
+    TermByHead,
+    describe,
+)
 
 __all__ = [
     "NORMS",
-    "NormReading",
-    "depends",
-    "normalised",
-    "rotated",
-    "rotation",
-    "spread_of",
-    "turned",
-    "turns_of",
+    "NormMatch",
+    "apply_norm",
+    "apply_position_factor",
+    "apply_rotary_operator",
+    "broadcast_layout_of",
+    "depends_on",
+    "rotary_terms_of",
+    "rotate_heads",
 ]
 
 
-def turned(node: ir.Node, inner: Trace, factor: ir.Value, facts: Facts, role: str) -> Trace:
+def apply_position_factor(
+    node: ir.Node, inner: LinearTrace, factor: ir.Value, info: ShapeInfo, role: str
+) -> LinearTrace:
     """A value that depends on positions, not on the tokens, multiplied element by element."""
-    shape = _shape(factor, facts)
+    shape = _shape(factor, info)
     assert inner.source is not None
-    if depends(factor, inner.source.tokens):
-        raise Unread(f"{say(node)} multiplies the {role} by a value made of its own tokens")
+    if depends_on(factor, inner.source.tokens):
+        raise MatchFailure(
+            f"{describe(node)} multiplies the {role} by a value made of its own tokens"
+        )
     try:
         spread = np.broadcast_shapes(inner.shape, shape)
     except ValueError as error:
-        raise Unread(f"{say(node)} does not fit the {role}: {error}") from error
-    turn = np.broadcast_to(np.arange(math.prod(shape)).reshape(shape), spread)
-    labels = inner.terms[None].spread(spread)
-    return replace(inner, terms={Factor(factor): replace(labels, turn=turn)}).through(node)
+        raise MatchFailure(f"{describe(node)} does not fit the {role}: {error}") from error
+    factor_index = np.broadcast_to(np.arange(math.prod(shape)).reshape(shape), spread)
+    labels = inner.terms[None].broadcast_to(spread)
+    return replace(
+        inner, terms={PositionFactor(factor): replace(labels, factor_index=factor_index)}
+    ).append_node(node)
 
 
-def depends(value: ir.Value, source: ir.Value) -> bool:
+def depends_on(value: ir.Value, source: ir.Value) -> bool:
     """Whether the elements of one value are computed from those of the other."""
     pending, seen = [value], {value}
     while pending:
@@ -62,40 +75,48 @@ def depends(value: ir.Value, source: ir.Value) -> bool:
     return False
 
 
-def rotated(node: ir.Node, inner: Trace, facts: Facts, role: str) -> Trace:
+def apply_rotary_operator(
+    node: ir.Node, inner: LinearTrace, info: ShapeInfo, role: str
+) -> LinearTrace:
     """RotaryEmbedding of ai.onnx (opset 23) or of com.microsoft: two terms, cosines and sines."""
     positions, cos, sin = _angles(node)
-    if cos is None or sin is None or not inner.plain:
-        raise Unread(f"{say(node)} rotates a {role} that is rotated already, or has no angles")
+    if cos is None or sin is None or not inner.has_no_factor:
+        raise MatchFailure(
+            f"{describe(node)} rotates a {role} that is rotated already, or has no angles"
+        )
     heads = node.attributes.get_int("num_heads", 0)
     if len(inner.shape) == 3 and not heads and node.domain:
         width = node.attributes.get_int("rotary_embedding_dim", 0)
-        heads = 0 if width else inner.shape[-1] // (2 * _shape(cos, facts)[-1])
+        heads = 0 if width else inner.shape[-1] // (2 * _shape(cos, info)[-1])
     if len(inner.shape) != 4 and not (len(inner.shape) == 3 and heads):
-        raise Unread(f"{say(node)} rotates a {role} that is not laid out as (B, H, T, K)")
+        raise MatchFailure(
+            f"{describe(node)} rotates a {role} that is not laid out as (B, H, T, K)"
+        )
     if node.attributes.get_float("scale", 1.0) != 1.0:
-        raise Unread(f"{say(node)} scales the {role} as it rotates it")
+        raise MatchFailure(f"{describe(node)} scales the {role} as it rotates it")
     labels = inner.terms[None]
     if len(inner.shape) == 3:  # B T H*K
         split = [array.reshape(*array.shape[:2], heads, -1) for array in labels.arrays()]
-        labels = Labels(*(np.moveaxis(array, 2, 1) for array in split))
-    terms = rotation(node, labels, Factor(cos, positions), Factor(sin, positions), facts)
+        labels = ElementMap(*(np.moveaxis(array, 2, 1) for array in split))
+    terms = rotate_heads(
+        node, labels, PositionFactor(cos, positions), PositionFactor(sin, positions), info
+    )
     if len(inner.shape) == 3:
         terms = {factor: _merged(term, inner.shape) for factor, term in terms.items()}
-    return replace(inner, terms=terms).through(node)
+    return replace(inner, terms=terms).append_node(node)
 
 
-def rotation(
-    node: ir.Node, labels: Labels, cos: Factor, sin: Factor, facts: Facts
-) -> dict[Factor | None, Labels]:
+def rotate_heads(
+    node: ir.Node, labels: ElementMap, cos: PositionFactor, sin: PositionFactor, info: ShapeInfo
+) -> dict[PositionFactor | None, ElementMap]:
     """The terms of heads (B, H, T, K) that a node's attributes say to rotate."""
     size, length = labels.columns.shape[-1], labels.columns.shape[-2]
     interleaved = node.attributes.get_int("interleaved", 0)
     interleaved = node.attributes.get_int("rotary_interleaved", interleaved)
-    width = _looked_up_shape(cos, facts, length)[-1]
+    width = _looked_up_shape(cos, info, length)[-1]
     count = node.attributes.get_int("rotary_embedding_dim", 0) or min(size, 2 * width)
     if count % 2 or count > size or width * 2 < count:
-        raise Unread(f"{say(node)} rotates {count} of {size} elements by {width} angles")
+        raise MatchFailure(f"{describe(node)} rotates {count} of {size} elements by {width} angles")
     each, half = np.arange(count), count // 2
     if interleaved:
         angle, partner, sign = each // 2, each ^ 1, np.where(each % 2, 1.0, -1.0)
@@ -105,21 +126,23 @@ def rotation(
     rest = np.arange(size) >= count
     pad = (0, size - count)
     angle, partner, sign = np.pad(angle, pad), np.pad(partner, pad), np.pad(sign, pad)
-    terms: dict[Factor | None, Labels] = {}
+    terms: dict[PositionFactor | None, ElementMap] = {}
     for factor, source, gain in (
         (cos, np.arange(size), np.where(rest, 0.0, 1.0)),
         (sin, partner, sign),
     ):
-        shape = _looked_up_shape(factor, facts, length)
+        shape = _looked_up_shape(factor, info, length)
         if len(shape) != 3:
-            raise Unread(f"{say(node)} has angles of shape {shape}, expected (B, T, K/2)")
+            raise MatchFailure(
+                f"{describe(node)} has angles of shape {shape}, expected (B, T, K/2)"
+            )
         rows = np.arange(labels.columns.shape[0])[:, None, None, None] % shape[0] * shape[1]
         rows = rows + np.arange(length)[None, None, :, None] % shape[1]
-        turn = np.broadcast_to(rows * shape[2] + angle, labels.columns.shape)
-        picked = Labels(*(array[..., source] for array in labels.arrays()))
-        terms[factor] = replace(picked.times(gain), turn=turn)
+        factor_index = np.broadcast_to(rows * shape[2] + angle, labels.columns.shape)
+        picked = ElementMap(*(array[..., source] for array in labels.arrays()))
+        terms[factor] = replace(picked.scaled_by(gain), factor_index=factor_index)
     if rest.any():
-        terms[None] = labels.times(np.where(rest, 1.0, 0.0))
+        terms[None] = labels.scaled_by(np.where(rest, 1.0, 0.0))
     return terms
 
 
@@ -131,26 +154,28 @@ def _angles(node: ir.Node) -> tuple[ir.Value | None, ir.Value | None, ir.Value |
     return given[2], given[0], given[1]
 
 
-def _merged(labels: Labels, shape: tuple[int, ...]) -> Labels:
-    return Labels(*(np.moveaxis(array, 1, 2).reshape(shape) for array in labels.arrays()))
+def _merged(labels: ElementMap, shape: tuple[int, ...]) -> ElementMap:
+    return ElementMap(*(np.moveaxis(array, 1, 2).reshape(shape) for array in labels.arrays()))
 
 
-def _looked_up_shape(factor: Factor, facts: Facts, length: int) -> tuple[int, ...]:
+def _looked_up_shape(factor: PositionFactor, info: ShapeInfo, length: int) -> tuple[int, ...]:
     """Of ``value[positions]``, where one position may stand for ``length`` in a row."""
-    shape = _shape(factor.value, facts)
+    shape = _shape(factor.value, info)
     if factor.positions is None:
         return shape
-    where = _shape(factor.positions, facts)
-    if factor.to_last or len(where) == 1:
+    where = _shape(factor.positions, info)
+    if factor.is_last_position or len(where) == 1:
         return (where[0], length, *shape[1:])
     return (*where, *shape[1:])
 
 
-def turns_of(read: Mapping[Factor | None, Heads], facts: Facts, role: str) -> tuple[Turn, ...]:
+def rotary_terms_of(
+    read: Mapping[PositionFactor | None, TermByHead], info: ShapeInfo, role: str
+) -> tuple[RotaryTerm, ...]:
     """Each term, and where it finds its factor."""
     return tuple(
-        Turn(
-            None if factor is None else spread_of(factor, heads, facts, role),
+        RotaryTerm(
+            None if factor is None else broadcast_layout_of(factor, heads, info, role),
             heads.columns,
             heads.gain,
             heads.offset,
@@ -159,14 +184,16 @@ def turns_of(read: Mapping[Factor | None, Heads], facts: Facts, role: str) -> tu
     )
 
 
-def spread_of(factor: Factor, heads: Heads, facts: Facts, role: str) -> Spread:
+def broadcast_layout_of(
+    factor: PositionFactor, heads: TermByHead, info: ShapeInfo, role: str
+) -> BroadcastLayout:
     """What each axis of a factor runs over, from where its elements arrived."""
     used = np.broadcast_to(((heads.gain != 0) | (heads.offset != 0))[None, :, None, :],
-                           heads.turn.shape)  # fmt: skip
-    batches, _, tokens, _ = np.ogrid[tuple(map(slice, heads.turn.shape))]
-    shape = _looked_up_shape(factor, facts, heads.turn.shape[2])
+                           heads.factor_index.shape)  # fmt: skip
+    batches, _, tokens, _ = np.ogrid[tuple(map(slice, heads.factor_index.shape))]
+    shape = _looked_up_shape(factor, info, heads.factor_index.shape[2])
     axes: list[Literal["batch", "token"] | np.ndarray] = []
-    for size, where in zip(shape, np.unravel_index(heads.turn, shape), strict=True):
+    for size, where in zip(shape, np.unravel_index(heads.factor_index, shape), strict=True):
         element = where[0, :, 0]
         if size > 1 and ((where == tokens) | ~used).all():
             axes.append("token")
@@ -175,22 +202,22 @@ def spread_of(factor: Factor, heads: Heads, facts: Facts, role: str) -> Spread:
         elif ((where == where[:1, :, :1]) | ~used).all():
             axes.append(element)
         else:
-            raise Unread(f"{factor.value.name!r} multiplies the {role} out of order")
-    return Spread(factor.value, tuple(axes), factor.positions, factor.to_last)
+            raise MatchFailure(f"{factor.value.name!r} multiplies the {role} out of order")
+    return BroadcastLayout(factor.value, tuple(axes), factor.positions, factor.is_last_position)
 
 
 @dataclass(frozen=True, eq=False)
-class NormReading:
+class NormMatch:
     """A node that normalises the last axis of ``value``, times ``weight``, plus ``bias``."""
 
     value: ir.Value
     epsilon: float
-    centred: bool
+    centered: bool
     weight: ir.Value | None = None
     bias: ir.Value | None = None
 
 
-def norm_operator(node: ir.Node) -> NormReading | None:
+def norm_operator(node: ir.Node) -> NormMatch | None:
     """RMSNormalization, SimplifiedLayerNormalization and LayerNormalization of the last axis."""
     if node.op_type not in ("RMSNormalization", "SimplifiedLayerNormalization",
                             "LayerNormalization") or node.inputs[0] is None:  # fmt: skip
@@ -198,7 +225,7 @@ def norm_operator(node: ir.Node) -> NormReading | None:
     if node.attributes.get_int("axis", -1) != -1 or any(o.uses() for o in node.outputs[1:]):
         return None
     weight, bias = [*node.inputs[1:3], None, None][:2]
-    return NormReading(
+    return NormMatch(
         node.inputs[0],
         node.attributes.get_float("epsilon", 1e-5),
         node.op_type == "LayerNormalization",
@@ -207,7 +234,7 @@ def norm_operator(node: ir.Node) -> NormReading | None:
     )
 
 
-def norm_in_parts(node: ir.Node) -> NormReading | None:
+def norm_in_parts(node: ir.Node) -> NormMatch | None:
     """u * (1 / sqrt(mean(u^2) + epsilon)) and u / sqrt(mean(u^2) + epsilon)."""
     if node.op_type not in ("Mul", "Div"):
         return None
@@ -218,7 +245,7 @@ def norm_in_parts(node: ir.Node) -> NormReading | None:
         root = other if node.op_type == "Div" else _inverse_of(other)
         epsilon = None if root is None else _root_mean_square(root, value)
         if epsilon is not None:
-            return NormReading(value, epsilon, centred=False)
+            return NormMatch(value, epsilon, centered=False)
     return None
 
 
@@ -289,44 +316,48 @@ def _number(value: ir.Value | None) -> float | None:
     return float(array.flat[0]) if array.size == 1 else None
 
 
-def normalised(node: ir.Node, inner: Trace, reading: NormReading, role: str) -> Trace:
+def apply_norm(node: ir.Node, inner: LinearTrace, reading: NormMatch, role: str) -> LinearTrace:
     """The norm's output, whose elements are counted anew: row g of L columns from g L on."""
-    if inner.norm is not None or not inner.plain:
-        raise Unread(f"{say(node)} normalises a {role} that is normalised or rotated already")
+    if inner.norm is not None or not inner.has_no_factor:
+        raise MatchFailure(
+            f"{describe(node)} normalises a {role} that is normalised or rotated already"
+        )
     labels = inner.terms[None]
     length = inner.shape[-1]
     rows = [array.reshape(-1, length) for array in labels.arrays()]
     columns, tokens, gain, offset = rows[:4]
     if not (tokens == tokens[:, :1]).all():
-        raise Unread(f"{say(node)} normalises the {role} over more than one token")
+        raise MatchFailure(f"{describe(node)} normalises the {role} over more than one token")
     groups, first, group = np.unique(columns, axis=0, return_index=True, return_inverse=True)
     group = group.reshape(-1)
     if not ((gain == gain[first][group]).all() and (offset == offset[first][group]).all()):
-        raise Unread(f"the {role} differs from token to token by more than its input")
+        raise MatchFailure(f"the {role} differs from token to token by more than its input")
     norm = Norm(
-        node, groups, gain[first], offset[first], inner.scale, reading.epsilon, reading.centred
+        node, groups, gain[first], offset[first], inner.scale, reading.epsilon, reading.centered
     )
     fresh = (group[:, None] * length + np.arange(length)).reshape(inner.shape)
     weight = np.ones(1) if reading.weight is None else _vector(node, reading.weight, role)
     bias = np.zeros(1) if reading.bias is None else _vector(node, reading.bias, role)
-    made = Labels(
+    made = ElementMap(
         fresh,
         labels.tokens,
         np.broadcast_to(weight, inner.shape),
         np.broadcast_to(bias, inner.shape),
         np.zeros(inner.shape, np.int64),
     )
-    return replace(inner, scale=1.0, terms={None: made}, norm=norm).through(node)
+    return replace(inner, scale=1.0, terms={None: made}, norm=norm).append_node(node)
 
 
 def _vector(node: ir.Node, value: ir.Value, role: str) -> np.ndarray:
     if not is_constant(value):
-        raise Unread(f"{say(node)} normalises the {role} with a weight that is not constant")
+        raise MatchFailure(
+            f"{describe(node)} normalises the {role} with a weight that is not constant"
+        )
     return constant_array(value).astype(np.float64)
 
 
-def _shape(value: ir.Value, facts: Facts) -> tuple[int, ...]:
-    shape = facts.shape(value)
+def _shape(value: ir.Value, info: ShapeInfo) -> tuple[int, ...]:
+    shape = info.shape(value)
     if shape is None:
-        raise Unread(f"the shape of {value.name!r} could not be inferred")
+        raise MatchFailure(f"the shape of {value.name!r} could not be inferred")
     return shape

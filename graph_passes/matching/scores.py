@@ -15,9 +15,9 @@ import numpy as np
 import onnx_ir as ir
 
 from graph_passes.blocks import LogitStep, Mask, PositionBias, Scaled, Weighted
-from graph_passes.matching.idioms import LOGIT_IDIOMS, PROBABILITY_IDIOMS, SoftmaxReading
-from graph_passes.matching.labels import Unread, say
-from graph_passes.matching.layout import HANDED_ON, Reader
+from graph_passes.matching.element_map import MatchFailure, describe
+from graph_passes.matching.idioms import LOGIT_IDIOMS, PROBABILITY_IDIOMS, SoftmaxMatch
+from graph_passes.matching.layout import PASS_THROUGH, LayoutReader
 from graph_passes.matching.products import (
     ContextProduct,
     ScoreProduct,
@@ -25,16 +25,16 @@ from graph_passes.matching.products import (
     score_product,
 )
 
-__all__ = ["Context", "Logits", "read_context", "read_logits"]
+__all__ = ["ContextMatch", "LogitsMatch", "match_context", "match_logits"]
 
 REACH = 16
 """Nodes between scores and softmax; each may have two operands to search, so few."""
 
-LAYOUT = HANDED_ON | {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten"}
+LAYOUT = PASS_THROUGH | {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten"}
 
 
 @dataclass(frozen=True, eq=False)
-class Logits:
+class LogitsMatch:
     """What the softmax normalises.
 
     Attributes:
@@ -65,13 +65,13 @@ class _Link:
     step: LogitStep | float | None
 
 
-def read_logits(softmax: SoftmaxReading, reader: Reader) -> Logits | None:
+def match_logits(softmax: SoftmaxMatch, reader: LayoutReader) -> LogitsMatch | None:
     """Read what a softmax normalises; None where no product of activations feeds it.
 
     Raises:
-        Unread: Two products feed it, or the axis is not that of the keys.
+        MatchFailure: Two products feed it, or the axis is not that of the keys.
     """
-    found = _climb(softmax.logits, reader, REACH, {})
+    found = _find_scores(softmax.logits, reader, REACH, {})
     if found is None:
         return None
     product, chain = found
@@ -81,9 +81,9 @@ def read_logits(softmax: SoftmaxReading, reader: Reader) -> Logits | None:
     for link in chain:
         labels = stages[-1]
         if link.node.op_type in LAYOUT:
-            labels = reader.moved(link.node, labels, link.node.outputs[0].index() or 0)
+            labels = reader.apply_layout(link.node, labels, link.node.outputs[0].index() or 0)
         elif reader.shape(link.node.outputs[0]) != labels.shape:
-            raise Unread(f"{say(link.node)} spreads the scores over another axis")
+            raise MatchFailure(f"{describe(link.node)} spreads the scores over another axis")
         stages.append(labels)
     axis = softmax.axis
     by_key = _runs_over(stages[-1], axis, shape, 2)
@@ -102,8 +102,8 @@ def read_logits(softmax: SoftmaxReading, reader: Reader) -> Logits | None:
         shape = (heads, t, s)
     elif not by_key:
         name = softmax.probabilities.name
-        raise Unread(f"the softmax {name!r} is not over the keys of (B, H, S, T) logits")
-    scale, scaled, order = product.scale, product.node.outputs[0], order_of(stages[0])
+        raise MatchFailure(f"the softmax {name!r} is not over the keys of (B, H, S, T) logits")
+    scale, scaled, order = product.scale, product.node.outputs[0], axis_order(stages[0])
     steps: list[LogitStep] = []
     for link, labels in zip(chain, stages[1:], strict=True):
         if isinstance(link.step, float | int):
@@ -114,43 +114,45 @@ def read_logits(softmax: SoftmaxReading, reader: Reader) -> Logits | None:
         elif link.step is not None:
             steps.append(_in_order(link.step, labels))
         if not steps:
-            scaled, order = link.node.outputs[0], order_of(labels)
+            scaled, order = link.node.outputs[0], axis_order(labels)
     if softmax.bias is not None:
         steps.append(_in_order(PositionBias(softmax.bias), stages[-1]))
-    return Logits(product, scale, scaled, order, tuple(steps), stages[-1], shape)
+    return LogitsMatch(product, scale, scaled, order, tuple(steps), stages[-1], shape)
 
 
-_Way = tuple[ScoreProduct, tuple[_Link, ...]]
+_Path = tuple[ScoreProduct, tuple[_Link, ...]]
 
 
-def _climb(
-    value: ir.Value, reader: Reader, reach: int, tried: dict[ir.Value, _Way | None]
-) -> _Way | None:
+def _find_scores(
+    value: ir.Value, reader: LayoutReader, reach: int, tried: dict[ir.Value, _Path | None]
+) -> _Path | None:
     """Up to the one product of two activations, and the way back down; each value once."""
     if value not in tried:
-        tried[value] = _climbed(value, reader, reach, tried)
+        tried[value] = _search_scores(value, reader, reach, tried)
     return tried[value]
 
 
-def _climbed(
-    value: ir.Value, reader: Reader, reach: int, tried: dict[ir.Value, _Way | None]
-) -> _Way | None:
+def _search_scores(
+    value: ir.Value, reader: LayoutReader, reach: int, tried: dict[ir.Value, _Path | None]
+) -> _Path | None:
     node = value.producer()
     if node is None or reach == 0:
         return None
-    if (product := score_product(node, reader.facts)) is not None:
+    if (product := score_product(node, reader.info)) is not None:
         return product, ()
     for idiom in LOGIT_IDIOMS:
-        reading = idiom(node, reader.facts)
+        reading = idiom(node, reader.info)
         if reading is None:
             continue
         found = [
             (candidate, inner)
             for candidate in reading.candidates
-            if (inner := _climb(candidate, reader, reach - 1, tried)) is not None
+            if (inner := _find_scores(candidate, reader, reach - 1, tried)) is not None
         ]
         if len(found) > 1:
-            raise Unread(f"{say(node)} adds two products: this attention has more than one score")
+            raise MatchFailure(
+                f"{describe(node)} adds two products: this attention has more than one score"
+            )
         if not found:
             return None
         candidate, (product, chain) = found[0]
@@ -160,7 +162,7 @@ def _climbed(
 
 def _runs_over(labels: np.ndarray, axis: int, shape: tuple[int, int, int], which: int) -> bool:
     """Whether one axis of the labels counts one index of (B*H, S, T) and leaves the others."""
-    order = order_of(labels)
+    order = axis_order(labels)
     if order is not None:  # then the strides tell, and no element need be looked at
         stride = math.prod(labels.shape[a] for a in order[order.index(axis % labels.ndim) + 1 :])
         size = labels.shape[axis]
@@ -173,7 +175,7 @@ def _runs_over(labels: np.ndarray, axis: int, shape: tuple[int, int, int], which
     return all((i == i[:, :1]).all() for n, i in enumerate(indices) if n != which)
 
 
-def order_of(labels: np.ndarray) -> tuple[int, ...] | None:
+def axis_order(labels: np.ndarray) -> tuple[int, ...] | None:
     """The order of the axes in which the labels count up; None where there is none.
 
     Axes of length 1 stay where they are if nothing else moves, else they follow the first.
@@ -194,14 +196,16 @@ def _in_order(step: LogitStep, labels: np.ndarray) -> LogitStep:
     """The step with the order of the axes that its mask is laid out by."""
     if not isinstance(step, PositionBias | Mask | Weighted):
         return step
-    order = order_of(labels)
+    order = axis_order(labels)
     if order is None:
-        raise Unread("a mask meets scores that are neither (B, H, S, T) nor an order of these axes")
+        raise MatchFailure(
+            "a mask meets scores that are neither (B, H, S, T) nor an order of these axes"
+        )
     return step if order == tuple(range(labels.ndim)) else replace(step, axes=order)
 
 
 @dataclass(frozen=True, eq=False)
-class Context:
+class ContextMatch:
     """What becomes of the probabilities.
 
     Attributes:
@@ -220,11 +224,11 @@ class Context:
     own: ir.Value | None = None
 
 
-def read_context(softmax: SoftmaxReading, logits: Logits, reader: Reader) -> Context:
+def match_context(softmax: SoftmaxMatch, logits: LogitsMatch, reader: LayoutReader) -> ContextMatch:
     """Down to the product with the values.
 
     Raises:
-        Unread: No product reads the probabilities, or over another axis than the keys.
+        MatchFailure: No product reads the probabilities, or over another axis than the keys.
     """
     nodes: list[ir.Node] = []
     value, labels = softmax.probabilities, logits.labels
@@ -233,17 +237,19 @@ def read_context(softmax: SoftmaxReading, logits: Logits, reader: Reader) -> Con
         if probabilities is value and (joined := _joined(value, reader)) is not None:
             return replace(joined, nodes=(*nodes, *joined.nodes))
         if (node := _drops_at_random(value, reader)) is not None:
-            raise Unread(f"{say(node)} drops probabilities at random: export in evaluation mode")
+            raise MatchFailure(
+                f"{describe(node)} drops probabilities at random: export in evaluation mode"
+            )
         step = next((found for idiom in PROBABILITY_IDIOMS if (found := idiom(value))), ())
         if not step:
-            raise Unread(f"no product with values reads the probabilities {value.name!r}")
+            raise MatchFailure(f"no product with values reads the probabilities {value.name!r}")
         nodes += step
-        if step[-1].op_type in LAYOUT - HANDED_ON:
-            labels = reader.moved(step[-1], labels, 0)
+        if step[-1].op_type in LAYOUT - PASS_THROUGH:
+            labels = reader.apply_layout(step[-1], labels, 0)
         value = step[-1].outputs[0]
         probabilities = value if _plain(labels, logits.shape) else probabilities
     # Where several products read them, all but the first belong to layers that reuse them.
-    return Context(tuple(nodes), probabilities, _first(products))
+    return ContextMatch(tuple(nodes), probabilities, _first(products))
 
 
 def _first(products: Sequence[ContextProduct]) -> ContextProduct:
@@ -256,19 +262,17 @@ def _first(products: Sequence[ContextProduct]) -> ContextProduct:
     return next((by_node[node] for node in graph if node in by_node), products[0])
 
 
-def _joined(own: ir.Value, reader: Reader) -> Context | None:
+def _joined(own: ir.Value, reader: LayoutReader) -> ContextMatch | None:
     """Where (B, H, S, T) of this softmax are put beside heads of other attentions."""
-    shape = reader.facts.shape(own)
+    shape = reader.info.shape(own)
     for node, _ in own.uses():
         axis = node.attributes.get_int("axis", 0) if node.op_type == "Concat" else 0
         if shape is None or len(shape) != 4 or axis not in (1, -3):
             continue
         value = node.outputs[0]
-        read = [
-            context_product(user, value, (0, 1, 2, 3), reader.facts) for user, _ in value.uses()
-        ]
+        read = [context_product(user, value, (0, 1, 2, 3), reader.info) for user, _ in value.uses()]
         if products := [product for product in read if product is not None]:
-            return Context((node,), value, _first(products), joined=node, own=own)
+            return ContextMatch((node,), value, _first(products), joined=node, own=own)
     return None
 
 
@@ -279,24 +283,26 @@ def _plain(labels: np.ndarray, shape: tuple[int, int, int]) -> bool:
 
 
 def _products(
-    value: ir.Value, labels: np.ndarray, shape: tuple[int, int, int], reader: Reader
+    value: ir.Value, labels: np.ndarray, shape: tuple[int, int, int], reader: LayoutReader
 ) -> list[ContextProduct]:
-    order = order_of(labels)
+    order = axis_order(labels)
     if order is None:
         return []
-    read = [context_product(node, value, order, reader.facts) for node, _ in value.uses()]
+    read = [context_product(node, value, order, reader.info) for node, _ in value.uses()]
     found = [product for product in read if product is not None]
     for product in found:
         if not _runs_over(labels, product.contracted, shape, 2):
-            raise Unread(f"{say(product.node)} sums probabilities over another axis than the keys")
+            raise MatchFailure(
+                f"{describe(product.node)} sums probabilities over another axis than the keys"
+            )
     return found
 
 
-def _drops_at_random(value: ir.Value, reader: Reader) -> ir.Node | None:
+def _drops_at_random(value: ir.Value, reader: LayoutReader) -> ir.Node | None:
     """The Dropout in training mode that reads a value, where there is one."""
     for node, index in value.uses():
         training = node.inputs[2] if node.op_type == "Dropout" and len(node.inputs) > 2 else None
-        constant = None if training is None else reader.elements(training)
+        constant = None if training is None else reader.constant_elements(training)
         if index == 0 and constant is not None and constant.any():
             return node
     return None

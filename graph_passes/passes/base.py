@@ -15,12 +15,12 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 import onnx_ir as ir
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from graph_passes.analysis.shapes import Facts, interpret_small
-from graph_passes.blocks import AttentionBlock
+from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small
+from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.context import GraphContext
-from graph_passes.emit.editing import keep_shapes, remove_unused, share_constants
+from graph_passes.emit.editing import redirect_shapes, remove_unused, share_constants
 from graph_passes.errors import CannotRewrite, InvalidArgument, Refusal
-from graph_passes.matching.feed_forward import FeedForwardBlock, find_feed_forward
+from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
 from graph_passes.matching.naming import pin_names
 from graph_passes.passes.invariants import Interface, check_invariants, interface
@@ -70,11 +70,14 @@ class RewritePass(ir.passes.InPlacePass):
     def __call__(self, model_or_result: ir.Model | ir.passes.PassResult, /) -> ir.passes.PassResult:
         result = model_or_result
         model = result.model if isinstance(result, ir.passes.PassResult) else result
+        outer = model.meta.get(BEFORE)  # of the pass that runs this one, such as Collaborate
         with GraphContext.of(model):
             try:
                 return super().__call__(model)
             finally:
                 model.meta.pop(BEFORE, None)
+                if outer is not None:
+                    model.meta[BEFORE] = outer
 
     def requires(self, model: ir.Model) -> None:
         with GraphContext.of(model) as context:
@@ -219,7 +222,7 @@ class BlockPass(RewritePass, Generic[Block, Params]):
         share_constants(model, since=since)
         remove_unused(model)
         attention = [block for block, _ in chosen if isinstance(block, AttentionBlock)]
-        keep_shapes(model, attention)
+        redirect_shapes(model, attention)
         return True
 
     def _chosen(self, context: GraphContext) -> list[tuple[Block, Params]]:
@@ -277,13 +280,13 @@ def _require_keys(name: str, content: Mapping[str, Any], known: set[str]) -> Non
         )
 
 
-def small_shapes(context: GraphContext, *, apart: bool = False) -> Facts:
+def small_shapes(context: GraphContext, *, distinct_lengths: bool = False) -> ShapeInfo:
     """Shapes of all values at a small batch and length.
 
     Args:
-        apart: Give axes with different names different lengths.
+        distinct_lengths: Give axes with different names different lengths.
     """
-    return context.get(interpret_small, batch=2, sequence=5, apart=apart)
+    return context.get(infer_shapes_small, batch=2, sequence=5, distinct_lengths=distinct_lengths)
 
 
 def registered_passes() -> Mapping[str, type[RewritePass]]:

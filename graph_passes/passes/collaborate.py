@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf, TypeAdapter
 
+from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import (
     AttentionBlock,
     Capped,
@@ -21,16 +22,16 @@ from graph_passes.blocks import (
     Weighted,
 )
 from graph_passes.context import GraphContext
-from graph_passes.emit.attention import emit_heads
-from graph_passes.emit.caches import cache_of, cache_refusal, heads_apart
-from graph_passes.emit.collaborative import cache_width, dense_logits, most_read, sparse_logits
+from graph_passes.emit.attention import emit_heads, in_precision, type_of
+from graph_passes.emit.caches import cache_of, cache_refusal, has_separate_heads
+from graph_passes.emit.collaborative import cache_width, dense_logits, max_read_size, sparse_logits
 from graph_passes.emit.editing import Inserter, replace_uses
 from graph_passes.errors import InvalidArgument, Refusal
-from graph_passes.factorize.cp import CollaborativeFactors, collaborative_factors, with_mean
-from graph_passes.factorize.moments import TokenMoments, pooled
+from graph_passes.factorize.cp import CollaborativeFactors, collaborative_factors, fold_mean
+from graph_passes.factorize.moments import TokenMoments, pool_moments
 from graph_passes.factorize.sparse import sparse_factors
 from graph_passes.matching.layout import only_consumer
-from graph_passes.passes.base import AttentionPass
+from graph_passes.passes.base import AttentionPass, small_shapes
 from graph_passes.passes.decompose_attention import decompose_fused, decomposition_refusal
 from graph_passes.passes.invariants import Interface
 
@@ -136,7 +137,7 @@ class Collaborate(AttentionPass[SharedDimensions]):
         for uses in _equal_weights(chosen):
             first, params = uses[0], self.targets[uses[0].name]
             seen = [moments[block.name] for block in uses if block.name in moments]
-            pool = pooled(seen) if len(uses) > 1 and len(seen) == len(uses) else None
+            pool = pool_moments(seen) if len(uses) > 1 and len(seen) == len(uses) else None
             whole = factor(
                 first, params.rank, head_size=params.head_size,
                 moments=pool or (seen[0] if seen else None),
@@ -145,7 +146,7 @@ class Collaborate(AttentionPass[SharedDimensions]):
                 factors[block.name] = whole
                 if pool is not None and whole.relative_error > 0:
                     mean = moments[block.name].query_mean
-                    factors[block.name] = with_mean(whole, block.q.heads(), block.k.heads(), mean)
+                    factors[block.name] = fold_mean(whole, block.q.heads(), block.k.heads(), mean)
                 if progress is not None:
                     progress(len(factors), len(chosen))
         return Collaborate({
@@ -185,6 +186,7 @@ class Collaborate(AttentionPass[SharedDimensions]):
     def rewrite_blocks(
         self, chosen: Sequence[tuple[AttentionBlock, SharedDimensions]], context: GraphContext
     ) -> None:
+        facts = small_shapes(context)
         found = [(block, params, _factors(block, params)) for block, params in chosen]
         uses = Counter(id(factors.key) for _, _, factors in found)
         for block, params, factors in found:
@@ -193,7 +195,7 @@ class Collaborate(AttentionPass[SharedDimensions]):
                 logits = sparse_logits(make, block, factors, shared=uses[id(factors.key)] > 1)
             else:
                 logits = dense_logits(make, block, factors, cache_of(block.k))
-            _install(make, block, logits)
+            _install(make, block, logits, facts)
 
     def rewrite(
         self, block: AttentionBlock, params: SharedDimensions, context: GraphContext
@@ -341,15 +343,18 @@ def factor(
             q, k, rank, query_bias=bias, moments=moments, progress=progress
         )
     return sparse_factors(
-        q, k, rank, head_size, most=most_read(head_size, block.head_size), query_bias=bias,
-        moments=moments, progress=progress,
+        q, k, rank, head_size, max_head_size=max_read_size(head_size, block.head_size),
+        query_bias=bias, moments=moments, progress=progress,
     )  # fmt: skip
 
 
-def _install(make: Inserter, block: AttentionBlock, logits: ir.Value) -> None:
-    """Put new logits (B, H, S, T) into the place of a block's own."""
+def _install(make: Inserter, block: AttentionBlock, logits: ir.Value, facts: ShapeInfo) -> None:
+    """Put new logits (B, H, S, T) into the place of a block's own, in their precision."""
     _unpack_values(block)
     assert block.logits is not None
+    logits.type = ir.TensorType(block.q.dtype)
+    dtype = type_of(block.logits, facts) or block.q.dtype
+    logits = in_precision(make, logits, dtype, facts)
     replace_uses(block.logits, _laid_out(make, logits, block))
 
 
@@ -382,6 +387,6 @@ def _unpack_values(block: AttentionBlock) -> None:
         # Before the first that may read them: Shape nodes come before the scores.
         make = Inserter(block.graph, v.nodes[-1], f"{block.name}/value")
         replace_uses(v.output, emit_heads(make, v, v.scale))
-    elif (cache := cache_of(v)) is not None and heads_apart(v):
+    elif (cache := cache_of(v)) is not None and has_separate_heads(v):
         make = Inserter(block.graph, cache.join, f"{block.name}/value")
         cache.join.replace_input_with(1, emit_heads(make, v, 1.0))

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 import onnx_ir as ir
 
-from graph_passes.analysis.shapes import state_types
+from graph_passes.analysis.shapes import set_missing_types
 from graph_passes.context import GraphContext
 from graph_passes.emit.editing import remove_unused
 from graph_passes.passes.base import RewritePass
@@ -179,7 +179,7 @@ def in_type(tensor: ir.TensorProtocol | None, to: ir.DataType) -> ir.TensorProto
 
 def spread_types(model: ir.Model) -> None:
     """ONNX's own rules end where an operator is not its own: those known here keep the type."""
-    state_types(model)
+    set_missing_types(model)
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         known = node.op_type in CONTRIBUTED if node.domain else node.op_type in {*SINCE, *MOVES}
         if not known or node.op_type in ("Cast", "IsNaN"):

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 import onnx_ir as ir
 
-from graph_passes.analysis.shapes import Facts
+from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import AttentionBlock, Projection
 from graph_passes.context import GraphContext
 from graph_passes.emit.attention import emit_heads, emit_softmax
@@ -73,7 +73,7 @@ def decomposition_refusal(block: AttentionBlock) -> Refusal | None:
             "cached", "its fused operator reads cached keys, which are inputs of the graph"
         )
     apart = all(part.layout == "B H T K" for part in parts)
-    if not apart and any(part.turns or part.norm or not part.by_sequence for part in parts):
+    if not apart and any(part.rotary_terms or part.norm or not part.by_sequence for part in parts):
         return Refusal("operator_rotary", "the fused operator splits and rotates its heads inside")
     if any(value.uses() or value.is_graph_output() for value in block.product.outputs[1:]):
         return Refusal(
@@ -93,7 +93,7 @@ def _decompose(block: AttentionBlock) -> None:
     factor = make.constant(np.array(scale, dtype=dtype.numpy()), "scale")
     keys = make.op("Transpose", [k], "keys", perm=[0, 1, 3, 2])  # B H K T
     logits = make.op("MatMul", [make.op("Mul", [q, factor], "queries"), keys], "scores")
-    nothing = Facts({}, {}, {})  # masks are laid out as the operator wants them
+    nothing = ShapeInfo({}, {}, {})  # masks are laid out as the operator wants them
     probabilities = emit_softmax(make, block, logits, np.arange(block.num_heads), nothing)
     context = make.op("MatMul", [probabilities, v], "context")
     if block.q.layout != "B H T K":  # the operator leaves its heads side by side

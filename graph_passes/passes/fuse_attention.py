@@ -11,7 +11,7 @@ import onnx_ir as ir
 from pydantic import TypeAdapter
 
 from graph_passes.analysis.constants import constant_array, is_constant
-from graph_passes.analysis.shapes import Facts, interpret_small
+from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small
 from graph_passes.blocks import (
     AttentionBlock,
     Capped,
@@ -37,14 +37,14 @@ from graph_passes.passes.invariants import Interface
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-__all__ = ["IDIOMS", "LOW", "OPSETS", "Form", "FuseAttention", "fusion_refusal"]
+__all__ = ["IDIOMS", "LOW", "OPSETS", "FuseAttention", "FusedOperator", "fusion_refusal"]
 
-Form = Literal["attention", "multi_head", "merged", "onnx"]
+FusedOperator = Literal["attention", "multi_head", "merged", "onnx"]
 """com.microsoft Attention, which projects inside; MultiHeadAttention, with three projections or
 with one that is split; or ai.onnx Attention."""
 
 DOMAIN = "com.microsoft"
-IDIOMS: Mapping[Form, str] = {
+IDIOMS: Mapping[FusedOperator, str] = {
     "attention": "microsoft_attention",
     "multi_head": "multi_head_attention",
     "merged": "multi_head_attention",
@@ -52,7 +52,7 @@ IDIOMS: Mapping[Form, str] = {
 }
 """The functions of ``operators`` that read what is written here."""
 
-OPSETS: Mapping[Form, int] = {"merged": 13, "onnx": 23}
+OPSETS: Mapping[FusedOperator, int] = {"merged": 13, "onnx": 23}
 """The first ai.onnx opset that has the operators of a form: Split by sizes that are an input, and
 Attention."""
 
@@ -71,7 +71,7 @@ The least of all floats would overflow to it beside a negative score, or beside 
 the operator adds (its own causal one, say); of these, two and a score have room."""
 
 
-class FuseAttention(AttentionPass[Form]):
+class FuseAttention(AttentionPass[FusedOperator]):
     """Write attention as one operator of ONNX Runtime, which is faster than its parts.
 
     Before: out = softmax(steps(s q k^T)) v W_O + b_O, in as many nodes as the exporter wrote
@@ -92,18 +92,18 @@ class FuseAttention(AttentionPass[Form]):
     """
 
     name: ClassVar[str] = "fuse_attention"
-    params: ClassVar[TypeAdapter[Any]] = TypeAdapter(Form)
+    params: ClassVar[TypeAdapter[Any]] = TypeAdapter(FusedOperator)
 
     @classmethod
-    def changes(cls, block: AttentionBlock, params: Form) -> bool:
+    def changes(cls, block: AttentionBlock, params: FusedOperator) -> bool:
         return block.idiom != IDIOMS[params]
 
     @classmethod
     def refusal(
-        cls, block: AttentionBlock, params: Form | None, context: GraphContext
+        cls, block: AttentionBlock, params: FusedOperator | None, context: GraphContext
     ) -> Refusal | None:
         opsets, shapes = context.model.opset_imports, small_shapes(context)
-        forms: Sequence[Form] = get_args(Form) if params is None else (params,)
+        forms: Sequence[FusedOperator] = get_args(FusedOperator) if params is None else (params,)
         found = [fusion_refusal(block, form, shapes, opsets) for form in forms]
         return None if None in found else found[0]
 
@@ -112,30 +112,30 @@ class FuseAttention(AttentionPass[Form]):
         return before.with_opset(DOMAIN, 1) if set(forms) - {"onnx"} else before
 
     def rewrite_blocks(
-        self, chosen: Sequence[tuple[AttentionBlock, Form]], context: GraphContext
+        self, chosen: Sequence[tuple[AttentionBlock, FusedOperator]], context: GraphContext
     ) -> None:
-        model, facts = context.model, small_shapes(context)
+        model, info = context.model, small_shapes(context)
         blocks = _in_order(model, [block for block, _ in chosen])
-        biases = _biases(model, blocks, facts)
+        biases = _biases(model, blocks, info)
         for block in reversed(blocks):  # the output of an earlier block may be a later one's input
-            _fuse(block, self.targets[block.name], biases.get(block.name), facts)
+            _fuse(block, self.targets[block.name], biases.get(block.name), info)
         if any(form != "onnx" for _, form in chosen):
             model.opset_imports.setdefault(DOMAIN, 1)
 
-    def rewrite(self, block: AttentionBlock, params: Form, context: GraphContext) -> None:
+    def rewrite(self, block: AttentionBlock, params: FusedOperator, context: GraphContext) -> None:
         self.rewrite_blocks([(block, params)], context)
 
 
 def fusion_refusal(
     block: AttentionBlock,
-    form: Form,
-    facts: Facts | None = None,
+    form: FusedOperator,
+    info: ShapeInfo | None = None,
     opsets: Mapping[str, int] | None = None,
 ) -> Refusal | None:
     """Why a block cannot be one operator of this form; None if it can be, or is already.
 
     Args:
-        facts: Shapes, if known: masks may have too many axes.
+        info: Shapes, if known: masks may have too many axes.
         opsets: Of the model, if known: ai.onnx Attention needs opset 23.
     """
     if block.idiom == IDIOMS[form]:
@@ -149,11 +149,11 @@ def fusion_refusal(
             "no_output_projection", "its context does not go straight to an output projection"
         )
     parts = (block.q, block.k, block.v)
-    if any(part.turns for part in parts):
+    if any(part.rotary_terms for part in parts):
         return Refusal("rotary", "rotary positions stand between the projections and the scores")
     if any(part.norm for part in parts):
         return Refusal("qk_norm", "q/k norm stands between the projections and the scores")
-    if found := emission_refusal(block, facts, allow_sparse=True):
+    if found := emission_refusal(block, info, allow_sparse=True):
         return found
     if output.sequence_first or not all(part.by_sequence for part in parts):
         return Refusal("token_layout", "its tokens are not laid out as (batch, sequence, size)")
@@ -248,12 +248,14 @@ def _is_causal(block: AttentionBlock) -> bool:
     return block.kind == "self" and any(isinstance(step, Causal) for step in block.steps)
 
 
-def _biases(model: ir.Model, blocks: Sequence[AttentionBlock], facts: Facts) -> dict[str, ir.Value]:
+def _biases(
+    model: ir.Model, blocks: Sequence[AttentionBlock], info: ShapeInfo
+) -> dict[str, ir.Value]:
     """What is added to the scores of each block that has more than a causal mask, by its name.
 
     Blocks with the same masks, of sequences as long, have one between them, in front of the first.
     """
-    apart = interpret_small(model, batch=3, sequence=7, apart=True)
+    distinct_lengths = infer_shapes_small(model, batch=3, sequence=7, distinct_lengths=True)
     made: dict[Hashable, ir.Value] = {}
     biases: dict[str, ir.Value] = {}
     for block in blocks:
@@ -266,11 +268,11 @@ def _biases(model: ir.Model, blocks: Sequence[AttentionBlock], facts: Facts) -> 
         if not steps:
             continue
         same = [(type(step), *vars(step).items()) for step in steps]
-        lengths = _lengths(block, steps, (facts, apart))
-        heads = block.num_heads if any(_by_head(step, facts) for step in steps) else 1
+        lengths = _lengths(block, steps, (info, distinct_lengths))
+        heads = block.num_heads if any(_by_head(step, info) for step in steps) else 1
         key = (block.graph, heads, block.q.dtype, *same, lengths)
         if key not in made:
-            made[key] = _emit_bias(replace(block, steps=tuple(steps)), facts)
+            made[key] = _emit_bias(replace(block, steps=tuple(steps)), info)
         biases[block.name] = made[key]
     return biases
 
@@ -308,17 +310,19 @@ def _hiding(step: LogitStep) -> LogitStep:
     return replace(step, fill=-np.inf) if isinstance(step, Mask | KeyLengths) else step
 
 
-def _by_head(step: LogitStep, facts: Facts) -> bool:
+def _by_head(step: LogitStep, info: ShapeInfo) -> bool:
     """Whether a step may tell heads apart: then layers of other heads have a bias of their own."""
     if not isinstance(step, Mask | PositionBias):
         return not isinstance(step, KeyMask | KeyLengths | Causal)
-    shape = facts.shape(step.value)
+    shape = info.shape(step.value)
     if step.axes is not None or shape is None:
         return True
     return len(shape) > 2 and (len(shape) != 4 or shape[1] != 1)
 
 
-def _lengths(block: AttentionBlock, steps: Sequence[LogitStep], runs: Sequence[Facts]) -> Hashable:
+def _lengths(
+    block: AttentionBlock, steps: Sequence[LogitStep], runs: Sequence[ShapeInfo]
+) -> Hashable:
     """The same for blocks whose S and T are the same: a mask by keys alone does not tell S.
 
     Axes of two names may have to be as long as each other: then shapes at lengths apart are not
@@ -326,20 +330,20 @@ def _lengths(block: AttentionBlock, steps: Sequence[LogitStep], runs: Sequence[F
     """
     if block.kind == "self" and any(_counts_keys(step, runs[0]) for step in steps):
         return "as many as the mask has keys"
-    shapes = [facts.shape(tokens) for facts in runs for tokens in (block.x, block.y)]
+    shapes = [info.shape(tokens) for info in runs for tokens in (block.x, block.y)]
     if None in shapes:
         return block.x, block.y
     return tuple(shape[1] for shape in shapes if shape is not None)
 
 
-def _counts_keys(step: LogitStep, facts: Facts) -> bool:
+def _counts_keys(step: LogitStep, info: ShapeInfo) -> bool:
     """Whether the last axis of a mask is that of the keys, not one that is spread over them."""
     if isinstance(step, Mask | PositionBias) and step.axes is None:
-        return (facts.shape(step.value) or (1,))[-1] > 1
+        return (info.shape(step.value) or (1,))[-1] > 1
     return isinstance(step, KeyMask)
 
 
-def _emit_bias(block: AttentionBlock, facts: Facts) -> ir.Value:
+def _emit_bias(block: AttentionBlock, info: ShapeInfo) -> ir.Value:
     """max(steps(0), LOW), (B or 1, H or 1, S, T): the operators spread only the first two axes."""
     make = Inserter(block.graph, _product(block), f"{block.name}/fused")
     ends = [make.constant(np.array([n], np.int64), name) for n, name in ((1, "from"), (2, "to"))]
@@ -353,7 +357,7 @@ def _emit_bias(block: AttentionBlock, facts: Facts) -> ir.Value:
     zero = make.constant(np.zeros((), dtype.numpy()), "zero")
     logits = make.op("Expand", [zero, shape], "no_mask")
     logits.type = ir.TensorType(dtype)
-    mask = emit_steps(make, block, logits, np.arange(block.num_heads), facts)
+    mask = emit_steps(make, block, logits, np.arange(block.num_heads), info)
     low = make.constant(np.array(LOW[dtype], dtype.numpy()), "low")
     mask = make.op("Max", [mask, low], "mask")
     mask.type = ir.TensorType(dtype)
@@ -363,7 +367,9 @@ def _emit_bias(block: AttentionBlock, facts: Facts) -> ir.Value:
 # ---- the operator -------------------------------------------------------------------------------
 
 
-def _fuse(block: AttentionBlock, form: Form, bias: ir.Value | None, facts: Facts) -> None:
+def _fuse(
+    block: AttentionBlock, form: FusedOperator, bias: ir.Value | None, info: ShapeInfo
+) -> None:
     output, dtype = block.output, block.q.dtype
     assert output is not None
     make = Inserter(block.graph, _product(block), f"{block.name}/fused")
@@ -407,7 +413,7 @@ def _fuse(block: AttentionBlock, form: Form, bias: ir.Value | None, facts: Facts
     context.type = ir.TensorType(dtype)
     rows = output.matrix()[output.rows]  # H V D
     emit_affine(make, context, rows.reshape(-1, rows.shape[-1]), output.offset(), output.output,
-                facts)  # fmt: skip
+                info)  # fmt: skip
 
 
 def _projected(

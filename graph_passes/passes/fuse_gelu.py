@@ -10,11 +10,11 @@ import numpy as np
 import onnx_ir as ir
 
 from graph_passes.analysis.constants import constant_array, evaluate, is_constant
-from graph_passes.analysis.shapes import Facts
+from graph_passes.analysis.shapes import ShapeInfo
+from graph_passes.blocks import FeedForwardBlock
 from graph_passes.context import GraphContext
 from graph_passes.emit.editing import Inserter, replace_uses
 from graph_passes.errors import Refusal
-from graph_passes.matching.feed_forward import FeedForwardBlock
 from graph_passes.passes.base import FeedForwardPass, NoParams, small_shapes
 from graph_passes.passes.invariants import Interface
 
@@ -63,7 +63,7 @@ class FuseGelu(FeedForwardPass[NoParams]):
 
 
 def gelu_refusal(
-    block: FeedForwardBlock, facts: Facts, opsets: Mapping[str, int]
+    block: FeedForwardBlock, info: ShapeInfo, opsets: Mapping[str, int]
 ) -> Refusal | None:
     """Why the activation of a block cannot be one GELU operator; None if it can."""
     if len(block.products) != 1:
@@ -72,21 +72,21 @@ def gelu_refusal(
         return Refusal("fused", "its activation is an operator of ONNX Runtime already")
     if block.hidden.is_graph_output():
         return Refusal("returned", "its neurons are an output of the graph")
-    if _gelu(block, facts, opsets) is None:
+    if _gelu(block, info, opsets) is None:
         return Refusal("not_gelu", "its activation is not a GELU")
     return None
 
 
 def _gelu(
-    block: FeedForwardBlock, facts: Facts, opsets: Mapping[str, int]
+    block: FeedForwardBlock, info: ShapeInfo, opsets: Mapping[str, int]
 ) -> tuple[Operator, ir.Value] | None:
     """The operator that makes the neurons, and of which value: of the last that is so shaped."""
-    made = _tried(block, facts, opsets)
+    made = _tried(block, info, opsets)
     hidden = made.pop(block.hidden, None)
-    if hidden is None or facts.shape(block.hidden) is None:
+    if hidden is None or info.shape(block.hidden) is None:
         return None
     for value, z in reversed(made.items()):
-        if z.shape != hidden.shape or facts.shape(value) != facts.shape(block.hidden):
+        if z.shape != hidden.shape or info.shape(value) != info.shape(block.hidden):
             continue
         if _near(hidden, _exact(z), z):
             return "Gelu", value
@@ -100,11 +100,11 @@ def _near(hidden: np.ndarray, expected: np.ndarray, z: np.ndarray) -> bool:
 
 
 def _tried(
-    block: FeedForwardBlock, facts: Facts, opsets: Mapping[str, int]
+    block: FeedForwardBlock, info: ShapeInfo, opsets: Mapping[str, int]
 ) -> dict[ir.Value, np.ndarray]:
     """What the nodes between the products make of numbers from -12 to 12."""
     first = block.products[0].outputs[0]
-    shape = facts.shape(first)
+    shape = info.shape(first)
     if shape is None:
         return {}
     numbers = np.linspace(-12, 12, math.prod(shape)).reshape(shape)
@@ -118,7 +118,7 @@ def _tried(
                 inputs.append(found[value])
             elif is_constant(value):
                 inputs.append(constant_array(value))
-            elif (known := facts.constant(value)) is not None:
+            elif (known := info.constant(value)) is not None:
                 inputs.append(known)
             else:
                 return {}

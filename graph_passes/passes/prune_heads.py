@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from pydantic import BeforeValidator, Field, TypeAdapter
 
-from graph_passes.analysis.shapes import Facts
+from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import AttentionBlock
 from graph_passes.context import GraphContext
 from graph_passes.emit.attention import (
@@ -72,14 +72,14 @@ class PruneHeads(AttentionPass[Sequence[int]]):
         return found
 
     def rewrite(self, block: AttentionBlock, params: Sequence[int], context: GraphContext) -> None:
-        kept, facts = np.flatnonzero(np.asarray(params)), small_shapes(context)
+        kept, info = np.flatnonzero(np.asarray(params)), small_shapes(context)
         assert block.output is not None
         if len(kept):
-            _keep(block, kept, facts)
+            _keep(block, kept, info)
             return
         width = block.output.matrix().shape[1]
         bias = np.broadcast_to(block.output.offset(), (width,))
-        emit_skip(block, AffineMap(None, bias), facts)
+        emit_skip(block, AffineMap(None, bias), info)
 
 
 def check_mask(name: str, mask: Sequence[int], heads: int) -> None:
@@ -104,10 +104,10 @@ def check_mask(name: str, mask: Sequence[int], heads: int) -> None:
         )
 
 
-def _keep(block: AttentionBlock, kept: np.ndarray, facts: Facts) -> None:
+def _keep(block: AttentionBlock, kept: np.ndarray, info: ShapeInfo) -> None:
     """Emit the kept heads in place of all of them."""
     assert block.output is not None
     make = Inserter(block.graph, block.output.nodes[-1], f"{block.name}/pruned")
-    probabilities = emit_probabilities(make, block, kept, facts)
-    context = emit_context(make, block, probabilities, kept, facts)
-    emit_output(make, block, context, kept, facts)
+    probabilities = emit_probabilities(make, block, kept, info)
+    context = emit_context(make, block, probabilities, kept, info)
+    emit_output(make, block, context, kept, info)

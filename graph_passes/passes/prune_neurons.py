@@ -18,10 +18,11 @@ from graph_passes.analysis.constants import (
     is_constant,
     origin,
 )
+from graph_passes.blocks import FeedForwardBlock
 from graph_passes.context import GraphContext
 from graph_passes.emit.editing import Inserter
 from graph_passes.errors import CannotRewrite, InvalidArgument, Refusal
-from graph_passes.matching.feed_forward import FeedForwardBlock, last_part
+from graph_passes.matching.feed_forward import last_entry
 from graph_passes.passes.base import FeedForwardPass
 
 __all__ = ["NeuronMask", "PruneNeurons", "mask_from_hex", "mask_to_hex", "neurons_refusal"]
@@ -272,7 +273,7 @@ def _set_width(reshape: ir.Node, width: int, make: Inserter) -> None:
     """Replace the last axis of a Reshape's target shape, which other nodes may share."""
     shape = reshape.inputs[1]
     assert shape is not None
-    end, node = last_part(shape), shape.producer()
+    end, node = last_entry(shape), shape.producer()
     assert end is not None
     array = constant_array(end).copy()
     array[-1] = width

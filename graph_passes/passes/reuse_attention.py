@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 from pydantic import Field, TypeAdapter
 
-from graph_passes.analysis.shapes import Facts
+from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import AttentionBlock
 from graph_passes.context import GraphContext
 from graph_passes.emit.attention import (
@@ -18,8 +18,8 @@ from graph_passes.emit.attention import (
     emit_context,
     emit_output,
     emit_probabilities,
-    heads_apart,
     in_precision,
+    probabilities_by_head,
     probabilities_type,
     type_of,
     values_refusal,
@@ -85,7 +85,10 @@ class ReuseAttention(AttentionPass[ReusedHeads]):
             place = next(i for i, other in enumerate(blocks) if other.name == block.name)
             return reuse_refusal(block, blocks[:place])
         by_name = {other.name: other for other in blocks}
-        runs = [small_shapes(context, apart=apart) for apart in (False, True)]
+        runs = [
+            small_shapes(context, distinct_lengths=distinct_lengths)
+            for distinct_lengths in (False, True)
+        ]
         for source in dict.fromkeys(source for source, _ in params.values()):
             other = by_name[source]
             found = reuse_refusal(block, [other]) or _lengths_refusal(block, other, runs)
@@ -182,12 +185,12 @@ def source_refusal(block: AttentionBlock) -> Refusal | None:
 
 
 def _lengths_refusal(
-    block: AttentionBlock, other: AttentionBlock, runs: Sequence[Facts]
+    block: AttentionBlock, other: AttentionBlock, runs: Sequence[ShapeInfo]
 ) -> Refusal | None:
     """Whether two layers have different numbers of queries or keys, whatever their masks."""
     for role, mine, theirs in (("queries", block.x, other.x), ("keys", block.y, other.y)):
-        for facts in runs:
-            shapes = [None if (s := facts.shape(v)) is None else s[:-1] for v in (mine, theirs)]
+        for info in runs:
+            shapes = [None if (s := info.shape(v)) is None else s[:-1] for v in (mine, theirs)]
             if None not in shapes and shapes[0] != shapes[1]:
                 return Refusal("lengths_differ", f"its {role} are not as many as there")
     return None
@@ -208,23 +211,27 @@ def check_edges(edges: Edges, blocks: Sequence[AttentionBlock]) -> None:
                     raise InvalidArgument(
                         f"{edge}: no attention is called {layer!r}",
                         "use names as `attnserve inspect` lists them",
+                        code="rewrite.unknown_block",
                     )
                 count = blocks[place[layer]].num_heads
                 if not 0 <= number < count:
                     raise InvalidArgument(
                         f"{edge}: {layer} has no head {number}, expected 0 to {count - 1}",
                         "count heads from 0",
+                        code="reuse_attention.head",
                     )
             if place[source] >= place[name]:
                 raise InvalidArgument(
                     f"{edge}: the source must be an earlier layer than {name}",
                     "probabilities are forwarded in depth, from a layer that ran before",
+                    code="reuse_attention.order",
                 )
             taken = {int(h) for reused in blocks[place[source]].reused for h in reused.heads}
             if source_head in edges.get(source, {}) or source_head in taken:
                 raise InvalidArgument(
                     f"{edge}: the source is reused itself, expected an exact head",
                     f"take the head that {source}[{source_head}] takes",
+                    code="reuse_attention.chain",
                 )
 
 
@@ -236,7 +243,7 @@ class _Available:
         split: Layers of which only some heads compute probabilities.
     """
 
-    facts: Facts
+    info: ShapeInfo
     blocks: Mapping[str, AttentionBlock]
     values: dict[str, tuple[ir.Value, dict[int, int]]] = field(default_factory=dict)
     split: set[str] = field(default_factory=set[str])
@@ -245,7 +252,9 @@ class _Available:
         """Those of a layer; ``before`` is the first node that reads them in another."""
         if name not in self.values:
             block = self.blocks[name]
-            whole = heads_apart(Inserter(block.graph, before, f"{name}/shared"), block, self.facts)
+            whole = probabilities_by_head(
+                Inserter(block.graph, before, f"{name}/shared"), block, self.info
+            )
             self.values[name] = whole, {head: head for head in range(block.num_heads)}
         return self.values[name]
 
@@ -261,7 +270,7 @@ def _reuse(
     pieces: list[ir.Value] = []
     order = own.tolist()
     if len(own):
-        pieces.append(emit_probabilities(make, block, own, available.facts))
+        pieces.append(emit_probabilities(make, block, own, available.info))
         available.values[block.name] = pieces[0], {head: i for i, head in enumerate(own.tolist())}
         available.split.add(block.name)
     for source in dict.fromkeys(source for source, _ in edges.values()):
@@ -275,18 +284,16 @@ def _reuse(
             at = make.constant(index, "source_heads")
             gathered = make.op("Gather", [value, at], "probabilities_taken", axis=1)
             gathered.type = ir.TensorType(
-                probabilities_type(available.blocks[source], available.facts)
+                probabilities_type(available.blocks[source], available.info)
             )
             value = gathered
         pieces.append(value)
     heads = np.array(order, np.int64)
-    dtype = (
-        type_of(pieces[-1], available.facts) or block.v.dtype
-    )  # own heads give way to the others
-    pieces = [in_precision(make, piece, dtype, available.facts) for piece in pieces]
+    dtype = type_of(pieces[-1], available.info) or block.v.dtype  # own heads give way to the others
+    pieces = [in_precision(make, piece, dtype, available.info) for piece in pieces]
     probabilities = pieces[0]
     if len(pieces) > 1:
         probabilities = make.op("Concat", pieces, "probabilities_joined", axis=1)
         probabilities.type = ir.TensorType(dtype)
-    context = emit_context(make, block, probabilities, heads, available.facts)
-    emit_output(make, block, context, heads, available.facts)
+    context = emit_context(make, block, probabilities, heads, available.info)
+    emit_output(make, block, context, heads, available.info)

@@ -12,7 +12,7 @@ import onnx_ir as ir
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf, TypeAdapter, model_validator
 
 from graph_passes.analysis.constants import constant_array
-from graph_passes.analysis.shapes import Facts
+from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import AttentionBlock
 from graph_passes.context import GraphContext
 from graph_passes.emit.attention import emit_affine, emit_constant
@@ -147,21 +147,21 @@ def _check_shapes(block: AttentionBlock, affine: AffineMap) -> None:
         )
 
 
-def emit_skip(block: AttentionBlock, affine: AffineMap, facts: Facts) -> None:
+def emit_skip(block: AttentionBlock, affine: AffineMap, info: ShapeInfo) -> None:
     """Put a map in the place of a block."""
     assert block.output is not None
-    _emit(block.output.nodes[-1], block.name, block.x, affine, block.output.output, facts)
+    _emit(block.output.nodes[-1], block.name, block.x, affine, block.output.output, info)
 
 
 def _emit(
-    before: ir.Node, name: str, tokens: ir.Value, affine: AffineMap, old: ir.Value, facts: Facts
+    before: ir.Node, name: str, tokens: ir.Value, affine: AffineMap, old: ir.Value, info: ShapeInfo
 ) -> None:
     assert isinstance(before.graph, ir.Graph)
     make = Inserter(before.graph, before, f"{name}{MARK}".rstrip("/"))
     if affine.weight is None:
-        emit_constant(make, tokens, affine.bias, old, facts)
+        emit_constant(make, tokens, affine.bias, old, info)
     else:
-        emit_affine(make, tokens, affine.weight, affine.bias, old, facts)
+        emit_affine(make, tokens, affine.weight, affine.bias, old, info)
 
 
 def skipped(model: ir.Model) -> list[Skipped]:
@@ -205,6 +205,6 @@ def _given(node: ir.Node, index: int) -> ir.Value:
     return value
 
 
-def refill(gap: Skipped, affine: AffineMap, facts: Facts) -> None:
+def refill(gap: Skipped, affine: AffineMap, info: ShapeInfo) -> None:
     """Put another map in the place of an attention that was left out."""
-    _emit(gap.nodes[-1], gap.name, gap.input, affine, gap.output, facts)
+    _emit(gap.nodes[-1], gap.name, gap.input, affine, gap.output, info)

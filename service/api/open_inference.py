@@ -1,8 +1,8 @@
-"""Open Inference Protocol v2 over HTTP, with tensors as JSON or as raw bytes (KServe, Triton).
+"""Open Inference Protocol v2 over HTTP (KServe, Triton), with tensors as JSON or raw bytes.
 
 https://kserve.github.io/website/docs/concepts/architecture/data-plane/v2-protocol
 
-``protocols/tensors.py`` is the codec; ``protocols/triton.py`` has what Triton adds to the protocol.
+``tensors.py`` is the codec; ``triton.py`` holds Triton's extensions of the protocol.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from fastapi import APIRouter, Request, Response
 from attnserve import __version__
 from graph_passes.errors import InvalidData
 from service.api.routes import (
-    accepts,
+    JsonRoute,
+    acquire_engine,
+    cancel_on_disconnect,
     deadline,
-    find,
+    get_engine,
     json_response,
-    parse_json,
     read_body,
     respond,
-    served,
-    unless_gone,
 )
 from service.api.schemas import (
     InferRequest,
@@ -51,30 +50,43 @@ EXTENSIONS = (
     "schedule_policy",
     "statistics",
 )
-"""By the names that Triton gives them. Not served: classification, sequences, shared memory."""
+"""Supported extensions. Not supported: classification, sequences, shared memory."""
 
 BINARY = {"schema": {"type": "string", "format": "binary"}}
-"""A body of JSON and raw tensors."""
+"""A body of JSON followed by raw tensors."""
 
-INFER: dict[str, Any] = accepts(InferRequest) | {
+INFER: dict[str, Any] = {
     "response_model": InferResponse,
     "responses": {200: {"content": {"application/octet-stream": BINARY}}},
+    "openapi_extra": {
+        "requestBody": {"content": {"application/octet-stream": BINARY}},
+        "parameters": [
+            {
+                "name": "Inference-Header-Content-Length",
+                "in": "header",
+                "required": False,
+                "schema": {"type": "integer", "minimum": 0},
+                "description": "Bytes of JSON at the start of the body, if raw tensors follow it.",
+            }
+        ],
+    },
 }
-INFER["openapi_extra"]["requestBody"]["content"]["application/octet-stream"] = BINARY
-INFER["openapi_extra"]["parameters"] = [
-    {
-        "name": "Inference-Header-Content-Length",
-        "in": "header",
-        "required": False,
-        "schema": {"type": "integer", "minimum": 0},
-        "description": "Bytes of JSON at the start of the body, where raw tensors follow it.",
-    }
-]
 
 MODEL_READY: dict[str, Any] = {
     "response_model": ModelReady,
     "responses": {503: {"model": ModelReady}},
 }
+
+
+class InferRoute(JsonRoute):
+    """A route whose JSON may be followed by raw tensors, which go to ``request.state.raw``."""
+
+    async def read(self, request: Request) -> memoryview:
+        get_engine(request, **request.path_params)  # refuse unknown models before reading the body
+        length = request.headers.get(HEADER_LENGTH)
+        head, request.state.raw = split(await read_body(request), length)
+        return head
+
 
 router = APIRouter(prefix="/v2", tags=["Open Inference Protocol v2"])
 
@@ -88,13 +100,13 @@ async def server_metadata() -> Response:
 
 @router.get("/health/live", response_model=Live)
 async def live() -> Response:
-    """The process answers."""
+    """The process is alive."""
     return json_response({"live": True})
 
 
 @router.get("/health/ready", response_model=Ready, responses={503: {"model": Ready}})
 async def ready(request: Request) -> Response:
-    """Models are loaded, and all of them run; a full queue is no reason to say no."""
+    """Models are loaded, and all of them can run. A full queue does not matter."""
     is_ready = request.app.state.repository.ready
     return json_response({"ready": is_ready}, 200 if is_ready else 503)
 
@@ -102,7 +114,7 @@ async def ready(request: Request) -> Response:
 @router.get("/models/{name}", response_model=ModelMetadata)
 @router.get("/models/{name}/versions/{version}", response_model=ModelMetadata)
 async def model_metadata(request: Request, name: str) -> Response:
-    engine = find(request, name, request.path_params.get("version"))
+    engine = get_engine(request, name, request.path_params.get("version"))
     return json_response(
         {
             "name": engine.name,
@@ -117,24 +129,18 @@ async def model_metadata(request: Request, name: str) -> Response:
 @router.get("/models/{name}/ready", **MODEL_READY)
 @router.get("/models/{name}/versions/{version}/ready", **MODEL_READY)
 async def model_ready(request: Request, name: str) -> Response:
-    engine = find(request, name, request.path_params.get("version"))
+    engine = get_engine(request, name, request.path_params.get("version"))
     repository: Repository = request.app.state.repository
     is_ready = repository.runs(engine)
     return json_response({"name": engine.name, "ready": is_ready}, 200 if is_ready else 503)
 
 
-@router.post("/models/{name}/infer", **INFER)
-@router.post("/models/{name}/versions/{version}/infer", **INFER)
-async def infer(request: Request, name: str) -> Response:
-    """Run the model on tensors. What the answer cost is in its headers and its parameters."""
-    version = request.path_params.get("version")
-    find(request, name, version)
-    head, raw = split(await read_body(request), request.headers.get(HEADER_LENGTH))
-    body = parse_json(head, InferRequest)
+async def infer(request: Request, name: str, body: InferRequest) -> Response:
+    """Run the model on tensors. The headers and the parameters of the answer hold its cost."""
     _refuse_unserved(body)
-    inputs = decode_all(body.inputs, raw)
-    engine = served(request, name, version)
-    answer = await unless_gone(
+    inputs = decode_all(body.inputs, request.state.raw)
+    engine = acquire_engine(request, name, request.path_params.get("version"))
+    answer = await cancel_on_disconnect(
         request,
         engine.infer(
             inputs,
@@ -157,6 +163,10 @@ async def infer(request: Request, name: str) -> Response:
     return respond(request, engine, answer, outputs, envelope, raw_outputs)
 
 
+for path in ("/models/{name}/infer", "/models/{name}/versions/{version}/infer"):
+    router.add_api_route(path, infer, methods=["POST"], route_class_override=InferRoute, **INFER)
+
+
 def _describe(tensors: Sequence[Tensor]) -> list[dict[str, Any]]:
     return [
         {
@@ -169,28 +179,28 @@ def _describe(tensors: Sequence[Tensor]) -> list[dict[str, Any]]:
 
 
 def _deadline(request: Request, body: InferRequest) -> float:
-    """The earlier one, of the header (or setting) and of the ``timeout`` in microseconds."""
+    """The earlier of the header (or setting) and the parameter ``timeout`` in microseconds."""
     latest = deadline(request)
     timeout = body.parameters.timeout
     return min(latest, request.state.started + timeout / 1e6) if timeout else latest
 
 
 def _binary_outputs(body: InferRequest, names: Iterable[str]) -> set[str]:
-    """Those of ``names`` that are sent as raw bytes: an output's own word comes first."""
+    """The outputs that are sent as raw bytes; ``binary_data`` of an output has priority."""
     chosen = {output.name: output.parameters.binary_data for output in body.outputs}
     default = bool(body.parameters.binary_data_output)
     return {name for name in names if (default if chosen.get(name) is None else chosen[name])}
 
 
 def _refuse_unserved(body: InferRequest) -> None:
-    """Refuse what would be answered otherwise than its sender expects."""
+    """Refuse unsupported parameters and repeated names."""
     _refuse_repeats("input", [tensor.name for tensor in body.inputs])
     _refuse_repeats("output", [output.name for output in body.outputs])
-    asked = body.parameters.model_extra or {}
+    parameters = body.parameters.model_extra or {}
     for key in ("sequence_id", "sequence_start", "sequence_end"):
-        if asked.get(key):
+        if parameters.get(key):
             raise InvalidData(
-                f"parameter {key!r}: models here keep no state between requests",
+                f"parameter {key!r}: sequences are not supported",
                 "send each request without sequence parameters",
             )
     for what, tensors in (("input", body.inputs), ("output", body.outputs)):

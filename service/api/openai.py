@@ -1,9 +1,9 @@
-"""OpenAI's embeddings over HTTP: POST /v1/embeddings, GET /v1/models.
+"""OpenAI's embeddings API: POST /v1/embeddings, GET /v1/models.
 
 https://platform.openai.com/docs/api-reference/embeddings
 
-A text that is too long is refused, not cut, as OpenAI does. Token ids go to the model as they are:
-special tokens are the sender's affair (POST /tokenize gives them).
+As in OpenAI's API, a text that is too long is refused and not truncated. Token ids are passed to
+the model unchanged: the client adds special tokens (POST /tokenize returns them).
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from fastapi import APIRouter, Request, Response
 
 from graph_passes.errors import InvalidArgument, InvalidData
 from service.api.routes import (
-    accepts,
+    JsonRoute,
+    acquire_engine,
+    cancel_on_disconnect,
     deadline,
-    find,
+    get_engine,
     json_response,
-    parse_body,
     respond,
-    served,
-    unless_gone,
 )
 from service.api.schemas import (
     EmbeddingsRequest,
@@ -36,25 +35,26 @@ from service.api.schemas import (
 )
 from service.engine.engine import Engine
 from service.engine.repository import Repository
-from service.errors import FORMS, InvalidField, UnknownModel
+from service.errors import InvalidField, UnknownModel
 
-__all__ = ["error_body", "router"]
+__all__ = ["render_error", "router"]
 
 ERRORS: dict[int, tuple[str, str | None]] = {
     401: ("invalid_request_error", "invalid_api_key"),
     429: ("requests", "rate_limit_exceeded"),
 }
-"""OpenAI's type and code for a status; others are the request's fault below 500, ours above."""
+"""OpenAI's type and code of a status; other statuses have the type of their class."""
 
 router = APIRouter(
     prefix="/v1",
     tags=["OpenAI"],
+    route_class=JsonRoute,
     responses={"4XX": {"model": OpenAIError}, "5XX": {"model": OpenAIError}},
 )
 
 
-def error_body(status: int, text: str, error: Exception | None) -> tuple[int, dict[str, Any]]:
-    """(status, body) of an error below /v1; what cannot be processed (422) is a bad request."""
+def render_error(status: int, text: str, error: Exception | None) -> tuple[int, dict[str, Any]]:
+    """(status, body) of an error below /v1; OpenAI answers 400 where other routes answer 422."""
     kind, code = ERRORS.get(
         status, ("invalid_request_error" if status < 500 else "server_error", None)
     )
@@ -67,21 +67,16 @@ def error_body(status: int, text: str, error: Exception | None) -> tuple[int, di
     return 400 if status == 422 else status, {"error": body}
 
 
-FORMS["/v1"] = error_body
+@router.post("/embeddings", response_model=EmbeddingsResponse)
+async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
+    """One vector per text or list of token ids.
 
-
-@router.post("/embeddings", response_model=EmbeddingsResponse, **accepts(EmbeddingsRequest))
-async def embeddings(request: Request) -> Response:
-    """A vector for each text or list of token ids.
-
-    ``dimensions`` is refused unless it is the model's own: a vector that was not trained for it is
-    worth little when cut.
+    ``dimensions`` must be the size of the model's vectors: they are not truncated.
     """
-    body = await parse_body(request, EmbeddingsRequest)
-    engine = served(request, body.model)
+    engine = acquire_engine(request, body.model)
     _check_dimensions(engine, body.dimensions, engine.model.outputs[0].axes)
     try:
-        answer = await unless_gone(
+        answer = await cancel_on_disconnect(
             request, engine.embed(body.input, truncate=False, deadline=deadline(request))
         )
     except (InvalidData, InvalidArgument) as error:
@@ -97,10 +92,10 @@ async def embeddings(request: Request) -> Response:
         for index, vector in enumerate(vectors)
     ]
 
-    def envelope(written: orjson.Fragment, cost: dict[str, int | float]) -> dict[str, Any]:
+    def envelope(serialized: orjson.Fragment, cost: dict[str, int | float]) -> dict[str, Any]:
         return {
             "object": "list",
-            "data": written,
+            "data": serialized,
             "model": engine.name,
             "usage": {"prompt_tokens": cost["tokens"], "total_tokens": cost["tokens"]},
         }
@@ -110,7 +105,7 @@ async def embeddings(request: Request) -> Response:
 
 @router.get("/models", response_model=ModelCards)
 async def models(request: Request) -> Response:
-    """The models that are loaded."""
+    """The loaded models."""
     repository: Repository = request.app.state.repository
     names = dict.fromkeys(engine.name for engine in repository.engines())
     return json_response(
@@ -120,7 +115,8 @@ async def models(request: Request) -> Response:
 
 @router.get("/models/{name}", response_model=ModelCard)
 async def model(request: Request, name: str) -> Response:
-    return json_response(_card(find(request, name)))
+    """One loaded model."""
+    return json_response(_card(get_engine(request, name)))
 
 
 def _card(engine: Engine) -> dict[str, Any]:
@@ -132,12 +128,14 @@ def _card(engine: Engine) -> dict[str, Any]:
     }
 
 
-def _check_dimensions(engine: Engine, asked: int | None, shape: Sequence[int | str | None]) -> None:
-    """Refuse ``asked`` where the last axis of ``shape`` is known, and another."""
+def _check_dimensions(
+    engine: Engine, requested: int | None, shape: Sequence[int | str | None]
+) -> None:
+    """Refuse ``requested`` if the last axis of ``shape`` is known and different."""
     width = shape[-1] if shape else None
-    if asked is not None and isinstance(width, int) and asked != width:
+    if requested is not None and isinstance(width, int) and requested != width:
         raise InvalidField(
-            f"dimensions is {asked}, but vectors of {engine.name} have {width}",
+            f"dimensions is {requested}, but vectors of {engine.name} have {width}",
             "leave it out",
             field="dimensions",
         )

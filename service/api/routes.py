@@ -1,4 +1,4 @@
-"""What all routes share: bodies within their bounds, answers with their cost, a line in the log."""
+"""Shared parts of all routes: reading bodies, engines, deadlines, responses, and the access log."""
 
 from __future__ import annotations
 
@@ -9,44 +9,39 @@ import re
 import uuid
 import zlib
 from collections.abc import Callable, Coroutine, Sequence
-from inspect import signature
 from time import perf_counter
 from typing import Any, TypeVar
 from urllib.parse import quote
 
 import numpy as np
 import orjson
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
-from pydantic.json_schema import models_json_schema
-from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from graph_passes.errors import InvalidData
+from service.api.cost import as_headers, cost_of
 from service.engine.answer import Answer
 from service.engine.engine import Engine
 from service.engine.repository import Repository
 from service.errors import ClientGone, InvalidField, MalformedRequest, TooLarge, error_response
-from service.metrics import Metrics, as_headers, cost_of
+from service.metrics import Metrics
 from service.settings import Settings
 from service.tracing import request_span
 
 __all__ = [
+    "JsonRoute",
     "ObserveRequests",
-    "accepts",
-    "conclude",
+    "acquire_engine",
+    "cancel_on_disconnect",
     "deadline",
-    "describe_bodies",
-    "find",
-    "include",
+    "get_engine",
     "json_response",
-    "parse_body",
     "parse_json",
     "read_body",
+    "record_cost",
     "respond",
-    "served",
-    "unless_gone",
 ]
 
 T = TypeVar("T")
@@ -55,56 +50,56 @@ B = TypeVar("B", bound=BaseModel)
 log = logging.getLogger("attnserve")
 access = logging.getLogger("attnserve.access")
 
-SANE_ID = re.compile(rb"[\w.:/+=@-]{1,128}", re.ASCII)
+VALID_REQUEST_ID = re.compile(rb"[\w.:/+=@-]{1,128}", re.ASCII)
 JSON = orjson.OPT_SERIALIZE_NUMPY
-GONE = "the client is gone"
+DISCONNECTED = "the client disconnected"
 
 
 def json_response(
     content: Any, status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
-    """``content`` as JSON; arrays as (nested) lists, NaN and infinities as null."""
+    """A response with ``content`` as JSON; arrays become lists, NaN and infinities null."""
     return Response(
         orjson.dumps(content, option=JSON), status, headers, media_type="application/json"
     )
 
 
-def find(request: Request, name: str | None = None, version: str | None = None) -> Engine:
-    """The engine that serves a model now; to run something on it, take it from ``served``.
+def get_engine(request: Request, name: str | None = None, version: str | None = None) -> Engine:
+    """The engine of a model, for reading its description; use ``acquire_engine`` to run it.
 
     Raises:
-        NotFound, NotReady: See ``served``.
+        NotFound, NotReady: See ``acquire_engine``.
     """
     repository: Repository = request.app.state.repository
     return repository.engine(name, version)
 
 
-def served(request: Request, name: str | None = None, version: str | None = None) -> Engine:
-    """The engine that serves a model, kept open until this request is answered.
+def acquire_engine(request: Request, name: str | None = None, version: str | None = None) -> Engine:
+    """The engine of a model, which stays open until this request is answered.
 
-    Call it when the body is there: a client that is slow to send must not keep an old model alive.
+    Call it after the body was read: a slow client must not keep an old version in memory.
 
     Args:
-        name: None for the only model there is.
+        name: None if there is only one model.
         version: None for the highest.
 
     Raises:
-        NotReady: It is not loaded yet, or unloaded already.
-        NotFound: There is no such model or version.
+        NotReady: The model is not loaded.
+        NotFound: Unknown model or version.
     """
-    engine = find(request, name, version)
+    engine = get_engine(request, name, version)
     engine.acquire()
     request.scope["attnserve.engines"].append(engine)
     return engine
 
 
 def deadline(request: Request) -> float:
-    """When the answer must be there, on the clock of ``perf_counter``.
+    """The deadline of the answer, on the clock of ``perf_counter``.
 
-    The time starts with the last byte of the body (``parse_body``).
+    The time limit starts with the last byte of the body (``read_body``).
 
     Raises:
-        InvalidData: x-timeout-ms is no positive number, or above ``max_timeout_ms``.
+        InvalidData: x-timeout-ms is not a positive number, or above ``max_timeout_ms``.
     """
     settings: Settings = request.app.state.settings
     given = request.headers.get("x-timeout-ms")
@@ -123,14 +118,14 @@ def deadline(request: Request) -> float:
 
 
 async def read_body(request: Request) -> bytes | bytearray:
-    """The whole body of ``request``, unpacked; one that comes in one piece is not copied.
+    """Read and decompress the body of ``request``.
 
-    The clock of x-total-ms and of the deadline starts here, at the last byte: how fast a client
-    sends is its own affair.
+    The clock of x-total-ms and of the deadline starts after the last byte, so that it does not
+    count a slow upload.
 
     Raises:
-        TooLarge: More bytes than ``max_body_bytes``, whatever Content-Length says, also unpacked.
-        MalformedRequest: It is compressed otherwise than it says, or than is known here.
+        TooLarge: More than ``max_body_bytes``, compressed or decompressed.
+        MalformedRequest: The content-encoding is unknown, or the body does not match it.
     """
     settings: Settings = request.app.state.settings
     limit = settings.max_body_bytes
@@ -144,48 +139,37 @@ async def read_body(request: Request) -> bytes | bytearray:
             body += chunk
         if len(body) > limit:
             raise TooLarge(f"the body is larger than {limit} bytes", "split the request")
-    body = _unpacked(body, request.headers.get("content-encoding", "identity"), limit)
+    body = _decompress(body, request.headers.get("content-encoding", "identity"), limit)
     request.state.started = perf_counter()
     return body
 
 
-def _unpacked(body: bytes | bytearray, encoding: str, limit: int) -> bytes | bytearray:
-    """``body`` decompressed, but never more than ``limit`` bytes of it."""
+def _decompress(body: bytes | bytearray, encoding: str, limit: int) -> bytes | bytearray:
+    """Decompress at most ``limit`` bytes of ``body``."""
     if encoding == "identity":
         return body
     if encoding not in {"gzip", "deflate"}:
         raise MalformedRequest(
-            f"content-encoding {encoding[:32]!r} is not served", "send gzip, deflate or neither"
+            f"content-encoding {encoding[:32]!r} is not supported", "send gzip, deflate or neither"
         )
-    unpacker = zlib.decompressobj(wbits=47)  # either, by what its first bytes say
+    unpacker = zlib.decompressobj(wbits=47)  # detects gzip and deflate
     try:
         unpacked = unpacker.decompress(body, limit + 1)
     except zlib.error as error:
         raise MalformedRequest(f"the body is not {encoding}: {error}") from error
     if len(unpacked) > limit:
-        raise TooLarge(f"the body unpacks to more than {limit} bytes", "split the request")
+        raise TooLarge(f"the decompressed body is larger than {limit} bytes", "split the request")
     if not unpacker.eof or unpacker.unused_data:
-        raise MalformedRequest(f"the body is not {encoding}: it ends too early or too late")
+        raise MalformedRequest(f"the body is not {encoding}: it is truncated or has trailing bytes")
     return unpacked
 
 
-async def parse_body(request: Request, schema: type[B]) -> B:
-    """Read, parse and validate the body of ``request``, whatever its Content-Type says.
-
-    Raises:
-        TooLarge: See ``read_body``.
-        MalformedRequest: Not JSON, not UTF-8, or not unpacked.
-        InvalidField: JSON that does not fit ``schema``.
-    """
-    return parse_json(await read_body(request), schema)
-
-
 def parse_json(body: bytes | bytearray | memoryview, schema: type[B]) -> B:
-    """``body`` as JSON that fits ``schema``.
+    """Parse ``body`` as JSON and validate it.
 
     Raises:
-        MalformedRequest: Not JSON, or not UTF-8.
-        InvalidField: JSON that does not fit ``schema``.
+        MalformedRequest: The body is not JSON.
+        InvalidField: The JSON does not match ``schema``.
     """
     try:
         content = orjson.loads(body)
@@ -200,33 +184,33 @@ def parse_json(body: bytes | bytearray | memoryview, schema: type[B]) -> B:
         raise InvalidField(f"{where}: {first['msg']}", field=field) from error
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await ``work``, and cancel it when the client hangs up: what still waits is never computed.
+async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Await ``work``, and cancel it if the client disconnects, so that it is not computed.
 
     Raises:
-        ClientGone: Nobody waits for the answer.
+        ClientGone: The client disconnected.
     """
     task = asyncio.current_task()
     assert task is not None
     waiting = True
 
-    def left(leaving: asyncio.Future[Any]) -> None:
-        if waiting and not leaving.cancelled():
-            task.cancel(GONE)
+    def cancel(disconnect: asyncio.Future[Any]) -> None:
+        if waiting and not disconnect.cancelled():
+            task.cancel(DISCONNECTED)
 
-    # The body is read: what the server says next is that the client is gone.
-    leaving = asyncio.ensure_future(request.receive())
-    leaving.add_done_callback(left)
+    # The body was read: the next message is the disconnect.
+    disconnect = asyncio.ensure_future(request.receive())
+    disconnect.add_done_callback(cancel)
     try:
         return await work
     except asyncio.CancelledError as error:
-        if error.args != (GONE,):
+        if error.args != (DISCONNECTED,):
             raise
         task.uncancel()
-        raise ClientGone("the client hung up before its answer") from None
+        raise ClientGone("the client disconnected before its answer") from None
     finally:
         waiting = False
-        leaving.cancel()
+        disconnect.cancel()
 
 
 def respond(
@@ -237,32 +221,31 @@ def respond(
     envelope: Callable[[orjson.Fragment, dict[str, int | float]], dict[str, Any]],
     raw: Sequence[np.ndarray] = (),
 ) -> Response:
-    """The response of an inference route, with what it cost in its headers and in the metrics.
+    """The response of an inference route; its cost goes to the headers and the metrics.
 
     Args:
-        outputs: What was computed. It is written before the clock stops: for large outputs that is
-            much of the time.
-        envelope: The body, made of the written outputs and the cost.
-        raw: Tensors that follow it as they are in memory.
+        outputs: The computed values. Their serialization counts as time of the request.
+        envelope: Makes the body from the serialized outputs and the cost.
+        raw: Tensors whose bytes follow the JSON.
     """
-    written = orjson.Fragment(orjson.dumps(outputs, option=JSON))
-    cost, headers = conclude(request, engine, answer)
+    serialized = orjson.Fragment(orjson.dumps(outputs, option=JSON))
+    cost, headers = record_cost(request, engine, answer)
     if not raw:
-        return json_response(envelope(written, cost), headers=headers)
-    head = orjson.dumps(envelope(written, cost), option=JSON)
+        return json_response(envelope(serialized, cost), headers=headers)
+    head = orjson.dumps(envelope(serialized, cost), option=JSON)
     headers["inference-header-content-length"] = str(len(head))
     body = b"".join([head, *(tensor.data for tensor in raw)])
     return Response(body, 200, headers, media_type="application/octet-stream")
 
 
-def conclude(
+def record_cost(
     request: Request, engine: Engine, answer: Answer
 ) -> tuple[dict[str, int | float], dict[str, str]]:
-    """(what ``answer`` cost, its headers); the clock stops, and the metrics are told."""
+    """Stop the clock and record the cost of ``answer``; return the cost and its headers."""
     total_ms = (perf_counter() - request.state.started) * 1e3
     cost = cost_of(answer, total_ms, engine.settings.provider)
-    engine.metrics.told(cost)
-    # Headers are ASCII; a model may be called anything.
+    engine.metrics.record_request(cost)
+    # Headers are ASCII; names of models may not be.
     headers = as_headers(cost) | {
         "x-model": quote(engine.name),
         "x-model-version": engine.version,
@@ -273,72 +256,39 @@ def conclude(
     return cost, headers
 
 
-def accepts(schema: type[BaseModel], *, required: bool = True) -> dict[str, Any]:
-    """What a route that calls ``parse_body`` tells the OpenAPI document."""
-    reference = {"$ref": f"#/components/schemas/{schema.__name__}"}
-    content = {"application/json": {"schema": reference}}
-    return {"openapi_extra": {"requestBody": {"required": required, "content": content}}}
+class JsonRoute(APIRoute):
+    """A route whose JSON body is read here and not by FastAPI.
 
-
-def include(app: FastAPI, *routers: APIRouter) -> None:
-    """Serve ``routers``, the first being looked through first.
-
-    FastAPI describes their routes, and Starlette answers them: an endpoint that reads its request
-    itself and makes its own response needs nothing of what FastAPI does around it (routers inside
-    of routers, parameters, exit stacks), which takes longer than all that is done here beside it.
+    The endpoint declares ``body: Schema``; FastAPI writes the schema into the OpenAPI document.
+    FastAPI's own reader does not unpack gzip, requires a Content-Type and parses with ``json``.
     """
-    for router in routers:
-        for route in router.routes:
-            assert isinstance(route, APIRoute)
-            app.router.routes.append(_Direct(route))
-    for router in routers:
-        app.include_router(router)
 
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        field = self.body_field
+        if field is None:
+            return super().get_route_handler()
+        schema, is_required = field.field_info.annotation, field.field_info.is_required()
+        assert isinstance(schema, type) and issubclass(schema, BaseModel)
+        path_parameters = [parameter.name for parameter in self.dependant.path_params]
 
-class _Direct(Route):
-    """The route of an endpoint that is given what its signature names, of its path and itself."""
+        async def handle(request: Request) -> Response:
+            content = await self.read(request)
+            body = schema() if not content and not is_required else parse_json(content, schema)
+            values = {name: request.path_params[name] for name in path_parameters}
+            return await self.endpoint(request=request, body=body, **values)
 
-    def __init__(self, described: APIRoute) -> None:
-        endpoint = described.endpoint
-        names = signature(endpoint).parameters.keys()
+        return handle
 
-        async def answer(request: Request) -> Response:
-            known = {**request.path_params, "request": request}
-            return await endpoint(**{name: known[name] for name in names})
-
-        super().__init__(described.path, answer)
-        # What has no description of its own, and is asked by many a load balancer.
-        self.methods = described.methods | ({"HEAD"} if "GET" in described.methods else set())
-
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        match, found = super().matches(scope)
-        found["route"] = self  # for the metrics, as FastAPI does
-        return match, found
-
-
-def describe_bodies(app: FastAPI, *schemas: type[BaseModel]) -> None:
-    """Add the ``schemas`` that routes accept to the OpenAPI document of ``app``."""
-    generate = app.openapi
-    _, definitions = models_json_schema(
-        [(schema, "validation") for schema in schemas],
-        ref_template="#/components/schemas/{model}",
-    )
-
-    def openapi() -> dict[str, Any]:
-        document = generate()
-        document["components"]["schemas"] |= definitions["$defs"]
-        return document
-
-    app.openapi = openapi
+    async def read(self, request: Request) -> bytes | bytearray | memoryview:
+        """Return the JSON text in the body of ``request``."""
+        return await read_body(request)
 
 
 class ObserveRequests:
-    """ASGI middleware: x-request-id on every answer, a log line and a count for each.
+    """ASGI middleware: adds x-request-id to answers, counts requests and writes the access log.
 
-    The engines that a request holds (``served``) are let go when it is answered.
-
-    A client's own id is kept where it is short and harmless, so that it can be found in its logs
-    and in ours. A defect of ours ends here: the log has the trace, the client a 500 and the id.
+    It releases the engines of a request (``acquire_engine``) after the answer. A valid id of the
+    client is kept. An unexpected exception is logged with its traceback and answered with 500.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
@@ -349,11 +299,15 @@ class ObserveRequests:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = next((value for key, value in scope["headers"] if key == b"x-request-id"), b"")
-        request_id = given if SANE_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        client_id = next((value for key, value in scope["headers"] if key == b"x-request-id"), b"")
+        request_id = (
+            client_id if VALID_REQUEST_ID.fullmatch(client_id) else uuid.uuid4().hex.encode()
+        )
         started, status = perf_counter(), 0
         engines: list[Engine] = []
         scope["attnserve.engines"] = engines
+        # FastAPI's GET routes refuse HEAD. The web server omits the body of the answer.
+        routed = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
 
         async def observed(message: Message) -> None:
             nonlocal status
@@ -364,19 +318,19 @@ class ObserveRequests:
 
         with request_span(scope) as finish:
             try:
-                await self._app(scope, receive, observed)
+                await self._app(routed, receive, observed)
             except Exception:
                 log.exception("request %s failed", request_id.decode())
-                if status:  # half an answer is out: the connection can only be dropped
+                if status:  # the answer has begun: the connection can only be closed
                     raise
-                answer = error_response(scope["path"], 500, "internal error")
+                answer = error_response(scope, 500, "internal error")
                 await answer(scope, receive, observed)
             finally:
                 for engine in engines:
                     engine.release()
-                # The route's pattern, not the path: a client must not make up series without end.
-                route = getattr(scope.get("route"), "path", "unknown")
-                self._metrics.request(route, status)
+                # The pattern of the route, not the path: the number of series must stay bounded.
+                route = getattr(routed.get("route"), "path", "unknown")
+                self._metrics.count_response(route, status)
                 finish(route, status)
                 if access.isEnabledFor(logging.INFO):
                     line = {

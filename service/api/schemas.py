@@ -1,8 +1,7 @@
-"""The bodies of requests and answers, as clients see them.
+"""Schemas of request and response bodies, for validation and the OpenAPI document.
 
-They validate what ``orjson`` has parsed, and they are the OpenAPI document. Types are strict: a
-``"3"`` is no number and a 1 is no boolean. Tensor ``data`` is left as parsed: the codec of
-``protocols/tensors.py`` checks it, in numpy.
+Types are strict: ``"3"`` is not a number and 1 is not a boolean. ``tensors.py`` validates the
+``data`` of tensors.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ Name = Annotated[str, Field(max_length=1024)]
 def _no_bytes(value: Any) -> Any:
     if value == "BYTES":
         raise PydanticCustomError(
-            "bytes", "models here take numbers, no BYTES; texts go to /embed and /predict"
+            "bytes", "BYTES is not supported; send texts to /embed or /predict"
         )
     return value
 
@@ -70,25 +69,27 @@ class Body(BaseModel):
 
 
 class Error(Body):
-    """Every answer that is not a success."""
+    """The body of an error."""
 
     error: str
 
 
 class Extensible(Body):
-    """Parameters that mean something here; others belong to extensions and are ignored."""
+    """The supported parameters; others belong to extensions and are ignored."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class TensorParameters(Extensible):
     binary_data_size: int | None = Field(
-        default=None, ge=0, description="Bytes of this tensor after the JSON, instead of ``data``."
+        default=None,
+        ge=0,
+        description="Size in bytes of this tensor after the JSON, instead of ``data``.",
     )
 
 
 class InputTensor(Body):
-    """One input: ``data`` flat in row-major order or nested as ``shape`` says; or raw bytes."""
+    """One input: ``data`` flat in row-major order, or nested like ``shape``, or raw bytes."""
 
     name: Name
     shape: list[Annotated[int, Field(ge=0)]] = Field(max_length=32, examples=[[1, 3]])
@@ -99,7 +100,8 @@ class InputTensor(Body):
 
 class OutputParameters(Extensible):
     binary_data: bool | None = Field(
-        default=None, description="As raw bytes after the JSON; overrides ``binary_data_output``."
+        default=None,
+        description="Send raw bytes after the JSON; overrides ``binary_data_output``.",
     )
 
 
@@ -111,34 +113,33 @@ class RequestedOutput(Body):
 class InferParameters(Extensible):
     binary_data_output: bool | None = Field(
         default=None,
-        description="Outputs as raw bytes after the JSON, where they do not say themselves.",
+        description="Send outputs as raw bytes after the JSON, unless they set ``binary_data``.",
     )
     timeout: int | None = Field(
         default=None,
         ge=0,
-        description="Microseconds after which nobody needs the answer: 504. 0: none.",
+        description="Time limit in microseconds (504 when exceeded); 0 for none.",
     )
     priority: int | None = Field(
-        default=None, ge=0, description="All requests have the same: ignored."
+        default=None, ge=0, description="Ignored: all requests have the same priority."
     )
 
 
 class InferRequest(Body):
-    """Open Inference Protocol v2, inference request. Unknown fields are extensions: ignored."""
+    """Open Inference Protocol v2, inference request. Unknown fields are ignored."""
 
     id: str | None = Field(None, max_length=1024)
     parameters: InferParameters = InferParameters()
     inputs: Annotated[list[InputTensor], FailFast()] = Field(min_length=1)
     outputs: Annotated[list[RequestedOutput], FailFast()] = Field(
-        [], description="All of them where left out."
+        [], description="All outputs if omitted."
     )
 
 
 class OutputTensor(Body):
-    """One output: ``data`` flat in row-major order. JSON has no NaN and no infinity: both null.
+    """One output: ``data`` flat in row-major order; NaN and infinities are null.
 
-    Raw bytes follow the JSON where ``parameters`` have a ``binary_data_size`` and there is no
-    ``data``.
+    If ``parameters`` has a ``binary_data_size``, raw bytes after the JSON replace ``data``.
     """
 
     name: str
@@ -149,7 +150,7 @@ class OutputTensor(Body):
 
 
 class InferResponse(Body):
-    """Open Inference Protocol v2, inference response; ``parameters`` say what it cost."""
+    """Open Inference Protocol v2, inference response; ``parameters`` holds its cost."""
 
     model_config = ConfigDict(protected_namespaces=())
 
@@ -163,7 +164,7 @@ class InferResponse(Body):
 class TensorMetadata(Body):
     name: str
     datatype: Datatype
-    shape: list[int] = Field(description="-1 where any size goes.")
+    shape: list[int] = Field(description="-1 for axes of any size.")
 
 
 class ModelMetadata(Body):
@@ -186,14 +187,14 @@ class ServerMetadata(Body):
 
 
 class ModelConfig(BaseModel):
-    """Triton's ModelConfig in JSON: the fields that mean something here."""
+    """The supported fields of Triton's ModelConfig."""
 
     model_config = ConfigDict(extra="allow")
 
     name: str
     platform: str
     backend: str
-    max_batch_size: int = Field(description="0 where a request's rows are no batch.")
+    max_batch_size: int = Field(description="0 if requests cannot be batched.")
     input: list[dict[str, Any]]
     output: list[dict[str, Any]]
 
@@ -210,7 +211,7 @@ class InferStatistics(Body):
     compute_input: Duration
     compute_infer: Duration
     compute_output: Duration
-    cache_hit: Duration = Field(description="There is no cache: always 0, as cache_miss.")
+    cache_hit: Duration = Field(description="Always 0, like cache_miss: there is no cache.")
     cache_miss: Duration
 
 
@@ -224,28 +225,28 @@ class BatchStatistics(Body):
 class VersionStatistics(Body):
     name: str
     version: str
-    last_inference: int = Field(description="Milliseconds since 1970; 0 where there was none.")
-    inference_count: int = Field(description="Rows that were answered.")
-    execution_count: int = Field(description="Runs of the model.")
+    last_inference: int = Field(description="Milliseconds since 1970; 0 if there was none.")
+    inference_count: int = Field(description="Number of answered rows.")
+    execution_count: int = Field(description="Number of runs of the model.")
     inference_stats: InferStatistics
     batch_stats: list[BatchStatistics]
 
 
 class ModelStatistics(Body):
-    """Exact counts and nanoseconds."""
+    """Exact counts and times in nanoseconds."""
 
     model_stats: list[VersionStatistics]
 
 
 class IndexRequest(Body):
-    ready: bool = Field(False, description="Only what serves.")
+    ready: bool = Field(default=False, description="Only versions that are ready.")
 
 
 class IndexEntry(Body):
     name: str
     version: str
     state: Literal["READY", "LOADING", "UNAVAILABLE"]
-    reason: str = Field(description="Why it is not ready.")
+    reason: str = Field(description="Why the version is not ready.")
 
 
 class RepositoryRequest(Body):
@@ -262,7 +263,7 @@ class Ready(Body):
 
 Pair = Annotated[list[str], FailFast(), Field(min_length=2, max_length=2)]
 
-# One text is a list of one. (A union would answer bad lists with what is wrong with a string.)
+# A single text becomes a list. (A union would report the error of the wrong alternative.)
 Texts = Annotated[
     list[str],
     FailFast(),
@@ -281,14 +282,15 @@ Texts = Annotated[
 
 
 class TextBody(Body):
-    """What requests with texts share. An unknown field is refused: it would not do what its sender
-    expects."""
+    """Shared fields of requests with texts. Unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid")
 
-    model: Name | None = Field(None, description="Needed where several models are served.")
-    version: Name | None = Field(None, description="Of the model; the highest where left out.")
-    truncate: bool = Field(True, description="Cut texts that are too long; false refuses them.")
+    model: Name | None = Field(None, description="Required if several models are served.")
+    version: Name | None = Field(None, description="Version of the model; the highest if omitted.")
+    truncate: bool = Field(
+        True, description="Truncate texts that are too long; false refuses them."
+    )
 
 
 class EmbedRequest(TextBody):
@@ -301,7 +303,9 @@ class PredictRequest(TextBody):
     """Texts to classify."""
 
     inputs: Texts
-    top_k: int | None = Field(None, ge=1, description="The likeliest classes; all where left out.")
+    top_k: int | None = Field(
+        None, ge=1, description="Number of most likely classes to return; all if omitted."
+    )
 
 
 class SimilarityRequest(TextBody):
@@ -316,11 +320,11 @@ class TokenizeRequest(TextBody):
     """Texts to tokenize."""
 
     inputs: Texts
-    truncate: bool = Field(False, description="Cut texts that are too long for the model.")
+    truncate: bool = Field(False, description="Truncate texts that are too long.")
 
 
 class Usage(Body):
-    tokens: int = Field(description="Special tokens included, padding not.")
+    tokens: int = Field(description="Including special tokens, excluding padding.")
 
 
 class Prediction(Body):
@@ -329,31 +333,37 @@ class Prediction(Body):
 
 
 class PredictResponse(Body):
-    predictions: list[list[Prediction]] = Field(description="Of each text, the likeliest first.")
+    predictions: list[list[Prediction]] = Field(
+        description="For each text, most likely class first."
+    )
     model: str
     usage: Usage
 
 
 class SimilarityResponse(Body):
-    similarities: list[float] = Field(description="Cosines, -1 to 1, in the order sent.")
+    similarities: list[float] = Field(
+        description="Cosine similarities, in the order of the request."
+    )
     model: str
     usage: Usage
 
 
 class TokenizeResponse(Body):
-    tokens: list[list[int]] = Field(description="Ids of each text, special tokens included.")
+    tokens: list[list[int]] = Field(description="Token ids of each text, including special tokens.")
     model: str
     usage: Usage
 
 
 class EmbedResponse(Body):
-    embeddings: list[list[float]] = Field(description="One vector a text, in the order sent.")
+    embeddings: list[list[float]] = Field(
+        description="One vector per text, in the order of the request."
+    )
     model: str
     usage: Usage
 
 
 def _one_kind(value: Any) -> Any:
-    """Say what is wrong with an input in one sentence, not once for each form it may have."""
+    """Validate all forms of an input at once: a union would report an error for each form."""
     items = value if type(value) is list else [value]
     if type(value) is list and value and set(map(type, value)) <= {int}:
         items = [value]  # the ids of one text
@@ -362,11 +372,11 @@ def _one_kind(value: Any) -> Any:
     if kinds == {str} or ids:
         return items
     raise PydanticCustomError(
-        "input", "expected a text, texts, or one or several not empty lists of token ids"
+        "input", "expected a text, texts, or one or several non-empty lists of token ids"
     )
 
 
-# Afterwards a list of texts, or a list of lists of ids.
+# After validation: a list of texts, or a list of lists of token ids.
 Inputs = Annotated[
     list[str] | list[list[int]],
     BeforeValidator(_one_kind),
@@ -389,17 +399,17 @@ Inputs = Annotated[
 
 
 class EmbeddingsRequest(Body):
-    """OpenAI's request for embeddings. An unknown field is refused, as OpenAI does."""
+    """OpenAI's request for embeddings. Unknown fields are refused, as in OpenAI's API."""
 
     model_config = ConfigDict(extra="forbid")
 
     model: Name
     input: Inputs
     encoding_format: Literal["float", "base64"] = Field(
-        "float", description="Base64 is of little-endian float32."
+        "float", description="base64 encodes little-endian float32."
     )
     dimensions: int | None = Field(
-        None, ge=1, description="The model's own number: vectors are not cut."
+        None, ge=1, description="Must be the size of the model's vectors."
     )
     user: str | None = Field(None, description="Ignored.")
 
@@ -427,7 +437,7 @@ class EmbeddingsResponse(Body):
 class ModelCard(Body):
     id: str
     object: Literal["model"] = "model"
-    created: int = Field(description="When its file was written, in seconds since 1970.")
+    created: int = Field(description="Modification time of the file, in seconds since 1970.")
     owned_by: str
 
 
@@ -444,6 +454,6 @@ class OpenAIErrorDetail(Body):
 
 
 class OpenAIError(Body):
-    """Every answer below /v1 that is not a success."""
+    """The body of an error below /v1."""
 
     error: OpenAIErrorDetail

@@ -1,12 +1,12 @@
 """Tensors of the Open Inference Protocol v2: as JSON, and as raw bytes behind the JSON.
 
-The binary extension: the body is JSON, then the bytes of each binary input in the order of the
-JSON, which says how many (``binary_data_size``); a header says where the JSON ends. Bytes are
-little-endian, row-major, without padding; a BOOL is one byte, 0 or 1. Answers have the same form.
+The binary extension: the body is JSON, followed by the bytes of each binary input in the order of
+the JSON, which holds their sizes (``binary_data_size``). A header holds the length of the JSON.
+Bytes are little-endian and row-major, without padding; a BOOL is one byte, 0 or 1. Answers have the
+same format.
 
-Numbers are checked, never wrapped or rounded to another kind: 3.0 is no INT64, 300 is no UINT8,
-and 1e39 is no FP32. JSON has no NaN and no infinity: not in requests, and null in answers; bytes
-carry both as they are.
+Numbers are never wrapped or rounded: 3.0 is not an INT64, 300 is not a UINT8, and 1e39 is not an
+FP32. JSON has no NaN and no infinity: requests cannot hold them, and answers hold null instead.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 HEADER_LENGTH = "inference-header-content-length"
-"""The header with the length of the JSON, in bytes, where raw tensors follow it."""
+"""The header with the length of the JSON in bytes, if raw tensors follow it."""
 
 DATATYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
@@ -53,24 +53,24 @@ DATATYPES: dict[str, np.dtype[Any]] = {
 }
 NAMES = {dtype: name for name, dtype in DATATYPES.items()}
 JSON_TYPES = {"b": {bool}, "u": {int}, "i": {int}, "f": {int, float}}
-"""What JSON may hold for a datatype of each numpy kind."""
+"""Python types of JSON values that are valid for each numpy kind."""
 
 
 def split(body: bytes | bytearray, header_length: str | None) -> tuple[memoryview, memoryview]:
     """(JSON, raw tensors) of ``body``, without a copy.
 
     Args:
-        header_length: What the header says; without it, all of the body is JSON.
+        header_length: Value of the header; None if the whole body is JSON.
 
     Raises:
-        MalformedRequest: It is no length, or one past the end of the body.
+        MalformedRequest: The header is not a number, or longer than the body.
     """
     view = memoryview(body)
     if header_length is None:
         return view, view[:0]
     if not re.fullmatch(r"[0-9]{1,19}", header_length, re.ASCII):
         raise MalformedRequest(
-            f"{HEADER_LENGTH} is {header_length[:32]!r}: expected the bytes of JSON in the body"
+            f"{HEADER_LENGTH} is {header_length[:32]!r}: expected the length of the JSON in bytes"
         )
     end = int(header_length)
     if end > len(view):
@@ -79,13 +79,13 @@ def split(body: bytes | bytearray, header_length: str | None) -> tuple[memoryvie
 
 
 def decode_all(tensors: Sequence[InputTensor], raw: memoryview) -> dict[str, np.ndarray]:
-    """The arrays that ``tensors`` describe, by name.
+    """Decode ``tensors`` to arrays, by name.
 
     Args:
-        raw: What follows the JSON: the bytes of the binary tensors, in their order.
+        raw: The bytes after the JSON: the binary tensors, in order.
 
     Raises:
-        InvalidData: What ``decode`` refuses; or too few or too many bytes.
+        InvalidData: See ``decode``; or too few or too many bytes.
     """
     arrays: dict[str, np.ndarray] = {}
     start = 0
@@ -102,17 +102,17 @@ def decode_all(tensors: Sequence[InputTensor], raw: memoryview) -> dict[str, np.
     if start < len(raw):
         raise InvalidData(
             f"{len(raw) - start} bytes follow the last tensor",
-            "does each binary input say its binary_data_size?",
+            "set binary_data_size of each binary input",
         )
     return arrays
 
 
 def decode(tensor: InputTensor, raw: memoryview | None = None) -> np.ndarray:
-    """The array that ``tensor`` describes; of ``raw`` a view, where the bytes are aligned.
+    """Decode one tensor; the result is a view of ``raw`` if its bytes are aligned.
 
     Raises:
-        InvalidData: Its data is missing or given twice, ragged, of another size or nesting than
-            its shape, or holds something that its datatype cannot.
+        InvalidData: The data is missing, given twice, ragged, does not match the shape, or holds
+            values that the datatype cannot represent.
     """
     what = f"input {tensor.name!r}"
     if (tensor.data is None) == (raw is None):
@@ -125,7 +125,7 @@ def decode(tensor: InputTensor, raw: memoryview | None = None) -> np.ndarray:
         return _reshape(_from_bytes(raw, dtype, shape, what), shape, what)
     assert tensor.data is not None
     nesting, values = _flatten(tensor.data, what)
-    # Sizes and types first, in Python: numpy would allocate for any shape and any string.
+    # Check sizes and types in Python first: numpy would allocate memory for any shape or string.
     if len(values) != math.prod(shape):
         raise InvalidData(f"{what}: {len(values)} values for shape {list(shape)}")
     if len(nesting) > 1 and nesting != list(shape):
@@ -147,10 +147,10 @@ def decode(tensor: InputTensor, raw: memoryview | None = None) -> np.ndarray:
 def encode_all(
     arrays: Mapping[str, np.ndarray], binary: Collection[str]
 ) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
-    """(output tensors for the JSON, what follows the JSON in their order).
+    """(output tensors in the JSON, raw tensors after the JSON).
 
     Args:
-        binary: The names of those that go as raw bytes.
+        binary: Names of the tensors that are sent as raw bytes.
     """
     tensors: list[dict[str, Any]] = []
     raw: list[np.ndarray] = []
@@ -166,7 +166,7 @@ def encode_all(
 
 
 def encode(name: str, array: np.ndarray) -> dict[str, Any]:
-    """``array`` as an output tensor, its data flat in row-major order."""
+    """``array`` as an output tensor with flat row-major data."""
     return _describe(name, array) | {"data": np.ascontiguousarray(array).ravel()}
 
 
@@ -184,10 +184,9 @@ def _from_bytes(
             f" expected {expected}"
         )
     array = np.frombuffer(raw, dtype.newbyteorder("<"))
-    # A boolean of 2 is neither true nor false to those who count on 0 and 1.
     if dtype.kind == "b" and array.size and array.view(np.uint8).max() > 1:
-        raise InvalidData(f"{what}: a BOOL is a byte 0 or 1, and there are others")
-    # The JSON before it is of any length, and vector instructions want aligned addresses.
+        raise InvalidData(f"{what}: a BOOL must be a byte 0 or 1")
+    # The JSON has any length, so the address may be unaligned, which vector instructions need.
     return array.astype(dtype, copy=not array.flags.aligned)
 
 
@@ -205,5 +204,8 @@ def _flatten(data: list[Any], what: str) -> tuple[list[int], list[Any]]:
 def _reshape(array: np.ndarray, shape: tuple[int, ...], what: str) -> np.ndarray:
     try:
         return array.reshape(shape)
-    except (OverflowError, ValueError) as error:  # beside a 0, an axis may be of any length
+    except (
+        OverflowError,
+        ValueError,
+    ) as error:  # next to an axis of 0, another may have any length
         raise InvalidData(f"{what}: an axis of shape {list(shape)} is too long") from error

@@ -1,4 +1,4 @@
-"""Texts in: vectors, classes, likenesses or tokens out."""
+"""Routes for texts: embeddings, classification, similarity and tokenization."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from fastapi import APIRouter, Request, Response
 
 from graph_passes.errors import InvalidData
 from service.api.routes import (
-    accepts,
+    JsonRoute,
+    acquire_engine,
+    cancel_on_disconnect,
     deadline,
     json_response,
-    parse_body,
     respond,
-    served,
-    unless_gone,
 )
 from service.api.schemas import (
     EmbedRequest,
@@ -34,34 +33,32 @@ from service.engine.engine import Engine
 
 __all__ = ["router"]
 
-router = APIRouter(tags=["Texts"])
+router = APIRouter(tags=["Texts"], route_class=JsonRoute)
 
 
-@router.post("/embed", response_model=EmbedResponse, **accepts(EmbedRequest))
-async def embed(request: Request) -> Response:
-    """A vector for each text: tokenized, run, pooled and normalized as the artifact says.
+@router.post("/embed", response_model=EmbedResponse)
+async def embed(request: Request, body: EmbedRequest) -> Response:
+    """One vector per text, pooled and normalized as configured in the artifact.
 
-    An empty text is a text: its special tokens have a vector.
+    An empty text is valid: its special tokens have a vector.
     """
-    body = await parse_body(request, EmbedRequest)
-    engine = served(request, body.model, body.version)
-    answer = await unless_gone(
+    engine = acquire_engine(request, body.model, body.version)
+    answer = await cancel_on_disconnect(
         request, engine.embed(body.inputs, truncate=body.truncate, deadline=deadline(request))
     )
 
-    return _told(request, engine, answer, "embeddings", answer.outputs["embeddings"])
+    return _text_response(request, engine, answer, "embeddings", answer.outputs["embeddings"])
 
 
-@router.post("/predict", response_model=PredictResponse, **accepts(PredictRequest))
-async def predict(request: Request) -> Response:
-    """The classes of each text, the likeliest first.
+@router.post("/predict", response_model=PredictResponse)
+async def predict(request: Request, body: PredictRequest) -> Response:
+    """The classes of each text, most likely first.
 
-    Scores are the softmax over the classes; of a single class, the sigmoid of its logit. Labels are
-    those of ``id2label`` in attnserve.json or config.json, else the numbers of the classes.
+    Scores are the softmax over the classes; for a single class, the sigmoid of its logit. Labels
+    come from ``id2label`` in attnserve.json or config.json; without it they are class numbers.
     """
-    body = await parse_body(request, PredictRequest)
-    engine = served(request, body.model, body.version)
-    answer = await unless_gone(
+    engine = acquire_engine(request, body.model, body.version)
+    answer = await cancel_on_disconnect(
         request, engine.classify(body.inputs, truncate=body.truncate, deadline=deadline(request))
     )
     labels = engine.model.labels
@@ -73,53 +70,53 @@ async def predict(request: Request) -> Response:
         for scores in answer.outputs["scores"]
     ]
 
-    return _told(request, engine, answer, "predictions", predictions)
+    return _text_response(request, engine, answer, "predictions", predictions)
 
 
-@router.post("/similarity", response_model=SimilarityResponse, **accepts(SimilarityRequest))
-async def similarity(request: Request) -> Response:
-    """The cosine between texts: of each pair, or of one text with each of many."""
-    body = await parse_body(request, SimilarityRequest)
-    engine = served(request, body.model, body.version)
-    texts, left, right = _compared(body)
-    answer = await unless_gone(
+@router.post("/similarity", response_model=SimilarityResponse)
+async def similarity(request: Request, body: SimilarityRequest) -> Response:
+    """The cosine similarity of pairs of texts, or of one text with each of several."""
+    engine = acquire_engine(request, body.model, body.version)
+    texts, left, right = _pairs(body)
+    answer = await cancel_on_disconnect(
         request, engine.embed(texts, truncate=body.truncate, deadline=deadline(request))
     )
     vectors = answer.outputs["embeddings"].astype(np.float64)
     vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.finfo(np.float64).tiny)
     cosines = np.clip(np.einsum("nd,nd->n", vectors[left], vectors[right]), -1, 1)
 
-    return _told(request, engine, answer, "similarities", cosines)
+    return _text_response(request, engine, answer, "similarities", cosines)
 
 
-@router.post("/tokenize", response_model=TokenizeResponse, **accepts(TokenizeRequest))
-async def tokenize(request: Request) -> Response:
-    """The token ids of each text, special tokens included; nothing is run."""
-    body = await parse_body(request, TokenizeRequest)
-    engine = served(request, body.model, body.version)
+@router.post("/tokenize", response_model=TokenizeResponse)
+async def tokenize(request: Request, body: TokenizeRequest) -> Response:
+    """The token ids of each text, including special tokens. The model is not run."""
+    engine = acquire_engine(request, body.model, body.version)
     encodings = await engine.tokenize(body.inputs, truncate=body.truncate)
     return json_response(
         {
             "tokens": [encoding.ids for encoding in encodings],
-            **_about(engine, {"tokens": sum(map(len, encodings))}),
+            **_model_and_usage(engine, {"tokens": sum(map(len, encodings))}),
         }
     )
 
 
-def _told(request: Request, engine: Engine, answer: Answer, key: str, value: Any) -> Response:
-    """``value`` under ``key``, and what it is of and cost."""
+def _text_response(
+    request: Request, engine: Engine, answer: Answer, key: str, value: Any
+) -> Response:
+    """The response with ``value`` under ``key``, the model and the usage."""
     return respond(
         request, engine, answer, value,
-        lambda written, cost: {key: written, **_about(engine, cost)},
+        lambda serialized, cost: {key: serialized, **_model_and_usage(engine, cost)},
     )  # fmt: skip
 
 
-def _about(engine: Engine, cost: dict[str, int | float]) -> dict[str, Any]:
+def _model_and_usage(engine: Engine, cost: dict[str, int | float]) -> dict[str, Any]:
     return {"model": engine.name, "usage": {"tokens": cost["tokens"]}}
 
 
-def _compared(body: SimilarityRequest) -> tuple[list[str], Sequence[int], Sequence[int]]:
-    """(texts, each once; which of them is on the left of each comparison; which on the right)."""
+def _pairs(body: SimilarityRequest) -> tuple[list[str], Sequence[int], Sequence[int]]:
+    """(distinct texts, indices of the left texts, indices of the right texts)."""
     if (body.pairs is None) == (body.source is None) or (body.source is None) != (
         body.targets is None
     ):

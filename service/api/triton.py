@@ -1,4 +1,4 @@
-"""What Triton adds to the Open Inference Protocol v2: configuration, statistics, repository.
+"""Triton's extensions of the Open Inference Protocol v2: configuration, statistics, repository.
 
 https://github.com/triton-inference-server/server/tree/main/docs/protocol
 """
@@ -11,7 +11,7 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from graph_passes.errors import InvalidData
-from service.api.routes import accepts, find, json_response, parse_json, read_body
+from service.api.routes import JsonRoute, get_engine, json_response
 from service.api.schemas import (
     IndexEntry,
     IndexRequest,
@@ -26,48 +26,48 @@ from service.engine.repository import Repository
 
 __all__ = ["router"]
 
-router = APIRouter(prefix="/v2", tags=["Triton's extensions of v2"])
+router = APIRouter(prefix="/v2", tags=["Triton's extensions of v2"], route_class=JsonRoute)
 
 
 @router.get("/models/stats", response_model=ModelStatistics)
 async def all_statistics(request: Request) -> Response:
-    """Of every version of every model that is loaded: exact, since it was first loaded."""
+    """Exact statistics of all loaded models, since their first loading."""
     repository: Repository = request.app.state.repository
     return _statistics(repository.engines())
 
 
 @router.get("/models/{name}/stats", response_model=ModelStatistics)
 async def model_statistics(request: Request, name: str) -> Response:
-    """Of every version of a model."""
+    """Statistics of every version of a model."""
     repository: Repository = request.app.state.repository
-    return _statistics([find(request, name, one) for one in repository.versions(name)])
+    return _statistics([get_engine(request, name, one) for one in repository.versions(name)])
 
 
 @router.get("/models/{name}/versions/{version}/stats", response_model=ModelStatistics)
 async def version_statistics(request: Request, name: str, version: str) -> Response:
-    return _statistics([find(request, name, version)])
+    return _statistics([get_engine(request, name, version)])
 
 
 @router.get("/models/{name}/config", response_model=ModelConfig)
 @router.get("/models/{name}/versions/{version}/config", response_model=ModelConfig)
 async def model_config(request: Request, name: str) -> Response:
-    """The JSON of Triton's ModelConfig, as far as it means something here.
+    """The supported fields of Triton's ModelConfig.
 
-    ``max_batch_size`` is 0 where a request's rows are no batch; else the first axis of every tensor
-    is the batch, and is not among its ``dims``.
+    ``max_batch_size`` is 0 if requests cannot be batched; otherwise the first axis of every tensor
+    is the batch axis, which ``dims`` does not include.
     """
-    return json_response(configuration(find(request, name, request.path_params.get("version"))))
+    return json_response(
+        configuration(get_engine(request, name, request.path_params.get("version")))
+    )
 
 
-# Its body is optional.
-INDEX = accepts(IndexRequest, required=False)
-LOAD = accepts(RepositoryRequest, required=False)
+NO_FILTER = IndexRequest()
+NO_PARAMETERS = RepositoryRequest()
 
 
-@router.post("/repository/index", response_model=list[IndexEntry], **INDEX)
-async def index(request: Request) -> Response:
-    """Every version of every model, on disk or loaded; ``ready`` asks for those that serve."""
-    body = parse_json(await read_body(request) or b"{}", IndexRequest)
+@router.post("/repository/index", response_model=list[IndexEntry])
+async def index(request: Request, body: IndexRequest = NO_FILTER) -> Response:
+    """All versions of all models, on disk or loaded; with ``ready`` only those that are ready."""
     repository: Repository = request.app.state.repository
     return json_response(
         [
@@ -83,30 +83,28 @@ async def index(request: Request) -> Response:
     )
 
 
-@router.post("/repository/models/{name}/load", response_class=Response, **LOAD)
-async def load(request: Request, name: str) -> Response:
-    """Load what is on disk, in the place of what is loaded; it answers when it serves.
+@router.post("/repository/models/{name}/load", response_class=Response)
+async def load(request: Request, name: str, body: RepositoryRequest = NO_PARAMETERS) -> Response:
+    """Load the model on disk, which replaces the loaded one; answer when it is ready.
 
-    Another configuration or other files cannot be sent along: what serves is what is on disk.
+    A configuration or files in the request are refused.
     """
-    body = parse_json(await read_body(request) or b"{}", RepositoryRequest)
     for key in body.parameters:
         if key == "config" or key.startswith("file:"):
             raise InvalidData(
-                f"parameter {key!r}: models are loaded as they are on disk", "leave it out"
+                f"parameter {key!r} is not supported: models are loaded from disk", "omit it"
             )
     repository: Repository = request.app.state.repository
     await repository.load(name)
     return Response()
 
 
-@router.post("/repository/models/{name}/unload", response_class=Response, **LOAD)
-async def unload(request: Request, name: str) -> Response:
-    """Take no more requests; those that were accepted are answered.
+@router.post("/repository/models/{name}/unload", response_class=Response)
+async def unload(request: Request, name: str, body: RepositoryRequest = NO_PARAMETERS) -> Response:
+    """Unload the model; accepted requests are answered.
 
-    No model here depends on another: ``unload_dependents`` changes nothing.
+    ``unload_dependents`` has no effect, because no model depends on another.
     """
-    body = parse_json(await read_body(request) or b"{}", RepositoryRequest)
     if not isinstance(body.parameters.get("unload_dependents", False), bool):
         raise InvalidData("parameters.unload_dependents: expected true or false")
     repository: Repository = request.app.state.repository
@@ -115,15 +113,15 @@ async def unload(request: Request, name: str) -> Response:
 
 
 def configuration(engine: Engine) -> dict[str, Any]:
-    """``engine`` as Triton's ModelConfig says it in JSON."""
+    """Triton's ModelConfig of ``engine``, as JSON."""
     settings, model = engine.settings, engine.model
     batches = model.rows_are_independent and model.max_rows is None
-    told: dict[str, Any] = {
+    config: dict[str, Any] = {
         "name": engine.name,
         "platform": "onnxruntime_onnx",
         "backend": "onnxruntime",
         "version_policy": {"all": {}},
-        # A row has at least a token: no request has more rows than it may have tokens.
+        # A row has at least one token, so max_tokens also bounds the rows of a request.
         "max_batch_size": settings.max_tokens if batches else 0,
         "input": [_tensor(tensor, batches) for tensor in model.inputs],
         "output": [_tensor(tensor, batches) for tensor in model.outputs],
@@ -141,9 +139,9 @@ def configuration(engine: Engine) -> dict[str, Any]:
         },
     }
     if model.int8_warning is not None:
-        told["parameters"]["int8_warning"] = {"string_value": model.int8_warning}
+        config["parameters"]["int8_warning"] = {"string_value": model.int8_warning}
     if batches:
-        told["dynamic_batching"] = {
+        config["dynamic_batching"] = {
             "max_queue_delay_microseconds": round(settings.max_wait_ms * 1e3),
             "default_queue_policy": {
                 "timeout_action": "REJECT",
@@ -152,7 +150,7 @@ def configuration(engine: Engine) -> dict[str, Any]:
                 "max_queue_size": settings.max_queue,
             },
         }
-    return told
+    return config
 
 
 def _tensor(tensor: Tensor, batches: bool) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""The dashboard: one static page at /, which works offline and asks GET /stats.json once a second.
+"""The dashboard: one static page at /, which polls GET /stats.json once a second.
 
-The page loads nothing from anywhere, and its policy forbids it to: its one script and its one style
-are let in by their checksums, and it may only ask the server that it came from.
+The page loads no external resource and works offline. Its Content-Security-Policy allows its own
+script and style by checksum, and requests to the server that it came from.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PAGE = files(__name__).joinpath("index.html").read_bytes()
 
 
 def _checksums(element: bytes) -> str:
-    """What a policy calls the contents of the page's ``element``s."""
+    """The policy sources of the page's ``element`` contents."""
     contents = re.findall(rb"<%s>(.*?)</%s>" % (element, element), PAGE, re.DOTALL)
     return " ".join(
         f"'sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}'"

@@ -1,4 +1,4 @@
-"""What the dashboard shows: the last minute, memory, and what each model is."""
+"""The body of GET /stats.json: the last minute, memory, and a description of each model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from attnserve.models.artifact import Artifact
 from service.engine.engine import Engine
 from service.engine.repository import Repository
-from service.metrics import gpu_bytes
+from service.memory import gpu_bytes
 
 __all__ = ["report"]
 
@@ -26,7 +26,7 @@ def report(repository: Repository) -> dict[str, Any]:
 def _model(repository: Repository, engine: Engine) -> dict[str, Any]:
     statistics = engine.statistics()
     key = (engine.name, engine.version)
-    waiting, in_flight = {told[:2]: told[2:4] for told in repository.metrics.watch()}[key]
+    waiting, in_flight = {state[:2]: state[2:4] for state in repository.metrics.watch()}[key]
     return {
         "name": engine.name,
         "version": engine.version,
@@ -45,7 +45,7 @@ def _model(repository: Repository, engine: Engine) -> dict[str, Any]:
 
 
 def card(engine: Engine) -> dict[str, Any]:
-    """What the model is, and what was done to it."""
+    """A description of the model and of its optimization."""
     model, artifact = engine.model, engine.model.artifact
     return {
         "parameters": model.cost.parameters,
@@ -63,7 +63,7 @@ def card(engine: Engine) -> dict[str, Any]:
 
 
 def _source(artifact: Artifact) -> str | None:
-    """What it was exported from; of a folder its end alone, for paths are nobody's business."""
+    """The exported model; of a local folder only the last two parts, to not publish its path."""
     source = artifact.record.get("source")
     if not isinstance(source, str):
         return None
@@ -72,7 +72,7 @@ def _source(artifact: Artifact) -> str | None:
 
 
 def _optimization(artifact: Artifact) -> dict[str, Any] | None:
-    """Before the first rewrite and after the last; None where nothing was rewritten."""
+    """Size before the first rewrite and after the last; None without a rewrite."""
     entries = [entry for entry in artifact.lineage if isinstance(entry, dict)]
     if not entries:
         return None

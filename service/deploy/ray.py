@@ -1,8 +1,7 @@
-"""The same application on Ray Serve: replicas, autoscaling, several machines.
+"""Deploy the application on Ray Serve: replicas, autoscaling, several machines.
 
-Every replica runs the application of ``service.app`` unchanged, in a process of its own: its own
-copy of the model, queue, batcher and metrics. Ray's proxy spreads requests over replicas, and takes
-a replica that says that it is not well out and starts another.
+Each replica is a process that runs the application of ``service.app`` with its own model, queue,
+batcher and metrics. Ray's proxy balances requests over the replicas and replaces unhealthy ones.
 """
 
 from __future__ import annotations
@@ -31,43 +30,51 @@ NAME = "attnserve"
 
 
 class RaySettings(BaseSettings):
-    """How many replicas run the application, and on what (``ATTNSERVE_RAY_REPLICAS=4``)."""
+    """Number and resources of replicas; environment variables like ``ATTNSERVE_RAY_REPLICAS=4``."""
 
     model_config = SettingsConfigDict(env_prefix="ATTNSERVE_RAY_", frozen=True)
 
     address: str | None = Field(
-        default=None, description="Of a running Ray cluster; one is started here where left out."
+        default=None,
+        description="Address of a running Ray cluster; if omitted, one is started here.",
     )
-    replicas: int = Field(default=1, ge=1, description="The least that run.")
+    replicas: int = Field(default=1, ge=1, description="Minimum number of replicas.")
     max_replicas: int | None = Field(
-        default=None, ge=1, description="Scale up to so many; left out, their number is fixed."
+        default=None,
+        ge=1,
+        description="Maximum number of replicas; if omitted, their number is fixed.",
     )
     target_ongoing: float = Field(
-        default=16, gt=0, description="Requests a replica has on average before another starts."
+        default=16,
+        gt=0,
+        description="Average open requests per replica above which another replica starts.",
     )
-    cpus: float = Field(default=1, ge=0, description="Cores that a replica reserves.")
-    gpus: float = Field(default=0, ge=0, description="GPUs that a replica reserves.")
+    cpus: float = Field(default=1, ge=0, description="CPU cores per replica.")
+    gpus: float = Field(default=0, ge=0, description="GPUs per replica.")
     drain_s: float = Field(
-        default=30, ge=0, description="Seconds that a stopping replica has to answer its requests."
+        default=30,
+        ge=0,
+        description="Time limit in seconds for a stopping replica to answer its requests.",
     )
 
 
 def deployment_options(settings: Settings, ray: RaySettings) -> dict[str, Any]:
-    """What ``serve.deployment`` is given.
+    """The arguments of ``ray.serve.deployment``.
 
     Raises:
-        InvalidArgument: The most replicas are fewer than the least.
+        InvalidArgument: ``max_replicas`` is less than ``replicas``.
     """
     if ray.max_replicas is not None and ray.max_replicas < ray.replicas:
         raise InvalidArgument(
-            f"--max-replicas {ray.max_replicas}: fewer than the {ray.replicas} of --replicas",
-            "raise --max-replicas",
+            f"`max_replicas` is {ray.max_replicas}: expected at least `replicas`, {ray.replicas}",
+            "raise `max_replicas`",
+            code="ray.replicas",
         )
     options: dict[str, Any] = {
         "name": NAME,
         "ray_actor_options": {"num_cpus": ray.cpus, "num_gpus": ray.gpus},
-        # Ray's own bound would stop requests in its proxy, at 5 a replica by default, and answer
-        # 503: past ours a replica answers 429 itself, and what it holds can share batches.
+        # Ray's default is 5 requests per replica, which is too few to form batches; its proxy
+        # answers 503 above. With this limit the replica's own queue answers 429 first.
         "max_ongoing_requests": 2 * (settings.max_queue + settings.concurrency),
         "graceful_shutdown_timeout_s": ray.drain_s,
     }
@@ -86,12 +93,12 @@ def application(settings: Settings, ray: RaySettings | None = None) -> Any:
     """A Ray Serve application, for ``ray.serve.run``.
 
     Args:
-        settings: Of each replica. Its model must lie at the same path on every machine.
-        ray: How many replicas, and on what; None for what the environment says.
+        settings: Settings of each replica. The model must have the same path on every machine.
+        ray: Number and resources of replicas; None for the environment variables.
 
     Raises:
         MissingExtra: Ray is not installed.
-        InvalidArgument: The numbers of replicas contradict each other.
+        InvalidArgument: ``max_replicas`` is less than ``replicas``.
     """
     serve = _require_serve()
     options = deployment_options(settings, ray or RaySettings())
@@ -103,13 +110,13 @@ def application(settings: Settings, ray: RaySettings | None = None) -> Any:
 
 
 def run(settings: Settings, ray: RaySettings | None = None) -> None:
-    """Serve on Ray: until interrupted on this machine, or handed over to a running cluster.
+    """Serve on Ray: on this machine until interrupted, or on a running cluster.
 
     Raises:
         MissingExtra: Ray is not installed.
-        InvalidModel: There is nothing at the path of the model.
-        InvalidArgument: The address of the cluster or the numbers of replicas cannot work, or the
-            replicas did not start.
+        InvalidModel: The path of the model does not exist.
+        InvalidArgument: No cluster answers at the address, ``max_replicas`` is less than
+            ``replicas``, or the replicas did not start.
     """
     logging.basicConfig(
         stream=sys.stderr, level=settings.log_level.upper(), format="%(message)s", force=True
@@ -118,7 +125,7 @@ def run(settings: Settings, ray: RaySettings | None = None) -> None:
     app = application(settings, chosen)
     if chosen.address is None and not settings.model.exists():
         raise InvalidModel(f"{settings.model}: no such file or folder", "check the path")
-    # Ray reports to its makers unless told not to: whoever wants that can say so.
+    # Ray reports usage statistics unless this variable is 0.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     runtime, serve = import_module("ray"), _require_serve()
     try:
@@ -130,10 +137,11 @@ def run(settings: Settings, ray: RaySettings | None = None) -> None:
         )
     except ConnectionError as error:
         raise InvalidArgument(
-            f"--address {chosen.address}: no Ray cluster answers there",
-            "check it with `ray status`",
+            f"`address` is {chosen.address}: no Ray cluster answers there",
+            "check it with ray status",
+            code="ray.address",
         ) from error
-    for number in STOPS:  # Ray has set its own
+    for number in STOPS:  # replace Ray's handlers
         signal.signal(number, _stop)
     try:
         serve.start(http_options={"host": settings.host, "port": settings.port})
@@ -142,13 +150,14 @@ def run(settings: Settings, ray: RaySettings | None = None) -> None:
         except RuntimeError as error:
             raise InvalidArgument(
                 f"the replicas on Ray did not start: {_last_line(error)}",
-                "try the same model with `attnserve serve`; every machine needs it at this path",
+                "try the model with attnserve serve; every machine needs it at this path",
+                code="ray.start",
             ) from error
         log.info("serving %s on Ray at http://%s:%d", settings.model, settings.host, settings.port)
         while chosen.address is None:
             time.sleep(1)
     except KeyboardInterrupt:
-        for number in STOPS:  # once is enough: what follows is not interrupted
+        for number in STOPS:  # do not interrupt the shutdown
             signal.signal(number, signal.SIG_IGN)
         if chosen.address is None:
             serve.shutdown()
@@ -160,7 +169,7 @@ STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    """Also while the replicas start, which Ray waits for without looking at anything else."""
+    """Interrupt the main thread, also while Ray waits for the replicas to start."""
     raise KeyboardInterrupt
 
 

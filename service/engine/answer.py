@@ -1,4 +1,4 @@
-"""What a request gets: its outputs, and what they cost."""
+"""The outputs of a request and their cost."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["Answer"]
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What was computed, and what it cost.
+    """Outputs and cost of a request.
 
     ``compute_ms`` is the time in which a part of the request ran, ``queue_ms`` the time in which it
-    only waited. ``tokens`` are without padding, ``padded_tokens`` with it; ``macs`` are the share
-    of the request in its batches at their true (padded) shapes, None where the graph cannot be
-    counted. ``batch_rows`` are the sizes of the batches that it ran in.
+    only waited. ``tokens`` excludes padding, ``padded_tokens`` includes it. ``macs`` is the share
+    of the request in the MACs of its padded batches, None if they cannot be counted.
+    ``batch_rows`` are the sizes of its batches.
     """
 
     outputs: dict[str, np.ndarray]

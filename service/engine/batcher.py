@@ -1,12 +1,11 @@
-"""Rows in, batches out: what waits is put together so that it costs little, and nobody starves.
+"""Dynamic batching: requests are split into rows, and rows of several requests share a run.
 
-A **row** is what may share a run with others: one text, or one index of the batch axis of tensors.
-Rows of equal key fit into one batch, padded to its longest row; a batch costs its padded tokens,
-rows x longest, and stays within a budget. A row that is longer than the budget runs alone.
+A **row** is one text, or one index of the batch axis of tensors. Rows of equal key can share a
+batch, which is padded to its longest row. The cost of a batch is its padded tokens (rows x longest)
+and stays within a budget. A row that is longer than the budget runs alone.
 
-``Queue`` decides which rows run together. It is pure: no clock, no threads. ``Batcher`` runs what
-it takes in a pool of threads, and gives every request its own results. What rows are made of (a
-text's tokens) is made in a thread too: in the one that will run them, where one is free.
+``Queue`` chooses the rows of a batch; it has no clock and no threads. ``Batcher`` runs the batches
+in a thread pool and gives every request its own results.
 """
 
 from __future__ import annotations
@@ -23,19 +22,18 @@ from typing import Any
 
 from service.errors import DeadlineExceeded, ModelFailed, NotReady, Overloaded
 
-__all__ = ["Batch", "Batcher", "Outcome", "Queue", "Ran", "Row"]
+__all__ = ["Batch", "BatchResult", "Batcher", "Queue", "RequestResult", "Row"]
 
-FORGET = 0.9
-"""How much of the longest recent run is remembered from one run to the next."""
+RUN_TIME_DECAY = 0.9
+"""The expected duration of a run: that of the longest past run, times this per run since then."""
 
-ON_ITS_WAY = 0.08
-"""The share of a request's time that is left for its way from socket to socket on a busy machine:
-its clock starts when it is read, which is after it was sent."""
+ANSWER_MARGIN = 0.12
+"""Fraction of a request's time limit that is reserved for receiving it and sending its answer."""
 
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """What may share a run with others of its ``key``; ``tokens`` is its length, at least 1."""
+    """A unit of work that can share a run with rows of the same ``key``; at least 1 token long."""
 
     key: Hashable
     tokens: int
@@ -46,16 +44,15 @@ class Row:
 
 
 class Queue:
-    """The rows that wait, and which of them run together.
+    """Waiting rows, and the choice of rows that run together.
 
-    A batch is the oldest row and its neighbours by length, taken one by one, the closest first,
-    while the budget holds and while each saves more than it adds: a row joins where the padding
-    that it brings costs no more than a run of its own would.
+    A batch is the oldest row and its neighbors by length, closest first, up to the budget. A row
+    joins only if the padding that it adds costs no more than a run of its own.
 
     Args:
         budget: Padded tokens of a batch: rows x longest row. A longer row runs alone.
-        overhead: What starting a run costs, in tokens: padding that a row may bring at most.
-        max_rows: Rows of a batch; None for as many as the budget holds.
+        overhead: Cost of starting a run, in tokens: the most padding that a row may add.
+        max_rows: Maximum rows of a batch; None for no limit.
     """
 
     def __init__(self, budget: int, overhead: int, max_rows: int | None = None) -> None:
@@ -69,7 +66,7 @@ class Queue:
         return len(self._arrived)
 
     def __iter__(self) -> Iterator[Row]:
-        """The oldest first."""
+        """Iterate over the rows, oldest first."""
         return iter(self._arrived.values())
 
     @property
@@ -84,14 +81,14 @@ class Queue:
         self.tokens += row.tokens
 
     def discard(self, row: Row) -> None:
-        """Take ``row`` out, where it still waits."""
+        """Remove ``row`` if it still waits."""
         if self._arrived.get(row.number) is row:
             rows = self._sorted[row.key]
             at = bisect_left(rows, (row.tokens, row.number))
             self._remove(rows, at, at + 1)
 
     def take(self) -> list[Row]:
-        """The next batch, shortest row first; there must be a row that waits."""
+        """Remove and return the next batch, shortest row first; the queue must not be empty."""
         first = self.oldest
         rows = self._sorted[first.key]
         low = bisect_left(rows, (first.tokens, first.number))
@@ -113,21 +110,21 @@ class Queue:
         return self._remove(rows, low, high)
 
     def _remove(self, rows: list[tuple[int, int, Row]], low: int, high: int) -> list[Row]:
-        taken = [row for _, _, row in rows[low:high]]
+        removed = [row for _, _, row in rows[low:high]]
         del rows[low:high]
-        for row in taken:
+        for row in removed:
             del self._arrived[row.number]
             self.tokens -= row.tokens
         if not rows:
-            del self._sorted[taken[0].key]
-        return taken
+            del self._sorted[removed[0].key]
+        return removed
 
 
 @dataclass(frozen=True)
-class Ran:
-    """What a run gave: a result for each row, and nanoseconds before, in and after the session.
+class BatchResult:
+    """One result per row, and nanoseconds before, in and after the session.
 
-    ``macs`` are those of the whole batch, padding included; None where they cannot be counted.
+    ``macs`` counts the whole batch with its padding; None if they cannot be counted.
     """
 
     results: Sequence[Any]
@@ -139,14 +136,14 @@ class Ran:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One run: ``rows`` of one key, ``tokens`` of them without padding, and when it ran (s)."""
+    """One run of rows of one key: ``tokens`` without padding, start and end in seconds."""
 
     rows: int
     longest: int
     tokens: int
     started: float
     ended: float
-    ran: Ran
+    result: BatchResult
 
     @property
     def padded_tokens(self) -> int:
@@ -154,55 +151,55 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What one request got: a result for each of its rows, in their order.
+class RequestResult:
+    """One result per row of a request, in their order, and where its time went.
 
-    ``batches`` pairs each run that had rows of this request with how many. ``compute_ms`` is the
-    time in which at least one of them ran, ``make_ms`` that in which they were made, ``queue_ms``
-    the rest.
+    ``batches`` pairs each run that had rows of this request with their number. ``compute_ms`` is
+    the time in which at least one of them ran, ``prepare_ms`` the time in which rows were prepared,
+    and ``queue_ms`` the rest.
     """
 
     results: list[Any]
     queue_ms: float
     compute_ms: float
     batches: list[tuple[Batch, int]]
-    make_ms: float = 0.0
+    prepare_ms: float = 0.0
 
 
 @dataclass(eq=False)
 class _Request:
-    future: asyncio.Future[Outcome]
-    asked: float
+    future: asyncio.Future[RequestResult]
+    started: float
     deadline: float | None
     rows: list[Row] = field(default_factory=list)
-    submitted: float = 0.0
-    """When its rows were there, and began to wait."""
-    make_s: float = 0.0
+    queued_at: float = 0.0
+    has_waited: bool = False
+    """Whether no slot was free when its rows were queued."""
+    prepare_s: float = 0.0
     results: list[Any] = field(default_factory=list)
-    left: int = 0
-    queued: bool = False
-    gone: bool = False
-    """It was answered, or nobody waits for it: what is made now comes too late."""
+    remaining: int = 0
     batches: list[tuple[Batch, int]] = field(default_factory=list)
-    timer: asyncio.TimerHandle | None = None
 
 
 class Batcher:
     """Runs rows in batches.
 
+    The event loop and the threads of the pool both start batches: a thread that finishes a run
+    takes the next batch itself, because the loop may be busy. ``_lock`` guards what both change.
+
     Args:
-        run: Computes the payloads of rows of one key; called in a thread. A result a payload.
+        run: Computes the payloads of rows of one key, in a thread; one result per payload.
         budget, overhead, max_rows: See ``Queue``.
-        max_wait_ms: How long a free slot may wait for the budget to fill; 0 starts at once.
-        max_queue: Rows that may wait.
-        concurrency: Runs at once.
-        ran: Called on the event loop with every batch that ran.
-        failed: Called on the event loop with every error that was not the request's own.
+        max_wait_ms: How long a free slot waits for the budget to fill; 0 starts at once.
+        max_queue: Maximum number of waiting rows.
+        concurrency: Maximum number of concurrent runs ("slots").
+        on_batch: Called on the event loop after every run.
+        on_failure: Called on the event loop with errors that no request caused.
     """
 
     def __init__(
         self,
-        run: Callable[[Hashable, list[Any]], Ran],
+        run: Callable[[Hashable, list[Any]], BatchResult],
         *,
         budget: int,
         overhead: int = 0,
@@ -210,131 +207,130 @@ class Batcher:
         max_wait_ms: float = 0,
         max_queue: int = 512,
         concurrency: int = 1,
-        ran: Callable[[Batch], None] | None = None,
-        failed: Callable[[NotReady], None] | None = None,
+        on_batch: Callable[[Batch], None] | None = None,
+        on_failure: Callable[[NotReady], None] | None = None,
     ) -> None:
         self.queue = Queue(budget, overhead, max_rows)
         self.max_queue = max_queue
-        self._run, self._ran, self._failed = run, ran, failed
+        self._run, self._on_batch, self._on_failure = run, on_batch, on_failure
         self._max_wait = max_wait_ms / 1e3
-        self._slots = concurrency
-        self._pool = ThreadPoolExecutor(concurrency, "compute")
-        self.maker = ThreadPoolExecutor(1, "make")
-        """A thread beside the slots, for what must not wait behind runs."""
-        # A worker takes its next batch by itself: the loop may be busy with other requests. What
-        # both touch is touched under this lock; it is never held for longer than a selection.
+        self._concurrency = concurrency
+        self._run_pool = ThreadPoolExecutor(concurrency, "run")
+        self.prepare_pool = ThreadPoolExecutor(1, "prepare")
+        """A thread for work that must not wait behind runs."""
         self._lock = threading.Lock()
-        self._free = concurrency
+        self._free_slots = concurrency
+        self._preparing = 0  # rows
         self._paused = self._closed = False
-        self._reserved = 0
-        self._open: set[_Request] = set()  # until they are answered
-        self._typical_s = 0.0
-        self._lag_s = 0.0  # how long the loop takes to come to what is due
+        self._open: set[_Request] = set()  # requests without an answer
+        self._expected_run_s = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def waiting(self) -> int:
-        """Rows that wait, those included that are being made."""
-        return len(self.queue) + self._reserved
+        """Waiting rows, including those that are being prepared."""
+        return len(self.queue) + self._preparing
 
     def check_room(self, rows: int) -> None:
-        """Whether ``rows`` may wait; where nothing waits and a slot is free, any request may.
+        """Check that the queue has room for ``rows``; an idle batcher takes a request of any size.
 
         Raises:
-            Overloaded: Too many rows wait already: all or none of a request is taken.
+            Overloaded: It has not. Requests are accepted or refused as a whole.
         """
         waiting = self.waiting
-        if (waiting or not self._free) and waiting + rows > self.max_queue:
+        if (waiting or not self._free_slots) and waiting + rows > self.max_queue:
             raise Overloaded(
                 f"{waiting} rows wait already, and at most {self.max_queue} may", "try again later"
             )
 
-    async def submit(self, rows: Sequence[Row], deadline: float | None = None) -> Outcome:
-        """Run ``rows``, which were admitted (``check_room``), in one or more batches.
+    async def submit(self, rows: Sequence[Row], deadline: float | None = None) -> RequestResult:
+        """Run ``rows`` in one or more batches; call ``check_room`` before.
 
         Args:
-            rows: At least one. They belong to this request from here on.
+            rows: At least one. The batcher changes them.
             deadline: On the clock of ``perf_counter``; None for none.
 
         Raises:
-            DeadlineExceeded: It has passed, or would before the run is over.
+            DeadlineExceeded: It passed, or would pass before the end of the run.
             NotReady: The batcher is closed.
-            asyncio.CancelledError: What still waited is never computed.
-            ValueError: There are no rows: a request without rows would never be answered.
+            asyncio.CancelledError: The task was cancelled; waiting rows are not computed.
+            ValueError: ``rows`` is empty.
             Exception: What ``run`` raised for one of these rows.
         """
-        request = self._request(deadline)
+        request = self._open_request(deadline)
         with self._lock:
-            self._add(request, _not_empty(rows), request.asked)
-        self._start()
-        return await self._answered(request)
+            self._enqueue(request, _check_not_empty(rows), request.started)
+        self._start_batches()
+        return await self._wait(request)
 
     async def submit_from(
         self,
-        make: Callable[[], Sequence[Row]],
+        prepare: Callable[[], Sequence[Row]],
         count: int,
         deadline: float | None = None,
         *,
-        brief: bool = False,
-    ) -> Outcome:
-        """Run rows that are made first, in a thread.
+        is_short: bool = False,
+    ) -> RequestResult:
+        """Run rows that ``prepare`` makes in a thread.
 
         Args:
-            make: Makes the rows, at least one.
-            count: How many, about: so many are waiting meanwhile.
-            brief: A slot makes them itself, where one is free and nobody else asks (who else asks
-                could share the batch meanwhile): the ways between threads that this saves take
-                longer than the making.
+            prepare: Makes the rows, at least one.
+            count: Number of rows that count as waiting until they are prepared.
+            is_short: Preparing takes less time than changing threads (about 0.2 ms). A free slot
+                then prepares and runs the rows in one thread, if no other request could share
+                the batch.
 
         Raises:
             Overloaded: See ``check_room``.
-            Exception: What ``make`` raised; for the rest see ``submit``.
+            Exception: What ``prepare`` raised; for the rest see ``submit``.
         """
         self.check_room(count)
-        request = self._request(deadline)
-        alone = len(self._open) < self._slots
+        request = self._open_request(deadline)
+        is_alone = len(self._open) < self._concurrency
         with self._lock:
-            self._reserved += count
-            here = brief and alone and self._free > 0 and not len(self.queue) and not self._paused
-            self._free -= here
-        (self._pool if here else self.maker).submit(self._make, request, make, count, here)
-        return await self._answered(request)
+            in_slot = is_short and is_alone and not self._paused and not len(self.queue)
+            in_slot = in_slot and self._free_slots > 0
+            self._free_slots -= in_slot
+            self._preparing += count
+        pool = self._run_pool if in_slot else self.prepare_pool
+        pool.submit(self._prepare, request, prepare, count, in_slot)
+        return await self._wait(request)
 
     def pause(self) -> None:
-        """Begin no more runs."""
+        """Start no more runs."""
         self._paused = True
 
     def resume(self) -> None:
         self._paused = False
-        self._start()
+        self._start_batches()
 
     def refuse_waiting(self, error: Exception) -> None:
-        """Answer all that waits with ``error``."""
+        """Answer all requests that wait or are being prepared with ``error``."""
         with self._lock:
-            requests = {row.request for row in self.queue}
-        for request in requests:
+            queued = {row.request for row in self.queue}
+        for request in [one for one in self._open if not one.rows or one in queued]:
             self._fail(request, error)
 
     def refuse_all(self, error: Exception) -> None:
-        """Answer all that is not answered yet with ``error``; what runs does so in vain."""
+        """Answer all open requests with ``error``; results of current runs are dropped."""
         for request in list(self._open):
             self._fail(request, error)
 
     def close(self) -> None:
-        """Wait for the runs that have begun; what waits is refused."""
+        """Refuse waiting requests and wait for the current runs."""
         self._closed = True
         self.pause()
-        unloaded = NotReady("the model is unloaded", "load it again")
-        self.refuse_waiting(unloaded)
-        for request in [request for request in self._open if not request.rows]:
-            self._fail(request, unloaded)
-        self.maker.shutdown(wait=True)  # what is refused is not made
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._open:  # futures belong to the loop; this may be another thread
+            assert self._loop is not None
+            unloaded = NotReady("the model is unloaded", "load it again")
+            self._loop.call_soon_threadsafe(self.refuse_waiting, unloaded)
+        self.prepare_pool.shutdown(wait=True)
+        self._run_pool.shutdown(wait=True, cancel_futures=True)
 
-    # -- on the loop ------------------------------------------------------------------------------
+    # -- on the event loop ------------------------------------------------------------------------
 
-    def _request(self, deadline: float | None) -> _Request:
+    def _open_request(self, deadline: float | None) -> _Request:
         if self._closed:
             raise NotReady("the model is unloaded", "load it again")
         loop = self._loop = asyncio.get_running_loop()
@@ -343,195 +339,184 @@ class Batcher:
             raise DeadlineExceeded("the deadline has passed", "allow more time, or send less")
         return _Request(loop.create_future(), now, deadline)
 
-    async def _answered(self, request: _Request) -> Outcome:
-        if request.deadline is not None and not request.future.done():
+    async def _wait(self, request: _Request) -> RequestResult:
+        timer = None
+        if request.deadline is not None:
             assert self._loop is not None
-            wait = request.deadline - request.asked
-            request.timer = self._loop.call_later(wait, self._expire, request)
+            delay = request.deadline - request.started
+            timer = self._loop.call_later(delay, self._expire, request)
         self._open.add(request)
         try:
             return await request.future
         finally:
             self._open.discard(request)
-            if request.timer is not None:
-                request.timer.cancel()
+            if timer is not None:
+                timer.cancel()
             self._withdraw(request)
 
-    def _start(self) -> None:
-        """Give what is due to the slots that are free."""
-        assert self._loop is not None or not len(self.queue)
+    def _start_batches(self) -> None:
+        """Start every batch that is due and has a free slot."""
         while True:
             with self._lock:
-                batch = self._next(perf_counter()) if self._free else None
-                if batch is None:
-                    return
-                self._free -= 1
-            self._pool.submit(self._work, batch)
+                batch = self._take_batch(perf_counter())
+            if batch is None:
+                return
+            self._run_pool.submit(self._run_batches, batch)
 
     def _expire(self, request: _Request) -> None:
         self._fail(
-            request,
-            DeadlineExceeded("the deadline passed before the answer", "allow more time"),
+            request, DeadlineExceeded("the deadline passed before the answer", "allow more time")
         )
 
     def _fail(self, request: _Request, error: Exception) -> None:
-        self._withdraw(request)
         if not request.future.done():
             request.future.set_exception(error)
+        self._withdraw(request)
 
     def _withdraw(self, request: _Request) -> None:
+        """Remove the rows of an answered request that still wait."""
         with self._lock:
-            request.gone = True
-            if request.left:
+            if request.remaining:
                 for row in request.rows:
                     self.queue.discard(row)
 
     def _deliver(self, done: list[tuple[list[Row], Batch | Exception]]) -> None:
-        for rows, result in done:
-            if isinstance(result, Exception):
-                for request in {row.request for row in rows}:
-                    self._fail(request, result)
-                if isinstance(result, NotReady) and self._failed is not None:
-                    self._failed(result)
-                continue
-            self._lag_s = max(perf_counter() - result.ended, self._lag_s * FORGET)
-            if self._ran is not None:
-                self._ran(result)
+        for rows, batch in done:
             counts: dict[_Request, int] = {}
-            for row, value in zip(rows, result.ran.results, strict=True):
-                row.request.results[row.index] = value
+            for row in rows:
                 counts[row.request] = counts.get(row.request, 0) + 1
+            if isinstance(batch, Exception):
+                for request in counts:
+                    self._fail(request, batch)
+                if isinstance(batch, NotReady) and self._on_failure is not None:
+                    self._on_failure(batch)
+                continue
+            if self._on_batch is not None:
+                self._on_batch(batch)
+            for row, result in zip(rows, batch.result.results, strict=True):
+                row.request.results[row.index] = result
             for request, count in counts.items():
-                request.batches.append((result, count))
-                request.left -= count
-                if not request.left and not request.future.done():
-                    request.future.set_result(_outcome(request))
+                request.batches.append((batch, count))
+                request.remaining -= count
+                if not request.remaining and not request.future.done():
+                    request.future.set_result(_request_result(request))
 
     def _arm(self, delay: float) -> None:
-        """Look again when the oldest row has waited long enough."""
+        """Call ``_start_batches`` after ``delay`` seconds."""
         if self._timer is not None:
             self._timer.cancel()
         assert self._loop is not None
-        self._timer = self._loop.call_later(delay, self._start)
+        self._timer = self._loop.call_later(delay, self._start_batches)
 
-    # -- in a worker ------------------------------------------------------------------------------
+    # -- in a thread of a pool --------------------------------------------------------------------
 
-    def _make(
-        self, request: _Request, make: Callable[[], Sequence[Row]], count: int, here: bool
+    def _prepare(
+        self, request: _Request, prepare: Callable[[], Sequence[Row]], count: int, in_slot: bool
     ) -> None:
-        """Make the rows of a request and let them wait; ``here``, in a slot, run what is due."""
+        """Prepare and enqueue the rows of a request; in a slot, run what is due."""
         assert self._loop is not None
         rows: Sequence[Row] = ()
-        failed: Exception | None = None
+        error: Exception | None = None
         started = perf_counter()
         try:
-            if not request.gone:
-                rows = _not_empty(make())
-        except BaseException as error:
-            failed = _as_exception(error)
-        now = perf_counter()
-        request.make_s = now - started
-        with self._lock:
-            self._reserved -= count
-            if rows and not request.gone:
-                self._add(request, rows, now, here=here)
-            batch = self._next(now) if here or self._free else None
-            self._free += here - (batch is not None)
-        if failed is not None:
-            self._loop.call_soon_threadsafe(self._fail, request, failed)
-        if batch is None:
-            return
-        if here:
-            self._work(batch)
-        else:
-            self._pool.submit(self._work, batch)
-
-    def _work(self, batch: list[Row]) -> None:
-        assert self._loop is not None
-        while True:
-            done = self._compute(batch)
-            with self._lock:
-                following = self._next(perf_counter())
-                self._free += following is None
-            self._loop.call_soon_threadsafe(self._deliver, done)
-            if following is None:
-                return
-            batch = following
-
-    def _compute(self, rows: list[Row]) -> list[tuple[list[Row], Batch | Exception]]:
-        """Run a batch; where it fails, each of its requests alone: it fails for its own rows."""
-        started = perf_counter()
-        try:
-            ran = self._run(rows[0].key, [row.payload for row in rows])
+            if not request.future.done():
+                rows = _check_not_empty(prepare())
         except BaseException as raised:
             error = _as_exception(raised)
+        now = perf_counter()
+        request.prepare_s = now - started
+        with self._lock:
+            self._preparing -= count
+            self._free_slots += in_slot
+            if rows and not request.future.done():
+                self._enqueue(request, rows, now)
+            batch = self._take_batch(now)
+        if error is not None:
+            self._loop.call_soon_threadsafe(self._fail, request, error)
+        if in_slot:
+            self._run_batches(batch)
+        elif batch is not None:
+            self._run_pool.submit(self._run_batches, batch)
+
+    def _run_batches(self, batch: list[Row] | None) -> None:
+        """Run ``batch`` and then every batch that is due."""
+        assert self._loop is not None
+        while batch is not None:
+            done = self._compute(batch)
+            with self._lock:
+                self._free_slots += 1
+                batch = self._take_batch(perf_counter())
+            self._loop.call_soon_threadsafe(self._deliver, done)
+
+    def _compute(self, rows: list[Row]) -> list[tuple[list[Row], Batch | Exception]]:
+        """Run a batch. If it fails, run each request alone: one fails for its own rows only."""
+        started = perf_counter()
+        try:
+            result = self._run(rows[0].key, [row.payload for row in rows])
+        except BaseException as error:
             requests: dict[Any, list[Row]] = {}
             for row in rows:
                 requests.setdefault(row.request, []).append(row)
             if len(requests) == 1:
-                return [(rows, error)]
+                return [(rows, _as_exception(error))]
             return [done for each in requests.values() for done in self._compute(each)]
         ended = perf_counter()
-        self._typical_s = max(ended - started, self._typical_s * FORGET)
+        self._expected_run_s = max(ended - started, self._expected_run_s * RUN_TIME_DECAY)
         tokens = sum(row.tokens for row in rows)
-        return [(rows, Batch(len(rows), rows[-1].tokens, tokens, started, ended, ran))]
+        return [(rows, Batch(len(rows), rows[-1].tokens, tokens, started, ended, result))]
 
-    # -- under the lock ---------------------------------------------------------------------------
+    # -- with the lock held -----------------------------------------------------------------------
 
-    def _add(
-        self, request: _Request, rows: Sequence[Row], now: float, *, here: bool = False
-    ) -> None:
-        """Let the rows of a request wait; ``here``: a slot is kept for them."""
-        request.rows, request.submitted = list(rows), now
-        request.results, request.left = [None] * len(rows), len(rows)
-        request.queued = not (here or self._free) or self._paused
+    def _enqueue(self, request: _Request, rows: Sequence[Row], now: float) -> None:
+        request.rows, request.queued_at = list(rows), now
+        request.results, request.remaining = [None] * len(rows), len(rows)
+        request.has_waited = self._free_slots == 0 or self._paused
         for index, row in enumerate(request.rows):
             row.request, row.index = request, index
             self.queue.add(row)
 
-    def _next(self, now: float) -> list[Row] | None:
-        """The batch that is due; None where nothing is."""
-        while len(self.queue) and not self._paused:
+    def _take_batch(self, now: float) -> list[Row] | None:
+        """Take a free slot and the batch that is due; None if either is missing."""
+        while self._free_slots and len(self.queue) and not self._paused:
             if self._max_wait and self.queue.tokens < self.queue.budget:
-                wait = self.queue.oldest.request.submitted + self._max_wait - now
-                if wait > 0:
+                delay = self.queue.oldest.request.queued_at + self._max_wait - now
+                if delay > 0:
                     assert self._loop is not None
-                    self._loop.call_soon_threadsafe(self._arm, wait)
+                    self._loop.call_soon_threadsafe(self._arm, delay)
                     return None
-            batch = [row for row in self.queue.take() if not self._hopeless(row.request, now)]
+            rows = self.queue.take()
+            batch = [row for row in rows if not self._will_miss_deadline(row.request, now)]
             if batch:
+                self._free_slots -= 1
                 return batch
         return None
 
-    def _hopeless(self, request: _Request, now: float) -> bool:
-        """Whether a request that had to wait would be answered too late: then it is not computed.
+    def _will_miss_deadline(self, request: _Request, now: float) -> bool:
+        """Whether a run that starts now would end too late for ``request``, which is then refused.
 
-        A busy loop is late twice: when it reads a request, whose clock starts only then, and when
-        it answers. What could start at once is always tried, so that a run's length stays known.
+        A request that found a free slot always runs: the expected duration would otherwise never
+        be corrected after one slow run.
         """
         if request.future.done():
             return True
-        if not request.queued or request.deadline is None:
+        if not request.has_waited or request.deadline is None:
             return False
-        way = 2 * self._lag_s + ON_ITS_WAY * (request.deadline - request.submitted)
-        late = now + self._typical_s + way > request.deadline
-        if late:
+        margin = ANSWER_MARGIN * (request.deadline - request.queued_at)
+        is_late = now + self._expected_run_s + margin > request.deadline
+        if is_late:
             assert self._loop is not None
             self._loop.call_soon_threadsafe(self._expire, request)
-        return late
+        return is_late
 
 
-def _not_empty(rows: Sequence[Row]) -> Sequence[Row]:
+def _check_not_empty(rows: Sequence[Row]) -> Sequence[Row]:
     if not rows:
         raise ValueError("a request needs at least one row")
     return rows
 
 
 def _as_exception(error: BaseException) -> Exception:
-    """``error``, or an Exception in its place that a request can be answered with.
-
-    A panic of a Rust extension is no Exception.
-    """
+    """``error``, or a ``ModelFailed`` for a panic of a Rust extension, which is no Exception."""
     if isinstance(error, Exception):
         return error
     failed = ModelFailed(f"the model failed: {type(error).__name__}: {error}", "try again")
@@ -539,15 +524,21 @@ def _as_exception(error: BaseException) -> Exception:
     return failed
 
 
-def _outcome(request: _Request) -> Outcome:
+def _request_result(request: _Request) -> RequestResult:
     spans = sorted((batch.started, batch.ended) for batch, _ in request.batches)
-    busy, total = _union(spans), max(end for _, end in spans) - request.asked
-    queued = max(total - busy - request.make_s, 0)
-    return Outcome(request.results, queued * 1e3, busy * 1e3, request.batches, request.make_s * 1e3)
+    compute_s = _union(spans)
+    total_s = max(end for _, end in spans) - request.started
+    return RequestResult(
+        request.results,
+        queue_ms=max(total_s - compute_s - request.prepare_s, 0) * 1e3,
+        compute_ms=compute_s * 1e3,
+        batches=request.batches,
+        prepare_ms=request.prepare_s * 1e3,
+    )
 
 
 def _union(spans: Iterable[tuple[float, float]]) -> float:
-    """Length of what intervals cover together, given in order of their starts."""
+    """Length of the union of intervals, which are sorted by start."""
     covered, until = 0.0, float("-inf")
     for start, end in spans:
         covered += max(0.0, end - max(start, until))

@@ -1,4 +1,4 @@
-"""Where models are served: on a GPU where one can be used, and what is said where none can."""
+"""Resolve the execution provider "auto" to CUDA or the CPU."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from service.settings import Settings
 
 __all__ = ["on_device"]
 
-ASK_S = 60
-"""How long opening a session on a GPU may take."""
+TIMEOUT_S = 60
+"""Time limit of opening a session on a GPU."""
 
 log = logging.getLogger("attnserve")
 
 
 def on_device(settings: Settings) -> Settings:
-    """``settings`` with a provider: "auto" becomes "cuda", or "cpu" and a line of the log why.
+    """Return ``settings`` with the provider "auto" replaced by "cuda" or "cpu".
 
-    The line is left out where nobody can have thought of a GPU: "auto" was not asked for by name,
-    and ONNX Runtime is the build for CPUs.
+    A warning says why no GPU is used, unless "auto" is the default and ONNX Runtime is the CPU
+    build.
 
     Raises:
         MissingExtra: ONNX Runtime is not installed.
@@ -36,9 +36,9 @@ def on_device(settings: Settings) -> Settings:
 
 
 def _why_no_gpu() -> str:
-    """Why no session opens on a GPU; empty where one does.
+    """The reason why no session opens on a GPU; empty if one does.
 
-    A process of its own finds out: a broken driver may end it, and this one may never run a model.
+    A child process tries it, because a broken driver may end the process.
     """
     try:
         done = subprocess.run(
@@ -46,20 +46,20 @@ def _why_no_gpu() -> str:
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=ASK_S,
+            timeout=TIMEOUT_S,
             check=False,
             env=environment(),
         )
     except subprocess.TimeoutExpired:
-        return f"no session opened on it within {ASK_S} s"
+        return f"no session opened on it within {TIMEOUT_S} s"
     if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
-        return f"the process that tried it ended: {said[-1][:200]}"
+        lines = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+        return f"the process that tried it ended: {lines[-1][:200]}"
     return done.stdout.strip()
 
 
 def main() -> None:
-    """In the process that finds out: say why not, in a line, or nothing."""
+    """Print why CUDA cannot be used, or an empty line (in the child process)."""
     from attnserve.runtime.session import why_no_cuda
 
     print(why_no_cuda() or "")

@@ -1,9 +1,9 @@
-"""The engine: one loaded model behind its batcher.
+"""Engine: one loaded model with its batcher.
 
-A request is checked against the model, admitted (or refused: ``Overloaded``), split into rows, and
-rejoined from the batches that its rows ran in. Texts are tokenized in a thread, not on the loop.
-When a session breaks the engine is not ready: it tries the session again, reloads it where that
-does not help, and is ready again only when the model runs.
+A request is checked against the model, accepted or refused (``Overloaded``), split into rows, and
+assembled from the results of its rows. Texts are tokenized in a thread, not on the event loop.
+After a failure of the session the engine is not ready: it retries the session, then reloads the
+model until it runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from attnserve.models.tokenizer import Encoding
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
 from service.engine.answer import Answer
-from service.engine.batcher import Batcher, Outcome, Ran, Row
+from service.engine.batcher import Batch, Batcher, BatchResult, RequestResult, Row
 from service.engine.model import Model, TextTask
 from service.errors import DeadlineExceeded, NotFound, NotReady, Overloaded, TooLarge
 from service.metrics import Metrics, ModelMetrics
@@ -31,10 +31,10 @@ from service.settings import Settings
 __all__ = ["Engine", "Text"]
 
 Text = str | Sequence[int]
-"""A text, or the ids of its tokens, special ones included."""
+"""A text, or its token ids including special tokens."""
 
 RETRY_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""How long to wait before a broken model is reloaded again; the last one from then on."""
+"""Delays before each attempt to reload a broken model; the last one repeats."""
 
 REASONS: Mapping[type[BaseException], str] = {
     Overloaded: "overloaded",
@@ -48,26 +48,25 @@ REASONS: Mapping[type[BaseException], str] = {
     CheckFailed: "not_finite",
     BaseException: "error",
 }
-"""Why a request has no answer, as the metrics say it."""
+"""Labels of failed requests in the metrics."""
 
-BRIEF = 2000
-"""Characters that are tokenized in about a millisecond: the thread that runs them does it, where it
-is free, which saves the ways between two threads and the loop."""
+SHORT_CHARACTERS = 2000
+"""Texts of at most this many characters are tokenized in the thread that runs them, if it is
+free (``Batcher.submit_from``). Tokenizing them takes about a millisecond."""
 
-KNOWN_MACS = 1024
-"""Shapes whose cost is remembered."""
+MACS_CACHE_SIZE = 1024
 
 log = logging.getLogger("attnserve")
 
 
 class Engine:
-    """A model that serves.
+    """Serves one version of a model.
 
     Args:
-        model: Loaded and warm; it belongs to the engine from here on.
-        settings: How to batch, and the limits of requests.
-        metrics: Where to report.
-        reload: Loads the same model anew, for when its session is broken; called in a thread.
+        model: A loaded and warmed-up model; the engine closes it.
+        settings: Batching parameters and limits of requests.
+        metrics: Receives the measurements.
+        reload: Loads the same model again after a failure of its session; called in a thread.
     """
 
     def __init__(
@@ -88,8 +87,8 @@ class Engine:
             max_wait_ms=settings.max_wait_ms,
             max_queue=settings.max_queue,
             concurrency=settings.concurrency,
-            ran=self.metrics.ran,
-            failed=self._failed,
+            on_batch=self._record_batch,
+            on_failure=self._failed,
         )
         self._reload = reload
         self._in_flight = 0
@@ -109,21 +108,21 @@ class Engine:
 
     @property
     def in_flight(self) -> int:
-        """Requests that wait or run."""
+        """Number of open requests."""
         return self._in_flight
 
     @property
     def ready(self) -> bool:
-        """Whether the model runs; a full queue is no reason why it should not."""
+        """Whether the model can run; a full queue does not matter."""
         return self._broken is None
 
     @property
     def reason(self) -> str:
-        """Why it is not ready."""
+        """Why the engine is not ready; empty if it is."""
         return self._broken or ""
 
     def statistics(self) -> dict[str, Any]:
-        """Exact statistics, in the shape of the v2 protocol."""
+        """Exact statistics, in the format of the v2 protocol."""
         return self.metrics.statistics()
 
     # -- requests ---------------------------------------------------------------------------------
@@ -138,15 +137,15 @@ class Engine:
 
         Args:
             inputs: Every input of the model, by name.
-            outputs: The names of the outputs to return, in this order; all where empty.
+            outputs: Names of the outputs to return, in this order; all if empty.
             deadline: On the clock of ``perf_counter``; None for none.
 
         Raises:
-            InvalidData: The inputs do not fit the model, or there is no such output.
-            TooLarge: More tokens or bytes than one request may have.
-            Overloaded: Too many rows wait.
-            DeadlineExceeded: There was no answer in time.
-            NotReady: The model is broken, or memory ran out.
+            InvalidData: The inputs do not fit the model, or an output is unknown.
+            TooLarge: Too many tokens or bytes in one request.
+            Overloaded: The queue is full.
+            DeadlineExceeded: The deadline passed.
+            NotReady: The model is broken, or out of memory.
         """
         with self._counted() as stages:
             model = self.model
@@ -156,34 +155,34 @@ class Engine:
             names = tuple(outputs or (output.name for output in model.outputs))
             rows = self._tensor_rows(inputs, names)
             self.batcher.check_room(len(rows))
-            outcome = await self.batcher.submit(rows, deadline)
+            result = await self.batcher.submit(rows, deadline)
             started = perf_counter_ns()
-            parts = outcome.results
+            parts = result.results
             joined = parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts, strict=True))
             answer = self._answer(
                 dict(zip(names, joined, strict=True)),
-                outcome,
+                result,
                 tokens=model.tokens(inputs),
                 padded=math.prod(model.ids(inputs).shape[:2]),
             )
-            _add_stages(stages, outcome, output_ns=perf_counter_ns() - started)
+            _add_stages(stages, result, output_ns=perf_counter_ns() - started)
         return answer
 
     async def embed(
         self, texts: Sequence[Text], *, truncate: bool = True, deadline: float | None = None
     ) -> Answer:
-        """A vector for each text, as ``outputs["embeddings"]`` of shape (texts, hidden size).
+        """Embed texts: ``outputs["embeddings"]`` has the shape (texts, hidden size).
 
         Args:
             texts: At least one.
-            truncate: Cut texts that are too long; False refuses them.
+            truncate: Truncate texts that are too long; False refuses them.
             deadline: On the clock of ``perf_counter``; None for none.
 
         Raises:
-            NotFound: There is no tokenizer beside the model.
+            NotFound: The model has no tokenizer.
             InvalidData: A text is too long, or the model takes no texts.
-            InvalidArgument: Its outputs are no embeddings.
-            TooLarge: More texts, characters or tokens than one request may have.
+            InvalidArgument: The outputs of the model are not embeddings.
+            TooLarge: Too many texts, characters or tokens in one request.
             Overloaded, DeadlineExceeded, NotReady: See ``infer``.
         """
         return await self._texts("embed", "embeddings", texts, truncate, deadline)
@@ -191,11 +190,11 @@ class Engine:
     async def classify(
         self, texts: Sequence[Text], *, truncate: bool = True, deadline: float | None = None
     ) -> Answer:
-        """A score for each text and class, as ``outputs["scores"]`` of shape (texts, classes).
+        """Classify texts: ``outputs["scores"]`` has the shape (texts, classes).
 
-        Those of a text sum to one; a single class has the sigmoid of its logit.
+        The scores of a text sum to one; a single class has the sigmoid of its logit.
 
-        Args, Raises: See ``embed``; NotFound also where the model has no classes.
+        Args, Raises: See ``embed``; NotFound also if the model is no classifier.
         """
         if not self.model.classifies:
             raise NotFound(
@@ -208,16 +207,16 @@ class Engine:
         """The tokens of each text.
 
         Raises:
-            NotFound: There is no tokenizer beside the model.
-            InvalidData: It is no text.
-            TooLarge: More texts or characters than one request may have.
+            NotFound: The model has no tokenizer.
+            InvalidData: An item is not a text.
+            TooLarge: Too many texts or characters in one request.
         """
         self.model.require_tokenizer()
         self._check_texts(texts)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.batcher.maker, self._encode, texts, truncate)
+        return await loop.run_in_executor(self.batcher.prepare_pool, self._encode, texts, truncate)
 
-    # -- life -------------------------------------------------------------------------------------
+    # -- lifetime ---------------------------------------------------------------------------------
 
     def acquire(self) -> None:
         """Keep the engine open until ``release``."""
@@ -229,7 +228,7 @@ class Engine:
             self._unused.set()
 
     async def retire(self) -> None:
-        """Answer all that was accepted, then free the session."""
+        """Answer the accepted requests, then free the session."""
         self._unused = asyncio.Event()
         while self._users or self._in_flight:
             self._unused.clear()
@@ -239,15 +238,15 @@ class Engine:
         await asyncio.to_thread(self.close)
 
     def close(self) -> None:
-        """Finish the runs that have begun, drop the others, free the session."""
+        """Finish the current runs, refuse waiting requests, free the session."""
         self.batcher.close()
         self.model.close()
 
-    # -- inside -----------------------------------------------------------------------------------
+    # -- runs -------------------------------------------------------------------------------------
 
     @contextmanager
     def _counted(self) -> Generator[dict[str, int]]:
-        """Count a request; its stages are filled in by who answers it."""
+        """Count a request; the caller fills in the yielded durations of its stages."""
         started = perf_counter_ns()
         stages: dict[str, int] = {}
         self._in_flight += 1
@@ -257,10 +256,10 @@ class Engine:
             yield stages
         except BaseException as error:
             kind = next(kind for kind in type(error).__mro__ if kind in REASONS)
-            self.metrics.failed(perf_counter_ns() - started, REASONS[kind])
+            self.metrics.record_failure(perf_counter_ns() - started, REASONS[kind])
             raise
         else:
-            self.metrics.succeeded(perf_counter_ns() - started, stages)
+            self.metrics.record_success(perf_counter_ns() - started, stages)
         finally:
             self._in_flight -= 1
             if not self._users and not self._in_flight and self._unused is not None:
@@ -294,27 +293,29 @@ class Engine:
                     for one in encodings
                 ]
 
-            outcome = await self.batcher.submit_from(
-                rows, len(texts), deadline, brief=sum(map(len, texts)) <= BRIEF
+            result = await self.batcher.submit_from(
+                rows, len(texts), deadline, is_short=sum(map(len, texts)) <= SHORT_CHARACTERS
             )
             started = perf_counter_ns()
             answer = self._answer(
-                {output: np.stack(outcome.results)},
-                outcome,
+                {output: np.stack(result.results)},
+                result,
                 tokens=tokens,
-                padded=sum(count * batch.longest for batch, count in outcome.batches),
+                padded=sum(count * batch.longest for batch, count in result.batches),
             )
-            _add_stages(stages, outcome, output_ns=perf_counter_ns() - started)
+            _add_stages(stages, result, output_ns=perf_counter_ns() - started)
         return answer
 
     def _encode(self, texts: Sequence[Text], truncate: bool) -> list[Encoding]:
         if all(isinstance(text, str) for text in texts):
             return self.model.encode([str(text) for text in texts], truncate=truncate)
         limit = self.model.encoder.max_length if self.model.encoder else None
-        found: list[Encoding] = []
+        encodings: list[Encoding] = []
         for index, text in enumerate(texts):
             if isinstance(text, str):
-                raise InvalidData("texts and token ids in one request", "send them apart")
+                raise InvalidData(
+                    "texts and token ids in one request", "send them in separate requests"
+                )
             if not text:
                 raise InvalidData(f"text {index} has no tokens", "remove empty texts")
             if limit is not None and len(text) > limit and not truncate:
@@ -322,15 +323,15 @@ class Engine:
                     f"text {index} has {len(text)} tokens, more than the limit of {limit}",
                     "shorten it, or ask for truncation",
                 )
-            # Here and not in its batch: strangers would be refused with it.
+            # Checked per text: in a batch, one bad id would fail other requests.
             bound = self.model.vocabulary
             if wrong := [token for token in text if not 0 <= token < bound]:
                 raise InvalidData(
                     f"text {index} holds {wrong[0]}: expected ids from 0 to {bound - 1}"
                 )
             ids = list(text)[:limit]
-            found.append(Encoding(ids, [0] * len(ids)))
-        return found
+            encodings.append(Encoding(ids, [0] * len(ids)))
+        return encodings
 
     def _tensor_rows(self, inputs: Mapping[str, np.ndarray], names: tuple[str, ...]) -> list[Row]:
         ids = self.model.ids(inputs)
@@ -345,8 +346,8 @@ class Engine:
             for at in range(ids.shape[0])
         ]
 
-    def _run(self, key: Hashable, payloads: list[Any]) -> Ran:
-        """Run one batch, in a worker."""
+    def _run(self, key: Hashable, payloads: list[Any]) -> BatchResult:
+        """Run one batch, in a thread of the batcher."""
         assert isinstance(key, tuple)
         model, started = self.model, perf_counter_ns()
         if key[0] in ("alone", "together"):
@@ -355,9 +356,9 @@ class Engine:
                 inputs = {
                     name: np.concatenate([payload[name] for payload in payloads]) for name in inputs
                 }
-            ready = perf_counter_ns()
+            prepared = perf_counter_ns()
             outputs = tuple(model.run(inputs, key[1]).values())
-            ran = perf_counter_ns()
+            inferred = perf_counter_ns()
             if key[0] == "alone" or len(payloads) == 1:
                 results: Sequence[Any] = [outputs]
             else:
@@ -366,46 +367,46 @@ class Engine:
                 ]
         else:
             inputs = model.text_inputs(payloads)
-            ready = perf_counter_ns()
+            prepared = perf_counter_ns()
             name = model.text_output(key[0])
             output = model.run(inputs, [name])[name]
-            ran = perf_counter_ns()
+            inferred = perf_counter_ns()
             results = model.vectors(key[0], inputs, output)[: len(payloads)]  # type: ignore[assignment]
         macs = self._macs_of(inputs)
         ended = perf_counter_ns()
-        return Ran(results, macs, ready - started, ran - ready, ended - ran)
+        return BatchResult(results, macs, prepared - started, inferred - prepared, ended - inferred)
 
     def _macs_of(self, inputs: Mapping[str, np.ndarray]) -> int | None:
         shapes = tuple((name, array.shape) for name, array in inputs.items())
         if shapes not in self._macs:
             self._macs[shapes] = self.model.macs(inputs)
-            if len(self._macs) > KNOWN_MACS:
+            if len(self._macs) > MACS_CACHE_SIZE:
                 self._macs.popitem(last=False)
         return self._macs.get(shapes)
 
     def _answer(
         self,
         outputs: dict[str, np.ndarray],
-        outcome: Outcome,
+        result: RequestResult,
         *,
         tokens: int,
         padded: int,
     ) -> Answer:
         macs: int | None = 0
-        for batch, count in outcome.batches:
-            if batch.ran.macs is None or macs is None:
+        for batch, count in result.batches:
+            if batch.result.macs is None or macs is None:
                 macs = None
             else:
-                macs += batch.ran.macs * count // batch.rows
+                macs += batch.result.macs * count // batch.rows
         return Answer(
             outputs=outputs,
-            queue_ms=outcome.queue_ms,
-            tokenize_ms=outcome.make_ms,
-            compute_ms=outcome.compute_ms,
+            queue_ms=result.queue_ms,
+            tokenize_ms=result.prepare_ms,
+            compute_ms=result.compute_ms,
             tokens=tokens,
             padded_tokens=padded,
             macs=macs,
-            batch_rows=tuple(batch.rows for batch, _ in outcome.batches),
+            batch_rows=tuple(batch.rows for batch, _ in result.batches),
         )
 
     def _check_size(self, inputs: Mapping[str, np.ndarray]) -> None:
@@ -437,10 +438,20 @@ class Engine:
                     "cut it into parts",
                 )
 
-    # -- when it breaks ---------------------------------------------------------------------------
+    # -- failures ---------------------------------------------------------------------------------
+
+    def _record_batch(self, batch: Batch) -> None:
+        result = batch.result
+        self.metrics.record_run(
+            rows=batch.rows,
+            tokens=batch.tokens,
+            padded_tokens=batch.padded_tokens,
+            macs=result.macs,
+            stage_ns=(result.input_ns, result.infer_ns, result.output_ns),
+        )
 
     def _failed(self, error: NotReady) -> None:
-        """A run failed for a reason that is not its request's: not ready until it runs again."""
+        """Handle a failure that no request caused: pause until the model runs again."""
         if self._broken is not None:
             return
         self._broken = error.what
@@ -449,7 +460,7 @@ class Engine:
         self._recovering = asyncio.get_running_loop().create_task(self._recover())
 
     async def _recover(self) -> None:
-        """Try the session again, then reload it, until it runs."""
+        """Retry the session, then reload the model until it runs."""
         try:
             await asyncio.to_thread(self.model.warm_up)
         except Exception as error:
@@ -477,10 +488,10 @@ class Engine:
                 log.error("%s version %s: %s", self.name, self.version, self._broken)
 
 
-def _add_stages(stages: dict[str, int], outcome: Outcome, *, output_ns: int) -> None:
+def _add_stages(stages: dict[str, int], result: RequestResult, *, output_ns: int) -> None:
     """Nanoseconds of one request, by stage of the v2 protocol."""
-    runs = [batch.ran for batch, _ in outcome.batches]
-    stages["queue"] = int(outcome.queue_ms * 1e6)
-    stages["compute_input"] = int(outcome.make_ms * 1e6) + sum(ran.input_ns for ran in runs)
-    stages["compute_infer"] = sum(ran.infer_ns for ran in runs)
-    stages["compute_output"] = output_ns + sum(ran.output_ns for ran in runs)
+    runs = [batch.result for batch, _ in result.batches]
+    stages["queue"] = int(result.queue_ms * 1e6)
+    stages["compute_input"] = int(result.prepare_ms * 1e6) + sum(run.input_ns for run in runs)
+    stages["compute_infer"] = sum(run.infer_ns for run in runs)
+    stages["compute_output"] = output_ns + sum(run.output_ns for run in runs)

@@ -1,12 +1,13 @@
-"""A child process that loads a model and runs it once, before the server trusts it.
+"""Check models in a child process before the server loads them.
 
-A graph is input of a stranger: it may crash the runtime, or never come back. It does so in the
-child, whose death or silence becomes an error like any other. What has passed is remembered by
-content, so that loading the same files again costs no more than reading them.
+A model file is untrusted: it may crash ONNX Runtime or never finish a run. The child loads it and
+runs it once; a crash or a timeout becomes an ``InvalidModel``. Results are cached by content, so
+that loading the same files again only reads them.
 
-The child then writes the model in the operators that run fastest (``planning.lossless``): where
-these compute the same and are faster, that file is what the server runs. Whatever happens there,
-the model is served, as it is.
+The child then tries lossless operator fusion (``planning.lossless``). If the fused model computes
+the same and is faster, the server runs that file. If fusion fails, the server runs the original.
+
+Protocol: one JSON request on stdin; two JSON lines on stdout, for the check and for the fusion.
 """
 
 from __future__ import annotations
@@ -32,21 +33,21 @@ from attnserve.models.artifact import Artifact, load_model, open_artifact, sha25
 from attnserve.runtime.external_data import external_files
 from attnserve.runtime.session import weight_bytes
 from graph_passes.errors import AttnserveError, InvalidArgument, InvalidModel, MissingExtra
-from service.engine.model import AS_IT_IS, Model
+from service.engine.model import NOT_REWRITTEN, Model
 
-__all__ = ["Proven", "Prover", "environment", "python"]
+__all__ = ["CheckResult", "IsolationChecker", "environment", "python"]
 
-COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "attnserve.json", "config.json")
-"""What decides, beside the model, how it is served."""
+CONFIGURATION_FILES = ("tokenizer.json", "tokenizer_config.json", "attnserve.json", "config.json")
+"""Files beside the model that change how it is served."""
 
-TOLD: dict[str, type[AttnserveError]] = {
+FORWARDED_ERRORS: dict[str, type[AttnserveError]] = {
     kind.__name__: kind for kind in (InvalidModel, InvalidArgument, MissingExtra)
 }
-"""Errors that the child may pass on as they are."""
+"""Errors that keep their type when the child reports them."""
 
 log = logging.getLogger("attnserve")
 
-PASSED = frozenset(
+INHERITED = frozenset(
     {
         "HOME", "USER", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TEMP", "TMP",
         "LD_PRELOAD", "GLIBC_TUNABLES", "TOKENIZERS_PARALLELISM",
@@ -60,7 +61,7 @@ PASSED = frozenset(
 """Environment variables that child processes inherit. NVIDIA's are listed one by one:
 NVIDIA_API_KEY is a secret."""
 
-PASSED_PREFIXES = (
+INHERITED_PREFIXES = (
     "LC_", "CUDA_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "RAYON_", "MALLOC_"
 )  # fmt: skip
 """Beginnings of the names of further variables that child processes inherit."""
@@ -70,56 +71,55 @@ SEARCH_PATHS = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
 
 FIX = "do not serve this file; if you made it, check it with onnx.checker.check_model"
 
+FUSION_TIMEOUT_S = 60
+"""Time limit of operator fusion; when it passes, the original model is served."""
 
-REWRITE_S = 60
-"""How long the rewriting may take; then the model is served as it is."""
-
-MOST_BYTES = 1_000_000_000
-"""Weights of a model that is rewritten: it takes seconds a gigabyte, and a copy on disk."""
+MAX_BYTES = 1_000_000_000
+"""Largest weights for which fusion is tried: it takes seconds per gigabyte, and a copy on disk."""
 
 
 @dataclass(frozen=True)
-class Proven:
-    """A model that may be loaded.
+class CheckResult:
+    """A model that passed the check.
 
     Attributes:
-        identity: A checksum of all that it is made of.
-        rewritten: The same model in the fastest operators; None where its own file is run.
-        operators: What was done and how it compares (``Exact``), or why nothing was.
+        identity: A checksum of all its files.
+        rewritten: The model with fused operators; None if the original is run.
+        operators: The fusion report, or why there was no fusion.
     """
 
     identity: str
     rewritten: Path | None = None
-    operators: Mapping[str, Any] = field(default_factory=lambda: AS_IT_IS)
+    operators: Mapping[str, Any] = field(default_factory=lambda: NOT_REWRITTEN)
 
 
 @dataclass(frozen=True)
-class _Proof:
-    """What else a model was made of when it ran: the files of its external data."""
+class _Record:
+    """Result of a check: external data files with their checksums, and the fused model."""
 
     external: tuple[tuple[Path, str], ...]
     rewritten: Path | None = None
-    operators: Mapping[str, Any] = field(default_factory=lambda: AS_IT_IS)
+    operators: Mapping[str, Any] = field(default_factory=lambda: NOT_REWRITTEN)
 
     @property
-    def holds(self) -> bool:
-        """Whether all files are as they were."""
-        return all(_sha256(path) == known for path, known in self.external) and (
+    def is_current(self) -> bool:
+        """Whether all files are unchanged."""
+        return all(_sha256(path) == checksum for path, checksum in self.external) and (
             self.rewritten is None or self.rewritten.is_file()
         )
 
 
-class Prover:
-    """Tries models in a process of their own, each content once.
+class IsolationChecker:
+    """Checks models in a child process, each content once.
 
     Args:
-        provider, threads: How they will be served.
-        timeout_s: How long a model may take to load and run.
-        rewrite: Whether to look for faster operators that compute the same.
-        folder: Where rewritten models lie, made where it is missing; it belongs to the caller. None
-            makes one that goes with the prover.
-        in_use: The identities of what is loaded: the files of others are taken away before another
-            is written.
+        provider, threads: Settings of the runs that serve the model.
+        timeout_s: Time limit of loading the model and running it once.
+        rewrite: Whether to try operator fusion.
+        folder: Folder for fused models, created if missing. None creates a temporary folder that is
+            deleted with the checker.
+        in_use: Returns the identities of the loaded models, or None while they change. Fused files
+            of other models are deleted.
     """
 
     def __init__(
@@ -134,106 +134,108 @@ class Prover:
     ) -> None:
         self._provider, self._threads, self._timeout_s = provider, threads, timeout_s
         self._rewrite, self._folder, self._in_use = rewrite, folder, in_use
-        self._proofs: dict[str, _Proof] = {}
+        self._records: dict[str, _Record] = {}
 
-    def prove(self, artifact: Artifact) -> Proven:
-        """What may be loaded, once ``artifact`` has run in a child.
+    def check(self, artifact: Artifact) -> CheckResult:
+        """Run ``artifact`` in a child process.
 
         Raises:
             InvalidModel: It cannot be loaded, crashes the runtime, or takes too long.
-            InvalidArgument: The provider is not available here.
+            InvalidArgument: The provider is not available.
         """
         content = self._content(artifact)
-        proof = self._proofs.get(content)
-        if proof is None or not proof.holds:
-            self._tidy()
-            proof = self._proofs[content] = self._try(artifact, content)
-        return Proven(self._identity(content, proof), proof.rewritten, proof.operators)
+        record = self._records.get(content)
+        if record is None or not record.is_current:
+            self._delete_unused()
+            record = self._records[content] = self._try(artifact, content)
+        return CheckResult(self._identity(content, record), record.rewritten, record.operators)
 
-    def identify(self, artifact: Artifact) -> Proven:
-        """The same without a proof, and as it is: for models that are trusted.
+    def identify(self, artifact: Artifact) -> CheckResult:
+        """The result for a trusted model, without a check and without fusion.
 
         Raises:
             InvalidModel: It cannot be read.
         """
         content = self._content(artifact)
         external = sorted(external_files(load_model(artifact)))
-        proof = _Proof(tuple((path, _sha256(path)) for path in external))
-        return Proven(
-            self._identity(content, proof), None, {"rewritten": False, "why": "it is not probed"}
+        record = _Record(tuple((path, _sha256(path)) for path in external))
+        return CheckResult(
+            self._identity(content, record), None, {"rewritten": False, "why": "it is not probed"}
         )
 
-    def proofs(self) -> dict[str, dict[str, Any]]:
-        """What has passed, as JSON, for a prover in another process to ``learn``."""
+    def export_results(self) -> dict[str, dict[str, Any]]:
+        """All results as JSON, for ``import_results`` in another process."""
         return {
             content: {
-                "external": [(str(path), checksum) for path, checksum in proof.external],
-                "rewritten": None if proof.rewritten is None else str(proof.rewritten),
-                "operators": dict(proof.operators),
+                "external": [(str(path), checksum) for path, checksum in record.external],
+                "rewritten": None if record.rewritten is None else str(record.rewritten),
+                "operators": dict(record.operators),
             }
-            for content, proof in self._proofs.items()
+            for content, record in self._records.items()
         }
 
-    def learn(self, proofs: Mapping[str, Mapping[str, Any]]) -> None:
-        """Trust what another prover of the same settings has tried."""
-        for content, told in proofs.items():
-            external = tuple((Path(path), checksum) for path, checksum in told["external"])
-            rewritten = None if told["rewritten"] is None else Path(told["rewritten"])
-            self._proofs.setdefault(content, _Proof(external, rewritten, told["operators"]))
+    def import_results(self, results: Mapping[str, Mapping[str, Any]]) -> None:
+        """Add the results of another checker with the same settings."""
+        for content, result in results.items():
+            external = tuple((Path(path), checksum) for path, checksum in result["external"])
+            rewritten = None if result["rewritten"] is None else Path(result["rewritten"])
+            self._records.setdefault(content, _Record(external, rewritten, result["operators"]))
 
-    def _tidy(self) -> None:
-        """Take away the rewritten models of what is not loaded any more."""
+    def _delete_unused(self) -> None:
+        """Delete the fused files of models that are not loaded."""
         in_use = self._in_use()
-        if in_use is None:  # others are being loaded just now
+        if in_use is None:  # other models are being loaded
             return
-        for content, proof in list(self._proofs.items()):
-            if proof.rewritten is not None and self._identity(content, proof) not in in_use:
-                proof.rewritten.unlink(missing_ok=True)
+        for content, record in list(self._records.items()):
+            if record.rewritten is not None and self._identity(content, record) not in in_use:
+                record.rewritten.unlink(missing_ok=True)
 
     def _content(self, artifact: Artifact) -> str:
-        """Of everything but external data: only a process that may crash asks for its names."""
+        """A checksum without external data: listing its files needs the graph, which may crash."""
         digest = hashlib.sha256(_sha256(artifact.model).encode())
-        for name in COMPANIONS:
+        for name in CONFIGURATION_FILES:
             path = artifact.companion(name)
             digest.update(f" {name} {path and _sha256(path)}".encode())
         return digest.hexdigest()
 
-    def _identity(self, content: str, proof: _Proof) -> str:
+    def _identity(self, content: str, record: _Record) -> str:
         digest = hashlib.sha256(content.encode())
-        for path, checksum in proof.external:
+        for path, checksum in record.external:
             digest.update(f" {path.name} {checksum}".encode())
         return digest.hexdigest()
 
-    def _try(self, artifact: Artifact, content: str) -> _Proof:
-        new = self._room(content) if self._rewrite else None
-        told, operators = self._ask(artifact, new)
-        external = tuple((Path(path), _sha256(Path(path))) for path in told["external"])
+    def _try(self, artifact: Artifact, content: str) -> _Record:
+        new = self._new_file(content) if self._rewrite else None
+        report, operators = self._run_child(artifact, new)
+        external = tuple((Path(path), _sha256(Path(path))) for path in report["external"])
         rewritten = None
         if new is not None and operators["rewritten"] and new.is_file():
             rewritten = new.replace(new.with_suffix(".onnx"))
         elif new is not None:
             new.unlink(missing_ok=True)
-        return _Proof(external, rewritten, operators)
+        return _Record(external, rewritten, operators)
 
-    def _room(self, content: str) -> Path | None:
-        """Where the child may write the rewritten model; None where nobody can write."""
+    def _new_file(self, content: str) -> Path | None:
+        """The file for the fused model; None if its folder cannot be written."""
         try:
             if self._folder is None:
                 self._folder = Path(tempfile.mkdtemp(prefix="attnserve-"))
                 weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
             self._folder.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
-            log.warning("no model is rewritten: no temporary folder: %s", error)
+            log.warning("operator fusion is off: no temporary folder: %s", error)
             return None
         return self._folder / f"{content}.new"
 
-    def _ask(self, artifact: Artifact, new: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What the child says of the model, and of its rewriting to ``new``.
+    def _run_child(
+        self, artifact: Artifact, new: Path | None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The child's reports of the check, and of the fusion to ``new``.
 
         Raises:
-            InvalidModel, InvalidArgument: See ``prove``.
+            InvalidModel, InvalidArgument: See ``check``.
         """
-        name, asked = artifact.model, {
+        name, request = artifact.model, {
             "model": str(artifact.model),
             "shared": None if artifact.shared is None else str(artifact.shared),
             "provider": self._provider,
@@ -243,43 +245,48 @@ class Prover:
         try:
             done = subprocess.run(
                 python("service.engine.isolation"),
-                input=json.dumps(asked).encode(),
+                input=json.dumps(request).encode(),
                 capture_output=True,
                 timeout=self._timeout_s,
                 check=False,
                 env=environment(),
             )
-            code, said, errors = done.returncode, done.stdout, done.stderr
+            code, output, errors = done.returncode, done.stdout, done.stderr
         except subprocess.TimeoutExpired as error:
-            code, said, errors = None, error.stdout or b"", b""
-        first, _, second = said.decode(errors="replace").partition("\n")
-        told = _parsed(first)
-        if told is None and code is None:
+            code, output, errors = None, error.stdout or b"", b""
+        first, _, second = output.decode(errors="replace").partition("\n")
+        report = _parse(first)
+        if report is None and code is None:
             raise InvalidModel(
                 f"{name}: it did not load and run within {self._timeout_s:g} s",
-                "raise --probe-timeout-s for a large model, else do not serve it",
+                "raise `probe_timeout_s` for a large model, otherwise do not serve it",
+                code="model.timeout",
             )
-        if told is None and code is not None and code < 0:
-            raise InvalidModel(f"{name}: it crashes ONNX Runtime (signal {-code})", FIX)
-        if told is None:
+        if report is None and code is not None and code < 0:
+            raise InvalidModel(
+                f"{name}: it crashes ONNX Runtime (signal {-code})", FIX, code="model.crash"
+            )
+        if report is None:
             raise InvalidModel(
                 f"{name}: the process that tried it ended with {code}:"
                 f" {errors.decode(errors='replace').strip()[-300:]}",
                 FIX,
+                code="model.crash",
             )
-        if "error" in told:
-            raise TOLD.get(told["error"], InvalidModel)(told["what"], told["fix"])
+        if "error" in report:
+            kind = FORWARDED_ERRORS.get(report["error"], InvalidModel)
+            raise kind(report["what"], report["fix"], code=report["code"])
         if not self._rewrite:
-            return told, dict(AS_IT_IS)
+            return report, dict(NOT_REWRITTEN)
         why = "there is no folder for it"
         if new is not None:
             late = code is None or code == -getattr(signal, "SIGALRM", 0)
             why = "it took too long" if late else f"the process that tried it ended with {code}"
-        return told, _parsed(second) or {"rewritten": False, "why": why}
+        return report, _parse(second) or {"rewritten": False, "why": why}
 
 
 def python(module: str) -> list[str]:
-    """The command that runs a module of this installation, in ``environment``."""
+    """The command that runs a module of this installation; use it with ``environment``."""
     return [sys.executable, "-P", "-m", module]
 
 
@@ -296,7 +303,7 @@ def environment(*prefixes: str) -> dict[str, str]:
     kept = {
         name: value
         for name, value in os.environ.items()
-        if name in PASSED or name.startswith((*PASSED_PREFIXES, *prefixes))
+        if name in INHERITED or name.startswith((*INHERITED_PREFIXES, *prefixes))
     }
     installation = str(Path(__file__).absolute().parents[2])
     paths = {name: _absolute(os.environ.get(name, "")) for name in SEARCH_PATHS}
@@ -317,67 +324,75 @@ def _sha256(path: Path) -> str:
         raise InvalidModel(f"{path}: cannot be read: {error.strerror}", "check the path") from error
 
 
-def _parsed(line: str) -> dict[str, Any] | None:
-    """What the child says; None where it said nothing, or died in the middle of it."""
+def _parse(line: str) -> dict[str, Any] | None:
+    """A report of the child; None if it is missing or incomplete."""
     try:
-        told: Any = json.loads(line)
+        report: Any = json.loads(line)
     except ValueError:
         return None
-    return told if isinstance(told, dict) else None
+    return report if isinstance(report, dict) else None
 
 
-def _answer(asked: dict[str, Any]) -> dict[str, Any]:
-    """What the child says of a model."""
+def _check(request: dict[str, Any]) -> dict[str, Any]:
+    """Load the model and run it once (in the child)."""
     try:
-        artifact = _artifact(asked)
-        model = Model(artifact, provider=asked["provider"], threads=asked["threads"])
+        artifact = _artifact(request)
+        model = Model(artifact, provider=request["provider"], threads=request["threads"])
         model.warm_up()
         external = sorted(external_files(load_model(artifact)))
     except AttnserveError as error:
-        return {"error": type(error).__name__, "what": error.what, "fix": error.fix}
+        return {
+            "error": type(error).__name__,
+            "what": error.what,
+            "fix": error.fix,
+            "code": error.code,
+        }
     return {"external": [str(path) for path in external]}
 
 
-def _rewritten(asked: dict[str, Any]) -> dict[str, Any]:
-    """What came of rewriting it: the file is there where "rewritten" is true."""
+def _fuse(request: dict[str, Any]) -> dict[str, Any]:
+    """Write the model with fused operators (in the child); report if and why not."""
     from attnserve.planning.lossless import fuse_lossless
 
     try:
-        artifact = _artifact(asked)
-        if asked["provider"] != "cpu":
-            return {"rewritten": False, "why": "its operators were only measured on CPUs"}
+        artifact = _artifact(request)
+        if request["provider"] != "cpu":
+            return {"rewritten": False, "why": "operator fusion supports only the CPU"}
         size = weight_bytes(load_model(artifact))
-        if size > MOST_BYTES:
-            why = f"it holds {size / 1e9:.1f} GB of weights, more than {MOST_BYTES / 1e9:g}"
+        if size > MAX_BYTES:
+            why = f"it holds {size / 1e9:.1f} GB of weights, more than {MAX_BYTES / 1e9:g}"
             return {"rewritten": False, "why": why}
         found = fuse_lossless(
-            artifact, Path(asked["rewrite"]), provider=asked["provider"], threads=asked["threads"]
+            artifact,
+            Path(request["rewrite"]),
+            provider=request["provider"],
+            threads=request["threads"],
         )
     except AttnserveError as error:
         return {"rewritten": False, "why": error.what}
-    except Exception as error:  # whatever it is, the model itself has run
+    except Exception as error:  # the model itself has passed its check
         return {"rewritten": False, "why": f"{type(error).__name__}: {error}"}
     return {"rewritten": True, **asdict(found)}
 
 
-def _artifact(asked: dict[str, Any]) -> Artifact:
-    return open_artifact(Path(asked["model"]), asked["shared"] and Path(asked["shared"]))
+def _artifact(request: dict[str, Any]) -> Artifact:
+    return open_artifact(Path(request["model"]), request["shared"] and Path(request["shared"]))
 
 
 def main() -> None:
-    with suppress(OSError):  # where memory runs out, this process goes first and not the server
+    with suppress(OSError):  # out of memory: end this process, not the server
         Path("/proc/self/oom_score_adj").write_text("1000")
     with suppress(ImportError, ValueError):
         import resource
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    asked = json.load(sys.stdin)
-    answer = _answer(asked)
-    print(json.dumps(answer), flush=True)
-    if asked["rewrite"] is not None and "error" not in answer:
-        if hasattr(signal, "alarm"):  # it ends this process, whatever the runtime is doing
-            signal.alarm(REWRITE_S)
-        print(json.dumps(_rewritten(asked)), flush=True)
+    request = json.load(sys.stdin)
+    report = _check(request)
+    print(json.dumps(report), flush=True)
+    if request["rewrite"] is not None and "error" not in report:
+        if hasattr(signal, "alarm"):  # it ends this process inside native code too
+            signal.alarm(FUSION_TIMEOUT_S)
+        print(json.dumps(_fuse(request)), flush=True)
 
 
 if __name__ == "__main__":

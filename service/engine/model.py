@@ -1,8 +1,8 @@
-"""One loaded version of a model: its session, tokenizer and cost, and the checks of what it is fed.
+"""One loaded version of a model: session, tokenizer, cost, and validation of inputs.
 
-A ``Model`` is synchronous and may be used by several threads; it knows nothing of queues, event
-loops or HTTP. What it cannot be fed it refuses in words (``InvalidData``); what breaks while it
-runs is a ``ModelFailed``, for the engine to retry or reload.
+A ``Model`` is synchronous and thread-safe; it has no queue, event loop or HTTP. It refuses invalid
+inputs with ``InvalidData``. A failure of its session is a ``ModelFailed``; the engine then retries
+or reloads the model.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from graph_passes.analysis.cost import model_cost
 from graph_passes.errors import AttnserveError, CheckFailed, InvalidData, InvalidModel
 from service.errors import ModelFailed, NotFound, OutOfMemory
 
-__all__ = ["AS_IT_IS", "Model", "Tensor", "TextTask"]
+__all__ = ["NOT_REWRITTEN", "Model", "Tensor", "TextTask"]
 
 TextTask = Literal["embed", "classify"]
 
-AS_IT_IS: Mapping[str, Any] = {"rewritten": False, "why": "rewriting is switched off"}
-"""Of a model that runs in the operators it was exported in."""
+NOT_REWRITTEN: Mapping[str, Any] = {"rewritten": False, "why": "rewriting is switched off"}
+"""The operator report of a model that runs as it was exported."""
 
 DTYPES: Mapping[str, np.dtype[Any]] = {
     "tensor(bool)": np.dtype(np.bool_),
@@ -55,25 +55,25 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
     "tensor(float)": np.dtype(np.float32),
     "tensor(double)": np.dtype(np.float64),
 }
-"""What ONNX Runtime calls the types that can be served."""
+"""Types that can be served, by their names in ONNX Runtime."""
 
-MUCH = 10_000_000
-"""Bytes of weights that are worth the tenth of a second in which Python looks for what is left."""
+LARGE_BYTES = 10_000_000
+"""Weights above this size justify a full garbage collection (0.1 s) after loading and closing."""
 
-TRIED_ROWS, TRIED_LENGTHS = 3, (8, 2, 1)
-"""The shapes of the first run; the lengths are tried until the model takes one."""
+WARM_UP_ROWS, WARM_UP_LENGTHS = 3, (8, 2, 1)
+"""Shapes of the first run; lengths are tried until the model takes one."""
 
 ROW_TOLERANCE = 0.05
-"""How far a row may move, relative to its length, when others share its batch. Integers whose scale
-is taken from the whole batch move it by some thousandths; rows that are mixed, by their size."""
+"""Largest relative difference between a row alone and the same row in a batch. Dynamic quantization
+over the whole batch gives some thousandths; graphs that mix rows give about 1."""
 
 
 @dataclass(frozen=True)
 class Tensor:
     """An input or output of the model.
 
-    ``axes`` are sizes, or the names of axes that any size fits (None: without a name). ONNX Runtime
-    says no axes for a scalar and for a tensor of any rank alike.
+    ``axes`` are fixed sizes, or names of free axes (None: without a name). ONNX Runtime reports no
+    axes for scalars and for tensors of unknown rank.
     """
 
     name: str
@@ -85,21 +85,21 @@ class Model:
     """A loaded model.
 
     Args:
-        artifact: What to load.
-        name: What clients call it; the artifact's own name where left out.
+        artifact: The model to load.
+        name: Name for clients; by default the name of the artifact.
         version: A number, as text.
         provider: The execution provider.
-        threads: Intra-op threads of a run; 0 leaves it to ONNX Runtime.
-        cuda: How the GPU is used.
-        cuda_graphs: The most shapes that are captured as CUDA graphs; 0 for none.
-        at_once: How many runs there will be at a time.
-        graph: A file that is run in the place of the artifact's, and computes the same; all that is
-            told of the model (cost, inputs, lineage) is the artifact's.
-        operators: What was done to make ``graph`` of it, or why it is run as it is.
+        threads: Intra-op threads of a run; 0 for ONNX Runtime's default.
+        cuda: CUDA settings.
+        cuda_graphs: Maximum number of shapes captured as CUDA graphs; 0 for none.
+        at_once: Maximum number of concurrent runs.
+        graph: An equivalent file that is run instead of the artifact's; cost, inputs and lineage
+            are still those of the artifact.
+        operators: Report of the operator fusion that made ``graph``, or why there was none.
 
     Raises:
-        InvalidModel: It cannot be read, or has an input or output that is no plain tensor.
-        InvalidArgument: The provider is not available here.
+        InvalidModel: It cannot be read, or has an input or output that is not a plain tensor.
+        InvalidArgument: The provider is not available.
         MissingExtra: ONNX Runtime is not installed.
     """
 
@@ -115,7 +115,7 @@ class Model:
         cuda_graphs: int = 0,
         at_once: int = 1,
         graph: Path | None = None,
-        operators: Mapping[str, Any] = AS_IT_IS,
+        operators: Mapping[str, Any] = NOT_REWRITTEN,
     ) -> None:
         self.artifact = artifact
         self.operators = operators
@@ -124,7 +124,7 @@ class Model:
         self.provider: Provider = provider
         original = load_model(artifact)
         cost = model_cost(original)
-        # An input leads to its graph, and that to all weights: a second copy of the model.
+        # Copies of the shapes: a graph input would keep the graph and all weights in memory.
         shapes = {name: ir.Value(name=name, shape=v.shape) for name, v in cost.inputs.items()}
         self.cost = replace(cost, inputs=shapes)
         self._id_bounds = {
@@ -132,9 +132,9 @@ class Model:
         }
         self._examples = _examples(original)
         self.int8_warning = int8_warning(original)
-        self._is_large = weight_bytes(original) > MUCH
+        self._is_large = weight_bytes(original) > LARGE_BYTES
         del original
-        self._give_back()
+        self._release_memory()
         self._captures = cuda_graphs > 0
         self._session: Any = open_runner(
             graph or artifact.model,
@@ -153,10 +153,10 @@ class Model:
         self.rows_are_independent = False
         self.max_rows: int | None = 1
 
-    # -- what it is fed ---------------------------------------------------------------------------
+    # -- inputs and outputs -----------------------------------------------------------------------
 
     def check(self, inputs: Mapping[str, np.ndarray]) -> None:
-        """Refuse, in words, what the runtime would refuse in its own, or answer with nonsense.
+        """Validate names, types, shapes and token ids.
 
         Raises:
             InvalidData: The inputs do not fit the model.
@@ -183,25 +183,25 @@ class Model:
             )
 
     def check_outputs(self, names: Sequence[str]) -> None:
-        """Raises ``InvalidData`` where one of ``names`` is no output."""
+        """Raise ``InvalidData`` if one of ``names`` is not an output."""
         known = [output.name for output in self.outputs]
         for name in names:
             if name not in known:
                 raise InvalidData(f"unknown output {name!r}: expected one of {', '.join(known)}")
 
     def ids(self, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
-        """The input whose first two axes count tokens."""
+        """The input whose first two axes are rows and tokens."""
         return inputs["input_ids"] if "input_ids" in inputs else inputs[self.inputs[0].name]
 
     def tokens(self, inputs: Mapping[str, np.ndarray]) -> int:
-        """Tokens of ``inputs``, what is masked not counted."""
+        """Number of tokens that are not masked."""
         mask = inputs.get("attention_mask")
         if mask is not None:
             return int(np.count_nonzero(mask))
         return math.prod(self.ids(inputs).shape[:2])
 
     def macs(self, inputs: Mapping[str, np.ndarray]) -> int | None:
-        """Multiply-accumulates of one run; None where the graph cannot be counted."""
+        """Multiply-accumulates of one run; None if they cannot be counted."""
         return self.cost.macs_of({name: array.shape for name, array in inputs.items()})
 
     # -- running ----------------------------------------------------------------------------------
@@ -209,41 +209,41 @@ class Model:
     def run(
         self, inputs: Mapping[str, np.ndarray], outputs: Sequence[str] = ()
     ) -> dict[str, np.ndarray]:
-        """Run the session on checked inputs; all outputs where ``outputs`` is empty.
+        """Run the session on checked inputs; return all outputs if ``outputs`` is empty.
 
         Raises:
             InvalidData: The graph cannot take these sizes or values.
-            OutOfMemory: There is no memory left for them.
+            OutOfMemory: The run does not fit into memory.
             ModelFailed: The session or its device is broken.
         """
         names = list(outputs) or [output.name for output in self.outputs]
         try:
             results = self._session.run(names, dict(inputs))
-        except Exception as error:  # onnxruntime raises a class of its own for each status
+        except Exception as error:  # onnxruntime has no common base class
             raise _run_failed(error, inputs) from error
         return dict(zip(names, results, strict=True))
 
     def encode(self, texts: Sequence[str], *, truncate: bool) -> list[Encoding]:
-        """One ``Encoding`` a text.
+        """Tokenize texts: one ``Encoding`` per text.
 
         Raises:
-            NotFound: There is no tokenizer beside the model.
-            InvalidData: A text is too long, or no text.
+            NotFound: The model has no tokenizer.
+            InvalidData: A text is too long, or not a text.
         """
         self.require_tokenizer()
         assert self.encoder is not None
         return self.encoder.encode(texts, truncate=truncate)
 
     def require_tokenizer(self) -> None:
-        """Raises ``NotFound`` where texts cannot be read."""
+        """Raise ``NotFound`` if the model has no tokenizer."""
         if self.encoder is None:
             raise NotFound(
-                f"{self.name} has no tokenizer.json beside it, which reading texts needs",
+                f"{self.name} has no tokenizer.json, which texts need",
                 f"send token ids to /v2/models/{self.name}/infer",
             )
 
     def text_inputs(self, encodings: Sequence[Encoding]) -> dict[str, np.ndarray]:
-        """The inputs of a batch of texts, checked and padded to the longest.
+        """The checked inputs of a batch of texts, padded to the longest.
 
         Raises:
             InvalidData: The model takes no texts, or they do not fit it.
@@ -257,18 +257,18 @@ class Model:
         return inputs
 
     def text_output(self, task: TextTask) -> str:
-        """The output that ``task`` reads."""
+        """The name of the output that ``task`` uses."""
         names = [tensor.name for tensor in self.outputs]
         return "logits" if task == "classify" and "logits" in names else names[0]
 
     def vectors(
         self, task: TextTask, inputs: Mapping[str, np.ndarray], output: np.ndarray
     ) -> np.ndarray:  # B D
-        """What ``task`` makes of its output: pooled embeddings, or scores that sum to one.
+        """Pooled embeddings, or class scores that sum to one.
 
         Raises:
-            CheckFailed: The model gives NaN or infinite numbers.
-            InvalidArgument, InvalidData: Its output is no embedding, or holds no classes.
+            CheckFailed: The output holds NaN or infinite numbers.
+            InvalidArgument, InvalidData: The output has no embeddings or no classes.
         """
         if task == "embed":
             mask = inputs.get("attention_mask")
@@ -279,14 +279,14 @@ class Model:
             found = _scores(output)
         if not np.isfinite(found).all():
             raise CheckFailed(
-                f"{self.name} gives NaN or infinite numbers for these texts",
+                f"the output of {self.name} holds NaN or infinite numbers for these texts",
                 "check its weights, and that it does not overflow in half precision",
             )
         return found
 
     @property
     def plan_id(self) -> str | None:
-        """Which plan the model was rewritten by: a checksum of it; None where it was not."""
+        """A checksum of the plan that was applied to the model; None if there was none."""
         entry = next(iter(reversed(self.artifact.lineage)), None)
         plan = entry.get("plan") if isinstance(entry, dict) else None
         if plan is None:
@@ -295,7 +295,7 @@ class Model:
 
     @property
     def vocabulary(self) -> int:
-        """How many token ids there are, as far as its graph tells."""
+        """Size of the vocabulary according to the graph; 2 ** 31 if unknown."""
         return self._id_bounds.get("input_ids") or 2**31
 
     @property
@@ -305,17 +305,17 @@ class Model:
 
     @property
     def classifies(self) -> bool:
-        """Whether it gives scores of classes."""
+        """Whether the model is a classifier."""
         output = next((tensor for tensor in self.outputs if tensor.name == "logits"), None)
         return len((output or self.outputs[0]).axes) == 2 and bool(output or self.labels)
 
     def warm_up(self) -> None:
-        """Run it as traffic would, and find out whether rows may share a batch.
+        """Run the model once, and test whether its rows are independent.
 
-        The runtime plans its memory and a device compiles its kernels in the first run: not in the
-        first request. A graph may mix the rows of a batch (a mean over all of them): strangers
-        may share a batch only where a row's answer is the same alone and in company. In the same
-        way it finds out whether a run may be padded up to the shape of another.
+        The first run allocates memory and compiles kernels. A graph may mix the rows of a batch
+        (for example by a mean over them): requests share a batch only if a row has the same output
+        alone and in a batch. If CUDA graphs are captured, a second test shows whether runs may be
+        padded.
 
         Raises:
             OutOfMemory, ModelFailed: It does not run.
@@ -323,11 +323,11 @@ class Model:
         for inputs in self._examples:
             try:
                 together = self.run(inputs)
-            except InvalidData:  # too long, or a graph that takes no example of ours
+            except InvalidData:  # too long, or the graph needs other inputs
                 continue
             if self._fixed_rows is None:
                 self.rows_are_independent = all(
-                    self._is_independent(inputs, together, index) for index in range(TRIED_ROWS)
+                    self._is_independent(inputs, together, index) for index in range(WARM_UP_ROWS)
                 )
             if self._captures:
                 self._session.allow_padding(
@@ -337,19 +337,19 @@ class Model:
         self.max_rows = self._fixed_rows or (None if self.rows_are_independent else 1)
 
     def close(self) -> None:
-        """Free the session: nothing may run any more."""
+        """Free the session; the model cannot run afterwards."""
         self._session = _Closed()
-        self._give_back()
+        self._release_memory()
 
-    def _give_back(self) -> None:
-        """Return what reading or running a model has left behind to the system.
+    def _release_memory(self) -> None:
+        """Return freed memory to the system.
 
-        A graph is full of cycles: its weights stay until Python looks for such. And what is freed
-        in between other things stays with glibc until it is told to look.
+        Graphs hold reference cycles, so their weights stay until a garbage collection. glibc keeps
+        freed memory until malloc_trim.
         """
         if self._is_large:
             gc.collect()
-            with suppress(OSError, AttributeError):  # another C library
+            with suppress(OSError, AttributeError):  # not glibc
                 ctypes.CDLL(None).malloc_trim(0)
 
     def _is_independent(
@@ -358,7 +358,7 @@ class Model:
         together: Mapping[str, np.ndarray],
         index: int,
     ) -> bool:
-        if any(array.shape[:1] != (TRIED_ROWS,) for array in inputs.values()):
+        if any(array.shape[:1] != (WARM_UP_ROWS,) for array in inputs.values()):
             return False
         try:
             alone = self.run({name: array[index : index + 1] for name, array in inputs.items()})
@@ -367,7 +367,7 @@ class Model:
         return _same_row(together, alone, index)
 
     def _ignores_padding(self, inputs: Mapping[str, np.ndarray]) -> bool:
-        """Whether zeros after the tokens, in the mask too, leave the answers as they are."""
+        """Whether padding (zeros in the tokens and in the mask) leaves the outputs unchanged."""
         length = inputs["attention_mask"].shape[-1] if self.takes_mask else 0
         if length < 2:
             return False
@@ -399,17 +399,17 @@ class Model:
             or any(want not in (-1, got) for want, got in zip(fixed, array.shape, strict=True))
         ):
             raise InvalidData(f"{what} has shape {list(array.shape)}: expected {fixed}")
-        # Ids and masks are never empty; the cache of a decoder is, at its first step.
+        # Ids and masks are never empty; the key/value cache of a decoder is, in its first step.
         if array.size == 0 and array.ndim <= 2:
             raise InvalidData(f"{what} has shape {list(array.shape)}: it is empty")
-        # The runtime would broadcast where it can: another answer, at another cost.
+        # ONNX Runtime would broadcast axes of the same name if it can, with another result.
         for axis, size in zip(tensor.axes, array.shape, strict=False):
             if isinstance(axis, str) and (known := sizes.setdefault(axis, (size, what)))[0] != size:
                 raise InvalidData(
                     f"{what} has shape {list(array.shape)}: its axis {axis!r} is {size},"
                     f" but {known[0]} in {known[1]}"
                 )
-        # A CUDA Gather reads outside of its table without a word, and -1 is nobody's token.
+        # Gather on CUDA does not check its indices, and negative ids wrap around.
         bound = self._id_bounds.get(tensor.name)
         if bound and array.size and (array.min() < 0 or array.max() >= bound):
             wrong = array[(array < 0) | (array >= bound)].flat[0]
@@ -417,23 +417,23 @@ class Model:
 
 
 class _Closed:
-    """In the place of a session that was freed."""
+    """Replaces a session that was freed."""
 
     def __getattr__(self, name: str) -> Any:
         raise ModelFailed("the model is unloaded", "load it again")
 
 
 def _examples(graph: ir.Model) -> list[dict[str, np.ndarray]]:
-    """Inputs of a first run at several lengths; none where they cannot be made."""
+    """Inputs of the first run at several lengths; empty if none can be made."""
     found: list[dict[str, np.ndarray]] = []
     first = next((value.shape for value in graph.graph.inputs if value.shape is not None), None)
-    rows = first[0] if first is not None and len(first) else TRIED_ROWS
-    for length in TRIED_LENGTHS:
+    rows = first[0] if first is not None and len(first) else WARM_UP_ROWS
+    for length in WARM_UP_LENGTHS:
         try:
             found.append(
-                example_inputs(graph, rows if isinstance(rows, int) else TRIED_ROWS, length)
+                example_inputs(graph, rows if isinstance(rows, int) else WARM_UP_ROWS, length)
             )
-        except AttnserveError:  # fixed axes of another length, types without examples
+        except AttnserveError:  # fixed axes of another length, or unsupported types
             continue
     return found
 
@@ -443,7 +443,7 @@ def _same_row(
 ) -> bool:
     for name, batch in together.items():
         row = alone[name]
-        if row.shape[:1] != (1,) or batch.shape != (TRIED_ROWS, *row.shape[1:]):
+        if row.shape[:1] != (1,) or batch.shape != (WARM_UP_ROWS, *row.shape[1:]):
             return False
         if not _close(batch[index], row[0]):
             return False
@@ -465,11 +465,11 @@ def _close(found: np.ndarray, expected: np.ndarray) -> bool:
 
 
 def _scores(logits: np.ndarray) -> np.ndarray:
-    """Softmax over the classes; of a single one, its sigmoid."""
+    """Softmax over the classes; for a single class, the sigmoid."""
     if logits.ndim != 2:
         raise InvalidData(
-            f"the model gives an output of shape {list(logits.shape)}:"
-            " classes need [batch, classes]",
+            f"the output of the model has the shape {list(logits.shape)}:"
+            " expected [batch, classes]",
             "use /embed, or a model with a classification head",
         )
     logits = logits.astype(np.float64)
@@ -480,7 +480,7 @@ def _scores(logits: np.ndarray) -> np.ndarray:
 
 
 def _labels(artifact: Artifact) -> dict[int, str]:
-    """Names of the classes: attnserve.json's ``id2label``, else config.json's, else none."""
+    """Names of the classes: ``id2label`` in attnserve.json, else in config.json, else none."""
     given: Any = artifact.record.get("id2label")
     if given is None:
         path = artifact.companion("config.json")
@@ -497,25 +497,25 @@ def _labels(artifact: Artifact) -> dict[int, str]:
         return {int(key): str(label) for key, label in given.items()}
     except ValueError as error:
         raise InvalidModel(
-            f"{artifact.folder}: id2label names a class that is no number", "mend it"
+            f"{artifact.folder}: a key of id2label is not a number", "correct it"
         ) from error
 
 
 def _tensor(value: Any) -> Tensor:
     if value.type not in DTYPES:
         raise InvalidModel(
-            f"{value.name!r} is a {value.type}: only tensors of numbers and booleans are served",
+            f"{value.name!r} is a {value.type}: expected a tensor of numbers or booleans",
             "export the model without it",
         )
     return Tensor(value.name, DTYPES[value.type], tuple(value.shape))
 
 
 def _run_failed(error: Exception, inputs: Mapping[str, np.ndarray]) -> Exception:
-    """What a failed run means: no memory, a broken device, or inputs that the graph cannot take.
+    """The cause of a failed run: no memory, a broken device, or unsupported inputs.
 
-    Types, ranks and names are checked before a run, and a graph that loads is well formed, so what
-    is left of a failure on the host lies in the sizes and values of the inputs: most often a
-    sequence longer than the model's positions.
+    Types, ranks and names are checked before, and a graph that loads is well formed. The remaining
+    failures on the CPU are sizes and values of inputs, most often a sequence that is longer than
+    the model's positions.
     """
     if isinstance(error, ModelFailed):
         return error
@@ -528,7 +528,7 @@ def _run_failed(error: Exception, inputs: Mapping[str, np.ndarray]) -> Exception
     if kind in ("EPFail", "EngineError") or "CUDA failure" in text:
         return ModelFailed(f"the model's session failed: {kind}", "try again: it is being reloaded")
     detail = text.strip().rpartition("Status Message: ")[2]
-    detail = re.sub(r"^/\S+:\d+ [^)]*\) ", "", detail).splitlines()  # where in its C++ sources
+    detail = re.sub(r"^/\S+:\d+ [^)]*\) ", "", detail).splitlines()  # location in C++ sources
     shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in inputs.items())
     return InvalidData(
         f"the model cannot run {shapes}: {detail[0][:300] if detail else type(error).__name__}",

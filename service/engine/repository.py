@@ -1,9 +1,9 @@
-"""The models that are served: what is on disk, what is loaded, and how one takes another's place.
+"""Model repository: loads, replaces and unloads the served models.
 
-A path is an .onnx file, an artifact folder, or a folder of models as Triton reads it:
+The path is an .onnx file, an artifact folder, or a folder of models in Triton's layout:
 NAME/VERSION/model.onnx, or NAME/model.onnx for version 1. All versions of a model are loaded; the
-highest serves requests that name none. A new version is loaded and warm before the old one stops:
-what the old one has accepted it answers, then its session is freed.
+highest serves requests without a version. A new version is loaded and warmed up before the old one
+stops; the old one answers its accepted requests before its session is freed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from attnserve.context import Provider
 from attnserve.models.artifact import Artifact, check_files, open_artifact
 from graph_passes.errors import AttnserveError, InvalidModel
 from service.engine.device import on_device
 from service.engine.engine import Engine
-from service.engine.isolation import Proven, Prover
+from service.engine.isolation import CheckResult, IsolationChecker
 from service.engine.model import Model
 from service.errors import NotFound, NotReady, UnknownModel
 from service.metrics import Metrics
@@ -38,7 +39,7 @@ log = logging.getLogger("attnserve")
 
 @dataclass(frozen=True)
 class Entry:
-    """One version of a model, on disk or loaded, and why it does not serve where it does not."""
+    """One version of a model, on disk or loaded; ``reason`` says why it is not ready."""
 
     name: str
     version: str
@@ -48,7 +49,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a version lies; ``shared`` is the folder above the versions of a model."""
+    """Location of a version; ``shared`` is the folder above the versions of a model."""
 
     path: Path
     shared: Path | None = None
@@ -58,9 +59,9 @@ class Repository:
     """The models under one path.
 
     Args:
-        settings: The path, and how to serve what is there.
-        metrics: Where its engines report.
-        rewritten: Where the prober keeps rewritten models; None for a temporary folder.
+        settings: The path, and how to serve its models.
+        metrics: Receives the measurements of the engines.
+        rewritten: Folder for models with fused operators; None for a temporary folder.
     """
 
     def __init__(
@@ -70,8 +71,9 @@ class Repository:
         self.metrics = metrics or Metrics()
         self.metrics.watch = self._watch
         self.draining = False
-        self._prover = Prover(
-            provider=settings.provider,
+        self._provider: Provider = "cuda" if settings.provider == "cuda" else "cpu"
+        self._checker = IsolationChecker(
+            provider=self._provider,
             threads=settings.threads,
             timeout_s=settings.probe_timeout_s,
             rewrite=settings.rewrite,
@@ -87,18 +89,18 @@ class Repository:
         self._known: frozenset[str] = frozenset()
         self._started = False
 
-    # -- what serves ------------------------------------------------------------------------------
+    # -- queries ----------------------------------------------------------------------------------
 
     def engine(self, name: str | None = None, version: str | None = None) -> Engine:
         """The engine that serves a model.
 
         Args:
-            name: None for the only model there is.
+            name: None if there is only one model.
             version: None for the highest.
 
         Raises:
-            NotFound: There is no such model or version.
-            NotReady: It is not loaded.
+            NotFound: Unknown model or version.
+            NotReady: The model is not loaded.
         """
         if name is None:
             name = self._only()
@@ -116,7 +118,7 @@ class Repository:
         return loaded[version]
 
     def versions(self, name: str) -> list[str]:
-        """The versions of ``name`` that are loaded, the lowest first.
+        """The loaded versions of ``name``, lowest first.
 
         Raises:
             NotFound, NotReady: See ``engine``.
@@ -125,14 +127,14 @@ class Repository:
         return sorted(self._engines[name], key=int)
 
     def abandon(self) -> None:
-        """Refuse all that is not answered yet."""
+        """Refuse all open requests."""
         for engine in self.engines():
             engine.batcher.refuse_all(
-                NotReady("the server was told to stop at once", "ask another, or later")
+                NotReady("the server was told to stop at once", "try another server, or later")
             )
 
     def engines(self) -> list[Engine]:
-        """All that are loaded, by name and version."""
+        """All loaded engines, sorted by name and version."""
         return [
             self._engines[name][version]
             for name in sorted(self._engines)
@@ -141,7 +143,7 @@ class Repository:
 
     @property
     def ready(self) -> bool:
-        """Whether requests are served: models are loaded, all of them run, and nothing stops."""
+        """Whether models are loaded, all of them run, and the server is not stopping."""
         return (
             self._started
             and not self.draining
@@ -150,16 +152,16 @@ class Repository:
         )
 
     def runs(self, engine: Engine) -> bool:
-        """Whether ``engine`` runs, wherever a request for it may go."""
+        """Whether ``engine`` runs in every process that may serve its requests."""
         return engine.ready
 
     @property
     def workers(self) -> tuple[int, int]:
-        """(processes that are to serve, those that do)."""
+        """(configured, running) worker processes."""
         return 1, 1
 
     def index(self) -> list[Entry]:
-        """Every version on disk or loaded, by name and version."""
+        """Every version on disk or loaded, sorted by name and version."""
         found = {
             (name, version): Entry(name, version, "UNAVAILABLE", "not loaded")
             for name, places in self._find().items()
@@ -181,7 +183,7 @@ class Repository:
         """Load every model.
 
         Raises:
-            AttnserveError: What was wrong with the first, where none could be loaded.
+            AttnserveError: No model could be loaded; the error of the first one.
         """
         if self._started:
             return
@@ -202,16 +204,16 @@ class Repository:
         self._started = True
 
     async def load(self, name: str, versions: Collection[str] | None = None) -> None:
-        """Load what is on disk under ``name``, in the place of what is loaded.
+        """Load the versions of ``name`` on disk; they replace the loaded ones.
 
-        A version whose files are as they were stays as it is. One that cannot be loaded leaves the
-        one that serves in its place; the others are loaded all the same.
+        A version whose files are unchanged is not loaded again. If a version cannot be loaded, the
+        loaded one stays in place, and the other versions are loaded nevertheless.
 
         Args:
-            versions: Only these of those on disk; None for all.
+            versions: Only these versions; None for all on disk.
 
         Raises:
-            NotFound: There is no such model on disk.
+            NotFound: The model is not on disk.
             InvalidModel: A version cannot be loaded.
         """
         async with await self._lock(name):
@@ -219,7 +221,7 @@ class Repository:
             if versions is not None:
                 places = {version: places[version] for version in versions if version in places}
             if not places:
-                raise UnknownModel(f"unknown model {name!r}: there is none on disk")
+                raise UnknownModel(f"unknown model {name!r}: it is not on disk")
             serving = self._engines.get(name, {})
             following: dict[str, Engine] = {}
             first: AttnserveError | None = None
@@ -249,10 +251,10 @@ class Repository:
             log.log(level, "loaded %s, versions %s", name, ", ".join(following))
 
     async def unload(self, name: str) -> None:
-        """Take no more requests for ``name``; what was accepted is answered, then it is freed.
+        """Refuse new requests for ``name``, answer the accepted ones, then free the model.
 
         Raises:
-            NotFound: There is no such model.
+            NotFound: Unknown model.
         """
         async with await self._lock(name):
             engines = self._engines.pop(name, None)
@@ -263,12 +265,12 @@ class Repository:
             log.info("unloaded %s", name)
 
     async def settled(self) -> None:
-        """Wait until every engine that was replaced or unloaded is freed."""
+        """Wait until all replaced and unloaded engines are freed."""
         while self._retiring:
             await asyncio.gather(*self._retiring)
 
     async def close(self) -> None:
-        """Take no more requests, answer what was accepted, free everything."""
+        """Refuse new requests, answer the accepted ones, then free all models."""
         self.draining = True
         for name in list(self._engines):
             for engine in self._engines.pop(name).values():
@@ -276,17 +278,17 @@ class Repository:
         await self.settled()
         self._started = False
 
-    # -- inside -----------------------------------------------------------------------------------
+    # -- loading ----------------------------------------------------------------------------------
 
     async def _lock(self, name: str) -> asyncio.Lock:
-        """What is held while ``name`` is loaded or unloaded; made-up names leave nothing behind.
+        """The lock of loading and unloading ``name``; unknown names create none.
 
         Raises:
-            NotFound: There is no such model, on disk or loaded.
+            NotFound: The model is neither on disk nor loaded.
         """
         await asyncio.to_thread(self._find)
         if name not in self._known and name not in self._engines:
-            raise UnknownModel(f"unknown model {name!r}: there is none on disk")
+            raise UnknownModel(f"unknown model {name!r}: it is not on disk")
         return self._locks.setdefault(name, asyncio.Lock())
 
     def _only(self) -> str:
@@ -298,7 +300,7 @@ class Repository:
         raise NotFound(f"this server has several models: {known}", "name one of them")
 
     async def _prepare(self, name: str, version: str, place: _Place) -> Engine:
-        """An engine for what lies at ``place``: the one that serves it, or a new one."""
+        """The engine of the model at ``place``: the current one if unchanged, else a new one."""
         content, model = await asyncio.to_thread(self._load, name, version, place)
         current = self._engines.get(name, {}).get(version)
         if model is None:
@@ -306,7 +308,7 @@ class Repository:
             return current
 
         def reload() -> Model:
-            found, again = self._load(name, version, place, anyway=True)
+            found, again = self._load(name, version, place, force=True)
             if found != content or again is None:
                 raise NotReady(f"the files of {name} have changed", "load it again")
             return again
@@ -318,64 +320,66 @@ class Repository:
         return engine
 
     def _load(
-        self, name: str, version: str, place: _Place, *, anyway: bool = False
+        self, name: str, version: str, place: _Place, *, force: bool = False
     ) -> tuple[str, Model | None]:
-        """(checksum of its content, the model); None where the same serves already.
+        """(checksum of the content, the model); the model is None if it is loaded already.
 
         Raises:
-            InvalidModel: It cannot be loaded, or changed while it was.
+            InvalidModel: It cannot be loaded, or changed during loading.
         """
         artifact = open_artifact(place.path, place.shared)
         before = _state(artifact)
         check_files(artifact)
         trusted = not self.settings.probe
-        proven = (self._prover.identify if trusted else self._prover.prove)(artifact)
-        content = proven.identity
+        checked = (self._checker.identify if trusted else self._checker.check)(artifact)
+        content = checked.identity
         current = self._engines.get(name, {}).get(version)
         unchanged = current is not None and self._contents.get(current) == content
-        if unchanged and not anyway and current is not None and current.ready:
+        if unchanged and not force and current is not None and current.ready:
             return content, None
-        model = self._open(artifact, name, version, proven)
+        model = self._open(artifact, name, version, checked)
         if _state(artifact) != before:
             model.close()
-            raise InvalidModel(f"{artifact.model}: changed while it was loaded", "load it again")
+            raise InvalidModel(
+                f"{artifact.model}: changed while it was being loaded", "load it again"
+            )
         if model.int8_warning is not None:
             log.warning("%s version %s: %s", name, version, model.int8_warning)
         return content, model
 
-    def _open(self, artifact: Artifact, name: str, version: str, proven: Proven) -> Model:
-        """A warm model in the operators that were proven; as it is where these fail here.
+    def _open(self, artifact: Artifact, name: str, version: str, checked: CheckResult) -> Model:
+        """Load and warm up the model with fused operators, or the original if that fails.
 
         Raises:
-            AttnserveError: It cannot be loaded as it is.
+            AttnserveError: The original cannot be loaded.
         """
         model: Model | None = None
-        if proven.rewritten is not None:
+        if checked.rewritten is not None:
             try:
-                model = self._warm(artifact, name, version, proven)
-            except AttnserveError as error:  # somebody cleaned up, or there is no memory now
+                model = self._warm(artifact, name, version, checked)
+            except AttnserveError as error:  # for example a deleted file, or no memory
                 why = {"rewritten": False, "why": error.what}
-                proven = replace(proven, rewritten=None, operators=why)
-        return model or self._warm(artifact, name, version, proven)
+                checked = replace(checked, rewritten=None, operators=why)
+        return model or self._warm(artifact, name, version, checked)
 
-    def _warm(self, artifact: Artifact, name: str, version: str, proven: Proven) -> Model:
+    def _warm(self, artifact: Artifact, name: str, version: str, checked: CheckResult) -> Model:
         model = Model(
             artifact,
             name=name,
             version=version,
-            provider=self.settings.provider,
+            provider=self._provider,
             threads=self.settings.threads,
             cuda=self.settings.cuda,
             cuda_graphs=self.settings.cuda_graphs,
             at_once=self.settings.concurrency,
-            graph=proven.rewritten,
-            operators=proven.operators,
+            graph=checked.rewritten,
+            operators=checked.operators,
         )
         model.warm_up()
         return model
 
     def _in_use(self) -> Collection[str] | None:
-        """The identities of what is loaded; None while more than one is being loaded."""
+        """The identities of the loaded models; None while several are being loaded."""
         return None if len(self._loading) > 1 else set(self._contents.values())
 
     def _retire(self, engine: Engine) -> None:
@@ -391,10 +395,10 @@ class Repository:
         ]
 
     def _find(self) -> Mapping[str, Mapping[str, _Place]]:
-        """What is on disk, by name and version.
+        """The models on disk, by name and version.
 
         Raises:
-            InvalidModel: There is no such file or folder.
+            InvalidModel: The file or folder does not exist.
         """
         path = self.settings.model
         if not path.is_dir() or any(path.glob("*.onnx")):
@@ -406,19 +410,19 @@ class Repository:
 
 
 def say_operators(engine: Engine) -> None:
-    """A line in the log: what was done to run it faster, or why nothing was."""
+    """Log the operator fusion of ``engine``, or why there was none."""
     done = engine.model.operators
     if done["rewritten"]:
         log.info(
-            "%s runs in other operators: %d attention, %d GELU; %.2fx as fast, cosine %.9f",
+            "%s runs with fused operators: %d attention, %d GELU; speed-up %.2fx, cosine %.9f",
             engine.name, done["attention"], done["gelu"], done["speedup"], done["min_cosine"],
         )  # fmt: skip
     elif engine.settings.probe and engine.settings.rewrite:
-        log.info("%s runs as it is: %s", engine.name, done["why"])
+        log.info("%s runs without fused operators: %s", engine.name, done["why"])
 
 
 def _repository(path: Path) -> Iterator[tuple[str, dict[str, _Place]]]:
-    """(name, versions) of each model in a folder of models; other folders are none."""
+    """(name, versions) of each model in a repository folder; other folders are ignored."""
     for folder in sorted(path.iterdir()):
         if not folder.is_dir() or folder.name.startswith("."):
             continue
@@ -434,13 +438,13 @@ def _repository(path: Path) -> Iterator[tuple[str, dict[str, _Place]]]:
 
 
 def _state(artifact: Artifact) -> tuple[object, ...]:
-    """What changes when a file beside the model does: nothing of it is read."""
-    found: list[object] = []
+    """Inodes, sizes and times of the model's files, to detect changes without reading them."""
+    state: list[object] = []
     with suppress(OSError):
         for path in sorted(artifact.folder.iterdir()):
             if path.suffix in (".onnx", ".data", ".json") or path.name.startswith(
                 artifact.model.name
             ):
-                facts = path.stat()
-                found.append((path.name, facts.st_ino, facts.st_size, facts.st_mtime_ns))
-    return tuple(found)
+                info = path.stat()
+                state.append((path.name, info.st_ino, info.st_size, info.st_mtime_ns))
+    return tuple(state)

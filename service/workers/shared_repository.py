@@ -1,9 +1,9 @@
-"""The repository of one worker among several: what one loads or unloads, all do.
+"""The model repository of one worker, kept equal to those of the other workers.
 
-A worker that is asked to load a model does so itself, says what every worker is to have (by
-checksum), and answers when all that serve have it. The others follow within a tenth of a second,
-without a probe of their own. One that starts later loads just that, and refuses to serve where the
-files are others by now.
+The worker that receives a load or unload request applies it, writes the target state (checksums of
+the model files), and answers once all serving workers have reached it. The others follow within
+0.1 s and skip the isolation check. A worker that starts later loads the same target state, and does
+not serve if the files have changed since.
 """
 
 from __future__ import annotations
@@ -20,103 +20,107 @@ from graph_passes.errors import AttnserveError, InvalidModel
 from service.engine.engine import Engine
 from service.engine.repository import Entry, Repository
 from service.errors import NotFound, NotReady
-from service.metrics import WINDOW_S, Metrics, Second, rss_bytes
+from service.memory import rss_bytes
+from service.metrics import Metrics, Second
 from service.settings import Settings
-from service.workers.shared_state import Desired, Runtime, Status, Wanted, as_error, as_told
+from service.workers.shared_state import (
+    SharedState,
+    Status,
+    TargetModel,
+    TargetState,
+    error_from_json,
+    error_to_json,
+)
 
 __all__ = ["SharedRepository"]
 
 TICK_S = 0.1
-"""How often a worker looks at what is desired, and says how it is where that has changed."""
+"""Interval of the checks for a new target state, and of status updates after a change."""
 
-SAY_S = 1.0
-"""How often it says so where nothing has."""
-
-SETTLE_S = 0.1
-"""How long after its end a second is written down: a run's thread may still be counting."""
+REPORT_S = 1.0
+"""Interval of status updates without a change."""
 
 log = logging.getLogger("attnserve")
 
 
 class SharedRepository(Repository):
-    """The models of one worker, kept the same as those of the others.
+    """The models of one worker.
 
     Args:
-        worker: Its number, from 0; a worker that takes a dead one's place has its number.
-        runtime: What the workers share.
+        worker: Number of the worker, from 0; a replacement has the number of its predecessor.
+        state: The state shared by the workers.
     """
 
     def __init__(
-        self, settings: Settings, metrics: Metrics, *, worker: int, runtime: Runtime
+        self, settings: Settings, metrics: Metrics, *, worker: int, state: SharedState
     ) -> None:
-        super().__init__(settings, metrics, rewritten=runtime.rewritten)
-        self._worker, self._runtime = worker, runtime
+        super().__init__(settings, metrics, rewritten=state.rewritten)
+        self._worker, self._state = worker, state
         self._status = Status(worker, os.getpid())
         self._serving = False
         self._generation = 0
         self._error: AttnserveError | None = None
-        self._seen = (0, 0)
-        self._written = int(time())
+        self._reported_second = 0
         self._following: asyncio.Task[None] | None = None
-        # A second, so that two changes at once in one worker do not both follow.
-        self._catching_up = asyncio.Lock()
-        metrics.rss = self._rss
+        # Not the lock of the target state: two tasks of this worker may apply the same state.
+        self._applying = asyncio.Lock()
+        metrics.rss = lambda: rss_bytes() + sum(peer.rss_bytes for peer in self._peers())
         metrics.workers = lambda: self.workers[1]
         metrics.seconds, metrics.delay_s = self._seconds, 1
 
-    # -- what serves ------------------------------------------------------------------------------
+    # -- state over all workers -------------------------------------------------------------------
 
     @property
     def ready(self) -> bool:
-        """Whether all workers that accept connections are ready, and at first that all do."""
+        """Whether all serving workers are ready; until all have served once, False."""
         return (
             self._ready_here
-            and self._runtime.complete
+            and self._state.complete
             and all(peer.ready and not peer.hangs for peer in self._peers())
         )
 
     def runs(self, engine: Engine) -> bool:
-        key = (engine.name, engine.version)
-        return engine.ready and all(_runs(peer, key) for peer in self._peers())
+        return engine.ready and all(
+            peer.runs(engine.name, engine.version) for peer in self._peers()
+        )
 
     @property
     def workers(self) -> tuple[int, int]:
-        return self._runtime.workers, self._serving + len(self._peers())
+        return self._state.workers, self._serving + len(self._peers())
 
     def index(self) -> list[Entry]:
-        """What is loaded in all workers; READY where it is so in each."""
+        """The index of this worker; READY only if every worker can run the version."""
         peers = self._peers()
 
-        def shared(entry: Entry) -> Entry:
-            key = (entry.name, entry.version)
-            lacking = [peer.worker for peer in peers if not _runs(peer, key)]
-            if entry.state != "READY" or not lacking:
+        def merged(entry: Entry) -> Entry:
+            missing = [peer.worker for peer in peers if not peer.runs(entry.name, entry.version)]
+            if entry.state != "READY" or not missing:
                 return entry
-            return Entry(*key, "UNAVAILABLE", f"not ready in worker {lacking[0]}")
+            return replace(entry, state="UNAVAILABLE", reason=f"not ready in worker {missing[0]}")
 
-        return [shared(entry) for entry in super().index()]
+        return [merged(entry) for entry in super().index()]
 
     # -- load and unload --------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Load what is desired: the first worker says what that is, which is what it finds on disk.
+        """Load the target state. Worker 0 defines it by loading what it finds on disk.
 
-        The others wait for it: what is wrong with the models is found, and said, once.
+        The other workers wait for worker 0, so that an invalid model is reported once.
 
         Raises:
-            InvalidModel: The files are not those that the other workers serve, or see ``load``.
+            InvalidModel: The files differ from those that the other workers serve, or see ``load``.
         """
         if self._started:
             return
         self.draining = False
-        while (desired := self._runtime.desired()) is None and self._worker > 0:
+        while (target := self._state.target()) is None and self._worker > 0:
             await asyncio.sleep(TICK_S / 5)
-        if desired is None:
+        if target is None:
             await super().start()
-            async with self._runtime.changing():
-                self._desire(*self._engines, *(name for name, _ in self._failures))
+            async with self._state.lock():
+                self._set_target(*self._engines, *(name for name, _ in self._failures))
             return
-        await self._reach(desired)
+        await self._apply(target)
         if self._error is not None:
             raise self._error
         self._started = True
@@ -126,23 +130,23 @@ class SharedRepository(Repository):
 
         Raises:
             NotFound, InvalidModel: See ``Repository.load``.
-            NotReady: Another worker hangs, or could not follow.
+            NotReady: Another worker hangs, or could not load the model.
         """
-        if not self._started:  # it loads for itself: nobody is to follow
+        if not self._started:  # called by ``Repository.start``
             await super().load(name, versions)
             return
-        failed: AttnserveError | None = None
-        async with self._runtime.changing():
-            await self._catch_up()
+        failure: AttnserveError | None = None
+        async with self._state.lock():
+            await self._follow_target()
             try:
                 await super().load(name)
             except NotFound:
                 raise
-            except AttnserveError as error:  # its other versions may be new all the same
-                failed = error
-            await self._others_follow(self._desire(name))
-        if failed is not None:
-            raise failed
+            except AttnserveError as error:  # other versions of the model may have been loaded
+                failure = error
+            await self._wait_for_peers(self._set_target(name))
+        if failure is not None:
+            raise failure
 
     async def unload(self, name: str) -> None:
         """Unload ``name`` in every worker; see ``Repository.unload``.
@@ -151,212 +155,192 @@ class SharedRepository(Repository):
             NotFound: There is no such model.
             NotReady: Another worker hangs.
         """
-        async with self._runtime.changing():
-            await self._catch_up()
+        async with self._state.lock():
+            await self._follow_target()
             await super().unload(name)
-            await self._others_follow(self._desire(name))
+            await self._wait_for_peers(self._set_target(name))
 
-    # -- life -------------------------------------------------------------------------------------
+    # -- life cycle -------------------------------------------------------------------------------
 
     async def join(self) -> None:
-        """Reach what is desired now, and follow from here on; with the lock, before it serves.
+        """Reach the current target state and follow it from now on; the caller holds the lock.
 
         Raises:
-            AttnserveError: It cannot be reached.
+            AttnserveError: The target state cannot be reached.
         """
-        await self._catch_up()
+        await self._follow_target()
         if self._error is not None:
             raise self._error
-        self._following = asyncio.get_running_loop().create_task(self._follow())
+        self._following = asyncio.get_running_loop().create_task(self._run())
 
-    def say_serving(self) -> None:
-        """It accepts connections now."""
+    def set_serving(self) -> None:
+        """Report that this worker accepts connections."""
         self._serving = True
-        self._say()
+        self._report_status()
 
     async def leave(self) -> None:
-        """It accepts none any more, and has answered all: do not follow, do not count."""
+        """Stop following the target state and remove the status, after the drain."""
         self._serving = False
         if self._following is not None:
             self._following.cancel()
             with suppress(asyncio.CancelledError):
                 await self._following
-        self._runtime.forget(self._worker)
+        self._state.remove_status(self._worker)
 
-    # -- inside -----------------------------------------------------------------------------------
+    # -- internal ---------------------------------------------------------------------------------
 
     @property
     def _ready_here(self) -> bool:
         return super().ready and self._error is None
 
     def _peers(self) -> list[Status]:
-        return self._runtime.serving(but=self._worker)
+        return self._state.serving(but=self._worker)
 
-    async def _follow(self) -> None:
-        """Be as is desired, and say how it is, for ever; a load must not stop the saying."""
-        reaching: asyncio.Task[None] | None = None
+    async def _run(self) -> None:
+        """Follow the target state and report the status; a load does not delay the reports."""
+        applying: asyncio.Task[None] | None = None
         while True:
             try:
-                idle = (reaching is None or reaching.done()) and not self.draining
-                if idle and self._runtime.desired_stamp != self._seen:
-                    reaching = asyncio.get_running_loop().create_task(self._catch_up())
-                self._say()
-                self._say_seconds()
-            except OSError as error:  # a full disk: the worker is not heard, and counts as hanging
-                log.error("worker %d cannot say how it is: %s", self._worker, error)
+                if (applying is None or applying.done()) and not self.draining:
+                    applying = asyncio.get_running_loop().create_task(self._follow_target())
+                self._report_status()
+                self._report_seconds()
+            except OSError as error:  # for example a full disk: the other workers see no status
+                log.error("worker %d cannot report its status: %s", self._worker, error)
             await asyncio.sleep(TICK_S)
 
-    async def _catch_up(self) -> None:
-        async with self._catching_up:
-            stamp = self._runtime.desired_stamp
-            desired = self._runtime.desired()
-            if stamp != self._seen and desired is not None:
-                await self._reach(desired)
-                self._seen = stamp
+    async def _follow_target(self) -> None:
+        async with self._applying:
+            target = self._state.target()
+            if target is not None and target.generation != self._generation:
+                await self._apply(target)
 
-    async def _reach(self, desired: Desired) -> None:
-        """Have what is desired, no more and no less; ``_error`` says why not."""
-        self._prover.learn(desired.proofs)
+    async def _apply(self, target: TargetState) -> None:
+        """Load and unload models until they equal ``target``; store the first error."""
+        self._checker.import_results(target.checked)
         first: AttnserveError | None = None
-        for name, wanted in desired.models.items():
+        for name, model in target.models.items():
             try:
-                await self._bring(name, wanted)
-            except Exception as error:  # whatever it is, the one who asked is waiting for it
+                await self._apply_model(name, model)
+            except Exception as error:  # of any kind: the worker that set the target waits for it
                 if not isinstance(error, AttnserveError):
                     log.exception("worker %d failed", self._worker)
-                    error = NotReady(f"{name}: {type(error).__name__}", "see the log")
+                    error = NotReady(
+                        f"{name}: {type(error).__name__}", "see the log", code="worker.failed"
+                    )
                 log.error("worker %d: %s", self._worker, str(error).replace("\n", "; "))
                 first = first or error
-        self._error, self._generation = first, desired.generation
+        self._error, self._generation = first, target.generation
 
-    async def _bring(self, name: str, wanted: Wanted) -> None:
-        failed: AttnserveError | None = None
-        if self._contents_of(name) != wanted.contents:
+    async def _apply_model(self, name: str, target: TargetModel) -> None:
+        failure: AttnserveError | None = None
+        if self._contents_of(name) != target.contents:
             try:
-                if wanted.contents:
-                    await super().load(name, wanted.contents)
+                if target.contents:
+                    await super().load(name, target.contents)
                 else:
                     await super().unload(name)
-            except AttnserveError as error:  # a version that failed everywhere is as desired
-                failed = error
-        if self._contents_of(name) != wanted.contents:
-            raise failed or InvalidModel(
-                f"{name}: its files have changed since another worker loaded them", "load it again"
+            except AttnserveError as error:  # may be a version that failed in every worker
+                failure = error
+        if self._contents_of(name) != target.contents:
+            raise failure or InvalidModel(
+                f"{name}: its files have changed since another worker loaded them",
+                "load it again",
+                code="model.changed",
             )
         for key in [key for key in self._failures if key[0] == name]:
             del self._failures[key]
-        self._failures |= {(name, version): why for version, why in wanted.failures.items()}
+        self._failures |= {(name, version): why for version, why in target.failures.items()}
 
     def _contents_of(self, name: str) -> dict[str, str]:
         loaded = self._engines.get(name, {})
         return {version: self._contents[engine] for version, engine in loaded.items()}
 
-    def _desire(self, *names: str) -> int:
-        """Say that all are to have what is loaded here under ``names``; the generation of that.
+    def _set_target(self, *names: str) -> int:
+        """Make what is loaded here under ``names`` the target of all workers.
 
-        Only with the lock.
+        The caller holds the lock.
+
+        Returns:
+            The generation of the new target state.
         """
-        before = self._runtime.desired() or Desired(0, {}, {})
+        before = self._state.target() or TargetState(0, {}, {})
         models = before.models | {
-            name: Wanted(
+            name: TargetModel(
                 self._contents_of(name),
                 {version: why for (of, version), why in self._failures.items() if of == name},
             )
             for name in names
         }
         generation = before.generation + 1
-        self._runtime.desire(Desired(generation, models, self._prover.proofs()))
-        self._generation, self._seen = generation, self._runtime.desired_stamp
-        if all(self._contents_of(name) == wanted.contents for name, wanted in models.items()):
+        self._state.set_target(TargetState(generation, models, self._checker.export_results()))
+        self._generation = generation
+        if all(self._contents_of(name) == model.contents for name, model in models.items()):
             self._error = None
         return generation
 
-    async def _others_follow(self, generation: int) -> None:
-        """Wait until all workers that serve are at ``generation``.
+    async def _wait_for_peers(self, generation: int) -> None:
+        """Wait until all serving workers have reached ``generation``.
 
         Raises:
-            AttnserveError: One is not, for the reason that it gives.
-            NotReady: One hangs.
+            AttnserveError: A worker could not reach it.
+            NotReady: A worker hangs.
         """
-        while True:
-            waiting = [peer for peer in self._peers() if peer.generation < generation]
-            if not waiting:
-                break
+        while waiting := [peer for peer in self._peers() if peer.generation < generation]:
             for peer in waiting:
                 if peer.hangs:
                     raise NotReady(
-                        f"worker {peer.worker} (process {peer.pid}) does not answer",
-                        "this worker has done as asked; end that process, and it is replaced",
+                        f"worker {peer.worker} (process {peer.pid}) does not respond",
+                        "this worker has applied the change; kill that process to replace it",
+                        code="worker.hangs",
                     )
             await asyncio.sleep(TICK_S / 5)
         for peer in self._peers():
             if peer.error is not None:
-                error = as_error(peer.error)
-                raise type(error)(f"worker {peer.worker}: {error.what}", error.fix)
+                error = error_from_json(peer.error)
+                raise type(error)(f"worker {peer.worker}: {error.what}", error.fix, code=error.code)
 
-    def _say(self) -> None:
-        """Say how this worker is, where that has changed or was said long ago."""
+    def _report_status(self) -> None:
+        """Write the status after a change, and every ``REPORT_S``."""
         status = Status(
             self._worker,
             os.getpid(),
             serving=self._serving and not self.draining,
             ready=self._ready_here,
             generation=self._generation,
-            error=None if self._error is None else as_told(self._error),
-            models=self._watch_here(),
-            rss_bytes=self._status.rss_bytes,
-            at=self._status.at,
+            error=None if self._error is None else error_to_json(self._error),
+            models=super()._watch(),
+            rss_bytes=rss_bytes(),
+            at=time(),
         )
-        now = time()
-        if status != self._status or now - status.at > SAY_S:
-            self._status = replace(status, rss_bytes=rss_bytes(), at=now)
-            self._runtime.say(self._status)
+        if status != self._status or status.at - self._status.at > REPORT_S:
+            self._status = status
+            self._state.set_status(status)
 
-    def _say_seconds(self) -> None:
-        """Write down the seconds that are over, and take away those that nobody asks for."""
-        over = int(time() - SETTLE_S)
-        for second in range(max(self._written, over - WINDOW_S), over):
-            if did := self.metrics.did(second):
-                self._runtime.say_second(self._worker, second, did)
-            self._runtime.forget_second(self._worker, second - WINDOW_S - 5)
-        self._written = max(over, self._written)
+    def _report_seconds(self) -> None:
+        """Write the totals of the last minute, once a second."""
+        now = int(time())
+        if now != self._reported_second:
+            self._reported_second = now
+            self._state.set_seconds(self.metrics.recent_seconds())
 
-    def _seconds(self, of: tuple[str, str], first: int, end: int) -> dict[int, Second]:
-        found: dict[int, Second] = {}
-        for at, told in self._runtime.read_seconds(first, end).items():
-            for *key, did in told:
-                if tuple(key) == of:
-                    found.setdefault(at, Second(at)).add(did)
-        return found
-
-    def _watch_here(self) -> list[tuple[str, str, int, int, bool]]:
-        return super()._watch()
+    def _seconds(self, of: tuple[str, str]) -> dict[int, Second]:
+        merged: dict[int, Second] = {}
+        for payload in self._state.seconds(*of):
+            second = payload["second"]
+            merged.setdefault(second, Second(second)).add(payload)
+        return merged
 
     def _watch(self) -> list[tuple[str, str, int, int, bool]]:
-        """What is loaded here, with what waits and runs in all workers."""
-        peers = {
-            (peer.worker, name, version): (waiting, in_flight, ready)
-            for peer in self._peers()
-            for name, version, waiting, in_flight, ready in peer.models
-        }
-        found: list[tuple[str, str, int, int, bool]] = []
-        for name, version, waiting, in_flight, ready in self._watch_here():
-            others = [told for key, told in peers.items() if key[1:] == (name, version)]
-            found.append(
-                (
-                    name,
-                    version,
-                    waiting + sum(told[0] for told in others),
-                    in_flight + sum(told[1] for told in others),
-                    ready and all(told[2] for told in others),
-                )
-            )
-        return found
-
-    def _rss(self) -> int:
-        return rss_bytes() + sum(peer.rss_bytes for peer in self._peers())
-
-
-def _runs(peer: Status, key: tuple[str, str]) -> bool:
-    """Whether a version runs in another worker."""
-    return any((name, version) == key and ready for name, version, _, _, ready in peer.models)
+        """The versions that are loaded here, with the queue and requests of all workers."""
+        peers = self._peers()
+        merged: list[tuple[str, str, int, int, bool]] = []
+        for name, version, waiting, in_flight, ready in super()._watch():
+            for peer in peers:
+                for of, number, their_waiting, their_in_flight, their_ready in peer.models:
+                    if (of, number) == (name, version):
+                        waiting += their_waiting
+                        in_flight += their_in_flight
+                        ready = ready and their_ready
+            merged.append((name, version, waiting, in_flight, ready))
+        return merged

@@ -1,16 +1,15 @@
-"""What the workers of one server know of each other: small files in a folder of their own.
+"""State shared by the workers of one server: small files in one temporary folder.
 
-    desired.json      what every worker is to have loaded, with a generation; written by the worker
-                      that was asked to load or unload, while it holds the lock
-    worker-I.json     what worker I has loaded, and how it is; it says so at least once a second
-    error-I.json      why worker I could not start
-    rewritten/       models in faster operators, as the worker that was asked to load them found
-    seconds/          what each worker did in each of the last seconds, for /stats.json
-    metrics/          the series of each worker, memory-mapped: they outlive a worker that is killed
-    complete          is there once all workers have served
+    target.json       the models that every worker must load, with a generation; written by the
+                      worker that handles a load or unload request, while it holds the lock
+    worker-I.json     status of worker I, rewritten at least once a second
+    seconds-PID.json  totals of the last minute by second, for /stats.json
+    rewritten/        models with fused operators, made by the isolation check
+    metrics/          Prometheus series of each worker (PROMETHEUS_MULTIPROC_DIR)
+    complete          exists once all workers have served
 
-Every file is replaced as a whole, so that a reader never sees half of one, and a worker may die at
-any moment: the lock goes with it, and the supervisor takes away what it said of itself.
+Every file is replaced atomically, so that a reader never sees a partial file and a worker may be
+killed at any time. The lock is released with its process, and the supervisor removes the status.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import time
 from typing import Any
@@ -30,50 +29,50 @@ import orjson
 from graph_passes.errors import AttnserveError, InvalidArgument, InvalidModel, MissingExtra
 from service.errors import NotReady
 
-__all__ = ["Desired", "Runtime", "Status", "Wanted"]
+__all__ = ["SharedState", "Status", "TargetModel", "TargetState", "error_from_json"]
 
-STALE_S = 15
-"""A worker that has said nothing for so long hangs; a busy one is late by a second or two."""
+HANGING_S = 15
+"""A worker without a new status for this time hangs; a busy worker is late by a second or two."""
 
 LOCK_POLL_S = 0.02
 
-TOLD: Mapping[str, type[AttnserveError]] = {
+ERRORS: Mapping[str, type[AttnserveError]] = {
     kind.__name__: kind for kind in (InvalidModel, InvalidArgument, MissingExtra, NotReady)
 }
-"""Errors that one process may pass on to another as they are."""
+"""Errors that keep their type between processes."""
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """Of one model: a checksum of each version that is to serve, and why others do not."""
+class TargetModel:
+    """The checksum of each version of a model to serve, and why other versions failed to load."""
 
     contents: dict[str, str]
     failures: dict[str, str]
 
 
 @dataclass(frozen=True)
-class Desired:
-    """What every worker is to have loaded.
+class TargetState:
+    """The models that every worker must load.
 
-    ``proofs`` are what the prober found of these contents: one probe is enough for all workers.
+    ``checked`` are the results of the isolation check: one check serves all workers.
     """
 
     generation: int
-    models: dict[str, Wanted]
-    proofs: dict[str, dict[str, Any]]
+    models: dict[str, TargetModel]
+    checked: dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Status:
-    """How one worker is.
+    """State of one worker.
 
     Attributes:
         serving: It accepts connections.
-        ready: It serves all that it has loaded, which is all that is desired.
-        generation: Of the desired state that it has tried to reach.
-        error: Why it could not; None where it has.
-        models: (model, version, rows waiting, requests in flight, ready) of what is loaded.
-        at: When it said so, seconds since 1970.
+        ready: It has reached the target state, and all its models can run.
+        generation: Of the target state that it last tried to reach.
+        error: Why it could not reach that state, or could not start.
+        models: (model, version, rows waiting, requests in flight, ready) of each loaded version.
+        at: Time of this status, in seconds since 1970.
     """
 
     worker: int
@@ -82,31 +81,35 @@ class Status:
     ready: bool = False
     generation: int = 0
     error: dict[str, str] | None = None
-    models: list[tuple[str, str, int, int, bool]] = field(default_factory=list)
-    rss_bytes: int = 0
-    at: float = 0.0
+    models: list[tuple[str, str, int, int, bool]] = field(
+        default_factory=list[tuple[str, str, int, int, bool]]
+    )
+    rss_bytes: int = field(default=0, compare=False)
+    at: float = field(default=0.0, compare=False)
 
     @property
     def hangs(self) -> bool:
-        return time() - self.at > STALE_S
+        return time() - self.at > HANGING_S
+
+    def runs(self, name: str, version: str) -> bool:
+        """Whether this worker can run a version."""
+        return any(
+            (model, number) == (name, version) and ready
+            for model, number, _, _, ready in self.models
+        )
 
 
 @dataclass(frozen=True)
-class Runtime:
-    """The folder, and what is in it.
+class SharedState:
+    """Access to the shared folder.
 
     Args:
-        path: It exists.
-        workers: How many there are to be.
+        path: An existing folder.
+        workers: Number of workers.
     """
 
     path: Path
     workers: int
-
-    def prepare(self) -> None:
-        """Make what the workers find."""
-        self.metrics.mkdir()
-        self.seconds.mkdir()
 
     @property
     def metrics(self) -> Path:
@@ -117,22 +120,18 @@ class Runtime:
         return self.path / "rewritten"
 
     @property
-    def seconds(self) -> Path:
-        return self.path / "seconds"
-
-    @property
     def complete(self) -> bool:
-        """Whether all workers have served: from then on, those that are left are enough."""
+        """Whether all workers have served: later, readiness needs only those that are alive."""
         return (self.path / "complete").exists()
 
-    def say_complete(self) -> None:
+    def set_complete(self) -> None:
         (self.path / "complete").touch()
 
-    # -- what is desired --------------------------------------------------------------------------
+    # -- target state -----------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def changing(self) -> AsyncGenerator[None]:
-        """Hold the lock of the desired state; where its holder dies, it is free."""
+    async def lock(self) -> AsyncGenerator[None]:
+        """Hold the lock of the target state, which the kernel releases if this process dies."""
         file = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             while True:
@@ -145,73 +144,49 @@ class Runtime:
         finally:
             os.close(file)
 
-    @property
-    def desired_stamp(self) -> tuple[int, int]:
-        """What is another when the desired state is; it costs a look, not a reading."""
-        try:
-            facts = (self.path / "desired.json").stat()
-        except FileNotFoundError:
-            return (0, 0)
-        return (facts.st_ino, facts.st_mtime_ns)
-
-    def desired(self) -> Desired | None:
-        """None until the first worker has loaded its models."""
-        read = self._read("desired.json")
-        if read is None:
+    def target(self) -> TargetState | None:
+        """The target state; None until the first worker has loaded its models."""
+        payload = self._read("target.json")
+        if payload is None:
             return None
-        models = {name: Wanted(**wanted) for name, wanted in read["models"].items()}
-        return Desired(read["generation"], models, read["proofs"])
+        models = {name: TargetModel(**model) for name, model in payload["models"].items()}
+        return TargetState(payload["generation"], models, payload["checked"])
 
-    def desire(self, desired: Desired) -> None:
-        """Only with the lock."""
-        self._write("desired.json", asdict(desired))
+    def set_target(self, target: TargetState) -> None:
+        """Replace the target state; the caller holds the lock."""
+        self._write("target.json", target)
 
-    # -- how workers are --------------------------------------------------------------------------
+    # -- workers ----------------------------------------------------------------------------------
 
     def status(self, worker: int) -> Status | None:
-        """What a worker says of itself; None where it does not live, or says nothing yet."""
-        read = self._read(f"worker-{worker}.json")
-        return None if read is None else Status(**read)
+        """The status of a worker; None if it is not running, or has none yet."""
+        payload = self._read(f"worker-{worker}.json")
+        return None if payload is None else Status(**payload)
 
     def serving(self, *, but: int | None = None) -> list[Status]:
-        """The workers that accept connections, without worker ``but``."""
+        """The status of each worker that accepts connections, except worker ``but``."""
         found = [self.status(worker) for worker in range(self.workers) if worker != but]
         return [status for status in found if status is not None and status.serving]
 
-    def say(self, status: Status) -> None:
-        self._write(f"worker-{status.worker}.json", asdict(status))
+    def set_status(self, status: Status) -> None:
+        self._write(f"worker-{status.worker}.json", status)
 
-    def forget(self, worker: int) -> None:
-        """A worker is gone."""
+    def remove_status(self, worker: int) -> None:
+        """Forget a worker that has exited."""
         (self.path / f"worker-{worker}.json").unlink(missing_ok=True)
 
-    def fail(self, worker: int, error: AttnserveError) -> None:
-        """Say why a worker cannot start."""
-        self._write(f"error-{worker}.json", as_told(error))
+    # -- the last minute --------------------------------------------------------------------------
 
-    def failure(self, worker: int) -> AttnserveError | None:
-        """Why a worker could not start, where it said so; it is told once."""
-        read = self._read(f"error-{worker}.json")
-        (self.path / f"error-{worker}.json").unlink(missing_ok=True)
-        return None if read is None else as_error(read)
+    def set_seconds(self, seconds: Sequence[Any]) -> None:
+        """Store (model, version, recent seconds) of this process."""
+        self._write(f"seconds-{os.getpid()}.json", seconds)
 
-    # -- the last seconds -------------------------------------------------------------------------
-
-    def say_second(self, worker: int, second: int, did: Sequence[Any]) -> None:
-        """What a worker did in one second, which is over."""
-        self._write(f"seconds/{second}-{worker}.json", did)
-
-    def forget_second(self, worker: int, second: int) -> None:
-        (self.seconds / f"{second}-{worker}.json").unlink(missing_ok=True)
-
-    def read_seconds(self, first: int, end: int) -> dict[int, list[Any]]:
-        """What all workers did from second ``first`` to before ``end``, also those that died."""
-        found: dict[int, list[Any]] = {}
-        for path in self.seconds.iterdir():
-            second = path.name.partition("-")[0]
-            if second.isdigit() and first <= int(second) < end:
-                found.setdefault(int(second), []).extend(self._read(f"seconds/{path.name}") or [])
-        return found
+    def seconds(self, model: str, version: str) -> Iterator[dict[str, Any]]:
+        """The recent seconds of a version in all workers, including those that have exited."""
+        for path in self.path.glob("seconds-*.json"):
+            for name, number, seconds in self._read(path.name) or ():
+                if (name, number) == (model, version):
+                    yield from seconds
 
     # -- files ------------------------------------------------------------------------------------
 
@@ -222,17 +197,23 @@ class Runtime:
             return None
 
     def _write(self, name: str, content: Any) -> None:
-        new = self.path / f".{name.replace('/', '-')}.{os.getpid()}"
-        with suppress(FileNotFoundError):  # the folder is gone: so is everybody who would read it
+        new = self.path / f".{name}.{os.getpid()}"
+        with suppress(FileNotFoundError):  # the server has stopped and removed the folder
             new.write_bytes(orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS))
             new.replace(self.path / name)
 
 
-def as_told(error: AttnserveError) -> dict[str, str]:
-    """``error`` as another process can read it."""
-    return {"kind": type(error).__name__, "what": error.what, "fix": error.fix}
+def error_to_json(error: AttnserveError) -> dict[str, str]:
+    """``error`` as JSON for another process."""
+    return {
+        "kind": type(error).__name__,
+        "what": error.what,
+        "fix": error.fix,
+        "code": error.code,
+    }
 
 
-def as_error(told: Mapping[str, str]) -> AttnserveError:
-    """The error that another process told."""
-    return TOLD.get(told["kind"], NotReady)(told["what"], told["fix"])
+def error_from_json(payload: Mapping[str, str]) -> AttnserveError:
+    """The error of another process; unknown types become ``NotReady``."""
+    kind = ERRORS.get(payload["kind"], NotReady)
+    return kind(payload["what"], payload["fix"], code=payload["code"])

@@ -1,244 +1,242 @@
-"""``--workers N``: processes that serve as one, and the parent that keeps them alive.
+"""Start, monitor and stop the worker processes of a server with several workers.
 
-The parent serves nothing and loads nothing. It holds the address, starts the workers, puts another
-in the place of one that dies, passes SIGTERM and SIGINT on as SIGTERM, and waits until every worker
-has answered what it accepted. A second SIGINT is passed on as it is: nothing is waited for.
+The supervisor binds the address, starts the workers, replaces a worker that exits or hangs,
+forwards SIGTERM and SIGINT, and waits until the workers have answered the accepted requests. It
+loads no model and answers no request.
 
-On Linux each worker listens on a socket of its own (SO_REUSEPORT): the kernel spreads connections
-over those that live, and what dies takes only its own connections along. Elsewhere they share one.
+Each worker listens on its own socket on Linux (SO_REUSEPORT): the kernel distributes connections,
+and a dead worker loses only its own. Elsewhere the workers share one socket.
+
+``uvicorn.supervisors.Multiprocess`` (tried with uvicorn 0.54) does not give these guarantees:
+
+- A worker whose event loop is blocked is replaced. uvicorn answers its health check in a thread.
+- The workers drain and exit if the supervisor is killed. uvicorn's keep running and serving.
+- A worker that crashes at startup is restarted with a growing delay, and the server gives up if no
+  worker serves. uvicorn restarts it every half second without limit.
+- Workers receive an allow-list of the environment. multiprocessing passes all of it.
+- A second SIGINT interrupts the drain. uvicorn's supervisor ignores it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
-import select
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 import orjson
 
-from service.app import say_serving
+from graph_passes.errors import AttnserveError
 from service.engine.isolation import environment, python
 from service.errors import ServiceError
+from service.server import STOP_SIGNALS, log_ready
 from service.settings import Settings
-from service.workers.shared_state import Runtime
+from service.workers.shared_state import SharedState, error_from_json
 
 __all__ = ["supervise"]
 
 BACK_OFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""How long to wait before a worker is started again, by how often it failed in a row."""
+"""Delay before a restart, by the number of previous failures in a row."""
 
-TRIES = 3
-"""After so many failures in a row, and with no worker that serves, there is no point in more."""
+MAX_FAILURES = 3
+"""Give up after this many failures in a row of one worker, if no other worker serves."""
 
-WELL_S = 10.0
-"""A worker that served for so long was started well."""
+STABLE_S = 10.0
+"""A worker that served for this time resets its count of failures."""
 
-POLL_S = 0.05
-"""How often to look whether a worker that starts serves already."""
+POLL_S = 0.1
+"""Interval of the checks of each worker."""
 
-LOOK_S, HANGS_S = 5.0, 60.0
-"""How often to look whether workers still speak, and how long one may be silent: then it is killed.
-Time in which this process did not run either (a machine asleep) does not count."""
-
-STOPS = (signal.SIGINT, signal.SIGTERM)
+HANG_S = 60.0
+"""A serving worker whose status does not change for this time is killed. Time is counted in checks,
+so that the sleep of a suspended machine does not count."""
 
 log = logging.getLogger("attnserve")
 
 
 def supervise(settings: Settings, address: socket.socket) -> None:
-    """Serve with ``settings.workers`` processes until told to stop.
+    """Serve with ``settings.workers`` processes until SIGTERM or SIGINT.
 
     Args:
-        address: Bound, not listening. It is held as long as this runs.
+        address: A bound socket that does not listen; it stays open while this runs.
 
     Raises:
-        KeyboardInterrupt: Told to stop at once, by a second SIGINT.
-        ServiceError: No worker can be started, or one did not end well when told to stop.
-        AttnserveError: What a worker said is wrong with its models or its settings.
+        KeyboardInterrupt: A second SIGINT interrupted the drain.
+        ServiceError: No worker can be started, or a worker failed during the drain.
+        AttnserveError: A worker reported an invalid model or setting.
     """
-    settings = settings.model_copy(update={"threads": threads_of_each(settings)})
-    with ExitStack() as stack:
-        path = Path(tempfile.mkdtemp(prefix="attnserve-"))
-        stack.callback(shutil.rmtree, path, ignore_errors=True)
-        runtime = Runtime(path, settings.workers)
-        runtime.prepare()
-        wake = stack.enter_context(_signals())
-        _Supervisor(settings, address, runtime, wake).run()
+    settings = settings.model_copy(update={"threads": threads_per_worker(settings)})
+    path = Path(tempfile.mkdtemp(prefix="attnserve-"))
+    try:
+        state = SharedState(path, settings.workers)
+        state.metrics.mkdir()
+        asyncio.run(_Supervisor(settings, address, state).run())
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
 
 
-def threads_of_each(settings: Settings) -> int:
-    """Threads of one run in each worker: all the cores that there are, shared out."""
+def threads_per_worker(settings: Settings) -> int:
+    """Threads of one run in each worker: the available cores divided by all concurrent runs."""
     if settings.threads:
         return settings.threads
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return max(1, cores // (settings.workers * settings.concurrency))
 
 
-@dataclass
-class _Wake:
-    """What ends a wait: a signal of any kind; ``stopping`` from the first that says to stop.
-
-    ``hurry`` is called by a SIGINT that comes later, and ``hurried`` says so.
-    """
-
-    reader: socket.socket
-    stopping: bool = False
-    hurried: bool = False
-    hurry: Callable[[], None] = lambda: None
-
-    def wait(self, seconds: float) -> None:
-        if select.select([self.reader], [], [], seconds)[0]:
-            self.reader.recv(4096)
-
-
-@contextmanager
-def _signals() -> Generator[_Wake]:
-    reader, writer = socket.socketpair()
-    reader.setblocking(False)
-    writer.setblocking(False)
-    wake = _Wake(reader)
-
-    def stop(number: int, frame: Any) -> None:
-        if wake.stopping and number == signal.SIGINT:
-            wake.hurried = True
-            wake.hurry()
-        wake.stopping = True
-
-    # A handler for SIGCHLD, though it does nothing: else nobody wakes when a worker dies.
-    handlers = dict.fromkeys(STOPS, stop) | {signal.SIGCHLD: _notice}
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    previous = signal.set_wakeup_fd(writer.fileno())
-    try:
-        yield wake
-    finally:
-        signal.set_wakeup_fd(previous)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        reader.close()
-        writer.close()
-
-
-def _notice(number: int, frame: Any) -> None:
-    """The wait has ended: that is all."""
-
-
-@dataclass
-class _Worker:
-    """A place for a process: who is there, and how often it failed in a row.
-
-    ``spoke_at`` is when it last said how it is, on its own clock, ``silent_s`` how long it has said
-    nothing new since, and ``looked_at`` when that was looked for.
-    """
-
-    number: int
-    process: subprocess.Popen[bytes] | None = None
-    serving_since: float | None = None
-    failures: int = 0
-    start_at: float = 0.0
-    spoke_at: float = 0.0
-    silent_s: float = 0.0
-    looked_at: float = 0.0
-
-
 class _Supervisor:
-    def __init__(
-        self, settings: Settings, address: socket.socket, runtime: Runtime, wake: _Wake
-    ) -> None:
-        self._settings, self._address = settings, address
-        self._runtime, self._wake = runtime, wake
-        wake.hurry = self._hurry
-        self._workers = [_Worker(number) for number in range(settings.workers)]
+    """Run one task per worker, which starts its process again after each exit."""
+
+    def __init__(self, settings: Settings, address: socket.socket, state: SharedState) -> None:
+        self._settings, self._address, self._state = settings, address, state
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._serving: set[int] = set()
+        self._error: AttnserveError | None = None
+        self._stopping = asyncio.Event()
+        self._interrupted = False
         self._own_sockets = sys.platform == "linux"
         if self._own_sockets:
-            # Only now: whoever else listens there was found out when it was bound.
+            # After bind: binding without SO_REUSEPORT has detected another server on the address.
             address.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
 
-    def run(self) -> None:
+    async def run(self) -> None:
+        """Run the workers until stopped; see ``supervise`` for the errors."""
+        loop = asyncio.get_running_loop()
+        for number in STOP_SIGNALS:
+            loop.add_signal_handler(number, self._on_signal, number)
         try:
-            while not self._wake.stopping:
-                self._look()
-                self._wake.wait(self._pause())
-        except BaseException:
-            self._stop()
-            raise
-        self._stop(must_end_well=True)
-        if self._wake.hurried:
+            await asyncio.gather(*map(self._keep_running, range(self._settings.workers)))
+        finally:  # after an unexpected error some workers are still running
+            self._signal_workers(signal.SIGTERM)
+        if self._interrupted:
             raise KeyboardInterrupt
+        if self._error is not None:
+            raise self._error
 
-    def _look(self) -> None:
-        """See who died and who serves, and start whose time has come."""
-        for worker in self._workers:
-            process = worker.process
-            if process is not None and process.poll() is not None:
-                self._died(worker, process)
-            elif process is not None and worker.serving_since is None:
-                status = self._runtime.status(worker.number)
+    def _on_signal(self, number: int) -> None:
+        if not self._stopping.is_set():
+            self._stop()
+        elif number == signal.SIGINT:
+            self._interrupted = True
+            self._signal_workers(signal.SIGINT)
+
+    def _stop(self, error: AttnserveError | None = None) -> None:
+        self._error = self._error or error
+        self._stopping.set()
+        self._signal_workers(signal.SIGTERM)
+
+    def _signal_workers(self, number: int) -> None:
+        for process in self._processes.values():
+            process.send_signal(number)
+
+    async def _keep_running(self, worker: int) -> None:
+        """Start a worker, and start it again when it exits, until the server stops."""
+        failures = 0
+        while not self._stopping.is_set():
+            process = self._processes[worker] = self._start(worker)
+            served_s = await self._wait(worker, process)
+            del self._processes[worker]
+            if process.stdin is not None:
+                process.stdin.close()
+            self._serving.discard(worker)
+            status = self._state.status(worker)
+            self._state.remove_status(worker)
+            exited = _describe_exit(process.returncode)
+            if self._stopping.is_set():
+                # A starting worker has no handler for SIGTERM yet.
+                starting = served_s is None and process.returncode == -signal.SIGTERM
+                if process.returncode and not starting:
+                    self._error = self._error or ServiceError(
+                        f"worker {worker} {exited} during the drain",
+                        "requests that it had accepted may be lost",
+                        code="worker.drain_failed",
+                    )
+                return
+            failures = failures + 1 if served_s is None or served_s < STABLE_S else 0
+            if served_s is None:
+                payload = None if status is None else status.error
+                error = (
+                    ServiceError(
+                        f"worker {worker} {exited} before it served",
+                        "see the log above",
+                        code="worker.exited",
+                    )
+                    if payload is None
+                    else error_from_json(payload)
+                )
+                # A restart does not help an invalid model, unless other workers serve it.
+                invalid = payload is not None and not self._state.complete
+                if invalid or (failures >= MAX_FAILURES and not self._serving):
+                    self._stop(error)
+                    return
+                log.error("%s", str(error).replace("\n", "; "))
+            delay = BACK_OFF_S[min(max(0, failures - 1), len(BACK_OFF_S) - 1)]
+            log.error(
+                "worker %d (process %d) %s; restart in %g s", worker, process.pid, exited, delay
+            )
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), delay)
+
+    async def _wait(self, worker: int, process: subprocess.Popen[bytes]) -> float | None:
+        """Wait until ``process`` exits, and kill it if it hangs.
+
+        Returns:
+            Seconds for which it served; None if it never did.
+        """
+        serving_since: float | None = None
+        updated_at = silent_s = 0.0
+        while process.poll() is None:
+            await asyncio.sleep(POLL_S)
+            status = self._state.status(worker)
+            if self._stopping.is_set():
+                continue
+            if serving_since is None:
                 if status is not None and status.serving and status.pid == process.pid:
-                    worker.serving_since = monotonic()
-                    self._serves(worker)
-            elif process is not None:
-                self._listen(worker, process)
-        for worker in self._workers:
-            if worker.process is None and monotonic() >= worker.start_at:
-                self._start(worker)
+                    serving_since = monotonic()
+                    self._on_serving(worker)
+            elif status is not None and status.at != updated_at:
+                updated_at, silent_s = status.at, 0.0
+            else:
+                silent_s += POLL_S
+                if silent_s > HANG_S:
+                    log.error("worker %d (process %d) hangs and is killed", worker, process.pid)
+                    process.kill()
+                    process.wait()
+        return None if serving_since is None else monotonic() - serving_since
 
-    def _pause(self) -> float:
-        """Seconds until there is something to see, where no signal comes before."""
-        if any(worker.process and worker.serving_since is None for worker in self._workers):
-            return POLL_S
-        waiting = [worker.start_at for worker in self._workers if worker.process is None]
-        return min(1.0, max(0.0, min(waiting) - monotonic())) if waiting else LOOK_S
-
-    def _listen(self, worker: _Worker, process: subprocess.Popen[bytes]) -> None:
-        """Kill a worker that has been silent for too long: the next look finds it dead."""
-        now, status = monotonic(), self._runtime.status(worker.number)
-        passed, worker.looked_at = min(now - worker.looked_at, 2 * LOOK_S), now
-        if status is not None and status.at != worker.spoke_at:
-            worker.spoke_at, worker.silent_s = status.at, 0.0
-            return
-        worker.silent_s += passed
-        if worker.silent_s > HANGS_S:
-            log.error("worker %d (process %d) hangs: it is killed", worker.number, process.pid)
-            process.kill()
-
-    def _start(self, worker: _Worker) -> None:
-        worker.silent_s = 0.0
+    def _start(self, worker: int) -> subprocess.Popen[bytes]:
+        variables = {"PROMETHEUS_MULTIPROC_DIR": str(self._state.metrics)}
         with self._listener() as listener:
-            worker.process = subprocess.Popen(
+            process = subprocess.Popen(
                 python("service.workers.worker"),
                 stdin=subprocess.PIPE,
-                env=environment("OTEL_"),  # a worker may export traces
+                bufsize=0,
+                env=environment("OTEL_") | variables,  # workers may export traces
                 pass_fds=[listener.fileno()],
-                process_group=0,  # what a terminal sends comes here alone, and is passed on
+                process_group=0,  # signals of the terminal reach the supervisor only
             )
-            told = {
-                "settings": _told(self._settings),
+            task = {
+                "settings": _to_json(self._settings),
                 "listener": listener.fileno(),
-                "worker": worker.number,
-                "runtime": str(self._runtime.path),
+                "worker": worker,
+                "state": str(self._state.path),
             }
-            assert worker.process.stdin is not None
-            try:
-                # Left open: the worker notices by its end when this process is no more.
-                worker.process.stdin.write(orjson.dumps(told) + b"\n")
-                worker.process.stdin.flush()
-            except BrokenPipeError:  # it is dead already: ``_look`` will say so
-                pass
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):  # it has exited: ``_wait`` notices
+                # The pipe stays open: its end tells the worker that this process has exited.
+                process.stdin.write(orjson.dumps(task) + b"\n")
+        return process
 
     def _listener(self) -> socket.socket:
-        """What a worker listens on; it is closed here once the worker has it."""
+        """The socket for one worker, closed here once the worker has inherited it."""
         if not self._own_sockets:
             return self._address.dup()
         address = self._address
@@ -248,101 +246,35 @@ class _Supervisor:
         listener.bind(address.getsockname())
         return listener
 
-    def _serves(self, worker: _Worker) -> None:
-        if self._runtime.complete:
-            log.warning("worker %d serves again", worker.number)
-        elif all(one.serving_since is not None for one in self._workers):
-            desired = self._runtime.desired()
-            models = desired.models.items() if desired else ()
-            say_serving(self._address, (name for name, wanted in models if wanted.contents))
-            self._runtime.say_complete()
+    def _on_serving(self, worker: int) -> None:
+        self._serving.add(worker)
+        workers, settings = self._settings.workers, self._settings
+        if self._state.complete:
+            log.warning("worker %d serves again", worker)
+        elif len(self._serving) == workers:
+            target = self._state.target()
+            models = target.models.items() if target else ()
+            log_ready(self._address, (name for name, model in models if model.contents))
+            self._state.set_complete()
             log.info(
-                "%d workers: %d runs at once, %d threads each; statistics, metrics and load are"
-                " those of all, limits those of each",
-                len(self._workers),
-                self._settings.concurrency * len(self._workers),
-                self._settings.threads,
+                "%d workers: %d concurrent runs, %d threads each; statistics, metrics and loading"
+                " cover all workers, limits apply to each",
+                workers,
+                settings.concurrency * workers,
+                settings.threads,
             )
 
-    def _died(self, worker: _Worker, process: subprocess.Popen[bytes]) -> None:
-        """A worker ended, and nobody told it to: it is started again.
 
-        Raises:
-            AttnserveError: It never came to serve, and that will not change.
-        """
-        self._take_away(worker, process)
-        told = self._runtime.failure(worker.number)
-        ended = _ended(process.returncode)
-        since, worker.serving_since = worker.serving_since, None
-        served_well = since is not None and monotonic() - since > WELL_S
-        worker.failures = 0 if served_well else worker.failures + 1
-        if since is None:
-            error = told or ServiceError(
-                f"worker {worker.number} {ended} before it served", "see the log above"
-            )
-            hopeless = told is not None and not self._runtime.complete
-            alone = not any(other.serving_since for other in self._workers)
-            if hopeless or (alone and worker.failures >= TRIES):
-                raise error
-            log.error("%s", str(error).replace("\n", "; "))
-        # The first time at once: that it dies again is yet to be seen.
-        tries = max(0, worker.failures - 1)
-        delay = BACK_OFF_S[min(tries, len(BACK_OFF_S) - 1)]
-        worker.start_at = monotonic() + delay
-        log.error(
-            "worker %d (process %d) %s: the others go on; started again %s",
-            worker.number,
-            process.pid,
-            ended,
-            f"in {delay:g} s" if delay else "now",
-        )
-
-    def _take_away(self, worker: _Worker, process: subprocess.Popen[bytes]) -> None:
-        if process.stdin is not None:
-            process.stdin.close()
-        worker.process = None
-        self._runtime.forget(worker.number)
-
-    def _stop(self, *, must_end_well: bool = False) -> None:
-        """Tell all workers to stop, and wait until they have answered what they accepted.
-
-        Raises:
-            ServiceError: One of them did not end well.
-        """
-        for worker in self._workers:
-            if worker.process is not None:
-                worker.process.send_signal(signal.SIGTERM)
-        bad: list[str] = []
-        for worker in self._workers:
-            process = worker.process
-            if process is not None:
-                # One that was just being started knows no better than to die of it.
-                starting = worker.serving_since is None
-                if process.wait() and not (starting and process.returncode == -signal.SIGTERM):
-                    bad.append(f"worker {worker.number} {_ended(process.returncode)}")
-                self._take_away(worker, process)
-        if bad and must_end_well and not self._wake.hurried:
-            raise ServiceError(
-                f"{bad[0]} when it was to stop", "requests that it had accepted may be lost"
-            )
-
-    def _hurry(self) -> None:
-        """Told to stop for a second time: drop what is not answered yet."""
-        for worker in self._workers:
-            if worker.process is not None:
-                worker.process.send_signal(signal.SIGINT)
+def _to_json(settings: Settings) -> dict[str, Any]:
+    """``settings`` for a worker, including the API keys: they pass through a pipe."""
+    payload = settings.model_dump(mode="json")
+    return payload | {"api_keys": [key.get_secret_value() for key in settings.api_keys]}
 
 
-def _told(settings: Settings) -> dict[str, Any]:
-    """``settings`` as a worker reads them, secrets and all: it goes through a pipe."""
-    told = settings.model_dump(mode="json")
-    return told | {"api_keys": [key.get_secret_value() for key in settings.api_keys]}
-
-
-def _ended(code: int) -> str:
+def _describe_exit(code: int) -> str:
     if code >= 0:
-        return f"ended with {code}"
+        return f"exited with {code}"
     try:
-        return f"was ended by {signal.Signals(-code).name}"
+        return f"was killed by {signal.Signals(-code).name}"
     except ValueError:
-        return f"was ended by signal {-code}"
+        return f"was killed by signal {-code}"

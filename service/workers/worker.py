@@ -1,7 +1,7 @@
-"""One worker of several: a process that the supervisor starts, and that serves as one with others.
+"""Entry point of one worker process, started by the supervisor.
 
-It reads what to do from its standard input, in a line. When that ends, the supervisor is no more:
-the worker answers what it has accepted, and ends too.
+The worker reads its task from the first line of standard input. The supervisor keeps that pipe
+open: at its end the supervisor has exited, and the worker drains and exits too.
 """
 
 from __future__ import annotations
@@ -17,40 +17,35 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-import uvicorn
+from fastapi import FastAPI
 
 from graph_passes.errors import AttnserveError
-from service.app import Server, create_app, keep_for_good, server_config, start_log
+from service.app import create_app
 from service.engine.repository import say_operators
-from service.metrics import Metrics, share_series
+from service.metrics import Metrics
+from service.server import Server, configure_log
 from service.settings import Settings
 from service.workers.shared_repository import SharedRepository
-from service.workers.shared_state import Runtime
+from service.workers.shared_state import SharedState, Status, error_to_json
 
 __all__: list[str] = []
 
 INTERRUPTED = 128 + signal.SIGINT
-"""The exit code of what was told to stop at once."""
+"""Exit code after an interrupted drain."""
 
 
-class _Server(Server):
-    """A server that counts as a worker while it accepts connections."""
+class _WorkerServer(Server):
+    """A server that reports its start and its end to the other workers."""
 
-    def __init__(
-        self, config: uvicorn.Config, repository: SharedRepository, runtime: Runtime
-    ) -> None:
-        super().__init__(config, repository, self._started)
-        self._shared, self._runtime = repository, runtime
+    def __init__(self, app: FastAPI, repository: SharedRepository, state: SharedState) -> None:
+        super().__init__(app, repository, repository.set_serving)
+        self._shared, self._state = repository, state
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        # With the lock: between what it has and that it serves, nothing is loaded or unloaded.
-        async with self._runtime.changing():
+        # With the lock: the target state must not change between reaching it and serving.
+        async with self._state.lock():
             await self._shared.join()
             await super().startup(sockets)
-
-    def _started(self) -> None:
-        keep_for_good()
-        self._shared.say_serving()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
@@ -58,37 +53,35 @@ class _Server(Server):
 
 
 def main() -> int:
-    """Serve until told to stop; the exit code."""
-    told: dict[str, Any] = orjson.loads(sys.stdin.buffer.readline())
-    settings = Settings(**told["settings"])
-    runtime, worker = Runtime(Path(told["runtime"]), settings.workers), told["worker"]
-    start_log(settings)
+    """Serve until stopped; return the exit code."""
+    task: dict[str, Any] = orjson.loads(sys.stdin.buffer.readline())
+    settings, worker = Settings(**task["settings"]), int(task["worker"])
+    state = SharedState(Path(task["state"]), settings.workers)
+    configure_log(settings)
     orphaned = threading.Event()
     threading.Thread(target=_watch_parent, args=(orphaned,), daemon=True).start()
-    share_series(runtime.metrics, worker)
-    with socket.socket(fileno=told["listener"]) as listener:
-        repository = SharedRepository(
-            settings, Metrics(runtime.metrics), worker=worker, runtime=runtime
-        )
+    with socket.socket(fileno=task["listener"]) as listener:
         try:
+            metrics = Metrics(state.metrics)
+            repository = SharedRepository(settings, metrics, worker=worker, state=state)
             app = create_app(settings, repository)
             asyncio.run(repository.start())
             for engine in repository.engines() if worker == 0 else ():
                 say_operators(engine)
-            _Server(server_config(app), repository, runtime).run(sockets=[listener])
+            _WorkerServer(app, repository, state).run(sockets=[listener])
         except KeyboardInterrupt:
             return INTERRUPTED
         except AttnserveError as error:
-            runtime.fail(worker, error)
+            state.set_status(Status(worker, os.getpid(), error=error_to_json(error)))
             return error.exit_code
-    if orphaned.is_set() and not runtime.serving():  # nobody else takes it away
-        shutil.rmtree(runtime.path, ignore_errors=True)
+    if orphaned.is_set() and not state.serving():  # the last worker removes the folder
+        shutil.rmtree(state.path, ignore_errors=True)
     return 0
 
 
 def _watch_parent(orphaned: threading.Event) -> None:
-    """Stop as by SIGTERM when the supervisor is no more."""
-    # Not by sys.stdin: the interpreter would wait for its lock at the end.
+    """Stop as after SIGTERM once the supervisor has exited."""
+    # Not sys.stdin: at exit the interpreter would wait for its lock.
     while os.read(0, 1024):
         pass
     orphaned.set()

@@ -27,7 +27,7 @@ import pytest
 from attnserve.checks.certify import SHAPES, read_attention
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.constants import constant_array, is_constant
-from graph_passes.analysis.shapes import Facts, bind_axes, interpret
+from graph_passes.analysis.shapes import ShapeInfo, bind_axes, infer_shapes_at
 from graph_passes.blocks import AttentionBlock
 from graph_passes.emit.editing import exposing
 from graph_passes.matching.find import find_attention
@@ -35,7 +35,7 @@ from graph_passes.passes.collaborate import Collaborate, factor, sharing_refusal
 from graph_passes.passes.decompose_attention import DecomposeAttention
 from graph_passes.reference import attention_reference, inputs_of, logits_reference
 from tests.graph_passes.graphs import FUSED, PARTS, D, H, K, V, attention, graph, text_of
-from tests.graph_passes.matching.test_find import LAID_OUT, READ, SPLIT
+from tests.graph_passes.layouts import LAID_OUT, LAYOUTS, SPLIT
 
 COUNT = int(os.environ.get("MUTANTS", "400"))
 CHUNKS = 4
@@ -226,7 +226,7 @@ SEQUENCE_FIRST = {
 CONSTANTS |= {"n_k": np.array([K]), "n_v": np.array([V])}
 
 SEEDS: dict[str, Callable[[], ir.Model]] = {
-    **{f"layout: {name}": written(**parts) for name, parts in READ.items()},
+    **{f"layout: {name}": written(**parts) for name, parts in LAYOUTS.items()},
     **{f"packed: {how}": written(q=text, k="", v="", output="\n out = MatMul(c, Wo12)")
        for how, text in SPLIT.items()},
     "mask by Where": written(inputs=f"{X}, {KEPT}", mask="\n m = Where(mask, s, low)"),
@@ -344,11 +344,11 @@ def one_of(rng: Rng, things: Sequence[Any]) -> Any:
     return things[int(rng.integers(len(things)))] if things else None
 
 
-def known(model: ir.Model) -> Facts:
-    return interpret(model, bind_axes(model.graph, batch=2, sequence=5))
+def known(model: ir.Model) -> ShapeInfo:
+    return infer_shapes_at(model, bind_axes(model.graph, batch=2, sequence=5))
 
 
-def tensors(model: ir.Model, facts: Facts) -> list[ir.Value]:
+def tensors(model: ir.Model, facts: ShapeInfo) -> list[ir.Value]:
     """What nodes make of floats, two axes or more; the tokens where nothing is."""
     made = [value for node in model.graph for value in node.outputs]
     found = [

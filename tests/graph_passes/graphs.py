@@ -16,9 +16,9 @@ import onnx_ir as ir
 from attnserve.checks.certify import read_attention
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.constants import constant_array, constant_type, origin
-from graph_passes.analysis.shapes import interpret_small
+from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.blocks import AttentionBlock
-from graph_passes.emit.attention import heads_apart
+from graph_passes.emit.attention import probabilities_by_head
 from graph_passes.emit.editing import Inserter
 from graph_passes.matching.find import find_attention
 
@@ -67,6 +67,7 @@ FUSED = {"scores": "", "mask": "", "softmax": ""}
 """Parts that the operator ``Attention`` holds."""
 
 PLAIN_INPUT = f"float[batch, sequence, {D}] x"
+TENSOR = f"float[batch, sequence, {D}]"
 FLOAT_MASK = "float[batch, 1, 1, sequence] mask"
 BOOL_MASK = "bool[batch, 1, 1, sequence] mask"
 
@@ -190,6 +191,26 @@ def _nodes_of(body: str) -> list[onnx.NodeProto]:
     return list(onnx.parser.parse_graph(f"g (float x) => (float out) {{{body}\n}}").node)
 
 
+def body_layer(tokens: str, suffix: str = "") -> str:
+    """``PARTS`` over other tokens, without the mask; every value with a name of its own."""
+    text = "".join({**PARTS, "mask": "\n        m = Identity(s)"}.values())
+    made = dict.fromkeys(re.findall(r"^\s*(\w+) =", text, re.MULTILINE))
+    for name in made:
+        text = re.sub(rf"\b{name}\b", f"{name}{suffix}", text)
+    return re.sub(r"\bx\b", tokens, text)
+
+
+def if_model() -> ir.Model:
+    yes, no = body_layer("x", "_yes"), body_layer("x", "_no").replace("Wq)", "Wk)")
+    body = f"""
+    out = If (flag) <
+        then_branch = yes () => ({TENSOR} out_yes) {{{yes}
+        }},
+        else_branch = no () => ({TENSOR} out_no) {{{no}
+        }}>"""
+    return graph(body, inputs=f"{PLAIN_INPUT}, bool flag")
+
+
 def masked(model: ir.Model, masks: Mapping[str, Sequence[int]]) -> ir.Model:
     """The model whose rows of W_O are zero where a mask is: those heads write nothing."""
     for block in find_attention(model)[0]:
@@ -208,7 +229,7 @@ def masked(model: ir.Model, masks: Mapping[str, Sequence[int]]) -> ir.Model:
 def grafted(model: ir.Model, edges: Mapping[str, Mapping[int, tuple[str, int]]]) -> ir.Model:
     """What reuse means, with nothing taken away: probabilities replaced head by head."""
     blocks = {block.name: block for block in find_attention(model)[0]}
-    facts = interpret_small(model, batch=2, sequence=5)
+    facts = infer_shapes_small(model, batch=2, sequence=5)
     new: list[tuple[AttentionBlock, ir.Value]] = []
     for name, heads in edges.items():
         block = blocks[name]
@@ -217,7 +238,7 @@ def grafted(model: ir.Model, edges: Mapping[str, Mapping[int, tuple[str, int]]])
         make, rows = Inserter(block.graph, product, f"{name}/grafted"), list[ir.Value]()
         for head in range(block.num_heads):
             source, index = heads.get(head, (name, head))
-            probabilities = heads_apart(make, blocks[source], facts)
+            probabilities = probabilities_by_head(make, blocks[source], facts)
             at = make.constant(np.array([index], np.int64), "head")
             rows.append(make.op("Gather", [probabilities, at], "row", axis=1))
         assert block.probabilities is not None

@@ -15,45 +15,27 @@ from tests.graph_passes.graphs import (
     PARTS,
     PLAIN_INPUT,
     SCALE,
+    TENSOR,
     D,
     H,
     K,
+    body_layer,
     graph,
+    if_model,
     only,
     reasons,
     run,
     weights,
 )
 
-TENSOR = f"float[batch, sequence, {D}]"
 TURNS = {"turns": np.array(2, np.int64), "yes_turn": np.array(True)}
-
-
-def layer(tokens: str, suffix: str = "") -> str:
-    """``PARTS`` over other tokens, without the mask; every value with a name of its own."""
-    text = "".join({**PARTS, "mask": "\n        m = Identity(s)"}.values())
-    made = dict.fromkeys(re.findall(r"^\s*(\w+) =", text, re.MULTILINE))
-    for name in made:
-        text = re.sub(rf"\b{name}\b", f"{name}{suffix}", text)
-    return re.sub(r"\bx\b", tokens, text)
-
-
-def if_model() -> ir.Model:
-    yes, no = layer("x", "_yes"), layer("x", "_no").replace("Wq)", "Wk)")
-    body = f"""
-    out = If (flag) <
-        then_branch = yes () => ({TENSOR} out_yes) {{{yes}
-        }},
-        else_branch = no () => ({TENSOR} out_no) {{{no}
-        }}>"""
-    return graph(body, inputs=f"{PLAIN_INPUT}, bool flag")
 
 
 def loop_model(state: str = "h_in") -> ir.Model:
     body = f"""
     out = Loop (turns, yes_turn, x) <
         body = turn (int64 i, bool go_in, {TENSOR} h_in) => (bool go_out, {TENSOR} out_turn) {{
-        go_out = Identity(go_in){layer(state, "_turn")}
+        go_out = Identity(go_in){body_layer(state, "_turn")}
         }}>"""
     return graph(body, inputs=PLAIN_INPUT, constants=TURNS)
 
@@ -62,7 +44,7 @@ def scan_model() -> ir.Model:
     body = f"""
     last_h, out = Scan <num_scan_inputs = 1,
         body = turn ({TENSOR} h_in, {TENSOR} x_in) => ({TENSOR} h_out, {TENSOR} out_turn) {{
-        h_out = Identity(h_in){layer("x_in", "_turn")}
+        h_out = Identity(h_in){body_layer("x_in", "_turn")}
         }}> (x, several)"""
     inputs = f"{PLAIN_INPUT}, float[3, batch, sequence, {D}] several"
     output = f"float[3, batch, sequence, {D}] out"
@@ -116,7 +98,7 @@ def test_attention_in_the_body_of_a_scan_is_read() -> None:
 
 def test_keys_from_outside_a_body_meet_queries_inside() -> None:
     outside = "".join(PARTS[part] for part in ("k", "v"))
-    inside = layer("x", "_yes")
+    inside = body_layer("x", "_yes")
     for name in ("kT_yes", "v_yes"):
         inside = re.sub(rf"\b{name}\b(?! =)", name.removesuffix("_yes"), inside)
     body = f"""{outside}
@@ -137,7 +119,7 @@ def test_collaborative_heads_go_into_the_body(rank: int) -> None:
     """At R = H*K the output of either branch stays within 1e-4."""
     model = if_model()
     blocks, _ = find_attention(model)
-    Collaborate({block.name: factor(block, rank) for block in blocks})(model)
+    Collaborate.with_factors({block.name: factor(block, rank) for block in blocks})(model)
     assert [block.form for block in read_attention(model).blocks] == ["collaborative"] * 2
     x = np.random.default_rng(0).standard_normal((2, 5, D)).astype(np.float32)
     for flag in (True, False):
@@ -169,7 +151,7 @@ def test_state_that_grows_from_turn_to_turn_is_read_at_its_first_turn() -> None:
     body = f"""
     out = Loop (turns, yes_turn, x) <
         body = turn (int64 i, bool go_in, {TENSOR} h_in) => (bool go_out, {TENSOR} grown) {{
-        go_out = Identity(go_in){layer("h_in", "_turn")}
+        go_out = Identity(go_in){body_layer("h_in", "_turn")}
         grown = Concat <axis = 1> (h_in, out_turn)
         }}>"""
     assert only(graph(body, inputs=PLAIN_INPUT, constants=TURNS)).num_heads == H
@@ -182,6 +164,6 @@ def test_attention_over_what_a_growing_loop_returns_is_missed() -> None:
         body = turn (int64 i, bool go_in, {TENSOR} h_in) => (bool go_out, {TENSOR} grown) {{
         go_out = Identity(go_in)
         grown = Concat <axis = 1> (h_in, h_in)
-        }}>{layer("h")}"""
+        }}>{body_layer("h")}"""
     (said,) = reasons(graph(body, inputs=PLAIN_INPUT, constants=TURNS))
-    assert "could not be inferred" in said and "its state is not of one shape" in said
+    assert "could not be inferred" in said and "the shape of its state is not constant" in said

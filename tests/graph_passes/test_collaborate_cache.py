@@ -12,10 +12,9 @@ import pytest
 from attnserve.runtime.session import open_session
 from graph_passes.errors import CannotRewrite, InvariantBroken
 from graph_passes.matching.find import find_attention
-from graph_passes.passes import refusals as rewrites
-from graph_passes.passes.collaborate import Collaborate, factor, why_not
-from graph_passes.passes.decompose_attention import DecomposeAttention
-from graph_passes.passes.invariants import check, interface
+from graph_passes.passes.collaborate import Collaborate, SharedDimensions, factor, sharing_refusal
+from graph_passes.passes.invariants import check_invariants, interface
+from tests.errors import raises
 from tests.graph_passes.graphs import (
     FUSED,
     PARTS,
@@ -97,7 +96,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def collaborate(model: ir.Model, rank: int) -> ir.Model:
     block = only(model)
-    return Collaborate({block.name: factor(block, rank)}, caches=True)(model).model
+    return Collaborate.with_factors({block.name: factor(block, rank)}, cache=True)(model).model
 
 
 def decode(model: ir.Model, steps: Sequence[int] = (5, 1, 1, 1)) -> list[np.ndarray]:
@@ -153,7 +152,8 @@ def test_the_new_block_is_read_and_certified(way: str) -> None:
     assert (block.content is not None) == (way != "no query bias")
     if block.content is not None:
         assert block.content.past is not None and block.content.past.value.name == "pk"
-    assert why_not(block, caches=True) == "its heads are collaborative already"
+    refusal = sharing_refusal(block, caches=True)
+    assert refusal and refusal.code == "collaborative"
 
 
 def test_the_error_falls_as_the_rank_grows() -> None:
@@ -174,25 +174,23 @@ def test_packed_values_get_a_product_of_their_own() -> None:
 def test_a_fused_operator_is_decomposed_first() -> None:
     model = decoder(opset=23, **FUSED_DECODER)
     (block,) = find_attention(model)[0]
-    assert block.logits is None and rewrites.collaborate(block, caches=True) == ""
-    DecomposeAttention(frozenset({block.name}))(model)
+    assert block.logits is None
     assert difference(decoder(opset=23, **FUSED_DECODER), collaborate(model, EXACT)) <= 1e-4
 
 
 def test_cached_keys_are_rewritten_only_where_that_is_asked_for() -> None:
     model = decoder()
     block = only(model)
-    assert "--collab-cache rewrites the cache too" in rewrites.collaborate(block)
-    assert rewrites.collaborate(block, caches=True) == ""
-    with pytest.raises(CannotRewrite, match="its cached keys are an input of the graph"):
-        Collaborate({block.name: factor(block, 4)})(model)
+    assert sharing_refusal(block, caches=True) is None
+    with raises(CannotRewrite, "cached"):
+        Collaborate({block.name: SharedDimensions(rank=4)})(model)
     assert shapes(model) == shapes(decoder())
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "present keys that are not returned": (
         {"present": f"float[batch, {H}, total, {V}] values"},
-        "its present keys are not returned as the past and the new ones, joined",
+        "cache_present",
     ),
     "keys joined before their heads are apart": (
         {
@@ -202,39 +200,38 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
                  "\n keys = Concat <axis = 1> (pk, k2)"
                  "\n kT = Transpose <perm = [0, 2, 3, 1]> (keys)",
         },
-        "its past keys are not laid out as (batch, heads, tokens, head size)",
+        "cache_layout",
     ),
     "a cache of fixed length": (
         {"past": PAST.replace("past", "4")},
-        "its cache has a fixed length, and only an empty one could prove the rewrite",
+        "cache_fixed",
     ),
     "past keys that are read elsewhere": (
         {"mask": "\n size = ReduceSum <keepdims = 0> (pk)\n m = Add(s, size)"},
-        "its cached keys are read by more than its own scores",
+        "cache_shared",
     ),
     "a head size that is read": (
         {"mask": "\n sizes = Shape(keys)\n wide = Gather(sizes, i3)\n floats = Cast <to = 1> (wide)"
                  "\n m = Add(s, floats)"},
-        "its cached keys are read by more than its own scores",
+        "cache_shared",
     ),
     "q/k norm": (
         {"scores": "\n q9 = LayerNormalization(q, k_ones)\n s0 = MatMul(q9, kT)"
                    "\n s = Mul(s0, scale)"},
-        "q/k norm stands between the projections and the scores",
+        "qk_norm",
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_near_misses_are_refused_with_the_reason(case: str) -> None:
-    parts, reason = REFUSED[case]
+    parts, code = REFUSED[case]
     model = decoder(**parts)
     (block,) = find_attention(model)[0]
-    assert why_not(block, caches=True) == reason
-    assert rewrites.collaborate(block) == reason, "the flag would not help: it is not offered"
-    factors = factor(only(decoder()), 4)
-    with pytest.raises(CannotRewrite, match=reason.split(" (")[0]):
-        Collaborate({block.name: factors}, caches=True)(model)
+    refusal = sharing_refusal(block, caches=True)
+    assert refusal and refusal.code == code
+    with raises(CannotRewrite, code):
+        Collaborate({block.name: SharedDimensions(rank=4, cache=True)})(model)
     assert shapes(model) == shapes(decoder(**parts))
 
 
@@ -243,14 +240,14 @@ def test_the_law_allows_the_caches_that_are_named_and_nothing_else() -> None:
     before = interface(model)
     collaborate(model, 5)
     widths = {"pk": 5 + H, "keys": 5 + H}
-    check(before.with_caches(widths), model, after="Collaborate")
+    check_invariants(before.with_caches(widths), model, after="Collaborate")
     for wrong in ({}, {"pk": 5 + H}, {**widths, "keys": 5}, {**widths, "pv": 5 + H}):
         with pytest.raises(InvariantBroken, match="became"):
-            check(before.with_caches(wrong), model, after="Collaborate")
+            check_invariants(before.with_caches(wrong), model, after="Collaborate")
 
 
 def test_cached_keys_take_dense_mixing_alone() -> None:
     model = decoder()
-    factors = {block.name: factor(block, 5, head_size=3) for block in find_attention(model)[0]}
-    with pytest.raises(CannotRewrite, match="shared by all heads: only dense mixing reads that"):
-        Collaborate(factors, caches=True, mixing="sparse")(model)
+    (block,), _ = find_attention(model)
+    with raises(CannotRewrite, "cache_sparse"):
+        Collaborate({block.name: SharedDimensions(rank=5, head_size=3, cache=True)})(model)

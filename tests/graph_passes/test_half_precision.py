@@ -121,7 +121,7 @@ def test_certificate_leaves_the_graph_in_half_precision() -> None:
 def test_collaborative_heads_in_half_precision_are_certified(rank: int) -> None:
     model = half("float16")
     (block,), _ = find_attention(model)
-    Collaborate({block.name: factor(block, rank)})(model)
+    Collaborate.with_factors({block.name: factor(block, rank)})(model)
     (certified,) = read_attention(model).certified
     assert certified.block.form == "collaborative"
     assert certified.max_abs_error <= SMALL
@@ -132,7 +132,7 @@ def test_collaborative_heads_keep_the_output_in_half_precision() -> None:
     """Within 2e-2 at R = H*K, which is the rounding of half precision."""
     model, original = half("float16"), half("float16")
     (block,), _ = find_attention(model)
-    Collaborate({block.name: factor(block, H * K)})(model)
+    Collaborate.with_factors({block.name: factor(block, H * K)})(model)
     x = np.random.default_rng(0).standard_normal((2, 7, D)).astype(np.float16)
     arrays = {"x": x, "mask": np.zeros((2, 1, 1, 7), np.float16)}
     got, expected = run(model, arrays), run(original, arrays)

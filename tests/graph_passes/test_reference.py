@@ -9,9 +9,9 @@ import pytest
 
 from graph_passes.blocks import AttentionBlock, Causal, Mask, PositionBias
 from graph_passes.emit.editing import exposing
+from graph_passes.passes.collaborate import Collaborate, SharedDimensions
 from graph_passes.reference import attention_reference, inputs_of, softmax
 from tests.graph_passes.graphs import SCALE, D, H, K, V, attention, feeds, only, run, weights
-from tests.graph_passes.passes.test_collaborate import collaborate
 
 S = 7
 
@@ -113,7 +113,8 @@ def test_mask_of_scores_with_heads_in_the_batch_axis(block: AttentionBlock) -> N
 
 def test_content_term_is_part_of_the_logits() -> None:
     """Equation 3: what the collaborative graph adds is the query bias, within 1e-5."""
-    standard, shared = only(attention()), only(collaborate(attention()))
+    exact = Collaborate({"attention_0": SharedDimensions(rank=H * K)})
+    standard, shared = only(attention()), only(exact(attention()).model)
     assert shared.content is not None
     arrays = (tokens(), np.zeros((2, 1, 1, S)))
     got, expected = (

@@ -149,7 +149,7 @@ def test_triton_is_told_what_is_wrong(client: Any) -> None:
         client.infer("tiny", inputs(), outputs=[triton.InferRequestedOutput("x")])
     with refused(422, "holds 8: expected ids from 0 to 7"):
         client.infer("tiny", inputs(np.array([[2, 8, 3]])))
-    with refused(422, "models here keep no state"):
+    with refused(422, "sequences are not supported"):
         client.infer("tiny", inputs(), sequence_id=7, sequence_start=True)
     with refused(422, "classification is not served"):
         client.infer("tiny", inputs(), outputs=[triton.InferRequestedOutput("kept", class_count=2)])
@@ -165,7 +165,7 @@ def test_triton_is_told_what_is_wrong(client: Any) -> None:
         client.infer("tiny", [shared, inputs()[1]])
     text = triton.InferInput("input_ids", [1], "BYTES")
     text.set_data_from_numpy(np.array([b"a text"], np.object_))
-    with refused(422, "models here take numbers, no BYTES; texts go to /embed"):
+    with refused(422, "BYTES is not supported; send texts to /embed"):
         client.infer("tiny", [text, inputs()[1]])
     with refused(404, "Not Found"):
         client.get_system_shared_memory_status()

@@ -78,7 +78,7 @@ def page(url: str) -> Iterator[Browser]:
         assert browser.complaints() == []
 
 
-def test_the_page_is_at_the_root_and_loads_nothing_from_elsewhere(client: TestClient):
+def test_root_page_loads_no_external_resource(client: TestClient):
     answer = client.get("/")
     assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
     assert answer.content == PAGE
@@ -89,7 +89,7 @@ def test_the_page_is_at_the_root_and_loads_nothing_from_elsewhere(client: TestCl
     assert b"@import" not in PAGE and b"url(" not in PAGE
 
 
-def test_the_policy_lets_in_one_script_one_style_and_nothing_else(client: TestClient):
+def test_policy_allows_only_own_script_and_style(client: TestClient):
     assert client.get("/").headers["content-security-policy"] == POLICY
     assert "unsafe" not in POLICY and "http" not in POLICY and "*" not in POLICY
     assert POLICY.startswith("default-src 'none'; script-src 'sha256-")
@@ -97,17 +97,17 @@ def test_the_policy_lets_in_one_script_one_style_and_nothing_else(client: TestCl
     assert not re.search(rb"<[^>]+\s(style|on\w+)=", PAGE)
 
 
-def test_the_page_is_no_part_of_the_api(client: TestClient):
+def test_openapi_omits_page(client: TestClient):
     assert "/" not in client.get("/openapi.json").json()["paths"]
 
 
-def test_what_it_shows_of_an_idle_server(page: Browser):
-    assert "nothing was asked" in page.text("#latency")
+def test_page_of_idle_server_shows_models_without_requests(page: Browser):
+    assert "no requests" in page.text("#latency")
     assert page.text("#which").split("\n") == ["original 1", "small 1"]
-    assert "Models, side by side" in page.text("#models-card")
+    assert "Model comparison" in page.text("#models-card")
 
 
-def test_it_answers_texts_and_draws_what_they_cost(page: Browser, tmp_path: Path):
+def test_page_sends_texts_and_shows_their_cost(page: Browser, tmp_path: Path):
     page.run("document.querySelector('#texts').value = 'a b\\nc d\\na b'")
     page.click("#send")
     shown = page.until(lambda: page.text("#answer") if "cosine" in page.text("#answer") else "")
@@ -117,13 +117,13 @@ def test_it_answers_texts_and_draws_what_they_cost(page: Browser, tmp_path: Path
     assert page.screenshot(tmp_path / "page.png").stat().st_size > 10_000
 
 
-def test_errors_of_the_server_are_told(page: Browser):
+def test_page_shows_server_errors(page: Browser):
     page.run("document.querySelector('#texts').value = Array(40).fill('a').join('\\n')")
     page.click("#send")
     page.until(lambda: page.text("#answer").startswith("413: 40 texts in one request"))
 
 
-def test_the_card_has_before_and_after(page: Browser):
+def test_model_card_compares_before_and_after(page: Browser):
     page.run(
         "const which = document.querySelector('#which'); which.value = 'small 1';"
         "which.dispatchEvent(new Event('change'))"
@@ -134,7 +134,7 @@ def test_the_card_has_before_and_after(page: Browser):
     assert "collaborate" in page.text("#facts")
 
 
-def test_charts_are_read_by_keyboard(page: Browser):
+def test_charts_support_keyboard(page: Browser):
     page.run("document.querySelector('#throughput svg').focus()")
     press = (
         "document.activeElement.dispatchEvent(new KeyboardEvent('keydown', {key: arguments[0]}))"
@@ -148,14 +148,14 @@ def test_charts_are_read_by_keyboard(page: Browser):
     assert page.text("#throughput > .readout").startswith("last 60 s")
 
 
-def test_light_and_dark(page: Browser):
+def test_theme_button_switches_colors(page: Browser):
     ground = "return getComputedStyle(document.documentElement).backgroundColor"
     before = page.run(ground)
     page.click("#theme")
     assert page.run(ground) != before
 
 
-def test_everything_can_be_reached_by_tab(page: Browser):
+def test_every_control_is_reachable_by_tab(page: Browser):
     names = page.run(
         "return [...document.querySelectorAll('button, select, textarea, input, svg.chart')]"
         ".filter(e => e.tabIndex < 0 || !(e.labels?.length || e.innerText || e.ariaLabel"
@@ -164,7 +164,7 @@ def test_everything_can_be_reached_by_tab(page: Browser):
     assert names == []
 
 
-def test_texts_are_text(page: Browser):
+def test_page_escapes_texts(page: Browser):
     """What a model or a user is called does not become a part of the page."""
     page.run("document.querySelector('#texts').value = '<img src=x onerror=document.title=1>'")
     page.click("#send")
@@ -173,7 +173,7 @@ def test_texts_are_text(page: Browser):
     assert page.run("return document.querySelectorAll('img').length") == 0
 
 
-def test_a_server_that_stops_is_told_from_one_that_is_well(models: Path):
+def test_page_of_stopped_server_shows_unreachable(models: Path):
     serving = served(Settings(model=models / "small", probe=False))
     address = next(serving)
     with chromium() as browser:
@@ -181,17 +181,17 @@ def test_a_server_that_stops_is_told_from_one_that_is_well(models: Path):
         browser.until(lambda: browser.text("#state") == "ready")
         next(serving, None)
         browser.until(lambda: browser.text("#state") == "unreachable")
-        assert "what it said last" in browser.text("#notice")
+        assert "the last values received" in browser.text("#notice")
 
 
-def test_with_api_keys_the_page_asks_for_one(locked: str):
+def test_page_requests_api_key(locked: str):
     assert httpx.get(f"{locked}/stats.json").status_code == 401
     with chromium() as browser:
         browser.open(locked)
-        browser.until(lambda: browser.text("#state") == "locked")
+        browser.until(lambda: browser.text("#state") == "unauthorized")
         browser.type("#key", "wrong")
         browser.click("#key-form button")
-        browser.until(lambda: "does not know that key" in browser.text("#notice"))
+        browser.until(lambda: "Invalid API key" in browser.text("#notice"))
         browser.run("document.querySelector('#key').value = ''")
         browser.type("#key", KEY)
         browser.click("#key-form button")

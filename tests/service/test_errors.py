@@ -88,7 +88,7 @@ REQUESTS: dict[str, tuple[Any, int, str]] = {
     "data nested otherwise": (changed(data=[[2], [4], [3]]), 422, "data nested as [3, 1]"),
     "data nested deep": (changed(shape=[1, 1], data=nested(200)), 422, "data nested as [1, 1, 1"),
     "unknown datatype": (changed(datatype="INT65"), 422, "inputs.0.datatype"),
-    "bytes": (changed(datatype="BYTES"), 422, "inputs.0.datatype: models here take numbers"),
+    "bytes": (changed(datatype="BYTES"), 422, "inputs.0.datatype: BYTES is not supported"),
     "wrong datatype": (changed(datatype="INT32"), 422, "'input_ids' is int32: expected int64"),
     "floats for ids": (changed(datatype="FP32"), 422, "'input_ids' is float32: expected int64"),
     "wrong rank": (changed(shape=[3]), 422, "has shape [3]: expected [-1, -1]"),
@@ -112,7 +112,7 @@ REQUESTS: dict[str, tuple[Any, int, str]] = {
         "input 'input_ids': binary_data_size is 24, but 0 bytes are left in the body",
     ),
     "size no number": (changed(parameters={"binary_data_size": "8"}), 422, "binary_data_size"),
-    "sequence": (GOOD | {"parameters": {"sequence_id": 3}}, 422, "keep no state between requests"),
+    "sequence": (GOOD | {"parameters": {"sequence_id": 3}}, 422, "sequences are not supported"),
     "negative timeout": (GOOD | {"parameters": {"timeout": -1}}, 422, "parameters.timeout"),
     "timeout no number": (GOOD | {"parameters": {"timeout": "1s"}}, 422, "parameters.timeout"),
     "priority no number": (GOOD | {"parameters": {"priority": "1"}}, 422, "parameters.priority"),
@@ -196,12 +196,12 @@ def test_routes(client: TestClient, method: str, path: str, status: int, text: s
 @pytest.mark.parametrize(
     ("header", "tail", "status", "text"),
     [
-        ("x", b"", 400, "inference-header-content-length is 'x': expected the bytes of JSON"),
+        ("x", b"", 400, "inference-header-content-length is 'x': expected the length of the JSON"),
         ("-1", b"", 400, "is '-1'"),
         ("99999", b"", 400, "is 99999, but the body has"),
         ("0", b"", 400, "the body is not JSON"),
         (None, b"\0" * 4, 400, "the body is not JSON"),
-        ("all", b"\0" * 4, 422, "4 bytes follow the last tensor; does each binary input say"),
+        ("all", b"\0" * 4, 422, "4 bytes follow the last tensor; set binary_data_size"),
     ],
 )
 def test_binary(
@@ -226,13 +226,18 @@ def test_a_large_body_is_refused(start: Callable[..., TestClient], encoder: Path
 
 
 PACKED: dict[str, tuple[str, bytes, int, str]] = {
-    "unknown": ("br", b"{}", 400, "content-encoding 'br' is not served; send gzip, deflate or"),
+    "unknown": ("br", b"{}", 400, "content-encoding 'br' is not supported; send gzip, deflate or"),
     "not packed": ("gzip", b"{}", 400, "the body is not gzip: Error -3"),
-    "nothing": ("gzip", b"", 400, "the body is not gzip: it ends too early or too late"),
-    "cut": ("gzip", gzip.compress(b"{}")[:-1], 400, "ends too early or too late"),
-    "more behind": ("deflate", zlib.compress(b"{}") + b"{}", 400, "ends too early or too late"),
-    "one too many": ("gzip", gzip.compress(b" " * 2_000_001), 413, "unpacks to more than 2000000"),
-    "a bomb": ("gzip", gzip.compress(b" " * 100_000_000, 1), 413, "unpacks to more than 2000000"),
+    "nothing": ("gzip", b"", 400, "the body is not gzip: it is truncated or has trailing bytes"),
+    "cut": ("gzip", gzip.compress(b"{}")[:-1], 400, "is truncated or has trailing bytes"),
+    "more behind": (
+        "deflate",
+        zlib.compress(b"{}") + b"{}",
+        400,
+        "is truncated or has trailing bytes",
+    ),
+    "one too many": ("gzip", gzip.compress(b" " * 2_000_001), 413, "is larger than 2000000"),
+    "a bomb": ("gzip", gzip.compress(b" " * 100_000_000, 1), 413, "is larger than 2000000"),
     "twice": ("gzip", gzip.compress(gzip.compress(b"{}")), 400, "the body is not JSON"),
 }
 

@@ -15,7 +15,7 @@ from service.settings import Settings, read_settings
 def told(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     """What the command line would serve."""
     seen: list[Settings] = []
-    monkeypatch.setattr("service.app.serve", seen.append)
+    monkeypatch.setattr("service.launch.serve", seen.append)
     return seen
 
 
@@ -65,16 +65,16 @@ def test_every_option(told: list[Settings], tmp_path: Path) -> None:
         ({"provider": "tpu"}, "provider 'tpu': Input should be 'auto', 'cpu' or 'cuda'"),
         ({"timeout_ms": 0}, "timeout_ms 0: Input should be greater than 0"),
         ({"cuda_graphs": -1}, "cuda_graphs -1: Input should be greater than or equal to 0"),
-        ({"gpu_memory_bytes": 0}, "mend --gpu-memory-bytes or ATTNSERVE_GPU_MEMORY_BYTES"),
-        ({"max_batch_tokens": 0}, "mend --max-batch-tokens or ATTNSERVE_MAX_BATCH_TOKENS"),
+        ({"gpu_memory_bytes": 0}, "set --gpu-memory-bytes or ATTNSERVE_GPU_MEMORY_BYTES"),
+        ({"max_batch_tokens": 0}, "set --max-batch-tokens or ATTNSERVE_MAX_BATCH_TOKENS"),
     ],
 )
-def test_a_value_that_cannot_work_is_refused(given: dict[str, Any], text: str) -> None:
+def test_invalid_setting_is_refused(given: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidArgument, match=text):
         read_settings(model="m", **given)
 
 
-def test_batches_are_as_large_as_their_provider_likes(tmp_path: Path) -> None:
+def test_batch_limits_default_to_those_of_provider(tmp_path: Path) -> None:
     cpu, cuda = (Settings(model=tmp_path, provider=name) for name in ("cpu", "cuda"))
     assert cpu.batch_tokens < cuda.batch_tokens == 16_384
     assert cpu.overhead_tokens < cuda.overhead_tokens
@@ -82,13 +82,13 @@ def test_batches_are_as_large_as_their_provider_likes(tmp_path: Path) -> None:
     assert (chosen.batch_tokens, chosen.overhead_tokens) == (5, 0)
 
 
-def test_until_a_device_is_chosen_batches_are_those_of_a_cpu(tmp_path: Path) -> None:
+def test_batch_limits_of_auto_provider_are_those_of_cpu(tmp_path: Path) -> None:
     undecided = Settings(model=tmp_path)
     assert undecided.provider == "auto"
     assert undecided.batch_tokens == Settings(model=tmp_path, provider="cpu").batch_tokens
 
 
-def test_how_the_gpu_is_used_comes_from_the_environment(
+def test_gpu_settings_are_read_from_environment(
     told: list[Settings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"GPU_MEMORY_BYTES": "7", "CUDA_GRAPHS": "5", "TF32": "true"}.items():
@@ -99,9 +99,9 @@ def test_how_the_gpu_is_used_comes_from_the_environment(
     assert Settings.model_fields["cuda_graphs"].default == 0
 
 
-def test_what_the_environment_says_wrongly_is_mended_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_environment_variable_is_named_in_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     """No option is named that does not exist."""
     monkeypatch.setenv("ATTNSERVE_CUDA_GRAPHS", "many")
     with pytest.raises(InvalidArgument, match="valid integer") as caught:
         read_settings(model=Path("model"))
-    assert caught.value.fix == "mend ATTNSERVE_CUDA_GRAPHS"
+    assert caught.value.fix == "set ATTNSERVE_CUDA_GRAPHS"

@@ -17,9 +17,10 @@ from attnserve.models.artifact import load_model, open_artifact
 from attnserve.models.datasets import load_inputs
 from attnserve.planning.optimize import optimize
 from attnserve.runtime.session import Batch, open_session
+from graph_passes.blocks import FeedForwardBlock
 from graph_passes.emit.editing import exposing
 from graph_passes.errors import InvalidArgument, InvalidData
-from graph_passes.matching.feed_forward import FeedForwardBlock, find_feed_forward
+from graph_passes.matching.feed_forward import find_feed_forward
 from tests.errors import raises
 from tests.graph_passes.graphs import graph
 

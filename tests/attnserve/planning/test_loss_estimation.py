@@ -16,7 +16,7 @@ from attnserve.models.artifact import load_model, open_artifact
 from attnserve.models.datasets import load_inputs
 from attnserve.planning.loss_estimation import LossEstimator
 from attnserve.runtime.session import Batch
-from graph_passes.analysis.shapes import interpret_small
+from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.prune_heads import PruneHeads
@@ -89,7 +89,7 @@ def test_any_other_maps_are_what_a_rewritten_model_would_compute(
     changed = bert.clone()
     sites = find_sites(changed, names)
     for name in names:
-        install(sites[name], *maps[name], interpret_small(changed, batch=2, sequence=5))
+        install(sites[name], *maps[name], infer_shapes_small(changed, batch=2, sequence=5))
     expected = 1 - compare(bert, changed, data, "", context=RunContext(threads=1)).mean_cosine
     assert expected > 1e-2
     assert estimator.cosine_loss(maps) == pytest.approx(expected, rel=0, abs=1e-6)

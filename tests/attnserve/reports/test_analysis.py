@@ -32,7 +32,7 @@ from graph_passes.factorize.moments import TokenMoments
 from tests import architectures
 from tests.architectures import Cell
 from tests.errors import raises
-from tests.graph_passes.matching.test_operators import READ as OPERATORS
+from tests.graph_passes.operators import OPERATORS
 
 Build = Callable[..., Path]
 EXACT = {"rtol": 1e-6, "atol": 1e-9}

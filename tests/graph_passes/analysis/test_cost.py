@@ -7,7 +7,7 @@ import onnx_ir as ir
 import pytest
 
 from graph_passes.analysis.cost import Cost, Polynomial, break_even, macs_at, model_cost
-from graph_passes.analysis.shapes import bind_axes, interpret
+from graph_passes.analysis.shapes import bind_axes, infer_shapes_at
 from graph_passes.factorize.cp import CollaborativeFactors
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.collaborate import Collaborate
@@ -182,14 +182,14 @@ def test_count_that_is_no_polynomial_is_named_as_uncounted() -> None:
         graph(body, inputs="float[1, 12, n] x, float[5, 12, 1] w", output="float[1, 5, m] out")
     )
     assert cost.macs is None
-    assert cost.uncounted == ("the count is no polynomial of the axes",)
+    assert cost.uncounted == ("the count is not a polynomial of the axes",)
 
 
 def test_more_free_axes_than_can_be_counted_are_named() -> None:
     cost = model_cost(
         graph("\n out = Abs(x)", inputs="float[a, b, c, d, e] x", output="float[a, b, c, d, e] out")
     )
-    assert cost.uncounted == ("the graph has 5 free axes, counted are at most 4",)
+    assert cost.uncounted == ("the graph has 5 free axes: expected at most 4",)
 
 
 # The paper
@@ -230,7 +230,8 @@ def collaborative(size: int, heads: int, rank: int, *, content: bool = False) ->
         0,
     )
     model = layer(size, heads)
-    return model_cost(Collaborate({find_attention(model)[0][0].name: factors})(model).model)
+    rewrite = Collaborate.with_factors({find_attention(model)[0][0].name: factors})
+    return model_cost(rewrite(model).model)
 
 
 @pytest.mark.parametrize(
@@ -319,5 +320,5 @@ def test_no_break_even() -> None:
 )
 def test_fused_operators_count_their_products(text: str, inputs: str, macs: int) -> None:
     model = graph(f"\n {text}", inputs=inputs, output="float[a, b, c] out")
-    facts = interpret(model, bind_axes(model.graph, batch=2, sequence=5))
+    facts = infer_shapes_at(model, bind_axes(model.graph, batch=2, sequence=5))
     assert macs_at(facts, model.graph) == (macs, ())

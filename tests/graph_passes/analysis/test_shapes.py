@@ -7,14 +7,20 @@ import onnx_ir as ir
 import pytest
 
 from attnserve.runtime.session import open_session
-from graph_passes.analysis.shapes import Facts, bind_axes, input_shape, interpret, named_axes
+from graph_passes.analysis.shapes import (
+    ShapeInfo,
+    bind_axes,
+    infer_shapes_at,
+    input_shape,
+    named_axes,
+)
 from graph_passes.emit.editing import exposing
 from tests.graph_passes.graphs import attention, feeds, graph
-from tests.graph_passes.matching.test_find import LAID_OUT, READ
+from tests.graph_passes.layouts import LAID_OUT, LAYOUTS
 
 
-def facts_of(model: ir.Model, batch: int = 2, sequence: int = 5) -> Facts:
-    return interpret(model, bind_axes(model.graph, batch=batch, sequence=sequence))
+def facts_of(model: ir.Model, batch: int = 2, sequence: int = 5) -> ShapeInfo:
+    return infer_shapes_at(model, bind_axes(model.graph, batch=batch, sequence=sequence))
 
 
 def fact(model: ir.Model, name: str, **lengths: int) -> object:
@@ -74,9 +80,9 @@ def test_initializers_that_old_graphs_list_as_inputs_are_no_inputs() -> None:
 # Programs
 
 
-@pytest.mark.parametrize("layout", READ)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_shape_is_the_one_that_runs(layout: str) -> None:
-    model = attention(constants=LAID_OUT, **READ[layout])
+    model = attention(constants=LAID_OUT, **LAYOUTS[layout])
     facts = facts_of(model, batch=3, sequence=4)
     assert facts.unknown == {}
     made = [node.outputs[0] for node in model.graph]

@@ -9,19 +9,20 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from graph_passes.analysis.shapes import Facts, interpret_small
+from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small
 from graph_passes.blocks import AttentionBlock
 from graph_passes.emit.attention import (
+    emission_refusal,
     emit_context,
     emit_heads,
     emit_output,
     emit_probabilities,
-    heads_apart,
-    why_not,
-    why_not_values,
+    probabilities_by_head,
+    values_refusal,
 )
 from graph_passes.emit.editing import Inserter, exposing
 from graph_passes.matching.find import find_attention
+from graph_passes.passes.collaborate import Collaborate, SharedDimensions
 from graph_passes.reference import attention_reference, inputs_of
 from tests.graph_passes.graphs import (
     FLOAT_MASK,
@@ -35,10 +36,16 @@ from tests.graph_passes.graphs import (
     run,
     weights,
 )
-from tests.graph_passes.matching.test_operators import READ as OPERATORS
-from tests.graph_passes.passes.test_prune_heads import BOTH_TURNED, CASES, OPERANDS
-from tests.graph_passes.test_rotary import ANGLES
-from tests.graph_passes.test_rotary import CONSTANTS as ROTARY
+from tests.graph_passes.layouts import (
+    ANGLES,
+    BOTH_TURNED,
+    LAID_OUT,
+    LAYOUTS,
+    OPERANDS,
+    ROTARY,
+    VARIANTS,
+)
+from tests.graph_passes.operators import OPERATORS
 
 EXACT = 1e-5
 """Largest difference of a probability, or of an output of magnitude 1 or less."""
@@ -47,9 +54,9 @@ ORDERS = ((0, 1, 2), (2, 0), (1,), (1, 1, 0))
 """All heads, some in another order, one, and one of them twice."""
 
 
-def read(model: ir.Model) -> tuple[AttentionBlock, Facts]:
+def read(model: ir.Model) -> tuple[AttentionBlock, ShapeInfo]:
     (block,), _ = find_attention(model)
-    return block, interpret_small(model, batch=2, sequence=5)
+    return block, infer_shapes_small(model, batch=2, sequence=5)
 
 
 def inserter(block: AttentionBlock) -> Inserter:
@@ -63,7 +70,7 @@ def computed(model: ir.Model, value: ir.Value, arrays: Mapping[str, np.ndarray])
 
 
 def case_model(case: str) -> ir.Model:
-    inputs, parts = CASES[case]
+    inputs, parts = VARIANTS[case]
     order = "sequence, batch" if case == "sequence first" else "batch, sequence"
     return attention(
         inputs=inputs,
@@ -74,7 +81,7 @@ def case_model(case: str) -> ir.Model:
 
 
 @pytest.mark.parametrize("heads", ORDERS, ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", VARIANTS)
 def test_probabilities_are_those_of_the_reference(case: str, heads: Sequence[int]) -> None:
     """Masks, biases by head, rotary positions and norms, each with the heads it belongs to."""
     model = case_model(case)
@@ -114,7 +121,7 @@ def written(model: ir.Model, heads: Sequence[int]) -> ir.Model:
 
 
 def test_shared_key_heads_are_projected_once() -> None:
-    inputs, parts = CASES["one key/value head for all"]
+    inputs, parts = VARIANTS["one key/value head for all"]
     model = attention(inputs=inputs, **parts)
     block, _ = read(model)
     emit_heads(inserter(block), block.k, 1.0)
@@ -125,13 +132,13 @@ def test_shared_key_heads_are_projected_once() -> None:
 
 def test_heads_that_differ_by_a_factor_alone_are_two() -> None:
     """One key head with a factor for each query head: the columns are the same, the keys not."""
-    shared = CASES["one key/value head for all"][1]["k"]
+    shared = VARIANTS["one key/value head for all"][1]["k"]
     scores = "\n kG = Mul(kT, per_head)\n s0 = MatMul(q, kG)\n s = Mul(s0, scale)"
     assert_written(lambda: attention(k=shared, scores=scores))
 
 
 def test_rotated_heads_that_differ_by_a_factor_alone_are_two() -> None:
-    shared = CASES["one key/value head for all"][1]["k"]
+    shared = VARIANTS["one key/value head for all"][1]["k"]
     scores = BOTH_TURNED.replace("(k_rows, ", "(k_gained, ").replace(
         " k_cos =", " k_gained = Mul(k_rows, per_head)\n k_cos ="
     )
@@ -141,7 +148,7 @@ def test_rotated_heads_that_differ_by_a_factor_alone_are_two() -> None:
 
 def test_heads_with_angles_of_their_own_are_not_one() -> None:
     """One key head, turned by another angle for each query head."""
-    shared = CASES["one key/value head for all"][1]["k"]
+    shared = VARIANTS["one key/value head for all"][1]["k"]
     angles = [f"float[1, {H}, sequence, {K}] {name}" for name in ("cos", "sin")]
     inputs = ", ".join((PLAIN_INPUT, FLOAT_MASK, *angles))
     assert_written(lambda: attention(k=shared, scores=BOTH_TURNED, inputs=inputs, constants=ROTARY))
@@ -174,15 +181,13 @@ def test_scale_is_in_the_weights() -> None:
 
 
 def test_probabilities_with_heads_in_the_batch_are_laid_out_apart() -> None:
-    from tests.graph_passes.matching.test_find import LAID_OUT
-    from tests.graph_passes.matching.test_find import READ as LAYOUTS
 
     model = attention(constants=LAID_OUT, **LAYOUTS["heads and batch in one axis"])
     block, facts = read(model)
     arrays = feeds(model)
     assert block.probabilities is not None
     flat = computed(model, block.probabilities, arrays)
-    apart = computed(model, heads_apart(inserter(block), block, facts), arrays)
+    apart = computed(model, probabilities_by_head(inserter(block), block, facts), arrays)
     assert (flat.shape, apart.shape) == ((2 * H, 7, 7), (2, H, 7, 7))
     np.testing.assert_array_equal(apart.reshape(flat.shape), flat)
 
@@ -190,7 +195,7 @@ def test_probabilities_with_heads_in_the_batch_are_laid_out_apart() -> None:
 @pytest.mark.parametrize("opset", [11, 13, 17, 18, 23])
 @pytest.mark.parametrize("case", ["rotary", "q/k norm by root mean square", "mask by head"])
 def test_operators_mean_the_same_at_any_opset(case: str, opset: int) -> None:
-    inputs, parts = CASES[case]
+    inputs, parts = VARIANTS[case]
     if opset >= 18:
         old, new = "ReduceMean <axes = [-1]> (q_squared)", "ReduceMean (q_squared, last)"
         parts = {name: text.replace(old, new) for name, text in parts.items()}
@@ -206,38 +211,43 @@ def test_operators_mean_the_same_at_any_opset(case: str, opset: int) -> None:
 # ---- what is refused ----------------------------------------------------------------------------
 
 
+def code_of(block: AttentionBlock, facts: ShapeInfo | None = None) -> str | None:
+    refusal = emission_refusal(block, facts)
+    return refusal and refusal.code
+
+
 def test_every_case_may_be_written() -> None:
-    for case in CASES:
+    for case in VARIANTS:
         block, facts = read(case_model(case))
-        assert (why_not(block), why_not(block, facts), why_not_values(block)) == ("", "", "")
+        assert emission_refusal(block, facts) is values_refusal(block) is None
 
 
-OPERATOR_REASONS = {
-    "ai.onnx: past": "its cached keys and values are inputs of the graph",
-    "MultiHeadAttention: keys and values handed in": "its cached keys and values are inputs",
-    "GroupQueryAttention: no cache": "its operator is told the lengths of a cache",
-    "GroupQueryAttention: rotary without a cache": "its rotary positions are counted inside",
+OPERATOR_CODES = {
+    "ai.onnx: past": "cached",
+    "MultiHeadAttention: keys and values handed in": "cached",
+    "GroupQueryAttention: no cache": "cache_lengths",
+    "GroupQueryAttention: rotary without a cache": "projection_layout",
 }
 
 
-@pytest.mark.parametrize("name", OPERATOR_REASONS)
+@pytest.mark.parametrize("name", OPERATOR_CODES)
 def test_operators_that_keep_count_of_a_cache_are_refused(name: str) -> None:
     block, _ = read(OPERATORS[name].model())
-    assert OPERATOR_REASONS[name] in why_not(block)
+    assert code_of(block) == OPERATOR_CODES[name]
 
 
 def test_values_alone_may_be_written_where_queries_may_not() -> None:
     text = "\n sizes = ReduceSum <keepdims = 1> (q, last)\n m = Add(s, sizes)"
     block, _ = read(attention(mask=text))
-    assert why_not(block) == "its position bias is computed from its own queries or keys"
-    assert why_not_values(block) == ""
+    assert code_of(block) == "entangled_bias"
+    assert values_refusal(block) is None
 
 
 def test_collaborative_heads_are_refused() -> None:
-    from tests.graph_passes.passes.test_collaborate import collaborate
 
-    block, _ = read(collaborate(attention()))
-    assert why_not(block) == "its heads are collaborative: they share their queries and keys"
+    rewrite = Collaborate({"attention_0": SharedDimensions(rank=5)})
+    block, _ = read(rewrite(attention()).model)
+    assert code_of(block) == "collaborative"
 
 
 def test_mask_of_an_unknown_shape_is_refused() -> None:
@@ -246,8 +256,7 @@ def test_mask_of_an_unknown_shape_is_refused() -> None:
     (step,) = block.steps
     mask = step.value  # type: ignore[union-attr]
     known = {value: fact for value, fact in facts.known.items() if value is not mask}
-    reason = why_not(block, replace(facts, known=known))
-    assert reason == "the shape of its mask 'mask' could not be inferred"
+    assert code_of(block, replace(facts, known=known)) == "mask_shape"
 
 
 def test_flattened_tokens_are_refused() -> None:
@@ -260,19 +269,19 @@ def test_flattened_tokens_are_refused() -> None:
             "merge": np.array([6, 6], np.int64),
         },
     )
-    assert why_not(read(model)[0]) == "its tokens are not laid out as (batch, sequence, size)"
+    assert code_of(read(model)[0]) == "token_layout"
 
 
 def test_heads_of_another_number_of_turned_elements_are_refused() -> None:
     block, _ = read(case_model("rotary"))
-    turns = list(block.q.turns)
+    turns = list(block.q.rotary_terms)
     gain = turns[1].gain.copy()
     gain[0, 2:] = 0
     columns = turns[0].columns.copy()
     columns[0] = columns[0, 0]
     turns = [replace(turns[0], columns=columns), replace(turns[1], gain=gain * 0)]
-    block = replace(block, q=replace(block.q, turns=tuple(turns)))
-    assert why_not(block) == "its positions turn some heads by more elements than others"
+    block = replace(block, q=replace(block.q, rotary_terms=tuple(turns)))
+    assert code_of(block) == "projection_layout"
 
 
 def test_names_of_a_second_writing_are_new() -> None:

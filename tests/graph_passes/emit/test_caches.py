@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from graph_passes.passes.collaborate import why_not
+from graph_passes.passes.collaborate import sharing_refusal
 from tests.graph_passes.graphs import PLAIN_INPUT, SCALE, H, K, V, attention, only, reasons
 
 CACHE = f"float[batch, {H}, past, {K}] pk, float[batch, {H}, past, {V}] pv"
@@ -80,7 +80,8 @@ def test_cache_before_the_tokens_is_read_and_certified(case: str) -> None:
     assert block.scale == pytest.approx(SCALE, rel=1e-6)
     assert block.k.past is not None and block.v.past is not None
     assert (block.kind, block.q.past) == ("self", None)
-    assert "cached keys are an input of the graph" in why_not(block)
+    refusal = sharing_refusal(block)
+    assert refusal and refusal.code == "cached"
 
 
 def test_cache_is_told_by_its_axes() -> None:
@@ -104,9 +105,8 @@ def test_cached_cross_attention_has_no_projections_of_its_keys() -> None:
     assert (block.k.weight, block.v.weight, block.kind) == (None, None, "cross")
     assert (block.y.name, block.num_heads, block.num_kv_heads) == ("pk", H, H)
     assert (block.head_size, block.v_head_size) == (K, V)
-    assert why_not(block) == (
-        "its keys are handed in by the caller: no projection in this graph makes them"
-    )
+    refusal = sharing_refusal(block)
+    assert refusal and refusal.code == "external_keys"
 
 
 def test_cached_cross_attention_with_its_mask() -> None:

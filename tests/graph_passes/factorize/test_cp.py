@@ -330,12 +330,12 @@ def test_the_input_is_left_alone():
 
 @pytest.mark.parametrize("rank", [-1, 0, 13])
 def test_refuses_a_rank_that_cannot_be(rank):
-    with pytest.raises(InvalidArgument, match=rf"is {rank}; expected 1 to 12 \(3 heads of size 4"):
+    with pytest.raises(InvalidArgument, match=rf"is {rank}: expected 1 to 12 \(3 heads of size 4"):
         collaborative_factors(*heads(3, 8, 8, 4), rank)
 
 
 def test_refuses_no_sweeps():
-    with pytest.raises(InvalidArgument, match="max_iterations is 0; expected 1 or more"):
+    with pytest.raises(InvalidArgument, match="`max_iterations` is 0: expected"):
         collaborative_factors(*heads(3, 8, 8, 4), 5, max_iterations=0)
 
 
@@ -348,7 +348,7 @@ def test_refuses_shapes_that_disagree(queries, keys):
 
 
 def test_refuses_a_bias_of_another_shape():
-    with pytest.raises(InvalidArgument, match=r"query_bias has shape \(12,\); expected \(3, 4\)"):
+    with pytest.raises(InvalidArgument, match=r"`query_bias` has shape \(12,\): expected \(3, 4\)"):
         collaborative_factors(*heads(3, 8, 8, 4), 5, query_bias=np.ones(12))
 
 
@@ -358,18 +358,21 @@ def test_refuses_weights_that_are_not_finite(name, value):
     queries, keys = heads(3, 8, 8, 4)
     arguments = {"queries": queries, "keys": keys, "query_bias": np.zeros((3, 4))}
     arguments[name].flat[0] = value
-    with pytest.raises(InvalidModel, match=f"{name} hold values that are not finite"):
+    with pytest.raises(InvalidModel, match=f"`{name}` has values"):
         collaborative_factors(**arguments, rank=5)
 
 
 @pytest.mark.parametrize(
     ("moments", "reason"),
     [
-        ((np.ones(3), np.eye(4), np.eye(2)), r"query_covariance has shape \(4, 4\), expected \(3"),
-        ((np.ones((2, 2)), np.eye(4), np.eye(2)), r"query_mean has shape \(2, 2\)"),
-        ((np.ones(4), np.eye(4), np.ones((2, 3))), r"key_covariance has shape \(2, 3\)"),
-        ((np.ones(4), np.eye(4), np.full((2, 2), np.nan)), "key_covariance holds values"),
-        ((np.ones(4), np.triu(np.ones((4, 4))), np.eye(2)), "query_covariance is not symmetric"),
+        (
+            (np.ones(3), np.eye(4), np.eye(2)),
+            r"`query_covariance` has shape \(4, 4\), expected \(3",
+        ),
+        ((np.ones((2, 2)), np.eye(4), np.eye(2)), r"`query_mean` has shape \(2, 2\)"),
+        ((np.ones(4), np.eye(4), np.ones((2, 3))), r"`key_covariance` has shape \(2, 3\)"),
+        ((np.ones(4), np.eye(4), np.full((2, 2), np.nan)), "`key_covariance` holds values"),
+        ((np.ones(4), np.triu(np.ones((4, 4))), np.eye(2)), "`query_covariance` is not symmetric"),
     ],
 )
 def test_refuses_moments_that_cannot_be(moments, reason):
@@ -379,11 +382,11 @@ def test_refuses_moments_that_cannot_be(moments, reason):
 
 def test_refuses_moments_of_another_layer():
     moments = TokenMoments(np.zeros(8), np.eye(8), np.eye(7))
-    with pytest.raises(InvalidData, match=r"\(8, 7\) features; the layer reads \(8, 6\)"):
+    with pytest.raises(InvalidData, match=r"\(8, 7\) features: expected \(8, 6\)"):
         collaborative_factors(*heads(3, 8, 6, 4), 5, moments=moments)
 
 
 def test_refuses_a_covariance_with_negative_eigenvalues():
     moments = TokenMoments(np.zeros(8), np.diag([1.0] * 7 + [-1.0]), np.eye(6))
-    with pytest.raises(InvalidData, match="query_covariance has the negative eigenvalue -1"):
+    with pytest.raises(InvalidData, match="`query_covariance` has the negative eigenvalue -1"):
         collaborative_factors(*heads(3, 8, 6, 4), 5, moments=moments)

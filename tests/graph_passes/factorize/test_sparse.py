@@ -60,13 +60,15 @@ def test_heads_read_the_dimensions_they_are_given(rank: int, size: int, seed: in
     assert (found.mixing != 0).any(axis=0).all()  # what no head reads is not kept
 
 
-@pytest.mark.parametrize("most", [2, 3, 5])
+@pytest.mark.parametrize("max_head_size", [2, 3, 5])
 @pytest.mark.parametrize("rank", [6, H * K])
-def test_no_head_reads_more_than_it_may(most: int, rank: int):
+def test_no_head_reads_more_than_it_may(max_head_size: int, rank: int):
     queries, keys = heads()
     queries[0] *= 50  # would take it all
-    read = (sparse_factors(queries, keys, rank, 2, most=most).mixing != 0).sum(axis=1)
-    assert read.max() == most if most < 5 else read[0] == 5
+    read = (sparse_factors(queries, keys, rank, 2, max_head_size=max_head_size).mixing != 0).sum(
+        axis=1
+    )
+    assert read.max() == max_head_size if max_head_size < 5 else read[0] == 5
     assert read.sum() == 2 * H
 
 
@@ -171,16 +173,18 @@ def test_a_head_of_zeros_is_no_trouble():
 
 
 @pytest.mark.parametrize(
-    ("rank", "size", "most", "text"),
+    ("rank", "size", "max_head_size", "text"),
     [
-        (0, 2, None, "The shared dimension is 0; expected 1 to 20"),
-        (H * K + 1, 2, None, "The shared dimension is 21; expected 1 to 20"),
-        (5, 0, None, "The head size is 0; expected 1 to 5"),
-        (5, K + 1, None, "The head size is 6; expected 1 to 5"),
-        (5, 3, 2, "At most 2 dimensions a head; expected 3 to 5"),
-        (5, 3, K + 1, "At most 6 dimensions a head; expected 3 to 5"),
+        (0, 2, None, "`rank` is 0: expected 1 to 20"),
+        (H * K + 1, 2, None, "`rank` is 21: expected 1 to 20"),
+        (5, 0, None, "`head_size` is 0: expected 1 to 5"),
+        (5, K + 1, None, "`head_size` is 6: expected 1 to 5"),
+        (5, 3, 2, "`max_head_size` is 2: expected 3 to 5"),
+        (5, 3, K + 1, "`max_head_size` is 6: expected 3 to 5"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(rank: int, size: int, most: int | None, text: str):
+def test_sizes_that_cannot_be_are_refused(
+    rank: int, size: int, max_head_size: int | None, text: str
+):
     with pytest.raises(InvalidArgument, match=re.escape(text)):
-        sparse_factors(*heads(), rank, size, most=most)
+        sparse_factors(*heads(), rank, size, max_head_size=max_head_size)

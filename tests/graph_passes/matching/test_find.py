@@ -16,7 +16,6 @@ from graph_passes.passes.collaborate import Collaborate, factor
 from tests.graph_passes.graphs import (
     BOOL_MASK,
     FUSED,
-    PACKED,
     PLAIN_INPUT,
     SCALE,
     D,
@@ -28,249 +27,14 @@ from tests.graph_passes.graphs import (
     only,
     reasons,
 )
+from tests.graph_passes.layouts import LAID_OUT, LAYOUTS, NO_PROJECTION, SPLIT
 
-FLAT = """
-        x2 = Reshape(x, flat)"""
-
-# What is read: a name, and the parts that differ from the plain attention of graphs.PARTS.
-READ: dict[str, dict[str, str]] = {
-    "plain": {},
-    "no query bias": {
-        "q": """
-        q0 = MatMul(x, Wq)
-        q2 = Reshape(q0, heads)
-        q = Transpose <perm = [0, 2, 1, 3]> (q2)"""
-    },
-    "no biases at all": {
-        "q": """
-        q0 = MatMul(x, Wq)
-        q2 = Reshape(q0, heads)
-        q = Transpose <perm = [0, 2, 1, 3]> (q2)""",
-        "k": """
-        k0 = MatMul(x, Wk)
-        k2 = Reshape(k0, heads)
-        kT = Transpose <perm = [0, 2, 3, 1]> (k2)""",
-        "v": """
-        v0 = MatMul(x, Wv)
-        v2 = Reshape(v0, v_heads)
-        v = Transpose <perm = [0, 2, 1, 3]> (v2)""",
-        "output": """
-        out = MatMul(c, Wo)""",
-    },
-    "keys transposed in two steps": {
-        "k": """
-        k0 = MatMul(x, Wk)
-        k1 = Add(k0, bk)
-        k2 = Reshape(k1, heads)
-        k3 = Transpose <perm = [0, 2, 1, 3]> (k2)
-        kT = Transpose <perm = [0, 1, 3, 2]> (k3)"""
-    },
-    "keys transposed twice and back": {
-        "k": """
-        k0 = MatMul(x, Wk)
-        k1 = Add(k0, bk)
-        k2 = Reshape(k1, heads)
-        k3 = Transpose <perm = [3, 2, 1, 0]> (k2)
-        k4 = Transpose <perm = [3, 2, 1, 0]> (k3)
-        kT = Transpose <perm = [0, 2, 3, 1]> (k4)"""
-    },
-    "scale divides the scores": {
-        "scores": """
-        s0 = MatMul(q, kT)
-        s = Div(s0, inverse)"""
-    },
-    "scale first": {
-        "scores": """
-        s0 = MatMul(q, kT)
-        s = Mul(scale, s0)"""
-    },
-    "scale on the queries": {
-        "scores": """
-        q9 = Mul(q, scale)
-        s = MatMul(q9, kT)"""
-    },
-    "scale on the keys, as a quotient": {
-        "scores": """
-        k9 = Div(kT, inverse)
-        s = MatMul(q, k9)"""
-    },
-    "scale before the query bias is laid out": {
-        "q": """
-        q0 = MatMul(x, Wq)
-        q1 = Add(q0, bq)
-        q9 = Mul(q1, scale)
-        q2 = Reshape(q9, heads)
-        q = Transpose <perm = [0, 2, 1, 3]> (q2)""",
-        "scores": """
-        s = MatMul(q, kT)""",
-    },
-    "root of the scale on both": {
-        "scores": """
-        q9 = Mul(q, root)
-        k9 = Mul(kT, root)
-        s = MatMul(q9, k9)"""
-    },
-    "mask first": {
-        "mask": """
-        m = Add(mask, s)"""
-    },
-    "no mask": {
-        "mask": """
-        m = Identity(s)"""
-    },
-    "swapped operands of the scores": {
-        "scores": """
-        kk = Transpose <perm = [0, 1, 3, 2]> (kT)
-        qT = Transpose <perm = [0, 1, 3, 2]> (q)
-        s0 = MatMul(kk, qT)
-        s = Mul(s0, scale)"""
-    },
-    "heads and batch in one axis": {
-        "q": """
-        q0 = MatMul(x, Wq)
-        q1 = Add(q0, bq)
-        q2 = Reshape(q1, heads)
-        q3 = Transpose <perm = [0, 2, 1, 3]> (q2)
-        shape = Shape(q3)
-        tokens = Slice(shape, n2, n4)
-        rows = Concat <axis = 0> (last, tokens)
-        q = Reshape(q3, rows)""",
-        "k": """
-        k0 = MatMul(x, Wk)
-        k1 = Add(k0, bk)
-        k2 = Reshape(k1, heads)
-        k3 = Transpose <perm = [0, 2, 1, 3]> (k2)
-        k4 = Reshape(k3, rows)
-        kT = Transpose <perm = [0, 2, 1]> (k4)""",
-        "v": """
-        v0 = MatMul(x, Wv)
-        v1 = Add(v0, bv)
-        v2 = Reshape(v1, v_heads)
-        v3 = Transpose <perm = [0, 2, 1, 3]> (v2)
-        v_shape = Shape(v3)
-        v_tokens = Slice(v_shape, n2, n4)
-        v_rows = Concat <axis = 0> (last, v_tokens)
-        v = Reshape(v3, v_rows)""",
-        "mask": """
-        m = Identity(s)""",
-        "context": """
-        c0 = MatMul(p, v)
-        c9 = Reshape(c0, v_shape)
-        c1 = Transpose <perm = [0, 2, 1, 3]> (c9)
-        c = Reshape(c1, merge)""",
-    },
-    "Gemm over flattened tokens": {
-        "q": f"""{FLAT}
-        q0 = Gemm(x2, Wq, bq)
-        length = Shape <start = 1, end = 2> (x)
-        laid_out = Concat <axis = 0> (last, length, n3, n4)
-        q2 = Reshape(q0, laid_out)
-        q = Transpose <perm = [0, 2, 1, 3]> (q2)""",
-        "k": """
-        k0 = Gemm <transB = 1> (x2, WkT, bk)
-        k2 = Reshape(k0, laid_out)
-        kT = Transpose <perm = [0, 2, 3, 1]> (k2)""",
-    },
-    "Gemm as the output projection": {
-        "context": """
-        c0 = MatMul(p, v)
-        c1 = Transpose <perm = [0, 2, 1, 3]> (c0)
-        c = Reshape(c1, rows_of_six)""",
-        "output": """
-        o = Gemm <transB = 1> (c, WoT, bo)
-        x_shape = Shape(x)
-        out = Reshape(o, x_shape)""",
-    },
-    "factors of Gemm": {
-        "q": f"""{FLAT}
-        q0 = Gemm <alpha = 0.5, beta = 3.0> (x2, Wq, bq)
-        length = Shape <start = 1, end = 2> (x)
-        laid_out = Concat <axis = 0> (last, length, n3, n4)
-        q2 = Reshape(q0, laid_out)
-        q = Transpose <perm = [0, 2, 1, 3]> (q2)""",
-    },
-    "a factor for each column of the queries": {
-        "q": """
-        q0 = MatMul(x, Wq)
-        q1 = Add(q0, bq)
-        q9 = Mul(q1, bk)
-        q2 = Reshape(q9, heads)
-        q = Transpose <perm = [0, 2, 1, 3]> (q2)"""
-    },
-    "a factor for each head of the queries": {
-        "scores": """
-        q9 = Mul(q, per_head)
-        s0 = MatMul(q9, kT)
-        s = Mul(s0, scale)"""
-    },
-    "bias subtracted": {
-        "q": """
-        q0 = MatMul(x, Wq)
-        q1 = Sub(q0, bq)
-        q2 = Reshape(q1, heads)
-        q = Transpose <perm = [0, 2, 1, 3]> (q2)"""
-    },
-    "head size before heads": {
-        "q": """
-        q0 = MatMul(x, Wq)
-        q1 = Add(q0, bq)
-        q2 = Reshape(q1, size_first)
-        q = Transpose <perm = [0, 3, 1, 2]> (q2)""",
-        "k": """
-        k0 = MatMul(x, Wk)
-        k1 = Add(k0, bk)
-        k2 = Reshape(k1, size_first)
-        kT = Transpose <perm = [0, 3, 2, 1]> (k2)""",
-    },
-    "context merged with its size before its heads": {
-        "context": """
-        c0 = MatMul(p, v)
-        c1 = Transpose <perm = [0, 2, 3, 1]> (c0)
-        c = Reshape(c1, merge)"""
-    },
-    "Dropout left in": {
-        "softmax": """
-        p0 = Softmax <axis = -1> (m)
-        p, dropped = Dropout(p0)"""
-    },
-    "safe softmax": {
-        "softmax": """
-        p0 = Softmax <axis = -1> (m)
-        nan = IsNaN(p0)
-        p = Where(nan, zero, p0)"""
-    },
-    "Cast noise": {
-        "scores": """
-        q9 = Cast <to = 1> (q)
-        s0 = MatMul(q9, kT)
-        s1 = Cast <to = 1> (s0)
-        s = Mul(s1, scale)""",
-        "softmax": """
-        p0 = Softmax <axis = 3> (m)
-        p = Cast <to = 1> (p0)""",
-    },
-    "no output projection": {
-        "output": """
-        o = Tanh(c)
-        o1 = MatMul(o, Wo)
-        out = Add(o1, bo)"""
-    },
-}
-LAID_OUT = {
-    "n2": np.array([2], np.int64),
-    "n3": np.array([H], np.int64),
-    "n4": np.array([K], np.int64),
-    "size_first": np.array([0, 0, K, H], np.int64),
-    "rows_of_six": np.array([-1, H * V], np.int64),
-}
-
-NO_PROJECTION = {"no output projection"}
 WITH_GAIN = {"factors of Gemm": 0.5}
 
 
-@pytest.mark.parametrize("layout", READ)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_is_read_and_certified(layout: str) -> None:
-    block = only(attention(constants=LAID_OUT, **READ[layout]))
+    block = only(attention(constants=LAID_OUT, **LAYOUTS[layout]))
     assert (block.num_heads, block.num_kv_heads) == (H, H)
     assert (block.head_size, block.v_head_size, block.input_size) == (K, V, D)
     assert block.scale == pytest.approx(SCALE * WITH_GAIN.get(layout, 1.0), rel=1e-6)
@@ -302,42 +66,6 @@ def test_mask_by_where_is_read_either_way(written: str) -> None:
 def test_added_mask_is_the_value_that_is_added() -> None:
     (step,) = only(attention()).steps
     assert isinstance(step, PositionBias) and step.value.name == "mask"
-
-
-SPLIT = {
-    "Split": f"""{PACKED}
-        q1, k1, v1 = Split <axis = -1> (biased, thirds)
-        q2 = Reshape(q1, heads)
-        q = Transpose <perm = [0, 2, 1, 3]> (q2)
-        k2 = Reshape(k1, heads)
-        kT = Transpose <perm = [0, 2, 3, 1]> (k2)
-        v2 = Reshape(v1, heads)
-        v = Transpose <perm = [0, 2, 1, 3]> (v2)""",
-    "Slice": f"""{PACKED}
-        q1 = Slice(biased, n0, n12, last)
-        k1 = Slice(biased, n12, n24, last)
-        v1 = Slice(biased, n24, n36, last)
-        q2 = Reshape(q1, heads)
-        q = Transpose <perm = [0, 2, 1, 3]> (q2)
-        k2 = Reshape(k1, heads)
-        kT = Transpose <perm = [0, 2, 3, 1]> (k2)
-        v2 = Reshape(v1, heads)
-        v = Transpose <perm = [0, 2, 1, 3]> (v2)""",
-    "Gather": f"""{PACKED}
-        b2 = Reshape(biased, packed_heads)
-        b3 = Transpose <perm = [2, 0, 3, 1, 4]> (b2)
-        q = Gather <axis = 0> (b3, i0)
-        k3 = Gather <axis = 0> (b3, i1)
-        kT = Transpose <perm = [0, 1, 3, 2]> (k3)
-        v = Gather <axis = 0> (b3, i2)""",
-    "q, k, v within each head": f"""{PACKED}
-        b2 = Reshape(biased, head_packed)
-        b3 = Transpose <perm = [0, 2, 1, 3, 4]> (b2)
-        q = Gather <axis = 3> (b3, i0)
-        k3 = Gather <axis = 3> (b3, i1)
-        kT = Transpose <perm = [0, 1, 3, 2]> (k3)
-        v = Gather <axis = 3> (b3, i2)""",
-}
 
 
 @pytest.mark.parametrize("how", SPLIT)
@@ -714,7 +442,7 @@ def mutants(model: ir.Model) -> list[tuple[str, Callable[[], None]]]:
 def collaborative() -> ir.Model:
     model = attention()
     blocks, _ = find_attention(model)
-    return Collaborate({block.name: factor(block, 5) for block in blocks})(model).model
+    return Collaborate.with_factors({block.name: factor(block, 5) for block in blocks})(model).model
 
 
 MUTATED: dict[str, tuple[Callable[[], ir.Model], int]] = {

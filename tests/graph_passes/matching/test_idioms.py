@@ -6,31 +6,31 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from graph_passes.analysis.shapes import Facts, bind_axes, interpret
+from graph_passes.analysis.shapes import ShapeInfo, bind_axes, infer_shapes_at
 from graph_passes.blocks import Capped, Floor, LogitStep, Mask, PositionBias, Weighted
+from graph_passes.matching.element_map import MatchFailure
 from graph_passes.matching.idioms import (
     LOGIT_IDIOMS,
     PROBABILITY_IDIOMS,
     SOFTMAXES,
-    LogitReading,
-    SoftmaxReading,
+    LogitMatch,
+    SoftmaxMatch,
 )
-from graph_passes.matching.labels import Unread
 from tests.graph_passes.graphs import graph
 
 LOGITS = "float[b, 3, s, t] l, float[b, 3, s, t] other, bool[b, 1, s, t] seen"
 MADE = "float[b, 3, s, t] out"
 
 
-def facts_of(model: ir.Model) -> Facts:
-    return interpret(model, bind_axes(model.graph, batch=2, sequence=5))
+def facts_of(model: ir.Model) -> ShapeInfo:
+    return infer_shapes_at(model, bind_axes(model.graph, batch=2, sequence=5))
 
 
 def last(model: ir.Model) -> ir.Node:
     return list(model.graph)[-1]
 
 
-def read(text: str) -> tuple[LogitReading | None, ir.Model]:
+def read(text: str) -> tuple[LogitMatch | None, ir.Model]:
     """The answer of the one idiom that answers to the last node of a text."""
     model = graph(
         text,
@@ -237,7 +237,7 @@ def test_no_moved_probabilities(text: str) -> None:
     assert after(f"out = {text}") == ("", [])
 
 
-def softmax_of(text: str, opset: int = 17) -> tuple[str, SoftmaxReading | None]:
+def softmax_of(text: str, opset: int = 17) -> tuple[str, SoftmaxMatch | None]:
     """Which of the softmaxes the last node of a text is, and its reading."""
     constants = {"last_two": np.array([-2, -1], np.int64)}
     model = graph(f"\n {text}", inputs=LOGITS, output=MADE, constants=constants, opset=opset)
@@ -309,9 +309,9 @@ def test_no_softmax(text: str) -> None:
 
 
 def test_softmax_before_opset_13_is_refused_over_several_axes() -> None:
-    with pytest.raises(Unread, match="is not over the keys"):
+    with pytest.raises(MatchFailure, match="is not over the keys"):
         softmax_of("out = Softmax <axis = 2> (l)", opset=11)
-    with pytest.raises(Unread, match="is not over the keys"):
+    with pytest.raises(MatchFailure, match="is not over the keys"):
         softmax_of("out = com.microsoft.BiasSoftmax <axis = 2> (l, other)")
 
 

@@ -12,18 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graph_passes.analysis.shapes import bind_axes, interpret
+from graph_passes.analysis.shapes import bind_axes, infer_shapes_at
 from graph_passes.blocks import OutputProjection, Projection
-from graph_passes.matching.labels import Unread, say
-from graph_passes.matching.layout import Reader, only_consumer
+from graph_passes.matching.element_map import MatchFailure, describe
+from graph_passes.matching.layout import LayoutReader, only_consumer
 from tests.graph_passes.graphs import D, H, K, graph, run, weights
 
 COLUMNS = np.arange(H * K).reshape(H, K)
 
 
-def reader_of(model: ir.Model) -> Reader:
-    facts = interpret(model, bind_axes(model.graph, batch=2, sequence=5))
-    return Reader(facts, dict(model.opset_imports))
+def reader_of(model: ir.Model) -> LayoutReader:
+    facts = infer_shapes_at(model, bind_axes(model.graph, batch=2, sequence=5))
+    return LayoutReader(facts, dict(model.opset_imports))
 
 
 def value_of(model: ir.Model, name: str) -> ir.Value:
@@ -40,7 +40,7 @@ def projection(
     text: str, *, axes: Sequence[int] | None = None, **constants: np.ndarray
 ) -> Projection:
     model = model_of(text, **constants)
-    return reader_of(model).projection(value_of(model, "out"), "query", axes=axes)
+    return reader_of(model).match_projection(value_of(model, "out"), "query", axes=axes)
 
 
 PLAIN = """
@@ -118,17 +118,17 @@ def test_any_order_of_axes_is_read_once_it_is_named(perm: tuple[int, ...]) -> No
 
 def test_tokens_last_without_being_told_are_refused() -> None:
     text = PLAIN.replace("perm = [0, 2, 1, 3]", "perm = [0, 2, 3, 1]")
-    with pytest.raises(Unread, match="which are no whole sequences of 4"):
+    with pytest.raises(MatchFailure, match="which are no whole sequences of 4"):
         projection(text)
 
 
 def test_merged_heads_are_split() -> None:
     model = graph("\n out = MatMul(x, Wq)", inputs=f"float[b, s, {D}] x")
-    read = reader_of(model).projection(value_of(model, "out"), "query", heads=H)
+    read = reader_of(model).match_projection(value_of(model, "out"), "query", heads=H)
     np.testing.assert_array_equal(read.columns, COLUMNS)
     assert read.layout == "B T H*K"
-    with pytest.raises(Unread, match=r"has shape \(2, 5, 12\), not 5 heads side by side"):
-        reader_of(model).projection(value_of(model, "out"), "query", heads=5)
+    with pytest.raises(MatchFailure, match=r"has shape \(2, 5, 12\), not 5 heads side by side"):
+        reader_of(model).match_projection(value_of(model, "out"), "query", heads=5)
 
 
 def test_repeated_heads_are_shared_columns() -> None:
@@ -154,8 +154,8 @@ def test_any_two_permutations_are_followed_or_refused(first: list[int], second: 
     x = np.random.default_rng(0).standard_normal((2, 5, D)).astype(np.float32)
     moved = [first[axis] for axis in second]
     try:
-        read = reader_of(model).projection(value_of(model, "out"), "query")
-    except Unread:
+        read = reader_of(model).match_projection(value_of(model, "out"), "query")
+    except MatchFailure:
         assert moved not in ([0, 2, 1, 3], [1, 2, 0, 3])
         return
     tokens = x.swapaxes(0, 1) if read.sequence_first else x  # the batch may be the sequence
@@ -211,7 +211,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_out_of_place_is_refused(case: str) -> None:
     text, reason = REFUSED[case]
-    with pytest.raises(Unread) as refused:
+    with pytest.raises(MatchFailure) as refused:
         projection(text, before=np.array([-99], np.int64))
     assert re.search(reason, refused.value.reason)
 
@@ -221,7 +221,7 @@ def output_of(body: str, shape: str = f"b, {H}, s, {K}") -> OutputProjection | N
     model = graph(body, inputs=f"float[{shape}] c0")
     order = (2, H, 5, K)
     labels = np.arange(np.prod(order)).reshape(order)
-    return reader_of(model).output_projection(model.graph.inputs[0], labels, order)
+    return reader_of(model).match_output_projection(model.graph.inputs[0], labels, order)
 
 
 MERGED = """
@@ -277,6 +277,6 @@ def test_only_consumer_does_not_count_shapes() -> None:
 
 def test_nodes_are_named_by_operator_and_name() -> None:
     node = ir.node("Abs", [])
-    assert say(node) == "Abs"
+    assert describe(node) == "Abs"
     node.name = "layer.0/abs"
-    assert say(node) == "Abs 'layer.0/abs'"
+    assert describe(node) == "Abs 'layer.0/abs'"

@@ -7,7 +7,7 @@ import onnx_ir as ir
 import pytest
 
 from graph_passes.blocks import AttentionBlock
-from graph_passes.passes.collaborate import why_not
+from graph_passes.passes.collaborate import sharing_refusal
 from tests.graph_passes.graphs import (
     FLOAT_MASK,
     PLAIN_INPUT,
@@ -121,16 +121,17 @@ def normed(text: str, opset: int = 17, inputs: str = f"{PLAIN_INPUT}, {FLOAT_MAS
 
 @pytest.mark.parametrize("written", NORMS)
 def test_norm_of_each_head_is_read_and_certified(written: str) -> None:
-    text, opset, epsilon, centred = NORMS[written]
+    text, opset, epsilon, centered = NORMS[written]
     block = only(normed(text, opset))
     assert block.q.norm is not None and block.k.norm is None
     assert block.q.norm.epsilon == pytest.approx(epsilon, rel=1e-6)
-    assert block.q.norm.centred == centred
+    assert block.q.norm.centered == centered
     assert block.q.norm.columns.tolist() == np.arange(H * K).reshape(H, K).tolist()
     np.testing.assert_allclose(block.q.gain, np.tile(CONSTANTS["gain"], (H, 1)), rtol=1e-6)
     assert (block.num_heads, block.head_size, block.position) == (H, K, "none")
     assert block.scale == pytest.approx(SCALE, rel=1e-6)
-    assert "q/k norm" in why_not(block)
+    refusal = sharing_refusal(block)
+    assert refusal and refusal.code == "qk_norm"
 
 
 def test_norm_on_both_sides() -> None:
@@ -295,10 +296,11 @@ def test_rotary_embedding_of_onnx_runtime(where: str, interleaved: int) -> None:
         where,
     )
     assert (block.position, block.num_heads, block.head_size) == ("rope", H, K)
-    factors = [turn.factor for turn in block.q.turns]
+    factors = [turn.factor for turn in block.q.rotary_terms]
     assert [factor.value.name for factor in factors if factor] == ["cos_table", "sin_table"]
     assert {f.positions.name for f in factors if f and f.positions} == {"where"}
-    assert "rotary positions" in why_not(block)
+    refusal = sharing_refusal(block)
+    assert refusal and refusal.code == "rotary"
 
 
 def test_rotary_embedding_of_onnx_runtime_before_the_heads_are_split() -> None:
@@ -326,12 +328,12 @@ def test_rotary_embedding_of_onnx(interleaved: int) -> None:
     block = rope(
         f"\n q9 = RotaryEmbedding <interleaved = {interleaved}> (q, cos, sin)", ANGLES, opset=23
     )
-    assert block.position == "rope" and len(block.q.turns) == 2
+    assert block.position == "rope" and len(block.q.rotary_terms) == 2
 
 
 def test_rotary_embedding_of_onnx_with_positions() -> None:
     block = rope("\n q9 = RotaryEmbedding(q, cos_table, sin_table, where)", WHERE, opset=23)
-    assert [turn.factor and turn.factor.value.name for turn in block.q.turns] == [
+    assert [turn.factor and turn.factor.value.name for turn in block.q.rotary_terms] == [
         "cos_table",
         "sin_table",
     ]
@@ -354,8 +356,8 @@ def test_part_of_a_head_is_rotated() -> None:
         WHERE,
         opset=23,
     )
-    assert [turn.factor is None for turn in block.q.turns] == [False, False, True]
-    assert block.q.turns[2].gain.tolist() == [[0, 0, 1, 1]] * H
+    assert [turn.factor is None for turn in block.q.rotary_terms] == [False, False, True]
+    assert block.q.rotary_terms[2].gain.tolist() == [[0, 0, 1, 1]] * H
 
 
 @pytest.mark.parametrize("norm", ["SimplifiedLayerNormalization", "LayerNormalization"])
@@ -366,7 +368,7 @@ def test_norm_before_rotary_positions(norm: str) -> None:
         WHERE,
     )
     assert block.position == "rope" and block.q.norm is not None
-    assert len(block.q.turns) == 2
+    assert len(block.q.rotary_terms) == 2
 
 
 def test_norm_in_parts_before_rotary_positions_in_parts() -> None:
@@ -396,4 +398,4 @@ def test_folded_angles_are_positions_too() -> None:
     }
     inputs = f"float[batch, 5, {D}] x, float[batch, 1, 1, 5] mask"
     block = only(attention(scores=text, inputs=inputs, constants=constants))
-    assert block.position == "rope" and len(block.q.turns) == 2
+    assert block.position == "rope" and len(block.q.rotary_terms) == 2

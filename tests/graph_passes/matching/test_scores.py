@@ -8,7 +8,7 @@ import pytest
 
 from graph_passes.blocks import Capped, Floor, Mask, PositionBias, Scaled, Weighted
 from graph_passes.matching.find import find_attention
-from graph_passes.passes.collaborate import Collaborate, factor, why_not
+from graph_passes.passes.collaborate import Collaborate, factor, sharing_refusal
 from tests.graph_passes.graphs import (
     PLAIN_INPUT,
     SCALE,
@@ -168,15 +168,18 @@ def test_layouts_are_told_by_the_order_of_their_axes() -> None:
 def test_probabilities_that_are_never_laid_out_by_head_have_no_value() -> None:
     block = only(laid_out("keys by queries, and the context too"))
     assert block.probabilities is None
-    assert "its probabilities are nowhere laid out" in why_not(block)
+    refusal = sharing_refusal(block)
+    assert refusal and refusal.code == "probability_layout"
 
 
-@pytest.mark.parametrize("case", [case for case in LAID_OUT if not why_not(only(laid_out(case)))])
+@pytest.mark.parametrize(
+    "case", [case for case in LAID_OUT if not sharing_refusal(only(laid_out(case)))]
+)
 def test_collaborative_heads_keep_the_layout(case: str) -> None:
     """At R = H*K the output stays within 1e-4."""
     model = laid_out(case)
     blocks, _ = find_attention(model)
-    Collaborate({block.name: factor(block, H * K) for block in blocks})(model)
+    Collaborate.with_factors({block.name: factor(block, H * K) for block in blocks})(model)
     arrays = feeds(laid_out(case))
     np.testing.assert_allclose(run(model, arrays), run(laid_out(case), arrays), atol=1e-4, rtol=0)
     assert only(model).form == "collaborative"

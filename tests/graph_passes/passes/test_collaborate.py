@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -14,15 +12,15 @@ import pytest
 
 from attnserve.checks.certify import read_attention
 from graph_passes.analysis.cost import macs_at, model_cost
-from graph_passes.analysis.shapes import bind_axes, interpret
-from graph_passes.blocks import AttentionBlock
-from graph_passes.emit.collaborative import most_read, padded_head_size
+from graph_passes.analysis.shapes import bind_axes, infer_shapes_at
+from graph_passes.emit.collaborative import max_read_size, padded_head_size
 from graph_passes.errors import CannotRewrite, InvalidArgument
 from graph_passes.factorize.cp import CollaborativeFactors
 from graph_passes.matching.find import find_attention
-from graph_passes.passes import refusals as rewrites
-from graph_passes.passes.collaborate import INSIDE_OPERATOR, Collaborate, factor, why_not
-from graph_passes.passes.decompose_attention import DecomposeAttention
+from graph_passes.passes.base import RewritePass
+from graph_passes.passes.collaborate import Collaborate, SharedDimensions, factor, sharing_refusal
+from graph_passes.passes.prune_heads import PruneHeads
+from tests.errors import raises
 from tests.graph_passes.graphs import (
     BOOL_MASK,
     FUSED,
@@ -38,15 +36,17 @@ from tests.graph_passes.graphs import (
     run,
     weights,
 )
-from tests.graph_passes.matching.test_find import LAID_OUT, READ, SPLIT
+from tests.graph_passes.layouts import ALL_LAYOUTS, LAID_OUT, LAYOUTS, PACKED_PARTS, SPLIT
 
 EXACT = H * K
+NAME = "attention_0"
 
 
 def collaborate(model: ir.Model, rank: int = EXACT) -> ir.Model:
     """Every block of a model at one rank."""
     blocks, _ = find_attention(model)
-    return Collaborate({block.name: factor(block, rank) for block in blocks})(model).model
+    factors = {block.name: factor(block, rank) for block in blocks}
+    return Collaborate.with_factors(factors)(model).model
 
 
 def two_layers() -> ir.Model:
@@ -58,15 +58,11 @@ def two_layers() -> ir.Model:
     return graph(first + second, output=f"float[batch, sequence, {D}] out_2")
 
 
-PACKED_PARTS = {"k": "", "v": "", "output": "\n        out = MatMul(c, Wo12)"}
-APPLIES = READ | {f"packed by {how}": {"q": text, **PACKED_PARTS} for how, text in SPLIT.items()}
-
-
-@pytest.mark.parametrize("layout", APPLIES)
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
 def test_exact_rank_changes_nothing(layout: str) -> None:
     """Key bias dropped, query bias as content, scale kept: outputs within 1e-4."""
-    original = attention(constants=LAID_OUT, **APPLIES[layout])
-    rewritten = collaborate(attention(constants=LAID_OUT, **APPLIES[layout]))
+    original = attention(constants=LAID_OUT, **ALL_LAYOUTS[layout])
+    rewritten = collaborate(attention(constants=LAID_OUT, **ALL_LAYOUTS[layout]))
     arrays = feeds(original)
     np.testing.assert_allclose(run(rewritten, arrays), run(original, arrays), atol=1e-4, rtol=0)
 
@@ -74,8 +70,8 @@ def test_exact_rank_changes_nothing(layout: str) -> None:
 @pytest.mark.parametrize("rank", [1, 5, EXACT])
 @pytest.mark.parametrize("layout", ["plain", "no query bias", "packed by Split"])
 def test_rewritten_graph_is_read_back_as_what_it_is(layout: str, rank: int) -> None:
-    before = only(attention(**APPLIES[layout]))
-    after = only(collaborate(attention(**APPLIES[layout]), rank))
+    before = only(attention(**ALL_LAYOUTS[layout]))
+    after = only(collaborate(attention(**ALL_LAYOUTS[layout]), rank))
     assert after.form == "collaborative"
     assert (after.name, after.num_heads, after.input_size) == (before.name, H, D)
     assert after.head_size == rank
@@ -86,7 +82,7 @@ def test_rewritten_graph_is_read_back_as_what_it_is(layout: str, rank: int) -> N
 
 def test_shared_dimensions_are_no_positions() -> None:
     block = only(collaborate(attention(), 5))
-    assert (block.position, block.q.turns) == ("none", ())
+    assert (block.position, block.q.rotary_terms) == ("none", ())
 
 
 def test_factors_survive_the_way_into_the_graph_and_back() -> None:
@@ -105,7 +101,7 @@ def test_true_cost_is_read_back() -> None:
     model = collaborate(attention(), rank)
     block = only(model)
     macs, uncounted = macs_at(
-        interpret(model, bind_axes(model.graph, batch=1, sequence=S)), block.nodes
+        infer_shapes_at(model, bind_axes(model.graph, batch=1, sequence=S)), block.nodes
     )
     projections = S * (2 * D * rank + 2 * D * H * V)
     assert uncounted == ()
@@ -144,13 +140,13 @@ def test_key_bias_is_dropped_and_query_bias_becomes_content() -> None:
     factors = factor(block, EXACT)
     expected = np.einsum("hek,hk->he", block.k.heads(), block.q.offset)
     np.testing.assert_allclose(factors.content, expected, atol=1e-6)
-    model = collaborate(attention())
+    model = collaborate(attention(), 5)
     assert {"bq", "bk", "Wq", "Wk"}.isdisjoint(model.graph.initializers)
     assert {"bv", "Wv", "bo", "Wo"} <= set(model.graph.initializers)
 
 
 def test_without_query_bias_there_is_no_content() -> None:
-    model = collaborate(attention(**READ["no query bias"]))
+    model = collaborate(attention(**LAYOUTS["no query bias"]))
     assert only(model).content is None
     assert not any("content" in name for name in model.graph.initializers)
 
@@ -159,7 +155,7 @@ def test_ranks_may_differ_from_layer_to_layer() -> None:
     model = two_layers()
     blocks, _ = find_attention(model)
     ranks = {block.name: rank for block, rank in zip(blocks, (4, EXACT), strict=True)}
-    Collaborate({block.name: factor(block, ranks[block.name]) for block in blocks})(model)
+    Collaborate({name: SharedDimensions(rank=rank) for name, rank in ranks.items()})(model)
     read = read_attention(model)
     assert {block.name: block.head_size for block in read.blocks} == ranks
     assert read.unmatched == ()
@@ -168,7 +164,7 @@ def test_ranks_may_differ_from_layer_to_layer() -> None:
 def test_one_layer_of_two_may_be_left_alone() -> None:
     model, original = two_layers(), two_layers()
     first = find_attention(model)[0][0]
-    Collaborate({first.name: factor(first, EXACT)})(model)
+    Collaborate.with_factors({first.name: factor(first, EXACT)})(model)
     assert [block.form for block in find_attention(model)[0]] == ["collaborative", "standard"]
     arrays = feeds(original)
     np.testing.assert_allclose(run(model, arrays), run(original, arrays), atol=1e-4, rtol=0)
@@ -176,8 +172,7 @@ def test_one_layer_of_two_may_be_left_alone() -> None:
 
 @pytest.mark.parametrize("rank", [0, -1, EXACT + 1])
 def test_rank_out_of_range_is_refused(rank: int) -> None:
-    said = rf"a shared dimension of {rank}: expected 1 to 12 \(3 heads x 4\)"
-    with pytest.raises(InvalidArgument, match=said):
+    with raises(InvalidArgument, "collaborate.rank"):
         factor(only(attention()), rank)
 
 
@@ -239,62 +234,58 @@ def test_half_precision_stays_half_precision() -> None:
 REFUSED = {
     "scores of five axes": (
         {"mask": "\n s5 = Unsqueeze(s, a0)\n m5 = Add(s5, mask)\n m = Squeeze(m5, a0)"},
-        "its scores are laid out in an order that is not followed",
+        "score_layout",
     ),
     "capped scores": (
         {"mask": "\n capped = Tanh(s)\n m = Add(capped, mask)"},
-        "its logits are capped or weighted before the softmax, so the key bias counts",
+        "capped",
     ),
     "weighted scores": (
         {"mask": "\n m = Mul(s, mask)"},
-        "its logits are capped or weighted before the softmax, so the key bias counts",
+        "capped",
     ),
     "a floor that softmax does not ignore": (
         {"mask": "\n m = Max(s, weak)"},
-        "its mask fills in scores that softmax does not ignore",
+        "weak_mask",
     ),
     "a bias made of the queries": (
         {"mask": "\n sizes = ReduceSum <keepdims = 1> (q, last)\n m = Add(s, sizes)"},
-        "its position bias is computed from its own queries or keys",
+        "entangled_bias",
     ),
     "q/k norm": (
         {"scores": "\n q9 = LayerNormalization(q, ones)\n s0 = MatMul(q9, kT)"
                    "\n s = Mul(s0, scale)"},
-        "q/k norm stands between the projections and the scores",
+        "qk_norm",
     ),
     "scores that are an output": (
         {"mask": "\n m = Add(s, mask)\n shown = Identity(s)"},
-        "its scores are read by more than the softmax",
+        "scores_shared",
     ),
     "a mask that softmax does not ignore": (
         {"mask": "\n hidden = Less(mask, zero)\n m = Where(hidden, weak, s)"},
-        "its mask fills in scores that softmax does not ignore",
+        "weak_mask",
     ),
     "one key head for all": (
         {"k": "\n k0 = MatMul(x, Wk1)\n k2 = Reshape(k0, one_head)"
               "\n kT = Transpose <perm = [0, 2, 3, 1]> (k2)"},
-        "its key heads are grouped",
+        "grouped",
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_rewrite_is_refused_where_it_would_not_be_exact(case: str) -> None:
-    parts, reason = REFUSED[case]
+    parts, code = REFUSED[case]
     outputs = f"float[batch, sequence, {D}] out"
     if "shown" in str(parts):
         outputs += f", float[batch, {H}, sequence, sequence] shown"
     constants = LAID_OUT | {"ones": np.ones(K, np.float32)}
     model = attention(output_type=outputs, constants=constants, **parts)
     (block,), _ = find_attention(model)
-    assert reason in why_not(block)
-    with pytest.raises(CannotRewrite, match=reason):
-        Collaborate({block.name: factor(replace_heads(block), 4)})(model)
-
-
-def replace_heads(block: AttentionBlock) -> AttentionBlock:
-    """A block whose keys are as many as its queries, so that factors can be made at all."""
-    return replace(block, k=replace(block.q, offset=block.k.offset))
+    refusal = sharing_refusal(block)
+    assert refusal and refusal.code == code
+    with raises(CannotRewrite, code):
+        Collaborate({block.name: SharedDimensions(rank=4)})(model)
 
 
 def test_flattened_tokens_are_refused() -> None:
@@ -308,16 +299,17 @@ def test_flattened_tokens_are_refused() -> None:
             "merge": np.array([6, 6], np.int64),
         },
     )
-    assert why_not(only(model)) == "its tokens are not laid out as (batch, sequence, size)"
+    refusal = sharing_refusal(only(model))
+    assert refusal and refusal.code == "token_layout"
 
 
 def test_second_time_and_unknown_names_are_refused() -> None:
     model = collaborate(attention(), 5)
     block = only(model)
-    with pytest.raises(CannotRewrite, match="its heads are collaborative already"):
-        Collaborate({block.name: factor(block, 4)})(model)
-    with pytest.raises(CannotRewrite, match="layer_9: no attention has this name"):
-        Collaborate({"layer_9": factor(only(attention()), 4)})(attention())
+    with raises(CannotRewrite, "collaborative"):
+        Collaborate.with_factors({block.name: factor(block, 4)})(model)
+    with raises(CannotRewrite, "rewrite.unknown_block"):
+        Collaborate.with_factors({"layer_9": factor(only(attention()), 4)})(attention())
 
 
 def test_fused_operator_is_decomposed_first() -> None:
@@ -330,8 +322,7 @@ def test_fused_operator_is_decomposed_first() -> None:
     inputs = f"float[batch, sequence, {D}] x, bool[batch, 1, sequence, sequence] mask"
     original, model = (attention(opset=23, inputs=inputs, **parts) for _ in range(2))
     block = only(model)
-    assert why_not(block) == INSIDE_OPERATOR
-    DecomposeAttention(frozenset({block.name}))(model)
+    assert block.logits is None
     collaborate(model)
     assert (only(model).name, only(model).form) == (block.name, "collaborative")
     assert only(model).scale == pytest.approx(SCALE, rel=1e-6)
@@ -341,7 +332,7 @@ def test_fused_operator_is_decomposed_first() -> None:
 
 def test_graph_in_text_before_and_after() -> None:
     """The rewritten graph reads like equation 7: two shared products, and M in between."""
-    model = collaborate(attention(**READ["no query bias"]), 5)
+    model = collaborate(attention(**LAYOUTS["no query bias"]), 5)
     nodes = [f"{node.op_type} -> {node.outputs[0].name}" for node in model.graph]
     name = "attention_0/collaborative"
     assert nodes == [
@@ -387,27 +378,27 @@ def test_minilm_at_full_rank_is_minilm(minilm_export: Callable[[str, str, int], 
 # Sparse mixing
 
 
-def sparse(model: ir.Model, rank: int, head_size: int, mixing: Any = "sparse") -> ir.Model:
+def sparse(model: ir.Model, rank: int, head_size: int, *, dense: bool = False) -> ir.Model:
     blocks, _ = find_attention(model)
     factors = {b.name: factor(b, rank, head_size=head_size) for b in blocks}
-    return Collaborate(factors, mixing=mixing)(model).model
+    return Collaborate.with_factors(factors, sparse=not dense)(model).model
 
 
-@pytest.mark.parametrize("layout", APPLIES)
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
 def test_sparse_mixing_of_all_dimensions_changes_nothing(layout: str) -> None:
-    original = attention(constants=LAID_OUT, **APPLIES[layout])
-    rewritten = sparse(attention(constants=LAID_OUT, **APPLIES[layout]), EXACT, K)
+    original = attention(constants=LAID_OUT, **ALL_LAYOUTS[layout])
+    rewritten = sparse(attention(constants=LAID_OUT, **ALL_LAYOUTS[layout]), EXACT, K)
     arrays = feeds(original)
     np.testing.assert_allclose(run(rewritten, arrays), run(original, arrays), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("rank", [5, EXACT])
-@pytest.mark.parametrize("layout", APPLIES)
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
 def test_dense_and_sparse_emission_compute_the_same(layout: str, rank: int) -> None:
     """Gathered (R = 5 for 9 entries) and side by side: outputs within 1e-5."""
     made = [
-        sparse(attention(constants=LAID_OUT, **APPLIES[layout]), rank, 3, mixing)
-        for mixing in ("dense", "sparse")
+        sparse(attention(constants=LAID_OUT, **ALL_LAYOUTS[layout]), rank, 3, dense=dense)
+        for dense in (True, False)
     ]
     arrays = feeds(made[0])
     np.testing.assert_allclose(run(made[1], arrays), run(made[0], arrays), atol=1e-5, rtol=0)
@@ -417,8 +408,8 @@ def test_dense_and_sparse_emission_compute_the_same(layout: str, rank: int) -> N
 @pytest.mark.parametrize("layout", ["plain", "no query bias", "packed by Split"])
 def test_sparse_heads_are_read_back_as_attention(layout: str, rank: int, form: str) -> None:
     """Three dimensions and the content make heads of size four; padding is read as nothing."""
-    before = only(attention(**APPLIES[layout]))
-    model = sparse(attention(**APPLIES[layout]), rank, 3)
+    before = only(attention(**ALL_LAYOUTS[layout]))
+    model = sparse(attention(**ALL_LAYOUTS[layout]), rank, 3)
     after = only(model)
     assert (after.form, after.num_heads, after.input_size) == (form, H, D)
     assert after.head_size == (3 if layout == "no query bias" else 4)
@@ -436,7 +427,7 @@ def test_heads_of_many_dimensions_are_padded_for_fused_kernels() -> None:
     content = np.ones((3, 4))
     made = CollaborativeFactors(np.ones((4, 12)), np.ones((4, 12)), mixing, content, 0.1, 1)
     assert padded_head_size(made) == 16
-    assert [most_read(size, 32) for size in (3, 7, 8, 10, 15, 16, 31, 32)] == [
+    assert [max_read_size(size, 32) for size in (3, 7, 8, 10, 15, 16, 31, 32)] == [
         3, 7, 15, 15, 15, 23, 31, 32,
     ]  # fmt: skip
 
@@ -445,13 +436,22 @@ def test_sparse_mixing_costs_what_it_says() -> None:
     """S(2DR + D) for q and k, D H for the content, S H K' to mix, S^2 H (K' + V) with K' = 4."""
     rank, S, V = 5, 7, 2
     model = sparse(attention(), rank, 3)
-    facts = interpret(model, bind_axes(model.graph, batch=1, sequence=S))
+    facts = infer_shapes_at(model, bind_axes(model.graph, batch=1, sequence=S))
     macs, uncounted = macs_at(facts, only(model).nodes)
     assert uncounted == ()
     read = S * (2 * D * rank + D + D * H) + S * H * 4
     assert macs == read + S * 2 * D * H * V + S * S * H * (4 + V)
 
 
-@pytest.mark.parametrize("rewrite", [rewrites.prune, rewrites.collaborate, rewrites.truncate])
-def test_sparse_heads_are_not_rewritten_again(rewrite: Any) -> None:
-    assert "its heads are collaborative" in rewrite(only(sparse(attention(), 5, 3)))
+@pytest.mark.parametrize(
+    "rewrite",
+    [
+        PruneHeads({NAME: (1, 0, 1)}),
+        Collaborate({NAME: SharedDimensions(rank=4)}),
+        Collaborate({NAME: SharedDimensions(rank=4, head_size=2)}),
+    ],
+    ids=["prune", "share", "share sparsely"],
+)
+def test_sparse_heads_are_not_rewritten_again(rewrite: RewritePass) -> None:
+    with raises(CannotRewrite, "collaborative"):
+        rewrite(sparse(attention(), 5, 3))

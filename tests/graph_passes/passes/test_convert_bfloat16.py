@@ -285,9 +285,9 @@ def test_a_float32_graph_is_left_as_it_is():
     assert list(model.graph) == nodes
 
 
-def test_the_law_that_outputs_stay_is_checked(monkeypatch: pytest.MonkeyPatch):
+def test_to_bfloat16_changing_an_output_breaks_the_invariant(monkeypatch: pytest.MonkeyPatch):
     from graph_passes.passes import convert_bfloat16 as bfloat16
 
     monkeypatch.setattr(bfloat16._Casts, "as_output", bfloat16._Casts.of)
-    with pytest.raises(InvariantBroken, match="ToBfloat16 broke the law"):
+    with pytest.raises(InvariantBroken, match="ToBfloat16 violates the invariant"):
         turned(graph("y = MatMul(x, w)", w=W))

@@ -11,10 +11,10 @@ import pytest
 from graph_passes.blocks import Capped
 from graph_passes.errors import CannotRewrite
 from graph_passes.matching.find import find_attention
-from graph_passes.matching.operators import FUSED as FUSED_NAMES
-from graph_passes.passes.collaborate import Collaborate, factor
-from graph_passes.passes.collaborate import why_not as collaborate_why_not
-from graph_passes.passes.decompose_attention import DecomposeAttention, why_not
+from graph_passes.matching.operators import FUSED_OPERATORS as FUSED_NAMES
+from graph_passes.passes.collaborate import Collaborate, factor, sharing_refusal
+from graph_passes.passes.decompose_attention import DecomposeAttention, decomposition_refusal
+from tests.errors import raises
 from tests.graph_passes.graphs import (
     FUSED,
     PARTS,
@@ -26,7 +26,7 @@ from tests.graph_passes.graphs import (
     only,
     run,
 )
-from tests.graph_passes.matching.test_operators import READ
+from tests.graph_passes.operators import OPERATORS, any_feeds
 
 BOOL = f"{PLAIN_INPUT}, bool[batch, 1, sequence, sequence] mask"
 FLOAT = f"{PLAIN_INPUT}, float[batch, {H}, sequence, sequence] mask"
@@ -135,48 +135,18 @@ def test_operator_that_is_the_output_of_the_graph_keeps_the_outputs_name() -> No
 
 DECOMPOSED = [
     name
-    for name, case in READ.items()
-    if case.runs and not why_not(find_attention(case.model())[0][0])
+    for name, case in OPERATORS.items()
+    if case.runs and not decomposition_refusal(find_attention(case.model())[0][0])
 ]
-REFUSED = {
-    "ai.onnx: past": "its fused operator reads cached keys, which are inputs of the graph",
-    "Attention: past": "its fused operator reads cached keys, which are inputs of the graph",
-    "MultiHeadAttention: keys and values handed in": (
-        "its fused operator reads cached keys, which are inputs of the graph"
-    ),
-}
-
-
-def any_feeds(model: ir.Model, memory: int = 4) -> dict[str, np.ndarray]:
-    """Tokens, biases, and masks of any kind that hide some keys and never the first."""
-    rng = np.random.default_rng(3)
-    lengths = {"batch": 2, "sequence": S, "memory": memory}
-    arrays: dict[str, np.ndarray] = {}
-    whole = any(value.name == "total" for value in model.graph.inputs)  # of a cache, all keys
-    for value in model.graph.inputs:
-        assert value.name is not None and value.shape is not None and value.dtype is not None
-        shape = tuple(
-            dim if isinstance(dim, int) else lengths[str(dim.value)] for dim in value.shape
-        )
-        if value.dtype == ir.DataType.FLOAT:
-            array = rng.standard_normal(shape)
-        elif value.name == "total":
-            array = np.array(S)
-        elif len(shape) == 1 and whole:
-            array = np.full(shape, S - 1)
-        elif len(shape) == 1:
-            array = rng.integers(1, S, shape)
-        else:
-            array = rng.random(shape) < 0.7
-            array[..., 0] = True
-        arrays[value.name] = array.astype(value.dtype.numpy())
-    return arrays
+REFUSED = (
+    "ai.onnx: past", "Attention: past", "MultiHeadAttention: keys and values handed in",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DECOMPOSED)
 def test_every_form_of_every_operator_decomposes_exactly(name: str) -> None:
     """Within 1e-5, and what is left has its scores in the graph."""
-    original, plain = READ[name].model(), decompose(READ[name].model())
+    original, plain = OPERATORS[name].model(), decompose(OPERATORS[name].model())
     assert not {node.op_type for node in plain.graph} & FUSED_NAMES
     arrays = any_feeds(original)
     np.testing.assert_allclose(run(plain, arrays), run(original, arrays), atol=1e-5, rtol=0)
@@ -184,7 +154,7 @@ def test_every_form_of_every_operator_decomposes_exactly(name: str) -> None:
 
 @pytest.mark.parametrize("name", DECOMPOSED)
 def test_decomposed_operator_is_read_as_what_it_was(name: str) -> None:
-    case = READ[name]
+    case = OPERATORS[name]
     block = only(decompose(case.model()))
     assert (block.num_heads, block.num_kv_heads) == case.heads
     assert (block.head_size, block.v_head_size) == case.sizes
@@ -195,18 +165,18 @@ def test_decomposed_operator_is_read_as_what_it_was(name: str) -> None:
 
 
 SHARED = [
-    name for name in DECOMPOSED if not collaborate_why_not(only(decompose(READ[name].model())))
+    name for name in DECOMPOSED if not sharing_refusal(only(decompose(OPERATORS[name].model())))
 ]
 
 
 @pytest.mark.parametrize("name", SHARED)
 def test_collaborative_heads_after_decomposing_are_exact(name: str) -> None:
     """At R = H*K the output stays within 1e-4."""
-    model = decompose(READ[name].model())
+    model = decompose(OPERATORS[name].model())
     blocks, _ = find_attention(model)
-    Collaborate({block.name: factor(block, H * K) for block in blocks})(model)
+    Collaborate.with_factors({block.name: factor(block, H * K) for block in blocks})(model)
     assert only(model).form == "collaborative"
-    original = READ[name].model()
+    original = OPERATORS[name].model()
     arrays = any_feeds(original)
     np.testing.assert_allclose(run(model, arrays), run(original, arrays), atol=1e-4, rtol=0)
 
@@ -225,29 +195,30 @@ def test_most_forms_decompose_and_can_then_share_their_heads() -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_operator_that_cannot_be_decomposed_says_why(name: str) -> None:
-    model = READ[name].model()
+def test_decompose_attention_with_cached_keys_is_refused(name: str) -> None:
+    model = OPERATORS[name].model()
     (block,), _ = find_attention(model)
-    assert why_not(block) == REFUSED[name]
-    with pytest.raises(CannotRewrite, match=REFUSED[name]):
+    with raises(CannotRewrite, "cached"):
         DecomposeAttention(frozenset({block.name}))(model)
 
 
 def test_operator_whose_keys_are_read_elsewhere_is_refused() -> None:
-    plain = READ["ai.onnx: heads side by side"]
+    plain = OPERATORS["ai.onnx: heads side by side"]
     body = plain.body.replace("c = A", "c, nk, nv = A")
-    assert why_not(only(replace(plain, body=body).model())) == ""
+    assert decomposition_refusal(only(replace(plain, body=body).model())) is None
     kept = only(replace(plain, body=f"{body}\n kept = Abs(nk)").model())
-    assert why_not(kept) == "its fused operator also returns its keys, values or scores"
+    refusal = decomposition_refusal(kept)
+    assert refusal and refusal.code == "operator_outputs"
 
 
 def test_operator_that_rotates_its_heads_inside_is_refused() -> None:
-    rotary = READ["GroupQueryAttention: rotary without a cache"]
+    rotary = OPERATORS["GroupQueryAttention: rotary without a cache"]
     text = rotary.body.replace("kv_num_heads = 2", "kv_num_heads = 4")
     wide = {"Wk_grouped": rng.standard_normal((D, 64)), "Wv_grouped": rng.standard_normal((D, 64))}
     constants = {name: array.astype(np.float32) / 2 for name, array in wide.items()}
     block = only(replace(rotary, body=text, constants=constants).model())
-    assert why_not(block) == "the fused operator splits and rotates its heads inside"
+    refusal = decomposition_refusal(block)
+    assert refusal and refusal.code == "operator_rotary"
 
 
 def test_a_head_that_all_queries_share_is_spread() -> None:
@@ -266,14 +237,15 @@ def test_a_head_that_all_queries_share_is_spread() -> None:
 
 
 def test_plain_attention_and_unknown_names_are_refused() -> None:
-    assert why_not(only(attention())) == "its scores are in the graph already"
-    with pytest.raises(CannotRewrite, match="no attention is called 'layer_9'"):
+    with raises(CannotRewrite, "decomposed"):
+        DecomposeAttention(["attention_0"])(attention())
+    with raises(CannotRewrite, "rewrite.unknown_block"):
         DecomposeAttention(frozenset({"layer_9"}))(attention())
 
 
 def test_group_query_attention_with_heads_of_its_own_decomposes() -> None:
     """Over whole sequences, within 1e-5."""
-    plain = READ["GroupQueryAttention: no cache"]
+    plain = OPERATORS["GroupQueryAttention: no cache"]
     text = plain.body.replace("kv_num_heads = 2", "kv_num_heads = 4")
     wide = {"Wk_grouped": rng.standard_normal((D, 64)), "Wv_grouped": rng.standard_normal((D, 64))}
     constants = {name: array.astype(np.float32) / 2 for name, array in wide.items()}

@@ -1,4 +1,4 @@
-"""SumResiduals: what ONNX Runtime would merge into its slow SkipLayerNormalization stays apart."""
+"""FuseResiduals: what ONNX Runtime would merge into its slow SkipLayerNormalization stays apart."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import onnx_ir as ir
 import pytest
 
 from attnserve.runtime.session import open_session
-from graph_passes.passes.fuse_residuals import SumResiduals, find_residuals
+from graph_passes.passes.fuse_residuals import FuseResiduals, find_residuals
 from tests.graph_passes.graphs import D, feeds, graph, run, text_of
 
 INPUTS = f"float[batch, sequence, {D}] x, float[batch, sequence, {D}] y"
@@ -43,7 +43,7 @@ def test_the_numbers_are_the_same(body: str):
     model = build(body)
     arrays = feeds(model)
     before = run(model, arrays)
-    assert SumResiduals()(model).modified
+    assert FuseResiduals()(model).modified
     assert operators(model)["Sum"] == 1
     assert np.array_equal(run(model, arrays), before)
 
@@ -54,7 +54,7 @@ def test_onnx_runtime_runs_it_as_it_is_written(tmp_path):
     for change in (False, True):
         model = build(POST)
         if change:
-            SumResiduals()(model)
+            FuseResiduals()(model)
         path = tmp_path / f"{change}.onnx"
         onnx.save(ir.to_proto(model), tmp_path / "model.onnx")
         found.append(_optimized(tmp_path / "model.onnx", path))
@@ -74,9 +74,9 @@ def _optimized(source, target) -> Counter[str]:
 
 def test_done_twice_is_done_once():
     model = build(PRE)
-    SumResiduals()(model)
+    FuseResiduals()(model)
     before = text_of(model)
-    assert not SumResiduals()(model).modified
+    assert not FuseResiduals()(model).modified
     assert text_of(model) == before
 
 
@@ -93,7 +93,7 @@ def test_what_is_no_residual_is_left_alone(body: str):
     model = build(body)
     before = text_of(model)
     assert not find_residuals(model)
-    assert not SumResiduals()(model).modified
+    assert not FuseResiduals()(model).modified
     assert text_of(model) == before
 
 
@@ -105,12 +105,12 @@ def test_two_norms_of_one_sum_read_one_sum():
  out = Add(a, b)""")
     arrays = feeds(model)
     before = run(model, arrays)
-    SumResiduals()(model)
+    FuseResiduals()(model)
     assert operators(model)["Sum"] == 1 and operators(model)["Add"] == 1
     assert np.array_equal(run(model, arrays), before)
 
 
 def test_a_session_still_opens():
     model = build(POST)
-    SumResiduals()(model)
+    FuseResiduals()(model)
     open_session(model, threads=1)

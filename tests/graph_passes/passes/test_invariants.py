@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 
 from graph_passes.errors import InvariantBroken
-from graph_passes.passes.invariants import LAWS, check, interface
+from graph_passes.passes.invariants import INVARIANTS, check_invariants, interface
 from tests.graph_passes.graphs import attention
 
 
@@ -84,7 +84,7 @@ BREAKS = {
 
 
 def test_every_law_is_broken_here() -> None:
-    assert [law.__name__ for law in LAWS] == list(BREAKS)
+    assert [law.__name__ for law in INVARIANTS] == list(BREAKS)
 
 
 @pytest.mark.parametrize(
@@ -96,23 +96,23 @@ def test_broken_law_is_named(law: str, change: Callable[[ir.Model], None], said:
     before = interface(model)
     change(model)
     with pytest.raises(InvariantBroken) as broken:
-        check(before, model, after="Pass")
-    assert str(broken.value).startswith(f"Pass broke the law {law!r}: ")
+        check_invariants(before, model, after="Pass")
+    assert str(broken.value).startswith(f"Pass violates the invariant {law!r}: ")
     assert said in broken.value.what
 
 
 def test_unchanged_model_keeps_every_law() -> None:
     model = attention()
-    check(interface(model), model, after="nothing")
+    check_invariants(interface(model), model, after="nothing")
 
 
 def test_weights_that_were_there_may_hold_anything() -> None:
     model = attention(constants={"bq": np.full(12, np.nan, np.float32)})
-    check(interface(model), model, after="nothing")
+    check_invariants(interface(model), model, after="nothing")
 
 
 def test_score_of_what_is_masked_may_be_minus_infinity() -> None:
     model = attention()
     before = interface(model)
     adds(np.array(-np.inf, np.float32))(model)
-    check(before, model, after="nothing")
+    check_invariants(before, model, after="nothing")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -14,12 +13,12 @@ from hypothesis import strategies as st
 from attnserve.checks.certify import read_attention
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.cost import model_cost
+from graph_passes.emit.attention import emission_refusal
 from graph_passes.errors import CannotRewrite, InvalidArgument
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.prune_heads import PruneHeads
-from graph_passes.passes.refusals import prune as why_not
+from tests.errors import raises
 from tests.graph_passes.graphs import (
-    BOOL_MASK,
     FLOAT_MASK,
     PARTS,
     PLAIN_INPUT,
@@ -37,12 +36,24 @@ from tests.graph_passes.graphs import (
     text_of,
     weights,
 )
-from tests.graph_passes.matching.test_find import LAID_OUT, NO_PROJECTION
-from tests.graph_passes.matching.test_find import READ as LAYOUTS
-from tests.graph_passes.matching.test_operators import READ as OPERATORS
-from tests.graph_passes.passes.test_collaborate import APPLIES
-from tests.graph_passes.test_rotary import ANGLES, INTERLEAVED, ROTATE_HALF
-from tests.graph_passes.test_rotary import CONSTANTS as ROTARY
+from tests.graph_passes.layouts import (
+    ALL_LAYOUTS,
+    HALF_PRECISION,
+    LAID_OUT,
+    LAYOUTS,
+    MEMORY,
+    NO_PROJECTION,
+    OPERANDS,
+    RMS_NORM,
+    ROTARY,
+    SHARED,
+    SINGLE_CONTEXT,
+    SINGLE_MASK,
+    SINGLE_OUTPUT,
+    VARIANTS,
+    cross,
+)
+from tests.graph_passes.operators import OPERATORS
 
 EXACT = 1e-5
 """Pruning is masking but for the order of sums."""
@@ -75,118 +86,20 @@ def assert_is_masking(
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
-@pytest.mark.parametrize("layout", [name for name in APPLIES if name not in NO_PROJECTION])
+@pytest.mark.parametrize("layout", [name for name in ALL_LAYOUTS if name not in NO_PROJECTION])
 def test_slicing_heads_out_is_masking_them(layout: str, mask: Sequence[int]) -> None:
-    assert_is_masking(lambda: attention(constants=LAID_OUT, **APPLIES[layout]), mask)
+    assert_is_masking(lambda: attention(constants=LAID_OUT, **ALL_LAYOUTS[layout]), mask)
 
 
 # ---- masks, biases and positions ----------------------------------------------------------------
 
-SEQUENCE_FIRST = {
-    **{
-        part: re.sub(r"0, 2, 1, 3", "1, 2, 0, 3", PARTS[part]).replace("0, 2, 3, 1", "1, 2, 3, 0")
-        for part in ("q", "k", "v")
-    },
-    "context": PARTS["context"].replace("0, 2, 1, 3", "2, 0, 1, 3"),
-}
-ONE_KEY_HEAD = {
-    "k": "\n k0 = MatMul(x, Wk1)\n k2 = Reshape(k0, one_head)"
-         "\n kT = Transpose <perm = [0, 2, 3, 1]> (k2)",
-    "v": "\n v0 = MatMul(x, Wv1)\n v1 = Add(v0, bv1)\n v2 = Reshape(v1, one_v_head)"
-         "\n v = Transpose <perm = [0, 2, 1, 3]> (v2)",
-}  # fmt: skip
-BOTH_TURNED = ROTATE_HALF.replace("kT)", "kT_turned)").replace(
-    " s0 =",
-    """ k_rows = Transpose <perm = [0, 1, 3, 2]> (kT)
- k_cos = Mul(k_rows, cos)
- k_low = Slice(k_rows, n0, half, last)  k_high = Slice(k_rows, half, whole, last)
- k_minus = Neg(k_high)  k_swapped = Concat <axis = -1> (k_minus, k_low)
- k_sin = Mul(k_swapped, sin)
- k_turned = Add(k_cos, k_sin)
- kT_turned = Transpose <perm = [0, 1, 3, 2]> (k_turned)
- s0 =""",
-)
-NORM = "\n q9 = LayerNormalization(q, gains, shifts)\n s0 = MatMul(q9, kT)\n s = Mul(s0, scale)"
-RMS_NORM = """
- q_squared = Mul(q, q)
- q_mean = ReduceMean <axes = [-1]> (q_squared)
- q_safe = Add(q_mean, epsilon)
- q_root = Sqrt(q_safe)
- q_normed = Div(q, q_root)
- q9 = Mul(gains, q_normed)
- s0 = MatMul(q9, kT)
- s = Mul(s0, scale)"""
-OPERANDS = {
-    "gains": np.array([0.5, 2, 1.5, -1], np.float32),
-    "shifts": np.array([0.1, 0.2, -0.3, 0.4], np.float32),
-    "epsilon": np.float32(1e-6),
-    "slopes": np.array([0.5, 0.25, 0.125], np.float32).reshape(H, 1, 1),
-    "three": np.float32(3),
-}
-ROWS = f"float[batch, sequence, {D}] x, float[sequence, sequence] mask"
-BIAS = "bias[1, 3, sequence, sequence]"
-
-CASES: dict[str, tuple[str, dict[str, str]]] = {
-    "no mask": (PLAIN_INPUT, {"mask": "\n m = Identity(s)"}),
-    "boolean mask kept": (
-        f"{PLAIN_INPUT}, {BOOL_MASK}", {"mask": "\n m = Where(mask, s, infinity)"},
-    ),
-    "boolean mask, weakly filled": (
-        f"{PLAIN_INPUT}, {BOOL_MASK}", {"mask": "\n m = Where(mask, s, weak)"},
-    ),
-    "boolean mask forbidden": (
-        f"{PLAIN_INPUT}, {BOOL_MASK}", {"mask": "\n a = Not(mask)\n m = Where(a, low, s)"},
-    ),
-    "mask of two axes": (ROWS, {}),
-    "subtracted mask": (
-        f"{PLAIN_INPUT}, float[batch, 1, 1, sequence] hides", {"mask": "\n m = Sub(s, hides)"},
-    ),
-    "mask by head": (f"{PLAIN_INPUT}, float[batch, {H}, sequence, sequence] mask", {}),
-    "ALiBi: a slope a head": (
-        f"{PLAIN_INPUT}, float[1, 1, 1, sequence] distance",
-        {"mask": "\n alibi = Mul(distance, slopes)\n m = Add(s, alibi)"},
-    ),
-    "T5: a bias for every head, query and key": (
-        f"{PLAIN_INPUT}, float[1, {H}, sequence, sequence] bias, {FLOAT_MASK}",
-        {"mask": "\n m0 = Add(s, bias)\n m = Add(m0, mask)"},
-    ),
-    "a bias of three axes": (
-        f"{PLAIN_INPUT}, float[{H}, sequence, sequence] bias", {"mask": "\n m = Add(s, bias)"},
-    ),
-    "a soft cap and a floor": (
-        f"{PLAIN_INPUT}, {FLOAT_MASK}",
-        {"mask": "\n c7 = Div(s, three)\n c8 = Tanh(c7)\n c9 = Mul(c8, three)\n m9 = Add(c9, mask)"
-                 "\n m = Max(m9, weak)"},
-    ),
-    "weighted scores": (
-        f"{PLAIN_INPUT}, float[1, {H}, 1, sequence] weight", {"mask": "\n m = Mul(s, weight)"},
-    ),
-    "one key/value head for all": (f"{PLAIN_INPUT}, {FLOAT_MASK}", ONE_KEY_HEAD),
-    "rotary": (f"{PLAIN_INPUT}, {FLOAT_MASK}, {ANGLES.format(size=K)}", {"scores": ROTATE_HALF}),
-    "rotary, interleaved": (
-        f"{PLAIN_INPUT}, {FLOAT_MASK}, {ANGLES.format(size=K // 2)}", {"scores": INTERLEAVED},
-    ),
-    "rotary queries and keys": (
-        f"{PLAIN_INPUT}, {FLOAT_MASK}, {ANGLES.format(size=K)}", {"scores": BOTH_TURNED},
-    ),
-    "rotary with one key head": (
-        f"{PLAIN_INPUT}, {FLOAT_MASK}, {ANGLES.format(size=K)}",
-        {**ONE_KEY_HEAD, "scores": BOTH_TURNED},
-    ),
-    "q/k norm, centred": (f"{PLAIN_INPUT}, {FLOAT_MASK}", {"scores": NORM}),
-    "q/k norm by root mean square": (f"{PLAIN_INPUT}, {FLOAT_MASK}", {"scores": RMS_NORM}),
-    "sequence first": (
-        f"float[sequence, batch, {D}] x, float[1, 1, 1, sequence] mask", SEQUENCE_FIRST,
-    ),
-}  # fmt: skip
-
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", VARIANTS)
 def test_masks_biases_positions_and_norms_stay_with_their_heads(
     case: str, mask: Sequence[int]
 ) -> None:
-    inputs, parts = CASES[case]
+    inputs, parts = VARIANTS[case]
 
     def build() -> ir.Model:
         order = "sequence, batch" if case == "sequence first" else "batch, sequence"
@@ -206,11 +119,8 @@ def test_fused_operator_needs_no_decomposing(name: str) -> None:
     """Every operator without a cache, or the reason why not."""
     case = RUN[name]
     (block,), _ = find_attention(case.model())
-    if reason := why_not(block):
-        assert reason in (
-            "its operator is told the lengths of a cache",
-            "its rotary positions are counted inside an operator",
-        )
+    if refusal := emission_refusal(block):
+        assert refusal.code in ("cache_lengths", "projection_layout")
         return
     mask = [index % 2 for index in range(block.num_heads)]
     model = assert_is_masking(case.model, mask)
@@ -240,22 +150,6 @@ def test_no_guard_is_added_where_the_graph_has_none() -> None:
 
 # ---- half precision -----------------------------------------------------------------------------
 
-HALF = {n: a.astype(np.float16) for n, a in weights().items() if n[0] in "Wbs" or n == "zero"}
-SINGLE_MASK = {
-    "mask": "\n s32 = Cast <to = 1> (s)\n m = Add(s32, mask)",
-    "softmax": "\n p32 = Softmax <axis = -1> (m)\n p = Cast <to = 10> (p32)",
-}
-SINGLE_CONTEXT = {
-    **SINGLE_MASK,
-    "softmax": "\n p = Softmax <axis = -1> (m)",
-    "context": "\n v32 = Cast <to = 1> (v)\n c0 = MatMul(p, v32)"
-    "\n c1 = Transpose <perm = [0, 2, 1, 3]> (c0)\n c9 = Reshape(c1, merge)"
-    "\n c = Cast <to = 10> (c9)",
-}
-SINGLE_OUTPUT = {**SINGLE_CONTEXT, "context": SINGLE_CONTEXT["context"].replace("c9", "c", 1)[:-24],
-                 "output": "\n o = MatMul(c, Wo32)\n out32 = Add(o, bo32)"
-                           "\n out = Cast <to = 10> (out32)"}  # fmt: skip
-
 
 @pytest.mark.parametrize(
     ("mask_type", "parts"),
@@ -269,7 +163,7 @@ def test_half_precision_stays_where_it_is(mask_type: str, parts: dict[str, str])
         return attention(
             inputs=f"float16[batch, sequence, {D}] x, {mask_type}[batch, 1, 1, sequence] mask",
             output_type=f"float16[batch, sequence, {D}] out",
-            constants=HALF | {"Wo32": weights()["Wo"], "bo32": weights()["bo"]},
+            constants=HALF_PRECISION | {"Wo32": weights()["Wo"], "bo32": weights()["bo"]},
             **parts,
         )
 
@@ -281,7 +175,10 @@ def test_norm_of_large_half_precision_queries_is_taken_in_single() -> None:
     norm = RMS_NORM.replace("Mul(q, q)", "Mul(q32, q32)").replace("Div(q, ", "Div(q32, ").replace(
         "\n q_sq", "\n q32 = Cast <to = 1> (q)\n q_sq").replace("q9 = Mul(gains, q_normed)",
         "q16 = Cast <to = 10> (q_normed)\n q9 = Mul(gains, q16)")  # fmt: skip
-    constants = HALF | {"gains": OPERANDS["gains"].astype(np.float16), "epsilon": np.float32(1e-6)}
+    constants = HALF_PRECISION | {
+        "gains": OPERANDS["gains"].astype(np.float16),
+        "epsilon": np.float32(1e-6),
+    }
     constants["Wq"] = (100 * weights()["Wq"]).astype(np.float16)
 
     def build() -> ir.Model:
@@ -408,7 +305,7 @@ def test_shared_key_head_stays_while_one_of_its_queries_does() -> None:
 
 @pytest.mark.parametrize("layout", ["plain", "no biases at all", "Gemm as the output projection"])
 def test_layer_without_heads_is_its_constant(layout: str) -> None:
-    parts = APPLIES[layout]
+    parts = ALL_LAYOUTS[layout]
     model = prune(attention(constants=LAID_OUT, **parts), (0, 0, 0))
     arrays = feeds(attention(constants=LAID_OUT, **parts))
     bias = 0 * weights()["bo"] if layout == "no biases at all" else weights()["bo"]
@@ -438,9 +335,6 @@ def test_pruned_twice_is_pruned_once() -> None:
     once = run(prune(attention(), (0, 0, 1)), arrays)
     np.testing.assert_allclose(run(twice, arrays), once, atol=EXACT, rtol=0)
     assert only(twice).num_heads == 1
-
-
-SHARED = ("Wq", "Wk", "Wv", "Wo", "bq", "bk", "bv", "bo")
 
 
 def test_layers_that_share_their_weights_go_on_sharing_them() -> None:
@@ -523,15 +417,6 @@ def test_length_is_asked_of_heads_in_the_batch() -> None:
     np.testing.assert_array_equal(session.run(None, feeds(model))[1], np.arange(1, 2 * H + 1))
 
 
-MEMORY = f"float[batch, memory, {D}] y"
-
-
-def cross() -> dict[str, str]:
-    """Keys and values of y, without a mask."""
-    own = {part: PARTS[part].replace("(x, ", "(y, ") for part in ("k", "v")}
-    return {**own, "mask": "\n m = Identity(s)"}
-
-
 @pytest.mark.parametrize("mask", [*MASKS, (0, 0, 0)], ids=str)
 def test_cross_attention(mask: Sequence[int]) -> None:
     def build() -> ir.Model:
@@ -566,50 +451,50 @@ PRUNED = (
 # ---- what is refused ----------------------------------------------------------------------------
 
 BAD_MASKS = {
-    "too short": ((1, 0), r"the mask of attention_0 has 2 entries, expected 3: one a head"),
-    "empty": ((), r"the mask of attention_0 has 0 entries, expected 3"),
-    "a share": ((1, 0.5, 0), r"the mask of attention_0 holds 0\.5, expected 0 or 1"),
-    "another number": ((1, 2, 0), r"the mask of attention_0 holds 2, expected 0 or 1"),
-    "not a number": ((1, float("nan"), 0), r"the mask of attention_0 holds nan, expected 0 or 1"),
-    "negative": ((1, -1, 0), r"the mask of attention_0 holds -1, expected 0 or 1"),
+    "too short": ((1, 0), "prune_heads.mask_length"),
+    "empty": ((), "pass.params"),
+    "a share": ((1, 0.5, 0), "pass.params"),
+    "another number": ((1, 2, 0), "pass.params"),
+    "not a number": ((1, float("nan"), 0), "pass.params"),
+    "negative": ((1, -1, 0), "pass.params"),
 }
 
 
 @pytest.mark.parametrize("case", BAD_MASKS)
 def test_masks_hold_a_zero_or_a_one_for_each_head(case: str) -> None:
-    mask, said = BAD_MASKS[case]
-    with pytest.raises(InvalidArgument, match=said) as caught:
+    mask, code = BAD_MASKS[case]
+    with raises(InvalidArgument, code) as caught:
         prune(attention(), mask)  # type: ignore[arg-type]
     assert "\n" not in caught.value.what
 
 
 def test_unknown_layer_is_refused() -> None:
-    with pytest.raises(CannotRewrite, match="attention_9: no attention has this name"):
+    with raises(CannotRewrite, "rewrite.unknown_block"):
         prune(attention(), (1, 0, 1), "attention_9")
 
 
 REFUSED = {
     "no output projection": (
         {"output": "\n o = Tanh(c)\n o1 = MatMul(o, Wo)\n out = Add(o1, bo)"},
-        "its context does not go straight to an output projection",
+        "no_output_projection",
     ),
     "keys that are an output": (
         {"k": PARTS["k"].replace("k2 =", "shown =").replace("(k2)", "(shown)")},
-        "its keys and values are outputs of the graph",
+        "returned",
     ),
     "probabilities that are an output": (
         {"softmax": PARTS["softmax"].replace("p =", "shown ="),
          "context": PARTS["context"].replace("(p, v)", "(shown, v)")},
-        "its probabilities are an output of the graph",
+        "returned",
     ),
     "a bias made of the queries": (
         {"mask": "\n sizes = ReduceSum <keepdims = 1> (q, last)\n m = Add(s, sizes)"},
-        "its position bias is computed from its own queries or keys",
+        "entangled_bias",
     ),
     "q/k norm over all heads at once": (
         {"q": PARTS["q"].replace("q2 = Reshape(q1", "q9 = LayerNormalization(q1, all_gains)\n"
                                  "        q2 = Reshape(q9")},
-        "its q/k norm is taken over all heads at once",
+        "projection_layout",
     ),
 }  # fmt: skip
 SHOWN = {
@@ -620,13 +505,12 @@ SHOWN = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_prune_is_refused(case: str) -> None:
-    parts, reason = REFUSED[case]
+    parts, code = REFUSED[case]
     output = f"float[batch, sequence, {D}] out{SHOWN.get(case, '')}"
     constants = {"all_gains": np.ones(H * K, np.float32)}
     model = attention(output_type=output, constants=constants, **parts)
     before = text_of(model)
-    assert reason in why_not(find_attention(model)[0][0])
-    with pytest.raises(CannotRewrite, match=reason) as caught:
+    with raises(CannotRewrite, code) as caught:
         prune(model, (1, 0, 1))
     assert "\n" not in caught.value.what
     assert text_of(model) == before
@@ -636,7 +520,7 @@ def test_prune_is_refused(case: str) -> None:
 def test_cache_is_refused() -> None:
     case = OPERATORS["ai.onnx: past"]
     (block,), _ = find_attention(case.model())
-    with pytest.raises(CannotRewrite, match="cached keys and values are inputs of the graph"):
+    with raises(CannotRewrite, "cached"):
         prune(case.model(), (1, 0, 1), block.name)
 
 
@@ -649,7 +533,7 @@ def test_mask_with_an_axis_of_windows_is_refused() -> None:
         constants={"split": split, "join": join},
         mask="\n s5 = Reshape(s, split)\n m5 = Add(s5, mask)\n m = Reshape(m5, join)",
     )
-    with pytest.raises(CannotRewrite, match="its mask has an axis of windows"):
+    with raises(CannotRewrite, "window_mask"):
         prune(model, (1, 0, 1))
 
 

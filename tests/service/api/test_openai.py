@@ -186,7 +186,7 @@ def test_a_model_without_a_tokenizer_says_so(
     client = start(write_encoder(tmp_path / "tiny", tokenizer=False))
     for value in ("a", [2, 4, 3]):
         answer = ask(client, value)
-        check(answer, 404, "has no tokenizer.json beside", "invalid_request_error", None, None)
+        check(answer, 404, "has no tokenizer.json", "invalid_request_error", None, None)
 
 
 def test_a_model_that_embeds_nothing_says_so(

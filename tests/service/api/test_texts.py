@@ -83,7 +83,7 @@ def test_a_model_without_a_tokenizer_says_so(
     )
     assert answer.status_code == 404
     assert answer.json() == {
-        "error": "bare has no tokenizer.json beside it, which reading texts needs;"
+        "error": "bare has no tokenizer.json, which texts need;"
         " send token ids to /v2/models/bare/infer"
     }
 

@@ -52,9 +52,10 @@ def test_by_environment(monkeypatch: pytest.MonkeyPatch):
     assert RaySettings().replicas == 5
 
 
-def test_fewer_at_most_than_at_least(encoder: Path):
-    with pytest.raises(InvalidArgument, match="--max-replicas 1: fewer than the 2"):
+def test_deployment_options_max_replicas_below_replicas_is_refused(encoder: Path):
+    with pytest.raises(InvalidArgument, match="`max_replicas` is 1") as caught:
         deployment_options(Settings(model=encoder), RaySettings(replicas=2, max_replicas=1))
+    assert caught.value.code == "ray.replicas"
 
 
 def test_our_own_queue_bound_answers_before_ray_s(encoder: Path):

@@ -60,7 +60,7 @@ def names(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_repository_that_triton_reads(
+def test_write_repository_default_config_is_readable_by_triton(
     encoder: Path, tmp_path: Path, parsed: Any, config_pb2: Any
 ):
     written = write_repository(encoder, tmp_path / "models", instances=2, max_delay_us=500)
@@ -87,13 +87,15 @@ def test_a_repository_that_triton_reads(
     assert (group.count, group.kind) == (2, config_pb2.ModelInstanceGroup.KIND_CPU)
 
 
-def test_what_is_served_is_the_model_byte_for_byte(encoder: Path, tmp_path: Path):
+def test_write_repository_copies_model_unchanged(encoder: Path, tmp_path: Path):
     folder = write_repository(encoder, tmp_path).folder
     assert sha256(folder / "1/model.onnx") == sha256(encoder / "model.onnx")
     assert open_artifact(folder / "1").record == open_artifact(encoder).record
 
 
-def test_the_warm_up_requests_run(encoder: Path, tmp_path: Path, parsed: Any, config_pb2: Any):
+def test_write_repository_warm_up_requests_run(
+    encoder: Path, tmp_path: Path, parsed: Any, config_pb2: Any
+):
     folder = write_repository(encoder, tmp_path, max_batch=4).folder
     session = onnxruntime.InferenceSession(folder / "1/model.onnx")
     warm_ups = parsed(folder).model_warmup
@@ -108,12 +110,14 @@ def test_the_warm_up_requests_run(encoder: Path, tmp_path: Path, parsed: Any, co
         assert session.run(None, feeds)[0].shape == (request.batch_size, 8, 4)
 
 
-def test_on_a_gpu(encoder: Path, tmp_path: Path, parsed: Any, config_pb2: Any):
+def test_write_repository_cuda_sets_gpu_instances(
+    encoder: Path, tmp_path: Path, parsed: Any, config_pb2: Any
+):
     folder = write_repository(encoder, tmp_path, provider="cuda").folder
     assert parsed(folder).instance_group[0].kind == config_pb2.ModelInstanceGroup.KIND_GPU
 
 
-def test_bfloat16_is_for_a_gpu_alone_and_comes_along_as_it_is(tmp_path: Path, parsed: Any):
+def test_write_repository_bfloat16_needs_cuda_and_is_copied_unchanged(tmp_path: Path, parsed: Any):
     path = tmp_path / "half.onnx"
     save_model(
         convert(random_encoder(layers=1, hidden=16, heads=2, positions=32), "bfloat16"), path
@@ -126,20 +130,22 @@ def test_bfloat16_is_for_a_gpu_alone_and_comes_along_as_it_is(tmp_path: Path, pa
     assert not (tmp_path / "cpu").exists()
 
 
-def test_threads_of_a_run(encoder: Path, tmp_path: Path, parsed: Any):
+def test_write_repository_threads_sets_parameter(encoder: Path, tmp_path: Path, parsed: Any):
     config = parsed(write_repository(encoder, tmp_path, threads=3).folder)
     assert config.parameters["intra_op_thread_count"].string_value == "3"
     assert not parsed(write_repository(encoder, tmp_path, name="free").folder).parameters
 
 
-def test_no_batches_where_none_are_wanted(encoder: Path, tmp_path: Path, parsed: Any):
+def test_write_repository_max_batch_zero_has_no_batching(
+    encoder: Path, tmp_path: Path, parsed: Any
+):
     config = parsed(write_repository(encoder, tmp_path, max_batch=0).folder)
     assert config.max_batch_size == 0 and not config.HasField("dynamic_batching")
     assert list(config.input[0].dims) == [-1, -1]
     assert [request.batch_size for request in config.model_warmup] == [1]
 
 
-def test_no_batches_where_rows_cannot_share_a_run(tmp_path: Path, parsed: Any):
+def test_write_repository_dependent_rows_have_no_batching(tmp_path: Path, parsed: Any):
     """The axes are free, but the output's rows are not those of the input."""
     text = """
     <ir_version: 10, opset_import: ["": 18]>
@@ -151,12 +157,13 @@ def test_no_batches_where_rows_cannot_share_a_run(tmp_path: Path, parsed: Any):
     onnx.save(model, tmp_path / "sum.onnx")
     config = parsed(write_repository(tmp_path / "sum.onnx", tmp_path / "out").folder)
     assert config.max_batch_size == 0 and list(config.output[0].dims) == [1, -1]
-    with pytest.raises(InvalidArgument, match="rows of sum's outputs do not follow"):
+    with pytest.raises(InvalidArgument, match="`max_batch` is 8") as caught:
         write_repository(tmp_path / "sum.onnx", tmp_path / "two", max_batch=8)
+    assert caught.value.code == "triton.batch"
     assert not (tmp_path / "two").exists()
 
 
-def test_fixed_axes_are_served_as_they_are(tmp_path: Path, parsed: Any):
+def test_write_repository_fixed_axes_are_kept(tmp_path: Path, parsed: Any):
     text = """
     <ir_version: 10, opset_import: ["": 18]>
     twice (float[2, 5] x) => (float[2, 5] y) { y = Add(x, x) }
@@ -166,7 +173,9 @@ def test_fixed_axes_are_served_as_they_are(tmp_path: Path, parsed: Any):
     assert (config.max_batch_size, list(config.input[0].dims)) == (0, [2, 5])
 
 
-def test_every_datatype_and_scalars(tmp_path: Path, parsed: Any, config_pb2: Any):
+def test_write_repository_all_datatypes_and_scalars_are_described(
+    tmp_path: Path, parsed: Any, config_pb2: Any
+):
     path = write_model(tmp_path / "echo.onnx", ECHO)
     config = parsed(write_repository(path, tmp_path / "out", max_batch=0).folder)
     named = {value.name: value for value in config.input}
@@ -179,7 +188,7 @@ def test_every_datatype_and_scalars(tmp_path: Path, parsed: Any, config_pb2: Any
     assert named["f64"].HasField("reshape") and not named["f64"].reshape.shape
 
 
-def test_names_are_quoted(tmp_path: Path, parsed: Any):
+def test_write_repository_special_characters_in_names_are_quoted(tmp_path: Path, parsed: Any):
     model = parser.parse_model(
         '<ir_version: 10, opset_import: ["": 18]> g (float[n, 2] x) => (float[n, 2] y)'
         " { y = Identity(x) }"
@@ -192,7 +201,7 @@ def test_names_are_quoted(tmp_path: Path, parsed: Any):
     assert (config.input[0].name, config.output[0].name) == ('a"\\\nb}', "é:0")
 
 
-def test_external_data_comes_along_and_the_record_follows_the_name(encoder: Path, tmp_path: Path):
+def test_write_repository_external_data_is_copied_and_record_renamed(encoder: Path, tmp_path: Path):
     source = tmp_path / "source"
     source.mkdir()
     model = onnx.load(encoder / "model.onnx")
@@ -209,10 +218,11 @@ def test_external_data_comes_along_and_the_record_follows_the_name(encoder: Path
     onnxruntime.InferenceSession(folder / "1/model.onnx").run(None, feeds)
 
 
-def test_an_existing_model_is_kept_unless_forced(encoder: Path, tmp_path: Path, parsed: Any):
+def test_write_repository_existing_model_needs_force(encoder: Path, tmp_path: Path, parsed: Any):
     write_repository(encoder, tmp_path)
-    with pytest.raises(InvalidOutput, match="exists already"):
+    with pytest.raises(InvalidOutput) as caught:
         write_repository(encoder, tmp_path, max_batch=8)
+    assert caught.value.code == "output.exists"
     assert parsed(tmp_path / "tiny").max_batch_size == 32
     write_repository(encoder, tmp_path, max_batch=8, force=True)
     assert parsed(tmp_path / "tiny").max_batch_size == 8
@@ -220,49 +230,54 @@ def test_an_existing_model_is_kept_unless_forced(encoder: Path, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("other", ["2", "notes.txt"])
-def test_force_does_not_lose_what_was_not_written_here(encoder: Path, tmp_path: Path, other: str):
+def test_write_repository_force_keeps_foreign_files(encoder: Path, tmp_path: Path, other: str):
     write_repository(encoder, tmp_path)
     (tmp_path / "tiny" / other).mkdir()
-    with pytest.raises(InvalidOutput, match=f"holds {other}"):
+    with pytest.raises(InvalidOutput, match=f"holds {other}") as caught:
         write_repository(encoder, tmp_path, force=True)
+    assert caught.value.code == "output.foreign"
 
 
-def test_other_models_of_the_repository_stay(encoder: Path, tmp_path: Path):
+def test_write_repository_keeps_other_models(encoder: Path, tmp_path: Path):
     write_repository(encoder, tmp_path, name="a")
     before = names(tmp_path / "a")
     write_repository(encoder, tmp_path, name="b")
     assert names(tmp_path / "a") == before
 
 
-def test_the_input_is_never_overwritten(encoder: Path):
-    with pytest.raises(InvalidOutput, match="the output holds the input"):
-        write_repository(encoder, encoder.parent, force=True)
-    with pytest.raises(InvalidOutput, match="the output holds the input"):
-        write_repository(encoder, encoder.parent.parent, name=encoder.parent.name, force=True)
+def test_write_repository_output_over_input_is_refused(encoder: Path):
+    for repository, name in ((encoder.parent, None), (encoder.parent.parent, encoder.parent.name)):
+        with pytest.raises(InvalidOutput) as caught:
+            write_repository(encoder, repository, name=name, force=True)
+        assert caught.value.code == "output.is_input"
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", ".hidden", "a b", "-f", "x" * 129])
-def test_a_name_is_the_name_of_one_folder(encoder: Path, tmp_path: Path, name: str):
-    with pytest.raises(InvalidArgument, match="--name"):
+def test_write_repository_invalid_name_is_refused(encoder: Path, tmp_path: Path, name: str):
+    with pytest.raises(InvalidArgument, match="`name`") as caught:
         write_repository(encoder, tmp_path / "out", name=name)
+    assert caught.value.code == "triton.name"
 
 
 @pytest.mark.parametrize(
-    ("option", "number"), [("max_batch", -1), ("instances", 0), ("threads", -1)]
+    ("parameter", "number"), [("max_batch", -1), ("instances", 0), ("threads", -1)]
 )
-def test_numbers_that_cannot_be(encoder: Path, tmp_path: Path, option: str, number: int):
-    with pytest.raises(InvalidArgument, match=option.replace("_", "-")):
-        write_repository(encoder, tmp_path / "out", **{option: number})
+def test_write_repository_number_below_minimum_is_refused(
+    encoder: Path, tmp_path: Path, parameter: str, number: int
+):
+    with pytest.raises(InvalidArgument, match=f"`{parameter}` is {number}") as caught:
+        write_repository(encoder, tmp_path / "out", **{parameter: number})
+    assert caught.value.code == "triton.number"
 
 
-def test_a_broken_model_writes_nothing(tmp_path: Path):
+def test_write_repository_broken_model_writes_nothing(tmp_path: Path):
     (tmp_path / "broken.onnx").write_bytes(b"\x08\x07junk")
     with pytest.raises(InvalidModel):
         write_repository(tmp_path / "broken.onnx", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_that_cannot_run_writes_nothing(tmp_path: Path):
+def test_write_repository_model_that_cannot_run_writes_nothing(tmp_path: Path):
     text = """
     <ir_version: 10, opset_import: ["": 18]>
     bad (float[n, s] x) => (float[n, s] y) { seven = Constant<value = float[7] {1,1,1,1,1,1,1}>()
@@ -274,7 +289,7 @@ def test_a_model_that_cannot_run_writes_nothing(tmp_path: Path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_disk_that_fails_leaves_the_old_model(
+def test_write_repository_disk_full_keeps_old_model(
     encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     write_repository(encoder, tmp_path)
@@ -290,7 +305,9 @@ def test_a_disk_that_fails_leaves_the_old_model(
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
 
 
-def test_by_command(encoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_deploy_triton_command_writes_and_refuses_existing(
+    encoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     options = ["deploy", "triton", str(tmp_path), "--model", str(encoder), "--max-batch", "4"]
     assert main([*options, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)

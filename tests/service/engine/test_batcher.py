@@ -1,4 +1,4 @@
-"""The batcher: which rows run together, in which order, and what becomes of those that may not."""
+"""Queue and Batcher: selection of rows, deadlines, cancellation, failures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.engine.batcher import Batch, Batcher, Queue, Ran, Row
+from service.engine.batcher import Batch, Batcher, BatchResult, Queue, Row
 from service.errors import DeadlineExceeded, ModelFailed, NotReady, OutOfMemory, Overloaded
 
 LENGTHS = st.integers(1, 40)
@@ -44,19 +44,19 @@ def filled(*tokens: int, budget: int = 100, overhead: int = 10, rows: int | None
     return queue
 
 
-def test_rows_of_one_length_fill_the_budget_exactly() -> None:
+def test_queue_take_equal_rows_fill_the_budget() -> None:
     assert lengths(drained(filled(*[25] * 9))) == [[25] * 4, [25] * 4, [25]]
 
 
-def test_a_row_that_is_longer_than_the_budget_runs_alone() -> None:
+def test_queue_take_row_above_the_budget_runs_alone() -> None:
     assert lengths(drained(filled(101, 100, 1))) == [[101], [100], [1]]
 
 
-def test_the_oldest_row_is_in_with_its_neighbours_by_length() -> None:
+def test_queue_take_returns_oldest_row_and_neighbors_by_length() -> None:
     assert lengths(drained(filled(20, 90, 21, 1, 19))) == [[19, 20, 21], [90], [1]]
 
 
-def test_short_rows_do_not_pay_for_long_ones() -> None:
+def test_queue_take_padding_above_overhead_splits_batch() -> None:
     """A row joins where its padding costs no more than a run of its own: exactly that, still."""
     assert lengths(drained(filled(20, 30))) == [[20, 30]]
     assert lengths(drained(filled(20, 31))) == [[20], [31]]
@@ -64,19 +64,19 @@ def test_short_rows_do_not_pay_for_long_ones() -> None:
     assert lengths(drained(filled(20, 20, 26))) == [[20, 20], [26]]
 
 
-def test_rows_of_another_key_never_share() -> None:
+def test_queue_take_separates_keys() -> None:
     queue = Queue(100, 100)
     for key in "abab":
         queue.add(row(5, key))
     assert [{one.key for one in batch} for batch in drained(queue)] == [{"a"}, {"b"}]
 
 
-def test_a_bound_on_rows() -> None:
+def test_queue_take_max_rows_bounds_batch() -> None:
     assert lengths(drained(filled(1, 1, 1, rows=2))) == [[1, 1], [1]]
     assert lengths(drained(filled(1, 1, rows=1))) == [[1], [1]]
 
 
-def test_what_is_discarded_is_gone_and_only_once() -> None:
+def test_queue_discard_twice_removes_row_once() -> None:
     queue = filled(3, 4, 5)
     middle = list(queue)[1]
     queue.discard(middle)
@@ -94,7 +94,7 @@ def test_what_is_discarded_is_gone_and_only_once() -> None:
     max_rows=st.none() | st.integers(1, 5),
 )
 @settings(deadline=None)
-def test_laws_of_every_queue(
+def test_queue_any_arrivals_keep_invariants(
     arrivals: list[tuple[int, str] | None], budget: int, overhead: int, max_rows: int | None
 ) -> None:
     """``None`` among the arrivals is a slot that becomes free."""
@@ -133,8 +133,8 @@ def test_laws_of_every_queue(
 # -- requests -------------------------------------------------------------------------------------
 
 
-def echo(key: Hashable, payloads: list[Any]) -> Ran:
-    return Ran([(key, payload) for payload in payloads])
+def echo(key: Hashable, payloads: list[Any]) -> BatchResult:
+    return BatchResult([(key, payload) for payload in payloads])
 
 
 class Gate:
@@ -144,7 +144,7 @@ class Gate:
         self.ran: list[list[Any]] = []
         self.go = threading.Event()
 
-    def __call__(self, key: Hashable, payloads: list[Any]) -> Ran:
+    def __call__(self, key: Hashable, payloads: list[Any]) -> BatchResult:
         self.ran.append(payloads)
         assert self.go.wait(10)
         return echo(key, payloads)
@@ -176,7 +176,7 @@ def rows(*payloads: Any, tokens: int = 5) -> list[Row]:
     concurrency=st.integers(1, 3),
 )
 @settings(deadline=None, max_examples=50)
-def test_results_return_to_their_own_request(
+def test_submit_concurrent_requests_get_their_own_results(
     requests: list[list[int]], budget: int, concurrency: int
 ) -> None:
     async def script(batcher: Batcher) -> None:
@@ -192,12 +192,12 @@ def test_results_return_to_their_own_request(
             assert outcome.queue_ms >= 0 and outcome.compute_ms > 0
 
     batches: list[Batch] = []
-    play(script, budget=budget, concurrency=concurrency, ran=batches.append)
+    play(script, budget=budget, concurrency=concurrency, on_batch=batches.append)
     assert sum(batch.rows for batch in batches) == sum(map(len, requests))
     assert sum(batch.tokens for batch in batches) == sum(map(sum, requests))
 
 
-def test_what_waits_forms_batches_by_itself() -> None:
+def test_submit_while_slot_is_busy_forms_one_batch() -> None:
     gate = Gate()
 
     async def script(batcher: Batcher) -> None:
@@ -210,10 +210,10 @@ def test_what_waits_forms_batches_by_itself() -> None:
     assert gate.ran == [[0], [1, 2, 3, 4]]
 
 
-def test_a_wait_fills_a_batch_and_has_a_bound() -> None:
+def test_submit_max_wait_fills_batch_up_to_limit() -> None:
     ran: list[list[Any]] = []
 
-    def run(key: Hashable, payloads: list[Any]) -> Ran:
+    def run(key: Hashable, payloads: list[Any]) -> BatchResult:
         ran.append(payloads)
         return echo(key, payloads)
 
@@ -232,7 +232,7 @@ def test_a_wait_fills_a_batch_and_has_a_bound() -> None:
     play(script, run, max_wait_ms=400)
 
 
-def test_the_queue_has_a_bound_for_whole_requests() -> None:
+def test_check_room_full_queue_refuses_whole_request() -> None:
     gate = Gate()
 
     async def script(batcher: Batcher) -> None:
@@ -276,15 +276,15 @@ def made_in(threads: list[str], *payloads: Any) -> Callable[[], list[Row]]:
     return make
 
 
-def test_what_is_brief_and_alone_is_made_in_the_slot_that_runs_it() -> None:
+def test_submit_from_short_and_alone_prepares_in_run_thread() -> None:
     gate, where = Gate(), list[str]()
 
     async def script(batcher: Batcher) -> None:
-        first = asyncio.ensure_future(batcher.submit_from(made_in(where, 1), 1, brief=True))
+        first = asyncio.ensure_future(batcher.submit_from(made_in(where, 1), 1, is_short=True))
         await gate.reached(1)
         # The slot is busy: these are made meanwhile, and share a batch.
         others = [
-            asyncio.ensure_future(batcher.submit_from(made_in(where, n), 1, brief=True))
+            asyncio.ensure_future(batcher.submit_from(made_in(where, n), 1, is_short=True))
             for n in (2, 3)
         ]
         while len(batcher.queue) < 2:
@@ -293,19 +293,19 @@ def test_what_is_brief_and_alone_is_made_in_the_slot_that_runs_it() -> None:
         outcomes = await asyncio.gather(first, *others)
         assert [outcome.results for outcome in outcomes] == [[("text", n)] for n in (1, 2, 3)]
         await batcher.submit_from(made_in(where, 4), 1)  # it says nothing of how long it takes
-        await batcher.submit_from(made_in(where, 5), 1, brief=True)
+        await batcher.submit_from(made_in(where, 5), 1, is_short=True)
 
     play(script, gate)
     assert gate.ran == [[1], [2, 3], [4], [5]]
-    assert where == ["compute", "make", "make", "make", "compute"]
+    assert where == ["run", "prepare", "prepare", "prepare", "run"]
 
 
-def test_who_asks_at_the_same_time_shares_a_batch() -> None:
+def test_submit_from_second_request_prepares_outside_run_thread() -> None:
     """A slot that took the first to make it would run it alone."""
     ran: list[list[Any]] = []
     making = threading.Event()
 
-    def run(key: Hashable, payloads: list[Any]) -> Ran:
+    def run(key: Hashable, payloads: list[Any]) -> BatchResult:
         ran.append(payloads)
         return echo(key, payloads)
 
@@ -313,36 +313,36 @@ def test_who_asks_at_the_same_time_shares_a_batch() -> None:
         slow = asyncio.ensure_future(batcher.submit_from(made_after(making, 0), 1))
         await asyncio.sleep(0.01)
         where: list[str] = []
-        other = asyncio.ensure_future(batcher.submit_from(made_in(where, 1), 1, brief=True))
+        other = asyncio.ensure_future(batcher.submit_from(made_in(where, 1), 1, is_short=True))
         await asyncio.sleep(0.01)
         assert where == [] and ran == []  # one is made after the other
         making.set()
         await asyncio.gather(slow, other)
-        assert where == ["make"]
+        assert where == ["prepare"]
 
     play(script, run)
 
 
-def test_the_time_of_making_is_told_apart() -> None:
+def test_submit_from_reports_preparation_time_separately() -> None:
     def make() -> list[Row]:
         threading.Event().wait(0.05)
         return rows(1)
 
-    def run(key: Hashable, payloads: list[Any]) -> Ran:
+    def run(key: Hashable, payloads: list[Any]) -> BatchResult:
         threading.Event().wait(0.1)
         return echo(key, payloads)
 
     async def script(batcher: Batcher) -> None:
-        for brief in (True, False):
-            outcome = await batcher.submit_from(make, 1, brief=brief)
-            assert 50 <= outcome.make_ms < 95 <= outcome.compute_ms
+        for is_short in (True, False):
+            outcome = await batcher.submit_from(make, 1, is_short=is_short)
+            assert 50 <= outcome.prepare_ms < 95 <= outcome.compute_ms
             assert outcome.queue_ms < 45
 
     play(script, run)
 
 
-@pytest.mark.parametrize("brief", [True, False])
-def test_what_cannot_be_made_is_its_own_error(brief: bool) -> None:
+@pytest.mark.parametrize("is_short", [True, False])
+def test_submit_from_prepare_fails_request_gets_its_error(is_short: bool) -> None:
     def broken() -> list[Row]:
         raise ValueError("no text")
 
@@ -350,12 +350,14 @@ def test_what_cannot_be_made_is_its_own_error(brief: bool) -> None:
 
     async def script(batcher: Batcher) -> None:
         with pytest.raises(ValueError, match="no text"):
-            await batcher.submit_from(broken, 2, brief=brief)
+            await batcher.submit_from(broken, 2, is_short=is_short)
         assert batcher.waiting == 0
-        outcome = await batcher.submit_from(lambda: rows(1), 1, brief=brief)  # the slot is free
+        outcome = await batcher.submit_from(
+            lambda: rows(1), 1, is_short=is_short
+        )  # the slot is free
         assert outcome.results == [("text", 1)]
 
-    play(script, failed=failed.append)
+    play(script, on_failure=failed.append)
     assert failed == []
 
 
@@ -363,8 +365,8 @@ class Panic(BaseException):
     """What an extension module in Rust raises."""
 
 
-@pytest.mark.parametrize("brief", [True, False])
-def test_submit_from_make_panics_request_fails_and_slot_is_free(brief: bool) -> None:
+@pytest.mark.parametrize("is_short", [True, False])
+def test_submit_from_prepare_panics_request_fails_and_slot_is_free(is_short: bool) -> None:
     def panic() -> list[Row]:
         raise Panic("of its own")
 
@@ -372,16 +374,16 @@ def test_submit_from_make_panics_request_fails_and_slot_is_free(brief: bool) -> 
 
     async def script(batcher: Batcher) -> None:
         with pytest.raises(ModelFailed, match="Panic: of its own"):
-            await batcher.submit_from(panic, 2, brief=brief)
-        outcome = await batcher.submit_from(lambda: rows(1), 1, brief=brief)
+            await batcher.submit_from(panic, 2, is_short=is_short)
+        outcome = await batcher.submit_from(lambda: rows(1), 1, is_short=is_short)
         assert outcome.results == [("text", 1)]
 
-    play(script, failed=failed.append)
+    play(script, on_failure=failed.append)
     assert failed == []
 
 
 def test_submit_run_panics_request_fails_and_slot_is_free() -> None:
-    def run(key: Hashable, payloads: list[Any]) -> Ran:
+    def run(key: Hashable, payloads: list[Any]) -> BatchResult:
         if "bad" in payloads:
             raise Panic("of its own")
         return echo(key, payloads)
@@ -393,7 +395,7 @@ def test_submit_run_panics_request_fails_and_slot_is_free() -> None:
             await batcher.submit(rows("bad"))
         assert (await batcher.submit(rows("good"))).results == [("text", "good")]
 
-    play(script, run, failed=failed.append)
+    play(script, run, on_failure=failed.append)
     assert [type(error) for error in failed] == [ModelFailed]
 
 
@@ -401,28 +403,30 @@ def test_submit_without_rows_is_refused() -> None:
     async def script(batcher: Batcher) -> None:
         with pytest.raises(ValueError, match="at least one row"):
             await asyncio.wait_for(batcher.submit([]), 5)
-        for brief in (True, False):
+        for is_short in (True, False):
             with pytest.raises(ValueError, match="at least one row"):
-                await asyncio.wait_for(batcher.submit_from(list, 0, brief=brief), 5)
+                await asyncio.wait_for(batcher.submit_from(list, 0, is_short=is_short), 5)
         assert (await batcher.submit(rows(1))).results == [("text", 1)]
 
     play(script)
 
 
-@pytest.mark.parametrize("brief", [True, False])
+@pytest.mark.parametrize("is_short", [True, False])
 @pytest.mark.parametrize("why", ["gone", "late"])
-def test_what_nobody_waits_for_when_it_is_made_is_never_computed(brief: bool, why: str) -> None:
+def test_submit_from_request_ended_during_preparation_is_not_computed(
+    is_short: bool, why: str
+) -> None:
     ran: list[list[Any]] = []
     making = threading.Event()
 
-    def run(key: Hashable, payloads: list[Any]) -> Ran:
+    def run(key: Hashable, payloads: list[Any]) -> BatchResult:
         ran.append(payloads)
         return echo(key, payloads)
 
     async def script(batcher: Batcher) -> None:
         deadline = perf_counter() + 0.03 if why == "late" else None
         asked = asyncio.ensure_future(
-            batcher.submit_from(made_after(making, "dead"), 1, deadline, brief=brief)
+            batcher.submit_from(made_after(making, "dead"), 1, deadline, is_short=is_short)
         )
         await asyncio.sleep(0.01)
         assert batcher.waiting == 1
@@ -431,22 +435,22 @@ def test_what_nobody_waits_for_when_it_is_made_is_never_computed(brief: bool, wh
         with pytest.raises(asyncio.CancelledError if why == "gone" else DeadlineExceeded):
             await asked
         making.set()
-        await batcher.submit_from(lambda: rows("next"), 1, brief=brief)
+        await batcher.submit_from(lambda: rows("next"), 1, is_short=is_short)
 
     play(script, run)
     assert ran == [["next"]]
 
 
-def test_a_wait_is_kept_by_what_is_made_in_a_slot() -> None:
+def test_submit_from_short_and_alone_respects_max_wait() -> None:
     async def script(batcher: Batcher) -> None:
         started = perf_counter()
-        await batcher.submit_from(lambda: rows(1), 1, brief=True)
+        await batcher.submit_from(lambda: rows(1), 1, is_short=True)
         assert perf_counter() - started >= 0.2
 
     play(script, max_wait_ms=200)
 
 
-def test_a_batcher_that_closes_refuses_what_is_being_made() -> None:
+def test_close_refuses_requests_in_preparation() -> None:
     making = threading.Event()
 
     async def script(batcher: Batcher) -> None:
@@ -463,7 +467,7 @@ def test_a_batcher_that_closes_refuses_what_is_being_made() -> None:
     play(script)
 
 
-def test_a_deadline_that_passes_while_it_waits_is_never_computed() -> None:
+def test_submit_deadline_passes_in_queue_is_not_computed() -> None:
     gate = Gate()
 
     async def script(batcher: Batcher) -> None:
@@ -483,10 +487,10 @@ def test_a_deadline_that_passes_while_it_waits_is_never_computed() -> None:
     assert gate.ran == [["runs"], ["next"]]
 
 
-def test_what_would_be_answered_too_late_is_not_begun() -> None:
+def test_submit_expected_to_miss_deadline_is_not_computed() -> None:
     ran: list[Any] = []
 
-    def slow(key: Hashable, payloads: list[Any]) -> Ran:
+    def slow(key: Hashable, payloads: list[Any]) -> BatchResult:
         ran.extend(payloads)
         threading.Event().wait(0.2)
         return echo(key, payloads)
@@ -506,7 +510,7 @@ def test_what_would_be_answered_too_late_is_not_begun() -> None:
     assert ran == [0, 1, 3]
 
 
-def test_what_is_cancelled_leaves_the_queue() -> None:
+def test_submit_cancelled_removes_rows_from_queue() -> None:
     gate = Gate()
 
     async def script(batcher: Batcher) -> None:
@@ -525,10 +529,10 @@ def test_what_is_cancelled_leaves_the_queue() -> None:
     assert gate.ran == [["runs"]]
 
 
-def test_a_request_fails_for_its_own_rows_only() -> None:
+def test_submit_bad_row_fails_its_own_request_only() -> None:
     gate = Gate()
 
-    def picky(key: Hashable, payloads: list[Any]) -> Ran:
+    def picky(key: Hashable, payloads: list[Any]) -> BatchResult:
         gate(key, payloads)
         if "bad" in payloads:
             raise ValueError("bad")
@@ -552,10 +556,10 @@ def test_a_request_fails_for_its_own_rows_only() -> None:
     play(script, picky)
 
 
-def test_what_is_not_the_requests_fault_is_reported() -> None:
+def test_submit_model_failure_is_reported_to_on_failure() -> None:
     told: list[NotReady] = []
 
-    def broken(key: Hashable, payloads: list[Any]) -> Ran:
+    def broken(key: Hashable, payloads: list[Any]) -> BatchResult:
         raise OutOfMemory("no memory")
 
     async def script(batcher: Batcher) -> None:
@@ -571,13 +575,13 @@ def test_what_is_not_the_requests_fault_is_reported() -> None:
         with pytest.raises(NotReady, match="not now"):
             await waiting
 
-    play(script, broken, failed=told.append)
+    play(script, broken, on_failure=told.append)
 
 
-def test_runs_at_once() -> None:
+def test_submit_concurrency_runs_batches_in_parallel() -> None:
     together = threading.Barrier(3, timeout=10)
 
-    def run(key: Hashable, payloads: list[Any]) -> Ran:
+    def run(key: Hashable, payloads: list[Any]) -> BatchResult:
         together.wait()
         return echo(key, payloads)
 

@@ -23,7 +23,6 @@ from benchmarks.gpu.encoder import random_encoder
 from service.engine import device, model
 from service.engine.device import on_device
 from service.engine.model import Model
-from service.metrics import gpu_bytes
 from service.settings import Settings
 from tests.service.tiny import write_encoder, write_model
 
@@ -103,7 +102,7 @@ def test_the_process_that_finds_out_says_why_and_its_death_is_a_reason_too(
     end("import sys; sys.exit('CUDA driver version is insufficient')")
     assert device._why_no_gpu().endswith("ended: CUDA driver version is insufficient")
     end("import time; time.sleep(60)")
-    monkeypatch.setattr(device, "ASK_S", 0.2)
+    monkeypatch.setattr(device, "TIMEOUT_S", 0.2)
     assert device._why_no_gpu() == "no session opened on it within 0.2 s"
     end("print()")
     assert device._why_no_gpu() == ""
@@ -183,46 +182,6 @@ def test_padding_is_tried_before_it_is_used(tmp_path: Path, graphs: list[Any]) -
     assert (graphs[2][0]._rows, graphs[2][0]._tokens) == (True, True)
 
 
-# ---- memory --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("visible", "asked"),
-    [(None, 0), ("", 0), ("3,1", 3), ("GPU-1a2b", b"GPU-1a2b"), (" 2 ", 2)],
-)
-def test_memory_is_that_of_the_gpu_that_serves(
-    visible: str | None, asked: int | bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[int | bytes] = []
-
-    class Driver:
-        def nvmlDeviceGetHandleByIndex_v2(self, index: int, device: Any) -> int:  # noqa: N802
-            seen.append(index)
-            return 0
-
-        def nvmlDeviceGetHandleByUUID(self, name: bytes, device: Any) -> int:  # noqa: N802
-            seen.append(name)
-            return 0
-
-        def nvmlDeviceGetMemoryInfo(self, device: Any, memory: Any) -> int:  # noqa: N802
-            memory._obj[:] = [100, 93, 7]
-            return 0
-
-    monkeypatch.setattr("service.metrics._nvml", Driver)
-    if visible is None:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    else:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert gpu_bytes() == 7 and seen == [asked]
-
-
-def test_a_gpu_that_does_not_answer_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    lost = SimpleNamespace(nvmlDeviceGetHandleByIndex_v2=lambda *_: 15)
-    monkeypatch.setattr("service.metrics._nvml", lambda: lost)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert gpu_bytes() is None
-
-
 # ---- from the first line of the log to the last --------------------------------------------------
 
 
@@ -241,14 +200,14 @@ def test_an_application_decides_once_and_says_it_once(
 def test_several_workers_are_told_what_was_decided_for_all(
     tmp_path: Path, runtime: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from service import app
+    from service import launch
 
     runtime([CUDA, CPU], "no CUDA device can be used here.")
     told: list[Settings] = []
     monkeypatch.setattr(
         "service.workers.supervisor.supervise", lambda settings, _: told.append(settings)
     )
-    app.serve(Settings(model=tmp_path, port=0, workers=2))
+    launch.serve(Settings(model=tmp_path, port=0, workers=2))
     assert [settings.provider for settings in told] == ["cpu"]
     assert capfd.readouterr().err.splitlines() == [
         "no GPU is used, models are served on the CPU: no CUDA device can be used here."

@@ -1,4 +1,4 @@
-"""What the probe's process finds of a model, and what is served then."""
+"""Checks of models in a child process, operator fusion, and the environment of children."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ import service
 from attnserve.models.artifact import open_artifact
 from service.api.triton import configuration
 from service.dashboard.stats import card
-from service.engine import isolation as probe
-from service.engine.isolation import Proven, Prover
+from service.engine import isolation as isolation
+from service.engine.isolation import CheckResult, IsolationChecker
 from service.engine.repository import Repository, say_operators
 from service.settings import Settings
 from tests.fixtures.make import BERT
@@ -65,9 +65,9 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Child:
     return choose
 
 
-def prover(folder: Path | None = None, **given: Any) -> Prover:
+def checker(folder: Path | None = None, **given: Any) -> IsolationChecker:
     chosen = {"provider": "cpu", "threads": 1, "timeout_s": 60, "rewrite": True, **given}
-    return Prover(folder=folder, **chosen)
+    return IsolationChecker(folder=folder, **chosen)
 
 
 def served(path: Path, **settings: Any) -> Mapping[str, Any]:
@@ -99,13 +99,13 @@ def served(path: Path, **settings: Any) -> Mapping[str, Any]:
 
 
 @pytest.mark.usefixtures("child")
-def test_the_same_model_in_faster_operators_is_served(
+def test_repository_fused_model_gives_same_vectors(
     bert: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "attnserve")
     fast = served(bert)
     assert (fast["rewritten"], fast["attention"], fast["gelu"]) == (True, 2, 2)
-    assert "bert runs in other operators: 2 attention, 2 GELU; " in caplog.text
+    assert "bert runs with fused operators: 2 attention, 2 GELU; " in caplog.text
     plain = served(bert, rewrite=False)
     assert plain["rewritten"] is False and plain["why"] == "rewriting is switched off"
     assert np.abs(fast["vectors"] - plain["vectors"]).max() < 1e-6
@@ -113,76 +113,78 @@ def test_the_same_model_in_faster_operators_is_served(
         assert fast[same] == plain[same]
 
 
-def test_a_model_that_is_not_probed_is_not_rewritten(bert: Path) -> None:
+def test_repository_unchecked_model_is_not_fused(bert: Path) -> None:
     told = served(bert, probe=False)
     assert (told["rewritten"], told["why"]) == (False, "it is not probed")
 
 
-def test_switched_off_nothing_is_tried(bert: Path, child: Child, tmp_path: Path) -> None:
+def test_check_rewrite_off_tries_no_fusion(bert: Path, child: Child, tmp_path: Path) -> None:
     child("lossless.fuse_lossless = None")
-    one = prover(tmp_path / "rewritten", rewrite=False)
-    assert one.prove(open_artifact(bert)) == Proven(
-        one.identify(open_artifact(bert)).identity, None, probe.AS_IT_IS
+    one = checker(tmp_path / "rewritten", rewrite=False)
+    assert one.check(open_artifact(bert)) == CheckResult(
+        one.identify(open_artifact(bert)).identity, None, isolation.NOT_REWRITTEN
     )
     assert not (tmp_path / "rewritten").exists()
 
 
-def test_it_is_written_once_where_nobody_else_can_look(
+def test_check_result_is_cached_and_file_is_private(
     bert: Path, child: Child, tmp_path: Path
 ) -> None:
     folder = tmp_path / "rewritten"
-    one = prover(folder)
-    found = one.prove(open_artifact(bert))
+    one = checker(folder)
+    found = one.check(open_artifact(bert))
     assert found.rewritten is not None and list(folder.iterdir()) == [found.rewritten]
     assert folder.stat().st_mode & 0o077 == 0
     assert found.identity == one.identify(open_artifact(bert)).identity
     child("raise SystemExit(5)")
-    assert one.prove(open_artifact(bert)) == found
+    assert one.check(open_artifact(bert)) == found
     # What one worker has found the others are told, as JSON.
-    other = prover(folder)
-    other.learn(json.loads(json.dumps(one.proofs())))
-    assert other.prove(open_artifact(bert)) == found
+    other = checker(folder)
+    other.import_results(json.loads(json.dumps(one.export_results())))
+    assert other.check(open_artifact(bert)) == found
 
 
 @pytest.mark.usefixtures("child")
-def test_a_folder_of_its_own_goes_with_the_prover(bert: Path) -> None:
-    one = prover()
-    path = one.prove(open_artifact(bert)).rewritten
+def test_checker_temporary_folder_is_deleted_with_it(bert: Path) -> None:
+    one = checker()
+    path = one.check(open_artifact(bert)).rewritten
     assert path is not None and path.is_file()
     del one
     assert not path.parent.exists()
 
 
 @pytest.mark.usefixtures("child")
-def test_what_was_cleaned_away_is_written_again(bert: Path, tmp_path: Path) -> None:
-    one = prover(tmp_path / "rewritten")
-    first = one.prove(open_artifact(bert)).rewritten
+def test_check_deleted_fused_file_is_written_again(bert: Path, tmp_path: Path) -> None:
+    one = checker(tmp_path / "rewritten")
+    first = one.check(open_artifact(bert)).rewritten
     assert first is not None
     first.unlink()
-    assert one.prove(open_artifact(bert)).rewritten == first and first.is_file()
+    assert one.check(open_artifact(bert)).rewritten == first and first.is_file()
 
 
 @pytest.mark.parametrize("used", [True, False])
 @pytest.mark.usefixtures("child")
-def test_files_of_what_is_loaded_stay_and_others_go(bert: Path, tmp_path: Path, used: bool) -> None:
+def test_check_deletes_fused_files_of_unloaded_models(
+    bert: Path, tmp_path: Path, used: bool
+) -> None:
     loaded: set[str] | None = set()
-    one = prover(tmp_path / "rewritten", in_use=lambda: loaded)
-    first = one.prove(open_artifact(bert))
+    one = checker(tmp_path / "rewritten", in_use=lambda: loaded)
+    first = one.check(open_artifact(bert))
     assert first.rewritten is not None
     if used:
         loaded.add(first.identity)
-    one.prove(open_artifact(write_encoder(tmp_path / "other")))
+    one.check(open_artifact(write_encoder(tmp_path / "other")))
     assert first.rewritten.exists() is used
     loaded = None  # others are on their way
     write_encoder(tmp_path / "third", max_length=7)
-    one.prove(open_artifact(tmp_path / "third"))
+    one.check(open_artifact(tmp_path / "third"))
     assert first.rewritten.exists() is used
 
 
 BREAKS: Mapping[str, tuple[str, str]] = {
     "crashes": ("import os; lossless.fuse_lossless = lambda *a, **k: os.abort()",
                 "the process that tried it ended with -6"),
-    "hangs": ("import time; service.engine.isolation.REWRITE_S = 1;"
+    "hangs": ("import time; service.engine.isolation.FUSION_TIMEOUT_S = 1;"
               " lossless.fuse_lossless = lambda *a, **k: time.sleep(60)",
               "it took too long"),
     "is wrong": ("lossless.LEAST_COSINE = 2", "differs at 1 x 1"),
@@ -194,42 +196,42 @@ BREAKS: Mapping[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("way", BREAKS)
-def test_whatever_its_rewriting_does_the_model_is_served_as_it_is(
+def test_check_fusion_fails_original_is_served(
     bert: Path, child: Child, tmp_path: Path, way: str
 ) -> None:
     more, why = BREAKS[way]
     child(more)
-    found = prover(tmp_path / "rewritten").prove(open_artifact(bert))
+    found = checker(tmp_path / "rewritten").check(open_artifact(bert))
     assert found.rewritten is None and found.operators["rewritten"] is False
     assert why in found.operators["why"]
     assert list((tmp_path / "rewritten").iterdir()) == []
 
 
-def test_a_probe_that_runs_out_of_time_in_its_rewriting_has_proven_the_model(
+def test_check_timeout_during_fusion_passes_the_model(
     bert: Path, child: Child, tmp_path: Path
 ) -> None:
     child("import time; lossless.fuse_lossless = lambda *a, **k: time.sleep(60)")
-    found = prover(tmp_path / "rewritten", timeout_s=12).prove(open_artifact(bert))
+    found = checker(tmp_path / "rewritten", timeout_s=12).check(open_artifact(bert))
     assert found.operators == {"rewritten": False, "why": "it took too long"}
 
 
 @pytest.mark.usefixtures("child")
-def test_a_file_that_does_not_load_is_not_served(
+def test_repository_fused_file_does_not_load_original_is_served(
     bert: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO", "attnserve")
-    prove = Prover.prove
+    check = IsolationChecker.check
 
-    def truncated(self: Prover, artifact: Any) -> Proven:
-        found = prove(self, artifact)
+    def truncated(self: IsolationChecker, artifact: Any) -> CheckResult:
+        found = check(self, artifact)
         assert found.rewritten is not None
         found.rewritten.write_bytes(found.rewritten.read_bytes()[:1000])
         return found
 
-    monkeypatch.setattr(Prover, "prove", truncated)
+    monkeypatch.setattr(IsolationChecker, "check", truncated)
     told = served(bert)
     assert told["rewritten"] is False and "ONNX Runtime refuses the graph" in told["why"]
-    assert "bert runs as it is: " in caplog.text
+    assert "bert runs without fused operators: " in caplog.text
     assert np.isfinite(told["vectors"]).all()
 
 
@@ -240,22 +242,20 @@ def test_a_file_that_does_not_load_is_not_served(
         ("no attention", "no block can be written in a faster operator"),
     ],
 )
-def test_what_is_left_as_it_is(
+def test_check_unsuitable_model_is_not_fused(
     bert: Path, child: Child, tmp_path: Path, what: str, why: str
 ) -> None:
     model = bert
     if what == "large":
-        child("service.engine.isolation.MOST_BYTES = 1")
+        child("service.engine.isolation.MAX_BYTES = 1")
     else:
         model = write_encoder(tmp_path / "m")
-    found = prover(tmp_path / "rewritten").prove(open_artifact(model))
+    found = checker(tmp_path / "rewritten").check(open_artifact(model))
     assert found.rewritten is None and why in found.operators["why"]
 
 
 @pytest.mark.usefixtures("child")
-def test_what_was_optimized_by_hand_is_served_in_faster_operators_too(
-    bert: Path, tmp_path: Path
-) -> None:
+def test_repository_pruned_model_is_fused(bert: Path, tmp_path: Path) -> None:
     """Else it would be slower than the original, which is."""
     attnserve.optimize(bert, tmp_path / "pruned", prune_heads={"0": [1, 0, 1, 1]})
     told = served(tmp_path / "pruned")
@@ -265,10 +265,10 @@ def test_what_was_optimized_by_hand_is_served_in_faster_operators_too(
     assert told["plan"] == plain["plan"] is not None
 
 
-def test_where_nobody_can_write_models_are_served_as_they_are(child: Child, tmp_path: Path) -> None:
+def test_check_folder_not_writable_original_is_served(child: Child, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     artifact = open_artifact(write_encoder(tmp_path / "m"))
-    found = prover(tmp_path / "file" / "rewritten").prove(artifact)
+    found = checker(tmp_path / "file" / "rewritten").check(artifact)
     assert found.operators == {"rewritten": False, "why": "there is no folder for it"}
 
 
@@ -299,7 +299,7 @@ def test_environment_python_path_has_no_current_folder(
     if given is not None:
         monkeypatch.setenv("PYTHONPATH", given.format(kept=kept))
     command = [PYTHON, "-P", "-c", WHERE]
-    found = subprocess.run(command, env=probe.environment(), check=True, capture_output=True)
+    found = subprocess.run(command, env=isolation.environment(), check=True, capture_output=True)
     files, path = json.loads(found.stdout)
     here = (random, attnserve, graph_passes, service)
     assert files == [module.__file__ for module in here]
@@ -313,7 +313,7 @@ def test_environment_other_search_paths_have_no_current_folder(
 ) -> None:
     monkeypatch.setenv("PATH", "/usr/bin::bin")
     monkeypatch.setenv("LD_LIBRARY_PATH", ":")
-    found = probe.environment()
+    found = isolation.environment()
     assert found["PATH"] == "/usr/bin" and "LD_LIBRARY_PATH" not in found
 
 
@@ -322,18 +322,18 @@ def test_environment_passes_settings_and_no_secrets(monkeypatch: pytest.MonkeyPa
     secret = {"AWS_SECRET_ACCESS_KEY", "NVIDIA_API_KEY", "ATTNSERVE_API_KEYS", "HF_TOKEN"}
     for name in (*passed, *secret, "OTEL_EXPORTER_OTLP_HEADERS"):
         monkeypatch.setenv(name, "value")
-    found = probe.environment()
+    found = isolation.environment()
     assert passed <= found.keys()
     assert not (secret | {"OTEL_EXPORTER_OTLP_HEADERS"}) & found.keys()
-    assert probe.environment("OTEL_").keys() - found.keys() == {"OTEL_EXPORTER_OTLP_HEADERS"}
+    assert isolation.environment("OTEL_").keys() - found.keys() == {"OTEL_EXPORTER_OTLP_HEADERS"}
 
 
-def test_prove_model_folder_with_python_files_executes_none(
+def test_check_model_folder_with_python_files_executes_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_encoder(tmp_path / "m")
     (folder / "random.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.chdir(folder)
-    prover(rewrite=False).prove(open_artifact(Path()))
+    checker(rewrite=False).check(open_artifact(Path()))
     assert not (tmp_path / "executed").exists()

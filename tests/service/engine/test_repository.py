@@ -430,7 +430,7 @@ def test_a_model_that_kills_its_probe_is_an_error_and_the_server_lives(
     monkeypatch.setattr("service.engine.isolation.sys.executable", str(python))
     chosen = repository.settings.model_copy(update={"probe": True})
     monkeypatch.setattr(repository, "settings", chosen)
-    monkeypatch.setattr(repository._prover, "_timeout_s", 1)
+    monkeypatch.setattr(repository._checker, "_timeout_s", 1)
     with pytest.raises(InvalidModel, match=text):
         client.portal.call(repository.load, "evil")  # type: ignore[union-attr]
     evil = repository.index()[0]
@@ -473,7 +473,7 @@ def test_what_has_run_once_is_believed(tmp_path: Path, monkeypatch: pytest.Monke
     tried: list[Path] = []
 
     async def script(repository: Repository) -> None:
-        prover = repository._prover
+        prover = repository._checker
         attempt = prover._try
         monkeypatch.setattr(
             prover,

@@ -31,8 +31,8 @@ from service.errors import NotReady
 from service.metrics import Metrics
 from service.settings import Settings
 from service.workers.shared_repository import SharedRepository
-from service.workers.shared_state import Runtime, Status
-from service.workers.supervisor import threads_of_each
+from service.workers.shared_state import SharedState, Status
+from service.workers.supervisor import threads_per_worker
 from tests.service.tiny import write_encoder
 
 pytestmark = pytest.mark.process
@@ -42,10 +42,10 @@ EMBED = {"inputs": ["a b", "c"]}
 PROGRAM = """
 import sys
 import service.workers.supervisor
-from service.app import serve
+from service.launch import serve
 from service.settings import read_settings
 from graph_passes.errors import AttnserveError
-service.workers.supervisor.LOOK_S, service.workers.supervisor.HANGS_S = 0.2, 3
+service.workers.supervisor.HANG_S = 3
 try:
     serve(read_settings())
 except KeyboardInterrupt:
@@ -207,7 +207,7 @@ def clients(server: Server) -> list[Client]:
     return [server.client(pid) for pid in server.pids()]
 
 
-def test_every_worker_knows_what_all_have_done(clients: list[Client]) -> None:
+def test_statistics_of_every_worker_cover_all_workers(clients: list[Client]) -> None:
     one, two = clients
     body = EMBED | {"model": "counted"}
     assert [one.post("/embed", body) for _ in range(3)] == [200] * 3
@@ -248,7 +248,7 @@ def test_every_worker_knows_what_all_have_done(clients: list[Client]) -> None:
         assert client.get("/stats.json")["workers"] == {"wanted": 2, "serving": 2}
 
 
-def test_what_one_worker_loads_or_unloads_all_do(server: Server, clients: list[Client]) -> None:
+def test_load_and_unload_apply_to_all_workers(server: Server, clients: list[Client]) -> None:
     one, two = clients
     body = EMBED | {"model": "other"}
     assert one.ready and two.ready
@@ -280,7 +280,7 @@ def test_what_one_worker_loads_or_unloads_all_do(server: Server, clients: list[C
 # -- life and death ------------------------------------------------------------------------------
 
 
-def test_a_worker_that_is_killed_is_replaced_and_the_others_go_on(server: Server) -> None:
+def test_killed_worker_is_replaced_while_others_serve(server: Server) -> None:
     before = server.pids()
     other = server.client(before[1])
     body = EMBED | {"model": "tiny"}
@@ -322,7 +322,7 @@ def test_a_worker_that_is_killed_is_replaced_and_the_others_go_on(server: Server
     # Nothing that was answered is forgotten; what the dead worker computed may not have been seen.
     well = first + asked + seen.count(200)
     assert well <= answered() <= well + len(lost)
-    assert "was ended by SIGKILL: the others go on" in server.log
+    assert "was killed by SIGKILL; restart in 0 s" in server.log
     # It has what the others have, not what is on disk.
     for client in (new, other):
         assert ("counted", "1", "UNAVAILABLE") in client.index()
@@ -338,7 +338,7 @@ def test_a_worker_that_is_killed_is_replaced_and_the_others_go_on(server: Server
         pytest.param(signal.SIGKILL, -signal.SIGKILL, id="left alone"),
     ],
 )
-def test_all_workers_answer_what_they_accepted_and_end(
+def test_workers_drain_and_exit_after_end_of_supervisor(
     tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     model = write_encoder(tmp_path / "tiny")
@@ -362,9 +362,7 @@ def test_all_workers_answer_what_they_accepted_and_end(
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_told_to_stop_twice_it_refuses_what_it_has_not_answered(
-    tmp_path: Path, workers: int
-) -> None:
+def test_second_interrupt_refuses_unanswered_requests(tmp_path: Path, workers: int) -> None:
     """The first SIGINT waits for answers, here for a batch that takes a minute to fill."""
     model, wait = write_encoder(tmp_path / "tiny"), {"max_wait_ms": 60_000, "timeout_ms": 90_000}
     with (
@@ -387,20 +385,33 @@ def test_told_to_stop_twice_it_refuses_what_it_has_not_answered(
         assert "Traceback" not in server.log
 
 
-def test_a_worker_that_hangs_is_killed_and_replaced(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGSTOP, id="suspended process"),
+        pytest.param(signal.SIGUSR1, id="blocked event loop", marks=pytest.mark.slow),
+    ],
+)
+def test_hanging_worker_is_killed_and_replaced(
+    tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import signal, time\nsignal.signal(signal.SIGUSR1, lambda *_: time.sleep(60))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with serving(write_encoder(tmp_path / "tiny"), tmp_path) as server:
         server.wait()
         silent, other = server.pids()
         client = server.client(other)
-        psutil.Process(silent).suspend()
-        until(lambda: f"(process {silent}) hangs: it is killed" in server.log)
+        os.kill(silent, number)
+        until(lambda: f"(process {silent}) hangs and is killed" in server.log)
         until(lambda: "serves again" in server.log)
         assert other in server.pids() and silent not in server.pids()
         assert client.post("/embed", EMBED) == 200
-        assert server.log.count("hangs: it is killed") == 1  # who speaks is left alone
+        assert server.log.count("hangs and is killed") == 1  # who speaks is left alone
 
 
-def test_a_model_that_cannot_be_served_is_not_said_to_be(tmp_path: Path) -> None:
+def test_ready_log_omits_models_that_failed_to_load(tmp_path: Path) -> None:
     models = repository(tmp_path / "models", "broken", "tiny")
     (models / "broken" / "1" / "model.onnx").write_bytes(b"no model")
     with serving(models, tmp_path) as server:
@@ -408,7 +419,7 @@ def test_a_model_that_cannot_be_served_is_not_said_to_be(tmp_path: Path) -> None
         assert re.search(r"^serving tiny at http", server.log, re.MULTILINE), server.log
 
 
-def test_what_is_wrong_with_the_models_is_said_once(tmp_path: Path) -> None:
+def test_invalid_model_is_reported_once(tmp_path: Path) -> None:
     (tmp_path / "model.onnx").write_bytes(b"not a model")
     with serving(tmp_path / "model.onnx", tmp_path) as server:
         assert server.process.wait(30) == 2
@@ -417,7 +428,7 @@ def test_what_is_wrong_with_the_models_is_said_once(tmp_path: Path) -> None:
         assert server.left == []
 
 
-def test_a_worker_that_dies_at_its_start_is_tried_again_then_given_up(
+def test_worker_crashing_at_startup_is_retried_then_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(
@@ -426,8 +437,8 @@ def test_a_worker_that_dies_at_its_start_is_tried_again_then_given_up(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with serving(write_encoder(tmp_path / "tiny"), tmp_path) as server:
         assert server.process.wait(30) == 2
-        assert server.log.count("started again") >= 2
-        assert re.search(r"error: worker \d ended with 7 before it served", server.log)
+        assert server.log.count("restart in") >= 2
+        assert re.search(r"error: worker \d exited with 7 before it served", server.log)
         assert server.left == []
 
 
@@ -459,26 +470,27 @@ def test_worker_environment_has_tracing_settings_and_no_secrets(
 
 
 def together(
-    model: Path, folder: Path, play: Callable[[SharedRepository, Runtime, Starts], Awaitable[None]]
+    model: Path,
+    folder: Path,
+    play: Callable[[SharedRepository, SharedState, Starts], Awaitable[None]],
 ) -> None:
     """Run ``play`` with a worker that serves, and a way to start another."""
-    runtime = Runtime(folder, 2)
-    runtime.prepare()
+    state = SharedState(folder, 2)
 
     async def run() -> None:
         started: list[SharedRepository] = []
 
         async def start(worker: int) -> SharedRepository:
             settings = Settings(model=model, probe=False, workers=2)
-            one = SharedRepository(settings, Metrics(), worker=worker, runtime=runtime)
+            one = SharedRepository(settings, Metrics(), worker=worker, state=state)
             await one.start()
             await one.join()
-            one.say_serving()
+            one.set_serving()
             started.append(one)
             return one
 
         try:
-            await play(await start(0), runtime, start)
+            await play(await start(0), state, start)
         finally:
             for one in started:
                 await one.leave()
@@ -490,35 +502,36 @@ def together(
 Starts = Callable[[int], Awaitable[SharedRepository]]
 
 
-def test_ready_needs_all_workers_first_and_those_that_serve_later(tmp_path: Path) -> None:
-    async def play(one: SharedRepository, runtime: Runtime, start: Starts) -> None:
+def test_ready_requires_all_workers_first_and_serving_ones_later(tmp_path: Path) -> None:
+    async def play(one: SharedRepository, state: SharedState, start: Starts) -> None:
         assert not one.ready
         two = await start(1)
         assert not one.ready  # the supervisor has not seen it yet
-        runtime.say_complete()
+        state.set_complete()
         assert one.ready and two.ready and one.workers == (2, 2)
-        runtime.say(replace(_status(runtime, 1), ready=False))
+        state.set_status(replace(_status(state, 1), ready=False))
         assert not one.ready and two.ready
-        runtime.say(replace(_status(runtime, 1), at=time() - 60))  # it hangs
+        state.set_status(replace(_status(state, 1), at=time() - 60))  # it hangs
         assert not one.ready
-        runtime.forget(1)  # it died
+        state.remove_status(1)  # it died
         assert one.ready and one.workers == (2, 1)
 
     together(write_encoder(tmp_path / "tiny"), _folder(tmp_path), play)
 
 
-def test_a_worker_does_not_start_with_other_files_than_the_others_serve(tmp_path: Path) -> None:
+def test_worker_start_with_changed_files_is_refused(tmp_path: Path) -> None:
     models = repository(tmp_path / "models", "tiny")
 
-    async def play(one: SharedRepository, runtime: Runtime, start: Starts) -> None:
+    async def play(one: SharedRepository, state: SharedState, start: Starts) -> None:
         write_encoder(models / "tiny" / "2")  # not asked for yet: of no concern
         two = await start(1)
         assert two.versions("tiny") == one.versions("tiny") == ["1"]
         await two.leave()
         record = models / "tiny" / "1" / "attnserve.json"
         record.write_text(json.dumps({"max_length": 4}))
-        with pytest.raises(InvalidModel, match="tiny: its files have changed since another"):
+        with pytest.raises(InvalidModel) as changed:
             await start(1)
+        assert changed.value.code == "model.changed"
         await one.load("tiny")
         two = await start(1)
         assert two.versions("tiny") == one.versions("tiny") == ["1", "2"]
@@ -526,20 +539,21 @@ def test_a_worker_does_not_start_with_other_files_than_the_others_serve(tmp_path
     together(models, _folder(tmp_path), play)
 
 
-def test_a_worker_that_cannot_follow_is_why_a_load_fails(tmp_path: Path) -> None:
+def test_load_fails_if_another_worker_cannot_follow(tmp_path: Path) -> None:
     models = repository(tmp_path / "models", "tiny")
 
-    async def play(one: SharedRepository, runtime: Runtime, start: Starts) -> None:
+    async def play(one: SharedRepository, state: SharedState, start: Starts) -> None:
         two = await start(1)
-        runtime.say_complete()
+        state.set_complete()
         write_encoder(models / "tiny" / "2")
 
         def unlucky(*args: object, **kwargs: object) -> None:
             raise MemoryError
 
         two._load = unlucky  # type: ignore[method-assign, assignment]
-        with pytest.raises(NotReady, match="worker 1: tiny: MemoryError"):
+        with pytest.raises(NotReady, match="MemoryError") as failed:
             await one.load("tiny")
+        assert failed.value.code == "worker.failed"
         assert not one.ready and not two.ready  # what they serve is not the same
         del two._load
         await one.load("tiny")
@@ -548,21 +562,24 @@ def test_a_worker_that_cannot_follow_is_why_a_load_fails(tmp_path: Path) -> None
     together(models, _folder(tmp_path), play)
 
 
-def test_a_worker_that_hangs_is_named(tmp_path: Path) -> None:
-    async def play(one: SharedRepository, runtime: Runtime, start: Starts) -> None:
-        runtime.say(Status(1, 4711, serving=True, ready=True, at=time() - 60))
-        with pytest.raises(NotReady, match=r"worker 1 \(process 4711\) does not answer"):
+def test_load_with_hanging_worker_names_it(tmp_path: Path) -> None:
+    async def play(one: SharedRepository, state: SharedState, start: Starts) -> None:
+        state.set_status(Status(1, 4711, serving=True, ready=True, at=time() - 60))
+        with pytest.raises(NotReady, match="4711") as hangs:
             await one.load("tiny")
+        assert hangs.value.code == "worker.hangs"
 
     together(write_encoder(tmp_path / "tiny"), _folder(tmp_path), play)
 
 
-def test_the_cores_are_shared_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_per_worker_divides_available_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     monkeypatch.setattr(sys, "platform", "linux")
 
     def threads(**given: int) -> int:
-        return threads_of_each(Settings(model=tmp_path, **given))  # type: ignore[arg-type]
+        return threads_per_worker(Settings(model=tmp_path, **given))  # type: ignore[arg-type]
 
     assert threads(workers=2) == 4
     assert threads(workers=2, concurrency=2) == 2
@@ -570,8 +587,8 @@ def test_the_cores_are_shared_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert threads(workers=2, threads=3) == 3
 
 
-def _status(runtime: Runtime, worker: int) -> Status:
-    status = runtime.status(worker)
+def _status(state: SharedState, worker: int) -> Status:
+    status = state.status(worker)
     assert status is not None
     return status
 

@@ -1,6 +1,6 @@
-"""Labels: which column and which token of a projection each element of a value is.
+"""ElementMap: which column and which token of a projection each element of a value is.
 
-A ``Trace`` is a value as labels; the functions here are the arithmetic of traces. ``trace.Reader``
+A ``LinearTrace`` is a value as labels; the functions are the arithmetic of traces. ``LayoutReader``
 walks the graph and decides which of them a node is.
 """
 
@@ -15,11 +15,21 @@ import onnx_ir as ir
 
 from graph_passes.blocks import Norm
 
-__all__ = ["Factor", "Heads", "Labels", "Source", "Trace", "Unread", "added", "by_head", "joined",
-           "say"]  # fmt: skip
+__all__ = [
+    "ElementMap",
+    "LinearTrace",
+    "MatchFailure",
+    "PositionFactor",
+    "Source",
+    "TermByHead",
+    "add_traces",
+    "concat_traces",
+    "describe",
+    "split_heads",
+]
 
 
-class Unread(Exception):
+class MatchFailure(Exception):
     """Why a value could not be read: becomes the reason of an ``Unmatched``."""
 
     def __init__(self, reason: str) -> None:
@@ -27,20 +37,20 @@ class Unread(Exception):
         self.reason = reason
 
 
-def say(node: ir.Node) -> str:
+def describe(node: ir.Node) -> str:
     """A node as a reason names it."""
     return f"{node.op_type} {node.name!r}" if node.name else node.op_type
 
 
-class Factor(NamedTuple):
-    """What multiplies a term: ``value``, or ``value[positions]`` (see ``attention.Spread``).
+class PositionFactor(NamedTuple):
+    """What multiplies a term: ``value``, or ``value[positions]`` (see BroadcastLayout).
 
     ``past`` marks a cache of heads.
     """
 
     value: ir.Value
     positions: ir.Value | None = None
-    to_last: bool = False
+    is_last_position: bool = False
     past: bool = False
 
 
@@ -62,30 +72,30 @@ class Source:
 
 
 @dataclass(frozen=True, eq=False)
-class Labels:
+class ElementMap:
     """Which column and which token each element is, times and plus what: arrays of one shape.
 
-    ``turn`` is the element of the factor that multiplies it, where there is one (see ``Trace``).
+    ``factor_index`` is the element of the factor that multiplies it, if any.
     """
 
     columns: np.ndarray
     tokens: np.ndarray
     gain: np.ndarray
     offset: np.ndarray
-    turn: np.ndarray
+    factor_index: np.ndarray
 
     def arrays(self) -> tuple[np.ndarray, ...]:
-        return self.columns, self.tokens, self.gain, self.offset, self.turn
+        return self.columns, self.tokens, self.gain, self.offset, self.factor_index
 
-    def at(self, index: np.ndarray) -> Labels:
+    def take(self, index: np.ndarray) -> ElementMap:
         """The elements at these flat positions, laid out like them."""
-        return Labels(*(_picked(array, index) for array in self.arrays()))
+        return ElementMap(*(_picked(array, index) for array in self.arrays()))
 
-    def times(self, factor: np.ndarray | float) -> Labels:
+    def scaled_by(self, factor: np.ndarray | float) -> ElementMap:
         return replace(self, gain=self.gain * factor, offset=self.offset * factor)
 
-    def spread(self, shape: tuple[int, ...]) -> Labels:
-        return Labels(*(np.broadcast_to(array, shape) for array in self.arrays()))
+    def broadcast_to(self, shape: tuple[int, ...]) -> ElementMap:
+        return ElementMap(*(np.broadcast_to(array, shape) for array in self.arrays()))
 
     @property
     def used(self) -> np.ndarray:
@@ -101,7 +111,7 @@ def _picked(array: np.ndarray, index: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True, eq=False)
-class Trace:
+class LinearTrace:
     """A value as scale * the sum over factors f of f[turn] * (gain * product[column] + offset).
 
     The one factor is None (1), but for rotary positions, whose factors are cosines and sines, and
@@ -111,7 +121,7 @@ class Trace:
 
     source: Source | None
     scale: float
-    terms: dict[Factor | None, Labels]
+    terms: dict[PositionFactor | None, ElementMap]
     nodes: tuple[ir.Node, ...]
     norm: Norm | None = None
 
@@ -120,68 +130,72 @@ class Trace:
         return next(iter(self.terms.values())).columns.shape
 
     @property
-    def plain(self) -> bool:
+    def has_no_factor(self) -> bool:
         """Whether no factor multiplies it."""
         return set(self.terms) == {None}
 
-    def through(self, node: ir.Node, scale: float = 1.0) -> Trace:
+    def append_node(self, node: ir.Node, scale: float = 1.0) -> LinearTrace:
         return replace(self, scale=self.scale * scale, nodes=(*self.nodes, node))
 
-    def each(self, change: Callable[[Labels], Labels]) -> Trace:
+    def map_terms(self, change: Callable[[ElementMap], ElementMap]) -> LinearTrace:
         return replace(self, terms={f: change(labels) for f, labels in self.terms.items()})
 
-    def unscaled(self) -> Trace:
+    def fold_scale(self) -> LinearTrace:
         """The same with the scale in the gains, so that sums may have scales of their own."""
-        return replace(self.each(lambda labels: labels.times(self.scale)), scale=1.0)
+        return replace(self.map_terms(lambda labels: labels.scaled_by(self.scale)), scale=1.0)
 
 
-def joined(node: ir.Node, pieces: Sequence[Trace], axis: int, role: str) -> Trace:
+def concat_traces(
+    node: ir.Node, pieces: Sequence[LinearTrace], axis: int, role: str
+) -> LinearTrace:
     """Concat of pieces of one product; a piece without a factor counts as zero of it."""
-    pieces = [piece.unscaled() for piece in pieces]
-    source, norm = _common(node, pieces, f"{say(node)} joins the {role} of several projections")
+    pieces = [piece.fold_scale() for piece in pieces]
+    source, norm = _common(
+        node, pieces, f"{describe(node)} joins the {role} of several projections"
+    )
     factors = dict.fromkeys(factor for piece in pieces for factor in piece.terms)
-    terms: dict[Factor | None, Labels] = {}
+    terms: dict[PositionFactor | None, ElementMap] = {}
     for factor in factors:
         parts = [piece.terms.get(factor) or _nothing_of(piece) for piece in pieces]
         arrays = zip(*(part.arrays() for part in parts), strict=True)
         try:
-            terms[factor] = Labels(*(np.concatenate(array, axis) for array in arrays))
+            terms[factor] = ElementMap(*(np.concatenate(array, axis) for array in arrays))
         except ValueError as error:
-            raise Unread(f"{say(node)} could not be followed: {error}") from error
+            raise MatchFailure(f"{describe(node)} could not be followed: {error}") from error
     nodes = dict.fromkeys(n for piece in pieces for n in piece.nodes)
-    return Trace(source, 1.0, terms, (*nodes, node), norm)
+    return LinearTrace(source, 1.0, terms, (*nodes, node), norm)
 
 
-def added(node: ir.Node, readings: Sequence[Trace], role: str) -> Trace:
+def add_traces(node: ir.Node, readings: Sequence[LinearTrace], role: str) -> LinearTrace:
     """The sum or difference of two readings of one product, each with factors of its own."""
-    a, b = (reading.unscaled() for reading in readings)
-    reason = f"{say(node)} stands between the {role} projection and the product"
+    a, b = (reading.fold_scale() for reading in readings)
+    reason = f"{describe(node)} stands between the {role} projection and the product"
     source, norm = _common(node, (a, b), reason)
     if a.shape != b.shape or set(a.terms) & set(b.terms) or source is None:
-        raise Unread(reason)
+        raise MatchFailure(reason)
     if node.op_type == "Sub":
-        b = b.each(lambda labels: labels.times(-1.0))
+        b = b.map_terms(lambda labels: labels.scaled_by(-1.0))
     nodes = dict.fromkeys((*a.nodes, *b.nodes, node))
-    return Trace(source, 1.0, {**a.terms, **b.terms}, tuple(nodes), norm)
+    return LinearTrace(source, 1.0, {**a.terms, **b.terms}, tuple(nodes), norm)
 
 
 def _common(
-    node: ir.Node, pieces: Sequence[Trace], reason: str
+    node: ir.Node, pieces: Sequence[LinearTrace], reason: str
 ) -> tuple[Source | None, Norm | None]:
     """The one product, and the one norm of it, that all pieces but cached heads come from."""
     made = [piece for piece in pieces if piece.source is not None]
     if len({(p.source.node, p.norm and p.norm.node) for p in made if p.source}) > 1:
-        raise Unread(reason)
+        raise MatchFailure(reason)
     return (made[0].source, made[0].norm) if made else (None, None)
 
 
-def _nothing_of(piece: Trace) -> Labels:
+def _nothing_of(piece: LinearTrace) -> ElementMap:
     """Zero times a piece: what it holds of a factor that it does not have."""
     labels = next(iter(piece.terms.values()))
-    return replace(labels.times(0.0), turn=np.zeros_like(labels.turn))
+    return replace(labels.scaled_by(0.0), factor_index=np.zeros_like(labels.factor_index))
 
 
-class Heads(NamedTuple):
+class TermByHead(NamedTuple):
     """One term of a reading by head: (H, K) arrays, and the factor's elements (B, H, T, K).
 
     ``sequence_first`` tells that the tokens count (T, B), not (B, T).
@@ -190,12 +204,12 @@ class Heads(NamedTuple):
     columns: np.ndarray
     gain: np.ndarray
     offset: np.ndarray
-    turn: np.ndarray
+    factor_index: np.ndarray
     sequence_first: bool = False
 
 
-def by_head(trace: Trace, axes: Sequence[int], heads: int, role: str) -> tuple[
-    dict[Factor | None, Heads], tuple[Factor, Heads] | None
+def split_heads(trace: LinearTrace, axes: Sequence[int], heads: int, role: str) -> tuple[
+    dict[PositionFactor | None, TermByHead], tuple[PositionFactor, TermByHead] | None
 ]:  # fmt: skip
     """Each term as columns, gain and offset by head, once every token is where it should be.
 
@@ -210,58 +224,64 @@ def by_head(trace: Trace, axes: Sequence[int], heads: int, role: str) -> tuple[
         factor: [_four(array.transpose(axes), trace, heads, role) for array in labels.arrays()]
         for factor, labels in trace.terms.items()
     }
-    present = {f: Labels(*arrays) for f, arrays in laid_out.items() if f is None or not f.past}
-    cached = [(f, Labels(*arrays)) for f, arrays in laid_out.items() if f is not None and f.past]
+    present = {f: ElementMap(*arrays) for f, arrays in laid_out.items() if f is None or not f.past}
+    cached = [
+        (f, ElementMap(*arrays)) for f, arrays in laid_out.items() if f is not None and f.past
+    ]
     if not cached:
         return {f: _uniform(labels, trace, role) for f, labels in present.items()}, None
     if len(cached) > 1:
-        raise Unread(f"the {role} joins several caches")
+        raise MatchFailure(f"the {role} joins several caches")
     factor, past = cached[0]
     where = np.asarray(past.used.any(axis=(0, 1, 3)))
     length = int(where.sum())
     if not where[:length].all() or any(p.used[:, :, :length].any() for p in present.values()):
-        raise Unread(f"the cache of the {role} does not come before its tokens")
-    turn = past.turn[:, :, :length]
+        raise MatchFailure(f"the cache of the {role} does not come before its tokens")
+    factor_index = past.factor_index[:, :, :length]
     offset = past.offset[:, :, :length]
     if not (offset == offset.flat[0]).all() or past.gain.any():
-        raise Unread(f"the cache of the {role} is scaled element by element")
+        raise MatchFailure(f"the cache of the {role} is scaled element by element")
     first = np.zeros(offset.shape[1::2])
-    held = (factor, Heads(first.astype(np.int64), first, first + offset.flat[0], turn))
+    held = (factor, TermByHead(first.astype(np.int64), first, first + offset.flat[0], factor_index))
     rest = {
-        f: _uniform(Labels(*(array[:, :, length:] for array in labels.arrays())), trace, role)
+        f: _uniform(ElementMap(*(array[:, :, length:] for array in labels.arrays())), trace, role)
         for f, labels in present.items()
     }
     return rest, held
 
 
-def _four(array: np.ndarray, trace: Trace, heads: int, role: str) -> np.ndarray:
+def _four(array: np.ndarray, trace: LinearTrace, heads: int, role: str) -> np.ndarray:
     """An array of labels as (B, H, T, K)."""
     if array.ndim < 2:
-        raise Unread(f"the {role} is a single row")
+        raise MatchFailure(f"the {role} is a single row")
     if heads:
         if array.ndim != 3 or array.shape[-1] % heads:
-            raise Unread(f"the {role} has shape {array.shape}, not {heads} heads side by side")
+            raise MatchFailure(
+                f"the {role} has shape {array.shape}, not {heads} heads side by side"
+            )
         return np.moveaxis(array.reshape(*array.shape[:-1], heads, -1), 2, 1)
     length, size = array.shape[-2:]
     if trace.source is None or any(factor and factor.past for factor in trace.terms):
         if array.ndim != 4:
-            raise Unread(f"the cache of the {role} is not laid out as (B, H, T, K)")
+            raise MatchFailure(f"the cache of the {role} is not laid out as (B, H, T, K)")
         return array
     total = trace.source.count
     if length == 0 or total % length:
-        raise Unread(f"the {role} holds {total} tokens, which are no whole sequences of {length}")
+        raise MatchFailure(
+            f"the {role} holds {total} tokens, which are no whole sequences of {length}"
+        )
     try:
         return array.reshape(total // length, -1, length, size)
     except ValueError as error:
-        raise Unread(f"the {role} is laid out as {array.shape}, not (B, H, T, K)") from error
+        raise MatchFailure(f"the {role} is laid out as {array.shape}, not (B, H, T, K)") from error
 
 
-def _uniform(labels: Labels, trace: Trace, role: str) -> Heads:
+def _uniform(labels: ElementMap, trace: LinearTrace, role: str) -> TermByHead:
     """Columns, gain and offset that are the same for every token, each in its place."""
     assert trace.source is not None
     batch, _, length, _ = labels.columns.shape
     if batch * length != trace.source.count:
-        raise Unread(
+        raise MatchFailure(
             f"the {role} holds {trace.source.count} tokens, not {batch} sequences of {length}"
         )
     batches, _, tokens, _ = np.ogrid[:batch, :1, :length, :1]
@@ -271,9 +291,11 @@ def _uniform(labels: Labels, trace: Trace, role: str) -> Heads:
         None,
     )
     if sequence_first is None:
-        raise Unread(f"the layout of the {role} moves tokens out of place")
-    columns, _, gain, offset, turn = labels.arrays()
+        raise MatchFailure(f"the layout of the {role} moves tokens out of place")
+    columns, _, gain, offset, factor_index = labels.arrays()
     for array in (columns, gain, offset):
         if not (array == array[:1, :, :1]).all():
-            raise Unread(f"the {role} differs from token to token by more than its input")
-    return Heads(columns[0, :, 0], gain[0, :, 0], offset[0, :, 0], turn, sequence_first)
+            raise MatchFailure(f"the {role} differs from token to token by more than its input")
+    return TermByHead(
+        columns[0, :, 0], gain[0, :, 0], offset[0, :, 0], factor_index, sequence_first
+    )

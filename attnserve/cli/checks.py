@@ -1,0 +1,314 @@
+"""``attnserve inspect``, ``verify``, ``evaluate`` and ``bench``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+
+import attnserve
+from attnserve.choices import Pooling, TaskName
+from attnserve.cli import options as opt
+from attnserve.cli.display import (
+    format_ranges,
+    make_table,
+    out,
+    print_json,
+    print_line,
+    progress_bars,
+    set_log_level,
+    shorten_names,
+)
+
+if TYPE_CHECKING:
+    from attnserve.checks.benchmark import Measurement
+    from attnserve.checks.inspect import Inspection
+
+__all__ = ["app"]
+
+app = typer.Typer()
+
+
+@app.command(epilog="Example: attnserve inspect model.onnx --seq 512", rich_help_panel=opt.CHECK)
+def inspect(
+    model: opt.Model,
+    seq: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Sequence length to count MACs at.")
+    ] = 128,
+    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Batch size to count at.")] = 1,
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+    verbose: opt.Verbose = False,
+    seed: opt.Seed = 0,
+) -> None:
+    """List the attention blocks of a model, with their costs and the passes that apply.
+
+    Blocks that do not match or fail verification are listed with a reason.
+    """
+    set_log_level(quiet, verbose)
+    report = attnserve.inspect(model, batch=batch, sequence=seq, seed=seed)
+    content = report.to_json()
+    if json:
+        print_json(content)
+        return
+    blocks: list[dict[str, Any]] = content["attention"]
+    if blocks:
+        _show_blocks(f"{model}: attention at batch {batch}, {seq} tokens", blocks)
+    for unmatched in content["missed"]:
+        print_line(f"unmatched {unmatched['node']}: {unmatched['reason']}")
+    total = content["macs"]["total"]
+    print_line(
+        f"{len(blocks)} certified, {len(content['missed'])} unmatched; "
+        f"{report.parameters / 1e6:.2f} M parameters; "
+        + (f"{total / 1e9:.3f} GMACs, " if total is not None else "MACs not counted, ")
+        + f"{report.attention_macs / 1e9:.3f} of them in attention"
+    )
+    _show_uncounted(report)
+
+
+def _show_blocks(title: str, blocks: Sequence[dict[str, Any]]) -> None:
+    names, legend = shorten_names([block["name"] for block in blocks], width=out.width - 66)
+    table = make_table(
+        title, ("", "name", "form", "heads", ">scale", ">MMACs", ">error", "rewrites")
+    )
+    refused: dict[str, dict[str, list[int]]] = {}
+    for index, (block, name) in enumerate(zip(blocks, names, strict=True)):
+        rewrites = block["rewrites"]
+        for rewrite, reason in rewrites.items():
+            if reason is not True:
+                refused.setdefault(reason, {}).setdefault(rewrite, []).append(index)
+        applicable = [rewrite for rewrite, reason in rewrites.items() if reason is True]
+        grouped = block["num_kv_heads"] != block["num_heads"]
+        heads = f"{block['num_heads']}" + (f"/{block['num_kv_heads']}" if grouped else "")
+        reused = f", {block['reused_heads']} reused" if block["reused_heads"] else ""
+        table.add_row(
+            str(index),
+            name,
+            block["form"] + (" cross" if block["kind"] == "cross" else ""),
+            "-" if block["form"] == "skip" else f"{heads} x {block['head_size']}{reused}",
+            "-" if block["form"] == "skip" else f"{block['scale']:.4g}",
+            f"{block['macs'] / 1e6:.1f}",
+            f"{block['max_abs_error']:.0e}",
+            "all" if len(applicable) == len(rewrites) else ", ".join(applicable) or "none",
+        )
+    out.print(table)
+    if legend:
+        print_line(legend)
+    for reason, without in refused.items():
+        for layers in dict.fromkeys(tuple(layers) for layers in without.values()):
+            rewrites = [rewrite for rewrite, where in without.items() if tuple(where) == layers]
+            print_line(f"not {', '.join(rewrites)} for {format_ranges(layers)}: {reason}")
+
+
+def _show_uncounted(report: Inspection, limit: int = 5) -> None:
+    """Print the nodes whose MACs were not counted, one line per reason."""
+    nodes_of: dict[str, list[str]] = {}
+    for node, _, reason in (line.partition(": ") for line in report.uncounted):
+        nodes_of.setdefault(reason, []).append(node)
+    for reason, nodes in list(nodes_of.items())[:limit]:
+        more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
+        print_line(f"MACs not counted: {nodes[0]}{more}: {reason}")
+
+
+@app.command(
+    epilog="Example: attnserve verify model.onnx new.onnx --data sentences.txt",
+    rich_help_panel=opt.CHECK,
+)
+def verify(
+    original: Annotated[Path, typer.Argument(metavar="ORIGINAL", help="The original model.")],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="The rewritten model.")],
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Text, .npz or a folder of .npz (default: random inputs)."
+        ),
+    ] = None,
+    tokenizer: opt.DataTokenizer = None,
+    min_cosine: Annotated[
+        float | None,
+        typer.Option(metavar="COSINE", help="Exit with code 1 if the mean cosine is lower."),
+    ] = None,
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+    verbose: opt.Verbose = False,
+    threads: opt.Threads = 0,
+    provider: opt.ProviderName = "cpu",
+    seed: opt.Seed = 0,
+) -> None:
+    """Compare the outputs of a rewritten model with those of its original."""
+    from attnserve.checks.compare import check_cosine_bound
+
+    set_log_level(quiet, verbose)
+    check_cosine_bound(min_cosine)
+    with progress_bars(quiet) as progress:
+        report = attnserve.verify(
+            original, new, data=data, tokenizer=tokenizer, provider=provider, threads=threads,
+            seed=seed, progress=progress,
+        )  # fmt: skip
+    if json:
+        print_json(report.to_json())
+    else:
+        table = make_table(
+            f"{new} compared with {original} on {report.data}",
+            ("output", ">max abs", ">mean abs", ">relative", ">mean cosine", ">min cosine"),
+        )
+        for output in report.outputs:
+            table.add_row(
+                output.name,
+                f"{output.max_abs_error:.2e}",
+                f"{output.mean_abs_error:.2e}",
+                f"{output.relative_error:.4f}",
+                f"{output.mean_cosine:.5f}",
+                f"{output.min_cosine:.5f}",
+            )
+        out.print(table)
+    if min_cosine is not None and report.mean_cosine < min_cosine:
+        from graph_passes.errors import CheckFailed
+
+        raise CheckFailed(
+            f"mean cosine {report.mean_cosine:.5f} on {report.data}, "
+            f"expected at least {min_cosine}",
+            "compress less (keep more heads or dimensions, raise --keep) or calibrate on similar"
+            " text",
+            code="verify.min_cosine",
+        )
+
+
+@app.command(
+    epilog="Example: attnserve evaluate model.onnx --task sts --data sts-dev.tsv",
+    rich_help_panel=opt.CHECK,
+)
+def evaluate(
+    model: opt.Model,
+    task: Annotated[TaskName, typer.Option(help="The score to compute.")],
+    data: Annotated[Path, typer.Option(metavar="FILE", help="A .tsv file with a header line.")],
+    pooling: Annotated[
+        Pooling | None,
+        typer.Option(help="Pooling of the token outputs (default: the artifact's, else mean)."),
+    ] = None,
+    max_length: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Truncate texts to N tokens.")
+    ] = None,
+    tokenizer: opt.DataTokenizer = None,
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+    verbose: opt.Verbose = False,
+    threads: opt.Threads = 0,
+    provider: opt.ProviderName = "cpu",
+    seed: opt.Seed = 0,
+) -> None:
+    """Compute a task score: Spearman correlation (sts) or accuracy (classification)."""
+    set_log_level(quiet, verbose)
+    with progress_bars(quiet) as progress:
+        score = attnserve.evaluate(
+            model,
+            task=task,
+            data=data,
+            pooling=pooling,
+            max_length=max_length,
+            tokenizer=tokenizer,
+            provider=provider,
+            threads=threads,
+            seed=seed,
+            progress=progress,
+        )
+    content = score.to_json()
+    if json:
+        print_json(content)
+        return
+    print_line(", ".join(f"{key} {_format(value)}" for key, value in content.items()))
+
+
+def _format(value: object) -> str:
+    if isinstance(value, list):
+        return "[" + ", ".join(_format(v) for v in value) + "]"
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+@app.command(
+    epilog="Example: attnserve bench model.onnx new.onnx --batch 1,8 --seq 32,128",
+    rich_help_panel=opt.CHECK,
+)
+def bench(
+    models: Annotated[
+        list[Path],
+        typer.Argument(metavar="MODEL...", help="Models; speed-ups are relative to the first."),
+    ],
+    batch: Annotated[
+        str, typer.Option(metavar="N,...", help="Batch sizes, separated by commas.")
+    ] = "1",
+    seq: Annotated[
+        str, typer.Option(metavar="N,...", help="Sequence lengths, separated by commas.")
+    ] = "128",
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Interleaved rounds per shape (default: about 8 seconds)."
+        ),
+    ] = None,
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+    verbose: opt.Verbose = False,
+    threads: opt.Threads = 1,
+    provider: opt.ProviderName = "cpu",
+    seed: opt.Seed = 0,
+) -> None:
+    """Measure the latency and memory of models in interleaved rounds."""
+    set_log_level(quiet, verbose)
+    with progress_bars(quiet) as progress:
+        report = attnserve.bench(
+            models,
+            batches=opt.parse_integers("--batch", batch, minimum=1),
+            sequences=opt.parse_integers("--seq", seq, minimum=1),
+            threads=threads,
+            provider=provider,
+            rounds=rounds,
+            seed=seed,
+            progress=progress,
+        )
+    if json:
+        print_json(report.to_json())
+        return
+    names, legend = _model_names(models)
+    for line in legend:
+        print_line(line)
+    table = make_table(
+        f"latency in ms by batch x tokens, {threads or 'all'} thread(s), {provider}",
+        ("model", ">p50", ">p90", ">p99", ">speed-up", ">95 % CI", ">GMACs", ">GMAC/s", ">MiB")
+        + ((">GPU MiB",) if provider == "cuda" else ()),
+    )
+    for index, result in enumerate(report.results):
+        if index % len(models) == 0:
+            table.add_section()
+            table.add_row(f"{result.batch} x {result.sequence}", style="bold")
+        peak = "-" if result.peak_gpu_bytes is None else f"{result.peak_gpu_bytes / 2**20:.0f}"
+        more = (peak,) if provider == "cuda" else ()
+        table.add_row(names[index % len(models)], *_latency_cells(result), *more)
+    out.print(table)
+
+
+def _latency_cells(result: Measurement) -> Sequence[str]:
+    low, high = result.speedup_ci95
+    rate = result.gmacs_per_second
+    return (
+        *(f"{time:.2f}" for time in (result.p50_ms, result.p90_ms, result.p99_ms)),
+        f"{result.speedup_vs_first:.2f}x",
+        f"{low:.2f}-{high:.2f}",
+        "-" if result.macs is None else f"{result.macs / 1e9:.3f}",
+        "-" if rate is None else f"{rate:.1f}",
+        f"{result.peak_rss_bytes / 2**20:.0f}",
+    )
+
+
+def _model_names(models: Sequence[Path]) -> tuple[list[str], list[str]]:
+    """The names of the artifacts if they are short and distinct, else numbers with a legend."""
+    from attnserve.models.artifact import open_artifact
+
+    names = [open_artifact(model).name for model in models]
+    if len(set(names)) == len(names) and max(map(len, names)) <= 10:
+        return [escape(name) for name in names], []
+    numbers = [str(number) for number in range(1, len(models) + 1)]
+    return numbers, [f"{n}: {model}" for n, model in zip(numbers, models, strict=True)]

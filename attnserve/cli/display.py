@@ -1,0 +1,169 @@
+"""Output of the commands: tables, JSON, progress bars, warnings and errors."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+
+if TYPE_CHECKING:  # imported on use, because `--help` must start fast
+    from rich.table import Table
+
+    from attnserve.context import Progress
+
+__all__ = [
+    "format_ranges",
+    "make_table",
+    "option_names",
+    "out",
+    "print_json",
+    "print_line",
+    "print_message",
+    "progress_bars",
+    "set_log_level",
+    "shorten_names",
+    "with_options",
+]
+
+out = Console(highlight=False)
+err = Console(stderr=True, soft_wrap=True, highlight=False)
+
+RENAMED = {"sequence": "seq", "sequences": "seq", "batches": "batch"}
+"""Parameters of the Python functions whose options have another name."""
+
+SPELLED = {"precision": "--fp16/--bf16/--int8", "refit": "--no-refit"}
+"""Parameters without an option of their own, or whose first option string is the default."""
+
+
+def option_names(command: Any) -> dict[str, str]:
+    """The option (or argument) of a Typer command for each parameter of its Python function."""
+    names: dict[str, str] = {}
+    for each in command.params:
+        is_argument = each.param_type_name == "argument"
+        names[each.name] = (each.metavar or each.name.upper()) if is_argument else each.opts[0]
+    names |= {name: names[own] for name, own in RENAMED.items() if own in names}
+    if "fp16" in names:
+        names["precision"] = SPELLED["precision"]
+    if "refit" in names:
+        names["refit"] = SPELLED["refit"]
+    return names
+
+
+def with_options(text: str, options: Mapping[str, str]) -> str:
+    """Replace parameters that are named in backticks by their options; keep other words."""
+    return re.sub(r"`(\w+)`", lambda match: options.get(match[1], match[0]), text)
+
+
+def set_log_level(quiet: bool, verbose: bool) -> None:
+    level = logging.ERROR if quiet else logging.DEBUG if verbose else logging.WARNING
+    logging.getLogger("attnserve").setLevel(level)
+
+
+def print_message(text: str) -> None:
+    """Print a message on stderr."""
+    err.print(text, markup=False)
+
+
+def print_line(text: str) -> None:
+    """Print one line on stdout. It is not wrapped, so that programs can read it."""
+    out.print(text, markup=False, soft_wrap=True)
+
+
+def print_json(value: dict[str, Any]) -> None:
+    import orjson  # Ctrl-C during this import ends Python with a segmentation fault
+
+    sys.stdout.write(orjson.dumps(value, option=orjson.OPT_INDENT_2).decode() + "\n")
+
+
+def make_table(title: str, columns: Sequence[str]) -> Table:
+    """Print the title and return an empty table without borders, to fit into 80 characters.
+
+    The title is printed at once on one line, because a table wraps its title at its own width.
+
+    Args:
+        columns: Names of the columns; ``>`` before a name aligns the column to the right.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    out.print(f"[bold]{escape(title)}[/bold]", soft_wrap=True)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in columns:
+        right = column.startswith(">")
+        table.add_column(
+            column.removeprefix(">"), justify="right" if right else "left", overflow="fold"
+        )
+    return table
+
+
+def format_ranges(numbers: Sequence[int]) -> str:
+    """Write consecutive numbers as ranges: ``0-3, 5``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def shorten_names(names: Sequence[str], width: int) -> tuple[list[str], str]:
+    """Remove the common prefix and suffix of names that are longer than ``width``.
+
+    ``model.layer.0.attention`` and ``model.layer.1.attention`` become ``..layer.0``, ``..layer.1``.
+
+    Returns:
+        The names, escaped for tables, and a line that explains them ("" if they are unchanged).
+    """
+    if len(names) < 2 or max(map(len, names)) <= width:
+        return [escape(name) for name in names], ""
+    parts = [re.split(r"(?<=[./])", name) for name in names]  # a separator ends each part
+    shared = _common_length(parts)
+    tail = _common_length([part[shared:][::-1] for part in parts])
+    start = max(shared - 1, 0)  # the last shared part describes the parts that differ
+    short = ["".join(part[start : len(part) - tail or None]).rstrip("./") for part in parts]
+    short = [f"..{name}" if start else name for name in short]
+    return [escape(name) for name in short], f"{short[0]} is {names[0]}, and so on"
+
+
+def _common_length(rows: Sequence[Sequence[str]]) -> int:
+    """The length of the common prefix."""
+    columns = zip(*rows, strict=False)
+    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
+
+
+@contextmanager
+def progress_bars(quiet: bool) -> Generator[Progress]:
+    """Show one bar per stage on stderr, with the time left; none if stderr is not a terminal."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        *columns, console=err, transient=True, disable=quiet or not err.is_terminal
+    ) as bars:
+        tasks: dict[str, Any] = {}
+
+        def update(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total)
+            bars.update(tasks[stage], completed=done, total=total)
+
+        yield update

@@ -1,0 +1,69 @@
+"""``attnserve export``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import attnserve
+from attnserve.choices import Attention, Exporter
+from attnserve.cli import options as opt
+from attnserve.cli.display import print_json, print_line, set_log_level
+
+__all__ = ["app"]
+
+app = typer.Typer()
+
+
+@app.command(
+    epilog="Example: attnserve export sentence-transformers/all-MiniLM-L6-v2 -o minilm",
+    rich_help_panel=opt.DEPLOY,
+)
+def export(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A Hugging Face id or a local folder.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Output folder.")],
+    task: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Task head, for example sequence-classification (default: feature-extraction,"
+            " which returns last_hidden_state).",
+        ),
+    ] = None,
+    exporter: Annotated[Exporter, typer.Option(help="Exporter of PyTorch.")] = "dynamo",
+    opset: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="ONNX opset (default: 18 for dynamo, 17 for torchscript)."),
+    ] = None,
+    attention: Annotated[
+        Attention, typer.Option(help="Attention implementation to trace.")
+    ] = "sdpa",
+    force: opt.Force = False,
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+    verbose: opt.Verbose = False,
+    seed: opt.Seed = 0,
+) -> None:
+    """Export a Hugging Face model to ONNX and compare it with PyTorch."""
+    set_log_level(quiet, verbose)
+    report = attnserve.export(
+        model,
+        output,
+        task=task,
+        exporter=exporter,
+        opset=opset,
+        attention=attention,
+        force=force,
+    )
+    if json:
+        print_json(report.to_json())
+        return
+    print_line(
+        f"wrote {report.path}: {report.exporter} exporter, opset {report.opset}, "
+        f"{report.attention} attention, relative difference to PyTorch "
+        f"{report.relative_error:.0e}, {report.seconds:.0f} s"
+    )

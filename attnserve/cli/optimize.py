@@ -1,0 +1,463 @@
+"""``attnserve optimize`` and ``attnserve plan``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import attnserve
+from attnserve.choices import Alignment, Importance, Mixing, Precision
+from attnserve.cli import options as opt
+from attnserve.cli.display import (
+    make_table,
+    option_names,
+    out,
+    print_json,
+    print_line,
+    print_message,
+    progress_bars,
+    set_log_level,
+    shorten_names,
+    with_options,
+)
+from attnserve.cli.options import parse_integers, parse_names
+
+if TYPE_CHECKING:
+    from attnserve.planning.optimize import OptimizeReport
+    from attnserve.planning.report import PlanReport, Point
+
+__all__ = ["app"]
+
+app = typer.Typer()
+
+
+@app.command(
+    epilog="Example: attnserve optimize model.onnx --keep 0.99 --calib sentences.txt",
+    rich_help_panel=opt.COMPRESS,
+)
+def optimize(
+    context: typer.Context,
+    model: opt.Model,
+    keep: opt.Keep = None,
+    collab_dk: Annotated[
+        str | None,
+        typer.Option(
+            metavar="R",
+            help="Compress by hand: the queries and keys of all heads share R dimensions. One"
+            " number for all layers, or one per layer (R1,R2,...).",
+        ),
+    ] = None,
+    calib: opt.OptionalCalib = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="PATH",
+            help="Output .onnx file or folder (default: the folder NAME-optimized beside the"
+            " model).",
+        ),
+    ] = None,
+    target_speedup: opt.TargetSpeedup = None,
+    eval_data: opt.EvalData = None,
+    task: opt.Task = None,
+    allow: opt.Allow = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Apply a plan that `attnserve plan` wrote.",
+            rich_help_panel=opt.SEARCH,
+        ),
+    ] = None,
+    mixing: Annotated[
+        Mixing,
+        typer.Option(
+            help="Dimensions that a head with --collab-dk reads: all R (dense), some (sparse), or"
+            " the form with fewer MACs (auto).",
+            rich_help_panel=opt.REWRITES,
+        ),
+    ] = "auto",
+    head_dk: Annotated[
+        int | None,
+        typer.Option(
+            metavar="K",
+            help="Average number of Q/K dimensions per head (sparse mixing). Without --collab-dk,"
+            " each head keeps its own dimensions.",
+            rich_help_panel=opt.REWRITES,
+        ),
+    ] = None,
+    collab_cache: Annotated[
+        bool,
+        typer.Option(
+            "--collab-cache",
+            metavar="",
+            help="Store the shared dimensions in a decoder's KV cache. The cache becomes smaller"
+            " and changes its shape.",
+            rich_help_panel=opt.REWRITES,
+        ),
+    ] = False,
+    reuse: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORM",
+            help="Reuse attention probabilities of earlier layers: partial:K[:P], full:P,"
+            " alternate, all-end, auto, or a .json file of edges.",
+            rich_help_panel=opt.REWRITES,
+        ),
+    ] = None,
+    align: Annotated[
+        Alignment,
+        typer.Option(
+            help="Heads whose probabilities --reuse takes: the most similar ones, or those with"
+            " the same index.",
+            rich_help_panel=opt.REWRITES,
+        ),
+    ] = "similarity",
+    prune: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            help="Share of the heads to remove, least important first.",
+            rich_help_panel=opt.REWRITES,
+        ),
+    ] = None,
+    importance: Annotated[
+        Importance,
+        typer.Option(
+            help="Head-importance criterion: output energy not recoverable from other heads"
+            " (energy), leave-one-out loss (loo), or Voting-to-Stay (voting).",
+            rich_help_panel=opt.REWRITES,
+        ),
+    ] = "energy",
+    prune_heads: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help='Heads to keep (1) and to remove (0), as .json: {"layer": [1, 0, ...]}.',
+            rich_help_panel=opt.REWRITES,
+        ),
+    ] = None,
+    skip: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LAYERS",
+            help="Layers whose attention is replaced by an affine map, or by a constant"
+            " (LAYER:constant).",
+            rich_help_panel=opt.REWRITES,
+        ),
+    ] = None,
+    ffn: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            help="Share of the feed-forward neurons to remove.",
+            rich_help_panel=opt.REWRITES,
+        ),
+    ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LAYERS",
+            help="Layers to rewrite: comma-separated names or indices (default: all).",
+            rich_help_panel=opt.REWRITES,
+        ),
+    ] = None,
+    fp16: opt.Fp16 = False,
+    bf16: opt.Bf16 = False,
+    int8: opt.Int8 = False,
+    int8_full: opt.Int8Full = False,
+    tokenizer: opt.Tokenizer = None,
+    refit: Annotated[
+        bool,
+        typer.Option(
+            "--refit/--no-refit",
+            metavar="",
+            help="Fit the output projections of rewritten layers to the calibration data.",
+            rich_help_panel=opt.CALIBRATION,
+        ),
+    ] = True,
+    min_cosine: Annotated[
+        float | None,
+        typer.Option(
+            metavar="COSINE",
+            help="Exit with code 1 and write nothing if the mean output cosine is lower.",
+            rich_help_panel=opt.OUTPUT,
+        ),
+    ] = None,
+    external_data: Annotated[
+        bool,
+        typer.Option(
+            "--external-data",
+            metavar="",
+            help="Write the weights to a file beside the model.",
+            rich_help_panel=opt.OUTPUT,
+        ),
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            metavar="",
+            help="Compute and report everything, and write nothing.",
+            rich_help_panel=opt.OUTPUT,
+        ),
+    ] = False,
+    force: opt.Force = False,
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+    verbose: opt.Verbose = False,
+    batch: opt.Batch = 1,
+    seq: opt.Length = None,
+    threads: opt.Threads = 0,
+    provider: opt.ProviderName = "cpu",
+    seed: opt.Seed = 0,
+) -> None:
+    """Compress a model automatically (--keep) or by hand (--collab-dk, --prune, ...).
+
+    The result is compared with the original, and written with its record
+    (attnserve.json) and the tokenizer files.
+    """
+    set_log_level(quiet, verbose)
+    ranks = None if collab_dk is None else parse_integers("--collab-dk", collab_dk)
+    with progress_bars(quiet) as progress:
+        report = attnserve.optimize(
+            model,
+            output,
+            collab_dk=ranks[0] if ranks is not None and len(ranks) == 1 else ranks,
+            collab_cache=collab_cache,
+            mixing=mixing,
+            head_dk=head_dk,
+            reuse=reuse,
+            align=align,
+            prune=prune,
+            importance=importance,
+            prune_heads=prune_heads,
+            skip=() if skip is None else parse_names(skip),
+            ffn=ffn,
+            keep=keep,
+            target_speedup=target_speedup,
+            eval_data=eval_data,
+            task=task,
+            allow=_allowed(allow),
+            plan=plan,
+            precision=_precision(fp16, bf16, int8, int8_full),
+            refit=refit,
+            calib=calib,
+            tokenizer=tokenizer,
+            layers=None if layers is None else parse_names(layers),
+            batch=batch,
+            sequence=seq,
+            min_cosine=min_cosine,
+            external_data=external_data,
+            provider=provider,
+            threads=threads,
+            seed=seed,
+            force=force,
+            dry_run=dry_run,
+            progress=progress,
+        )
+    options = option_names(context.command)
+    warnings = [with_options(warning, options) for warning in report.warnings]
+    if not quiet:
+        for warning in warnings:
+            print_message(f"warning: {warning}")
+    if json:
+        print_json({"output": str(report.output), **report.to_json(), "warnings": warnings})
+    else:
+        _show_report(report, dry_run)
+
+
+def _show_report(report: OptimizeReport, dry_run: bool) -> None:
+    steps = [step for step in report.steps if step.rewrite != "fuse"]
+    names, legend = shorten_names([step.block for step in steps], width=out.width - 66)
+    table = make_table(
+        f"{report.output} (dry run: nothing was written)" if dry_run else f"wrote {report.output}",
+        ("block", "rewrite", ">size", ">R", ">error", ">refitted", ">MMACs"),
+    )
+    for step, name in zip(steps, names, strict=True):
+        rank = "" if step.rank is None else str(step.rank)
+        rank += "" if step.head_size is None else f" ({step.head_size} per head)"
+        size = "" if step.heads is None else f"{step.heads} heads"
+        size = size if step.neurons is None else f"{step.neurons} neurons"
+        table.add_row(
+            name,
+            step.rewrite,
+            size,
+            rank,
+            *("-" if e is None else f"{e:.4f}" for e in (step.relative_error, step.fitted_error)),
+            "-" if step.macs_after is None else f"{step.macs_after / 1e6:.1f}",
+        )
+    if steps:
+        out.print(table)
+    if legend:
+        print_line(legend)
+    before, after = report.before, report.after
+    if report.plan.precision != "float32":
+        print_line(f"weights in {report.plan.precision}")
+    print_line(f"parameters {before.parameters / 1e6:.2f} M -> {after.parameters / 1e6:.2f} M")
+    if before.macs and after.macs:
+        print_line(
+            f"MACs at {report.batch} x {report.sequence} tokens: "
+            f"{before.macs / 1e9:.3f} G -> {after.macs / 1e9:.3f} G"
+        )
+    print_line(
+        f"cosine to the original: mean {report.fidelity.mean_cosine:.4f}, "
+        f"minimum {report.fidelity.min_cosine:.4f} ({report.fidelity.data})"
+    )
+    if report.found is not None:
+        print_line(report.found.verdict)
+
+
+@app.command(
+    epilog="Example: attnserve plan model.onnx --keep 0.99 --calib sentences.txt",
+    rich_help_panel=opt.COMPRESS,
+)
+def plan(
+    model: opt.Model,
+    calib: opt.Calib,
+    keep: opt.Keep = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Output .json file; a plot (.svg) is written beside it (default: plan.json beside"
+            " the model).",
+        ),
+    ] = None,
+    target_speedup: opt.TargetSpeedup = None,
+    eval_data: opt.EvalData = None,
+    task: opt.Task = None,
+    allow: opt.Allow = None,
+    fp16: opt.Fp16 = False,
+    bf16: opt.Bf16 = False,
+    int8: opt.Int8 = False,
+    int8_full: opt.Int8Full = False,
+    tokenizer: opt.Tokenizer = None,
+    force: opt.Force = False,
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+    verbose: opt.Verbose = False,
+    batch: opt.Batch = 1,
+    seq: opt.Length = None,
+    threads: opt.Threads = 0,
+    provider: opt.ProviderName = "cpu",
+    seed: opt.Seed = 0,
+) -> None:
+    """Search for the fastest model and write the plan instead of the model.
+
+    `attnserve optimize --plan FILE` applies the plan.
+    """
+    set_log_level(quiet, verbose)
+    with progress_bars(quiet) as progress:
+        report = attnserve.plan(
+            model,
+            output,
+            calib=calib,
+            keep=keep,
+            target_speedup=target_speedup,
+            eval_data=eval_data,
+            task=task,
+            allow=_allowed(allow),
+            precision=_precision(fp16, bf16, int8, int8_full),
+            tokenizer=tokenizer,
+            batch=batch,
+            sequence=seq,
+            provider=provider,
+            threads=threads,
+            seed=seed,
+            force=force,
+            progress=progress,
+        )
+    if json:
+        print_json({"output": str(report.output), **report.to_json()})
+        return
+    _show_plan(report)
+    assert report.output is not None
+    print_line(f"wrote {report.output}, {report.output.with_suffix('.svg')}")
+
+
+def _allowed(text: str | None) -> list[Any]:
+    return [] if text is None else parse_names(text)
+
+
+def _precision(fp16: bool, bf16: bool, int8: bool, int8_full: bool) -> Precision:
+    flags: dict[str, tuple[bool, Precision]] = {
+        "--fp16": (fp16, "float16"), "--bf16": (bf16, "bfloat16"), "--int8": (int8, "int8"),
+        "--int8-full": (int8_full, "int8-full"),
+    }  # fmt: skip
+    given = [name for name, (is_given, _) in flags.items() if is_given]
+    if len(given) > 1:
+        from graph_passes.errors import InvalidArgument
+
+        raise InvalidArgument(
+            f"{' and '.join(given)} exclude each other", "give one of them", code="cli.precision"
+        )
+    return flags[given[0]][1] if given else "float32"
+
+
+def _show_plan(report: PlanReport) -> None:
+    """Print the decision for each block, the Pareto front, and the measured speed-ups."""
+    if report.decisions:
+        names, legend = shorten_names([d.block for d in report.decisions], width=out.width - 56)
+        table = make_table(
+            "plan, block by block",
+            ("block", "kept", "form", ">original ms", ">ms", ">speed-up", ">loss"),
+        )
+        for decision, name in zip(report.decisions, names, strict=True):
+            what = "heads" if decision.kind == "attention" else "neurons"
+            size = "" if decision.head_size is None else f" x {decision.head_size}"
+            size += "" if decision.rank is None else f" of {decision.rank} shared"
+            table.add_row(
+                name,
+                f"{decision.kept} of {decision.count} {what}{size}",
+                decision.written,
+                f"{decision.ms_before:.3f}",
+                f"{decision.ms_after:.3f}",
+                f"{decision.ms_before / decision.ms_after:.2f}x",
+                f"{decision.predicted_loss:.4f}",
+            )
+        out.print(table)
+        if legend:
+            print_line(legend)
+        for decision, name in zip(report.decisions, names, strict=True):
+            print_line(f"{name}, {decision.kind.replace('_', '-')}: {decision.why}")
+    table = make_table(
+        "fastest choices by loss (Pareto front)",
+        (">predicted speed-up", ">predicted cosine", ">cosine", ">loss of the goal"),
+    )
+    for point in _sample_front(report.front):
+        table.add_row(
+            f"{point.speedup:.2f}x",
+            f"{1 - point.predicted_loss:.4f}",
+            "" if point.cosine is None else f"{point.cosine:.4f}",
+            "" if point.measured_loss is None else f"{point.measured_loss:.4f}",
+        )
+    out.print(table)
+    if report.speeds:
+        table = make_table(
+            f"latency of the whole model, {report.asked['threads'] or 'all'} thread(s), "
+            f"{report.asked['provider']}",
+            (">batch x tokens", ">original ms", ">ms", ">speed-up"),
+        )
+        for speed in report.speeds:
+            table.add_row(
+                f"{speed.batch} x {speed.sequence}",
+                f"{speed.original_ms:.2f}",
+                f"{speed.ms:.2f}",
+                f"{speed.speedup:.2f}x",
+            )
+        out.print(table)
+    print_line(report.verdict)
+
+
+def _sample_front(points: Sequence[Point], limit: int = 12) -> list[Point]:
+    """All points that were built, and an even sample of the others."""
+    built = [point for point in points if point.measured_loss is not None]
+    step = max(len(points) // max(limit - len(built), 1), 1)
+    return [p for i, p in enumerate(points) if p.measured_loss is not None or i % step == 0]

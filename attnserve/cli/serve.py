@@ -1,0 +1,173 @@
+"""``attnserve serve``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from attnserve.cli import options as opt
+
+__all__ = ["app"]
+
+app = typer.Typer()
+
+BATCHING = "Batching and limits"
+ACCESS = "Access"
+LOADING = "Loading of models"
+
+
+@app.command(
+    epilog="Example: attnserve serve model-optimized --port 8000", rich_help_panel=opt.DEPLOY
+)
+def serve(
+    model: Annotated[
+        Path,
+        typer.Argument(
+            metavar="MODEL",
+            help="An .onnx file, an artifact folder, or a folder of models"
+            " (NAME/VERSION/model.onnx or NAME/model.onnx).",
+        ),
+    ],
+    host: opt.Host = None,
+    port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, metavar="N", help="Port (default: 8000); 0: any free port."),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=256, metavar="N", help="Server processes that share the port (default: 1)."
+        ),
+    ] = None,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Concurrent runs per process (default: 1)."),
+    ] = None,
+    max_batch_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Maximum padded tokens of a batch: rows x longest row (default: 512 on a CPU,"
+            " 16384 on a GPU).",
+            rich_help_panel=BATCHING,
+        ),
+    ] = None,
+    max_wait_ms: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            metavar="MS",
+            help="Maximum wait for a batch to fill (default: 0).",
+            rich_help_panel=BATCHING,
+        ),
+    ] = None,
+    max_queue: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Maximum rows in the queue (default: 512); the server answers 429 when it is"
+            " full.",
+            rich_help_panel=BATCHING,
+        ),
+    ] = None,
+    timeout_ms: Annotated[
+        float | None,
+        typer.Option(
+            metavar="MS",
+            help="Default request timeout (default: 30000); the server answers 504 when it is"
+            " exceeded.",
+            rich_help_panel=BATCHING,
+        ),
+    ] = None,
+    api_keys_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="API keys, one per line (default: no key is required).",
+            rich_help_panel=ACCESS,
+        ),
+    ] = None,
+    cors_origins: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL,...",
+            help="Allowed CORS origins, separated by commas.",
+            rich_help_panel=ACCESS,
+        ),
+    ] = None,
+    probe: Annotated[
+        bool | None,
+        typer.Option(
+            "--probe/--no-probe",
+            metavar="",
+            help="Load and run each model in a separate process first (default: --probe).",
+            rich_help_panel=LOADING,
+        ),
+    ] = None,
+    probe_timeout_s: Annotated[
+        float | None,
+        typer.Option(
+            metavar="S",
+            help="Timeout of that process (default: 300).",
+            rich_help_panel=LOADING,
+        ),
+    ] = None,
+    rewrite: Annotated[
+        bool | None,
+        typer.Option(
+            "--rewrite/--no-rewrite",
+            metavar="",
+            help="Use faster equivalent operators, if the separate process confirms equal outputs"
+            " (default: --rewrite).",
+            rich_help_panel=LOADING,
+        ),
+    ] = None,
+    drain_delay_s: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            metavar="S",
+            help="Delay at shutdown between not ready and closing the port, for load balancers"
+            " (default: 0).",
+            rich_help_panel=opt.RUN,
+        ),
+    ] = None,
+    threads: opt.ServerThreads = None,
+    provider: opt.ServerProvider = None,
+    quiet: opt.Quiet = False,
+    verbose: opt.Verbose = False,
+) -> None:
+    """Serve models over HTTP.
+
+    Environment variables set options that are not given (ATTNSERVE_PORT=9000),
+    and more settings, which the documentation lists.
+    """
+    from service.launch import serve as run
+    from service.settings import read_settings
+
+    run(
+        read_settings(
+            model=model,
+            host=host,
+            port=port,
+            workers=workers,
+            provider=provider,
+            threads=threads,
+            concurrency=concurrency,
+            max_batch_tokens=max_batch_tokens,
+            max_wait_ms=max_wait_ms,
+            max_queue=max_queue,
+            timeout_ms=timeout_ms,
+            api_keys_file=api_keys_file,
+            cors_origins=cors_origins,
+            probe=probe,
+            probe_timeout_s=probe_timeout_s,
+            rewrite=rewrite,
+            drain_delay_s=drain_delay_s,
+            log_level="error" if quiet else "debug" if verbose else None,
+        )
+    )

@@ -1,0 +1,57 @@
+"""Serve models from the command line, with one process or several workers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from graph_passes.errors import InvalidArgument
+from service.app import create_app
+from service.engine.device import on_device
+from service.engine.repository import Repository, say_operators
+from service.metrics import Metrics
+from service.server import Server, bind_socket, configure_log, log_ready
+from service.settings import Settings
+
+__all__ = ["serve"]
+
+
+def serve(settings: Settings) -> None:
+    """Serve until SIGTERM or SIGINT. Logs go to stderr, nothing to stdout.
+
+    The signal starts a drain: the server reports not ready, answers the accepted requests and
+    returns. A SIGINT during the drain refuses the unanswered requests.
+
+    Raises:
+        KeyboardInterrupt: A SIGINT interrupted the drain.
+        InvalidArgument: The address or the provider is not available, the file of API keys cannot
+            be read, or this system does not support several workers.
+        InvalidModel: No model can be loaded.
+        MissingExtra: ONNX Runtime is not installed.
+        ServiceError: No worker can be started, or a worker failed during the drain.
+    """
+    if settings.workers > 1 and os.name != "posix":  # no inherited sockets, no file locks
+        raise InvalidArgument(
+            f"`workers` is {settings.workers}: several workers need Linux or macOS",
+            "serve with one worker",
+            code="workers.unsupported",
+        )
+    configure_log(settings)
+    settings = on_device(settings)
+    with bind_socket(settings) as listener:
+        if settings.workers > 1:
+            from service.workers.supervisor import supervise  # imports POSIX-only modules
+
+            supervise(settings, listener)
+            return
+        repository = Repository(settings, Metrics())
+        app = create_app(settings, repository)
+        # Load before the server starts: its startup would hide the error behind its own.
+        asyncio.run(repository.start())
+
+        def log_started() -> None:
+            log_ready(listener, (engine.name for engine in repository.engines()))
+            for engine in repository.engines():
+                say_operators(engine)
+
+        Server(app, repository, log_started).run(sockets=[listener])

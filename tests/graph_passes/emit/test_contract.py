@@ -1,0 +1,190 @@
+"""The contract of emission: each graph of attention, rewritten by each pass that emits one.
+
+A rewritten graph computes what the original does (with some heads masked, if heads are removed),
+and is found again under the same name. A graph that a pass cannot emit is refused with a code.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from attnserve.models.opset import raise_opset
+from graph_passes.blocks import AttentionBlock
+from graph_passes.context import GraphContext
+from graph_passes.errors import CannotRewrite
+from graph_passes.matching.find import find_attention
+from graph_passes.matching.operators import FUSED_OPERATORS
+from graph_passes.passes.base import AttentionPass
+from graph_passes.passes.collaborate import Collaborate, SharedDimensions
+from graph_passes.passes.decompose_attention import DecomposeAttention
+from graph_passes.passes.fuse_attention import IDIOMS, OPSETS, FuseAttention, FusedOperator
+from graph_passes.passes.prune_heads import PruneHeads
+from tests.errors import raises
+from tests.graph_passes.graphs import feeds, masked, only, run
+from tests.graph_passes.layouts import (
+    ALL_LAYOUTS,
+    SINGLE_CONTEXT,
+    SINGLE_MASK,
+    SINGLE_OUTPUT,
+    VARIANTS,
+    cross_attention,
+    half_precision,
+    layout,
+    variant,
+)
+from tests.graph_passes.operators import OPERATORS, any_feeds
+
+
+@dataclass(frozen=True)
+class Source:
+    """A graph with one attention, its inputs, and the tolerance of its precision."""
+
+    build: Callable[[], ir.Model]
+    feed: Callable[[ir.Model], dict[str, np.ndarray]] = feeds
+    atol: float = 1e-5
+
+
+HALF_PRECISION: Mapping[str, Callable[[], ir.Model]] = {
+    "half precision": half_precision,
+    "half precision, softmax in single": partial(half_precision, "float", **SINGLE_MASK),
+    "half precision, context in single": partial(half_precision, "float", **SINGLE_CONTEXT),
+    "half precision, output in single": partial(half_precision, "float", **SINGLE_OUTPUT),
+}
+SOURCES = (
+    {name: Source(partial(layout, name)) for name in ALL_LAYOUTS}
+    | {name: Source(partial(variant, name)) for name in VARIANTS}
+    | {name: Source(build, atol=2e-2) for name, build in HALF_PRECISION.items()}
+    | {"cross attention": Source(cross_attention, any_feeds)}
+    | {name: Source(case.model, any_feeds) for name, case in OPERATORS.items() if case.runs}
+)
+
+
+@dataclass(frozen=True)
+class Emission:
+    """A rewrite of one block, and the heads that it keeps."""
+
+    rewrite: Callable[[AttentionBlock], AttentionPass]
+    kept: Callable[[int], list[int]] = lambda heads: [1] * heads
+    form: FusedOperator | None = None
+
+
+def odd_heads(heads: int) -> list[int]:
+    return [head % 2 for head in range(heads)]
+
+
+def even_heads(heads: int) -> list[int]:
+    return [1 - head % 2 for head in range(heads)]
+
+
+def share(block: AttentionBlock, *, sparse: bool) -> Collaborate:
+    """All dimensions, which is exact."""
+    rank, size = block.num_heads * block.head_size, block.head_size if sparse else None
+    return Collaborate({block.name: SharedDimensions(rank=rank, head_size=size)})
+
+
+EMISSIONS = {
+    "odd heads": Emission(lambda b: PruneHeads({b.name: odd_heads(b.num_heads)}), odd_heads),
+    "even heads": Emission(lambda b: PruneHeads({b.name: even_heads(b.num_heads)}), even_heads),
+    "shared dimensions": Emission(partial(share, sparse=False)),
+    "sparse dimensions": Emission(partial(share, sparse=True)),
+    "decomposed": Emission(lambda b: DecomposeAttention([b.name])),
+} | {
+    form: Emission(lambda b, form=form: FuseAttention({b.name: form}), form=form) for form in IDIOMS
+}
+
+
+def built(source: str, emission: str) -> tuple[ir.Model, AttentionBlock, AttentionPass]:
+    """The graph at an opset that has the operators, its block, and the pass."""
+    model, form = SOURCES[source].build(), EMISSIONS[emission].form
+    if form is not None:
+        raise_opset(model, OPSETS.get(form, 0))
+    (block,), _ = find_attention(model)
+    return model, block, EMISSIONS[emission].rewrite(block)
+
+
+@cache
+def refusal_code(source: str, emission: str) -> str:
+    """Why the pass cannot emit the graph; empty if it can."""
+    model, block, rewrite = built(source, emission)
+    with GraphContext.of(model) as context:
+        refusal = rewrite.refusal(block, rewrite.targets[block.name], context)
+    return "" if refusal is None else refusal.code
+
+
+@pytest.mark.parametrize("emission", EMISSIONS)
+@pytest.mark.parametrize("source", SOURCES)
+def test_emission_keeps_the_output_or_is_refused_with_its_code(source: str, emission: str) -> None:
+    model, block, rewrite = built(source, emission)
+    if code := refusal_code(source, emission):
+        with raises(CannotRewrite, code):
+            rewrite(model)
+        return
+    build, mask = SOURCES[source].build, EMISSIONS[emission].kept(block.num_heads)
+    atol = SOURCES[source].atol * (10 if isinstance(rewrite, Collaborate) else 1)
+    rewrite(model)
+    after = only(model) if block.k.past is None else find_attention(model)[0][0]
+    assert (after.name, after.kind, after.num_heads) == (block.name, block.kind, sum(mask))
+    assert after.v_head_size == block.v_head_size
+    assert_form(after, block, emission)
+    if block.k.past is not None:  # such an operator is the form already
+        return
+    arrays = SOURCES[source].feed(build())
+    expected, got = run(masked(build(), {block.name: mask}), arrays), run(model, arrays)
+    assert got.dtype == expected.dtype
+    np.testing.assert_allclose(got, expected, atol=atol, rtol=atol)
+    if not all(mask):
+        assert np.abs(expected.astype(float) - run(build(), arrays)).max() > 10 * atol
+
+
+def assert_form(after: AttentionBlock, before: AttentionBlock, emission: str) -> None:
+    """The block is found as what was emitted; scales, positions and head sizes stay."""
+    nodes = {node.op_type for node in ir.traversal.RecursiveGraphIterator(after.graph)}
+    if emission == "shared dimensions":
+        assert after.form == "collaborative"
+    if emission in ("shared dimensions", "sparse dimensions"):
+        return  # a query bias is a dimension more
+    assert after.form == "standard" and after.head_size == before.head_size
+    assert after.position == before.position or (after.num_heads, before.position) == (1, "bias")
+    if form := EMISSIONS[emission].form:
+        assert after.idiom == IDIOMS[form] and after.num_kv_heads == before.num_kv_heads
+        assert after.scale == pytest.approx(before.scale, rel=1e-6)
+        assert "Softmax" not in nodes
+    else:
+        assert not nodes & FUSED_OPERATORS and after.probabilities is not None
+
+
+LAYERS = {"no_output_projection": 2, "cached": 16, "cache_lengths": 1, "projection_layout": 4}
+SHARING = {
+    "weak_mask": 1, "capped": 4, "grouped": 4, "rotary": 9, "qk_norm": 2, "token_layout": 1,
+    "cached": 14, "external_keys": 1,
+}  # fmt: skip
+FUSION = {
+    "no_output_projection": 2, "weak_mask": 1, "capped": 4, "grouped": 3, "rotary": 9, "qk_norm": 2,
+    "token_layout": 1, "cached": 11, "cache_lengths": 1,
+}  # fmt: skip
+REFUSED: Mapping[str, Mapping[str, int]] = {
+    "odd heads": LAYERS,
+    "even heads": LAYERS,
+    "shared dimensions": SHARING,
+    "sparse dimensions": SHARING,
+    "decomposed": {"decomposed": 55, "cached": 19, "operator_rotary": 1},
+    "attention": FUSION | {"tokens_differ": 6, "cached": 13},
+    "multi_head": FUSION,
+    "merged": FUSION | {"tokens_differ": 2},
+    "onnx": FUSION | {"no_output_projection": 1, "capped": 2, "grouped": 1, "cached": 12},
+}
+"""The number of graphs that each pass refuses, by code."""
+
+
+@pytest.mark.parametrize("emission", EMISSIONS)
+def test_emission_refuses_as_many_graphs_as_before(emission: str) -> None:
+    codes = Counter(refusal_code(source, emission) for source in SOURCES)
+    assert len(SOURCES) == codes.total() and codes.pop("") > 40
+    assert codes == REFUSED[emission]

@@ -1,0 +1,495 @@
+"""Graphs of attention for the tests of every pass: layouts, masks, positions, norms, precision.
+
+``LAYOUTS`` are ways to write the same numbers, ``VARIANTS`` are other numbers. Each is a set of
+parts that replaces some of ``graphs.PARTS``.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import onnx_ir as ir
+
+from tests.graph_passes.graphs import (
+    BOOL_MASK,
+    FLOAT_MASK,
+    PACKED,
+    PARTS,
+    PLAIN_INPUT,
+    D,
+    H,
+    K,
+    V,
+    attention,
+    weights,
+)  # fmt: skip
+
+FLAT = """
+        x2 = Reshape(x, flat)"""
+
+# What is read: a name, and the parts that differ from the plain attention of graphs.PARTS.
+LAYOUTS: dict[str, dict[str, str]] = {
+    "plain": {},
+    "no query bias": {
+        "q": """
+        q0 = MatMul(x, Wq)
+        q2 = Reshape(q0, heads)
+        q = Transpose <perm = [0, 2, 1, 3]> (q2)"""
+    },
+    "no biases at all": {
+        "q": """
+        q0 = MatMul(x, Wq)
+        q2 = Reshape(q0, heads)
+        q = Transpose <perm = [0, 2, 1, 3]> (q2)""",
+        "k": """
+        k0 = MatMul(x, Wk)
+        k2 = Reshape(k0, heads)
+        kT = Transpose <perm = [0, 2, 3, 1]> (k2)""",
+        "v": """
+        v0 = MatMul(x, Wv)
+        v2 = Reshape(v0, v_heads)
+        v = Transpose <perm = [0, 2, 1, 3]> (v2)""",
+        "output": """
+        out = MatMul(c, Wo)""",
+    },
+    "keys transposed in two steps": {
+        "k": """
+        k0 = MatMul(x, Wk)
+        k1 = Add(k0, bk)
+        k2 = Reshape(k1, heads)
+        k3 = Transpose <perm = [0, 2, 1, 3]> (k2)
+        kT = Transpose <perm = [0, 1, 3, 2]> (k3)"""
+    },
+    "keys transposed twice and back": {
+        "k": """
+        k0 = MatMul(x, Wk)
+        k1 = Add(k0, bk)
+        k2 = Reshape(k1, heads)
+        k3 = Transpose <perm = [3, 2, 1, 0]> (k2)
+        k4 = Transpose <perm = [3, 2, 1, 0]> (k3)
+        kT = Transpose <perm = [0, 2, 3, 1]> (k4)"""
+    },
+    "scale divides the scores": {
+        "scores": """
+        s0 = MatMul(q, kT)
+        s = Div(s0, inverse)"""
+    },
+    "scale first": {
+        "scores": """
+        s0 = MatMul(q, kT)
+        s = Mul(scale, s0)"""
+    },
+    "scale on the queries": {
+        "scores": """
+        q9 = Mul(q, scale)
+        s = MatMul(q9, kT)"""
+    },
+    "scale on the keys, as a quotient": {
+        "scores": """
+        k9 = Div(kT, inverse)
+        s = MatMul(q, k9)"""
+    },
+    "scale before the query bias is laid out": {
+        "q": """
+        q0 = MatMul(x, Wq)
+        q1 = Add(q0, bq)
+        q9 = Mul(q1, scale)
+        q2 = Reshape(q9, heads)
+        q = Transpose <perm = [0, 2, 1, 3]> (q2)""",
+        "scores": """
+        s = MatMul(q, kT)""",
+    },
+    "root of the scale on both": {
+        "scores": """
+        q9 = Mul(q, root)
+        k9 = Mul(kT, root)
+        s = MatMul(q9, k9)"""
+    },
+    "mask first": {
+        "mask": """
+        m = Add(mask, s)"""
+    },
+    "no mask": {
+        "mask": """
+        m = Identity(s)"""
+    },
+    "swapped operands of the scores": {
+        "scores": """
+        kk = Transpose <perm = [0, 1, 3, 2]> (kT)
+        qT = Transpose <perm = [0, 1, 3, 2]> (q)
+        s0 = MatMul(kk, qT)
+        s = Mul(s0, scale)"""
+    },
+    "heads and batch in one axis": {
+        "q": """
+        q0 = MatMul(x, Wq)
+        q1 = Add(q0, bq)
+        q2 = Reshape(q1, heads)
+        q3 = Transpose <perm = [0, 2, 1, 3]> (q2)
+        shape = Shape(q3)
+        tokens = Slice(shape, n2, n4)
+        rows = Concat <axis = 0> (last, tokens)
+        q = Reshape(q3, rows)""",
+        "k": """
+        k0 = MatMul(x, Wk)
+        k1 = Add(k0, bk)
+        k2 = Reshape(k1, heads)
+        k3 = Transpose <perm = [0, 2, 1, 3]> (k2)
+        k4 = Reshape(k3, rows)
+        kT = Transpose <perm = [0, 2, 1]> (k4)""",
+        "v": """
+        v0 = MatMul(x, Wv)
+        v1 = Add(v0, bv)
+        v2 = Reshape(v1, v_heads)
+        v3 = Transpose <perm = [0, 2, 1, 3]> (v2)
+        v_shape = Shape(v3)
+        v_tokens = Slice(v_shape, n2, n4)
+        v_rows = Concat <axis = 0> (last, v_tokens)
+        v = Reshape(v3, v_rows)""",
+        "mask": """
+        m = Identity(s)""",
+        "context": """
+        c0 = MatMul(p, v)
+        c9 = Reshape(c0, v_shape)
+        c1 = Transpose <perm = [0, 2, 1, 3]> (c9)
+        c = Reshape(c1, merge)""",
+    },
+    "Gemm over flattened tokens": {
+        "q": f"""{FLAT}
+        q0 = Gemm(x2, Wq, bq)
+        length = Shape <start = 1, end = 2> (x)
+        laid_out = Concat <axis = 0> (last, length, n3, n4)
+        q2 = Reshape(q0, laid_out)
+        q = Transpose <perm = [0, 2, 1, 3]> (q2)""",
+        "k": """
+        k0 = Gemm <transB = 1> (x2, WkT, bk)
+        k2 = Reshape(k0, laid_out)
+        kT = Transpose <perm = [0, 2, 3, 1]> (k2)""",
+    },
+    "Gemm as the output projection": {
+        "context": """
+        c0 = MatMul(p, v)
+        c1 = Transpose <perm = [0, 2, 1, 3]> (c0)
+        c = Reshape(c1, rows_of_six)""",
+        "output": """
+        o = Gemm <transB = 1> (c, WoT, bo)
+        x_shape = Shape(x)
+        out = Reshape(o, x_shape)""",
+    },
+    "factors of Gemm": {
+        "q": f"""{FLAT}
+        q0 = Gemm <alpha = 0.5, beta = 3.0> (x2, Wq, bq)
+        length = Shape <start = 1, end = 2> (x)
+        laid_out = Concat <axis = 0> (last, length, n3, n4)
+        q2 = Reshape(q0, laid_out)
+        q = Transpose <perm = [0, 2, 1, 3]> (q2)""",
+    },
+    "a factor for each column of the queries": {
+        "q": """
+        q0 = MatMul(x, Wq)
+        q1 = Add(q0, bq)
+        q9 = Mul(q1, bk)
+        q2 = Reshape(q9, heads)
+        q = Transpose <perm = [0, 2, 1, 3]> (q2)"""
+    },
+    "a factor for each head of the queries": {
+        "scores": """
+        q9 = Mul(q, per_head)
+        s0 = MatMul(q9, kT)
+        s = Mul(s0, scale)"""
+    },
+    "bias subtracted": {
+        "q": """
+        q0 = MatMul(x, Wq)
+        q1 = Sub(q0, bq)
+        q2 = Reshape(q1, heads)
+        q = Transpose <perm = [0, 2, 1, 3]> (q2)"""
+    },
+    "head size before heads": {
+        "q": """
+        q0 = MatMul(x, Wq)
+        q1 = Add(q0, bq)
+        q2 = Reshape(q1, size_first)
+        q = Transpose <perm = [0, 3, 1, 2]> (q2)""",
+        "k": """
+        k0 = MatMul(x, Wk)
+        k1 = Add(k0, bk)
+        k2 = Reshape(k1, size_first)
+        kT = Transpose <perm = [0, 3, 2, 1]> (k2)""",
+    },
+    "context merged with its size before its heads": {
+        "context": """
+        c0 = MatMul(p, v)
+        c1 = Transpose <perm = [0, 2, 3, 1]> (c0)
+        c = Reshape(c1, merge)"""
+    },
+    "Dropout left in": {
+        "softmax": """
+        p0 = Softmax <axis = -1> (m)
+        p, dropped = Dropout(p0)"""
+    },
+    "safe softmax": {
+        "softmax": """
+        p0 = Softmax <axis = -1> (m)
+        nan = IsNaN(p0)
+        p = Where(nan, zero, p0)"""
+    },
+    "Cast noise": {
+        "scores": """
+        q9 = Cast <to = 1> (q)
+        s0 = MatMul(q9, kT)
+        s1 = Cast <to = 1> (s0)
+        s = Mul(s1, scale)""",
+        "softmax": """
+        p0 = Softmax <axis = 3> (m)
+        p = Cast <to = 1> (p0)""",
+    },
+    "no output projection": {
+        "output": """
+        o = Tanh(c)
+        o1 = MatMul(o, Wo)
+        out = Add(o1, bo)"""
+    },
+}
+LAID_OUT = {
+    "n2": np.array([2], np.int64),
+    "n3": np.array([H], np.int64),
+    "n4": np.array([K], np.int64),
+    "size_first": np.array([0, 0, K, H], np.int64),
+    "rows_of_six": np.array([-1, H * V], np.int64),
+}
+
+NO_PROJECTION = {"no output projection"}
+
+SPLIT = {
+    "Split": f"""{PACKED}
+        q1, k1, v1 = Split <axis = -1> (biased, thirds)
+        q2 = Reshape(q1, heads)
+        q = Transpose <perm = [0, 2, 1, 3]> (q2)
+        k2 = Reshape(k1, heads)
+        kT = Transpose <perm = [0, 2, 3, 1]> (k2)
+        v2 = Reshape(v1, heads)
+        v = Transpose <perm = [0, 2, 1, 3]> (v2)""",
+    "Slice": f"""{PACKED}
+        q1 = Slice(biased, n0, n12, last)
+        k1 = Slice(biased, n12, n24, last)
+        v1 = Slice(biased, n24, n36, last)
+        q2 = Reshape(q1, heads)
+        q = Transpose <perm = [0, 2, 1, 3]> (q2)
+        k2 = Reshape(k1, heads)
+        kT = Transpose <perm = [0, 2, 3, 1]> (k2)
+        v2 = Reshape(v1, heads)
+        v = Transpose <perm = [0, 2, 1, 3]> (v2)""",
+    "Gather": f"""{PACKED}
+        b2 = Reshape(biased, packed_heads)
+        b3 = Transpose <perm = [2, 0, 3, 1, 4]> (b2)
+        q = Gather <axis = 0> (b3, i0)
+        k3 = Gather <axis = 0> (b3, i1)
+        kT = Transpose <perm = [0, 1, 3, 2]> (k3)
+        v = Gather <axis = 0> (b3, i2)""",
+    "q, k, v within each head": f"""{PACKED}
+        b2 = Reshape(biased, head_packed)
+        b3 = Transpose <perm = [0, 2, 1, 3, 4]> (b2)
+        q = Gather <axis = 3> (b3, i0)
+        k3 = Gather <axis = 3> (b3, i1)
+        kT = Transpose <perm = [0, 1, 3, 2]> (k3)
+        v = Gather <axis = 3> (b3, i2)""",
+}
+
+
+PACKED_PARTS = {"k": "", "v": "", "output": "\n        out = MatMul(c, Wo12)"}
+ALL_LAYOUTS = LAYOUTS | {
+    f"packed by {how}": {"q": text, **PACKED_PARTS} for how, text in SPLIT.items()
+}
+
+
+ANGLES = "float[sequence, {size}] cos, float[sequence, {size}] sin"
+ROTARY = {
+    "half": np.array([K // 2], np.int64),
+    "whole": np.array([K], np.int64),
+    "pairs": np.array([0, 0, 0, K // 2, 2], np.int64),
+    "unpaired": np.array([0, 0, 0, K], np.int64),
+}
+
+ROTATE_HALF = """
+ q_cos = Mul(q, cos)
+ q_low = Slice(q, n0, half, last)  q_high = Slice(q, half, whole, last)
+ q_minus = Neg(q_high)  q_swapped = Concat <axis = -1> (q_minus, q_low)
+ q_sin = Mul(q_swapped, sin)
+ q_turned = Add(q_cos, q_sin)
+ s0 = MatMul(q_turned, kT)
+ s = Mul(s0, scale)"""
+
+INTERLEAVED = """
+ q_pairs = Reshape(q, pairs)
+ q_real = Gather <axis = -1> (q_pairs, i0)  q_imaginary = Gather <axis = -1> (q_pairs, i1)
+ rc = Mul(q_real, cos)  is = Mul(q_imaginary, sin)  real = Sub(rc, is)
+ rs = Mul(q_real, sin)  ic = Mul(q_imaginary, cos)  imaginary = Add(rs, ic)
+ real1 = Unsqueeze(real, last)  imaginary1 = Unsqueeze(imaginary, last)
+ joined = Concat <axis = -1> (real1, imaginary1)
+ q_turned = Reshape(joined, unpaired)
+ s0 = MatMul(q_turned, kT)
+ s = Mul(s0, scale)"""
+
+
+SEQUENCE_FIRST = {
+    **{
+        part: re.sub(r"0, 2, 1, 3", "1, 2, 0, 3", PARTS[part]).replace("0, 2, 3, 1", "1, 2, 3, 0")
+        for part in ("q", "k", "v")
+    },
+    "context": PARTS["context"].replace("0, 2, 1, 3", "2, 0, 1, 3"),
+}
+ONE_KEY_HEAD = {
+    "k": "\n k0 = MatMul(x, Wk1)\n k2 = Reshape(k0, one_head)"
+         "\n kT = Transpose <perm = [0, 2, 3, 1]> (k2)",
+    "v": "\n v0 = MatMul(x, Wv1)\n v1 = Add(v0, bv1)\n v2 = Reshape(v1, one_v_head)"
+         "\n v = Transpose <perm = [0, 2, 1, 3]> (v2)",
+}  # fmt: skip
+BOTH_TURNED = ROTATE_HALF.replace("kT)", "kT_turned)").replace(
+    " s0 =",
+    """ k_rows = Transpose <perm = [0, 1, 3, 2]> (kT)
+ k_cos = Mul(k_rows, cos)
+ k_low = Slice(k_rows, n0, half, last)  k_high = Slice(k_rows, half, whole, last)
+ k_minus = Neg(k_high)  k_swapped = Concat <axis = -1> (k_minus, k_low)
+ k_sin = Mul(k_swapped, sin)
+ k_turned = Add(k_cos, k_sin)
+ kT_turned = Transpose <perm = [0, 1, 3, 2]> (k_turned)
+ s0 =""",
+)
+NORM = "\n q9 = LayerNormalization(q, gains, shifts)\n s0 = MatMul(q9, kT)\n s = Mul(s0, scale)"
+RMS_NORM = """
+ q_squared = Mul(q, q)
+ q_mean = ReduceMean <axes = [-1]> (q_squared)
+ q_safe = Add(q_mean, epsilon)
+ q_root = Sqrt(q_safe)
+ q_normed = Div(q, q_root)
+ q9 = Mul(gains, q_normed)
+ s0 = MatMul(q9, kT)
+ s = Mul(s0, scale)"""
+OPERANDS = {
+    "gains": np.array([0.5, 2, 1.5, -1], np.float32),
+    "shifts": np.array([0.1, 0.2, -0.3, 0.4], np.float32),
+    "epsilon": np.float32(1e-6),
+    "slopes": np.array([0.5, 0.25, 0.125], np.float32).reshape(H, 1, 1),
+    "three": np.float32(3),
+}
+ROWS = f"float[batch, sequence, {D}] x, float[sequence, sequence] mask"
+BIAS = "bias[1, 3, sequence, sequence]"
+
+VARIANTS: dict[str, tuple[str, dict[str, str]]] = {
+    "no mask": (PLAIN_INPUT, {"mask": "\n m = Identity(s)"}),
+    "boolean mask kept": (
+        f"{PLAIN_INPUT}, {BOOL_MASK}", {"mask": "\n m = Where(mask, s, infinity)"},
+    ),
+    "boolean mask, weakly filled": (
+        f"{PLAIN_INPUT}, {BOOL_MASK}", {"mask": "\n m = Where(mask, s, weak)"},
+    ),
+    "boolean mask forbidden": (
+        f"{PLAIN_INPUT}, {BOOL_MASK}", {"mask": "\n a = Not(mask)\n m = Where(a, low, s)"},
+    ),
+    "mask of two axes": (ROWS, {}),
+    "subtracted mask": (
+        f"{PLAIN_INPUT}, float[batch, 1, 1, sequence] hides", {"mask": "\n m = Sub(s, hides)"},
+    ),
+    "mask by head": (f"{PLAIN_INPUT}, float[batch, {H}, sequence, sequence] mask", {}),
+    "ALiBi: a slope a head": (
+        f"{PLAIN_INPUT}, float[1, 1, 1, sequence] distance",
+        {"mask": "\n alibi = Mul(distance, slopes)\n m = Add(s, alibi)"},
+    ),
+    "T5: a bias for every head, query and key": (
+        f"{PLAIN_INPUT}, float[1, {H}, sequence, sequence] bias, {FLOAT_MASK}",
+        {"mask": "\n m0 = Add(s, bias)\n m = Add(m0, mask)"},
+    ),
+    "a bias of three axes": (
+        f"{PLAIN_INPUT}, float[{H}, sequence, sequence] bias", {"mask": "\n m = Add(s, bias)"},
+    ),
+    "a soft cap and a floor": (
+        f"{PLAIN_INPUT}, {FLOAT_MASK}",
+        {"mask": "\n c7 = Div(s, three)\n c8 = Tanh(c7)\n c9 = Mul(c8, three)\n m9 = Add(c9, mask)"
+                 "\n m = Max(m9, weak)"},
+    ),
+    "weighted scores": (
+        f"{PLAIN_INPUT}, float[1, {H}, 1, sequence] weight", {"mask": "\n m = Mul(s, weight)"},
+    ),
+    "one key/value head for all": (f"{PLAIN_INPUT}, {FLOAT_MASK}", ONE_KEY_HEAD),
+    "rotary": (f"{PLAIN_INPUT}, {FLOAT_MASK}, {ANGLES.format(size=K)}", {"scores": ROTATE_HALF}),
+    "rotary, interleaved": (
+        f"{PLAIN_INPUT}, {FLOAT_MASK}, {ANGLES.format(size=K // 2)}", {"scores": INTERLEAVED},
+    ),
+    "rotary queries and keys": (
+        f"{PLAIN_INPUT}, {FLOAT_MASK}, {ANGLES.format(size=K)}", {"scores": BOTH_TURNED},
+    ),
+    "rotary with one key head": (
+        f"{PLAIN_INPUT}, {FLOAT_MASK}, {ANGLES.format(size=K)}",
+        {**ONE_KEY_HEAD, "scores": BOTH_TURNED},
+    ),
+    "q/k norm, centred": (f"{PLAIN_INPUT}, {FLOAT_MASK}", {"scores": NORM}),
+    "q/k norm by root mean square": (f"{PLAIN_INPUT}, {FLOAT_MASK}", {"scores": RMS_NORM}),
+    "sequence first": (
+        f"float[sequence, batch, {D}] x, float[1, 1, 1, sequence] mask", SEQUENCE_FIRST,
+    ),
+}  # fmt: skip
+
+
+HALF_PRECISION = {
+    n: a.astype(np.float16) for n, a in weights().items() if n[0] in "Wbs" or n == "zero"
+}
+SINGLE_MASK = {
+    "mask": "\n s32 = Cast <to = 1> (s)\n m = Add(s32, mask)",
+    "softmax": "\n p32 = Softmax <axis = -1> (m)\n p = Cast <to = 10> (p32)",
+}
+SINGLE_CONTEXT = {
+    **SINGLE_MASK,
+    "softmax": "\n p = Softmax <axis = -1> (m)",
+    "context": "\n v32 = Cast <to = 1> (v)\n c0 = MatMul(p, v32)"
+    "\n c1 = Transpose <perm = [0, 2, 1, 3]> (c0)\n c9 = Reshape(c1, merge)"
+    "\n c = Cast <to = 10> (c9)",
+}
+SINGLE_OUTPUT = {**SINGLE_CONTEXT, "context": SINGLE_CONTEXT["context"].replace("c9", "c", 1)[:-24],
+                 "output": "\n o = MatMul(c, Wo32)\n out32 = Add(o, bo32)"
+                           "\n out = Cast <to = 10> (out32)"}  # fmt: skip
+
+
+SHARED = ("Wq", "Wk", "Wv", "Wo", "bq", "bk", "bv", "bo")
+
+
+MEMORY = f"float[batch, memory, {D}] y"
+
+
+def cross() -> dict[str, str]:
+    """Keys and values of y, without a mask."""
+    own = {part: PARTS[part].replace("(x, ", "(y, ") for part in ("k", "v")}
+    return {**own, "mask": "\n m = Identity(s)"}
+
+
+def layout(name: str) -> ir.Model:
+    """One of ``ALL_LAYOUTS``."""
+    return attention(constants=LAID_OUT, **ALL_LAYOUTS[name])
+
+
+def variant(name: str) -> ir.Model:
+    """One of ``VARIANTS``."""
+    inputs, parts = VARIANTS[name]
+    order = "sequence, batch" if name == "sequence first" else "batch, sequence"
+    return attention(
+        inputs=inputs,
+        output_type=f"float[{order}, {D}] out",
+        constants=OPERANDS | ROTARY,
+        **parts,
+    )
+
+
+def half_precision(mask_type: str = "float16", **parts: str) -> ir.Model:
+    """Attention in half precision; parts may compute in single."""
+    return attention(
+        inputs=f"float16[batch, sequence, {D}] x, {mask_type}[batch, 1, 1, sequence] mask",
+        output_type=f"float16[batch, sequence, {D}] out",
+        constants=HALF_PRECISION | {"Wo32": weights()["Wo"], "bo32": weights()["bo"]},
+        **parts,
+    )
+
+
+def cross_attention() -> ir.Model:
+    """Queries of x, keys and values of y, without a mask."""
+    return attention(inputs=f"{PLAIN_INPUT}, {MEMORY}", **cross())

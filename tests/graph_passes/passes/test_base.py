@@ -1,0 +1,376 @@
+"""The contract of all rewrites: targets, refusals, JSON, invariants and cached analyses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graph_passes.blocks import AttentionBlock
+from graph_passes.context import GraphContext
+from graph_passes.errors import CannotRewrite, InvalidArgument, InvariantBroken, Refusal
+from graph_passes.matching.find import find_attention
+from graph_passes.passes import base, decompose_attention
+from graph_passes.passes.base import (
+    AttentionPass,
+    BlockPass,
+    NoParams,
+    RewritePass,
+    pass_named,
+    registered_passes,
+)
+from graph_passes.passes.collaborate import Collaborate, SharedDimensions
+from graph_passes.passes.decompose_attention import DecomposeAttention
+from graph_passes.passes.fold_biases import FoldBiases
+from graph_passes.passes.fuse_attention import FuseAttention
+from graph_passes.passes.fuse_gelu import FuseGelu
+from graph_passes.passes.fuse_residuals import FuseResiduals
+from graph_passes.passes.prune_heads import PruneHeads
+from graph_passes.passes.prune_neurons import PruneNeurons, mask_from_hex, mask_to_hex
+from graph_passes.passes.reuse_attention import ReuseAttention
+from graph_passes.passes.skip_attention import AffineMap, SkipAttention
+from tests.errors import raises
+from tests.graph_passes.graphs import (
+    FUSED,
+    PARTS,
+    PLAIN_INPUT,
+    D,
+    H,
+    K,
+    feeds,
+    if_model,
+    layers,
+    masked,
+    run,
+)
+
+FIRST, SECOND = "attention_0", "attention_1"
+EXACT = 1e-5
+
+
+class RefuseAll(AttentionPass[NoParams]):
+    """A pass that applies to no block; without a name it is not registered."""
+
+    @classmethod
+    def refusal(
+        cls, block: AttentionBlock, params: NoParams | None, context: GraphContext
+    ) -> Refusal | None:
+        return Refusal("never", "it is refused on purpose")
+
+    def rewrite(self, block: AttentionBlock, params: NoParams, context: GraphContext) -> None:
+        raise AssertionError
+
+
+class RenameOutput(RewritePass):
+    """A defective pass: it renames an output of the graph after running another pass."""
+
+    inner: ClassVar[RewritePass | None] = None
+
+    def rewrite_graph(self, context: GraphContext) -> bool:
+        if self.inner is not None:
+            self.inner(context.model)
+        context.model.graph.outputs[0].name = "renamed"
+        return True
+
+
+class PruneAndRename(RenameOutput):
+    """The same defect around a correct pass, whose invariants hold."""
+
+    inner = PruneHeads({FIRST: (1, 0, 1)})
+
+
+# ---- targets ------------------------------------------------------------------------------------
+
+PASSES: dict[str, RewritePass] = {
+    "collaborate": Collaborate({
+        FIRST: SharedDimensions(rank=5),
+        SECOND: SharedDimensions(rank=6, head_size=3, cache=True),
+    }),
+    "decompose_attention": DecomposeAttention([FIRST]),
+    "fold_biases": FoldBiases(),
+    "fuse_attention": FuseAttention({FIRST: "merged"}),
+    "fuse_gelu": FuseGelu(["feed_forward_0"]),
+    "fuse_residuals": FuseResiduals(),
+    "prune_heads": PruneHeads({FIRST: (1, 0, 1)}),
+    "prune_neurons": PruneNeurons({"feed_forward_0": [1, 0, 1, 1, 0]}),
+    "reuse_attention": ReuseAttention({SECOND: {0: (FIRST, 2), 2: (FIRST, 1)}}),
+    "skip_attention": SkipAttention({FIRST: "affine", SECOND: "constant"}),
+}  # fmt: skip
+"""One pass of each name."""
+
+BLOCK_PASSES = {name: each for name, each in PASSES.items() if isinstance(each, BlockPass)}
+
+
+def test_registered_passes_have_an_example_here() -> None:
+    assert {name: type(each) for name, each in PASSES.items()} == registered_passes()
+
+
+def test_pass_named_unknown_name_is_refused() -> None:
+    with raises(InvalidArgument, "pass.unknown", "prune_head"):
+        pass_named("prune_head")
+
+
+@pytest.mark.parametrize("name", BLOCK_PASSES)
+def test_pass_unknown_block_is_refused(name: str) -> None:
+    kind = type(BLOCK_PASSES[name])
+    (params, *_) = BLOCK_PASSES[name].targets.values()
+    model = layers(2)
+    error = InvalidArgument if kind is ReuseAttention else CannotRewrite
+    with raises(error, "rewrite.unknown_block", "encoder.9"):
+        kind({"encoder.9": params})(model)
+    assert dict(model.meta) == {}
+
+
+@pytest.mark.parametrize("name", BLOCK_PASSES)
+def test_pass_without_targets_changes_nothing(name: str) -> None:
+    model = layers(2)
+    before = ir.to_proto(model).SerializeToString()
+    assert not type(BLOCK_PASSES[name])({})(model).modified
+    assert ir.to_proto(model).SerializeToString() == before
+    assert dict(model.meta) == {}
+
+
+def test_refusal_raises_cannot_rewrite_with_its_code() -> None:
+    model = layers(2)
+    before = ir.to_proto(model).SerializeToString()
+    with raises(CannotRewrite, "never", FIRST, "on purpose"):
+        RefuseAll([FIRST])(model)
+    assert ir.to_proto(model).SerializeToString() == before
+    assert dict(model.meta) == {}
+
+
+BAD_PARAMS: dict[str, tuple[type[BlockPass[Any, Any]], Any]] = {
+    "mask entry": (PruneHeads, (1, 2, 0)),
+    "mask share": (PruneHeads, (1, 0.5, 0)),
+    "empty mask": (PruneHeads, ()),
+    "mask text": (PruneHeads, "101"),
+    "neuron entry": (PruneNeurons, (1, -1)),
+    "neuron digits": (PruneNeurons, "5:g8"),
+    "neuron bits beyond the length": (PruneNeurons, "5:ff"),
+    "edge without a head": (ReuseAttention, {0: (FIRST,)}),
+    "edge from a negative head": (ReuseAttention, {0: (FIRST, -1)}),
+    "edge of a negative head": (ReuseAttention, {-1: (FIRST, 0)}),
+    "rank of zero": (Collaborate, {"rank": 0}),
+    "no rank": (Collaborate, {}),
+    "unknown parameter": (Collaborate, {"rank": 4, "ranks": 4}),
+    "unknown form": (FuseAttention, "packed"),
+    "unknown replacement": (SkipAttention, "identity"),
+    "parameters of a pass that has none": (DecomposeAttention, {"rank": 4}),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PARAMS)
+def test_pass_bad_parameters_are_refused_by_block(case: str) -> None:
+    kind, params = BAD_PARAMS[case]
+    with raises(InvalidArgument, "pass.params", kind.name, "encoder.9") as caught:
+        kind({"encoder.9": params})
+    assert "\n" not in caught.value.what and len(caught.value.what) < 500
+
+
+# ---- JSON ---------------------------------------------------------------------------------------
+
+
+def read_again(each: RewritePass) -> RewritePass:
+    content = json.loads(json.dumps(each.to_json()))
+    return pass_named(content["pass"]).from_json(content)
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_pass_written_as_json_is_read_back_the_same(name: str) -> None:
+    again = read_again(PASSES[name])
+    assert type(again) is type(PASSES[name])
+    assert again.to_json() == PASSES[name].to_json()
+    assert vars(again) == vars(PASSES[name])
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_pass_json_unknown_key_is_refused(name: str) -> None:
+    with raises(InvalidArgument, "pass.params", "blocks"):
+        pass_named(name).from_json({**PASSES[name].to_json(), "blocks": {}})
+
+
+@pytest.mark.parametrize("targets", [None, [FIRST], 3, "attention_0"], ids=str)
+def test_block_pass_json_targets_that_are_no_object_are_refused(targets: Any) -> None:
+    with raises(InvalidArgument, "pass.params"):
+        PruneHeads.from_json({"pass": "prune_heads", "targets": targets})
+
+
+NAMES = st.text(min_size=1, max_size=12)
+BITS = st.lists(st.integers(0, 1), min_size=1, max_size=40)
+HEADS = st.integers(0, 64)
+
+
+@given(targets=st.dictionaries(NAMES, BITS, max_size=3))
+def test_head_masks_written_as_json_are_read_back_the_same(targets: dict[str, list[int]]) -> None:
+    again = read_again(PruneHeads(targets))
+    assert vars(again)["targets"] == {name: tuple(mask) for name, mask in targets.items()}
+
+
+@given(targets=st.dictionaries(NAMES, BITS, max_size=3))
+def test_neuron_masks_written_as_json_are_read_back_the_same(targets: dict[str, list[int]]) -> None:
+    again = read_again(PruneNeurons(targets))
+    assert vars(again)["targets"] == {name: tuple(mask) for name, mask in targets.items()}
+
+
+@given(mask=BITS)
+def test_mask_to_hex_is_inverted_by_mask_from_hex(mask: list[int]) -> None:
+    text = mask_to_hex(mask)
+    assert mask_from_hex(text) == mask
+    assert len(text.partition(":")[2]) == -(-len(mask) // 4)
+
+
+@given(text=st.text(alphabet="0123456789abcdef:", max_size=8))
+def test_mask_from_hex_takes_only_what_mask_to_hex_writes(text: str) -> None:
+    try:
+        mask = mask_from_hex(text)
+    except ValueError:
+        return
+    assert mask_to_hex(mask) == text
+
+
+@given(
+    edges=st.dictionaries(
+        NAMES, st.dictionaries(HEADS, st.tuples(NAMES, HEADS), max_size=4), max_size=3
+    )
+)
+def test_edges_written_as_json_are_read_back_the_same(edges: Any) -> None:
+    assert vars(read_again(ReuseAttention(edges)))["targets"] == edges
+
+
+def test_arrays_are_not_written_as_json() -> None:
+    """Factors and fitted maps are computed again when a plan is applied."""
+    fitted = AffineMap(np.zeros((D, D), np.float32), np.zeros(D, np.float32))
+    assert SkipAttention({FIRST: fitted}).to_json() == SkipAttention({FIRST: "affine"}).to_json()
+
+
+# ---- invariants ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("defective", [RenameOutput(), PruneAndRename()], ids=["alone", "nested"])
+def test_pass_that_breaks_an_invariant_raises_and_leaves_no_metadata(
+    defective: RewritePass,
+) -> None:
+    model = layers(1)
+    with raises(InvariantBroken, "internal.invariant", "keeps_inputs_and_outputs", "'stream'"):
+        defective(model)
+    assert dict(model.meta) == {}
+
+
+# ---- cached analyses ----------------------------------------------------------------------------
+
+
+def test_context_computes_an_analysis_once_until_a_pass_changes_the_graph() -> None:
+    calls: list[int] = []
+
+    def count_nodes(model: ir.Model, minimum: int = 0) -> int:
+        calls.append(minimum)
+        return max(minimum, len(model.graph))
+
+    model = layers(2)
+    with GraphContext.of(model) as context:
+        before = context.get(count_nodes)
+        assert context.get(count_nodes) == before and calls == [0]
+        context.get(count_nodes, minimum=3)
+        assert calls == [0, 3]
+        PruneHeads({FIRST: (1, 1, 1)})(model)
+        assert context.get(count_nodes) == before and calls == [0, 3]
+        SkipAttention({FIRST: "constant"})(model)
+        assert context.get(count_nodes) < before and calls == [0, 3, 0]
+        context.invalidate()
+        context.get(count_nodes)
+        assert calls == [0, 3, 0, 0]
+    assert dict(model.meta) == {}
+
+
+def test_context_of_a_model_is_shared_inside_the_block_and_not_with_a_clone() -> None:
+    model = layers(1)
+    with GraphContext.of(model) as context:
+        with GraphContext.of(model) as inner:
+            assert inner is context
+        with GraphContext.of(model.clone()) as other:
+            assert other is not context and other.model is not model
+        assert context.get(find_attention) is context.get(find_attention)
+
+
+def fused_layers() -> ir.Model:
+    """Two layers whose scores are inside ai.onnx Attention."""
+    parts = FUSED | {
+        "k": PARTS["k"].replace("kT", "k").replace("0, 2, 3, 1", "0, 2, 1, 3"),
+        "context": PARTS["context"].replace(
+            "MatMul(p, v)", "Attention <scale = 0.37> (q, k, v)"
+        ),
+    }  # fmt: skip
+    return layers(inputs=PLAIN_INPUT, opset=23, **parts)
+
+
+READ_ONCE: dict[str, tuple[Callable[[], ir.Model], RewritePass]] = {
+    "collaborate": (layers, Collaborate({FIRST: SharedDimensions(rank=5)})),
+    "decompose_attention": (fused_layers, DecomposeAttention([FIRST, SECOND])),
+    "fuse_attention": (layers, FuseAttention({FIRST: "attention", SECOND: "multi_head"})),
+    "prune_heads": (layers, PruneHeads({FIRST: (1, 0, 1), SECOND: (0, 0, 0)})),
+    "reuse_attention": (layers, ReuseAttention({SECOND: {0: (FIRST, 1)}})),
+    "skip_attention": (layers, SkipAttention({FIRST: "affine"})),
+}
+READ_TWICE: dict[str, tuple[Callable[[], ir.Model], RewritePass]] = {
+    "collaborate, fused": (fused_layers, Collaborate({FIRST: SharedDimensions(rank=5)})),
+    "reuse_attention, fused": (fused_layers, ReuseAttention({SECOND: {0: (FIRST, 1)}})),
+}
+
+
+@pytest.mark.parametrize("case", [*READ_ONCE, *READ_TWICE])
+def test_pass_finds_attention_once_and_again_only_after_decomposing(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[ir.Model] = []
+
+    def counted(model: ir.Model) -> Any:
+        calls.append(model)
+        return find_attention(model)
+
+    for module in (base, decompose_attention):
+        monkeypatch.setattr(module, "find_attention", counted)
+    build, rewrite = (READ_ONCE | READ_TWICE)[case]
+    model = build()
+    with GraphContext.of(model):
+        assert rewrite(model).modified
+    assert len(calls) == (2 if case in READ_TWICE else 1)
+    assert dict(model.meta) == {}
+
+
+# ---- bodies of If -------------------------------------------------------------------------------
+
+IN_BODIES: Mapping[str, RewritePass] = {
+    "collaborate": Collaborate({FIRST: SharedDimensions(rank=H * K)}),
+    "fuse_attention": FuseAttention({FIRST: "multi_head"}),
+    "prune_heads": PruneHeads({FIRST: (1, 0, 1)}),
+    "skip_attention": SkipAttention({FIRST: "constant"}),
+}
+
+
+@pytest.mark.parametrize("case", IN_BODIES)
+def test_pass_rewrites_one_branch_of_an_if_and_leaves_the_other(case: str) -> None:
+    model, arrays = if_model(), {**feeds(layers(1)), "flag": np.array(True)}
+    arrays.pop("mask")
+    assert IN_BODIES[case](model).modified
+    expected = {
+        "prune_heads": masked(if_model(), {FIRST: (1, 0, 1)}),
+        "skip_attention": masked(if_model(), {FIRST: (0, 0, 0)}),
+    }.get(case, if_model())
+    bias = if_model().graph.initializers["bo"].const_value
+    shift = bias.numpy() if case == "skip_attention" and bias is not None else 0
+    np.testing.assert_allclose(run(model, arrays), run(expected, arrays) - shift, atol=EXACT)
+    arrays["flag"] = np.array(False)
+    np.testing.assert_array_equal(run(model, arrays), run(if_model(), arrays))
+    names = [block.name for block in find_attention(model)[0]]
+    assert names == ([SECOND] if case == "skip_attention" else [FIRST, SECOND])
+
+
+def test_reuse_attention_across_branches_of_an_if_is_refused() -> None:
+    with raises(CannotRewrite, "no_earlier"):
+        ReuseAttention({SECOND: {0: (FIRST, 0)}})(if_model())
