@@ -60,9 +60,9 @@ def time_blocks(
     blocks = [block for group in groups for block in group.blocks]
     parts = cut_out(model, [_cut(block) for block in blocks], feeds, provider=table.provider)
     alike: dict[tuple[Any, ...], list[tuple[Block, Part]]] = {}
-    facts = infer_shapes_small(model, batch=2, sequence=5)
+    shapes = infer_shapes_small(model, batch=2, sequence=5)
     frozen = {block for group in groups if group.refusal is not None for block in group.blocks}
-    forms = {block: _forms(block, facts, model.opset_imports) for block in blocks}
+    forms = {block: _forms(block, shapes, model.opset_imports) for block in blocks}
     for block, part in zip(blocks, parts, strict=True):
         keys = (part.key(index) for index in range(len(feeds)))
         alike.setdefault((*keys, forms[block], block in frozen), []).append((block, part))
@@ -75,11 +75,13 @@ def time_blocks(
     return found
 
 
-def _forms(block: Block, facts: ShapeInfo, opsets: Mapping[str, int]) -> tuple[Implementation, ...]:
+def _forms(
+    block: Block, shapes: ShapeInfo, opsets: Mapping[str, int]
+) -> tuple[Implementation, ...]:
     """The fused operators that can implement a block in this model."""
     if isinstance(block, FeedForwardBlock):
-        return () if gelu_refusal(block, facts, opsets) else ("gelu",)
-    return tuple(form for form in FORMS if fusion_refusal(block, form, facts, opsets) is None)
+        return () if gelu_refusal(block, shapes, opsets) else ("gelu",)
+    return tuple(form for form in FORMS if fusion_refusal(block, form, shapes, opsets) is None)
 
 
 def _cut(block: Block) -> Cut:

@@ -53,9 +53,9 @@ class LossEstimator:
         self.maps = {name: (found[name].weight, found[name].bias) for name in names}
         self.inputs: dict[str, tuple[str, str]] = {}
         for name in names:
-            site, facts = found[name], infer_shapes_small(part, batch=2, sequence=5)
+            site, shapes = found[name], infer_shapes_small(part, batch=2, sequence=5)
             width = site.weight.shape[1]
-            product = install(site, np.ones_like(site.weight), np.ones(width), facts)
+            product = install(site, np.ones_like(site.weight), np.ones(width), shapes)
             assert product is not None, f"{name} has no last product"
             weight = product.inputs[1]
             bias = next(

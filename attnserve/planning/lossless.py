@@ -93,7 +93,7 @@ def fusion_plan(graph: ir.Model, forms: Sequence[FusedOperator] = FORMS) -> Plan
     Raises:
         CannotRewrite: No block can be fused.
     """
-    facts, opsets = infer_shapes_small(graph, batch=2, sequence=5), dict(graph.opset_imports)
+    shapes, opsets = infer_shapes_small(graph, batch=2, sequence=5), dict(graph.opset_imports)
     with suppress(CannotRewrite):
         newest = graph.clone()
         raise_opset(newest, max(OPSETS.values()))
@@ -105,7 +105,7 @@ def fusion_plan(graph: ir.Model, forms: Sequence[FusedOperator] = FORMS) -> Plan
         if block.graph is not graph.graph or block.idiom in IDIOMS.values():
             continue
         for form in forms:
-            found = fusion_refusal(block, form, facts, opsets)
+            found = fusion_refusal(block, form, shapes, opsets)
             if found is None:
                 chosen[block.name] = form
                 break
@@ -113,7 +113,7 @@ def fusion_plan(graph: ir.Model, forms: Sequence[FusedOperator] = FORMS) -> Plan
     gelu = [
         block.name
         for block in find_feed_forward(graph)
-        if block.graph is graph.graph and gelu_refusal(block, facts, graph.opset_imports) is None
+        if block.graph is graph.graph and gelu_refusal(block, shapes, graph.opset_imports) is None
     ]
     if not chosen and not gelu:
         raise CannotRewrite(

@@ -1,4 +1,4 @@
-"""optimize: read, certify, calibrate, factor, rewrite, prove and write; or write nothing."""
+"""Optimize a model: plan rewrites, apply them, compare with the original, and write the result."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ GPU_ONLY = (
 )
 
 SHORT = 4
-"""A model that is meant for texts this many times as long as it was calibrated on may keep much
-less of them than was promised: 0.79 where it was 0.99 (MiniLM, sentences against paragraphs)."""
+"""A warning is given for texts this many times longer than the calibration data. The mean cosine
+may drop from 0.99 to 0.79 (MiniLM, sentences against paragraphs)."""
 
 LOW_COSINE = 0.9
 """Below it a sentence encoder's scores suffer visibly (benchmarks/results/fidelity.json)."""
@@ -82,11 +82,13 @@ class ModelCost:
 
 @dataclass(frozen=True)
 class OptimizeReport:
-    """What was done to a model, what it cost and what it saved.
+    """The applied rewrites, and their costs and effects.
 
-    ``found`` says how it was found, where it was searched for. Parameters and MACs are those of the
-    rewritten model in float32, bytes those of its weights as they are written. ``int8_weight_bits``
-    is 8 where the model needs a CPU with VNNI, AMX or ARM dot products; None without int8.
+    Attributes:
+        after: Parameters and MACs of the rewritten model in float32, bytes of its written weights.
+        found: The report of the search, if there was one.
+        int8_weight_bits: 8 if the model needs a CPU with VNNI, AMX or ARM dot products; None
+            without int8.
     """
 
     output: Path
@@ -160,95 +162,75 @@ def optimize(
     dry_run: bool = False,
     progress: Progress = ignore_progress,
 ) -> OptimizeReport:
-    """Rewrite a model's attention and write it with attnserve.json beside it.
+    """Rewrite a model, compare it with the original, and write it with attnserve.json beside it.
 
-    What is asked for is done in this order: skip, prune, reuse, prune neurons, fit again,
-    collaborate, fit again, then change the precision. With ``keep`` or ``target_speedup`` the
-    rewrites are searched for (``attnserve.plan``), with ``plan`` they are read from a file.
+    Requested rewrites are applied in this order: skip, prune, reuse, prune neurons, refit,
+    collaborate, refit, convert the precision. With ``keep`` or ``target_speedup`` the rewrites are
+    searched for (``attnserve.plan``); with ``plan`` they are read from a file.
 
     Args:
-        model: An .onnx file or an artifact folder; never changed.
+        model: An .onnx file or an artifact folder; it is never changed.
         output: An .onnx file, or a folder that receives model.onnx; the folder NAME-optimized
             beside the model by default.
-        collab_dk: R for every layer, one R a layer in order, or R by layer name.
+        collab_dk: R for every layer, one R per layer in order, or R by layer name.
         collab_cache: Rewrite cached keys of decoders too: the cache, an input and an output of the
-            model, then holds R shared dimensions (and H content logits) a token instead of H*K.
-        mixing: "dense" lets every head multiply all R dimensions, as in the paper; "sparse" some
-            of them, as ordinary multi-head attention; "auto" takes the one with fewer MACs at
-            ``sequence`` among those that need no more than the original at any length.
-        head_dk: For sparse mixing, how many dimensions a head reads on average, from 1 to K. Every
-            head has its own where there is no ``collab_dk``.
-        reuse: Heads that take the probabilities of earlier ones: ``partial:K[:P]``, ``full:P``,
-            ``alternate``, ``all-end``, ``auto``, a .json file of edges or such an object
+            model, then holds R shared dimensions (and H content logits) per token instead of H*K.
+        mixing: "dense" lets every head read all R dimensions, as in the paper; "sparse" lets it
+            read some of them; "auto" takes the one with fewer MACs at ``sequence`` among those that
+            need no more than the original at any length.
+        head_dk: The mean number of dimensions that a head reads in sparse mixing, from 1 to K.
+            Without ``collab_dk`` nothing is shared.
+        reuse: Heads that reuse the probabilities of earlier heads: ``partial:K[:P]``, ``full:P``,
+            ``alternate``, ``all-end``, ``auto``, or edges as a .json file or an object
             (``read_edges``).
-        align: Which heads take whose probabilities: the most similar, which needs ``calib``, or by
-            index as in the paper.
-        prune: The share of all heads that goes, least important first; needs ``calib``.
-        importance: By what they write that others cannot, by what the output loses without them,
-            or by Voting-to-Stay.
-        prune_heads: Or a mask: a .json file or an object by layer (``read_masks``).
-        skip: Layers whose attention is left out: the best affine map of their input stands for it,
-            or a constant (``LAYER:constant``); needs ``calib``.
-        ffn: The share of all feed-forward neurons that goes, those first that write least; needs
-            ``calib``.
-        keep: Find the fastest model that keeps this much of the mean output cosine, or of a task's
-            score; needs ``calib``. What is not faster is not written: the output is then the
-            original.
-        target_speedup: Or the model that loses least and is so much faster.
-        eval_data, task: The rows a score is measured on, and which score.
-        allow: "ffn" lets the search take neurons out of feed-forwards.
-        plan: What ``attnserve.plan`` wrote, carried out again: the same bytes on the same machine.
-        precision: "float16", "bfloat16", "int8" or "int8-full" weights, once all rewrites are done.
-            "int8" has 7-bit weights, which are exact on every CPU; "int8-full" has 8-bit weights,
-            for CPUs with VNNI, AMX or ARM dot products only.
-        refit: Fit the output projections of rewritten layers, and the second matrices of
-            feed-forwards, to the original's output, where there is ``calib``.
-        calib: Text (a sentence a line), .npz or a folder of .npz; without it the weights alone are
-            approximated, at several times the error.
-        layers: Names or indices of the layers to rewrite; all that can be by default.
-        batch, sequence: Where costs are reported; the sequence defaults to the calibration data's
-            median, else 128.
-        min_cosine: Fail below this mean cosine, writing nothing.
-        external_data: Keep the weights in a file beside the model, as models over 2 GB always do.
-        provider, threads: Of the runs that calibrate and verify; certificates run on the CPU.
-        force: Replace an output that exists; never the input.
+        align: Choose the reused heads by similarity, which needs ``calib``, or by index as in the
+            paper.
+        prune: The share of all heads to remove, least important first; needs ``calib``.
+        importance: Output energy that other heads cannot reproduce ("energy"), leave-one-out loss
+            ("loo") or Voting-to-Stay ("voting").
+        prune_heads: Head masks instead, as a .json file or an object by layer (``read_masks``).
+        skip: Layers whose attention is replaced by an affine map of its input, or by a constant
+            (``LAYER:constant``); needs ``calib``.
+        ffn: The share of all feed-forward neurons to remove, lowest energy first; needs ``calib``.
+        keep: Search for the fastest model that keeps this mean output cosine, or this share of a
+            task's score; needs ``calib``. The original is written if nothing is faster.
+        target_speedup: Search for the model with the least loss at this speed-up instead.
+        eval_data, task: The rows on which a score is measured, and which score.
+        allow: "ffn" allows the search to remove feed-forward neurons.
+        plan: A file of ``attnserve.plan``; the same plan gives the same bytes on the same machine.
+        precision: "float16", "bfloat16", "int8" or "int8-full" weights, after all rewrites. "int8"
+            has 7-bit weights, which are exact on every CPU; "int8-full" has 8-bit weights, for CPUs
+            with VNNI, AMX or ARM dot products only.
+        refit: Refit the output projections of rewritten layers, and the second matrices of
+            feed-forwards, to the original's outputs; needs ``calib``.
+        calib: Text (a sentence per line), .npz or a folder of .npz. Without it factors are computed
+            from the weights alone, at several times the error.
+        layers: Names or indices of the layers to rewrite; all by default.
+        batch, sequence: The shape at which costs are counted; the sequence defaults to the
+            calibration data's median length, else 128.
+        min_cosine: Fail below this mean cosine, and write nothing.
+        external_data: Store the weights in a file beside the model, as for models over 2 GB.
+        provider, threads: Of calibration and comparison; certification runs on the CPU.
+        force: Replace an existing output; never the input.
         dry_run: Do everything but write.
 
     Raises:
-        InvalidModel, InvalidArgument, InvalidData, InvalidOutput, CannotRewrite: See their texts.
+        InvalidModel, InvalidArgument, InvalidData, InvalidOutput, CannotRewrite: The input cannot
+            be used.
         CheckFailed: The fidelity is below ``min_cosine``, or the goal of a search is not reached.
     """
     check_cpu(precision)
     context = RunContext(provider, threads, seed, progress)
-    wants_search = keep is not None or target_speedup is not None
     rewrites: dict[str, Any] = {
         "collab_dk": collab_dk, "collab_cache": collab_cache, "mixing": mixing, "head_dk": head_dk,
         "reuse": reuse, "align": align, "prune": prune, "importance": importance,
         "prune_heads": prune_heads, "skip": skip, "ffn": ffn, "layers": layers,
     }  # fmt: skip
-    goal = request = None
-    if wants_search or plan is not None:
-        _require_no_rewrites({**rewrites, "refit": refit}, "plan" if plan else "search")
-        if calib is None:
-            raise InvalidArgument(
-                "calibration data is required", "give `calib`", code="optimize.no_data"
-            )
-    if wants_search:
-        goal = Goal(keep, target_speedup, task, eval_data, tuple(allow), precision)
-    elif eval_data is not None or task is not None or allow:
-        raise InvalidArgument(
-            "`eval_data`, `task` and `allow` apply to a search",
-            "give `keep` or `target_speedup` too",
-            code="optimize.conflict",
-        )
-    if plan is not None and (goal is not None or precision != "float32"):
-        raise InvalidArgument(
-            "`plan` describes all rewrites, and the precision",
-            "leave the other parameters out",
-            code="optimize.conflict",
-        )
-    if goal is None and plan is None:
-        request = Request(**rewrites, precision=precision)
+    searched: dict[str, Any] = {
+        "keep": keep, "target_speedup": target_speedup, "task": task, "eval_data": eval_data,
+        "allow": tuple(allow),
+    }  # fmt: skip
+    wanted = _wanted(rewrites, searched, plan, precision, refit=refit, has_data=calib is not None)
     check_cosine_bound(min_cosine)
     artifact = open_artifact(model)
     original = load_model(artifact)
@@ -265,21 +247,20 @@ def optimize(
     shape = (batch, length)
     before = model_cost(original)
     before_cost = _cost(before, original, shape)
-    if goal is not None:
+    if isinstance(wanted, Goal):
         assert data is not None
         found = search(
-            goal, artifact, original, data, tokenizer=tokenizer, batch=batch, sequence=sequence,
+            wanted, artifact, original, data, tokenizer=tokenizer, batch=batch, sequence=sequence,
             context=context,
         )  # fmt: skip
         done = _Rewritten(found.report.rewrites, found.exact, found.done, found=found.report)
-    elif plan is not None:
+    elif isinstance(wanted, Path):
         assert data is not None
-        read, fit_context = _read_plan(plan, artifact, data, context)
+        read, fit_context = _read_plan(wanted, artifact, data, context)
         done = _apply(read, original, report, data, fit_context, shape, fit=True)
     else:
-        assert request is not None
         planned = plan_request(
-            request, original, report, data, context, length=length, longest=artifact.max_length
+            wanted, original, report, data, context, length=length, longest=artifact.max_length
         )
         done = _apply(planned.plan, original, report, data, context, shape, fit=refit)
         done = replace(done, warnings=planned.warnings)
@@ -295,7 +276,7 @@ def optimize(
     result = OptimizeReport(
         output=target,
         before=before_cost,
-        after=replace(_cost(after, done.model, shape), bytes=_bytes(converted)),
+        after=replace(_cost(after, done.model, shape), bytes=model_cost(converted).bytes),
         steps=done.applied.steps,
         fidelity=fidelity,
         break_even_sequence=even,
@@ -314,22 +295,66 @@ def optimize(
         found=done.found,
         int8_weight_bits=int8_weight_bits(converted),
     )
-    if min_cosine is not None and fidelity.mean_cosine < min_cosine:
-        less = "raise `collab_dk`" if done.plan.find(Collaborate) else "rewrite fewer layers"
-        raise CheckFailed(
-            f"mean cosine {fidelity.mean_cosine:.4f} on {source}, expected at least {min_cosine}: "
-            "nothing was written",
-            less + ("" if calib else ", or calibrate with `calib`"),
-            code="optimize.min_cosine",
-        )
+    _require_cosine(result, min_cosine)
     if not dry_run:
         _write(artifact, converted, result, data, external_data, seed)
     return result
 
 
+def _wanted(
+    rewrites: Mapping[str, Any],
+    searched: Mapping[str, Any],
+    plan: Path | None,
+    precision: Precision,
+    *,
+    refit: bool,
+    has_data: bool,
+) -> Goal | Path | Request:
+    """The mode of a call: a search for a goal, a plan file, or requested rewrites.
+
+    Raises:
+        InvalidArgument: Parameters of different modes are given, or data is missing.
+    """
+    wants_search = searched["keep"] is not None or searched["target_speedup"] is not None
+    if wants_search or plan is not None:
+        _require_no_rewrites({**rewrites, "refit": refit}, "plan" if plan else "search")
+        if not has_data:
+            raise InvalidArgument(
+                "calibration data is required", "give `calib`", code="optimize.no_data"
+            )
+    if not wants_search and any(searched.values()):
+        raise InvalidArgument(
+            "`eval_data`, `task` and `allow` apply to a search",
+            "give `keep` or `target_speedup` too",
+            code="optimize.conflict",
+        )
+    goal = Goal(**searched, precision=precision) if wants_search else None
+    if plan is not None and (goal is not None or precision != "float32"):
+        raise InvalidArgument(
+            "`plan` describes all rewrites, and the precision",
+            "leave the other parameters out",
+            code="optimize.conflict",
+        )
+    return goal or plan or Request(**rewrites, precision=precision)
+
+
+def _require_cosine(report: OptimizeReport, min_cosine: float | None) -> None:
+    """Raises: CheckFailed: The mean cosine is below the bound."""
+    cosine, data = report.fidelity.mean_cosine, report.fidelity.data
+    if min_cosine is None or cosine >= min_cosine:
+        return
+    less = "raise `collab_dk`" if report.plan.find(Collaborate) else "rewrite fewer layers"
+    calibrated = data.startswith("held out")
+    raise CheckFailed(
+        f"mean cosine {cosine:.4f} on {data}, expected at least {min_cosine}: nothing was written",
+        less + ("" if calibrated else ", or calibrate with `calib`"),
+        code="optimize.min_cosine",
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class _Rewritten:
-    """A rewritten model in float32, the plan that made it, and what was found on the way."""
+    """A rewritten model in float32, its plan, and the reports of its making."""
 
     plan: Plan
     model: ir.Model
@@ -424,10 +449,6 @@ def _read_plan(
     check_cpu(plan.precision)
     fitted = replace(context, provider=provider, seed=seed, threads=0)  # as the search runs it
     return plan, fitted
-
-
-def _bytes(graph: ir.Model) -> int:
-    return model_cost(graph).bytes
 
 
 def _cost(cost: Cost, graph: ir.Model, shape: tuple[int, int]) -> ModelCost:

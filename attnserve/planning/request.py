@@ -51,19 +51,19 @@ from graph_passes.passes.skip_attention import SkipAttention
 __all__ = ["PlannedRequest", "Ranks", "Request", "plan_request", "require_attention"]
 
 Ranks = int | Sequence[int] | Mapping[str, int]
-"""R of every layer, of each layer in order, or by layer."""
+"""R of every layer, of each layer in order, or by layer name."""
 
 AUTO_BUDGET = 0.04
-"""Squared change of the output over its variation that ``reuse="auto"`` allows before the refit: a
-cosine of about 0.98, and more after it."""
+"""The relative squared change of the output that ``reuse="auto"`` allows before refitting: a cosine
+of about 0.98, and more after it."""
 
 WEIGHING_HEADS = 4
-"""Heads of each layer that are left out to compare layers: only the sum over heads counts."""
+"""The number of heads per layer that are removed to compare layers; only the sum over heads counts."""
 
 WEIGHING_ROWS = 16
-"""Texts on which layers are compared: sums over heads need few."""
+"""The number of texts on which layers are compared; sums over heads need few."""
 
-IN_BODY = Refusal("in_body", "it lies in the body of another node, where nothing can be measured")
+IN_BODY = Refusal("in_body", "it lies in the body of another node, which a session cannot observe")
 
 KINDS = (":affine", ":constant")
 
