@@ -259,8 +259,8 @@ def _start(
     except Exception as error:  # onnxruntime has an exception class for each status
         if len(providers) == 1 and _is_of_kernels(error) and _holds_bfloat16(source):
             raise InvalidModel(
-                f"{name}: the model computes in bfloat16, for which ONNX Runtime has no CPU kernels: "
-                f"{_first_sentence(error)}",
+                f"{name}: the model computes in bfloat16, which ONNX Runtime does not support on "
+                f"CPUs: {_first_sentence(error)}",
                 "set `provider` to cuda, or convert to float16, which also runs on a CPU",
                 code="session.bfloat16_cpu",
             ) from error
