@@ -22,8 +22,8 @@ from attnserve.planning.candidates import (
     configs_of,
     reuse,
 )
-from attnserve.runtime.session import Batch, open_session, run
 from attnserve.runtime.part_latency import Cut, LatencyTable, Part, cut_out
+from attnserve.runtime.session import Batch, open_session, run
 from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small, state_types
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.emit.editing import remove_unused

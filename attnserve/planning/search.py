@@ -62,8 +62,8 @@ from attnserve.planning.pareto import Choice, pareto_front
 from attnserve.planning.plan import Plan
 from attnserve.planning.report import Decision, PlanReport, Point, Speed
 from attnserve.planning.request import require_attention
-from attnserve.runtime.session import open_session, run
 from attnserve.runtime.part_latency import LatencyTable, Part, default_cache
+from attnserve.runtime.session import open_session, run
 from graph_passes.errors import (
     CannotRewrite,
     CheckFailed,

@@ -13,8 +13,8 @@ from attnserve.models.precision import LARGEST, convert
 from attnserve.planning import block_timing as block_times
 from attnserve.planning.block_timing import time_blocks, without_casts
 from attnserve.planning.candidates import group_blocks
-from attnserve.runtime.session import open_session
 from attnserve.runtime.part_latency import LatencyTable, Part
+from attnserve.runtime.session import open_session
 from benchmarks.gpu.encoder import random_encoder
 from graph_passes.matching.find import find_attention
 

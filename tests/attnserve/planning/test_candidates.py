@@ -33,8 +33,8 @@ from attnserve.planning.candidates import (
     options_of,
     units_of,
 )
-from attnserve.runtime.session import Batch, open_session
 from attnserve.runtime.part_latency import LatencyTable
+from attnserve.runtime.session import Batch, open_session
 from graph_passes.errors import InvalidModel
 from tests.architectures import ARCHITECTURES, Cell, cells_of
 from tests.attnserve.costs import measure
