@@ -1,8 +1,8 @@
-"""Prove each reading: run the graph beside ``graph_passes.reference``, and compare.
+"""Certify matched attention blocks against ``graph_passes.reference``.
 
-A block's own nodes are cut out at its inputs (x, y, masks, biases) and run by ONNX Runtime on
-random values; the reference computes the same from the block's weights, scale and mask alone. What
-disagrees beyond ``TOLERANCE`` becomes a miss, and no pass touches it.
+The nodes of a block are extracted at its inputs (x, y, masks, biases) and run in ONNX Runtime on
+random values. The reference computes the same from the matched weights, scale and mask. A block
+whose difference exceeds ``TOLERANCE`` is reported as unmatched, and passes leave it unchanged.
 """
 
 from __future__ import annotations
@@ -47,34 +47,33 @@ TOLERANCE = 1e-4
 """Largest absolute difference of probabilities and output, relative above magnitude 1."""
 
 SHAPES = ((2, 7), (3, 4))
-"""(batch, sequence) of the two runs; a graph without free axes runs twice at its own shape.
+"""(batch, sequence) of the two runs; a graph with static axes runs twice at its own shape.
 
-Sequences that the graph names apart (queries and memory, past and present) first have different
-lengths, and the same one where the block does not run so.
+Sequence axes with different names (queries and memory, past and present) have different lengths at
+first. If the block does not run, they have equal lengths.
 """
 
 SINGLE = ((1, 7), (1, 4))
-"""Tried where ONNX Runtime refuses the first: some exporters' graphs run one sequence at a time."""
-
+"""Shapes for graphs that run only with a batch size of 1."""
 
 SPREAD = 2.0
-"""Standard deviation of the logits in the two runs; reached in a few rounds, biases being fixed."""
+"""Target standard deviation of the logits, reached in ``ROUNDS`` steps because biases are fixed."""
 ROUNDS = 3
 
 IR_VERSION = 10
-"""Of what is run: any ONNX Runtime of today reads it."""
+"""Maximum IR version of extracted graphs, which all supported versions of ONNX Runtime read."""
 
 MASKED = 1e9
-"""What hides a key when it is taken from its logit."""
+"""Value that is subtracted from the logits of masked keys."""
 
 
 Evaluate = Callable[[ir.Model, Mapping[str, np.ndarray]], list[np.ndarray]]
-"""Runs a small model; ONNX's own evaluator takes graphs that ONNX Runtime has no kernel for."""
+"""Runs a small model. ONNX's reference evaluator is used if ONNX Runtime has no kernel."""
 
 
 @dataclass(frozen=True, eq=False)
 class Certified:
-    """A block whose reading was proved, and the largest difference seen."""
+    """A certified block and its largest difference from the reference."""
 
     block: AttentionBlock
     max_abs_error: float
@@ -82,7 +81,7 @@ class Certified:
 
 @dataclass(frozen=True, eq=False)
 class MatchReport:
-    """Everything that was read of a model."""
+    """The certified blocks of a model, and the attention that was not matched."""
 
     certified: tuple[Certified, ...]
     unmatched: tuple[Unmatched, ...]
@@ -93,12 +92,10 @@ class MatchReport:
 
 
 def require_finite_weights(model: ir.Model) -> None:
-    """Refuse NaN and infinite weights, one tensor at a time.
-
-    Scalars and masks may hold -inf (that is how exporters write "forbidden"); weights may not.
+    """Refuse weights with NaN or infinity. Scalars and additive masks may contain -inf.
 
     Raises:
-        InvalidModel: Naming the first such weight.
+        InvalidModel: A weight is not finite.
     """
     for graph in model.graphs():
         for name, value in graph.initializers.items():
@@ -107,31 +104,31 @@ def require_finite_weights(model: ir.Model) -> None:
                 continue
             array = tensor.numpy()
             with np.errstate(invalid="ignore"):
-                total = float(np.sum(array, dtype=np.float64))  # finite unless an element is not
+                total = float(np.sum(array, dtype=np.float64))  # finite if all elements are
             if np.isfinite(total) or array.size == 1 or _is_mask(array):
                 continue
             raise InvalidModel(
-                f"the weight {name!r} {tuple(array.shape)} holds a value that is NaN or infinite",
-                "export the model again from a sound checkpoint",
+                f"the weight {name!r} {tuple(array.shape)} contains NaN or infinity",
+                "export the model again from a valid checkpoint",
                 code="model.not_finite",
             )
 
 
 def _is_mask(array: np.ndarray) -> bool:
-    """Only zeros and minus infinity, as a causal mask holds them."""
+    """Whether all elements are 0 or -inf, as in a causal mask."""
     return bool(np.all((array == 0) | np.isneginf(array)))
 
 
 def read_attention(model: ir.Model, *, seed: int = 0) -> MatchReport:
-    """Find every attention of a model and certify it.
+    """Find and certify all attention blocks of a model.
 
     Raises:
         MissingExtra: ONNX Runtime is not installed.
     """
     with GraphContext.of(model) as context:
         blocks, unmatched = context.get(find_attention)
-    misses = list(unmatched)
-    proved: list[Certified] = []
+    failed = list(unmatched)
+    certified: list[Certified] = []
 
     @cache
     def info_at(
@@ -154,10 +151,10 @@ def read_attention(model: ir.Model, *, seed: int = 0) -> MatchReport:
     for block in blocks:
         result = certify(block, runs, dict(model.opset_imports), model.ir_version, seed=seed)
         if isinstance(result, Unmatched):
-            misses.append(result)
+            failed.append(result)
         else:
-            proved.append(result)
-    return MatchReport(tuple(proved), tuple(misses))
+            certified.append(result)
+    return MatchReport(tuple(certified), tuple(failed))
 
 
 def certify(
@@ -168,10 +165,10 @@ def certify(
     *,
     seed: int = 0,
 ) -> Certified | Unmatched:
-    """Run one block and compare; a disagreement is an ``Unmatched``.
+    """Run one block and compare it with the reference; a difference gives ``Unmatched``.
 
     Args:
-        runs: Shapes to run at, and by what; the first that can run the block at all decides.
+        runs: Shapes and evaluators; the first pair that can run the block decides.
     """
     reasons: list[str] = []
     for group, evaluate in runs:
@@ -216,8 +213,8 @@ def _compare(
     try:
         _moderate(block, values, batch)
         expected = attention_reference(block, values, batch)
-    except (ValueError, IndexError) as error:  # the reading is not of this graph
-        raise _UndecidedError(f"its reading does not fit: {error}") from error
+    except (ValueError, IndexError) as error:  # shapes of the match and the graph differ
+        raise _UndecidedError(f"the reference cannot be computed: {error}") from error
     got = _run(block, values, targets, info, evaluate, opsets, ir_version)
     worst = 0.0
     for target, array in zip(targets, got, strict=True):
@@ -240,10 +237,10 @@ def _compare(
 
 
 def _moderate(block: AttentionBlock, values: dict[ir.Value, np.ndarray], batch: int) -> None:
-    """Give the tokens a size at which the logits are neither all alike nor one key's alone.
+    """Scale the tokens so that the logits have a standard deviation of ``SPREAD``.
 
-    Large logits would turn the rounding of single precision into differences of probabilities, and
-    small ones would hide heads that are read in the wrong order.
+    Large logits amplify rounding errors of float32. Small logits give uniform probabilities, which
+    hide a wrong order of heads.
     """
     tokens = {block.q.input, block.k.input}
     for _ in range(ROUNDS if block.q.num_heads else 0):
@@ -273,14 +270,14 @@ def _batch(block: AttentionBlock, info: ShapeInfo) -> int:
     except ZeroDivisionError:
         batch = 0
     if batch == 0:
-        raise _UndecidedError("no token is left at the lengths that were tried")
+        raise _UndecidedError("the block has no tokens at the tested lengths")
     return batch
 
 
 def _laid_out_like(context: np.ndarray, array: np.ndarray, block: AttentionBlock) -> np.ndarray:
-    """(B, S, H*V) as the graph keeps its context."""
+    """The context (B, S, H*V) in the layout of the graph."""
     if block.context_axes is None and array.ndim == 3:
-        return context  # heads merged, as a fused operator leaves them
+        return context  # output of a fused operator, with merged heads
     split = np.moveaxis(context.reshape(*context.shape[:2], block.num_heads, -1), 2, 1)
     if block.context_axes is None:
         return split
@@ -291,7 +288,7 @@ def _laid_out_like(context: np.ndarray, array: np.ndarray, block: AttentionBlock
 def _random(
     block: AttentionBlock, value: ir.Value, info: ShapeInfo, rng: np.random.Generator
 ) -> np.ndarray:
-    """Tokens are normal; masks, lengths and positions are valid."""
+    """Random normal tokens, or random valid masks, lengths and positions."""
     tensor = info.known.get(value)
     if tensor is None:
         raise _UndecidedError(f"the shape of {value.name!r} could not be inferred")
@@ -312,7 +309,7 @@ def _random(
 def _random_mask(
     step: LogitStep, value: ir.Value, tensor: TensorInfo, keys: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """At least one key, the first, is seen by every query."""
+    """A random mask in which no query masks the first key."""
     match step:
         case FullLengths():
             return np.full(tensor.shape, keys if value is step.total else keys - 1)
@@ -320,7 +317,7 @@ def _random_mask(
             return rng.integers(1, keys, tensor.shape, endpoint=True) - step.extra
         case _:
             pass
-    by_key = isinstance(step, KeyMask) and step.queries  # (B, T), however the graph names T
+    by_key = isinstance(step, KeyMask) and step.queries  # shape (B, T)
     seen = np.atleast_1d(rng.random((tensor.shape[0], keys) if by_key else tensor.shape) < 0.7)
     seen[..., 0] = True
     seen = seen if tensor.shape else seen[0]
@@ -333,7 +330,7 @@ def _random_mask(
 
 
 def _keys(block: AttentionBlock, info: ShapeInfo) -> int:
-    """T: the keys of the cache and those of the tokens."""
+    """T, the number of keys in the cache and from the tokens."""
     total = 0
     if block.k.weight is not None:
         tokens = info.shape(block.k.input) or (0,)
@@ -353,10 +350,9 @@ def _run(
     opsets: dict[str, int],
     ir_version: int,
 ) -> list[np.ndarray]:
-    """The targets, from the cut values and the shape program's results, without optimization.
+    """Compute the targets from the cut values and inferred shape constants, without optimization.
 
-    The nodes may lie in the body of an If and read what the graphs around it make; here they lie
-    in one graph.
+    Nodes of a subgraph (If) and values of outer graphs are extracted into one graph.
     """
     cut = dict(values)
     nodes, constants = _between(block, cut, targets, info)
@@ -379,19 +375,19 @@ def _run(
         raise
     except (ValueError, InvalidModel) as error:
         raise _UndecidedError(str(error).splitlines()[0][:300]) from error
-    except Exception as error:  # onnxruntime raises a class of its own for each status
+    except Exception as error:  # onnxruntime has an exception class for each status
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise _UndecidedError(f"{evaluate.__name__}: {first[:300]}") from error
 
 
 def onnx_runtime(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    """Run a model as it is written, without optimization."""
+    """Run a model in ONNX Runtime without graph optimization."""
     session = open_session(model, threads=1, optimize=False)
     return [np.asarray(array) for array in session.run(None, dict(feeds))]
 
 
 def onnx_reference(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    """Run a model on ONNX's own evaluator."""
+    """Run a model in ONNX's reference evaluator."""
     results: Any = ReferenceEvaluator(ir.to_proto(model)).run(None, dict(feeds))
     return [np.asarray(array) for array in results]
 
@@ -402,9 +398,9 @@ def _between(
     targets: Sequence[ir.Value],
     info: ShapeInfo,
 ) -> tuple[list[ir.Node], list[ir.Value]]:
-    """The nodes from the cut values to the targets, in order, and the constants they read.
+    """The nodes from the cut values to the targets, in order, and the constants that they read.
 
-    Results of the shape program are added to the cut, but for the block's own.
+    Inferred constants are added to the cut, except those of the block's nodes.
     """
     own = set(block.nodes)
     nodes: dict[ir.Node, None] = {}
@@ -413,7 +409,7 @@ def _between(
     entered: set[ir.Value] = set()
     while pending:
         item = pending.pop()
-        if isinstance(item, ir.Node):  # everything it reads is there
+        if isinstance(item, ir.Node):  # its inputs were visited
             nodes[item] = None
             continue
         if item in cut or item in entered:
@@ -432,27 +428,27 @@ def _between(
         if node in nodes:
             continue
         if any(a.type == ir.AttributeType.GRAPH for a in node.attributes.values()):
-            raise _UndecidedError(f"{node.op_type} {node.name!r} stands in between")
+            raise _UndecidedError(f"it depends on {node.op_type} {node.name!r} with a subgraph")
         pending.append(node)
         pending += [parent for parent in node.inputs if parent is not None]
     return list(nodes), list(constants)
 
 
 def _single(dtype: ir.DataType) -> ir.DataType:
-    """Half precision is certified in single precision: the same graph, without its rounding."""
+    """float32 for half precision: blocks are certified without its rounding."""
     half = dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
     return ir.DataType.FLOAT if half else dtype
 
 
 def _in_single_precision(graph: ir.Graph) -> None:
-    """Give every half-precision constant, input and Cast of a graph single precision."""
+    """Convert half-precision constants, inputs and Casts of a graph to float32."""
     for value in graph.inputs:
         value.type = ir.TensorType(_single(value.dtype or ir.DataType.FLOAT))
     for value in graph.initializers.values():
         value.const_value = _single_tensor(value.const_value)
         value.type = None if value.const_value is None else ir.TensorType(value.const_value.dtype)
     for node in graph:
-        node.name = None  # which need not be unique in the file
+        node.name = None  # names may not be unique in the file
         for value in node.outputs:
             value.type = value.shape = None  # ONNX Runtime infers them again
         for name, attribute in list(node.attributes.items()):
@@ -466,5 +462,5 @@ def _in_single_precision(graph: ir.Graph) -> None:
 def _single_tensor(tensor: ir.TensorProtocol | None) -> Any:
     if tensor is None or _single(tensor.dtype) is not tensor.dtype:
         return tensor and ir.tensor(tensor.numpy().astype(np.float32), name=tensor.name)
-    # A session over external data would write it to a folder of its own.
+    # A session copies external data to a temporary folder.
     return ir.tensor(tensor.numpy()) if isinstance(tensor, ir.ExternalTensor) else tensor

@@ -1,4 +1,4 @@
-"""inspect: what attention a model holds, what proved it, and what it costs."""
+"""List the attention blocks of a model with their certificates, cost and applicable rewrites."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Inspection", "inspect"]
 
 @dataclass(frozen=True, eq=False)
 class Inspection:
-    """A model as it was read, at one batch size and sequence length."""
+    """Attention blocks and cost of a model at one batch size and sequence length."""
 
     reading: MatchReport
     block_macs: Mapping[str, int]
@@ -33,7 +33,7 @@ class Inspection:
     sequence: int
     uncounted: tuple[str, ...]
     rewrites: Mapping[str, Mapping[str, str | Literal[True]]]
-    """By block and name of a pass: True, or why the pass does not apply."""
+    """By block and pass name: True, or the reason why the pass does not apply."""
     skipped: tuple[Skipped, ...] = ()
 
     @property
@@ -44,8 +44,8 @@ class Inspection:
         return {
             "attention": [*self._blocks(), *map(self._gap, self.skipped)],
             "missed": [
-                {"node": miss.node.name or miss.node.op_type, "reason": miss.reason}
-                for miss in self.reading.unmatched
+                {"node": each.node.name or each.node.op_type, "reason": each.reason}
+                for each in self.reading.unmatched
             ],
             "parameters": self.parameters,
             "macs": {
@@ -82,7 +82,7 @@ class Inspection:
         ]
 
     def _gap(self, gap: Skipped) -> dict[str, Any]:
-        """Where an attention was: an affine map of its input, which speaks for itself."""
+        """The entry of a removed attention block, which is an affine map of its input."""
         sizes = ("num_heads", "num_kv_heads", "reused_heads", "head_size", "v_head_size")
         return {
             "name": gap.name,
@@ -101,15 +101,15 @@ class Inspection:
 
 
 def inspect(model: Path, *, batch: int = 1, sequence: int = 128, seed: int = 0) -> Inspection:
-    """Read, certify and count a model.
+    """Find and certify the attention blocks of a model and count its MACs.
 
     Args:
         model: An .onnx file or an artifact folder.
-        batch, sequence: The lengths to count MACs at; fixed axes keep their own.
+        batch, sequence: Shape for the MAC count; fixed axes keep their size.
 
     Raises:
         InvalidModel: The file cannot be read.
-        MissingExtra: ONNX Runtime is not installed (the certificate runs the graph).
+        MissingExtra: ONNX Runtime, which certifies the blocks, is not installed.
     """
     graph = load_model(open_artifact(model), in_place=True)
     return inspect_graph(graph, batch=batch, sequence=sequence, seed=seed)
@@ -138,7 +138,7 @@ def inspect_graph(model: ir.Model, *, batch: int, sequence: int, seed: int = 0) 
 
 
 def _rewrites() -> dict[str, type[AttentionPass[Any]]]:
-    """The lossy passes of attention, by name: what a user may choose to apply."""
+    """The lossy attention passes by name."""
     return {
         name: each
         for name, each in registered_passes().items()

@@ -272,7 +272,7 @@ def optimize(
 
 
 def _show_report(report: OptimizeReport, dry_run: bool) -> None:
-    steps = [step for step in report.steps if step.rewrite != "fuse"]
+    steps = [step for step in report.steps if not step.rewrite.startswith("fuse_")]
     names, legend = shorten_names([step.block for step in steps], width=out.width - 66)
     table = make_table(
         f"{report.output} (dry run: nothing was written)" if dry_run else f"wrote {report.output}",

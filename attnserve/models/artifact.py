@@ -1,7 +1,7 @@
-"""What is on disk: model.onnx, the tokenizer, and attnserve.json, which says what was done.
+"""Read and write artifacts: an ONNX model, its tokenizer files and its record attnserve.json.
 
-An artifact is a folder that holds ``model.onnx`` (or any single .onnx file), or an .onnx file
-itself; what lies beside it belongs to it: ``tokenizer.json`` and ``attnserve.json``.
+An artifact is a folder with ``model.onnx`` (or one other .onnx file), or an .onnx file. The files
+``tokenizer.json`` and ``attnserve.json`` in the same folder belong to it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ PACKAGES = (
     "onnxruntime",
     "onnxruntime-gpu",
 )
-"""What the numbers of a rewrite or an analysis depend on."""
+"""Packages that affect the results of a rewrite or an analysis."""
 
 RECORD = "attnserve.json"
 COMPANIONS = (
@@ -73,12 +73,15 @@ COMPANIONS = (
 
 @dataclass(frozen=True)
 class Artifact:
-    """A model on disk and what lies beside it.
+    """A model on disk with its companion files.
 
-    ``record`` is the parsed attnserve.json, empty where there is none. Its keys: ``pooling``,
-    ``normalize``, ``max_length`` (tokens) and ``source`` from ``export``; ``lineage`` (a list, one
-    entry a rewrite, oldest first) from ``optimize``. ``shared`` is a folder whose tokenizer serves
-    where none lies beside the model: the one above the versions of a model.
+    Attributes:
+        model: The .onnx file.
+        record: The parsed attnserve.json; empty if there is none. Keys: ``pooling``, ``normalize``,
+            ``max_length`` (tokens) and ``source`` from ``export``; ``lineage`` (one entry per
+            rewrite, oldest first) from ``optimize``.
+        shared: A folder with companion files for all versions of a model, used for files that are
+            not in the model's folder.
     """
 
     model: Path
@@ -91,7 +94,7 @@ class Artifact:
 
     @property
     def name(self) -> str:
-        """model.onnx is named for its folder; any other file for itself."""
+        """The name of the folder for model.onnx, else the file name without its suffix."""
         stem = self.model.stem
         return self.model.resolve().parent.name if stem == "model" else stem
 
@@ -100,7 +103,7 @@ class Artifact:
         return self.companion("tokenizer.json")
 
     def companion(self, name: str) -> Path | None:
-        """The file ``name`` that belongs to the model; None where there is none."""
+        """The path of a companion file; None if it does not exist."""
         folders = (self.folder, *(() if self.shared is None else (self.shared,)))
         paths = (folder / name for folder in folders)
         return next((path for path in paths if path.is_file()), None)
@@ -112,29 +115,29 @@ class Artifact:
 
     @property
     def normalize(self) -> bool:
-        """Whether pooled vectors are scaled to length one."""
+        """Whether pooled vectors are normalized to length one."""
         return bool(self.record.get("normalize", False))
 
     @property
     def max_length(self) -> int | None:
-        """The most tokens a text may have, special tokens included; None where unknown."""
+        """Maximum number of tokens of a text, with special tokens; None if unknown."""
         value = self.record.get("max_length")
         return value if isinstance(value, int) and value > 0 else None
 
     @property
     def lineage(self) -> list[Any]:
-        """What was done to the model so far, one entry a rewrite, oldest first."""
+        """The rewrites of the model, oldest first."""
         return list(self.record.get("lineage", ()))
 
 
 def open_artifact(path: Path, shared: Path | None = None) -> Artifact:
-    """The artifact at ``path``: an .onnx file, or a folder with one.
+    """Open the artifact at ``path``, an .onnx file or a folder with one.
 
     Args:
-        shared: A folder whose tokenizer and record serve where there are none beside the model.
+        shared: A folder with a tokenizer and a record, used if the model's folder has none.
 
     Raises:
-        InvalidModel: There is nothing there, or a folder without exactly one model.
+        InvalidModel: ``path`` does not exist, or is a folder without exactly one model.
     """
     if path.is_dir():
         model = path / "model.onnx"
@@ -143,7 +146,7 @@ def open_artifact(path: Path, shared: Path | None = None) -> Artifact:
             if len(found) != 1:
                 raise InvalidModel(
                     f"{path}: expected model.onnx in this folder, found {len(found)} .onnx files",
-                    "name the .onnx file itself",
+                    "pass the path of the .onnx file",
                     code="artifact.model_count",
                 )
             model = found[0]
@@ -156,7 +159,7 @@ def open_artifact(path: Path, shared: Path | None = None) -> Artifact:
     record = _read_record(model)
     if not record and shared is not None and (shared / RECORD).is_file():
         record = _parse_record(shared / RECORD)
-        record.pop("files", None)  # they are those of another folder
+        record.pop("files", None)  # they are in another folder
     return Artifact(model, record, shared)
 
 
@@ -164,42 +167,42 @@ def check_files(artifact: Artifact) -> None:
     """Compare the files of an artifact with the checksums in its record.
 
     Raises:
-        InvalidModel: One of them is missing, or is not the file that was written.
+        InvalidModel: A file is missing, or its checksum differs.
     """
     record = artifact.model.with_name(RECORD)
     for name, expected in artifact.record.get("files", {}).items():
         path = artifact.folder / name
         if Path(name).name != name or not isinstance(expected, str):
             raise InvalidModel(
-                f"{record}: 'files' names {name!r}: expected a file beside it",
+                f"{record}: 'files' contains {name!r}: expected a file name and its sha256",
+                "copy the artifact again",
                 code="artifact.file_name",
             )
         if not path.is_file():
             raise InvalidModel(
-                f"{path}: missing, and {record.name} names it",
-                "copy it again",
+                f"{path}: the file is listed in {record.name}, but missing",
+                "copy the artifact again",
                 code="artifact.file_missing",
             )
         found = sha256(path)
         if found != expected.lower():
             raise InvalidModel(
-                f"{path}: not the file that {record.name} describes: its sha256 is {found[:12]}..,"
-                f" expected {expected[:12]}..",
-                "copy the whole artifact again, or export or optimize it again",
+                f"{path}: the sha256 is {found[:12]}.., but {record.name} has {expected[:12]}..",
+                "copy the artifact again, or export or optimize it again",
                 code="artifact.checksum",
             )
 
 
 def load_model(source: Artifact | Path, *, in_place: bool = False) -> ir.Model:
-    """Read the graph; weights stay on disk until they are asked for (external data, memory map).
+    """Read and validate a model; external data stays on disk and is memory-mapped on access.
 
     Args:
-        in_place: Leave weights that lie in the file itself there as well. For reading only: such a
-            model names its own file as external data.
+        in_place: Memory-map also the weights inside the .onnx file. The result must not be saved:
+            its weights refer to the file as external data.
 
     Raises:
-        InvalidModel: Not an ONNX file, truncated, or its external data is missing, too short, or
-            outside the model's folder.
+        InvalidModel: The file is not a valid ONNX model, or its external data is missing, too
+            short, or outside the model's folder.
     """
     path = source.model if isinstance(source, Artifact) else source
     try:
@@ -214,19 +217,21 @@ def load_model(source: Artifact | Path, *, in_place: bool = False) -> ir.Model:
         ) from error
     except Exception as error:  # protobuf's DecodeError, UnicodeDecodeError, ...
         raise InvalidModel(
-            f"{path}: not an ONNX file, or a truncated one ({path.stat().st_size} bytes)",
+            f"{path}: not an ONNX file, or truncated ({path.stat().st_size} bytes)",
             "download or export it again",
             code="artifact.not_onnx",
         ) from error
     if not proto.HasField("graph") or not (proto.graph.node or proto.graph.output):
         raise InvalidModel(
-            f"{path}: not an ONNX file: it holds no graph",
+            f"{path}: not an ONNX model: it has no graph",
             "export it again",
             code="artifact.not_onnx",
         )
     if not proto.opset_import:
         raise InvalidModel(
-            f"{path}: names no opset, or is truncated", "export it again", code="artifact.no_opset"
+            f"{path}: no opset is declared; the file may be truncated",
+            "export it again",
+            code="artifact.no_opset",
         )
     for tensor in _tensors(proto):
         _check_tensor(path, tensor)
@@ -241,7 +246,7 @@ def load_model(source: Artifact | Path, *, in_place: bool = False) -> ir.Model:
     ir.external_data.set_base_dir(model.graph, path.parent)
     try:
         _flatten(model)
-    except Exception as error:  # onnx_ir raises ValueError of cycles, and others of functions
+    except Exception as error:  # onnx_ir raises ValueError for cycles, other types for functions
         raise InvalidModel(
             f"{path}: the graph is not well formed: {str(error)[:300]}",
             "check it with onnx.checker.check_model, or export it again",
@@ -253,19 +258,22 @@ def load_model(source: Artifact | Path, *, in_place: bool = False) -> ir.Model:
 def _in_place(path: Path) -> onnx.ModelProto | None:
     try:
         return read_in_place(path)
-    except Exception:  # whatever is wrong with it, the reader of whole files says what
+    except Exception:  # onnx.load reports the error
         return None
 
 
 def _flatten(model: ir.Model) -> None:
-    """Functions inlined and nodes in order: some converters leave them out of it."""
+    """Inline functions and sort nodes topologically, as some converters do not."""
     if model.functions:
         common.InlinePass()(model)
     model.graph.sort()
 
 
 def save_model(model: ir.Model, path: Path, *, external: bool = False) -> None:
-    """Write ``model`` at ``path``; weights go to ``path`` + ``.data`` when asked or over 2 GB."""
+    """Write ``model`` to ``path``.
+
+    Weights are written to ``path`` + ``.data`` if ``external``, or if they exceed 2 GB.
+    """
     if external_files(model):
         model = model.clone()
         map_external_data(model)
@@ -274,15 +282,15 @@ def save_model(model: ir.Model, path: Path, *, external: bool = False) -> None:
 
 
 def check_target(output: Path, artifact: Artifact, model: ir.Model, *, force: bool = False) -> Path:
-    """The .onnx file that ``output`` means, after refusing what would overwrite something.
+    """Return the .onnx file to write for ``output``, after checks that nothing is overwritten.
 
     Args:
-        output: An .onnx file, or a folder that receives model.onnx.
-        artifact, model: The input, of which no file is ever written.
-        force: Everything else that is there already may be replaced.
+        output: An .onnx file, or a folder for model.onnx.
+        artifact, model: The input, whose files are never overwritten.
+        force: Allow to replace other existing files.
 
     Raises:
-        InvalidOutput: It is the input or a part of it, it exists, or it cannot be written.
+        InvalidOutput: ``output`` is a file of the input, exists, or cannot be written.
     """
     is_file = output.suffix.lower() == ".onnx" and not output.is_dir()
     if not is_file and _same(output, artifact.folder):
@@ -301,19 +309,19 @@ def check_target(output: Path, artifact: Artifact, model: ir.Model, *, force: bo
             if ours.is_file():
                 check_output(theirs, force=force)
     record = target.with_name(RECORD)
-    # A folder with model.onnx and its record is one artifact: another model does not belong in it.
+    # A folder with model.onnx and a record is one artifact; a second model must not be added.
     is_artifact = artifact.model.name == "model.onnx" and _same(target.parent, artifact.folder)
     if record.exists() and (
-        is_artifact or _spoken_for(_parse_record(record), target.parent) is None
+        is_artifact or _described_model(_parse_record(record), target.parent) is None
     ):
         check_output(record, force=force)
     return target
 
 
 def default_output(model: Path, kind: Literal["optimized", "analysis", "plan"]) -> Path:
-    """The output path of a command that was given none: beside ``model``.
+    """The default output path of a command, in the parent folder of ``model``.
 
-    ``minilm.onnx`` and the folder ``minilm`` give the folders ``minilm-optimized`` and
+    For ``minilm.onnx`` and the folder ``minilm`` these are the folders ``minilm-optimized`` and
     ``minilm-analysis``, and the file ``plan.json``.
     """
     if model.name in ("", ".."):  # ".", "a/.."
@@ -325,16 +333,16 @@ def default_output(model: Path, kind: Literal["optimized", "analysis", "plan"]) 
 
 
 def check_output(path: Path, *, source: Path | None = None, force: bool = False) -> None:
-    """Refuse an output that would overwrite something, before any work is done.
+    """Check that an output can be written and overwrites nothing.
 
     Raises:
-        InvalidOutput: It is the input, it exists (and not ``force``), or it cannot be written.
+        InvalidOutput: The output is the input, exists (without ``force``), or cannot be written.
     """
     if source is not None and _same(path, source):
         raise _is_the_input(path)
     if path.exists() and not force and not (path.is_dir() and not any(path.iterdir())):
         raise InvalidOutput(
-            f"{path}: exists already",
+            f"{path}: the output exists already",
             "choose another `output`, or set `force`",
             code="output.exists",
         )
@@ -343,7 +351,7 @@ def check_output(path: Path, *, source: Path | None = None, force: bool = False)
         parent = parent.parent
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise InvalidOutput(
-            f"{path}: {parent} is not a folder that can be written",
+            f"{path}: {parent} is not a writable folder",
             "choose another `output`",
             code="output.not_writable",
         )
@@ -351,12 +359,12 @@ def check_output(path: Path, *, source: Path | None = None, force: bool = False)
 
 @contextmanager
 def staged(folder: Path) -> Generator[Path]:
-    """A temporary folder whose files move into ``folder`` together, at the end, or not at all.
+    """Yield a temporary folder whose files are moved to ``folder`` when the context succeeds.
 
-    Folders that it made on the way are removed again when the work inside fails.
+    After a failure nothing is moved, and folders that were created are removed.
 
     Raises:
-        InvalidOutput: The folder cannot be made or written.
+        InvalidOutput: ``folder`` cannot be created or written.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]  # innermost first
     stage: Path | None = None
@@ -372,7 +380,7 @@ def staged(folder: Path) -> Generator[Path]:
             ) from error
         yield stage
         try:
-            # The model comes last: a reader that sees it sees everything it needs beside it.
+            # The model is moved last, so that its companion files exist when it appears.
             for path in sorted(stage.iterdir(), key=lambda path: path.suffix == ".onnx"):
                 path.replace(folder / path.name)
         except OSError as error:
@@ -381,7 +389,7 @@ def staged(folder: Path) -> Generator[Path]:
                 "choose another `output`",
                 code="output.not_writable",
             ) from error
-    except OSError as error:  # of the work inside: most often a full disk
+    except OSError as error:  # raised inside the context, for example by a full disk
         raise InvalidOutput(
             f"{folder}: writing failed: {error.strerror or error}",
             "free some space, or choose another `output`",
@@ -390,13 +398,13 @@ def staged(folder: Path) -> Generator[Path]:
     finally:
         if stage is not None:
             shutil.rmtree(stage, ignore_errors=True)
-        with suppress(OSError):  # a folder that holds something stays, and so do those above it
+        with suppress(OSError):  # folders that are not empty stay
             for path in made:
                 path.rmdir()
 
 
 def copy_companions(artifact: Artifact, folder: Path) -> None:
-    """Copy the tokenizer files that lie beside a model into ``folder``."""
+    """Copy the companion files of a model into ``folder``."""
     for name in COMPANIONS:
         path = artifact.folder / name
         if path.is_file():
@@ -404,19 +412,19 @@ def copy_companions(artifact: Artifact, folder: Path) -> None:
 
 
 def write_record(folder: Path, record: dict[str, Any]) -> None:
-    """Write attnserve.json, readable and diffable."""
+    """Write attnserve.json as indented JSON."""
     text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False)
     (folder / RECORD).write_text(text + "\n", encoding="utf-8")
 
 
 def merged_record(target: Path, record: dict[str, Any]) -> dict[str, Any]:
-    """``record`` of the model ``target``, with those of its neighbours under "others", by file."""
+    """Add the records of other models in the folder of ``target`` under "others", by file name."""
     path = target.with_name(RECORD)
     if not path.is_file():
         return record
     earlier = _parse_record(path)
     others: dict[str, Any] = earlier.pop("others", {})
-    name = _spoken_for(earlier, path.parent)
+    name = _described_model(earlier, path.parent)
     if name is not None:
         others[name] = earlier
     others.pop(target.name, None)
@@ -424,7 +432,7 @@ def merged_record(target: Path, record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_record(model: Path) -> dict[str, Any]:
-    """What attnserve.json says of one model; nothing where it speaks only for its neighbours."""
+    """The record of one model; empty if attnserve.json describes only other models."""
     path = model.with_name(RECORD)
     if not path.is_file():
         return {}
@@ -432,12 +440,12 @@ def _read_record(model: Path) -> dict[str, Any]:
     others: dict[str, Any] = record.pop("others", {})
     if model.name in others:
         return others[model.name]
-    return record if _spoken_for(record, path.parent) in (model.name, None) else {}
+    return record if _described_model(record, path.parent) in (model.name, None) else {}
 
 
-def _spoken_for(record: dict[str, Any], folder: Path) -> str | None:
-    """The model beside attnserve.json that it describes at its top level, if it is there."""
-    files = record.get("files", {"model.onnx": ""})  # an export names none
+def _described_model(record: dict[str, Any], folder: Path) -> str | None:
+    """The existing model in ``folder`` that the top level of the record describes, if any."""
+    files = record.get("files", {"model.onnx": ""})  # exports have no "files"
     return next(
         (name for name in files if name.endswith(".onnx") and (folder / name).is_file()), None
     )
@@ -475,7 +483,7 @@ def _data_file(model: Path) -> Path:
 
 
 def _same(path: Path, other: Path) -> bool:
-    """By whatever name: through links, and on file systems that ignore case."""
+    """Whether two paths are the same file, also through links or different case."""
     if path.exists() and other.exists():
         return path.samefile(other)
     return path.resolve() == other.resolve()
@@ -483,18 +491,18 @@ def _same(path: Path, other: Path) -> bool:
 
 def _is_the_input(path: Path) -> InvalidOutput:
     return InvalidOutput(
-        f"{path}: the output is the input",
-        "choose another `output`: inputs are never changed",
+        f"{path}: the output is a file of the input model",
+        "choose another `output`",
         code="output.is_input",
     )
 
 
 def _check_tensor(path: Path, tensor: onnx.TensorProto) -> None:
-    """Refuse weights that do not hold what their shape says, inside the file or beside it."""
+    """Refuse a weight whose data does not match its shape and type."""
     where = f"{path}: the weight {tensor.name!r}"
     try:
         bits = ir.DataType(tensor.data_type).bitwidth
-    except (TypeError, ValueError):  # strings have no width, other numbers are no type
+    except (TypeError, ValueError):  # strings have no bit width; other values are invalid
         if tensor.data_type == onnx.TensorProto.STRING:
             return
         raise InvalidModel(
@@ -513,7 +521,7 @@ def _check_tensor(path: Path, tensor: onnx.TensorProto) -> None:
     found = len(tensor.raw_data) if tensor.HasField("raw_data") else None
     typed = (tensor.float_data, tensor.int32_data, tensor.int64_data, tensor.double_data)
     if found is None and (any(typed) or tensor.uint64_data):
-        return  # the elements' count is checked when they are read
+        return  # the number of elements is checked when they are read
     if (found or 0) != expected:
         raise InvalidModel(
             f"{where} of shape {list(tensor.dims)} has {found or 0} bytes, expected {expected}",
@@ -523,10 +531,10 @@ def _check_tensor(path: Path, tensor: onnx.TensorProto) -> None:
 
 
 def _check_external(path: Path, tensor: onnx.TensorProto, expected: int) -> None:
-    """External data may name any path (and ONNX Runtime would open it): only the folder is safe."""
+    """Refuse external data outside the model's folder, or with a wrong size."""
     folder = path.parent.resolve()
-    facts = {entry.key: entry.value for entry in tensor.external_data}
-    location = facts.get("location", "")
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    location = entries.get("location", "")
     where = f"{path}: external data of {tensor.name!r}"
     relative = Path(location)
     outside = (
@@ -539,29 +547,29 @@ def _check_external(path: Path, tensor: onnx.TensorProto, expected: int) -> None
     if outside:
         raise InvalidModel(
             f"{where} is at {location!r}: expected a file inside the model's folder",
-            "do not use this file: a model must not read outside its own folder",
+            "do not use this file: a model must not read files outside its folder",
             code="artifact.external_outside",
         )
     data = folder / relative
     if not data.is_file():
         raise InvalidModel(
             f"{where} is missing: {location}",
-            f"put {location} beside the model",
+            f"put {location} into the model's folder",
             code="artifact.external_missing",
         )
     try:
-        offset = int(facts.get("offset", "0"))
-        length = int(facts.get("length", expected))
+        offset = int(entries.get("offset", "0"))
+        length = int(entries.get("length", expected))
     except ValueError as error:
         raise InvalidModel(
-            f"{where} has a broken offset or length",
+            f"{where} has an invalid offset or length",
             "export it again",
             code="artifact.external_offset",
         ) from error
     if offset < 0 or length != expected:
         raise InvalidModel(
-            f"{where} has offset {offset} and {length} bytes, its shape needs {expected}",
-            "the model and its data do not belong together: copy both again",
+            f"{where} has offset {offset} and {length} bytes, expected {expected} bytes",
+            "the model and its data file do not match: copy both again",
             code="artifact.external_offset",
         )
     if offset + length > data.stat().st_size:
@@ -573,7 +581,7 @@ def _check_external(path: Path, tensor: onnx.TensorProto, expected: int) -> None
 
 
 def _tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Every tensor that a file holds, wherever it may be."""
+    """All tensors of a model: initializers, attributes, subgraphs, functions and training info."""
     graphs = [proto.graph, *(t.algorithm for t in proto.training_info)]
     graphs += [t.initialization for t in proto.training_info]
     nodes = [node for function in proto.functions for node in function.node]
@@ -600,14 +608,13 @@ def _tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
 
 
 def sha256(path: Path) -> str:
-    """The checksum of a file, in hexadecimal."""
+    """The SHA-256 checksum of a file in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fingerprint(artifact: Artifact) -> str:
-    """A checksum of a model with all that decides what it computes: its external data too, and the
-    tokenizer beside it."""
+    """A checksum of the model file, its external data and its tokenizer."""
     digest = hashlib.sha256(sha256(artifact.model).encode())
     files = [Path(path) for path in external_files(load_model(artifact))]
     tokenizer = [] if artifact.tokenizer is None else [artifact.tokenizer]
@@ -617,7 +624,7 @@ def fingerprint(artifact: Artifact) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of what a result depends on, by package; what is not installed is left out."""
+    """Versions of Python and the installed ``PACKAGES``, for reports."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):

@@ -21,7 +21,7 @@ __all__ = ["Dataset", "load_inputs", "token_mask"]
 
 BATCH_SIZE = 16
 HELD_OUT = 10
-"""One row in ten is kept from the fit, for the proof."""
+"""One row in this many is held out for verification."""
 MOST_HELD_OUT = 100
 
 
@@ -30,11 +30,11 @@ class Dataset:
     """Model inputs in batches of similar length.
 
     Attributes:
-        fit: What statistics are taken from.
-        held_out: What fidelity is measured on; the same batches where one row is all there is.
-        length: The median number of tokens (or of positions on axis 1); 128 where rows have none.
-        lengths: Of every row.
-        source: For the record: file, rows, tokens and checksum.
+        fit: Batches for statistics and fits.
+        held_out: Batches for verification; equal to ``fit`` if there is only one row.
+        length: Median of ``lengths``.
+        lengths: Number of tokens (or size of axis 1) of each row; 128 for rows without axis 1.
+        source: File name, rows, tokens and checksum, for records.
     """
 
     fit: Sequence[Batch]
@@ -52,17 +52,18 @@ def load_inputs(
     tokenizer: Path | None = None,
     split: bool = True,
 ) -> Dataset:
-    """Read a text (a sentence a line), an .npz (named input arrays) or a folder of .npz.
+    """Read a text (one sentence per line), an .npz (named input arrays) or a folder of .npz.
 
     Args:
         path: The file or folder.
-        model: Tells which inputs to fill.
-        artifact: Where the tokenizer lies, and the longest text.
-        tokenizer: tokenizer.json, where it is not beside the model.
-        split: Keep every tenth row from ``fit``; False leaves all rows in both.
+        model: The model whose inputs are filled.
+        artifact: Its artifact, for the tokenizer and the maximum length of a text.
+        tokenizer: Path of tokenizer.json; by default the artifact's.
+        split: Hold out every tenth row; False puts all rows into both parts.
 
     Raises:
-        InvalidData: Empty, unreadable, or not what the model takes; or no tokenizer for a text.
+        InvalidData: The data is empty, unreadable or does not fit the model, or text is given
+            without a tokenizer.
     """
     if not path.exists():
         raise InvalidData(f"{path}: no such file", "check the path", code="data.missing")
@@ -76,8 +77,8 @@ def load_inputs(
         encoder_path = tokenizer or artifact.tokenizer
         if encoder_path is None:
             raise InvalidData(
-                f"{artifact.folder}: no tokenizer.json beside the model, and {path.name} is text",
-                "pass one as `tokenizer`, or use an .npz of input arrays",
+                f"{path.name} is text, but {artifact.folder} has no tokenizer.json",
+                "pass its path as `tokenizer`, or use an .npz of input arrays",
                 code="data.no_tokenizer",
             )
         encoder = load_tokenizer(encoder_path, max_length=artifact.max_length)
@@ -85,7 +86,7 @@ def load_inputs(
         rows = encodings
         lengths = [len(encoding) for encoding in encodings]
         if "attention_mask" not in wanted:
-            size = 1  # nothing could tell padding from text
+            size = 1  # without a mask, rows cannot be padded
         make = partial(_text_batches, encoder, inputs=wanted, size=size)
 
     held, kept = _held_out(len(rows)) if split else (range(len(rows)), range(len(rows)))
@@ -103,7 +104,7 @@ def load_inputs(
 
 
 def _checksum(path: Path) -> str:
-    """Of a file, or of all that is read of a folder."""
+    """SHA-256 of a file, or of the names and contents of all .npz files of a folder."""
     if path.is_file():
         return hashlib.sha256(path.read_bytes()).hexdigest()
     digest = hashlib.sha256()
@@ -113,7 +114,7 @@ def _checksum(path: Path) -> str:
 
 
 def token_mask(batch: Mapping[str, np.ndarray], tokens: Sequence[int]) -> np.ndarray:
-    """Which of (B, T) tokens are real: the first input called a mask that has their shape."""
+    """The mask of real tokens (B, T): the first input with "mask" in its name and this shape."""
     for name, array in batch.items():
         if "mask" in name and array.shape == tuple(tokens) and array.dtype.kind in "iub":
             return array.astype(bool)
@@ -121,7 +122,8 @@ def token_mask(batch: Mapping[str, np.ndarray], tokens: Sequence[int]) -> np.nda
 
 
 def _held_out(rows: int) -> tuple[list[int], list[int]]:
-    """Every tenth row is held out, at least one; with one row it must serve both ends."""
+    """Indices of held-out rows (every tenth, at least one) and of the others; a single row is in
+    both."""
     if rows < 2:
         return [0], [0]
     held = list(range(min(HELD_OUT, rows) - 1, rows, HELD_OUT))[:MOST_HELD_OUT]
@@ -138,11 +140,11 @@ def _wanted(model: ir.Model) -> dict[str, np.dtype[Any]]:
 
 
 def _read_arrays(path: Path, wanted: Mapping[str, np.dtype[Any]]) -> list[Batch]:
-    """One entry a row, each input with a leading axis of one."""
+    """One batch per row, in which each input has a first axis of size 1."""
     files = sorted(path.glob("*.npz")) if path.is_dir() else [path]
     if not files:
         raise InvalidData(
-            f"{path}: no .npz file in this folder",
+            f"{path}: the folder has no .npz file",
             "pass a text file or an .npz",
             code="data.no_npz",
         )
@@ -151,7 +153,7 @@ def _read_arrays(path: Path, wanted: Mapping[str, np.dtype[Any]]) -> list[Batch]
         try:
             with file.open("rb") as content, np.load(content, allow_pickle=False) as archive:
                 arrays = {name: archive[name] for name in archive.files}
-        except Exception as error:  # numpy and zipfile raise many kinds
+        except Exception as error:  # numpy and zipfile raise exceptions of many types
             raise InvalidData(
                 f"{file}: not an .npz of arrays: {error}",
                 "write it with numpy.savez",
@@ -165,7 +167,7 @@ def _read_arrays(path: Path, wanted: Mapping[str, np.dtype[Any]]) -> list[Batch]
             raise InvalidData(
                 f"{file}: expected the arrays {', '.join(wanted)}; "
                 f"missing {missing or 'none'}, not an input {extra or 'none'}",
-                "name the arrays as the model names its inputs",
+                "use the input names of the model as array names",
                 code="data.array_names",
             )
         counts = {name: array.shape[0] if array.ndim else 0 for name, array in arrays.items()}
@@ -178,7 +180,7 @@ def _read_arrays(path: Path, wanted: Mapping[str, np.dtype[Any]]) -> list[Batch]
         for name, dtype in wanted.items():
             if arrays[name].dtype.kind != dtype.kind:
                 raise InvalidData(
-                    f"{file}: {name!r} is {arrays[name].dtype}, the model takes {dtype}",
+                    f"{file}: {name!r} is {arrays[name].dtype}, expected {dtype}",
                     "convert the array",
                     code="data.array_type",
                 )
@@ -190,7 +192,7 @@ def _read_arrays(path: Path, wanted: Mapping[str, np.dtype[Any]]) -> list[Batch]
 
 
 def _batch_size(model: ir.Model) -> int:
-    """What a fixed leading axis of the inputs says, else ``BATCH_SIZE``."""
+    """The fixed size of the first axis of the inputs, else ``BATCH_SIZE``."""
     leading = [value.shape[0] for value in model.graph.inputs if value.shape]
     return next((size for size in leading if isinstance(size, int) and size > 0), BATCH_SIZE)
 
@@ -206,7 +208,7 @@ def _text_batches(
 
 
 def _array_batches(rows: Sequence[Batch], *, size: int) -> list[Batch]:
-    """Rows of the same shapes run together."""
+    """Batches of rows with equal shapes."""
     groups: dict[tuple[tuple[int, ...], ...], list[Batch]] = {}
     for row in rows:
         groups.setdefault(tuple(array.shape for array in row.values()), []).append(row)

@@ -1,7 +1,7 @@
-"""Values that a model accepts, made from its graph alone.
+"""Generate valid and reproducible random inputs of a model from its graph.
 
-Timing a model, and comparing it with its rewritten form where no text is given, need inputs that
-are valid (token ids inside the vocabulary, masks that mask something or nothing) and reproducible.
+They are used to time a model, and to compare it with its rewritten form if no data is given. Token
+ids are inside the vocabulary, and masks are valid.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from graph_passes.errors import InvalidArgument, InvalidModel
 __all__ = ["example_inputs", "id_bound"]
 
 FALLBACK_IDS = 16
-"""Ids are drawn below this where the graph does not show which table they index."""
+"""Upper bound of ids if the table that they index is unknown."""
 
 SAME_IDS = frozenset({"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
-"""Operators between an input and the table it indexes that leave the ids what they are."""
+"""Operators that do not change ids, between an input and the table that it indexes."""
 
 FUSED_TABLES = {0: 2, 1: 4, 8: 3}
 """com.microsoft EmbedLayerNormalization: the input that holds ids -> the input it indexes."""
@@ -28,30 +28,32 @@ FUSED_TABLES = {0: 2, 1: 4, 8: 3}
 def example_inputs(
     model: ir.Model, batch: int, sequence: int, seed: int = 0, *, padded: bool = False
 ) -> dict[str, np.ndarray]:
-    """Random inputs of one shape, by name, the same for the same seed.
+    """Random inputs of one shape, by name, reproducible by seed.
 
-    The first axis is the batch, every other symbolic axis the sequence, and an axis of fixed size
-    keeps its size. By type and name: a mask is all ones, token types are zeros, position ids count
-    up, other integers are ids drawn from the table that they index (``id_bound``), booleans are
-    true, floats are normal.
+    The first axis is the batch, and every other symbolic axis is the sequence. Fixed axes keep
+    their size. Values depend on type and name: masks are ones, token types are zeros, position ids
+    count up, other integers are random ids of the table that they index (``id_bound``), booleans
+    are true, and floats are standard normal.
 
     Args:
-        model: Only its graph is read; weights stay on disk.
-        batch: Rows, at least 1.
-        sequence: Tokens a row, at least 1.
-        seed: Of the ids, the floats and the padding.
-        padded: Masks of shape (batch, sequence) end in zeros, at lengths drawn between half the
-            sequence and all of it; the first row stays full.
+        model: The model; only its graph is read.
+        batch: Number of rows, at least 1.
+        sequence: Number of tokens per row, at least 1.
+        seed: Seed of ids, floats and padding.
+        padded: Set the ends of masks of shape (batch, sequence) to zero, at random lengths of at
+            least half the sequence. The first row is not padded.
 
     Raises:
-        InvalidArgument: A fixed axis of the model is not of the size asked for, or there are fewer
-            positions than tokens.
-        InvalidModel: An input has no shape, or a type that holds no number.
+        InvalidArgument: A fixed axis has another size, or the model has fewer positions than
+            ``sequence``.
+        InvalidModel: An input has no shape, or is not numeric.
     """
     for option, size in (("batch", batch), ("sequence", sequence)):
         if size < 1:
             raise InvalidArgument(
-                f"{option} is {size}: expected at least 1", f"raise {option}", code="inputs.range"
+                f"`{option}` is {size}: expected at least 1",
+                f"increase `{option}`",
+                code="inputs.range",
             )
     random = np.random.default_rng(seed)
     lengths = random.integers((sequence + 1) // 2, sequence, size=batch, endpoint=True)
@@ -70,10 +72,10 @@ def example_inputs(
 
 
 def id_bound(value: ir.Value) -> int | None:
-    """How many rows the smallest table has that ``value`` indexes; None where it indexes none.
+    """The number of rows of the smallest table that ``value`` indexes; None if it indexes none.
 
-    A table is a constant whose first axis a Gather (or a fused embedding) reads, at the ids as they
-    come or after operators that only change their shape or type.
+    A table is a constant that a Gather on axis 0 or a fused embedding reads. Operators that only
+    change the shape or type of the ids may be in between.
     """
     bounds: list[int] = []
     reached = [value]
@@ -93,7 +95,7 @@ def _table_rows(node: ir.Node, index: int) -> int | None:
         table = node.inputs[FUSED_TABLES[index]]
     else:
         return None
-    # A quantized table is read before it is scaled: look through to the integers.
+    # A quantized table is dequantized after the lookup; follow it to the integers.
     while table is not None and (producer := table.producer()) is not None:
         if producer.op_type not in ("Cast", "DequantizeLinear", "Identity"):
             break
@@ -106,21 +108,21 @@ def _table_rows(node: ir.Node, index: int) -> int | None:
 def _shape(value: ir.Value, batch: int, sequence: int) -> tuple[int, ...]:
     if value.shape is None:
         raise InvalidModel(
-            f"input {value.name!r} has no shape: its values cannot be made",
+            f"input {value.name!r} has no shape, so no values can be generated",
             "export the model again, with shapes",
             code="inputs.no_shape",
         )
-    # Of an image or a hidden state the fixed axes are not tokens; of a vector they may be anything.
+    # Fixed axes of images and hidden states are not tokens; those of vectors are unknown.
     rank, holds_tokens = len(value.shape), _dtype(value).kind in "iub"
     shape: list[int] = []
     for axis, size in enumerate(value.shape):
-        option, asked = ("sequence", sequence) if axis else ("batch", batch)
+        option, requested = ("sequence", sequence) if axis else ("batch", batch)
         if not isinstance(size, int):
-            size = asked
-        elif size != asked and ((axis == 0 and rank > 1) or (rank == 2 and holds_tokens)):
+            size = requested
+        elif size != requested and ((axis == 0 and rank > 1) or (rank == 2 and holds_tokens)):
             raise InvalidArgument(
-                f"input {value.name!r} has a fixed {option} of {size}, asked for {asked}",
-                f"use {option} {size}, or export the model with a dynamic axis",
+                f"`{option}` is {requested}, but input {value.name!r} has the fixed size {size}",
+                f"set `{option}` to {size}, or export the model with a dynamic axis",
                 code="inputs.fixed_axis",
             )
         shape.append(size)
@@ -128,7 +130,7 @@ def _shape(value: ir.Value, batch: int, sequence: int) -> tuple[int, ...]:
 
 
 def _content(value: ir.Value, shape: tuple[int, ...], random: np.random.Generator) -> Any:
-    """The values of one input, in any type: the caller casts them to the input's."""
+    """The values of one input, in any data type; the caller casts them."""
     name = (value.name or "").lower()
     kind = _dtype(value).kind
     if kind not in "biuf":
@@ -137,8 +139,7 @@ def _content(value: ir.Value, shape: tuple[int, ...], random: np.random.Generato
             "export the model with numeric inputs",
             code="inputs.type",
         )
-    # Ones in a mask of floats are right twice: "keep" where it is a factor, and the same for every
-    # key, which softmax ignores, where it is added to the scores.
+    # A float mask of ones keeps all keys, both as a factor and as a constant added to the scores.
     if kind == "b" or "mask" in name:
         return np.ones(shape)
     if kind == "f":
@@ -149,8 +150,8 @@ def _content(value: ir.Value, shape: tuple[int, ...], random: np.random.Generato
     if "position" in name:
         if bound is not None and shape and shape[-1] > bound:
             raise InvalidArgument(
-                f"sequence {shape[-1]} is longer than the {bound} positions of the model",
-                f"use a sequence of at most {bound}",
+                f"`sequence` is {shape[-1]}, but the model has {bound} positions",
+                f"set `sequence` to at most {bound}",
                 code="inputs.too_long",
             )
         return np.broadcast_to(np.arange(shape[-1] if shape else 1), shape)

@@ -1,10 +1,10 @@
-"""A Hugging Face encoder -> model.onnx, its tokenizer and attnserve.json in one folder.
+"""Export a Hugging Face model to an artifact: model.onnx, tokenizer files and attnserve.json.
 
-The graph is checked against PyTorch at two shapes before anything is left behind. Code that comes
-with a model is never run.
+The graph is compared with PyTorch at two shapes before the artifact is written. Code of the model
+repository is never run.
 
-torch and transformers come with the ``[torch]`` extra: they are imported on first use, and every
-object of theirs is ``Any`` here.
+torch and transformers are optional dependencies (extra ``[torch]``) and are imported on first use.
+Their objects are typed ``Any``.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ __all__ = ["TASKS", "ExportReport", "Exporter", "Task", "export"]
 
 @dataclass(frozen=True)
 class Task:
-    """The transformers class that loads a model, and the fields of its result that are exported.
+    """A task: the transformers class that loads the model, and the exported fields of its output.
 
-    Outputs have axes "batch" and, unless ``per_token`` is False, "sequence".
+    Outputs have the axis "batch" and, if ``per_token``, "sequence".
     """
 
     auto_class: str
@@ -67,25 +67,24 @@ TASKS = {
 }
 
 OPSETS = {"dynamo": range(18, 24), "torchscript": range(14, 21)}
-"""What each exporter writes itself, without converting the graph afterwards."""
+"""Opsets that each exporter writes without a conversion of the graph."""
 
 DEFAULT_OPSET = {"dynamo": 18, "torchscript": 17}
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 TOLERANCE = 1e-3
-"""Largest difference from PyTorch, relative to the largest output; float32 gives about 1e-6."""
+"""Maximum difference from PyTorch, relative to the largest output; usual values are 1e-6."""
 
 EXAMPLE = (2, 7)
 CHECKED = ((3, 11), (1, 24))
-"""(batch, sequence) that are exported and checked: different, so that no size is baked in."""
+"""(batch, sequence) of the check; they differ from ``EXAMPLE`` to detect constant sizes."""
 
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What was written.
+    """The result of an export.
 
-    ``max_abs_error`` is the largest difference between ONNX Runtime and PyTorch over tokens that
-    are not padding, ``relative_error`` the same divided by the largest output, ``seconds`` the
-    whole export.
+    ``max_abs_error`` is the largest difference between ONNX Runtime and PyTorch, without padding;
+    ``relative_error`` is relative to the largest output; ``seconds`` is the duration.
     """
 
     path: Path
@@ -120,18 +119,18 @@ def export(
 
     Args:
         model: A folder with config.json, weights and tokenizer, or an id on the Hugging Face hub.
-        folder: Gets model.onnx, the tokenizer files and attnserve.json, together or not at all.
-        task: One of ``TASKS``; None is "feature-extraction", whose output is last_hidden_state.
-        exporter: "dynamo" traces with torch.export, "torchscript" with the older tracer.
-        opset: Of the ONNX standard; None is 18 for dynamo and 17 for torchscript.
-        attention: Which implementation of attention is traced: they give different graphs.
-        force: Write into a folder that holds something.
+        folder: The folder for model.onnx, the tokenizer files and attnserve.json.
+        task: One of ``TASKS``; None is "feature-extraction" (output last_hidden_state).
+        exporter: "dynamo" (torch.export) or "torchscript" (tracing).
+        opset: Opset of ai.onnx; by default 18 for dynamo and 17 for torchscript.
+        attention: Attention implementation of transformers; each gives a different graph.
+        force: Write into a folder that is not empty.
 
     Raises:
-        InvalidArgument: An option has no such value, or the model is of a kind not exported yet.
+        InvalidArgument: An argument is invalid, or the type of model is not supported.
         InvalidModel: The model cannot be found, loaded or traced.
-        InvalidOutput: ``folder`` exists, is the model's own, or cannot be written.
-        MissingExtra: torch and transformers are not installed.
+        InvalidOutput: ``folder`` exists, is the model's folder, or cannot be written.
+        MissingExtra: torch or transformers is not installed.
         CheckFailed: ONNX Runtime and PyTorch disagree; nothing is written.
     """
     started = time.perf_counter()
@@ -218,7 +217,7 @@ def _require_torch() -> tuple[Any, Any]:
             import transformers
     except ImportError as error:
         raise MissingExtra(
-            f"export runs the model in PyTorch, and {error.name or 'torch'} is not installed.",
+            f"{error.name or 'torch'} is not installed: export runs the model in PyTorch",
             "pip install 'attnserve[torch]'",
             code="extra.torch",
         ) from error
@@ -227,7 +226,7 @@ def _require_torch() -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def _quiet() -> Generator[None]:
-    """Suppress what exporters print, warn and log; failures are exceptions."""
+    """Suppress output, warnings and logs of exporters; they report failures as exceptions."""
     silent = io.StringIO()
     disabled = logging.root.manager.disable
     with (
@@ -244,17 +243,17 @@ def _quiet() -> Generator[None]:
 
 
 def _find(model: str) -> Path:
-    """The model's folder: as given, or the hub's snapshot of an id, without weights we do not use.
+    """The model's folder: ``model`` itself, or a snapshot from the hub without unused weights.
 
     Raises:
-        InvalidModel: There is none, or the hub cannot be reached.
+        InvalidModel: The model does not exist, or the hub cannot be reached.
     """
     if (folder := Path(model)).is_dir():
         return folder
     if folder.is_file():
         raise InvalidModel(
-            f"{model}: a file; expected a Hugging Face id or a folder",
-            "give its folder",
+            f"{model}: expected a Hugging Face id or a folder, found a file",
+            "pass the folder of the model",
             code="export.not_folder",
         )
     from huggingface_hub import snapshot_download
@@ -270,7 +269,7 @@ def _find(model: str) -> Path:
         raise InvalidModel(
             f"{model}: no such folder, and not found on the Hugging Face hub or in its cache"
             f" ({_first(error)})",
-            "give a local folder with config.json, weights and tokenizer; or an id, and be online",
+            "pass a local folder with config.json, weights and tokenizer; or an id, when online",
             code="export.not_found",
         ) from error
     return found
@@ -280,23 +279,23 @@ def _load(transformers: Any, source: Path, task: Task, attention: Attention) -> 
     """The network in evaluation mode and float32, and its tokenizer.
 
     Raises:
-        InvalidModel: Something is missing or broken in the folder.
-        InvalidArgument: The model does not read tokens, or is an encoder-decoder.
+        InvalidModel: A file of the folder is missing or invalid.
+        InvalidArgument: The input is not text, or the model is an encoder-decoder.
     """
     if not (source / "config.json").is_file():
         raise InvalidModel(
-            f"{source}: holds no config.json",
-            "give the folder of a saved model",
+            f"{source}: the folder has no config.json",
+            "pass the folder of a saved model",
             code="export.no_config",
         )
     options = {"local_files_only": True, "trust_remote_code": False}
     try:
         config = transformers.AutoConfig.from_pretrained(source, **options)
-        config.use_cache = False  # past keys and values are not outputs here
+        config.use_cache = False  # past keys and values are not exported
         if getattr(config, "is_encoder_decoder", False):
             raise InvalidArgument(
-                f"{source}: {config.model_type} is an encoder-decoder, which is not exported yet",
-                "give an encoder or a decoder-only model",
+                f"{source}: {config.model_type} is an encoder-decoder, which is not supported",
+                "pass an encoder or a decoder-only model",
                 code="export.encoder_decoder",
             )
         network, loading = getattr(transformers, task.auto_class).from_pretrained(
@@ -309,16 +308,15 @@ def _load(transformers: Any, source: Path, task: Task, attention: Attention) -> 
         raise _load_error(source, attention, error) from error
     if network.main_input_name != "input_ids" or not hasattr(config, "vocab_size"):
         raise InvalidArgument(
-            f"{source}: {config.model_type} does not read tokens alone: only text models are"
-            " exported yet",
-            "give a text encoder",
+            f"{source}: {config.model_type} is not a text model; other models are not supported",
+            "pass a text model",
             code="export.not_text",
         )
-    # A pooler is not part of any exported output; anything else missing would be random numbers.
+    # Poolers are not exported. Other missing weights would be initialized randomly.
     random = sorted(k for k in loading["missing_keys"] if not k.rpartition("pooler.")[1])
     if random:
         raise InvalidModel(
-            f"{source}: {task.auto_class} needs {random[0]!r}, which the weights do not hold"
+            f"{source}: the weights do not include {random[0]!r}, which {task.auto_class} needs"
             f" ({len(random)} missing)",
             "choose the `task` that the model was trained for",
             code="export.missing_weights",
@@ -327,15 +325,15 @@ def _load(transformers: Any, source: Path, task: Task, attention: Attention) -> 
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
     except Exception as error:
         raise InvalidModel(
-            f"{source}: its tokenizer cannot be loaded: {_first(error)}",
+            f"{source}: the tokenizer cannot be loaded: {_first(error)}",
             "put tokenizer.json and tokenizer_config.json into the folder",
             code="export.tokenizer",
         ) from error
-    # Without any of its files transformers makes up a tokenizer of nothing but special tokens.
+    # Without tokenizer files, transformers creates a tokenizer with special tokens only.
     files = tokenizer.vocab_files_names.values()
     if not tokenizer.is_fast or not any((source / file).is_file() for file in files):
         raise InvalidModel(
-            f"{source}: holds no tokenizer that can be written as tokenizer.json",
+            f"{source}: the folder has no tokenizer that can be saved as tokenizer.json",
             "put the model's tokenizer.json into the folder",
             code="export.no_tokenizer",
         )
@@ -346,19 +344,19 @@ def _load_error(source: Path, attention: Attention, error: Exception) -> Invalid
     text = str(error)
     if "trust_remote_code" in text:
         return InvalidModel(
-            f"{source}: the model needs Python code of its own, which is never run",
+            f"{source}: the model needs custom Python code, which is never run",
             "choose a model whose architecture is part of transformers",
             code="export.remote_code",
         )
     if attention == "sdpa" and "scaled_dot_product_attention" in text:
         return InvalidModel(
-            f"{source}: the model has no sdpa attention",
+            f"{source}: the model does not support sdpa attention",
             "set `attention` to eager",
             code="export.no_sdpa",
         )
     if isinstance(error, OSError) and "no file named" in text:
         return InvalidModel(
-            f"{source}: holds no weights",
+            f"{source}: the folder has no weights",
             "put model.safetensors into the folder",
             code="export.no_weights",
         )
@@ -370,14 +368,14 @@ def _load_error(source: Path, attention: Attention, error: Exception) -> Invalid
 
 
 def _position_limit(network: Any) -> int | None:
-    """The most tokens the model has positions for; None where positions are relative."""
+    """Maximum sequence length of the position embeddings; None without such a limit."""
     positions = getattr(network.config, "max_position_embeddings", None)
     if not isinstance(positions, int) or positions < 1:
         return None
     for name, module in network.named_modules():
         padding_idx = getattr(module, "padding_idx", None)
         if name.endswith("position_embeddings") and padding_idx is not None:
-            return positions - padding_idx - 1  # RoBERTa and its kin count from padding_idx + 1
+            return positions - padding_idx - 1  # in RoBERTa, positions start at padding_idx + 1
     return positions
 
 
@@ -387,7 +385,7 @@ def _input_names(network: Any, tokenizer: Any) -> tuple[str, ...]:
 
 
 def _wrapper(torch: Any, network: Any, names: tuple[str, ...], outputs: tuple[str, ...]) -> Any:
-    """The network as a module from tensors in order to a tuple of tensors."""
+    """Wrap the network as a module with positional tensors as inputs and a tuple as output."""
 
     class Wrapper(torch.nn.Module):
         def __init__(self) -> None:
@@ -398,15 +396,14 @@ def _wrapper(torch: Any, network: Any, names: tuple[str, ...], outputs: tuple[st
             result = self.network(**dict(zip(names, values, strict=True)), return_dict=True)
             return tuple(getattr(result, output) for output in outputs)
 
-    # Evaluation mode of the network alone is not enough: dynamo goes by the outermost module, and
-    # would leave its Dropout nodes in training mode.
+    # dynamo uses the mode of the outermost module and exports Dropout nodes in training mode.
     return Wrapper().eval()
 
 
 def _example(
     network: Any, tokenizer: Any, names: tuple[str, ...], batch: int, sequence: int
 ) -> dict[str, np.ndarray]:
-    """Random tokens; the last row of several ends in padding, for masks are traced as well."""
+    """Random inputs; with several rows, the last one has padding."""
     rng = np.random.default_rng(0)
     ids = rng.integers(0, network.config.vocab_size, (batch, sequence))
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
@@ -433,7 +430,7 @@ def _trace(
     limit: int | None,
     scratch: Path,
 ) -> ir.Model:
-    """The graph as the exporter writes it, with axes "batch" and "sequence"."""
+    """Run the exporter and return the graph, with dynamic axes "batch" and "sequence"."""
     values = tuple(torch.from_numpy(value) for value in example.values())
     options: dict[str, Any] = {
         "opset_version": opset,
@@ -454,7 +451,7 @@ def _trace(
             **options,
         )
         for node in program.model.graph.all_nodes():
-            # Source lines of the exporting machine help nobody who gets the model.
+            # Stack traces contain paths and source lines of this machine.
             node.metadata_props.pop("pkg.torch.onnx.stack_trace", None)
         return program.model
     axes = {0: "batch", 1: "sequence"}
@@ -470,7 +467,7 @@ def _trace(
 def _compare(
     torch: Any, wrapper: Any, path: Path, feeds: list[dict[str, np.ndarray]], per_token: bool
 ) -> tuple[float, float]:
-    """Largest absolute and relative error of the written graph against PyTorch, padding excluded.
+    """Largest absolute and relative error of the graph against PyTorch, without padding.
 
     Raises:
         CheckFailed: The relative error is above ``TOLERANCE``, or a number is not finite.
@@ -485,9 +482,9 @@ def _compare(
         )
         try:
             computed = session.run(None, feed)
-        except Exception as error:  # onnxruntime raises a class of its own for each status
+        except Exception as error:  # onnxruntime has an exception class for each status
             raise CheckFailed(
-                f"the exported graph fails in ONNX Runtime at shape"
+                f"ONNX Runtime fails on the exported graph at shape"
                 f" {feed['input_ids'].shape}: {_first(error)}",
                 "nothing was written: try the other `exporter` or another `opset`",
                 code="export.does_not_run",
@@ -497,10 +494,10 @@ def _compare(
             with np.errstate(invalid="ignore"):
                 difference = float(np.abs(np.asarray(other)[real] - reference).max())
             scale = float(np.abs(reference).max())
-            if not difference <= TOLERANCE * scale:  # also where one of them is NaN
+            if not difference <= TOLERANCE * scale:  # also true for NaN
                 raise CheckFailed(
-                    f"ONNX Runtime and PyTorch differ by {difference:.3g} of {scale:.3g} at shape"
-                    f" {feed['input_ids'].shape}: expected at most {TOLERANCE:g} of it",
+                    f"ONNX Runtime and PyTorch differ by {difference:.3g} at shape"
+                    f" {feed['input_ids'].shape}: expected at most {TOLERANCE * scale:.3g}",
                     "nothing was written: try the other `exporter`, `attention` or `opset`",
                     code="export.differs",
                 )
@@ -510,11 +507,11 @@ def _compare(
 
 
 def _pooling(source: Path) -> tuple[Pooling, bool]:
-    """(pooling, normalize) as sentence-transformers wrote it; mean where it wrote nothing.
+    """(pooling, normalize) from the files of sentence-transformers; "mean" without them.
 
     Raises:
-        InvalidModel: The folder asks for what an artifact cannot express: other vectors than its
-            authors' would be served.
+        InvalidModel: The modules cannot be expressed in an artifact, so its embeddings would
+            differ from those of the model.
     """
     listed: Any = _json(source / "modules.json") or []
     try:
@@ -527,8 +524,7 @@ def _pooling(source: Path) -> tuple[Pooling, bool]:
         ) from error
     if other := sorted(modules.keys() - {"Transformer", "Pooling", "Normalize", "Dropout"}):
         raise InvalidModel(
-            f"{source / 'modules.json'}: a {other[0]} module follows the encoder, which is not"
-            " exported yet",
+            f"{source / 'modules.json'}: the module {other[0]} is not supported",
             "remove it from modules.json to export the encoder without it",
             code="export.module",
         )
@@ -537,32 +533,32 @@ def _pooling(source: Path) -> tuple[Pooling, bool]:
         return "mean", normalize
     path = source / modules["Pooling"] / "config.json"
     config: Any = _json(path) or {}
-    # One key a mode until sentence-transformers 5, one key with the mode's name after.
-    asked = [key for key in config if key.startswith("pooling_mode_") and config[key] is True]
-    asked = [key.removeprefix("pooling_mode_").removesuffix("_tokens") for key in asked]
-    asked = [mode.removesuffix("_token") for mode in asked]
+    # Before sentence-transformers 5 there is one boolean key per mode, afterwards one key.
+    modes = [key for key in config if key.startswith("pooling_mode_") and config[key] is True]
+    modes = [key.removeprefix("pooling_mode_").removesuffix("_tokens") for key in modes]
+    modes = [mode.removesuffix("_token") for mode in modes]
     if "pooling_mode" in config:
-        named: Any = config["pooling_mode"]
-        asked = [named] if isinstance(named, str) else list(named)
-    if asked not in (["mean"], ["cls"]):
+        value: Any = config["pooling_mode"]
+        modes = [value] if isinstance(value, str) else list(value)
+    if modes not in (["mean"], ["cls"]):
         raise InvalidModel(
-            f"{path}: pooling {' + '.join(asked) or 'of no kind'}: expected mean or cls",
+            f"{path}: pooling is {' + '.join(modes) or 'missing'}: expected mean or cls",
             "remove modules.json to export the encoder with mean pooling",
             code="export.pooling",
         )
-    return cast(Pooling, asked[0]), normalize
+    return cast(Pooling, modes[0]), normalize
 
 
 def _max_length(source: Path, tokenizer: Any, limit: int | None) -> int | None:
-    """The most tokens a text may have: sentence-transformers', else the tokenizer's, else all."""
+    """Maximum tokens of a text, by sentence-transformers, else the tokenizer, within ``limit``."""
     stated: Any = (_json(source / "sentence_bert_config.json") or {}).get("max_seq_length")
-    # transformers gives 1e30 where a tokenizer knows no limit.
+    # transformers sets 1e30 for a tokenizer without a limit.
     known = tokenizer.model_max_length if tokenizer.model_max_length <= UNBOUNDED else None
     return min((n for n in (stated or known, limit) if n), default=None)
 
 
 def _json(path: Path) -> Any:
-    """The parsed file, None where there is none."""
+    """The parsed file; None if it does not exist."""
     if not path.is_file():
         return None
     try:
@@ -574,25 +570,25 @@ def _json(path: Path) -> Any:
 
 
 def _record(report: ExportReport, source: str) -> dict[str, Any]:
-    facts = asdict(report)
+    fields = asdict(report)
     kept = ("pooling", "normalize", "max_length", "task", "exporter", "opset", "attention",
             "max_abs_error")  # fmt: skip
     packages = ("attnserve", "torch", "transformers", "onnx-ir", "onnxruntime")
     return {
-        **{key: facts[key] for key in kept},
+        **{key: fields[key] for key in kept},
         "source": source,
         "versions": {name: found for name in packages if (found := _version(name))},
     }
 
 
 def _version(package: str) -> str | None:
-    """None where there is no such package: onnxruntime is onnxruntime-gpu on some machines."""
+    """The version of a package; None if it is not installed (as onnxruntime with the GPU build)."""
     with contextlib.suppress(PackageNotFoundError):
         return version(package)
     return None
 
 
 def _first(error: Exception) -> str:
-    """The first line of an exception's text, short enough to stand in a line of ours."""
+    """The first line of an exception's text, at most 200 characters."""
     lines = str(error).strip().splitlines()
     return lines[0][:200] if lines else type(error).__name__

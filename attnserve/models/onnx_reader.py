@@ -1,11 +1,11 @@
-"""Read an ONNX file and leave its large weights in it.
+"""Read an ONNX file without loading its large weights.
 
-A protobuf library holds the bytes of a message and the message at once: twice the size of a model
-that keeps its weights inside. Here everything but ``raw_data`` of large initializers is parsed by
-that library, and a weight becomes external data: a range of the model's own file.
+A protobuf library keeps the bytes and the parsed message in memory, twice the size of the model.
+This reader passes everything except ``raw_data`` of large initializers to the library. Large
+weights become external data that refers to a range of the model file.
 
-Only the outermost fields are walked here (protobuf.dev/programming-guides/encoding): a key that
-holds a number and a wire type, then a varint, 4 or 8 bytes, or a length and so many bytes.
+Only the outermost fields are parsed here (protobuf.dev/programming-guides/encoding): a key with a
+field number and a wire type, followed by a varint, 4 or 8 bytes, or a length and that many bytes.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import onnx
 __all__ = ["read_in_place"]
 
 LARGE = 1 << 16
-"""Bytes from which a weight is left in the file."""
+"""Minimum size in bytes of weights that stay in the file."""
 
 GRAPH, INITIALIZER, RAW_DATA = 7, 5, 9
 """Field numbers of ModelProto.graph, GraphProto.initializer and TensorProto.raw_data."""
 
 Field = tuple[int, int, int, int]
-"""Its number, where it starts, where its content starts, and where it ends."""
+"""(field number, start, start of the content, end)."""
 
 
 def read_in_place(path: Path) -> onnx.ModelProto:
-    """The model, its large weights as external data in ``path`` itself.
+    """Read a model; its large weights become external data in ``path`` itself.
 
     Raises:
-        ValueError, DecodeError: It is no protobuf message, or a truncated one.
+        ValueError, DecodeError: The file is not a protobuf message, or truncated.
     """
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         model = onnx.ModelProto.FromString(_without(data, 0, len(data), GRAPH))
@@ -60,13 +60,13 @@ def _initializer(data: mmap.mmap, first: int, end: int, path: Path) -> onnx.Tens
 
 
 def _without(data: mmap.mmap, first: int, end: int, number: int) -> bytes:
-    """A message without the fields of one number."""
+    """The message without the fields of this number."""
     kept = (data[start:stop] for n, start, _, stop in _fields(data, first, end) if n != number)
     return b"".join(kept)
 
 
 def _fields(data: mmap.mmap, at: int, end: int) -> Iterator[Field]:
-    """The fields of the message between two places."""
+    """The fields of the message from ``at`` to ``end``."""
     while at < end:
         start = at
         key, at = _varint(data, at, end)
@@ -82,14 +82,14 @@ def _fields(data: mmap.mmap, at: int, end: int) -> Iterator[Field]:
             case 5:
                 at += 4
             case wire:
-                raise ValueError(f"a field of wire type {wire} at byte {start}")
+                raise ValueError(f"unknown wire type {wire} at byte {start}")
         if at > end:
             raise ValueError(f"the field at byte {start} ends after its message")
         yield key >> 3, start, first, at
 
 
 def _varint(data: mmap.mmap, at: int, end: int) -> tuple[int, int]:
-    """Seven bits a byte, the lowest first; and where what follows starts."""
+    """Decode a little-endian base-128 number; return it and the position after it."""
     value = 0
     for shift in range(0, 70, 7):
         if at >= end:
@@ -98,4 +98,4 @@ def _varint(data: mmap.mmap, at: int, end: int) -> tuple[int, int]:
         value, at = value | (byte & 127) << shift, at + 1
         if byte < 128:
             return value, at
-    raise ValueError(f"no number ends at byte {at}")
+    raise ValueError(f"the number before byte {at} is not a varint")

@@ -1,4 +1,4 @@
-"""A model in a newer opset, by onnx's and onnxscript's own converters: the same function."""
+"""Convert a model to a newer opset with the converters of onnx and onnxscript."""
 
 from __future__ import annotations
 
@@ -15,25 +15,23 @@ __all__ = ["raise_opset"]
 
 
 def raise_opset(model: ir.Model, opset: int) -> None:
-    """Make ``model`` import at least this opset of ai.onnx, in place.
-
-    The names of values, inputs and outputs stay. Nothing changes where it is as new already.
+    """Convert ``model`` in place to at least this opset of ai.onnx; names are kept.
 
     Raises:
-        CannotRewrite: A converter has no rule for one of its operators; then nothing changed.
+        CannotRewrite: A converter does not support an operator; ``model`` is unchanged.
     """
     before = model.opset_imports.get("", 0)
     if before >= opset:
         return
-    # Imported here: with all its operators onnxscript takes a second.
+    # Imported on first use: onnxscript takes a second to import.
     from onnxscript.version_converter import convert_version
 
-    raised = model.clone()  # a converter that fails may leave half of its work
-    map_external_data(raised)  # the other converter loses the folder of external tensors
+    raised = model.clone()  # a failing converter leaves a partly converted model
+    map_external_data(raised)  # the fallback converter loses the folder of external tensors
     try:
         with _quiet("onnxscript.version_converter"):
             convert_version(raised, opset, fallback=True)
-    except Exception as error:  # of many kinds, from two libraries
+    except Exception as error:  # the libraries raise exceptions of many types
         raise _refused(before, opset) from error
     if raised.opset_imports.get("", 0) < opset:
         raise _refused(before, opset)
@@ -44,7 +42,7 @@ def raise_opset(model: ir.Model, opset: int) -> None:
 
 def _refused(before: int, opset: int) -> CannotRewrite:
     return CannotRewrite(
-        f"the model is in opset {before}, and onnx's converter does not bring it to {opset}",
+        f"the model cannot be converted from opset {before} to {opset}",
         "export it again with a newer opset, or keep its attention operators",
         code="opset.not_converted",
     )
@@ -52,7 +50,7 @@ def _refused(before: int, opset: int) -> CannotRewrite:
 
 @contextmanager
 def _quiet(name: str) -> Generator[None]:
-    """It warns of every step that it leaves to the other converter."""
+    """Suppress the warnings of this logger about each use of the fallback converter."""
     log = logging.getLogger(name)
     level = log.level
     log.setLevel(logging.ERROR)

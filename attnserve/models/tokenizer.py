@@ -1,9 +1,9 @@
-"""Texts in, vectors out: tokenizing, batching and pooling.
+"""Tokenize texts, run them in batches and pool the outputs to embeddings.
 
-Calibration, evaluation, benchmarks and the service all read text here, so that they agree. Nothing
-but numpy and ``tokenizers`` is needed; a session is given by the caller.
+Calibration, evaluation, benchmarks and the service share this module. It needs only numpy and
+``tokenizers``; callers pass a session.
 
-Dimensions: B texts in a batch, S tokens of the longest one, D numbers a token, N texts in all.
+Dimensions: B texts in a batch, S tokens of the longest text, D hidden size, N texts in total.
 """
 
 from __future__ import annotations
@@ -44,18 +44,16 @@ __all__ = [
     "run_texts",
 ]
 
-"""Called with (done, total) as work proceeds."""
-
 FILLED = ("input_ids", "attention_mask", "token_type_ids")
 INTEGERS = {"tensor(int64)": np.dtype(np.int64), "tensor(int32)": np.dtype(np.int32)}
 PAD_TOKENS = ("[PAD]", "<pad>")
 UNBOUNDED = 1_000_000
-"""Hugging Face writes 1e30 as ``model_max_length`` where a tokenizer knows no limit."""
+"""Larger values of ``model_max_length`` mean no limit; Hugging Face writes 1e30."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """One text as its token ids, special tokens included; ``len()`` counts them."""
+    """The token ids of a text, with special tokens; ``len()`` is their number."""
 
     ids: list[int]
     type_ids: list[int]
@@ -65,16 +63,15 @@ class Encoding:
 
 
 class TextEncoder:
-    """A tokenizer that never changes once it is made, so that threads may share it.
+    """An immutable, thread-safe tokenizer.
 
     Args:
-        tokenizer: Owned from here on: its own truncation and padding are switched off.
-        pad_id: Fills the shorter rows of a batch. RoBERTa counts positions by it, so it must be
-            the tokenizer's own.
-        max_length: The most tokens a text may have, special tokens included; None for no limit.
+        tokenizer: The tokenizer; its truncation and padding are switched off.
+        pad_id: Id of the pad token. RoBERTa derives positions from it.
+        max_length: Maximum number of tokens of a text, with special tokens; None for no limit.
 
     Raises:
-        InvalidArgument: ``max_length`` leaves no room beside the special tokens.
+        InvalidArgument: ``max_length`` allows only special tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, pad_id: int, max_length: int | None = None) -> None:
@@ -83,7 +80,7 @@ class TextEncoder:
         self._tokenizer = tokenizer
         self.pad_id = pad_id
         self.max_length = max_length
-        # What the tokenizer appends to every text ([SEP], </s>) must survive truncation.
+        # Special tokens at the end ([SEP], </s>) are kept when a text is truncated.
         mask = tokenizer.encode("a").special_tokens_mask
         self._tail = next((i for i, special in enumerate(reversed(mask)) if not special), len(mask))
         self._check_length(max_length)
@@ -91,24 +88,24 @@ class TextEncoder:
     def encode(
         self, texts: Sequence[str], *, truncate: bool = True, max_length: int | None = None
     ) -> list[Encoding]:
-        """One ``Encoding`` a text.
+        """Tokenize texts.
 
         Args:
-            texts: Any number of texts.
-            truncate: Cut longer texts at the end, keeping the special tokens; False refuses them.
-            max_length: Tokens, special ones included; None for the encoder's own limit.
+            texts: The texts.
+            truncate: Truncate texts that are too long, except special tokens; False refuses them.
+            max_length: Maximum number of tokens, with special tokens; None for the default.
 
         Raises:
-            InvalidData: A text is too long, has no token at all, is not text, or the tokenizer
-                fails on it.
-            InvalidArgument: ``max_length`` leaves no room beside the special tokens.
+            InvalidData: A text is too long, has no tokens, is not a Unicode string, or the
+                tokenizer fails on it.
+            InvalidArgument: ``max_length`` allows only special tokens.
         """
         self._check_length(max_length)
         limit = max_length or self.max_length
         with _errors_as(
             InvalidData,
             "the tokenizer fails on a text",
-            "send another text, or check the tokenizer",
+            "use another text, or check the tokenizer",
             "text.tokenizer_failed",
         ):
             try:
@@ -116,7 +113,7 @@ class TextEncoder:
             except TypeError as error:
                 raise InvalidData(
                     "a text cannot be tokenized: expected a list of Unicode strings",
-                    "remove lone surrogates and everything that is not a string",
+                    "remove lone surrogates and values that are not strings",
                     code="text.not_unicode",
                 ) from error
         encodings = [Encoding(raw.ids, raw.type_ids) for raw in raws]
@@ -129,7 +126,7 @@ class TextEncoder:
                 if not truncate:
                     raise InvalidData(
                         f"text {index} has {len(encoding)} tokens, more than the limit of {limit}",
-                        "shorten it, or ask for truncation",
+                        "shorten it, or set `truncate`",
                         code="text.too_long",
                     )
                 encodings[index] = self._cut(encoding, limit)
@@ -142,22 +139,22 @@ class TextEncoder:
 
         Args:
             encodings: At least one.
-            inputs: Name and type of what the model takes (see ``model_inputs``).
+            inputs: Name and data type of the model inputs (see ``model_inputs``).
 
         Raises:
-            InvalidData: The model takes something else, or has no attention_mask although the
-                texts differ in length.
+            InvalidData: An input of the model is unknown, or the texts differ in length and the
+                model has no attention_mask.
         """
         if unknown := sorted(inputs.keys() - set(FILLED)):
             raise InvalidData(
-                f"the model takes {unknown[0]!r}; a tokenizer provides {', '.join(FILLED)}",
+                f"unknown model input {unknown[0]!r}: a tokenizer provides {', '.join(FILLED)}",
                 "pass the inputs as arrays (.npz) instead of text",
                 code="text.unknown_input",
             )
         mask = _mask(encodings)  # B S
         if "attention_mask" not in inputs and not mask.all():
             raise InvalidData(
-                "the model has no attention_mask: texts of different lengths cannot share a batch",
+                "texts of different lengths cannot share a batch: the model has no attention_mask",
                 "use a batch size of 1",
                 code="text.no_mask",
             )
@@ -178,7 +175,8 @@ class TextEncoder:
     ) -> Iterator[tuple[Int[np.ndarray, " B"], dict[str, Int[np.ndarray, "B S"]]]]:
         """(indices into ``encodings``, model inputs) of batches of similar length.
 
-        The longest come first: what does not fit in memory fails at once, and little is padding.
+        Sorting by length reduces padding. The longest texts come first, so that a lack of memory
+        is detected at the start.
 
         Raises:
             InvalidArgument: ``batch_size`` is below 1.
@@ -186,7 +184,9 @@ class TextEncoder:
         """
         if batch_size < 1:
             raise InvalidArgument(
-                f"batch size {batch_size}: expected at least 1", "raise it", code="text.batch_size"
+                f"`batch_size` is {batch_size}: expected at least 1",
+                "increase it",
+                code="text.batch_size",
             )
         lengths = np.array([len(encoding) for encoding in encodings])
         order = np.argsort(-lengths, kind="stable")
@@ -198,9 +198,9 @@ class TextEncoder:
         special = self._tokenizer.num_special_tokens_to_add(False)
         if max_length is not None and max_length <= special:
             raise InvalidArgument(
-                f"a maximum length of {max_length} tokens leaves none for the text:"
-                f" {special} are special tokens",
-                f"use at least {special + 1}",
+                f"`max_length` is {max_length}: expected at least {special + 1}, of which {special}"
+                " are special tokens",
+                "increase it",
                 code="text.max_length",
             )
 
@@ -213,29 +213,30 @@ class TextEncoder:
 
 
 def load_tokenizer(path: Path, *, max_length: int | None = None) -> TextEncoder:
-    """The tokenizer in a tokenizer.json, or in the folder that holds one.
+    """Load a tokenizer.json.
 
     Args:
-        path: The file or folder. tokenizer_config.json beside it, if any, tells the pad token and
-            the longest text.
-        max_length: Tokens, special ones included; None for what tokenizer_config.json says.
+        path: The file or its folder. The pad token and the maximum length are read from
+            tokenizer_config.json in the same folder, if it exists.
+        max_length: Maximum number of tokens, with special tokens; None for the value of
+            tokenizer_config.json.
 
     Raises:
-        InvalidData: There is no such file.
-        InvalidModel: The file is not a tokenizer.json, or its tokenizer fails on any text.
-        InvalidArgument: ``max_length`` leaves no room beside the special tokens.
+        InvalidData: The file does not exist.
+        InvalidModel: The file is not a valid tokenizer.json.
+        InvalidArgument: ``max_length`` allows only special tokens.
     """
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise InvalidData(
-            f"{file}: no such file: text needs the model's tokenizer",
-            "pass its tokenizer.json as `tokenizer`",
+            f"{file}: no such file; text input needs the model's tokenizer",
+            "pass the path of its tokenizer.json as `tokenizer`",
             code="text.no_tokenizer",
         )
     with _errors_as(
         InvalidModel,
         f"{file}: not a tokenizer.json",
-        "copy it again; a vocab.txt or a .model file must be converted first",
+        "copy it again; convert a vocab.txt or .model file first",
         "text.not_tokenizer",
     ):
         tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
@@ -250,15 +251,15 @@ def load_tokenizer(path: Path, *, max_length: int | None = None) -> TextEncoder:
 
 
 def model_inputs(session: onnxruntime.InferenceSession) -> dict[str, np.dtype[Any]]:
-    """Name and integer type of each input of a model that reads tokens.
+    """Name and data type of the inputs of a model, which must be integers.
 
     Raises:
-        InvalidData: An input is not of integers.
+        InvalidData: An input is not int64 or int32.
     """
     for value in session.get_inputs():
         if value.type not in INTEGERS:
             raise InvalidData(
-                f"the model takes {value.name!r} as {value.type}: expected int64 or int32 tokens",
+                f"model input {value.name!r} is {value.type}: expected int64 or int32 for text",
                 "pass the inputs as arrays (.npz) instead of text",
                 code="text.input_type",
             )
@@ -273,10 +274,10 @@ def run_texts(
     batch_size: int = 32,
     progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[tuple[Int[np.ndarray, " B"], np.ndarray, Bool[np.ndarray, "B S"]]]:
-    """(indices into ``encodings``, first output of the model, mask of real tokens) a batch.
+    """Yield (indices into ``encodings``, first model output, mask of real tokens) of each batch.
 
     Raises:
-        InvalidData: The model does not take text, or refuses a batch.
+        InvalidData: The inputs of the model are not tokens, or it refuses a batch.
         InvalidArgument: ``batch_size`` is below 1.
     """
     inputs = model_inputs(session)
@@ -286,11 +287,11 @@ def run_texts(
         mask = _mask([encodings[i] for i in indices])
         try:
             (value,) = session.run([output], feed)
-        except Exception as error:  # onnxruntime raises a class of its own for each status
+        except Exception as error:  # onnxruntime has an exception class for each status
             raise InvalidData(
                 f"the model refuses a batch of {mask.shape[0]} texts x {mask.shape[1]} tokens:"
                 f" {str(error)[:300]}",
-                "lower `max_length` to the positions of the model, or the batch size",
+                "reduce `max_length` to the number of positions of the model, or `batch_size`",
                 code="text.batch_refused",
             ) from error
         yield indices, np.asarray(value), mask
@@ -305,33 +306,31 @@ def pool(
     pooling: Pooling,
     normalize: bool,
 ) -> Float[np.ndarray, "B D"]:
-    """One vector a text.
+    """Pool hidden states to one vector per text.
 
     Args:
-        hidden: One vector a token; or one a text, which is pooled already.
-        mask: Not 0 where there is a token.
-        pooling: "mean" of the tokens, the first token ("cls"), or "none" where the model's output
-            already is the vector.
+        hidden: One vector per token, or one vector per text (already pooled).
+        mask: Nonzero for real tokens.
+        pooling: "mean" of the tokens, "cls" (first token), or "none" for pooled outputs.
         normalize: Scale each vector to length one.
 
     Raises:
-        InvalidArgument: "none" for one vector a token, or an output of another rank.
+        InvalidArgument: ``pooling`` is "none" for one vector per token, or the rank is invalid.
     """
     if hidden.ndim not in (2, 3):
         raise InvalidArgument(
-            f"an output of shape {hidden.shape} cannot be pooled:"
+            f"the output has shape {hidden.shape}:"
             " expected [batch, sequence, hidden] or [batch, hidden]",
             "choose a model whose first output is a hidden state or an embedding",
             code="text.pool_shape",
         )
     if hidden.ndim == 3 and pooling == "none":
         raise InvalidArgument(
-            f"`pooling` 'none' expects [batch, hidden], the model returns {list(hidden.shape)},"
-            " one vector per token",
+            f"`pooling` is none: expected an output [batch, hidden], found {list(hidden.shape)}",
             "set `pooling` to mean or cls",
             code="text.pooling",
         )
-    vectors = hidden.astype(np.float32, copy=False)  # half precision sums overflow
+    vectors = hidden.astype(np.float32, copy=False)  # float16 sums overflow
     if hidden.ndim == 3 and pooling == "cls":
         vectors = vectors[:, 0]  # B D
     elif hidden.ndim == 3:
@@ -355,15 +354,15 @@ def embed_texts(
     batch_size: int = 32,
     progress: Callable[[int, int], None] | None = None,
 ) -> Float[np.ndarray, "N D"]:
-    """The vectors of ``texts``, in their order; longer texts are truncated.
+    """The embeddings of ``texts`` in order; texts that are too long are truncated.
 
     Raises:
-        InvalidData: No texts, or they do not fit the model.
-        InvalidArgument: ``pooling``, ``max_length`` or ``batch_size`` cannot work.
-        CheckFailed: The model gives NaN or infinite numbers.
+        InvalidData: ``texts`` is empty or does not fit the model.
+        InvalidArgument: ``pooling``, ``max_length`` or ``batch_size`` is invalid.
+        CheckFailed: The model returns NaN or infinity.
     """
     if not texts:
-        raise InvalidData("there are no texts to embed", "give at least one", code="text.no_texts")
+        raise InvalidData("`texts` is empty", "pass at least one text", code="text.no_texts")
     encodings = encoder.encode(texts, max_length=max_length)
     vectors: np.ndarray | None = None
     runs = run_texts(session, encoder, encodings, batch_size=batch_size, progress=progress)
@@ -372,8 +371,8 @@ def embed_texts(
         if not np.isfinite(pooled).all():
             bad = indices[np.flatnonzero(~np.isfinite(pooled).all(axis=1))[0]]
             raise CheckFailed(
-                f"the model returns NaN or infinite numbers for text {bad}",
-                "check its weights, and that it does not overflow in half precision",
+                f"the model returns NaN or infinity for text {bad}",
+                "check its weights; half precision may overflow",
                 code="text.not_finite",
             )
         if vectors is None:
@@ -384,10 +383,10 @@ def embed_texts(
 
 
 def read_text(path: Path) -> str:
-    """A whole UTF-8 file, with or without a byte order mark, its line ends made ``\\n``.
+    """Read a UTF-8 file; a byte order mark is removed and line ends become ``\\n``.
 
     Raises:
-        InvalidData: It is missing, cannot be read, or is not UTF-8.
+        InvalidData: The file cannot be read, or is not UTF-8.
     """
     try:
         return path.read_text(encoding="utf-8-sig")
@@ -404,16 +403,16 @@ def read_text(path: Path) -> str:
 
 
 def read_sentences(path: Path) -> list[str]:
-    """The lines of a text file that are not blank, stripped.
+    """Read the stripped, non-blank lines of a text file.
 
     Raises:
-        InvalidData: There is none, or the file cannot be read as UTF-8.
+        InvalidData: The file has no text, or cannot be read as UTF-8.
     """
-    # str.splitlines would also split at U+2028 and form feeds, which are part of a sentence.
+    # str.splitlines also splits at U+2028 and form feeds, which may be part of a sentence.
     sentences = [line.strip() for line in read_text(path).split("\n") if line.strip()]
     if not sentences:
         raise InvalidData(
-            f"{path}: holds no text", "write one sentence per line", code="text.empty_file"
+            f"{path}: the file has no text", "write one sentence per line", code="text.empty_file"
         )
     return sentences
 
@@ -422,8 +421,8 @@ def read_sentences(path: Path) -> list[str]:
 def _errors_as(kind: type[AttnserveError], what: str, fix: str, code: str) -> Generator[None]:
     """Raise errors of ``tokenizers`` as ``kind``.
 
-    The library raises bare ``Exception``. A panic of its Rust code is a ``PanicException``, which
-    is a ``BaseException`` and cannot be imported.
+    The library raises ``Exception``. A panic in its Rust code raises ``PanicException``, a
+    ``BaseException`` that cannot be imported.
     """
     try:
         yield
@@ -451,7 +450,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _pad_id(tokenizer: Tokenizer, config: Mapping[str, Any]) -> int:
-    """By tokenizer.json's padding, else tokenizer_config.json, else the usual names, else 0."""
+    """The pad id of tokenizer.json, else of tokenizer_config.json, else ``PAD_TOKENS``, else 0."""
     if tokenizer.padding is not None:
         return int(tokenizer.padding["pad_id"])
     stated: Any = config.get("pad_token")

@@ -58,7 +58,7 @@ AUTO_BUDGET = 0.04
 of about 0.98, and more after it."""
 
 WEIGHING_HEADS = 4
-"""The number of heads per layer that are removed to compare layers; only the sum over heads counts."""
+"""Heads of each layer that are removed to compare layers; only the sum over heads counts."""
 
 WEIGHING_ROWS = 16
 """The number of texts on which layers are compared; sums over heads need few."""

@@ -289,7 +289,7 @@ def _measurable(
         DecomposeAttention(names)(model)
         reading = read_attention(model, seed=seed)
     left_out = [
-        NotAnalyzed(miss.node.name or miss.node.op_type, miss.reason) for miss in reading.unmatched
+        NotAnalyzed(each.node.name or each.node.op_type, each.reason) for each in reading.unmatched
     ]
     blocks: list[AttentionBlock] = []
     for block in reading.blocks:

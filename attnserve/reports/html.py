@@ -186,7 +186,7 @@ def _dimension_findings(analysis: Analysis, output: Path) -> Iterator[Finding]:
         f"Layer {least.index} needs {least.rank} of {least.full_rank} query and key dimensions for "
         "99 % of the variance on this text"
     )
-    text += f", layer {most.index} needs {most.rank}." if most.rank != least.rank else "."
+    text += f"; layer {most.index} needs the most, {most.rank}." if most.rank != least.rank else "."
     if sizes == full:
         yield Finding(f"{text} Shared query and key dimensions would save little.")
         return
@@ -205,12 +205,11 @@ def _similarity_findings(analysis: Analysis, output: Path) -> Iterator[Finding]:
         return
     row, source, similarity = max(pairs, key=lambda pair: pair[2])
     layer, other = analysis.layers[row].index, analysis.layers[source].index
-    text = f"layers {other} and {layer} (similarity {similarity:.2f} of 1)"
+    text = f"Layers {other} and {layer} have the most similar attention ({similarity:.2f} of 1)."
     if similarity < SIMILAR:
-        yield Finding(f"No layer repeats the attention of another. The most similar are {text}.")
+        yield Finding(f"{text} No layer is similar enough to reuse another layer's attention.")
         return
     count = sum(pair[2] >= SIMILAR for pair in pairs)
-    text = f"The attention of {text} is similar."
     if count > 1:
         text += f" {count} of {len(pairs)} layers are similar to an earlier layer."
     yield Finding(
@@ -231,9 +230,10 @@ def _head_findings(analysis: Analysis, output: Path) -> Iterator[Finding]:
         )
     layer = max(analysis.layers, key=lambda layer: layer.leave_one_out.max())
     head = int(layer.leave_one_out.argmax())
+    change = _percent(float(layer.leave_one_out[head]))
     yield Finding(
-        f"Head {head} of layer {layer.index} is the most important one: without it, the model "
-        f"outputs change by {_percent(float(layer.leave_one_out[head]))} of their variance."
+        f"Head {head} of layer {layer.index} is the most important one: without it, the mean "
+        f"squared change of the model outputs is {change} of their variance."
     )
     kept = sum(int(layer.votes.mask.sum()) for layer in analysis.layers)
     total = sum(layer.num_heads for layer in analysis.layers)

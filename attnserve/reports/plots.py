@@ -239,6 +239,7 @@ def bottleneck(analysis: Analysis) -> Figure | None:
                 textcoords="offset points", va="top", color=THIRD,
             )  # fmt: skip
         left.set(title="Text length", xlabel="tokens, n", ylabel="texts")
+        left.locator_params(axis="y", integer=True)
         titles = ("Rank of the scores", "Rank of the probabilities")
         for axes, title, which in zip(others, titles, ("scores", "probabilities"), strict=False):
             for row, layer in enumerate(rows):
@@ -253,6 +254,7 @@ def bottleneck(analysis: Analysis) -> Figure | None:
                 axes.hlines(sizes, 0, top, color=THIRD, linewidth=1.4)
             axes.set(title=title, xlabel="tokens, n", ylabel="rank, median head")
             axes.set(xlim=(0, top * 1.04), ylim=(0, top * 1.06))
+            axes.locator_params(integer=True)
             axes.grid()
         figure.get_layout_engine().set(wspace=0.05)
 

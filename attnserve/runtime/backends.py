@@ -1,7 +1,7 @@
-"""How a service runs a model: by several threads, in one session or several.
+"""Execution backends of the service.
 
-A ``Runner`` is what a service holds: ``run(names, feed)`` as a session's own, for any number of
-threads at once. ``open_runner`` chooses the kind.
+A ``Runner`` has the ``run(names, feed)`` of a session and is thread-safe. ``open_runner`` selects
+the backend.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ log = logging.getLogger("attnserve")
 
 
 class Runner(Protocol):
-    """A model that several threads may run at once."""
+    """A model that several threads may run concurrently."""
 
     def get_inputs(self) -> Sequence[Any]:
-        """Its inputs, as a session tells them."""
+        """The inputs, as in a session."""
         ...
 
     def get_outputs(self) -> Sequence[Any]:
-        """Its outputs, as a session tells them."""
+        """The outputs, as in a session."""
         ...
 
     def run(self, names: Sequence[str] | None, feed: Feed) -> list[np.ndarray]:
-        """The outputs of these names (None: all), as a session gives them."""
+        """Run the model and return the named outputs (None: all), as a session does."""
         ...
 
     def allow_padding(self, *, rows: bool, tokens: bool) -> None:
-        """Say what may be added to a batch without changing the answers to what it holds."""
+        """Declare that padding a batch with rows or tokens does not change its results."""
         ...
 
 
@@ -61,15 +61,15 @@ def open_runner(
     longest: int | None = None,
     concurrency: int = 1,
 ) -> Runner:
-    """What runs a model in a service.
+    """Open the backend that runs a model in a service.
 
     Args:
-        source, provider, threads, cuda: Of ``open_session``; ``cuda.graphs`` follows ``buckets``.
-        buckets: The most shapes that are captured as CUDA graphs; 0 captures none.
-        longest: The most tokens a row that the model takes, where that is known.
-        concurrency: The number of concurrent runs. A session that captures graphs runs one
-            at a time, so there are as many sessions, each with its own weights and
-            ``cuda.memory_bytes``; any other session runs them all.
+        source, provider, threads, cuda: See ``open_session``; ``cuda.graphs`` follows ``buckets``.
+        buckets: Maximum number of shapes that are captured as CUDA graphs; 0 disables graphs.
+        longest: Maximum sequence length of the model, if known.
+        concurrency: Maximum number of concurrent runs. A session with CUDA graphs has one run at a
+            time, so this many sessions are opened, each with its own weights and
+            ``cuda.memory_bytes``. Other sessions run all threads.
 
     Raises:
         As ``open_session``.
@@ -82,8 +82,8 @@ def open_runner(
         try:
             sessions = [open_one(cuda=capturing) for _ in range(concurrency)]
         except InvalidModel as refused:
-            session = open_one(cuda=cuda)  # raises again where it was not for the graphs
-            log.warning("without CUDA graphs: %s", refused.what)
+            session = open_one(cuda=cuda)  # raises again if graphs were not the reason
+            log.warning("running without CUDA graphs: %s", refused.what)
             return IoBindingRunner(session)
         runners = [GraphRunner(one, Buckets(buckets, longest=longest)) for one in sessions]
         return runners[0] if len(runners) == 1 else RunnerPool(runners)
@@ -91,7 +91,7 @@ def open_runner(
 
 
 class SessionRunner:
-    """A session as it is: any number of threads may run it."""
+    """Run a session directly."""
 
     def __init__(self, session: Any) -> None:
         self.session = session
@@ -106,68 +106,68 @@ class SessionRunner:
         return self.session.run(names, dict(feed))
 
     def allow_padding(self, *, rows: bool, tokens: bool) -> None:
-        """Nothing is padded."""
+        """Do nothing: this runner never pads."""
 
 
 class IoBindingRunner(SessionRunner):
-    """A session on CUDA: what a run reads is copied into buffers that stay on the device, what it
-    made is copied out once, and memory is given back after a peak.
+    """Run a CUDA session with I/O binding.
 
-    Runs at once have buffers of their own. Where none can be had, or an input is empty, the session
-    copies for itself.
+    Inputs are copied into persistent device buffers, and outputs are copied to the host once. The
+    arena is shrunk after a peak. Concurrent runs use separate buffers. If a buffer cannot be
+    allocated or an input is empty, the session copies the inputs itself.
     """
 
     def __init__(self, session: Any, place: Place = "cuda") -> None:
         super().__init__(session)
         self._place: Place = place
-        self._peak = ArenaShrinkPolicy()
-        # The last ones that ran are the first to run again: the others may be of an older peak.
+        self._policy = ArenaShrinkPolicy()
+        # Last in, first out: buffers that are not used recently may be of an earlier peak.
         self._free: LifoQueue[InputBuffers] = LifoQueue()
         self._warned = False
 
     def run(self, names: Sequence[str] | None, feed: Feed) -> list[np.ndarray]:
-        shrink_arena = self._peak.after(sum(array.nbytes for array in feed.values()))
+        shrink_arena = self._policy.after(sum(array.nbytes for array in feed.values()))
         options = run_options(shrink_arena=shrink_arena)
         if not all(array.size for array in feed.values()):
             return self.session.run(names, dict(feed), options)
-        buffers = self._taken()
+        buffers = self._acquire()
         try:
             binding = binding_of(self.session, buffers.filled(feed), self._place, names)
-        except Exception as error:  # no memory, or of a type that has no buffers
-            self._tell(error)
+        except Exception as error:  # no memory, or a type without buffers
+            self._warn_once(error)
             return self.session.run(names, dict(feed), options)
         try:
             self.session.run_with_iobinding(binding, options)
             return [value.numpy() for value in binding.get_outputs()]
         finally:
             if shrink_arena:
-                self._forget()
+                self._free_buffers()
             else:
                 self._free.put(buffers)
 
-    def _taken(self) -> InputBuffers:
+    def _acquire(self) -> InputBuffers:
         try:
             return self._free.get_nowait()
         except Empty:
             return InputBuffers(self._place)
 
-    def _forget(self) -> None:
+    def _free_buffers(self) -> None:
         with suppress(Empty):
             while True:
                 self._free.get_nowait()
 
-    def _tell(self, error: Exception) -> None:
+    def _warn_once(self, error: Exception) -> None:
         if not self._warned:
             self._warned = True
-            log.warning("a run without buffers on the GPU: %s", str(error).partition("\n")[0])
+            log.warning("run without GPU input buffers: %s", str(error).partition("\n")[0])
 
 
 class RunnerPool:
-    """Several sessions of one model, each of which runs one batch at a time."""
+    """Several sessions of one model, each with one run at a time."""
 
     def __init__(self, runners: Sequence[Runner]) -> None:
         self.runners = tuple(runners)
-        # The last one that ran is the first to run again: it has captured the most.
+        # Last in, first out: the runner that ran last has captured the most graphs.
         self._free: LifoQueue[Runner] = LifoQueue()
         for runner in reversed(self.runners):
             self._free.put(runner)
@@ -179,7 +179,7 @@ class RunnerPool:
         return self.runners[0].get_outputs()
 
     def run(self, names: Sequence[str] | None, feed: Feed) -> list[np.ndarray]:
-        with self._taken() as runner:
+        with self._acquire() as runner:
             return runner.run(names, feed)
 
     def allow_padding(self, *, rows: bool, tokens: bool) -> None:
@@ -187,7 +187,7 @@ class RunnerPool:
             runner.allow_padding(rows=rows, tokens=tokens)
 
     @contextmanager
-    def _taken(self) -> Generator[Runner]:
+    def _acquire(self) -> Generator[Runner]:
         runner = self._free.get()
         try:
             yield runner

@@ -1,8 +1,8 @@
-"""Which runs are captured as a CUDA graph, and at which shape.
+"""Select the shapes (buckets) that are captured as CUDA graphs.
 
-A captured graph has one shape, and it keeps its memory until its session is closed: ONNX Runtime
-has no way to drop one. So shapes are padded up to few buckets, a bucket is captured only once it
-was asked for again, and there are never more than so many; what fits none of them runs as it is.
+A captured graph has a fixed shape and keeps its memory until its session is closed. Therefore
+shapes are rounded up to a few buckets, a bucket is captured at its second request, and the number
+of buckets is limited. Other shapes run without a graph.
 """
 
 from __future__ import annotations
@@ -12,49 +12,49 @@ from collections import Counter
 __all__ = ["LARGEST", "Bucket", "Buckets", "round_up"]
 
 Bucket = tuple[int, int]
-"""Rows and tokens a row."""
+"""(rows, tokens per row)."""
 
 LARGEST = 4096
-"""Padded tokens from which a run is long enough to hide how it is started."""
+"""Maximum padded tokens of a bucket: in longer runs, launch overhead is negligible."""
 
 WASTE = 2
-"""A captured bucket may be this many times what is asked of it, where there is no closer one."""
+"""Maximum ratio of the padded size to the actual size for a larger captured bucket."""
 
-AGAIN = 2
-"""A bucket is captured the second time that it is asked for: the first may be the only one."""
+MIN_REQUESTS = 2
+"""Number of requests for a bucket after which it is captured."""
 
 
 def round_up(size: int) -> int:
-    """The next of 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: less than half as much again."""
+    """Round up to the next of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... (less than 1.5 times ``size``)."""
     power = 1 << max(size - 1, 0).bit_length()
     return 3 * power // 4 if power >= 4 and size <= 3 * power // 4 else power
 
 
 class Buckets:
-    """The buckets of one session, as its runs come.
+    """The buckets of one session.
 
     Args:
-        most: How many are captured at most.
-        largest: The padded tokens of the largest.
-        longest: The most tokens a row that the model takes; None where it is not known.
+        most: Maximum number of captured buckets.
+        largest: Maximum number of padded tokens of a bucket.
+        longest: Maximum sequence length of the model; None if unknown.
     """
 
     def __init__(self, most: int, *, largest: int = LARGEST, longest: int | None = None) -> None:
         self.most, self.largest, self.longest = most, largest, longest
         self.captured: dict[Bucket, int] = {}
-        """The number of each captured bucket, from 1."""
+        """The graph number of each captured bucket, from 1."""
         self.refused: set[Bucket] = set()
-        """What the model does not run at."""
-        self._asked: Counter[Bucket] = Counter()
+        """Buckets that the model cannot run."""
+        self._requests: Counter[Bucket] = Counter()
 
     def choose(
         self, batch: int, length: int, *, more_rows: bool = True, longer: bool = True
     ) -> Bucket | None:
-        """The bucket that a run is padded to; None where it runs as it is.
+        """The bucket that a run is padded to; None to run it without a graph.
 
         Args:
-            batch, length: Of what is to run, each at least 1.
-            more_rows, longer: Whether the model lets itself be padded with rows, or with tokens.
+            batch, length: The shape of the run, each at least 1.
+            more_rows, longer: Whether rows and tokens may be padded.
         """
         bucket = (
             round_up(batch) if more_rows else batch,
@@ -62,28 +62,31 @@ class Buckets:
         )
         if bucket in self.captured:
             return bucket
-        room = len(self.captured) < self.most and bucket not in self.refused
-        if room and bucket[0] * bucket[1] <= self.largest:
-            self._asked[bucket] += 1  # of at most ``largest`` tokens: there are not many
-            if self._asked[bucket] >= AGAIN:
+        can_capture = len(self.captured) < self.most and bucket not in self.refused
+        if can_capture and bucket[0] * bucket[1] <= self.largest:
+            self._requests[bucket] += 1
+            if self._requests[bucket] >= MIN_REQUESTS:
                 self.captured[bucket] = len(self.captured) + 1
                 return bucket
-        held = [
+        larger = [
             (rows * tokens, (rows, tokens))
             for rows, tokens in self.captured
             if rows * tokens <= WASTE * batch * length
             and (rows >= batch if more_rows else rows == batch)
             and (tokens >= length if longer else tokens == length)
         ]
-        return min(held)[1] if held else None
+        return min(larger)[1] if larger else None
 
     def refuse(self, bucket: Bucket) -> None:
-        """The bucket that was chosen last cannot run: it is not chosen again, and its number is."""
+        """Exclude the bucket that was chosen last, because the model cannot run it.
+
+        Its graph number is used again.
+        """
         number = self.captured.pop(bucket)
         assert number == len(self.captured) + 1, f"{bucket} is not the last one"
         self.refused.add(bucket)
 
     def _longer(self, length: int) -> int:
         rounded = round_up(length)
-        # A table of positions may end before the bucket does.
+        # The position table may be shorter than the bucket.
         return rounded if self.longest is None else max(length, min(rounded, self.longest))

@@ -15,13 +15,13 @@ from pathlib import Path
 __all__ = ["cpu_flags", "has_int8_dot_product", "parse_cpu_flags"]
 
 INT8_DOT_PRODUCT = frozenset({"avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm"})
-"""Features, as Linux names them, with which the int8 kernels of ONNX Runtime add in 32 bits."""
+"""Features (Linux names) with which the int8 kernels of ONNX Runtime add in 32 bits."""
 
 
 def cpu_flags() -> frozenset[str]:
-    """Return the features of this CPU as Linux names them; empty where they are unknown."""
+    """Return the features of this CPU by their Linux names; empty if unknown."""
     if sys.platform == "darwin" and platform.machine() == "arm64":
-        return frozenset({"asimddp"})  # every Apple processor that runs macOS has it
+        return frozenset({"asimddp"})  # all Apple processors have it
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -39,9 +39,9 @@ def parse_cpu_flags(cpuinfo: str) -> frozenset[str]:
 
 
 def has_int8_dot_product(flags: Collection[str] | None = None) -> bool:
-    """Whether int8 weights of the full range are multiplied exactly; False where it is unknown.
+    """Whether 8-bit weights are multiplied exactly; False if unknown.
 
     Args:
-        flags: Features of the CPU; those of this machine where left out.
+        flags: Features of the CPU; by default of this machine.
     """
     return not INT8_DOT_PRODUCT.isdisjoint(cpu_flags() if flags is None else flags)

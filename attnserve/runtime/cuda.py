@@ -1,6 +1,6 @@
-"""What a session asks of an NVIDIA GPU, in our words and in those of ONNX Runtime.
+"""CUDA settings of a session and their ONNX Runtime provider options.
 
-Nothing here needs a GPU, or ONNX Runtime: options are values, and ``session.py`` uses them.
+This module imports neither ONNX Runtime nor CUDA; ``session.py`` uses the options.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from graph_passes.errors import InvalidArgument
 __all__ = ["PARITY", "ArenaShrinkPolicy", "Cuda", "run_entries"]
 
 DEVICE = 0
-"""The first GPU that the process may see: CUDA_VISIBLE_DEVICES chooses another."""
+"""The first visible GPU; CUDA_VISIBLE_DEVICES selects another."""
 
 
 @dataclass(frozen=True)
 class Cuda:
-    """How a session uses the GPU.
+    """CUDA settings of a session.
 
     Attributes:
-        tf32: Let products of float32 round their factors to 10 bits of mantissa: faster, and no
-            parity any more. Half precision does not change.
-        memory_bytes: The most that the session's arena may hold, weights and activations; None for
-            all there is. What CUDA's libraries hold comes on top.
-        graphs: Let runs be captured and replayed as CUDA graphs. Refused by ONNX Runtime for a
-            model that has control flow, or an operator that CUDA does not have.
+        tf32: Use TF32 for float32 matrix products (10 mantissa bits): faster, but without parity
+            with the CPU. Half precision is not affected.
+        memory_bytes: Maximum size of the session's arena (weights and activations); None for no
+            limit. Memory of the CUDA libraries is not included.
+        graphs: Allow CUDA graphs. ONNX Runtime refuses them for models with control flow or with
+            operators that run on the CPU.
 
     Raises:
-        InvalidArgument: ``memory_bytes`` is no positive number.
+        InvalidArgument: ``memory_bytes`` is not positive.
     """
 
     tf32: bool = False
@@ -38,15 +38,15 @@ class Cuda:
     def __post_init__(self) -> None:
         if self.memory_bytes is not None and self.memory_bytes < 1:
             raise InvalidArgument(
-                f"GPU memory is {self.memory_bytes} bytes: expected at least 1",
-                "leave it out for all there is",
+                f"`memory_bytes` is {self.memory_bytes}: expected at least 1",
+                "leave it out for no limit",
                 code="cuda.memory",
             )
 
     def provider_options(self) -> dict[str, str]:
-        """Options of CUDAExecutionProvider, all of them as text.
+        """Options of CUDAExecutionProvider as text.
 
-        The arena grows by what is asked for: by default it doubles, and keeps up to twice as much.
+        The arena grows by the requested size; ONNX Runtime's default doubles it.
         """
         options = {
             "device_id": str(DEVICE),
@@ -61,17 +61,17 @@ class Cuda:
 
 
 PARITY = Cuda()
-"""Exact products, for all that compares numbers."""
+"""Exact float32 products, for comparisons with the CPU."""
 
 
 def run_entries(*, graph: int | None = None, shrink_arena: bool = False) -> dict[str, str]:
     """Configuration entries of one run on CUDA.
 
     Args:
-        graph: Of a session with CUDA graphs: which one this run captures, the first time, and then
-            replays, from 1; None captures nothing.
-        shrink_arena: Return what the arena does not use at the end of the run. Only without CUDA
-            graphs: those that were captured would replay into memory that is gone.
+        graph: Number (from 1) of the CUDA graph that the first run captures and later runs replay;
+            None for a run without a graph.
+        shrink_arena: Free the unused memory of the arena after the run. Not allowed with CUDA
+            graphs, which would replay into freed memory.
     """
     entries = {"gpu_graph_id": "-1" if graph is None else str(graph)}
     if shrink_arena:
@@ -80,10 +80,10 @@ def run_entries(*, graph: int | None = None, shrink_arena: bool = False) -> dict
 
 
 class ArenaShrinkPolicy:
-    """When a session returns memory to the device: after a peak, once runs are small again.
+    """Decide when a session frees unused GPU memory.
 
-    Returning it costs the next run its allocations, so a run does it only after ``calm`` runs in a
-    row of which none was larger than a ``quarter`` of the largest since the last time.
+    Shrinking makes the next run allocate again. The arena is shrunk after ``calm`` consecutive runs
+    that were each at most a ``quarter`` of the largest run since the last shrink.
     """
 
     calm, quarter = 64, 1 / 4
@@ -92,7 +92,7 @@ class ArenaShrinkPolicy:
         self._largest = self._recent = self._runs = 0
 
     def after(self, size: int) -> bool:
-        """Whether the run of this size (tokens, or anything that memory grows with) gives back."""
+        """Record a run of this size (any measure of memory) and return whether to shrink now."""
         if size > self.quarter * self._largest:
             self._largest = max(self._largest, size)
             self._recent = self._runs = 0

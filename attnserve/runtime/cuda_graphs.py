@@ -1,4 +1,4 @@
-"""Runs of a session as captured CUDA graphs: padded up to a bucket, replayed, and cut back."""
+"""Run a session through captured CUDA graphs: pad inputs to a bucket, replay, slice outputs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Axes = tuple[int | str | None, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the rows of a batch and the tokens of a row stand in the tensors of a model.
+    """The batch and sequence axes of the inputs and outputs of a model.
 
     Attributes:
-        rows: The first axis of every input: a name, or its size.
-        tokens: The name of the second axis where it varies; empty where no input has such an axis.
+        rows: Name or size of the first axis of all inputs.
+        tokens: Name of the dynamic second axis; empty if no input has one.
         inputs, outputs: The axes of each tensor, by name.
     """
 
@@ -34,7 +34,7 @@ class Layout:
 
     @classmethod
     def of(cls, session: Any) -> Layout | None:
-        """The layout of a session's model; None where its inputs have other axes that vary."""
+        """The layout of a session's model; None if its inputs have other dynamic axes."""
         inputs = {value.name: tuple(value.shape) for value in session.get_inputs()}
         outputs = {value.name: tuple(value.shape) for value in session.get_outputs()}
         rows = {axes[0] if axes else None for axes in inputs.values()}
@@ -48,15 +48,15 @@ class Layout:
         return cls(first, second, inputs, outputs)
 
     @property
-    def cuts(self) -> bool:
-        """Whether every output tells which of its axes grow with what is added."""
+    def can_slice(self) -> bool:
+        """Whether all dynamic axes of the outputs are known, so that padding can be removed."""
         return all(
             axes and all(isinstance(axis, int) or axis in (self.rows, self.tokens) for axis in axes)
-            for axes in self.outputs.values()  # no axes at all: of any rank
+            for axes in self.outputs.values()  # without axes, the rank is unknown
         )
 
     def shape(self, feed: Feed) -> Bucket | None:
-        """(rows, tokens) of a batch; None where a tensor is empty or they are not all the same."""
+        """(rows, tokens) of a batch; None if they differ between tensors or one is 0."""
         rows = {array.shape[0] for array in feed.values()}
         tokens = {
             feed[name].shape[1]
@@ -69,12 +69,12 @@ class Layout:
         return found if min(found) > 0 else None
 
     def padded(self, name: str, bucket: Bucket) -> tuple[int, int | None]:
-        """The first two sizes of an input in a bucket; None for a second one that does not vary."""
+        """The first two sizes of an input in a bucket; the second is None if it is not dynamic."""
         axes = self.inputs[name]
         return bucket[0], bucket[1] if len(axes) > 1 and axes[1] == self.tokens else None
 
     def cut(self, name: str, shape: Bucket) -> tuple[slice, ...]:
-        """What of an output belongs to a batch of this shape."""
+        """The slices of a padded output that belong to a batch of this shape."""
         sizes = {self.rows: shape[0], self.tokens: shape[1]}
         return tuple(
             slice(sizes[axis]) if isinstance(axis, str) and axis in sizes else slice(None)
@@ -83,17 +83,17 @@ class Layout:
 
 
 class GraphRunner:
-    """A session whose frequent shapes are captured as CUDA graphs, at most as many as its buckets.
+    """Run a session and capture frequent shapes as CUDA graphs.
 
-    A run is padded up to its bucket, copied into the buffers that the graph reads, replayed, and
-    its outputs are cut back. Rows are added as copies of the first one; tokens as zeros, of the
-    attention mask too. Nothing is captured before ``allow_padding``. Where it allows none, or an
-    output does not tell what to cut, a bucket is of the very shape of its runs.
+    A run is padded to its bucket, copied into the input buffers of the graph and replayed; padding
+    is removed from the outputs. Padding rows are copies of the first row. Padding tokens are zeros,
+    also in the attention mask. Capturing starts after ``allow_padding``. If padding is not allowed,
+    or an output has unknown dynamic axes, buckets have the exact shape of their runs.
 
     Args:
-        session: With ``Cuda.graphs``.
-        buckets: Which shapes are captured.
-        place: Where its buffers lie.
+        session: A session with ``Cuda.graphs``.
+        buckets: Selects the shapes to capture.
+        place: Device of the buffers.
     """
 
     def __init__(self, session: Any, buckets: Buckets, *, place: Place = "cuda") -> None:
@@ -101,9 +101,9 @@ class GraphRunner:
         self._layout = Layout.of(session)
         self._place: Place = place
         self._names = [value.name for value in session.get_outputs()]
-        self._told = self._rows = self._tokens = False
-        self._held: dict[Bucket, _Buffers] = {}
-        # CUDA graphs belong to the thread that captured them: another one would capture its own.
+        self._may_capture = self._rows = self._tokens = False
+        self._buffers: dict[Bucket, _Buffers] = {}
+        # A CUDA graph can be replayed only by the thread that captured it.
         self._thread = ThreadPoolExecutor(1, "cuda-graphs")
 
     def get_inputs(self) -> Sequence[Any]:
@@ -115,37 +115,37 @@ class GraphRunner:
     def allow_padding(self, *, rows: bool, tokens: bool) -> None:
         if self._layout is None:
             return
-        self._told, cuts = True, self._layout.cuts
-        self._rows = rows and cuts and isinstance(self._layout.rows, str)
-        self._tokens = tokens and cuts
+        self._may_capture, can_slice = True, self._layout.can_slice
+        self._rows = rows and can_slice and isinstance(self._layout.rows, str)
+        self._tokens = tokens and can_slice
 
     def run(self, names: Sequence[str] | None, feed: Feed) -> list[np.ndarray]:
         return self._thread.submit(self._run, names or self._names, feed).result()
 
     def _run(self, names: Sequence[str], feed: Feed) -> list[np.ndarray]:
         layout = self._layout
-        shape = layout.shape(feed) if layout is not None and self._told else None
+        shape = layout.shape(feed) if layout is not None and self._may_capture else None
         if layout is not None and shape is not None:
             bucket = self.buckets.choose(*shape, more_rows=self._rows, longer=self._tokens)
-            if bucket is not None and (held := self._buffers(layout, bucket, feed)) is not None:
-                return held.run(names, feed, shape)
+            if bucket is not None and (buffers := self._buffers_of(layout, bucket, feed)):
+                return buffers.run(names, feed, shape)
         return self.session.run(names, dict(feed), run_options())
 
-    def _buffers(self, layout: Layout, bucket: Bucket, feed: Feed) -> _Buffers | None:
-        """Those of a bucket; None where the model does not take its shape."""
-        if bucket not in self._held:
+    def _buffers_of(self, layout: Layout, bucket: Bucket, feed: Feed) -> _Buffers | None:
+        """The buffers of a bucket; None if the model cannot run its shape."""
+        if bucket not in self._buffers:
             try:
-                held = _Buffers(self.session, layout, bucket, feed, self._place)
-            except Exception:  # longer than its positions, or no memory: it may still run as it is
+                buffers = _Buffers(self.session, layout, bucket, feed, self._place)
+            except Exception:  # no memory, or too long: the run may still succeed without padding
                 self.buckets.refuse(bucket)
                 return None
-            held.options = run_options(graph=self.buckets.captured[bucket])
-            self._held[bucket] = held
-        return self._held[bucket]
+            buffers.options = run_options(graph=self.buckets.captured[bucket])
+            self._buffers[bucket] = buffers
+        return self._buffers[bucket]
 
 
 class _Buffers:
-    """What a captured graph reads and writes, at one bucket."""
+    """The input and output buffers of the captured graph of one bucket."""
 
     def __init__(
         self, session: Any, layout: Layout, bucket: Bucket, feed: Feed, place: Place
@@ -160,7 +160,7 @@ class _Buffers:
         self._fill(feed)
         self._inputs = {name: placed(array, place) for name, array in self._host.items()}
         first = binding_of(session, self._inputs, place)
-        session.run_with_iobinding(first, run_options())  # makes the outputs, and captures nothing
+        session.run_with_iobinding(first, run_options())  # allocates the outputs, without capture
         self._outputs = dict(zip(layout.outputs, first.get_outputs(), strict=True))
         self._binding = session.io_binding()
         for name, value in self._inputs.items():
@@ -175,7 +175,7 @@ class _Buffers:
             value.update_inplace(self._host[name])
         self._session.run_with_iobinding(self._binding, self.options)
         found = [self._outputs[name].numpy()[self._layout.cut(name, shape)] for name in names]
-        # From the device it is a copy already; the next run must not write into these answers.
+        # numpy() copies from the device. On the CPU it is a view, which the next run overwrites.
         return found if self._copies else [array.copy() for array in found]
 
     def _fill(self, feed: Feed) -> None:

@@ -1,4 +1,4 @@
-"""Tensors that an ONNX model stores in files beside it (external data)."""
+"""Tensors that an ONNX model stores in other files (external data)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["external_files", "map_external_data"]
 
 
 def external_files(model: ir.Model) -> tuple[Path, ...]:
-    """The files beside a model that hold tensors of it, each once."""
+    """The external data files of a model, without duplicates."""
     found = (tensor.path for tensor in _tensors(model) if isinstance(tensor, ir.ExternalTensor))
     return tuple(dict.fromkeys(map(Path, found)))
 
@@ -19,8 +19,8 @@ def external_files(model: ir.Model) -> tuple[Path, ...]:
 def map_external_data(model: ir.Model) -> None:
     """Replace the external tensors of ``model`` by arrays over memory maps of their files.
 
-    Writing such a model stores its weights, and not the names of the files that they came from.
-    No byte is copied here.
+    A model that is saved afterwards contains its weights, and not references to these files.
+    Nothing is copied here.
 
     ``ir.external_data.load_to_model`` copies each array and closes its map. That raises BufferError
     while another array of the map exists, such as a constant in cached shape information.
@@ -64,7 +64,7 @@ def _tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:
 
 
 def _values(attribute: ir.Attr) -> tuple[ir.TensorProtocol, ...]:
-    """The tensors of an attribute; none where it is of another type or refers to another one."""
+    """The tensors of an attribute; none if it has another type or is a reference."""
     if attribute.is_ref():
         return ()
     if attribute.type == ir.AttributeType.TENSOR:

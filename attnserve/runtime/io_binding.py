@@ -1,4 +1,4 @@
-"""Runs on memory of the device: ONNX Runtime's bindings, values and options of a run."""
+"""I/O binding: runs of a session on device memory, and their run options."""
 
 from __future__ import annotations
 
@@ -25,11 +25,14 @@ __all__ = [
 
 Feed = Mapping[str, np.ndarray]
 Place = Literal["cpu", "cuda"]
-"""Where buffers lie: on the CPU only in tests, where the same code runs without a GPU."""
+"""The device of buffers; "cpu" is for tests without a GPU."""
 
 
 def bound(session: Any, feed: Feed) -> Callable[[], object]:
-    """A run to be timed: on CUDA from memory of the device to it, and at an end when that is."""
+    """A function that runs the session on ``feed``, for timing.
+
+    On CUDA, inputs and outputs stay on the device, and the function waits until the run ends.
+    """
     if "CUDAExecutionProvider" not in session.get_providers():
         return partial(session.run, None, dict(feed))
     binding = binding_of(
@@ -46,7 +49,7 @@ def bound(session: Any, feed: Feed) -> Callable[[], object]:
 def binding_of(
     session: Any, inputs: Mapping[str, Any], place: Place, names: Sequence[str] | None = None
 ) -> Any:
-    """Inputs bound to where they are, outputs (None: all) to be made in the same place."""
+    """Bind inputs and outputs (None: all); outputs are allocated on the device ``place``."""
     binding = session.io_binding()
     for name, value in inputs.items():
         binding.bind_ortvalue_input(name, value)
@@ -56,39 +59,41 @@ def binding_of(
 
 
 class InputBuffers:
-    """What one run at a time reads, in memory of the device: that of the last shapes stays there.
+    """Device buffers for the inputs of one run at a time, cached by shape.
 
     Args:
-        most: The shapes whose buffers stay; the one that was used longest ago goes first.
+        most: Maximum number of cached shapes; the least recently used one is removed first.
     """
 
     def __init__(self, place: Place, most: int = 8) -> None:
         self._place: Place = place
         self._most = most
-        self._held: OrderedDict[Any, dict[str, Any]] = OrderedDict()
+        self._cache: OrderedDict[Any, dict[str, Any]] = OrderedDict()
 
     def filled(self, feed: Feed) -> Mapping[str, Any]:
-        """The buffers of these inputs, which hold them until the next call."""
-        # By type too: what is copied is as many elements as there are, whatever their size.
+        """Copy the inputs into buffers, which are valid until the next call."""
+        # update_inplace copies the number of elements and does not check their type.
         key = tuple((name, array.shape, array.dtype.str) for name, array in feed.items())
-        held = self._held.get(key)
-        if held is None:
-            held = {name: placed(array, self._place) for name, array in feed.items()}
-            self._held[key] = held
-            if len(self._held) > self._most:
-                self._held.popitem(last=False)
+        buffers = self._cache.get(key)
+        if buffers is None:
+            buffers = {name: placed(array, self._place) for name, array in feed.items()}
+            self._cache[key] = buffers
+            if len(self._cache) > self._most:
+                self._cache.popitem(last=False)
         else:
-            self._held.move_to_end(key)
+            self._cache.move_to_end(key)
             for name, array in feed.items():
-                held[name].update_inplace(np.ascontiguousarray(array))
-        return held
+                buffers[name].update_inplace(np.ascontiguousarray(array))
+        return buffers
 
 
 def placed(array: np.ndarray, place: Place) -> Any:
+    """Copy an array to the device."""
     return require_runtime().OrtValue.ortvalue_from_numpy(array, place, DEVICE)
 
 
 def run_options(*, graph: int | None = None, shrink_arena: bool = False) -> Any:
+    """``onnxruntime.RunOptions`` with the entries of ``run_entries``."""
     options = require_runtime().RunOptions()
     for name, value in run_entries(graph=graph, shrink_arena=shrink_arena).items():
         options.add_run_config_entry(name, value)
@@ -96,6 +101,6 @@ def run_options(*, graph: int | None = None, shrink_arena: bool = False) -> Any:
 
 
 def shrink_arena(session: Any, feed: Feed) -> None:
-    """Run a small feed, then return what the GPU's arena does not use; nothing on the CPU."""
+    """Run a small feed and free the unused memory of the GPU arena; does nothing on the CPU."""
     if "CUDAExecutionProvider" in session.get_providers():
         session.run(None, dict(feed), run_options(shrink_arena=True))

@@ -1,4 +1,4 @@
-"""Latency of parts of a model: extracted, timed in interleaved order, and cached in a file.
+"""Extract parts of a model, time them in interleaved order and cache their latencies in a file.
 
 The latency of a block is measured, because it is not proportional to its operations and depends on
 the machine. A block is extracted as a small graph with the inputs that the whole model gives it, so
@@ -171,11 +171,11 @@ def _frontiers(model: ir.Model, cuts: Sequence[Cut], feed: Batch) -> list[list[i
 
 
 def _behind(model: ir.Model, values: Collection[ir.Value], *, shapes: bool) -> set[ir.Value]:
-    """These values and all that depend on their content; with ``shapes`` also on their shape."""
+    """These values and the values that depend on their content (with ``shapes`` also shape)."""
     found = set(values)
     for node in model.graph:
-        asks = node.op_type in ("Shape", "Size") and not node.domain
-        if (shapes or not asks) and not found.isdisjoint(_reads(node)):
+        reads_shape = node.op_type in ("Shape", "Size") and not node.domain
+        if (shapes or not reads_shape) and not found.isdisjoint(_reads(node)):
             found |= set(node.outputs)
     return found
 
@@ -288,7 +288,7 @@ def time_sessions(
 ) -> np.ndarray:
     """Milliseconds per run of each session on its feed, interleaved: (sessions, rounds).
 
-    On CUDA, inputs and outputs stay on the device, where a layer finds them in the whole model.
+    On CUDA, inputs and outputs stay on the device, as in the whole model.
     """
     runs = [bound(session, feed) for session, feed in zip(sessions, feeds, strict=True)]
     return time_functions(runs, seconds)

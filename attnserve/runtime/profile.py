@@ -1,8 +1,8 @@
-"""What ONNX Runtime wrote down of its runs: where the time went, memory, the kernels it chose.
+"""Read ONNX Runtime profiles: time per operator, peak memory and attention kernels.
 
-``open_session(profile=...)`` makes the file that ``read_profile`` reads. With
-ORT_ENABLE_ATTENTION_KERNEL_DEBUG_INFO=1 in the environment of a process, each run of a fused
-attention on CUDA prints the line that ``attention_kernels`` reads.
+``open_session(profile=...)`` writes the file that ``read_profile`` reads. With the environment
+variable ORT_ENABLE_ATTENTION_KERNEL_DEBUG_INFO=1, each run of a fused attention on CUDA prints the
+line that ``attention_kernels`` reads.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from graph_passes.errors import InvalidData
 
 __all__ = ["AttentionKernel", "Profile", "attention_kernels", "read_profile", "read_runs"]
 
-FIX = "let end_profiling() finish the file, and run the model at least once before it"
+FIX = "run the model at least once, then call end_profiling()"
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Some runs of one session, the first left out where there are more: it allocates.
+    """Time and memory of runs of one session.
+
+    The first run allocates memory and is excluded if there are more runs.
 
     Attributes:
-        shares: Of the time of all operators, that of each kind, largest first; they sum to one.
-        timed: "kernels" where the GPU's own clock is in the file, else "nodes": on CUDA that is how
-            long operators take to be started, not to run.
-        peak_bytes: Most memory in use in the arena of the GPU at once, weights left out that were
-            reserved outside of it; that of the CPU where nothing ran on CUDA. None where the file
-            does not tell.
+        shares: Share of the total time by operator type, largest first; the sum is 1.
+        timed: "kernels" if the file has GPU times, else "nodes": on CUDA these are launch times,
+            not run times.
+        peak_bytes: Peak memory of the GPU arena (of the CPU arena if no operator ran on CUDA),
+            without weights that were allocated outside of it. None if the file has no such value.
     """
 
     shares: Mapping[str, float]
@@ -43,11 +44,11 @@ class Profile:
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """The kernel that a fused attention ran in.
+    """The kernel of a fused attention operator.
 
     Attributes:
         operator: "MultiHeadAttention", "Attention", ...
-        node: Its name; empty where it has none.
+        node: The name of the node; may be empty.
         dtype: "fp16", "bf16" or "fp32".
         kernel: "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", ...
     """
@@ -59,15 +60,15 @@ class AttentionKernel:
 
     @property
     def is_fused(self) -> bool:
-        """Whether it never writes the scores to memory."""
+        """Whether the kernel does not write the scores to memory."""
         return self.kernel != "MATH"
 
 
 def read_profile(path: Path) -> Profile:
-    """All runs in a file that ONNX Runtime wrote, together.
+    """Read all runs of a profile file as one profile.
 
     Raises:
-        InvalidData: It is no such file, or there is no operator in it.
+        InvalidData: The file is not an ONNX Runtime profile, or has no operators.
     """
     with _reading(path):
         events = _events(path)
@@ -77,10 +78,10 @@ def read_profile(path: Path) -> Profile:
 
 
 def read_runs(path: Path) -> tuple[Profile, ...]:
-    """Each run in such a file, in order; a peak is that of all runs so far.
+    """Read each run of a profile file, in order; a peak is that of all runs so far.
 
     Raises:
-        InvalidData: As ``read_profile``.
+        InvalidData: See ``read_profile``.
     """
     with _reading(path):
         events = _events(path)
@@ -93,7 +94,7 @@ def _reading(path: Path) -> Generator[None]:
         yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidData(
-            f"{path}: no profile of ONNX Runtime: {type(error).__name__}: {error}",
+            f"{path}: not an ONNX Runtime profile: {type(error).__name__}: {error}",
             FIX,
             code="profile.invalid",
         ) from error
@@ -104,7 +105,7 @@ def _events(path: Path) -> list[dict[str, Any]]:
 
 
 def _windows(events: list[dict[str, Any]]) -> list[tuple[float, float]]:
-    """When each run began and ended."""
+    """Start and end time of each run."""
     runs = [event for event in events if event["name"] == "model_run"]
     return sorted((run["ts"], run["ts"] + run["dur"]) for run in runs)
 
@@ -117,7 +118,7 @@ def _profile(path: Path, events: list[dict[str, Any]], begin: float, end: float)
     for event in kernels or nodes:
         spent[event["args"].get("op_name") or event["name"]] += event["dur"]
     if not nodes:
-        raise InvalidData(f"{path}: no operator ran in this profile", FIX, code="profile.empty")
+        raise InvalidData(f"{path}: the profile has no operators", FIX, code="profile.empty")
     total = spent.total() or 1
     return Profile(
         {name: duration / total for name, duration in spent.most_common()},
@@ -132,7 +133,7 @@ def _peak(nodes: list[dict[str, Any]]) -> int | None:
     return max(known, default=None)
 
 
-COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+COLOR = re.compile(r"\x1b\[[0-9;]*m")
 LINE = re.compile(
     r"Operator=(?P<operator>\S+)(?: Node=(?P<node>.*?))? DataType=(?P<dtype>\w+)"
     r" SdpaKernel=(?P<kernel>\w+)"
@@ -140,11 +141,11 @@ LINE = re.compile(
 
 
 def attention_kernels(output: str) -> tuple[AttentionKernel, ...]:
-    """The kernels that ONNX Runtime printed, one for each node and type, as they first came.
+    """Parse the kernels that ONNX Runtime printed, without duplicates, in order.
 
     Args:
-        output: What the process wrote to its standard output, whatever else that is.
+        output: The standard output of the process; other lines are ignored.
     """
-    found = (LINE.search(COLOUR.sub("", line)) for line in output.splitlines())
+    found = (LINE.search(COLOR.sub("", line)) for line in output.splitlines())
     kernels = [AttentionKernel(**match.groupdict(default="")) for match in found if match]
     return tuple(dict.fromkeys(kernels))

@@ -1,7 +1,6 @@
-"""The only place that builds an ONNX Runtime session.
+"""Open ONNX Runtime sessions; no other module does.
 
-ONNX Runtime comes with an extra (``[cpu]`` or ``[gpu]``), so it is imported on first use and its
-absence is reported with the extra to install.
+ONNX Runtime is an optional dependency (extra ``[cpu]`` or ``[gpu]``) and is imported on first use.
 """
 
 from __future__ import annotations
@@ -52,20 +51,20 @@ Batch = dict[str, np.ndarray]
 """The inputs of one run, by name."""
 
 PROTOBUF_LIMIT_BYTES = 2**31 - 2**20
-"""A protobuf message holds less than 2 GiB; larger models keep their weights beside it."""
+"""A protobuf message is limited to 2 GiB; larger models need external data."""
 
 
 def require_runtime() -> Any:
-    """The onnxruntime module.
+    """Import the onnxruntime module.
 
     Raises:
-        MissingExtra: It is not installed.
+        MissingExtra: ONNX Runtime is not installed.
     """
     try:
         import onnxruntime
     except ImportError as error:
         raise MissingExtra(
-            "ONNX Runtime is not installed, but the model must be run",
+            "ONNX Runtime is not installed: it is needed to run the model",
             "pip install 'attnserve[cpu]' (or 'attnserve[gpu]' on a machine with an NVIDIA GPU)",
             code="extra.onnxruntime",
         ) from error
@@ -81,30 +80,32 @@ def open_session(
     cuda: Cuda = PARITY,
     profile: Path | None = None,
 ) -> onnxruntime.InferenceSession:
-    """A session over a model on disk or in memory.
+    """Open a session for a model on disk or in memory.
 
     Args:
-        source: An .onnx file, or a model in memory (written to a temporary folder when it is
-            larger than a protobuf message can be).
-        provider: The execution provider. On CUDA the CPU still runs what CUDA cannot, but not all:
-            without a usable device this is an error, never a silent run on the CPU.
-        threads: Intra-op threads; 0 leaves the choice to ONNX Runtime.
-        optimize: False runs the graph as it is written, without ONNX Runtime's own fusions.
-        cuda: How the provider "cuda" uses the GPU: exact products where left out.
-        profile: What the file is called that ``end_profiling`` writes, without its ending.
+        source: An .onnx file, or a model in memory. A model above the protobuf limit is written to
+            a temporary folder.
+        provider: The execution provider. With "cuda", operators without a CUDA kernel run on the
+            CPU. Without a usable CUDA device this is an error; there is no fallback to the CPU.
+        threads: Intra-op threads; 0 for ONNX Runtime's default.
+        optimize: False disables the graph optimizations of ONNX Runtime.
+        cuda: CUDA settings; by default exact float32 products.
+        profile: Path prefix of the file that ``end_profiling`` writes.
 
     Raises:
         InvalidModel: ONNX Runtime refuses the graph.
-        InvalidArgument: The provider is not available here, or ``threads`` is negative.
+        InvalidArgument: The provider is not available, or ``threads`` is negative.
         MissingExtra: ONNX Runtime is not installed.
     """
     if threads < 0:
         raise InvalidArgument(
-            f"`threads` is {threads}: expected 0 or more", "raise threads", code="session.threads"
+            f"`threads` is {threads}: expected 0 or more",
+            "set `threads` to 0 for the default",
+            code="session.threads",
         )
     ort = require_runtime()
     options = ort.SessionOptions()
-    options.log_severity_level = 4  # errors reach the user as exceptions, not twice
+    options.log_severity_level = 4  # errors are raised as exceptions
     options.intra_op_num_threads = threads
     if not optimize:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -113,10 +114,10 @@ def open_session(
         options.enable_profiling, options.profile_file_prefix = True, str(profile)
     providers = _providers(ort, provider, cuda)
     if isinstance(source, Path):
-        mended = _mended(source)
-        if mended is None:
+        patched = _patched(source)
+        if patched is None:
             return _start(ort, str(source), source.name, options, providers)
-        source = mended
+        source = patched
     name = source.graph.name or "the model in memory"
     if _lacking(source):
         source = source.clone()
@@ -142,15 +143,15 @@ def open_session(
 
 
 SHARED_BYTES = 2**16
-"""Weights from this size on are shared with a session, not serialized: a session over BERT-base
-opens in a third of the time."""
+"""Minimum size of weights that are shared with a session instead of serialized. A session of
+BERT-base opens in a third of the time."""
 
 _WEIGHTS: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
-"""The arrays that a session reads, kept as long as it exists."""
+"""Shared weights by session, which must live as long as the session."""
 
 
 def _shared_weights(model: ir.Model) -> dict[str, np.ndarray]:
-    """Large constant initializers whose type ONNX Runtime takes from numpy."""
+    """Large constant initializers whose type ONNX Runtime accepts from numpy."""
     found: dict[str, np.ndarray] = {}
     for name, value in model.graph.initializers.items():
         tensor = value.const_value
@@ -163,10 +164,10 @@ def _shared_weights(model: ir.Model) -> dict[str, np.ndarray]:
 
 @contextmanager
 def _without(model: ir.Model, names: Collection[str]) -> Generator[None]:
-    """Serialize ``model`` inside the block without the content of these initializers."""
-    held = {name: model.graph.initializers[name].const_value for name in names}
+    """Remove the content of these initializers inside the context, for serialization."""
+    removed = {name: model.graph.initializers[name].const_value for name in names}
     try:
-        for name, tensor in held.items():
+        for name, tensor in removed.items():
             assert tensor is not None
             model.graph.initializers[name].const_value = ir.ExternalTensor(
                 "memory",
@@ -178,12 +179,12 @@ def _without(model: ir.Model, names: Collection[str]) -> Generator[None]:
             )
         yield
     finally:
-        for name, tensor in held.items():
+        for name, tensor in removed.items():
             model.graph.initializers[name].const_value = tensor
 
 
-def _mended(path: Path) -> ir.Model | None:
-    """The model with what would crash ONNX Runtime mended; None where nothing would."""
+def _patched(path: Path) -> ir.Model | None:
+    """The model if it needs a workaround for a crash of ONNX Runtime (``_lacking``), else None."""
     with path.open("rb") as file:
         if not file.read(1):
             return None
@@ -192,13 +193,13 @@ def _mended(path: Path) -> ir.Model | None:
                 return None
     try:
         model = ir.load(path)
-    except Exception:  # whatever is wrong with it, ONNX Runtime says it better
+    except Exception:  # ONNX Runtime reports the error
         return None
     return model if _lacking(model) else None
 
 
 def _lacking(model: ir.Model) -> list[ir.Node]:
-    """Every com.microsoft Attention without a bias, whose CPU kernel crashes."""
+    """All com.microsoft Attention nodes without a bias, for which the CPU kernel crashes."""
     return [
         node
         for node in ir.traversal.RecursiveGraphIterator(model.graph)
@@ -208,14 +209,14 @@ def _lacking(model: ir.Model) -> list[ir.Node]:
 
 
 def _give_biases(model: ir.Model) -> None:
-    """Give such operators a bias of zeros, which changes nothing else."""
+    """Add a bias of zeros to the nodes of ``_lacking``."""
     for index, node in enumerate(_lacking(model)):
         weight = node.inputs[1].const_value if len(node.inputs) > 1 and node.inputs[1] else None
         if weight is None:
             raise InvalidModel(
                 f"{node.name or node.op_type}: com.microsoft Attention without a bias crashes "
                 "ONNX Runtime, and its weight is not constant",
-                "give the operator a bias of zeros",
+                "add a bias of zeros to the operator",
                 code="session.attention_bias",
             )
         zeros = np.zeros(weight.shape.numpy()[-1], weight.dtype.numpy())
@@ -226,15 +227,15 @@ def _give_biases(model: ir.Model) -> None:
 
 
 def weight_bytes(model: ir.Model) -> int:
-    """Bytes of all initializers, on disk or in memory."""
+    """Size in bytes of all initializers, on disk or in memory."""
     values = (value for graph in model.graphs() for value in graph.initializers.values())
     return sum(value.const_value.nbytes for value in values if value.const_value is not None)
 
 
 def why_no_cuda() -> str | None:
-    """Why nothing can run on CUDA here; None where it can.
+    """Return why CUDA cannot be used on this machine; None if it can.
 
-    It opens a session to find out: from then on the process holds some of the GPU's memory.
+    The check opens a session, so the process allocates some GPU memory.
 
     Raises:
         MissingExtra: ONNX Runtime is not installed.
@@ -255,11 +256,11 @@ def _start(
 ) -> onnxruntime.InferenceSession:
     try:
         session = ort.InferenceSession(source, options, providers=providers)
-    except Exception as error:  # onnxruntime raises a class of its own for each status
+    except Exception as error:  # onnxruntime has an exception class for each status
         if len(providers) == 1 and _is_of_kernels(error) and _holds_bfloat16(source):
             raise InvalidModel(
-                f"{name}: the model computes in bfloat16, without CPU kernels in ONNX Runtime: "
-                f"{_first_sentence(error)}",
+                f"{name}: the model computes in bfloat16, which ONNX Runtime does not support on "
+                f"CPUs: {_first_sentence(error)}",
                 "set `provider` to cuda, or convert to float16, which also runs on a CPU",
                 code="session.bfloat16_cpu",
             ) from error
@@ -268,10 +269,10 @@ def _start(
             "check the file with onnx.checker.check_model, or export it again",
             code="session.graph_refused",
         ) from error
-    # Without a device ONNX Runtime falls back to the CPU in silence.
+    # Without a device, ONNX Runtime falls back to the CPU without an error.
     if len(providers) > 1 and "CUDAExecutionProvider" not in session.get_providers():
         raise InvalidArgument(
-            "`provider` is cuda: no CUDA device can be used here.",
+            "`provider` is cuda: this machine has no usable CUDA device.",
             "set `provider` to cpu",
             code="session.no_device",
         )
@@ -293,7 +294,7 @@ def _providers(ort: Any, provider: Provider, cuda: Cuda) -> Sequence[Any]:
 
 
 def lacks_kernels(error: InvalidModel) -> bool:
-    """Whether a session was refused for want of a kernel alone: the graph itself is sound."""
+    """Whether a session was refused only because a kernel is missing; the graph is valid."""
     return _is_of_kernels(error.__cause__)
 
 
@@ -316,10 +317,10 @@ def _first_sentence(error: Exception) -> str:
 
 
 def cpu_name() -> str:
-    """What the processor calls itself."""
-    facts = Path("/proc/cpuinfo")
-    if facts.is_file():
-        for line in facts.read_text().splitlines():
+    """The model name of the processor."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return (
@@ -330,7 +331,7 @@ def cpu_name() -> str:
 
 
 def output_of(program: str, *arguments: str) -> str | None:
-    """What a program prints, on one line; None where it is missing or fails."""
+    """The output of a program on one line; None if it is missing or fails."""
     path = shutil.which(program)
     if path is None:
         return None
@@ -339,14 +340,14 @@ def output_of(program: str, *arguments: str) -> str | None:
 
 
 def run(session: Any, batch: Batch) -> list[np.ndarray]:
-    """All outputs of a session; what ONNX Runtime says of a batch it refuses, in our words.
+    """Run a batch and return all outputs.
 
     Raises:
         InvalidData: The model refuses the batch.
     """
     try:
         return [np.asarray(array) for array in session.run(None, batch)]
-    except Exception as error:  # onnxruntime raises a class of its own for each status
+    except Exception as error:  # onnxruntime has an exception class for each status
         shapes = ", ".join(f"{name} {array.shape}" for name, array in batch.items())
         raise InvalidData(
             f"the model refuses the inputs {shapes}: {str(error).splitlines()[0][:200]}",

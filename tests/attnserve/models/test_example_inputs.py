@@ -107,8 +107,8 @@ def test_positions_count_up_and_may_not_outrun_their_table():
 @pytest.mark.parametrize(
     ("inputs", "value"),
     [
-        ("int64[1,s] ids", "'ids' has a fixed batch of 1, asked for 2"),
-        ("int64[b,128] ids", "'ids' has a fixed sequence of 128, asked for 7"),
+        ("int64[1,s] ids", "`batch` is 2"),
+        ("int64[b,128] ids", "`sequence` is 7"),
     ],
 )
 def test_a_fixed_axis_of_another_size_is_refused(inputs: str, value: str):

@@ -91,7 +91,8 @@ def commands(analysis: Analysis, **paths: str) -> list[str]:
     """The ``attnserve optimize`` commands on the page."""
     given = {"model": "m.onnx", "calib": "c.txt", "output": "out", **paths}
     page = render(analysis, **{name: Path(path) for name, path in given.items()})
-    return [unescape(line) for line in re.findall("<code>(attnserve optimize .*)</code>", page)]
+    lines = re.findall("<code>(attnserve optimize .*)</code>", page)
+    return [unescape(re.sub("</?span>", "", line)) for line in lines]
 
 
 def parameters(analysis: Analysis) -> list[dict[str, str]]:
@@ -288,7 +289,7 @@ def alike(analysis: Analysis, value: float) -> Analysis:
 def test_reuse_is_offered_where_layers_attend_alike_and_only_there(analysis: Analysis):
     for value, offered in ((0.9, True), (0.3, False)):
         found = findings(alike(analysis, value), Path("out"))
-        (text,) = [each.text for each in found if "layers 0 and 1" in each.text]
+        (text,) = [each.text for each in found if "Layers 0 and 1" in each.text]
         assert f"{value:.2f}" in text
         assert any("reuse" in each.parameters for each in found) is offered
 

@@ -83,7 +83,7 @@ def test_a_model_that_cannot_be_captured_runs_without_graphs_and_says_so(
     assert asked == [Cuda(graphs=True), Cuda()]
     assert not isinstance(runner, GraphRunner)
     assert [record.getMessage() for record in caplog.records] == [
-        "without CUDA graphs: model.onnx: ONNX Runtime refuses the graph: control flow"
+        "running without CUDA graphs: model.onnx: ONNX Runtime refuses the graph: control flow"
     ]
 
 
@@ -211,7 +211,7 @@ def test_without_a_buffer_the_session_copies_for_itself_and_it_is_said_once(
     np.testing.assert_array_equal(runner.run(None, feed)[0], expected)
     assert (len(session.plain), len(session.bound)) == (2, 1)
     assert [record.getMessage() for record in caplog.records] == [
-        "a run without buffers on the GPU: CUDA failure 2: out of memory"
+        "run without GPU input buffers: CUDA failure 2: out of memory"
     ]
 
 

@@ -167,7 +167,7 @@ def test_which_models_have_rows_and_tokens(inputs: str, outputs: str, body: str,
     if "ReduceSum" in body:
         body, found = "y = ReduceMean<axes = [1, 2], keepdims = 0>(x)", ("n", "s", True)
     layout = Layout.of(model_of(inputs, outputs, body))
-    assert found == (layout and (layout.rows, layout.tokens, layout.cuts))
+    assert found == (layout and (layout.rows, layout.tokens, layout.can_slice))
 
 
 @pytest.mark.parametrize(

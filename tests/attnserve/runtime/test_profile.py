@@ -105,7 +105,8 @@ def test_a_profile_that_the_runtime_wrote_is_read(tmp_path: Path):
 def test_what_is_no_profile_is_refused(content: str, tmp_path: Path):
     path = tmp_path / "profile.json"
     path.write_text(content)
-    with pytest.raises(InvalidData, match=r"profile\.json: no (profile of ONNX|operator ran)"):
+    code = "profile.empty" if content == "{}" else "profile.invalid"
+    with raises(InvalidData, code, "profile.json"):
         read_profile(path)
 
 

@@ -283,8 +283,7 @@ def test_without_the_runtime_a_command_says_which_extra_to_install(tiny: Path, t
         )
         assert done.returncode == 2, arguments
         assert done.stdout == ""
-        assert done.stderr.splitlines() == [
-            "error: ONNX Runtime is not installed, but the model must be run",
-            "  pip install 'attnserve[cpu]' (or 'attnserve[gpu]' on a machine with an NVIDIA GPU)",
-        ]
+        error, fix = done.stderr.splitlines()
+        assert error.startswith("error: ONNX Runtime is not installed")
+        assert "pip install 'attnserve[cpu]' (or 'attnserve[gpu]'" in fix
     assert not any(tmp_path.iterdir())
