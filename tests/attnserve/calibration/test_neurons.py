@@ -1,4 +1,4 @@
-"""--ffn: neurons that write least go, where the output feels it least, and the rest is fitted."""
+"""Pruning of feed-forward neurons by energy, with a refit of the rest."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_neurons_and_what_they_cost_leave_the_model(
     model = load_model(tmp_path / "new" / "model.onnx")
     left = {block.name: block.num_neurons for block in find_feed_forward(model)}
     assert [(step.rewrite, step.block, step.neurons) for step in report.steps] == [
-        ("neurons", block.name, left[block.name]) for block in blocks
+        ("prune_neurons", block.name, left[block.name]) for block in blocks
     ]
     gone = sum(F - size for size in left.values())
     assert gone >= F // 2
@@ -179,17 +179,21 @@ def test_every_export_can_lose_neurons_and_heads_together(
     report = optimize(
         folder, tmp_path / "new", ffn=0.25, prune=0.25, collab_dk=12, calib=sentences, threads=1
     )
-    assert {step.rewrite for step in report.steps} == {"prune", "neurons", "collaborate"}
+    assert {step.rewrite for step in report.steps} == {
+        "prune_heads",
+        "prune_neurons",
+        "collaborate",
+    }
     assert report.fidelity.mean_cosine > 0.9
     again = optimize(tmp_path / "new", tmp_path / "two", ffn=0.25, calib=sentences, threads=1)
     assert {step.block for step in again.steps} <= {
-        step.block for step in report.steps if step.rewrite == "neurons"
+        step.block for step in report.steps if step.rewrite == "prune_neurons"
     }
 
 
 def test_a_share_too_small_for_any_layer_is_said(tiny: Path, sentences: Path, tmp_path: Path):
     report = optimize(tiny, tmp_path / "new", ffn=0.01, prune=0.25, calib=sentences, dry_run=True)
-    assert any("--ffn 0.01 takes out less than 8 neurons a layer" in w for w in report.warnings)
+    assert any("ffn 0.01 removes less than 8 neurons" in w for w in report.warnings)
 
 
 @pytest.mark.parametrize("share", [0, 1, -0.5, 1.5, float("nan")])
@@ -199,15 +203,15 @@ def test_shares_that_cannot_be_are_refused(share: float, tiny: Path, tmp_path: P
 
 
 def test_without_data_nothing_can_be_measured(tiny: Path, tmp_path: Path):
-    with pytest.raises(InvalidArgument, match="--ffn measures which neurons matter"):
+    with raises(InvalidArgument, "request.no_data", "`ffn`"):
         optimize(tiny, tmp_path / "new", ffn=0.25)
 
 
 def test_layers_are_attentions(tiny: Path, sentences: Path, tmp_path: Path):
     """Alone they say nothing of neurons, which is an error; beside --prune they narrow that."""
-    with pytest.raises(InvalidArgument, match="--layers names attentions, and --ffn"):
+    with raises(InvalidArgument, "request.conflict", "`layers`", "`ffn`"):
         optimize(tiny, tmp_path / "new", ffn=0.25, layers=["1"], calib=sentences)
     assert not any(tmp_path.iterdir())
     options: dict[str, Any] = {"ffn": 0.25, "prune": 0.5, "layers": ["1"], "calib": sentences}
     report = optimize(tiny, tmp_path / "new", **options, dry_run=True)
-    assert any("--ffn takes neurons out of any layer" in each for each in report.warnings)
+    assert any("ffn removes neurons of any layer" in each for each in report.warnings)

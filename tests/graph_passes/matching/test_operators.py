@@ -67,7 +67,7 @@ def test_operator_that_no_cpu_runs_is_missed_for_that_reason(name: str) -> None:
 def test_heads_are_those_of_the_weights(name: str) -> None:
     """Where the graph names Wq, the heads are its columns."""
     (block,), _ = find_attention(OPERATORS[name].model())
-    if block.q.weight is not None and block.q.weight.name == "Wq" and block.q.turns == ():
+    if block.q.weight is not None and block.q.weight.name == "Wq" and block.q.rotary_terms == ():
         expected = weights()["Wq"].reshape(D, H, K).transpose(1, 0, 2)
         np.testing.assert_array_equal(block.q.heads(), expected)
     assert block.q.num_heads == block.k.num_heads == block.v.num_heads
