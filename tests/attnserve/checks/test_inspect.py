@@ -22,7 +22,7 @@ EXPORTS = [
 named = pytest.mark.parametrize("export", EXPORTS, ids=lambda export: "-".join(map(str, export)))
 
 
-EVERY = dict.fromkeys(("collaborate", "reuse", "prune", "skip", "truncate"), True)
+EVERY = dict.fromkeys(("collaborate", "reuse_attention", "prune_heads", "skip_attention"), True)
 FIRST = "no attention comes before it, whose probabilities it could take"
 
 
@@ -52,7 +52,7 @@ def test_every_export_of_the_tiny_bert_is_read_and_counted(
         "macs": 4 * 32 * 32 * 32 + 2 * (2 * 4 * 16 * 16 * 8),
     }
     assert expected.items() <= first.items()
-    assert first["rewrites"] == EVERY | {"reuse": FIRST} and second["rewrites"] == EVERY
+    assert first["rewrites"] == EVERY | {"reuse_attention": FIRST} and second["rewrites"] == EVERY
     assert first["scale"] == pytest.approx(8**-0.5, rel=1e-6)
     assert first["max_abs_error"] <= 1e-4
     # Two layers: attention, and the two products of the feed-forward network.
@@ -74,7 +74,7 @@ def test_every_layer_of_every_export_of_minilm_is_certified(
     for index, block in enumerate(content["attention"]):
         assert (block["num_heads"], block["head_size"], block["input_size"]) == (12, 32, 384)
         assert block["certified"] and block["max_abs_error"] <= 1e-4
-        assert block["rewrites"] == (EVERY if index else EVERY | {"reuse": FIRST})
+        assert block["rewrites"] == (EVERY if index else EVERY | {"reuse_attention": FIRST})
     # 6 layers of 4 D^2 + 2 S D MACs a token.
     assert content["macs"]["attention"] == 6 * 128 * (4 * 384**2 + 2 * 128 * 384)
 
@@ -131,9 +131,8 @@ def test_a_rewritten_model_is_read_as_what_it_is(tiny: Path, tmp_path: Path):
     already = "its heads are collaborative already"
     assert first["rewrites"] == EVERY | {
         "collaborate": already,
-        "truncate": already,
-        "prune": "its heads are collaborative: they share their queries and keys",
-        "reuse": FIRST,
+        "prune_heads": "its heads are collaborative: they share their queries and keys",
+        "reuse_attention": FIRST,
     }
     assert second["form"] == "standard" and second["rewrites"] == EVERY
     # x W~Q and y W~K, the mixing, scores over R; a random BERT has no query bias, so no content.

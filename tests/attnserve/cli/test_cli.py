@@ -370,14 +370,14 @@ FEED = {"input_ids": ROW, "attention_mask": ROW, "token_type_ids": ROW * 0}
 MISTAKES: dict[str, tuple[Spoil, str]] = {
     "text for a model": (append("model.onnx", b"hello " * 50), "not an ONNX file"),
     "jpeg for a model": (append("model.onnx", b"\xff\xd8\xff\xe0\0JFIF" * 9), "not an ONNX file"),
-    "truncated model": (truncated, "truncated one"),
+    "truncated model": (truncated, "or truncated"),
     "folder without a model": (only_text, r"expected model\.onnx in this folder"),
     "bad operator": (
         edited(lambda m: setattr(m.graph.node[-1], "op_type", "Explode")),
         "Explode",
     ),
     "unknown opset": (edited(lambda m: setattr(m.opset_import[0], "version", 999)), "."),
-    "no opset": (edited(lambda m: m.ClearField("opset_import")), "names no opset"),
+    "no opset": (edited(lambda m: m.ClearField("opset_import")), "no opset is declared"),
     "R of 0": (options("--collab-dk", 0), "expected 1 to 32"),
     "negative R": (options("--collab-dk", -8), "expected 1 to 32"),
     "R above H*K": (options("--collab-dk", 33), "33: expected 1 to 32"),
@@ -390,8 +390,8 @@ MISTAKES: dict[str, tuple[Spoil, str]] = {
     "negative length": (options("--seq", -4), "--seq"),
     "bound that is no cosine": (options("--min-cosine", 7), "--min-cosine is 7"),
     "calibration missing": (options("--calib", "/nowhere.txt"), "no such file"),
-    "calibration empty": (text(""), "holds no text"),
-    "calibration blank": (text("\n \n"), "holds no text"),
+    "calibration empty": (text(""), "the file has no text"),
+    "calibration blank": (text("\n \n"), "the file has no text"),
     "calibration binary": (text(bytes(range(256))), "not UTF-8 text"),
     "calibration longer than the model": (without_limits, "the model refuses the inputs"),
     "calibration of a path too long": (options("--calib", "/" + "x" * 5000), "name too long"),
@@ -416,7 +416,7 @@ MISTAKES: dict[str, tuple[Spoil, str]] = {
     ),
     "record broken": (append("attnserve.json", b"{"), "not valid JSON"),
     "record no object": (append("attnserve.json", b"[]"), "expected a JSON object"),
-    "output on a device": (options("-o", "/dev/null/x"), "not a folder that can be written"),
+    "output on a device": (options("-o", "/dev/null/x"), "not a writable folder"),
 }  # fmt: skip
 
 
@@ -461,7 +461,7 @@ def test_a_path_below_a_file_is_no_output(cli: Cli, tiny: Path, tmp_path: Path):
     (tmp_path / "file").write_text("")
     for output in ("file/new.onnx", "file/a/b"):
         done = cli("optimize", tiny, "-o", tmp_path / output, "--collab-dk", 16)
-        refused(done, "not a folder that can be written")
+        refused(done, "not a writable folder")
 
 
 # Without -o

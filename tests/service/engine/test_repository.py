@@ -315,7 +315,7 @@ def checksum(path: Path) -> str:
 @pytest.mark.parametrize(
     ("files", "text"),
     [
-        ({"model.onnx": "0" * 64}, "not the file that attnserve.json describes"),
+        ({"model.onnx": "0" * 64}, "but attnserve.json has 000000000000"),
         ({"model.onnx": None, "model.onnx.data": "0" * 64}, "missing, and attnserve.json names it"),
         ({"model.onnx": None, "../secret": "0" * 64}, "expected a file beside it"),
         ({"model.onnx": None, "tokenizer.json": 7}, "expected a file beside it"),
