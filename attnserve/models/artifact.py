@@ -491,7 +491,7 @@ def _same(path: Path, other: Path) -> bool:
 
 def _is_the_input(path: Path) -> InvalidOutput:
     return InvalidOutput(
-        f"{path}: the output is a file of the input model",
+        f"{path}: the output is the input model",
         "choose another `output`",
         code="output.is_input",
     )

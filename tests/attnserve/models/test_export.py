@@ -326,7 +326,7 @@ def test_pooling_that_an_artifact_cannot_say_is_refused(
 
 def test_a_layer_after_the_encoder_is_refused(source: Path, tmp_path: Path) -> None:
     modules(source, "Pooling", "Dense")
-    refused(source, tmp_path / "out", InvalidModel, "a Dense module follows the encoder")
+    refused(source, tmp_path / "out", InvalidModel, "the module Dense is not supported")
 
 
 @pytest.mark.parametrize("content", [{"a": 1}, ["x"], [{"type": "Pooling"}]])
@@ -368,16 +368,16 @@ def test_an_option_without_such_a_value_is_refused(
 
 @pytest.mark.parametrize("model", ["nobody/no-such-model", "absent", "/absent/folder", "a/b/c"])
 def test_offline_a_model_that_is_not_here_says_what_to_do(model: str, tmp_path: Path) -> None:
-    match = r"no such folder, and not found(.|\n)*give a local folder"
+    match = r"no such folder, and not found(.|\n)*pass a local folder"
     refused(model, tmp_path / "out", InvalidModel, match)
 
 
 @pytest.mark.parametrize(
     ("missing", "match"),
     [
-        ("config.json", "holds no config.json"),
-        ("model.safetensors", "holds no weights\nput model.safetensors into the folder"),
-        ("tokenizer*", "holds no tokenizer"),
+        ("config.json", "has no config.json"),
+        ("model.safetensors", "has no weights\nput model.safetensors into the folder"),
+        ("tokenizer*", "has no tokenizer"),
     ],
 )
 def test_a_folder_that_lacks_something_is_refused(
@@ -418,7 +418,7 @@ def test_code_of_the_model_is_never_run(source: Path, tmp_path: Path) -> None:
     config["auto_map"] = {"AutoConfig": "own.Config", "AutoModel": "own.Model"}
     write_json(source / "config.json", config)
     (source / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')", encoding="utf-8")
-    refused(source, tmp_path / "out", InvalidModel, "Python code of its own, which is never run")
+    refused(source, tmp_path / "out", InvalidModel, "custom Python code, which is never run")
     assert not (tmp_path / "ran").exists()
 
 
@@ -430,8 +430,11 @@ def test_what_does_not_read_tokens_alone_is_not_exported_yet(source: Path, tmp_p
     image = {"image_size": 32, "patch_size": 16, **small}
     for config, match in (
         (transformers.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4), "t5"),
-        (transformers.ViTConfig(**image), "vit does not read tokens alone"),
-        (transformers.CLIPConfig(text_config=small, vision_config=image), "clip does not read"),
+        (transformers.ViTConfig(**image), "vit is not a text model"),
+        (
+            transformers.CLIPConfig(text_config=small, vision_config=image),
+            "clip is not a text model",
+        ),
     ):
         transformers.AutoModel.from_config(config).save_pretrained(source)
         refused(source, tmp_path / "out", InvalidArgument, match)

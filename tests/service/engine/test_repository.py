@@ -315,10 +315,13 @@ def checksum(path: Path) -> str:
 @pytest.mark.parametrize(
     ("files", "text"),
     [
-        ({"model.onnx": "0" * 64}, "not the file that attnserve.json describes"),
-        ({"model.onnx": None, "model.onnx.data": "0" * 64}, "missing, and attnserve.json names it"),
-        ({"model.onnx": None, "../secret": "0" * 64}, "expected a file beside it"),
-        ({"model.onnx": None, "tokenizer.json": 7}, "expected a file beside it"),
+        ({"model.onnx": "0" * 64}, "but attnserve.json has 000000000000"),
+        (
+            {"model.onnx": None, "model.onnx.data": "0" * 64},
+            "is listed in attnserve.json, but missing",
+        ),
+        ({"model.onnx": None, "../secret": "0" * 64}, "expected a file name and its sha256"),
+        ({"model.onnx": None, "tokenizer.json": 7}, "expected a file name and its sha256"),
     ],
 )
 def test_artifacts_are_checked_against_their_checksums(
