@@ -27,7 +27,7 @@ from attnserve.cli.options import parse_integers, parse_names
 
 if TYPE_CHECKING:
     from attnserve.planning.optimize import OptimizeReport
-    from attnserve.planning.report import PlanReport, Point
+    from attnserve.planning.search.report import PlanReport, Point
 
 __all__ = ["app"]
 

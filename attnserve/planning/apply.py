@@ -21,13 +21,14 @@ from graph_passes.analysis.shapes import bind_axes, infer_shapes_at
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.context import GraphContext
 from graph_passes.emit.collaborative import cache_width
+from graph_passes.emit.fused_attention import OPSETS
 from graph_passes.errors import InvalidModel
 from graph_passes.factorize.moments import TokenMoments
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.base import BlockPass, RewritePass
 from graph_passes.passes.collaborate import Collaborate
-from graph_passes.passes.fuse_attention import OPSETS, FuseAttention
+from graph_passes.passes.fuse_attention import FuseAttention
 from graph_passes.passes.skip_attention import skipped
 
 __all__ = ["DEFECT", "ApplyReport", "Step", "apply_plan", "count_macs"]
@@ -71,7 +72,7 @@ class ApplyReport:
     """The steps of an applied plan, and whether all of them are exact."""
 
     steps: tuple[Step, ...]
-    exact: bool
+    is_exact: bool
 
 
 def apply_plan(
@@ -108,7 +109,7 @@ def apply_plan(
         for each in plan.passes:
             applied.run(each)
         applied.finish()
-        return ApplyReport(tuple(applied.steps), applied.exact)
+        return ApplyReport(tuple(applied.steps), applied.is_exact)
 
 
 @dataclass(eq=False)
@@ -122,7 +123,7 @@ class _Application:
     fit: bool
     shape: tuple[int, int]
     steps: list[Step] = field(default_factory=list[Step])
-    exact: bool = True
+    is_exact: bool = True
     changed: list[str] = field(default_factory=list[str])
     """Blocks whose outputs differ from the original's, in the order of their rewrites."""
     is_measured: bool = True
@@ -139,7 +140,7 @@ class _Application:
             self._collaborate(each)
         elif not each.lossy:
             self._measure()
-            self._fuse(each)
+            self._run_exact(each)
         else:
             self._rewrite(cast("BlockPass[Any, Any]", each))
 
@@ -156,7 +157,7 @@ class _Application:
         self._record(each, before, macs)
         self.changed += each.targets
         self.uncertified |= each.targets.keys()
-        self.is_measured, self.exact = False, False
+        self.is_measured, self.is_exact = False, False
 
     def _record(
         self, each: BlockPass[Any, Any], before: Mapping[str, int], macs: int | None
@@ -207,12 +208,12 @@ class _Application:
             )
             if found.relative_error:
                 self.changed.append(block.name)
-                self.exact = False
+                self.is_exact = False
                 self.is_measured = self.is_measured and not self.fit
         self.uncertified |= each.targets.keys()
 
-    def _fuse(self, each: RewritePass) -> None:
-        """Run an exact pass."""
+    def _run_exact(self, each: RewritePass) -> None:
+        """Run an exact pass; a pass of the whole graph edits no attention."""
         each(self.model)
         if not isinstance(each, BlockPass):
             return

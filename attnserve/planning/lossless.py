@@ -23,21 +23,16 @@ from attnserve.models.artifact import Artifact, load_model, save_model
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.opset import raise_opset
 from attnserve.planning.apply import DEFECT, apply_plan
-from attnserve.planning.limits import MIN_LOSSLESS_GAIN, MIN_SPEEDUP
 from attnserve.planning.plan import Plan
+from attnserve.planning.search.limits import MIN_LOSSLESS_GAIN, MIN_SPEEDUP
 from attnserve.runtime.interleaved_timer import time_functions
 from attnserve.runtime.session import Batch, open_session, run
 from graph_passes.analysis.shapes import infer_shapes_small
+from graph_passes.emit.fused_attention import OPSETS, FusedOperator
 from graph_passes.errors import AttnserveError, CannotRewrite
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.passes.fold_biases import FoldBiases
-from graph_passes.passes.fuse_attention import (
-    IDIOMS,
-    OPSETS,
-    FuseAttention,
-    FusedOperator,
-    fusion_refusal,
-)
+from graph_passes.passes.fuse_attention import IDIOMS, FuseAttention, fusion_refusal
 from graph_passes.passes.fuse_gelu import FuseGelu, gelu_refusal
 from graph_passes.passes.fuse_residuals import FuseResiduals
 

@@ -19,9 +19,9 @@ from attnserve.models.artifact import (
 )
 from attnserve.models.datasets import load_inputs
 from attnserve.models.precision import Precision, check_cpu
-from attnserve.planning.goal import Allowed, Goal
-from attnserve.planning.report import PlanReport, draw_front
-from attnserve.planning.search import search
+from attnserve.planning.search.goal import Allowed, Goal
+from attnserve.planning.search.report import PlanReport, draw_front
+from attnserve.planning.search.search import search
 from graph_passes.errors import InvalidArgument, MissingExtra
 
 __all__ = ["plan"]

@@ -41,13 +41,13 @@ from attnserve.models.artifact import (
 from attnserve.models.datasets import Dataset, load_inputs
 from attnserve.models.precision import Precision, check_cpu, convert, int8_weight_bits
 from attnserve.planning.apply import ApplyReport, Step, apply_plan, count_macs
-from attnserve.planning.goal import Allowed, Goal
 from attnserve.planning.head_selection import Alignment
 from attnserve.planning.mixing import Mixing
 from attnserve.planning.plan import FORMAT, HOW_TO_PLAN, Plan
-from attnserve.planning.report import PlanReport
 from attnserve.planning.request import Importance, Ranks, Request, plan_request
-from attnserve.planning.search import search
+from attnserve.planning.search.goal import Allowed, Goal
+from attnserve.planning.search.report import PlanReport
+from attnserve.planning.search.search import search
 from graph_passes.analysis.cost import Cost, break_even, model_cost
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
@@ -253,7 +253,9 @@ def optimize(
             wanted, artifact, original, data, tokenizer=tokenizer, batch=batch, sequence=sequence,
             context=context,
         )  # fmt: skip
-        done = _Rewritten(found.report.rewrites, found.exact, found.done, found=found.report)
+        done = _Rewritten(
+            found.report.rewrites, found.float32_model, found.applied, found=found.report
+        )
     elif isinstance(wanted, Path):
         assert data is not None
         read, fit_context = _read_plan(wanted, artifact, data, context)
@@ -286,7 +288,7 @@ def optimize(
             *done.warnings,
             *((done.found.verdict,) if done.found and not done.found.gain else ()),
             *_cost_warnings(even, length, artifact.max_length),
-            *(() if done.applied.exact else _data_warnings(done.plan, report, data, length)),
+            *(() if done.applied.is_exact else _data_warnings(done.plan, report, data, length)),
             *_cache_warnings(report.blocks, done.applied.steps),
             *_fidelity_warnings(fidelity),
             *((GPU_ONLY,) if done.plan.precision == "bfloat16" else ()),

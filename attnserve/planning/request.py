@@ -1,4 +1,4 @@
-"""RotaryTerm a request for rewrites into a plan, measuring on data what the request leaves open."""
+"""Turn a request for rewrites into a plan, measuring on data what the request leaves open."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def plan_request(
     length: int = 128,
     longest: int | None = None,
 ) -> PlannedRequest:
-    """RotaryTerm a request into a plan.
+    """Turn a request into a plan.
 
     Args:
         report: The certified attention of ``model``.

@@ -11,11 +11,12 @@ import onnx_ir as ir
 
 from attnserve.models.artifact import save_model
 from benchmarks.gpu.encoder import FLOAT16, random_encoder, to_half
+from graph_passes.emit.fused_attention import FusedOperator
 from graph_passes.errors import CannotRewrite
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.collaborate import Collaborate, factor
-from graph_passes.passes.fuse_attention import FuseAttention, FusedOperator, fusion_refusal
+from graph_passes.passes.fuse_attention import FuseAttention, fusion_refusal
 from graph_passes.passes.fuse_gelu import FuseGelu
 from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.reuse_attention import ReuseAttention

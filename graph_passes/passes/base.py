@@ -203,11 +203,11 @@ class BlockPass(RewritePass, Generic[Block, Params]):
         by_name = {block.name: block for block in self.find(context)}
         for name, params in self.targets.items():
             if (block := by_name.get(name)) is None:
-                known = ", ".join(list(by_name)[:3]) or "none"
+                known = ", ".join(list(by_name)[:8]) or "none"
                 raise CannotRewrite(
                     f"{name}: no {self.noun} has this name; the model has {known}"
-                    + (", ..." if len(by_name) > 3 else ""),
-                    "`attnserve inspect` lists the names",
+                    + (", ..." if len(by_name) > 8 else ""),
+                    "use one of the names",
                     code="rewrite.unknown_block",
                 )
             if self.changes(block, params) and (found := self.refusal(block, params, context)):
@@ -311,7 +311,7 @@ def pass_named(name: str) -> type[RewritePass]:
     if name not in known:
         raise InvalidArgument(
             f"no rewrite is called {name[:100]!r}, expected {', '.join(known)}",
-            "use a name that `attnserve inspect` reports",
+            "use one of these names",
             code="pass.unknown",
         )
     return known[name]

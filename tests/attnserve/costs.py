@@ -10,8 +10,8 @@ import onnx_ir as ir
 import pytest
 
 from attnserve.models.example_inputs import example_inputs
-from attnserve.planning.judge import Judge
-from attnserve.planning.report import Speed
+from attnserve.planning.search.judge import Judge
+from attnserve.planning.search.report import Speed
 from attnserve.runtime.part_latency import Part
 from graph_passes.analysis.cost import model_cost
 

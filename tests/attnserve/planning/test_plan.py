@@ -292,19 +292,19 @@ def test_apply_plan_passes_refer_to_blocks_as_their_predecessors_leave_them():
         ("collaborate", NAMES[3]),
     ]  # fmt: skip
     assert [step.heads for step in report.steps] == [0, 2, 2, 3]
-    assert not report.exact and all(step.relative_error is not None for step in report.steps)
+    assert not report.is_exact and all(step.relative_error is not None for step in report.steps)
 
 
 def test_apply_plan_full_rank_sharing_is_exact():
     report = applied([entry("collaborate", _1={"rank": H * K})])
-    assert report.exact and report.steps[0].relative_error == 0
+    assert report.is_exact and report.steps[0].relative_error == 0
 
 
 def test_apply_plan_empty_plan_changes_nothing():
     model = layers(2)
     before = ir.to_proto(model).SerializeToString()
     report = apply_plan(Plan(), model, RunContext(threads=1), original=layers(2))
-    assert report.exact and report.steps == ()
+    assert report.is_exact and report.steps == ()
     assert ir.to_proto(model).SerializeToString() == before
 
 

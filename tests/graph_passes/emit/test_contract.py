@@ -18,13 +18,14 @@ import pytest
 from attnserve.models.opset import raise_opset
 from graph_passes.blocks import AttentionBlock
 from graph_passes.context import GraphContext
+from graph_passes.emit.fused_attention import OPSETS, FusedOperator
 from graph_passes.errors import CannotRewrite
 from graph_passes.matching.find import find_attention
 from graph_passes.matching.operators import FUSED_OPERATORS
 from graph_passes.passes.base import AttentionPass
 from graph_passes.passes.collaborate import Collaborate, SharedDimensions
 from graph_passes.passes.decompose_attention import DecomposeAttention
-from graph_passes.passes.fuse_attention import IDIOMS, OPSETS, FuseAttention, FusedOperator
+from graph_passes.passes.fuse_attention import IDIOMS, FuseAttention
 from graph_passes.passes.prune_heads import PruneHeads
 from tests.errors import raises
 from tests.graph_passes.graphs import feeds, masked, only, run

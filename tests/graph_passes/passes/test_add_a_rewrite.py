@@ -128,7 +128,7 @@ def test_new_pass_applied_by_a_plan_keeps_the_output(
     model, original = layers(2, **BIASED), layers(2, **BIASED)
     plan = Plan((remove_constant_bias(["attention_0", "attention_1"]),))
     report = apply_plan(plan, model, RunContext(threads=1), original=original)
-    assert report.exact
+    assert report.is_exact
     assert [(step.rewrite, step.block) for step in report.steps] == [
         (NAME, "attention_0"), (NAME, "attention_1"),
     ]  # fmt: skip

@@ -20,16 +20,11 @@ from attnserve.runtime.session import open_session
 from graph_passes.analysis.cost import model_cost
 from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.blocks import AttentionBlock, Causal, PositionBias
+from graph_passes.emit.fused_attention import LOW, OPSETS, FusedOperator
 from graph_passes.errors import CannotRewrite
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.collaborate import Collaborate, factor
-from graph_passes.passes.fuse_attention import (
-    LOW,
-    OPSETS,
-    FuseAttention,
-    FusedOperator,
-    fusion_refusal,
-)
+from graph_passes.passes.fuse_attention import FuseAttention, fusion_refusal
 from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.reuse_attention import ReuseAttention
 from tests import architectures

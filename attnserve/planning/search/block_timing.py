@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from attnserve.context import Progress
 from attnserve.models.precision import LARGEST, Precision, convert
-from attnserve.planning.candidates import (
+from attnserve.planning.search.candidates import (
     Block,
     BlockConfig,
     BlockLatency,
@@ -21,16 +21,17 @@ from attnserve.planning.candidates import (
     apply_reuse,
     configs_of,
 )
-from attnserve.planning.limits import MAX_BLOCK_SLOWDOWN
+from attnserve.planning.search.limits import MAX_BLOCK_SLOWDOWN
 from attnserve.runtime.part_latency import Cut, LatencyTable, Part, cut_out
 from attnserve.runtime.session import Batch, open_session, run
 from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small, set_missing_types
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.emit.editing import remove_unused
+from graph_passes.emit.fused_attention import FusedOperator
 from graph_passes.errors import AttnserveError
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
-from graph_passes.passes.fuse_attention import FuseAttention, FusedOperator, fusion_refusal
+from graph_passes.passes.fuse_attention import FuseAttention, fusion_refusal
 from graph_passes.passes.fuse_gelu import FuseGelu, gelu_refusal
 from graph_passes.passes.fuse_residuals import FuseResiduals, find_residuals
 from graph_passes.passes.reuse_attention import reuse_refusal

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from attnserve.models.artifact import staged
-from attnserve.planning.block_loss import Losses
-from attnserve.planning.candidates import LossCurve, ReusePair
+from attnserve.planning.search.block_loss import Losses
+from attnserve.planning.search.candidates import LossCurve, ReusePair
 from attnserve.runtime.part_latency import default_cache
 from graph_passes.errors import AttnserveError
 

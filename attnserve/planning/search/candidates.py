@@ -12,18 +12,18 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.planning.limits import MAX_BLOCK_SLOWDOWN, MULTIPLE
+from attnserve.planning.search.limits import MAX_BLOCK_SLOWDOWN, MULTIPLE
 from graph_passes.analysis.constants import origin
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.context import GraphContext
 from graph_passes.emit.attention import emission_refusal
+from graph_passes.emit.fused_attention import FusedOperator
 from graph_passes.errors import Refusal
 from graph_passes.factorize.moments import TokenMoments
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.passes.base import BlockPass, small_shapes
 from graph_passes.passes.collaborate import Collaborate, SharedDimensions, sharing_refusal
 from graph_passes.passes.conditions import caller_reads
-from graph_passes.passes.fuse_attention import FusedOperator
 from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.prune_neurons import PruneNeurons, neurons_refusal
 from graph_passes.passes.reuse_attention import Edges, ReuseAttention

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from attnserve.models.precision import Precision
-from attnserve.planning.block_loss import Losses
-from attnserve.planning.candidates import (
+from attnserve.planning.plan import Plan
+from attnserve.planning.search.block_loss import Losses
+from attnserve.planning.search.candidates import (
     BlockConfig,
     ChoiceUnit,
     LossCurve,
@@ -18,9 +19,8 @@ from attnserve.planning.candidates import (
     passes_of,
     units_of,
 )
-from attnserve.planning.model_timing import ModelTiming
-from attnserve.planning.pareto import Choice, pareto_front
-from attnserve.planning.plan import Plan
+from attnserve.planning.search.model_timing import ModelTiming
+from attnserve.planning.search.pareto import Choice, pareto_front
 from graph_passes.passes.base import RewritePass
 from graph_passes.passes.fold_biases import FoldBiases
 from graph_passes.passes.fuse_attention import FuseAttention

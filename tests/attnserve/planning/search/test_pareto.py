@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnserve.planning.candidates import BlockConfig, Option
-from attnserve.planning.pareto import pareto_front
+from attnserve.planning.search.candidates import BlockConfig, Option
+from attnserve.planning.search.pareto import pareto_front
 
 
 def part(*pairs: tuple[float, float]) -> list[Option]:

@@ -18,9 +18,9 @@ from attnserve.checks.certify import read_attention
 from attnserve.models.artifact import load_model, open_artifact
 from attnserve.models.datasets import load_inputs
 from attnserve.models.example_inputs import example_inputs
-from attnserve.planning.block_loss import loss_curves
-from attnserve.planning.block_timing import time_blocks, time_pairs
-from attnserve.planning.candidates import (
+from attnserve.planning.search.block_loss import loss_curves
+from attnserve.planning.search.block_timing import time_blocks, time_pairs
+from attnserve.planning.search.candidates import (
     Block,
     BlockConfig,
     BlockLatency,
@@ -149,7 +149,7 @@ def test_an_operator_that_the_provider_lacks_is_not_taken(
         return open_session(part, *given, **named)
 
     monkeypatch.setattr(LatencyTable, "measure", measure)
-    monkeypatch.setattr("attnserve.planning.block_timing.open_session", lacks)
+    monkeypatch.setattr("attnserve.planning.search.block_timing.open_session", lacks)
     feeds = [example_inputs(bert, 1, 16)]
     found = time_blocks(bert, groups, feeds, LatencyTable(None), target=1, report=silent)
     forms = {found[g.blocks[0]].implementation for g in groups if g.kind == "attention"}
@@ -270,7 +270,7 @@ def test_steps_that_do_not_divide_the_neurons_take_all_of_them():
 @pytest.fixture
 def short_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny model's heads have 8 dimensions: half of them is no multiple of 8."""
-    monkeypatch.setattr("attnserve.planning.candidates.MULTIPLE", 4)
+    monkeypatch.setattr("attnserve.planning.search.candidates.MULTIPLE", 4)
 
 
 def cut_attention(group: TiedBlocks) -> bool:
@@ -378,7 +378,7 @@ def handed_on(
     """Counted times, where one operator for a whole attention takes this share."""
     monkeypatch.setattr(LatencyTable, "measure", measure)
     if implementation == "as exported":
-        monkeypatch.setattr("attnserve.planning.block_timing.FORMS", ())
+        monkeypatch.setattr("attnserve.planning.search.block_timing.FORMS", ())
     feeds = [example_inputs(bert, 1, length) for length in (16, 32)]
     table = LatencyTable(None, threads=1)
     timed = time_blocks(bert, groups, feeds, table, target=1, report=silent)
@@ -434,7 +434,7 @@ def test_a_pair_whose_heads_have_nothing_in_common_is_left_out(
 ):
     """Where no similarity could be measured there are no edges."""
     _, (pair,) = handed_on(bert, groups, monkeypatch, "as exported")
-    monkeypatch.setattr("attnserve.planning.block_loss.edges_of", lambda *_, **__: {})
+    monkeypatch.setattr("attnserve.planning.search.block_loss.edges_of", lambda *_, **__: {})
     assert loss_curves(bert, groups, data, pairs=[pair], threads=1, report=silent).pairs == ()
 
 

@@ -26,12 +26,12 @@ from attnserve.cli.app import main
 from attnserve.models.artifact import fingerprint, load_model, open_artifact
 from attnserve.models.datasets import load_inputs
 from attnserve.planning import judge, search
-from attnserve.planning.checkpoint import Checkpoint
-from attnserve.planning.front_search import MAX_BUILDS, FrontSearch
-from attnserve.planning.goal import Goal
-from attnserve.planning.judge import Judge
-from attnserve.planning.pareto import Choice
-from attnserve.planning.report import PlanReport, Speed
+from attnserve.planning.search.checkpoint import Checkpoint
+from attnserve.planning.search.front_search import MAX_BUILDS, FrontSearch
+from attnserve.planning.search.goal import Goal
+from attnserve.planning.search.judge import Judge
+from attnserve.planning.search.pareto import Choice
+from attnserve.planning.search.report import PlanReport, Speed
 from graph_passes.errors import (
     AttnserveError,
     CannotRewrite,
@@ -125,7 +125,7 @@ def test_queries_and_keys_are_cut_where_that_costs_least(
     model: Path, sentences: Path, tmp_path: Path, counted: None, monkeypatch: pytest.MonkeyPatch
 ):
     """And the plan says so, is carried out again to the same bytes, and is read as attention."""
-    monkeypatch.setattr("attnserve.planning.candidates.MULTIPLE", 4)
+    monkeypatch.setattr("attnserve.planning.search.candidates.MULTIPLE", 4)
     report = planned(model, sentences, tmp_path / "plan.json", keep=0.9)
     cut = [decision for decision in report.decisions if decision.head_size is not None]
     assert cut and all(decision.head_size == 4 for decision in cut)
@@ -201,9 +201,9 @@ def test_probabilities_are_handed_on_where_no_operator_holds_an_attention(
     model: Path, sentences: Path, tmp_path: Path, counted: None, monkeypatch: pytest.MonkeyPatch
 ):
     """Both layers with the same number of heads, in plain operators."""
-    monkeypatch.setattr("attnserve.planning.block_timing.FORMS", ())
+    monkeypatch.setattr("attnserve.planning.search.block_timing.FORMS", ())
     refusal = Refusal("test", "not here")
-    monkeypatch.setattr("attnserve.planning.candidates.skip_refusal", lambda *_: refusal)
+    monkeypatch.setattr("attnserve.planning.search.candidates.skip_refusal", lambda *_: refusal)
     report = planned(model, sentences, tmp_path / "p.json", keep=0.8)
     source, reader = (d for d in report.decisions if d.kind == "attention")
     assert reader.source == source.block and source.source is None

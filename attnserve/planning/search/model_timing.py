@@ -11,15 +11,15 @@ import onnx_ir as ir
 
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.precision import convert
-from attnserve.planning.block_timing import time_blocks, time_pairs, time_residual_fusion
-from attnserve.planning.candidates import (
+from attnserve.planning.search.block_timing import time_blocks, time_pairs, time_residual_fusion
+from attnserve.planning.search.candidates import (
     Block,
     BlockConfig,
     BlockLatency,
     ReusePair,
     TiedBlocks,
 )
-from attnserve.planning.goal import SearchInput
+from attnserve.planning.search.goal import SearchInput
 from attnserve.runtime.part_latency import LatencyTable, Part, default_cache
 
 __all__ = ["ModelTiming", "time_model"]

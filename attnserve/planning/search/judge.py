@@ -17,13 +17,13 @@ from attnserve.context import RunContext
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.precision import convert
 from attnserve.planning.apply import ApplyReport, apply_plan
-from attnserve.planning.candidate_set import CandidateSet
-from attnserve.planning.checkpoint import Checkpoint
-from attnserve.planning.goal import SearchInput
-from attnserve.planning.limits import MIN_SPEEDUP
-from attnserve.planning.pareto import Choice
 from attnserve.planning.plan import Plan
-from attnserve.planning.report import Speed
+from attnserve.planning.search.candidate_set import CandidateSet
+from attnserve.planning.search.checkpoint import Checkpoint
+from attnserve.planning.search.goal import SearchInput
+from attnserve.planning.search.limits import MIN_SPEEDUP
+from attnserve.planning.search.pareto import Choice
+from attnserve.planning.search.report import Speed
 from attnserve.runtime.part_latency import Part
 from attnserve.runtime.session import open_session
 
@@ -44,7 +44,7 @@ class Built:
     """A choice that was built and measured.
 
     Attributes:
-        exact: The rewritten model in float32.
+        float32_model: The rewritten model in float32.
         model: The same model in the requested precision.
         share: The kept share of the task's score, if the goal has a task.
         loss: Of the goal's measure, at its lower confidence bound.
@@ -52,7 +52,7 @@ class Built:
 
     choice: Choice
     plan: Plan
-    exact: ir.Model
+    float32_model: ir.Model
     model: ir.Model
     applied: ApplyReport
     fidelity: Fidelity
@@ -101,18 +101,18 @@ class Judge:
         def progress(stage: str, done: int, total: int) -> None:
             given.context.progress(f"build {number}: {stage}", done, total)
 
-        exact = given.model.clone()
+        float32_model = given.model.clone()
         applied = apply_plan(
-            plan, exact, replace(given.context, threads=0, progress=progress),
+            plan, float32_model, replace(given.context, threads=0, progress=progress),
             original=given.model, data=given.data, shape=(given.batch, given.lengths[-1]),
         )  # fmt: skip
-        model = convert(exact, given.goal.precision)
+        model = convert(float32_model, given.goal.precision)
         fidelity = compare(
             given.model, model, given.data.held_out, f"held out of {given.data.source['file']}",
             context=RunContext(given.context.provider, progress=progress),
         )  # fmt: skip
         share, loss = self._share_and_loss(model, fidelity, f"build {number}: score")
-        self._last = Built(choice, plan, exact, model, applied, fidelity, share, loss)
+        self._last = Built(choice, plan, float32_model, model, applied, fidelity, share, loss)
         self.measured[choice.picks] = loss, fidelity.mean_cosine
         self.checkpoint.add_build(_digest(plan), loss, fidelity.mean_cosine)
         return self._last

@@ -14,7 +14,7 @@ from attnserve.checks.compare import compare
 from attnserve.context import RunContext
 from attnserve.models.artifact import load_model, open_artifact
 from attnserve.models.datasets import load_inputs
-from attnserve.planning.loss_estimation import LossEstimator
+from attnserve.planning.search.loss_estimation import LossEstimator
 from attnserve.runtime.session import Batch
 from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.matching.feed_forward import find_feed_forward

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attnserve.planning.candidate_set import CandidateSet
-from attnserve.planning.goal import Goal
-from attnserve.planning.judge import ROUNDING, Built, Judge
+from attnserve.planning.search.candidate_set import CandidateSet
+from attnserve.planning.search.goal import Goal
+from attnserve.planning.search.judge import ROUNDING, Built, Judge
 from graph_passes.errors import CheckFailed
 
 __all__ = ["FrontSearch"]

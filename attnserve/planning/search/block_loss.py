@@ -20,7 +20,8 @@ from attnserve.calibration.moments import collect_moments
 from attnserve.calibration.refit import Moments, context_moments, refit
 from attnserve.calibration.similarity import measure_similarity
 from attnserve.context import Provider, RunContext
-from attnserve.planning.candidates import (
+from attnserve.planning.head_selection import Reuse, edges_of
+from attnserve.planning.search.candidates import (
     MAX_CONFIGS,
     BlockConfig,
     LossCurve,
@@ -29,9 +30,8 @@ from attnserve.planning.candidates import (
     apply_config,
     apply_reuse,
 )
-from attnserve.planning.head_selection import Reuse, edges_of
-from attnserve.planning.limits import MULTIPLE
-from attnserve.planning.loss_estimation import LossEstimator
+from attnserve.planning.search.limits import MULTIPLE
+from attnserve.planning.search.loss_estimation import LossEstimator
 from attnserve.runtime.session import Batch
 from graph_passes.blocks import FeedForwardBlock
 from graph_passes.context import GraphContext

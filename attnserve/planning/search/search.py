@@ -32,22 +32,22 @@ from attnserve.models.example_inputs import example_inputs
 from attnserve.models.opset import raise_opset
 from attnserve.models.precision import convert
 from attnserve.planning.apply import ApplyReport
-from attnserve.planning.block_loss import Losses, loss_curves
-from attnserve.planning.candidate_set import CandidateSet
-from attnserve.planning.candidates import changes_to_measure, group_blocks
-from attnserve.planning.checkpoint import Checkpoint
-from attnserve.planning.decisions import explain, front_points
-from attnserve.planning.front_search import FrontSearch
-from attnserve.planning.goal import Goal, SearchInput
-from attnserve.planning.judge import Built, Judge, score_model
-from attnserve.planning.limits import MIN_GAIN, MIN_SPEEDUP
-from attnserve.planning.model_timing import ModelTiming, time_model
 from attnserve.planning.plan import Plan
-from attnserve.planning.report import PlanReport, Speed
 from attnserve.planning.request import require_attention
+from attnserve.planning.search.block_loss import Losses, loss_curves
+from attnserve.planning.search.candidate_set import CandidateSet
+from attnserve.planning.search.candidates import changes_to_measure, group_blocks
+from attnserve.planning.search.checkpoint import Checkpoint
+from attnserve.planning.search.decisions import explain, front_points
+from attnserve.planning.search.front_search import FrontSearch
+from attnserve.planning.search.goal import Goal, SearchInput
+from attnserve.planning.search.judge import Built, Judge, score_model
+from attnserve.planning.search.limits import MIN_GAIN, MIN_SPEEDUP
+from attnserve.planning.search.model_timing import ModelTiming, time_model
+from attnserve.planning.search.report import PlanReport, Speed
 from attnserve.runtime.session import open_session, run
+from graph_passes.emit.fused_attention import OPSETS
 from graph_passes.errors import CannotRewrite, InvalidArgument, InvalidData
-from graph_passes.passes.fuse_attention import OPSETS
 
 __all__ = ["SearchResult", "search"]
 
@@ -61,12 +61,12 @@ class SearchResult:
     """A report, and the model that it describes.
 
     Attributes:
-        exact: The rewritten model in float32; ``convert`` gives it its precision.
+        float32_model: The rewritten model; ``convert`` gives it its precision.
     """
 
     report: PlanReport
-    exact: ir.Model
-    done: ApplyReport
+    float32_model: ir.Model
+    applied: ApplyReport
 
 
 def search(
@@ -251,7 +251,7 @@ def _result(
         "rewrites": best.plan, "gain": True, "verdict": f"{gain:.2f}x as fast, keeping {kept}",
         "fidelity": best.fidelity, "share": best.share, "speeds": tuple(speeds),
     })  # fmt: skip
-    return SearchResult(report, best.exact, best.applied)
+    return SearchResult(report, best.float32_model, best.applied)
 
 
 def _refusal(plan: Plan, gain: float, speeds: Sequence[Speed]) -> str:
@@ -280,7 +280,7 @@ def _no_gain(
         "fidelity": Fidelity((), 1.0, 1.0, "the original itself"), "share": None,
         "speeds": tuple(speeds),
     })  # fmt: skip
-    return SearchResult(report, given.model, ApplyReport((), exact=True))
+    return SearchResult(report, given.model, ApplyReport((), is_exact=True))
 
 
 def _report(
