@@ -10,7 +10,7 @@ import pytest
 
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.precision import LARGEST, convert
-from attnserve.planning import block_timing as block_times
+from attnserve.planning.search import block_timing as block_times
 from attnserve.planning.search.block_timing import time_blocks, without_casts
 from attnserve.planning.search.candidates import group_blocks
 from attnserve.runtime.part_latency import LatencyTable, Part

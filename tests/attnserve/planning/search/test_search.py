@@ -25,7 +25,7 @@ from attnserve.checks.evaluate import share_kept
 from attnserve.cli.app import main
 from attnserve.models.artifact import fingerprint, load_model, open_artifact
 from attnserve.models.datasets import load_inputs
-from attnserve.planning import judge, search
+from attnserve.planning.search import judge, search
 from attnserve.planning.search.checkpoint import Checkpoint
 from attnserve.planning.search.front_search import MAX_BUILDS, FrontSearch
 from attnserve.planning.search.goal import Goal
