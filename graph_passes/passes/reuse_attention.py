@@ -102,16 +102,19 @@ class ReuseAttention(AttentionPass[ReusedHeads]):
         check_edges(self.targets, self.find(context))
         super().check(context)
 
-    def prepare(self, context: GraphContext) -> None:
+    def requires(self, model: ir.Model) -> None:
+        # Masks are compared in plain operators, so fused sources are decomposed before the check.
         sources = {source for heads in self.targets.values() for source, _ in heads.values()}
-        decompose_fused(context, sources)
-        for block in self.find(context):
-            if block.name in sources and block.probabilities is None:
-                raise CannotRewrite(
-                    f"{block.name}: its probabilities are inside a fused operator",
-                    "choose another source",
-                    code="reuse_attention.source",
-                )
+        with GraphContext.of(model) as context:
+            decompose_fused(context, sources)
+            super().requires(model)
+            for block in self.find(context):
+                if block.name in sources and block.probabilities is None:
+                    raise CannotRewrite(
+                        f"{block.name}: its probabilities are inside a fused operator",
+                        "choose another source",
+                        code="reuse_attention.source",
+                    )
 
     def rewrite_blocks(
         self, chosen: Sequence[tuple[AttentionBlock, ReusedHeads]], context: GraphContext

@@ -239,7 +239,7 @@ def test_pooling_is_the_artifacts_unless_it_is_given(tokens: Path) -> None:
         score = evaluate(tokens, task="sts", data=data, pooling=pooling)
         assert isinstance(score, StsScore)
         np.testing.assert_allclose(score.cosines, [cosine, 0, -1], atol=1e-6)
-    with raises(InvalidArgument, "text.pooling", "'none'"):
+    with raises(InvalidArgument, "text.pooling", "none"):
         evaluate(tokens, task="sts", data=data, pooling="none")
 
 
