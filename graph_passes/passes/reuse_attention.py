@@ -103,10 +103,10 @@ class ReuseAttention(AttentionPass[ReusedHeads]):
         super().check(context)
 
     def requires(self, model: ir.Model) -> None:
-        # Masks are compared in plain operators, so fused sources are decomposed before the check.
+        # Masks are compared in plain operators, so fused blocks are decomposed before the check.
         sources = {source for heads in self.targets.values() for source, _ in heads.values()}
         with GraphContext.of(model) as context:
-            decompose_fused(context, sources)
+            decompose_fused(context, sources | self.targets.keys())
             super().requires(model)
             for block in self.find(context):
                 if block.name in sources and block.probabilities is None:

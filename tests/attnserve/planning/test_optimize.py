@@ -276,7 +276,7 @@ def test_a_broken_promise_writes_nothing(tiny: Path, tmp_path: Path):
 def test_the_input_is_never_changed(model: Path, tmp_path: Path):
     before = tree(model)
     optimize(model, tmp_path / "new", collab_dk=16)
-    with pytest.raises(InvalidOutput, match="the output is a file of the input"):
+    with pytest.raises(InvalidOutput, match="the output is the input model"):
         optimize(model, model, collab_dk=16, force=True)
     assert tree(model) == before
 
