@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
+from attnserve.calibration.layerwise import LayerwiseRunner
 from attnserve.context import RunContext
-from attnserve.runtime.session import Batch, open_session, run
+from attnserve.runtime.session import Batch
 from graph_passes.blocks import AttentionBlock
-from graph_passes.emit.editing import exposing
 from graph_passes.errors import InvalidData
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def observe(
 ) -> Iterator[tuple[Batch, list[list[np.ndarray]]]]:
     """Yield each batch with the arrays of these values.
 
-    One batch is in memory at a time. The graph is unchanged afterwards.
+    One batch is in memory at a time, and nodes behind the last of the values do not run.
 
     Args:
         values: Groups of values, for example one group per block.
@@ -41,12 +41,11 @@ def observe(
     wanted = list(dict.fromkeys(value for group in values for value in group))
     if not wanted:
         return
-    with exposing(model, wanted):
-        session = open_session(model, provider=context.provider, threads=context.threads)
     progress = context.stage(stage)
-    for done, batch in enumerate(batches, start=1):
-        arrays = dict(zip(wanted, run(session, batch), strict=True))
-        yield batch, [[arrays[value] for value in group] for group in values]
+    runs = LayerwiseRunner(model, batches, context=context).peek(wanted)
+    for done, (batch, arrays) in enumerate(zip(batches, runs, strict=True), start=1):
+        by_value = dict(zip(wanted, arrays, strict=True))
+        yield batch, [[by_value[value] for value in group] for group in values]
         progress(done, len(batches))
 
 

@@ -82,16 +82,17 @@ def eliminate(
     order: list[int] = []
     losses = [0.0]
     while left:
-        rows = {head: slice(head * size, (head + 1) * size) for head in left}
-        solved = {head: np.linalg.solve(inverse[at, at], x[at]) for head, at in rows.items()}
-        added = {head: float(np.sum(x[at] * solved[head])) for head, at in rows.items()}
-        head = min(left, key=lambda h: added[h])
-        at = rows[head]
+        blocks = inverse.reshape(heads, size, heads, size)[left, :, left]  # L V V
+        rows = x.reshape(heads, size, -1)[left]  # L V D
+        solved = np.linalg.inv(blocks) @ rows
+        added = np.sum(rows * solved, axis=(1, 2))
+        best = int(np.argmin(added))
+        head = left.pop(best)
+        at = slice(head * size, (head + 1) * size)
         order.append(head)
-        losses.append(losses[-1] + added[head] / total)
-        x = x - inverse[:, at] @ solved[head]
+        losses.append(losses[-1] + float(added[best]) / total)
+        x = x - inverse[:, at] @ solved[best]
         inverse = inverse - inverse[:, at] @ np.linalg.solve(inverse[at, at], inverse[at])
-        left.remove(head)
     return Elimination(np.array(order), np.array(losses))
 
 

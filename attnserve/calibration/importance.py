@@ -23,10 +23,10 @@ from attnserve.calibration.activations import (
     observe,
     row_count,
 )
-from attnserve.calibration.layerwise import LayerwiseRunner, Suffix, suffix_of
+from attnserve.calibration.layerwise import SegmentedModel
 from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.models.datasets import token_mask
-from attnserve.runtime.session import Batch, open_session, run
+from attnserve.runtime.session import Batch
 from graph_passes.blocks import AttentionBlock
 from graph_passes.emit.editing import Inserter
 from graph_passes.errors import InvalidArgument, InvalidModel
@@ -203,9 +203,9 @@ Output = tuple["Float[np.ndarray, 'B S D']", "Bool[np.ndarray, 'B S']"]
 
 
 class _Gated:
-    """A session over a copy of a model, with a gate on the attention context of each head.
+    """A copy of a model with a gate on the attention context of each head.
 
-    The gates are graph inputs, so that one session serves all heads.
+    The gates are graph inputs. Varying one runs only the layers behind it.
     """
 
     def __init__(
@@ -231,12 +231,14 @@ class _Gated:
         }
         copy.graph.sort()
         copy.graph.outputs[:] = [copy.graph.outputs[index] for index in places]
-        self.model, self.context = copy, context
-        self.session = open_session(copy, provider=context.provider, threads=context.threads)
+        self.inputs = {value.name or "": value for value in copy.graph.inputs}
+        gates = [self.inputs[name] for name in self.gates]
+        self.segments = SegmentedModel(copy, gates, context)
 
     def run(self, batch: Batch) -> list[Output]:
         """The outputs with all gates at 1."""
-        return self._outputs(run(self.session, batch | self.gates), batch)
+        state = self.segments.start(batch | self.gates)
+        return self._outputs(self.segments.finish(0, state), batch)
 
     def variations(
         self,
@@ -248,53 +250,28 @@ class _Gated:
     ) -> Iterator[tuple[int, list[Output], list[list[Output]]]]:
         """Vary the gate of one head at a time; yields (head, whole outputs, outputs by gate).
 
-        Only the nodes behind a block's gate run again; what they read is computed once.
-
         Args:
             wholes: The outputs of each batch with all gates at 1.
-            heads: The heads to vary, counted over all blocks, in ascending order.
+            heads: The heads to vary, counted over all blocks.
         """
-        inputs = {value.name: value for value in self.model.graph.inputs}
-        suffixes = [suffix_of(self.model.graph, inputs[name]) for name in self.gates]
-        fed = [batch | self.gates for batch in batches]
-        runner = LayerwiseRunner(self.model, fed, context=self.context)
-        first, done = 0, 0
-        for index, (name, ones) in enumerate(self.gates.items()):
-            own = [head - first for head in heads if first <= head < first + len(ones)]
-            later = {value for other in suffixes[index + 1 :] for value in other.reads}
-            known = list(runner.run_to(suffixes[index].reads, later)) if own else []
-            part = self._part(suffixes[index], inputs[name], known[0]) if own else None
-            for feed, values, whole in zip(fed, known, wholes, strict=False):
-                assert part is not None
-                for head in own:
-                    found: list[list[Output]] = []
+        done = 0
+        for batch, whole in zip(batches, wholes, strict=True):
+            state = self.segments.start(batch | self.gates)
+            first = 0
+            for segment, (name, ones) in enumerate(self.gates.items()):
+                for head in (head - first for head in heads if 0 <= head - first < len(ones)):
+                    varied: list[list[Output]] = []
                     for gate in gates:
                         array = ones.copy()
                         array[head] = gate
-                        found.append(part(feed | {name: array}, values, whole))
-                    yield first + head, whole, found
+                        changed = state | {self.inputs[name]: array}
+                        varied.append(self._outputs(self.segments.finish(segment, changed), batch))
+                    yield first + head, whole, varied
                     done += 1
                     progress(done, len(heads) * len(batches))
-            first += len(ones)
-
-    def _part(
-        self, suffix: Suffix, gate: ir.Value, example: Sequence[np.ndarray]
-    ) -> Callable[[Batch, Sequence[np.ndarray], list[Output]], list[Output]]:
-        """A function from (inputs, values that the suffix reads, outputs) to the new outputs."""
-        part, names = suffix.model(self.model, [gate], example)
-        session = open_session(part, provider=self.context.provider, threads=self.context.threads)
-        places = [self.model.graph.outputs.index(value) for value in suffix.outputs]
-
-        def outputs(feed: Batch, values: Sequence[np.ndarray], whole: list[Output]) -> list[Output]:
-            given = {names[v]: a for v, a in zip(suffix.reads, values, strict=True) if v in names}
-            given[names[gate]] = feed[gate.name or ""]
-            changed = list(whole)
-            for place, array in zip(places, run(session, given), strict=True):
-                before, real = whole[place]
-                changed[place] = array.reshape(before.shape).astype(np.float64), real
-            return changed
-
-        return outputs
+                first += len(ones)
+                if first <= max(heads):
+                    state = self.segments.run(segment, state)
 
     def _outputs(self, arrays: Sequence[np.ndarray], batch: Batch) -> list[Output]:
         outputs: list[Output] = []

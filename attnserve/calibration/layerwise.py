@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -11,7 +12,7 @@ import onnx_ir as ir
 from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.runtime.session import Batch, open_session, run
 
-__all__ = ["LayerwiseRunner", "Suffix", "suffix_of"]
+__all__ = ["LayerwiseRunner", "SegmentedModel"]
 
 
 class LayerwiseRunner:
@@ -94,44 +95,92 @@ class LayerwiseRunner:
             yield [seen[value] for value in wanted]
 
 
-@dataclass(frozen=True, eq=False)
-class Suffix:
-    """The part of a graph that depends on one of its inputs.
+class SegmentedModel:
+    """A model that is cut in front of some of its inputs, to vary them one at a time.
 
-    Attributes:
-        reads: Computed values, and other inputs, that the part reads.
-        nodes: In reverse order of execution.
-        outputs: The outputs of the graph that depend on the input.
+    Segment i reads input i and what was computed before it; a run with another value of input i
+    skips the segments before i. One session per segment serves all runs.
+
+    Args:
+        model: It is not changed.
+        inputs: The inputs to vary, in the order of execution of the nodes that read them.
     """
 
-    reads: list[ir.Value]
-    nodes: list[ir.Node]
-    outputs: list[ir.Value]
+    def __init__(
+        self, model: ir.Model, inputs: Sequence[ir.Value], context: RunContext = DEFAULT_CONTEXT
+    ) -> None:
+        self.model = model
+        self.context = context
+        self._cuts = _cuts(model.graph, inputs)
+        self._parts: list[_Part | None] = [None] * len(self._cuts)
 
-    def model(
-        self, model: ir.Model, inputs: Sequence[ir.Value], arrays: Sequence[np.ndarray]
-    ) -> tuple[ir.Model, dict[ir.Value, str]]:
-        """A model of the part, and the name of its input for each value that it reads.
+    def start(self, batch: Batch) -> dict[ir.Value, np.ndarray]:
+        """The state before the first varied input."""
+        return self._advance(0, _by_value(self.model.graph.inputs, batch))
+
+    def run(self, segment: int, state: Mapping[ir.Value, np.ndarray]) -> dict[ir.Value, np.ndarray]:
+        """The state after a segment.
 
         Args:
-            inputs: The inputs that the part depends on.
-            arrays: An example of each value of ``reads``.
+            state: The state before it, which includes all inputs of the model.
         """
-        start = dict(zip(self.reads, arrays, strict=True)) | {v: np.zeros(0) for v in inputs}
-        return _between(model, start, self.nodes, self.outputs)
+        return self._advance(segment + 1, state)
+
+    def finish(self, segment: int, state: Mapping[ir.Value, np.ndarray]) -> list[np.ndarray]:
+        """The outputs of the model, from the state before a segment."""
+        for index in range(segment, len(self._cuts) - 1):
+            state = self.run(index, state)
+        return [state[value] for value in self.model.graph.outputs]
+
+    def _advance(
+        self, index: int, state: Mapping[ir.Value, np.ndarray]
+    ) -> dict[ir.Value, np.ndarray]:
+        part = self._parts[index]
+        if part is None:
+            part = self._parts[index] = self._opened(index, state)
+        after = {v: a for v, a in state.items() if v in self._cuts[index] or v.is_graph_input()}
+        if part.session is None:
+            return after
+        arrays = run(part.session, {name: state[value] for value, name in part.inputs.items()})
+        return after | dict(zip(part.outputs, arrays, strict=True))
+
+    def _opened(self, index: int, state: Mapping[ir.Value, np.ndarray]) -> _Part:
+        order = _values(self.model.graph)
+        outputs = [v for v in order if v in self._cuts[index] and v not in state]
+        if not outputs:
+            return _Part(None, {}, [])
+        reads, nodes = _behind(self.model.graph, outputs, state.keys())
+        start = {value: array for value, array in state.items() if value in reads}
+        model, names = _between(self.model, start, nodes, outputs)
+        context = self.context
+        session = open_session(model, provider=context.provider, threads=context.threads)
+        return _Part(session, names, outputs)
 
 
-def suffix_of(graph: ir.Graph, start: ir.Value) -> Suffix:
-    """The part of a graph that depends on ``start``, an input of the graph."""
-    dependent = {start}
-    for node in graph:
-        if not dependent.isdisjoint(_reads(node)):
-            dependent.update(node.outputs)
-    known = {v for v in _varying(graph) - dependent if _is_tensor(v)}
-    outputs = [value for value in graph.outputs if value in dependent]
-    reads, nodes = _behind(graph, outputs, known | {start})
-    order = {value: place for place, value in enumerate(_values(graph))}
-    return Suffix(sorted(reads - {start}, key=lambda v: order[v]), nodes, outputs)
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """A session of a part of a graph; without one there is nothing to compute."""
+
+    session: Any
+    inputs: Mapping[ir.Value, str]
+    outputs: Sequence[ir.Value]
+
+
+def _cuts(graph: ir.Graph, inputs: Sequence[ir.Value]) -> list[set[ir.Value]]:
+    """For each input, the values that the outputs need and that depend on no later input.
+
+    The last cut holds the outputs.
+    """
+    cuts = [set(graph.outputs)]
+    dependent: set[ir.Value] = set()
+    varying = {value for value in _varying(graph) if _is_tensor(value)}
+    for value in reversed(inputs):
+        dependent.add(value)
+        for node in graph:
+            if not dependent.isdisjoint(_reads(node)):
+                dependent.update(node.outputs)
+        cuts.append(_behind(graph, graph.outputs, varying - dependent)[0])
+    return cuts[::-1]
 
 
 def _by_value(inputs: Sequence[ir.Value], batch: Batch) -> dict[ir.Value, np.ndarray]:
@@ -183,37 +232,37 @@ def _behind(
 def _between(
     model: ir.Model,
     start: Mapping[ir.Value, np.ndarray],
-    nodes: Collection[ir.Node],
+    nodes: Sequence[ir.Node],
     outputs: Sequence[ir.Value],
 ) -> tuple[ir.Model, dict[ir.Value, str]]:
-    """Return a model of these nodes, from ``start`` to ``outputs``, and its input names."""
-    part = model.clone()
-    graph = part.graph
-    own = dict(zip(_values(model.graph), _values(graph), strict=True))
-    graph.outputs[:] = [own[value] for value in outputs]
-    new: dict[ir.Value, ir.Value] = {}
-    for value, array in start.items():
-        if not value.is_graph_input():
-            dtype = ir.TensorType(ir.DataType.from_numpy(array.dtype))
-            new[value] = ir.Value(type=dtype, shape=ir.Shape([None] * array.ndim))
-            ir.convenience.replace_all_uses_with(own[value], new[value])
-    chosen = set(nodes)
-    pairs = zip(list(model.graph), list(graph), strict=True)
-    graph.remove([copy for node, copy in pairs if node not in chosen])
-    # Subgraphs of removed nodes still count as users of captured values: uses() is not reliable.
-    read = set(graph.outputs).union(*map(_reads, graph))
-    for name, value in list(graph.initializers.items()):
-        if value not in read:
-            del graph.initializers[name]
-    taken = {value.name for inner in part.graphs() for value in _values(inner)}
-    for value, known in new.items():
-        known.name = value.name or "known"  # error messages show this name
-        while known.name in taken:  # its node is still in the graph, for another output
-            known.name += "/known"
-        taken.add(known.name)
-    graph.inputs[:] = [value for value in (*graph.inputs, *new.values()) if value in read]
-    taking = {value: new.get(value, own[value]) for value in start}
-    return part, {value: known.name or "" for value, known in taking.items() if known in read}
+    """Return a model of these nodes, from ``start`` to ``outputs``, and its input names.
+
+    Args:
+        start: Known values, with an example of each.
+        nodes: In reverse order of execution.
+    """
+    made = {value for node in nodes for value in node.outputs}
+    read = set(outputs).union(*map(_reads, nodes)) - made
+    inputs = [v for v in dict.fromkeys([*model.graph.inputs, *start]) if v in read]
+    view = ir.GraphView(
+        inputs,
+        outputs,
+        nodes=nodes[::-1],
+        initializers=[v for v in model.graph.initializers.values() if v in read],
+        opset_imports=model.graph.opset_imports,
+        name=model.graph.name,
+    )
+    graph = view.clone()
+    for value, known in zip(inputs, graph.inputs, strict=True):
+        if value in start and not value.is_graph_input():  # its declared type may be missing
+            array = start[value]
+            known.type = ir.TensorType(ir.DataType.from_numpy(array.dtype))
+            known.shape = ir.Shape([None] * array.ndim)
+            known.const_value = None
+    functions = [function.clone() for function in model.functions.values()]
+    part = ir.Model(graph, ir_version=model.ir_version, functions=functions)
+    pairs = zip(inputs, graph.inputs, strict=True)
+    return part, {value: known.name or "" for value, known in pairs if value in start}
 
 
 def _values(graph: ir.Graph) -> list[ir.Value]:

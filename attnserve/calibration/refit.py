@@ -27,17 +27,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.calibration.activations import no_token, not_finite, row_count
+from attnserve.calibration.activations import no_token, not_finite, observe, row_count
 from attnserve.calibration.layerwise import LayerwiseRunner
 from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.models.datasets import token_mask
-from attnserve.runtime.session import Batch, open_session, run
+from attnserve.runtime.session import Batch
 from graph_passes.analysis.constants import constant_array, origin
 from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock, OutputProjection
 from graph_passes.context import GraphContext
 from graph_passes.emit.attention import emit_affine
-from graph_passes.emit.editing import Inserter, exposing, remove_unused, share_constants
+from graph_passes.emit.editing import Inserter, remove_unused, share_constants
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
 from graph_passes.matching.naming import pin_name, pin_names
@@ -69,6 +69,10 @@ MOST_ROWS = 1024
 
 RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, np.inf)
 """Candidate ridges, relative to the mean variance of the input; infinity keeps the old weights."""
+
+COLUMNS = 128
+"""Number of random projections of the output that a ridge is chosen on. Ridges are a factor of ten
+apart, and all of them are compared on the same projections."""
 
 FIRST = 1e-1
 """The first ridge to try; the search goes to weaker or stronger ones while the error falls."""
@@ -126,9 +130,20 @@ class Moments:
 
     def error(self, weight: Float[np.ndarray, "N D"], bias: Float[np.ndarray, " D"]) -> float:
         """The sum of |c W + b - t|^2."""
-        squares = self.tt - 2 * np.sum(weight * self.ct) + np.sum(weight * (self.cc @ weight))
+        return max(self.tt + self.error_above_zero_map(weight, bias), 0.0)
+
+    def error_above_zero_map(
+        self, weight: Float[np.ndarray, "N D"], bias: Float[np.ndarray, " D"]
+    ) -> float:
+        """The sum of |c W + b - t|^2 - |t|^2."""
+        squares = np.sum(weight * (self.cc @ weight)) - 2 * np.sum(weight * self.ct)
         shifts = 2 * bias @ (self.c @ weight - self.t) + self.count * bias @ bias
-        return max(float(squares + shifts), 0.0)
+        return float(squares + shifts)
+
+    def projected(self, columns: Float[np.ndarray, "D E"]) -> Moments:
+        """The moments of c and t @ columns, with ``tt`` unknown."""
+        t, ct = self.t @ columns, self.ct @ columns
+        return Moments(self.count, self.c, t, self.cc, ct, np.nan)
 
     @property
     def covariance(self) -> Float[np.ndarray, "N N"]:
@@ -290,17 +305,12 @@ def context_moments(
         _of_feed_forward(b) if isinstance(b, FeedForwardBlock) else _of_block(b) for b in blocks
     ]
     values = list(dict.fromkeys(v for s in found for v in (s.tokens, s.output) if v is not None))
-    part = _up_to(model, values)
-    session = open_session(part, provider=context.provider, threads=context.threads)
     sums = {site.name: _Sum() for site in found}
-    progress = context.stage("measure blocks")
-    for done, batch in enumerate(batches, start=1):
-        seen = dict(zip(values, run(session, batch), strict=True))
+    for batch, (arrays,) in observe(model, [values], batches, context, "measure blocks"):
+        seen = dict(zip(values, arrays, strict=True))
         for site in found:
-            turned = site.sequence_first
-            c, t, _ = _tokens(site, seen, seen[site.output], batch, turned)
+            c, t, _ = _tokens(site, seen, seen[site.output], batch, site.sequence_first)
             sums[site.name].add(c, t)
-        progress(done, len(batches))
     moments = {name: each.moments() for name, each in sums.items()}
     for name, each in moments.items():
         _require_tokens(name, each.count)
@@ -491,14 +501,6 @@ def _require_tokens(name: str, count: int) -> None:
         raise no_token(name)
 
 
-def _up_to(model: ir.Model, values: Sequence[ir.Value]) -> ir.Model:
-    """A model that computes only these values."""
-    with exposing(model, values):
-        part = model.clone()
-    remove_unused(part)
-    return part
-
-
 def _tokens(
     site: Site, seen: Mapping[ir.Value, np.ndarray], target: np.ndarray, batch: Batch, turned: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -550,9 +552,8 @@ def _fitted(
     site = sites[0]
     varies = whole.variation > 1e-13 * whole.tt  # eps^2 of float32: less is rounding
     scale = whole.variation if varies else whole.tt or 1.0
-    as_it_is = whole.error(site.weight, site.bias)
-    error = (as_it_is / scale) ** 0.5
-    ridge = _choose_ridge(folds, site, as_it_is) if fit else None
+    error = (whole.error(site.weight, site.bias) / scale) ** 0.5
+    ridge = _choose_ridge(folds, site) if fit else None
     if ridge is None:
         return {each.name: Refit(error, error, None) for each in sites}
     weight, bias = ridge_towards(whole, site.prior, [ridge])[0]
@@ -563,28 +564,35 @@ def _fitted(
     return {each.name: Refit(error, (better / scale) ** 0.5, ridge) for each in sites}
 
 
-def _choose_ridge(folds: Sequence[Moments], site: Site, as_it_is: float) -> float | None:
+def _choose_ridge(folds: Sequence[Moments], site: Site) -> float | None:
     """The ridge with the least cross-validation error, by descent from ``FIRST``.
+
+    Errors are those of ``COLUMNS`` random projections of the output.
 
     None if no ridge is better than the current weights. With a single text there is no held-out
     text: then only removed attention layers, which have no weights yet, are fitted.
     """
     if len(folds) < 2:
         return RIDGES[-2] if isinstance(site.of, Skipped) else None
-    whole = _total(folds)
-    equations = [_Equations(whole - held, site.prior) for held in folds]
+    columns = np.eye(size := site.prior.shape[1])
+    if size > COLUMNS:  # E |x @ columns|^2 = |x|^2, and the columns of W are independent fits
+        columns = np.random.default_rng(0).standard_normal((size, COLUMNS)) / COLUMNS**0.5
+    folds = [fold.projected(columns) for fold in folds]
+    whole, prior = _total(folds), site.prior @ columns
+    equations = [_Equations(whole - held, prior) for held in folds]
 
     @cache
     def error(place: int) -> float:
         if not 0 <= place < len(RIDGES):
             return np.inf
         pairs = zip(folds, equations, strict=True)
-        return sum(held.error(*rest.solve(RIDGES[place])) for held, rest in pairs)
+        return sum(held.error_above_zero_map(*rest.solve(RIDGES[place])) for held, rest in pairs)
 
     best, place = -1, RIDGES.index(FIRST)
     while place != best:
         best = place
         place = min((best, best - 1, best + 1), key=error)
+    as_it_is = whole.error_above_zero_map(site.weight @ columns, site.bias @ columns)
     return RIDGES[best] if error(best) < as_it_is else None
 
 

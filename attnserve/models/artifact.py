@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common
@@ -206,9 +207,7 @@ def load_model(source: Artifact | Path, *, in_place: bool = False) -> ir.Model:
     """
     path = source.model if isinstance(source, Artifact) else source
     try:
-        proto = _in_place(path) if in_place else None
-        if proto is None:
-            proto = onnx.load(path, format="protobuf", load_external_data=False)
+        proto = _in_place(path) or onnx.load(path, format="protobuf", load_external_data=False)
     except OSError as error:
         raise InvalidModel(
             f"{path}: cannot be read: {error.strerror}",
@@ -252,7 +251,21 @@ def load_model(source: Artifact | Path, *, in_place: bool = False) -> ir.Model:
             "check it with onnx.checker.check_model, or export it again",
             code="artifact.malformed",
         ) from error
+    if not in_place:
+        _read_own_weights(model, path)
     return model
+
+
+def _read_own_weights(model: ir.Model, path: Path) -> None:
+    """Copy the weights that are mapped from the .onnx file itself into memory."""
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            tensor = value.const_value
+            if isinstance(tensor, ir.ExternalTensor) and tensor.location == path.name:
+                array = np.array(tensor.numpy())
+                value.const_value = ir.Tensor(
+                    array, tensor.dtype, name=tensor.name, doc_string=tensor.doc_string
+                )
 
 
 def _in_place(path: Path) -> onnx.ModelProto | None:

@@ -48,7 +48,7 @@ from attnserve.planning.request import Importance, Ranks, Request, plan_request
 from attnserve.planning.search.goal import Allowed, Goal
 from attnserve.planning.search.report import PlanReport
 from attnserve.planning.search.search import search
-from graph_passes.analysis.cost import Cost, break_even, model_cost
+from graph_passes.analysis.cost import Cost, break_even, model_cost, parameter_bytes
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
 from graph_passes.passes.collaborate import Collaborate
@@ -278,7 +278,7 @@ def optimize(
     result = OptimizeReport(
         output=target,
         before=before_cost,
-        after=replace(_cost(after, done.model, shape), bytes=model_cost(converted).bytes),
+        after=replace(_cost(after, done.model, shape), bytes=parameter_bytes(converted)),
         steps=done.applied.steps,
         fidelity=fidelity,
         break_even_sequence=even,

@@ -26,6 +26,7 @@ __all__ = [
     "macs_at",
     "model_cost",
     "node_macs",
+    "parameter_bytes",
     "parameters",
 ]
 
@@ -105,8 +106,7 @@ class Cost:
 def model_cost(model: ir.Model) -> Cost:
     """Compute the cost of a model as a function of its axis lengths."""
     axes = tuple(named_axes(model.graph))
-    tensors = _tensors(model)
-    elements, bytes_ = parameters(model), sum(tensor.nbytes for tensor in tensors)
+    elements, bytes_ = parameters(model), parameter_bytes(model)
     inputs = {value.name: value for value in model.graph.inputs if value.name}
     if len(axes) > MAX_AXES:
         reason = f"the graph has {len(axes)} free axes: expected at most {MAX_AXES}"
@@ -126,6 +126,11 @@ def model_cost(model: ir.Model) -> Cost:
 def parameters(model: ir.Model) -> int:
     """Number of elements of float initializers; shared ones count once."""
     return sum(tensor.size for tensor in _tensors(model) if tensor.dtype.is_floating_point())
+
+
+def parameter_bytes(model: ir.Model) -> int:
+    """Size in bytes of all initializers; shared ones count once."""
+    return sum(tensor.nbytes for tensor in _tensors(model))
 
 
 def _tensors(model: ir.Model) -> list[ir.TensorProtocol]:
