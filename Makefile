@@ -32,7 +32,7 @@ lint: $(INSTALLED) ## Check style and format (ruff), and the direction of import
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports --no-cache
 
-types: $(INSTALLED) ## Check types (pyright, strict on graph_passes and attnserve)
+types: $(INSTALLED) ## Check types (pyright, strict)
 	$(BIN)/pyright
 
 docs: $(INSTALLED) ## Build the documentation site into build/docs
