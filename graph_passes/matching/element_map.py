@@ -13,14 +13,13 @@ from typing import NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from graph_passes.blocks import Norm
+from graph_passes.blocks import Linear, Norm
 
 __all__ = [
     "ElementMap",
     "LinearTrace",
     "MatchFailure",
     "PositionFactor",
-    "Source",
     "TermByHead",
     "add_traces",
     "concat_traces",
@@ -52,23 +51,6 @@ class PositionFactor(NamedTuple):
     positions: ir.Value | None = None
     is_last_position: bool = False
     past: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class Source:
-    """The product of tokens with a constant that a value comes from.
-
-    Attributes:
-        tokens: The value whose last axis the product contracts.
-        contracted: The axes of ``weight`` that meet it.
-        count: How many tokens it multiplies.
-    """
-
-    node: ir.Node
-    tokens: ir.Value
-    weight: ir.Value
-    contracted: tuple[int, ...]
-    count: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +101,7 @@ class LinearTrace:
     factor of the offset 1). With a q/k norm, ``product`` is the output of the norm.
     """
 
-    source: Source | None
+    source: Linear | None
     scale: float
     terms: dict[PositionFactor | None, ElementMap]
     nodes: tuple[ir.Node, ...]
@@ -181,7 +163,7 @@ def add_traces(node: ir.Node, readings: Sequence[LinearTrace], role: str) -> Lin
 
 def _common(
     node: ir.Node, pieces: Sequence[LinearTrace], reason: str
-) -> tuple[Source | None, Norm | None]:
+) -> tuple[Linear | None, Norm | None]:
     """The product and norm that all traces except caches share."""
     made = [piece for piece in pieces if piece.source is not None]
     if len({(p.source.node, p.norm and p.norm.node) for p in made if p.source}) > 1:
@@ -267,7 +249,7 @@ def _four(array: np.ndarray, trace: LinearTrace, heads: int, role: str) -> np.nd
         if array.ndim != 4:
             raise MatchFailure(f"the cache of the {role} is not laid out as (B, H, T, K)")
         return array
-    total = trace.source.count
+    total = trace.source.rows.size
     if length == 0 or total % length:
         raise MatchFailure(
             f"the {role} holds {total} tokens, which are no whole sequences of {length}"
@@ -282,9 +264,9 @@ def _uniform(labels: ElementMap, trace: LinearTrace, role: str) -> TermByHead:
     """Columns, gain and offset, which must be the same for each token, in token order."""
     assert trace.source is not None
     batch, _, length, _ = labels.columns.shape
-    if batch * length != trace.source.count:
+    if batch * length != trace.source.rows.size:
         raise MatchFailure(
-            f"the {role} holds {trace.source.count} tokens, not {batch} sequences of {length}"
+            f"the {role} holds {trace.source.rows.size} tokens, not {batch} sequences of {length}"
         )
     batches, _, tokens, _ = np.ogrid[:batch, :1, :length, :1]
     orders = {False: batches * length + tokens, True: tokens * batch + batches}

@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
@@ -23,9 +22,6 @@ from graph_passes.blocks import FeedForwardBlock, Linear, Operand
 from graph_passes.context import GraphContext
 from graph_passes.matching.naming import pinned_name
 from graph_passes.matching.products import linear
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["find_feed_forward", "last_entry"]
 
@@ -121,10 +117,8 @@ def _read(
         graph=product.graph,
         x=tokens.pop(),
         first=tuple(first[node] for node in order if node in first),
-        products=tuple(node for node in order if node in first),
         hidden=second.tokens,
         second=second,
-        product=product,
         bias=bias,
         output=output,
         nodes=tuple(node for node in order if node in between),
@@ -135,22 +129,7 @@ def _read(
 
 def _linear(node: ir.Node, info: ShapeInfo) -> Linear | None:
     """A product of tokens with a constant, FusedGemm included."""
-
-    def shape_of(value: ir.Value) -> tuple[int, ...]:
-        return info.shape(value) or ()
-
-    if (node.domain, node.op_type) != ("com.microsoft", "FusedGemm"):
-        return linear(node, shape_of)
-    tokens, weight = node.inputs[:2]
-    if tokens is None or is_constant(tokens) or not is_constant(weight):
-        return None
-    sizes, shape = shape_of(tokens), constant_shape(weight)
-    last = node.attributes.get_int("transB", 0)
-    if node.attributes.get_int("transA", 0) or len(sizes) != 2 or sizes[1] != shape[last]:
-        return None
-    columns, rows = np.arange(shape[1 - last])[None], np.arange(sizes[0])[:, None]
-    scale = node.attributes.get_float("alpha", 1.0)
-    return Linear(tokens, weight, (last,), sizes[1], columns, rows, scale)
+    return linear(node, lambda value: info.shape(value) or (), allow_activation=True)
 
 
 def _is_plain(part: Linear) -> bool:

@@ -23,7 +23,6 @@ from graph_passes.matching.element_map import (
     LinearTrace,
     MatchFailure,
     PositionFactor,
-    Source,
     TermByHead,
     add_traces,
     concat_traces,
@@ -129,12 +128,12 @@ class LayoutReader:
             return _cached(operand, trace, past, held[1])
         kept = 1.0 if held is None else float(held[1].offset.flat[0])
         first = next(iter(read.values()))
-        count, length = trace.source.count, first.factor_index.shape[2]
+        count, length = trace.source.rows.size, first.factor_index.shape[2]
         source_input, sequence_first = self._whole(trace.source.tokens, first.sequence_first)
         lengths = (length, count // length) if sequence_first else (count // length, length)
         return Projection(
             input=source_input,
-            weight=trace.source.weight,
+            weight=origin(trace.source.weight),
             contracted=trace.source.contracted,
             columns=first.columns,
             gain=first.gain / kept,
@@ -289,7 +288,7 @@ class LayoutReader:
             raise MatchFailure(
                 f"the {role} is made by {describe(node)}, not by tokens and a matrix"
             )
-        trace = self._numbered(node, product, self.shape(node.outputs[0]))
+        trace = self._numbered(product, self.shape(node.outputs[0]))
         if node.op_type != "Gemm" or len(node.inputs) < 3 or node.inputs[2] is None:
             return trace
         bias = self.constant_elements(node.inputs[2])
@@ -304,6 +303,7 @@ class LayoutReader:
         if len(sizes) != 3 or len(columns) != 2 or sizes[-1] != columns[0]:
             raise MatchFailure(f"{describe(node)} projects {sizes} by {columns}")
         product = Linear(
+            node,
             tokens,
             weight,
             (0,),
@@ -312,12 +312,9 @@ class LayoutReader:
             np.arange(sizes[0] * sizes[1]).reshape(*sizes[:2], 1),
             1.0,
         )
-        return self._numbered(node, product, (*sizes[:2], columns[1]))
+        return self._numbered(product, (*sizes[:2], columns[1]))
 
-    def _numbered(self, node: ir.Node, product: Linear, shape: tuple[int, ...]) -> LinearTrace:
-        source = Source(
-            node, product.tokens, origin(product.weight), product.contracted, product.rows.size
-        )
+    def _numbered(self, product: Linear, shape: tuple[int, ...]) -> LinearTrace:
         labels = ElementMap(
             np.broadcast_to(product.columns, shape),
             np.broadcast_to(product.rows, shape),
@@ -326,8 +323,8 @@ class LayoutReader:
             np.broadcast_to(0, shape),
         )
         if product.scale == 0.0:
-            raise MatchFailure(f"{describe(node)} multiplies by zero")
-        return LinearTrace(source, product.scale, {None: labels}, (node,))
+            raise MatchFailure(f"{describe(product.node)} multiplies by zero")
+        return LinearTrace(product, product.scale, {None: labels}, (product.node,))
 
     def _arithmetic(self, node: ir.Node, role: str, reach: int) -> LinearTrace:
         """Trace Add, Sub, Mul or Div with a constant, a position factor or another trace."""

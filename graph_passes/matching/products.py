@@ -28,11 +28,21 @@ MATRIX = {
 ELLIPSIS = "ABCDEFGH"
 
 
-def linear(node: ir.Node, shape_of: Callable[[ir.Value], tuple[int, ...]]) -> Linear | None:
-    """Match a product of tokens with a constant; None if the node is not one."""
+def linear(
+    node: ir.Node,
+    shape_of: Callable[[ir.Value], tuple[int, ...]],
+    *,
+    allow_activation: bool = False,
+) -> Linear | None:
+    """Match a product of tokens with a constant; None if the node is not one.
+
+    Args:
+        allow_activation: Match FusedGemm as well, which applies an activation to the product.
+    """
     if node.op_type == "Einsum" and not node.domain and len(node.inputs) == 2:
         return _linear_einsum(node, shape_of)
-    if MATRIX.get(node.op_type) != node.domain or len(node.inputs) < 2:
+    is_fused = allow_activation and node.op_identifier()[:2] == ("com.microsoft", "FusedGemm")
+    if not (is_fused or MATRIX.get(node.op_type) == node.domain) or len(node.inputs) < 2:
         return None
     tokens, weight = node.inputs[:2]
     if tokens is None or not is_constant(weight) or is_constant(tokens) or _transposes_left(node):
@@ -46,6 +56,7 @@ def linear(node: ir.Node, shape_of: Callable[[ir.Value], tuple[int, ...]]) -> Li
     if width != sizes[-1]:
         return None
     return Linear(
+        node,
         tokens,
         weight,
         (contracted,),
@@ -84,6 +95,7 @@ def _linear_einsum(node: ir.Node, shape_of: Callable[[ir.Value], tuple[int, ...]
         return count.transpose(order).reshape([length[a] if a in axes else 1 for a in out])
 
     return Linear(
+        node,
         tokens,
         weight,
         tuple(held.index(letter) for letter in common),
@@ -115,8 +127,7 @@ def score_product(node: ir.Node, info: ShapeInfo) -> ScoreProduct | None:
     if operands is None:
         return None
     (a, a_rank), (b, b_rank) = operands
-    read = _letters if node.op_type == "Einsum" else _matrix_letters
-    letters = read(node, a_rank, b_rank)
+    letters = _letters(node, a_rank, b_rank)
     if letters is None:
         return None
     (left, right), out = letters
@@ -168,8 +179,7 @@ def context_product(
     if (a is probabilities) == (b is probabilities):
         return None
     rank = a_rank if a is probabilities else b_rank
-    read = _letters if node.op_type == "Einsum" else _matrix_letters
-    letters = read(node, a_rank, b_rank)
+    letters = _letters(node, a_rank, b_rank)
     if letters is None or rank != len(order):
         return None
     (left, right), out = letters
@@ -218,11 +228,13 @@ def _transposes_left(node: ir.Node) -> bool:
 
 
 def _letters(node: ir.Node, left: int, right: int) -> tuple[tuple[str, str], str] | None:
-    """The letters of an Einsum of two operands; None if a term repeats a letter.
+    """The letters of a product of two operands, as of an Einsum; None if a term repeats a letter.
 
     Args:
         left, right: The ranks of the operands; an ellipsis is expanded to the remaining axes.
     """
+    if node.op_type != "Einsum":
+        return _matrix_letters(node, left, right)
     equation = node.attributes.get_string("equation", "").replace(" ", "")
     terms, arrow, out = equation.partition("->")
     parts = terms.split(",")
