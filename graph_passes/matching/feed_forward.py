@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
@@ -20,7 +18,7 @@ from graph_passes.analysis.constants import (
 from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small
 from graph_passes.blocks import FeedForwardBlock, Linear, Operand
 from graph_passes.context import GraphContext
-from graph_passes.matching.naming import pinned_name
+from graph_passes.matching.naming import assign_names, common_path, pinned_name
 from graph_passes.matching.products import linear
 
 __all__ = ["find_feed_forward", "last_entry"]
@@ -54,11 +52,7 @@ def find_feed_forward(model: ir.Model) -> list[FeedForwardBlock]:
     nodes = ir.traversal.RecursiveGraphIterator(model.graph)
     read = (_read(node, runs, model.opset_imports) for node in nodes)
     blocks = [block for block in read if block is not None]
-    names = [_name(block) for block in blocks]
-    return [
-        replace(block, name=name if name and names.count(name) == 1 else f"feed_forward_{index}")
-        for index, (block, name) in enumerate(zip(blocks, names, strict=True))
-    ]
+    return assign_names(blocks, "feed_forward", _name)
 
 
 def _read(
@@ -284,23 +278,11 @@ def _bias(product: ir.Node, width: int) -> tuple[ir.Value | None, ir.Value]:
 
 
 def _name(block: FeedForwardBlock) -> str:
-    """The recorded name, or the common path of the names of both products' nodes and constants."""
-    if (pinned := pinned_name(block.product)) is not None:
-        return pinned
+    """The common path of the names of both products' nodes and constants, or an empty string."""
     added = [operand.value.name for operand in block.constants_by_neuron]
     bias = None if block.bias is None else block.bias.name
-    one = [block.products[0].name, block.first[0].weight.name, *added]
-    two = [block.product.name, block.second.weight.name, bias]
-    paths = [
-        [[p for p in re.split(r"[/.]", name or "") if p] for name in own] for own in (one, two)
-    ]
-    for a in paths[0]:
-        for b in paths[1]:
-            same = [x == y for x, y in zip(a[:-1], b[:-1], strict=False)]
-            common = a[: [*same, False].index(False)]
-            if len(common) > 1 and any(c.isdigit() for part in common for c in part):
-                return ".".join(common)
-    return ""
+    first = [block.products[0].name, block.first[0].weight.name, *added]
+    return common_path([first, [block.product.name, block.second.weight.name, bias]])
 
 
 def _outputs_of(nodes: Sequence[ir.Node]) -> list[ir.Value]:

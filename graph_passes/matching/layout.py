@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -239,8 +239,9 @@ class LayoutReader:
             return self._source(node, role)
         if reach == 0:
             raise MatchFailure(f"{describe(node)} is too far from any projection of the {role}")
-        if node.op_type in LAYOUT and node.inputs[0] is not None:
-            inner = self.trace(node.inputs[0], role, reach - 1)
+        first = node.inputs[0] if node.inputs else None
+        if node.op_type in LAYOUT and first is not None:
+            inner = self.trace(first, role, reach - 1)
             order = np.arange(math.prod(inner.shape)).reshape(inner.shape)
             moved = self.apply_layout(node, order, value.index() or 0)
             return inner.map_terms(lambda labels: labels.take(moved)).append_node(node)
@@ -248,17 +249,15 @@ class LayoutReader:
             if (reading := norm(node)) is not None:
                 inner = self.trace(reading.value, role, reach - 1)
                 return apply_norm(node, inner, reading, role)
-        if node.op_type == "RotaryEmbedding" and node.inputs[0] is not None:
-            return apply_rotary_operator(
-                node, self.trace(node.inputs[0], role, reach - 1), self.info, role
-            )
-        if not node.domain and None not in node.inputs[:2]:
+        if node.op_type == "RotaryEmbedding" and first is not None:
+            return apply_rotary_operator(node, self.trace(first, role, reach - 1), self.info, role)
+        if not node.domain and first is not None and None not in node.inputs[:2]:
             match node.op_type:
                 case "Add" | "Sub" | "Mul" | "Div":
                     return self._arithmetic(node, role, reach - 1)
                 case "Neg":
-                    inner = self.trace(_first(node), role, reach - 1)
-                    return inner.map_terms(lambda labels: labels.scaled_by(-1.0)).append_node(node)
+                    inner = self.trace(first, role, reach - 1)
+                    return inner.scaled_by(-1.0).append_node(node)
                 case "Concat":
                     pieces = [self.trace(value, role, reach - 1) for value in node.inputs if value]
                     return concat_traces(node, pieces, node.attributes.get_int("axis", -1), role)
@@ -291,11 +290,10 @@ class LayoutReader:
         trace = self._numbered(product, self.shape(node.outputs[0]))
         if node.op_type != "Gemm" or len(node.inputs) < 3 or node.inputs[2] is None:
             return trace
-        bias = self.constant_elements(node.inputs[2])
+        bias = self.info.elements(node.inputs[2])
         if bias is None:
             raise MatchFailure(f"the bias of {describe(node)} is not constant")
-        added = bias * node.attributes.get_float("beta", 1.0) / trace.scale
-        return trace.map_terms(lambda labels: replace(labels, offset=labels.offset + added))
+        return trace.add_offset(bias * node.attributes.get_float("beta", 1.0))
 
     def trace_product(self, node: ir.Node, tokens: ir.Value, weight: ir.Value) -> LinearTrace:
         """Start a trace at the product (B, S, D) @ (D, N) inside a fused operator."""
@@ -315,16 +313,13 @@ class LayoutReader:
         return self._numbered(product, (*sizes[:2], columns[1]))
 
     def _numbered(self, product: Linear, shape: tuple[int, ...]) -> LinearTrace:
-        labels = ElementMap(
-            np.broadcast_to(product.columns, shape),
-            np.broadcast_to(product.rows, shape),
-            np.broadcast_to(1.0, shape),
-            np.broadcast_to(0.0, shape),
-            np.broadcast_to(0, shape),
-        )
+        one, zero = np.array(1.0), np.array(0.0)
+        labels = ElementMap(product.columns, product.rows, one, zero, np.array(0))
         if product.scale == 0.0:
             raise MatchFailure(f"{describe(product.node)} multiplies by zero")
-        return LinearTrace(product, product.scale, {None: labels}, (product.node,))
+        return LinearTrace(
+            product, product.scale, {None: labels.broadcast_to(shape)}, (product.node,)
+        )
 
     def _arithmetic(self, node: ir.Node, role: str, reach: int) -> LinearTrace:
         """Trace Add, Sub, Mul or Div with a constant, a position factor or another trace."""
@@ -394,15 +389,6 @@ class LayoutReader:
             return np.broadcast_to(together, shape)
         return np.arange(math.prod(shape)).reshape(shape)
 
-    def constant_elements(self, value: ir.Value | None) -> np.ndarray | None:
-        """The elements of a value that does not depend on input data, else None."""
-        if value is None:
-            return None
-        constant = self.info.constant(value)
-        if constant is not None:
-            return constant
-        return constant_array(value) if is_constant(value) else None
-
     def _constant_operand(self, value: ir.Value) -> np.ndarray | None:
         """The elements of a weight or computed scalar; computed arrays are position factors."""
         if is_constant(value):
@@ -425,17 +411,14 @@ class LayoutReader:
                 raise MatchFailure(f"{describe(node)} multiplies the {role} by zero or infinity")
             if constant.size == 1:
                 return inner.append_node(node, factor.item())
-            return inner.map_terms(lambda labels: labels.scaled_by(factor)).append_node(node)
+            return inner.scaled_by(factor).append_node(node)
         if node.op_type == "Sub" and not left:
             raise MatchFailure(f"{describe(node)} subtracts the {role} from a constant")
         if not inner.has_no_factor:
             held = any(factor is not None and factor.past for factor in inner.terms)
             what = "holds a cache" if held else "is rotated already"
             raise MatchFailure(f"{describe(node)} adds to a {role} that {what}")
-        added = (constant if node.op_type == "Add" else -constant) / inner.scale
-        return inner.map_terms(
-            lambda labels: replace(labels, offset=labels.offset + added)
-        ).append_node(node)
+        return inner.add_offset(constant if node.op_type == "Add" else -constant).append_node(node)
 
     def apply_layout(self, node: ir.Node, array: np.ndarray, index: int) -> np.ndarray:
         """Execute a layout node on an array of labels; return the output of the given index."""
@@ -447,7 +430,7 @@ class LayoutReader:
             return array
         inputs: list[np.ndarray | None] = [array]
         for other in node.inputs[1:]:
-            constant = None if other is None else self.constant_elements(other)
+            constant = self.info.elements(other)
             if other is not None and constant is None:
                 raise MatchFailure(f"{describe(node)} has a layout that depends on data")
             inputs.append(constant)
@@ -502,11 +485,6 @@ def _by_token(inner: LinearTrace, constant: np.ndarray) -> bool:
 
 def _varies(array: np.ndarray, axis: int) -> bool:
     return bool((array != array.take([0], axis)).any())
-
-
-def _first(node: ir.Node) -> ir.Value:
-    assert node.inputs[0] is not None
-    return node.inputs[0]
 
 
 def _cached(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -23,7 +24,9 @@ from graph_passes.matching.element_map import (
     PositionFactor,
     TermByHead,
     describe,
+    split_last_axis,
 )
+from graph_passes.matching.idioms import reduction_axes
 
 __all__ = [
     "NORMS",
@@ -96,13 +99,15 @@ def apply_rotary_operator(
         raise MatchFailure(f"{describe(node)} scales the {role} in addition to the rotation")
     labels = inner.terms[None]
     if len(inner.shape) == 3:  # B T H*K
-        split = [array.reshape(*array.shape[:2], heads, -1) for array in labels.arrays()]
-        labels = ElementMap(*(np.moveaxis(array, 2, 1) for array in split))
+        labels = labels.map(lambda array: split_last_axis(array, heads))
     terms = rotate_heads(
         node, labels, PositionFactor(cos, positions), PositionFactor(sin, positions), info
     )
     if len(inner.shape) == 3:
-        terms = {factor: _merged(term, inner.shape) for factor, term in terms.items()}
+        terms = {
+            factor: term.map(lambda array: np.moveaxis(array, 1, 2).reshape(inner.shape))
+            for factor, term in terms.items()
+        }
     return replace(inner, terms=terms).append_node(node)
 
 
@@ -139,7 +144,7 @@ def rotate_heads(
         rows = np.arange(labels.columns.shape[0])[:, None, None, None] % shape[0] * shape[1]
         rows = rows + np.arange(length)[None, None, :, None] % shape[1]
         factor_index = np.broadcast_to(rows * shape[2] + angle, labels.columns.shape)
-        picked = ElementMap(*(array[..., source] for array in labels.arrays()))
+        picked = labels.map(partial(np.take, indices=source, axis=-1))
         terms[factor] = replace(picked.scaled_by(gain), factor_index=factor_index)
     if rest.any():
         terms[None] = labels.scaled_by(np.where(rest, 1.0, 0.0))
@@ -152,10 +157,6 @@ def _angles(node: ir.Node) -> tuple[ir.Value | None, ir.Value | None, ir.Value |
     if node.domain:
         return given[0], given[1], given[2]
     return given[2], given[0], given[1]
-
-
-def _merged(labels: ElementMap, shape: tuple[int, ...]) -> ElementMap:
-    return ElementMap(*(np.moveaxis(array, 1, 2).reshape(shape) for array in labels.arrays()))
 
 
 def _looked_up_shape(factor: PositionFactor, info: ShapeInfo, length: int) -> tuple[int, ...]:
@@ -295,10 +296,7 @@ def _is_mean_product(node: ir.Node) -> bool:
 def _last_axis_kept(mean: ir.Node) -> bool:
     if mean.op_type != "ReduceMean":
         return False
-    axes = mean.attributes.get_ints("axes", None)
-    if axes is None and len(mean.inputs) > 1 and is_constant(mean.inputs[1]):
-        axes = constant_array(mean.inputs[1]).tolist()
-    return list(axes or ()) == [-1] and mean.attributes.get_int("keepdims", 1) == 1
+    return reduction_axes(mean) == (-1,) and mean.attributes.get_int("keepdims", 1) == 1
 
 
 def _is_square(node: ir.Node | None, value: ir.Value) -> bool:
@@ -338,13 +336,8 @@ def apply_norm(node: ir.Node, inner: LinearTrace, reading: NormMatch, role: str)
     fresh = (group[:, None] * length + np.arange(length)).reshape(inner.shape)
     weight = np.ones(1) if reading.weight is None else _vector(node, reading.weight, role)
     bias = np.zeros(1) if reading.bias is None else _vector(node, reading.bias, role)
-    made = ElementMap(
-        fresh,
-        labels.tokens,
-        np.broadcast_to(weight, inner.shape),
-        np.broadcast_to(bias, inner.shape),
-        np.zeros(inner.shape, np.int64),
-    )
+    made = ElementMap(fresh, labels.tokens, weight, bias, np.zeros((), np.int64))
+    made = made.broadcast_to(inner.shape)
     return replace(inner, scale=1.0, terms={None: made}, norm=norm).append_node(node)
 
 
