@@ -20,6 +20,7 @@ from onnx import shape_inference
 from graph_passes.analysis.constants import constant_array, constant_tensor, evaluate, is_constant
 
 __all__ = [
+    "RULES",
     "ShapeInfo",
     "TensorInfo",
     "bind_axes",
@@ -582,25 +583,15 @@ def _group_query_attention(shapes: Shapes, node: ir.Node) -> Shapes:
 COUNTS = {("EmbedLayerNormalization", 1)}
 """Outputs of RULES of type int32; all others have the type of the first float input."""
 
+SHAPE_PRESERVING = ("BiasGelu", "BiasSoftmax", "FastGelu", "Gelu", "QuickGelu", "RotaryEmbedding",
+                    "SimplifiedLayerNormalization")  # fmt: skip
+MATRIX_PRODUCTS = ("DynamicQuantizeMatMul", "FusedGemm", "FusedMatMul", "MatMulIntegerToFloat",
+                   "TransposeMatMul")  # fmt: skip
 RULES: dict[tuple[str, str], Callable[[Shapes, ir.Node], Shapes]] = {
-    **{
-        (domain, name): _like_first
-        for domain, names in {
-            "": ("LayerNormalization", "SimplifiedLayerNormalization"),
-            "com.microsoft": (
-                *("Gelu", "FastGelu", "BiasGelu", "QuickGelu", "BiasSoftmax", "RotaryEmbedding"),
-                "SimplifiedLayerNormalization",
-            ),
-        }.items()
-        for name in names
-    },
-    **{
-        ("com.microsoft", name): _matrix_product
-        for name in (
-            *("FusedGemm", "FusedMatMul", "TransposeMatMul"),
-            *("DynamicQuantizeMatMul", "MatMulIntegerToFloat"),
-        )
-    },
+    **{("com.microsoft", name): _like_first for name in SHAPE_PRESERVING},
+    **{("com.microsoft", name): _matrix_product for name in MATRIX_PRODUCTS},
+    ("", "LayerNormalization"): _like_first,
+    ("", "SimplifiedLayerNormalization"): _like_first,
     ("com.microsoft", "Attention"): _attention,
     ("com.microsoft", "EmbedLayerNormalization"): _embedding,
     ("com.microsoft", "GroupQueryAttention"): _group_query_attention,

@@ -50,12 +50,12 @@ def find_feed_forward(model: ir.Model) -> list[FeedForwardBlock]:
     with GraphContext.of(model) as context:
         runs = [context.get(infer_shapes_small, batch=b, sequence=s) for b, s in ((2, 5), (3, 7))]
     nodes = ir.traversal.RecursiveGraphIterator(model.graph)
-    read = (_read(node, runs, model.opset_imports) for node in nodes)
-    blocks = [block for block in read if block is not None]
+    matches = (_match(node, runs, model.opset_imports) for node in nodes)
+    blocks = [block for block in matches if block is not None]
     return assign_names(blocks, "feed_forward", _name)
 
 
-def _read(
+def _match(
     product: ir.Node, runs: Sequence[ShapeInfo], opsets: Mapping[str, int]
 ) -> FeedForwardBlock | None:
     """Match the feed-forward block whose second product is this node, else None."""
@@ -163,15 +163,15 @@ def _by_neuron(
     node: ir.Node, constants: Sequence[tuple[int, ir.Value]], second: Linear
 ) -> list[Operand] | None:
     """The constants with one element per neuron; None if one has another size (except 1)."""
-    found: list[Operand] = []
+    operands: list[Operand] = []
     for index, value in constants:
         shape = constant_shape(value)
         if math.prod(shape) == 1:
             continue
         if math.prod(shape) != second.width or shape[-1] != second.width:
             return None
-        found.append(Operand(node, index, len(shape) - 1))
-    return found
+        operands.append(Operand(node, index, len(shape) - 1))
+    return operands
 
 
 def _unflattened(tokens: ir.Value, runs: Sequence[ShapeInfo]) -> ir.Value:
@@ -232,20 +232,20 @@ def _shape_marks(
             ends = node.attributes.get_int("start", 0), node.attributes.get_int("end", rank)
             mark = (np.arange(rank) == rank - 1)[slice(*ends)]
         elif node.op_type in SHAPE_OPERATORS and not node.domain:
-            given = [_mark(node, value, marks, info) for value in node.inputs]
-            told = node.op_type != "Concat" and any(v in marks for v in node.inputs[1:])
-            lacking = [v for v, array in zip(node.inputs, given, strict=True) if array is None]
-            if told or any(value is not None for value in lacking):
+            operands = [_mark(node, value, marks, info) for value in node.inputs]
+            selects_by_mark = node.op_type != "Concat" and any(v in marks for v in node.inputs[1:])
+            unknown = [v for v, array in zip(node.inputs, operands, strict=True) if array is None]
+            if selects_by_mark or any(value is not None for value in unknown):
                 return None
-            mark = evaluate(node, given, opsets)[0].astype(bool)
+            mark = evaluate(node, operands, opsets)[0].astype(bool)
         else:
             return None
         if mark.any():
-            made = node.outputs[0]
-            if made.is_graph_output():
+            output = node.outputs[0]
+            if output.is_graph_output():
                 return None
-            marks[made] = mark
-            pending += [user for user, _ in made.uses()]
+            marks[output] = mark
+            pending += [user for user, _ in output.uses()]
     return marks
 
 

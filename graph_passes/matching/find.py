@@ -58,17 +58,17 @@ def find_attention(model: ir.Model) -> tuple[list[AttentionBlock], list[Unmatche
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         try:
             block = _match_node(node, reader)
-        except MatchFailure as unread:
-            unmatched.append(Unmatched(node, unread.reason))
+        except MatchFailure as failure:
+            unmatched.append(Unmatched(node, failure.reason))
         except (IndexError, ValueError, MemoryError, RuntimeError) as error:
             # Malformed graphs raise these; other blocks may still match.
             unmatched.append(Unmatched(node, f"{describe(node)} could not be evaluated: {error}"))
         else:
             blocks += [] if block is None else [block]
     blocks, lost = _check_sources(blocks)
-    more, unread = _find_reusing(blocks, reader)
-    blocks = assign_names(_in_order([*blocks, *more], model), "attention", attention_name)
-    return blocks, [*unmatched, *lost, *unread]
+    reusing, failed = _find_reusing(blocks, reader)
+    blocks = assign_names(_in_order([*blocks, *reusing], model), "attention", attention_name)
+    return blocks, [*unmatched, *lost, *failed]
 
 
 def _match_node(node: ir.Node, reader: LayoutReader) -> AttentionBlock | None:
@@ -123,25 +123,25 @@ def _reused_beside(context: ContextMatch, reader: LayoutReader) -> tuple[Reused,
     """The reused heads that are concatenated with the heads of a softmax."""
     assert context.joined is not None and context.own is not None
     known = {context.own, *_softmaxes(context.joined)}
-    found = head_sources(context.joined.outputs[0], known, reader.info)
-    if found is None:
+    sources = head_sources(context.joined.outputs[0], known, reader.info)
+    if sources is None:
         raise MatchFailure(
             f"{describe(context.joined)} concatenates probabilities with another value"
         )
-    return reused_heads(found, context.own, context.joined)
+    return reused_heads(sources, context.own, context.joined)
 
 
 def _softmaxes(joined: ir.Node) -> set[ir.Value]:
     """The inputs of a Concat of probabilities, before any Gather and Identity."""
-    found: set[ir.Value] = set()
+    values: set[ir.Value] = set()
     for value in joined.inputs:
         node = None if value is None else value.producer()
         while value is not None and node is not None and node.op_type in ("Gather", "Identity"):
             value = node.inputs[0]
             node = None if value is None else value.producer()
         if value is not None:
-            found.add(value)
-    return found
+            values.add(value)
+    return values
 
 
 def _by_probabilities(blocks: Sequence[AttentionBlock]) -> dict[ir.Value, AttentionBlock]:
@@ -178,10 +178,10 @@ def _find_reusing(
     """Find blocks without a softmax, whose heads all reuse probabilities."""
     known = _by_probabilities(blocks)
     claimed = {node for block in blocks for node in block.nodes}
-    found: dict[ir.Node, AttentionBlock] = {}
+    reusing: dict[ir.Node, AttentionBlock] = {}
     unmatched: list[Unmatched] = []
     for product, value in products_of(list(known), reader.info):
-        if product.node in claimed or product.node in found:
+        if product.node in claimed or product.node in reusing:
             continue
         try:
             whole = head_sources(value, known, reader.info)
@@ -189,10 +189,10 @@ def _find_reusing(
                 reused = reused_heads(whole, None, product.node)
                 first = _source(reused[0].value, known)
                 assert first is not None
-                found[product.node] = _reusing_block(product, value, reused, first, reader)
-        except MatchFailure as unread:
-            unmatched.append(Unmatched(product.node, unread.reason))
-    return list(found.values()), unmatched
+                reusing[product.node] = _reusing_block(product, value, reused, first, reader)
+        except MatchFailure as failure:
+            unmatched.append(Unmatched(product.node, failure.reason))
+    return list(reusing.values()), unmatched
 
 
 def _reusing_block(
@@ -367,10 +367,10 @@ def _repeat_heads(projection: Projection, heads: int, role: str) -> Projection:
     if own == 0 or heads % own:
         raise MatchFailure(f"{heads} query heads cannot share {own} {role} heads")
     times = heads // own
-    turns = [_repeat_arrays(turn, times) for turn in projection.rotary_terms]
+    terms = [_repeat_arrays(term, times) for term in projection.rotary_terms]
     return replace(
         _repeat_arrays(projection, times),
-        rotary_terms=tuple(replace(t, factor=_repeat_layout(t.factor, times)) for t in turns),
+        rotary_terms=tuple(replace(t, factor=_repeat_layout(t.factor, times)) for t in terms),
         past=_repeat_layout(projection.past, times),
     )
 
@@ -384,13 +384,13 @@ def _repeat_arrays(part: PartT, times: int) -> PartT:
     )
 
 
-def _repeat_layout(spread: BroadcastLayout | None, times: int) -> BroadcastLayout | None:
-    if spread is None:
+def _repeat_layout(layout: BroadcastLayout | None, times: int) -> BroadcastLayout | None:
+    if layout is None:
         return None
     axes = tuple(
-        axis if isinstance(axis, str) else axis.repeat(times, axis=0) for axis in spread.axes
+        axis if isinstance(axis, str) else axis.repeat(times, axis=0) for axis in layout.axes
     )
-    return replace(spread, axes=axes)
+    return replace(layout, axes=axes)
 
 
 def _split_content(

@@ -120,14 +120,14 @@ class LayoutReader:
         """Build the projection of a trace; see ``match_projection`` for the arguments."""
         if axes is None:
             axes = range(len(trace.shape))
-        read, held = split_heads(trace, axes, heads, role)
-        past = None if held is None else broadcast_layout_of(held[0], held[1], self.info, role)
+        terms, cached = split_heads(trace, axes, heads, role)
+        past = None if cached is None else broadcast_layout_of(*cached, self.info, role)
         layout = "B T H*K" if heads else "B*H T K" if len(trace.shape) == 3 else "B H T K"
         if trace.source is None:
-            assert held is not None and past is not None
-            return _cached(operand, trace, past, held[1])
-        kept = 1.0 if held is None else float(held[1].offset.flat[0])
-        first = next(iter(read.values()))
+            assert cached is not None and past is not None
+            return _cached(operand, trace, past, cached[1])
+        factor = 1.0 if cached is None else float(cached[1].offset.flat[0])
+        first = next(iter(terms.values()))
         count, length = trace.source.rows.size, first.factor_index.shape[2]
         source_input, sequence_first = self._whole(trace.source.tokens, first.sequence_first)
         lengths = (length, count // length) if sequence_first else (count // length, length)
@@ -136,15 +136,15 @@ class LayoutReader:
             weight=origin(trace.source.weight),
             contracted=trace.source.contracted,
             columns=first.columns,
-            gain=first.gain / kept,
-            offset=first.offset / kept,
-            scale=trace.scale * kept,
+            gain=first.gain / factor,
+            offset=first.offset / factor,
+            scale=trace.scale * factor,
             output=operand,
             nodes=trace.nodes,
             by_sequence=self.shape(source_input)[:-1] == lengths and not sequence_first,
             sequence_first=sequence_first,
             layout=layout,
-            rotary_terms=() if set(read) == {None} else rotary_terms_of(read, self.info, role),
+            rotary_terms=() if set(terms) == {None} else rotary_terms_of(terms, self.info, role),
             norm=trace.norm,
             past=past,
             axes=tuple(axes),
@@ -174,19 +174,23 @@ class LayoutReader:
         product = None if node is None else linear(node, self.shape)
         if node is None or product is None or product.tokens is not value or labels.size != size:
             return None
-        wanted = labels.reshape(-1, product.width)
-        if product.scale != 1.0 or wanted.shape[0] != batch * length or not self._in_order(product):
+        by_token = labels.reshape(-1, product.width)
+        if (
+            product.scale != 1.0
+            or by_token.shape[0] != batch * length
+            or not self._in_order(product)
+        ):
             return None
         # Label l is element (b, h, s, v). Each token must have its elements in the same order.
-        b, h, s, v = np.unravel_index(wanted, order)
+        b, h, s, v = np.unravel_index(by_token, order)
         tokens = np.arange(batch * length)[:, None]
-        found = (h * width + v)[0]
+        elements = (h * width + v)[0]
         by_batch, by_length = (b * length + s == tokens).all(), (s * batch + b == tokens).all()
-        if not ((by_batch or by_length) and (h * width + v == found).all()):
+        if not ((by_batch or by_length) and (h * width + v == elements).all()):
             return None
-        if np.unique(found).size != heads * width:
+        if np.unique(elements).size != heads * width:
             return None
-        rows = np.argsort(found).reshape(heads, width)
+        rows = np.argsort(elements).reshape(heads, width)
         bias, output, add = self._bias(node)
         return OutputProjection(
             value,
@@ -246,9 +250,9 @@ class LayoutReader:
             moved = self.apply_layout(node, order, value.index() or 0)
             return inner.map_terms(lambda labels: labels.take(moved)).append_node(node)
         for norm in NORMS:
-            if (reading := norm(node)) is not None:
-                inner = self.trace(reading.value, role, reach - 1)
-                return apply_norm(node, inner, reading, role)
+            if (match := norm(node)) is not None:
+                inner = self.trace(match.value, role, reach - 1)
+                return apply_norm(node, inner, match, role)
         if node.op_type == "RotaryEmbedding" and first is not None:
             return apply_rotary_operator(node, self.trace(first, role, reach - 1), self.info, role)
         if not node.domain and first is not None and None not in node.inputs[:2]:
@@ -334,13 +338,13 @@ class LayoutReader:
                 return self._with_constant(node, inner, constant.astype(np.float64), left, role)
         if node.op_type == "Div":
             raise _between(node, role)
-        readings = [self._attempt(value, role, reach) for value in (a, b)]
+        traces = [self._attempt(value, role, reach) for value in (a, b)]
         if node.op_type == "Mul":
-            for inner, factor in zip(readings, (b, a), strict=True):
-                if inner is not None and None in readings and inner.has_no_factor:
+            for inner, factor in zip(traces, (b, a), strict=True):
+                if inner is not None and None in traces and inner.has_no_factor:
                     return apply_position_factor(node, inner, factor, self.info, role)
-        elif None not in readings:
-            return add_traces(node, [r for r in readings if r is not None], role)
+        elif None not in traces:
+            return add_traces(node, [t for t in traces if t is not None], role)
         raise _between(node, role)
 
     def _attempt(self, value: ir.Value, role: str, reach: int) -> LinearTrace | None:

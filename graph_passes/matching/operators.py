@@ -323,25 +323,12 @@ def _microsoft_steps(
     return steps
 
 
-FUSED_OPERATORS = frozenset(
-    {
-        "Attention",
-        "MultiHeadAttention",
-        "GroupQueryAttention",
-        "PackedAttention",
-        "PackedMultiHeadAttention",
-        "DecoderMaskedMultiHeadAttention",
-        "DecoderMaskedSelfAttention",
-        "DecoderAttention",
-        "PagedAttention",
-        "SparseAttention",
-        "LongformerAttention",
-        "QAttention",
-        "QOrderedAttention",
-        "QOrderedLongformerAttention",
-        "LinearAttention",
-    }
-)
+FUSED_OPERATORS = frozenset({
+    "Attention", "MultiHeadAttention", "GroupQueryAttention", "PackedAttention",
+    "PackedMultiHeadAttention", "DecoderMaskedMultiHeadAttention", "DecoderMaskedSelfAttention",
+    "DecoderAttention", "PagedAttention", "SparseAttention", "LongformerAttention", "QAttention",
+    "QOrderedAttention", "QOrderedLongformerAttention", "LinearAttention",
+})  # fmt: skip
 """Operators that contain a whole attention, in any domain."""
 
 OPERATORS: Mapping[tuple[str, str], Callable[[ir.Node, LayoutReader], OperatorMatch]] = {

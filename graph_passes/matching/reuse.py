@@ -98,23 +98,23 @@ def _is_of_heads(node: ir.Node) -> bool:
     return node.attributes.get_int("axis", default) in (HEADS, HEADS - 4)
 
 
-def reused_heads(found: HeadSources, own: ir.Value | None, node: ir.Node) -> tuple[Reused, ...]:
+def reused_heads(sources: HeadSources, own: ir.Value | None, node: ir.Node) -> tuple[Reused, ...]:
     """The reused heads: those from values other than ``own``.
 
     Raises:
         MatchFailure: The heads of ``own`` are incomplete or out of order.
     """
-    mine = np.array([value is own for value in found.values], bool)
-    kept = found.heads[mine]
+    mine = np.array([value is own for value in sources.values], bool)
+    kept = sources.heads[mine]
     if own is not None and not np.array_equal(kept, np.arange(len(kept))):
         raise MatchFailure(f"{describe(node)} reorders the heads of a softmax")
-    others = dict.fromkeys(value for value in found.values if value is not own)
-    return tuple(_taken(found, value) for value in others)
+    others = dict.fromkeys(value for value in sources.values if value is not own)
+    return tuple(_taken(sources, value) for value in others)
 
 
-def _taken(found: HeadSources, value: ir.Value) -> Reused:
-    heads = np.array([h for h, other in enumerate(found.values) if other is value])
-    return Reused(value, heads, found.heads[heads])
+def _taken(sources: HeadSources, value: ir.Value) -> Reused:
+    heads = np.array([h for h, other in enumerate(sources.values) if other is value])
+    return Reused(value, heads, sources.heads[heads])
 
 
 def products_of(

@@ -153,10 +153,10 @@ def rotate_heads(
 
 def _angles(node: ir.Node) -> tuple[ir.Value | None, ir.Value | None, ir.Value | None]:
     """Positions, cosines and sines of a RotaryEmbedding."""
-    given = [*node.inputs[1:4], None, None, None]
+    inputs = [*node.inputs[1:4], None, None, None]
     if node.domain:
-        return given[0], given[1], given[2]
-    return given[2], given[0], given[1]
+        return inputs[0], inputs[1], inputs[2]
+    return inputs[2], inputs[0], inputs[1]
 
 
 def _looked_up_shape(factor: PositionFactor, info: ShapeInfo, length: int) -> tuple[int, ...]:
@@ -171,7 +171,7 @@ def _looked_up_shape(factor: PositionFactor, info: ShapeInfo, length: int) -> tu
 
 
 def rotary_terms_of(
-    read: Mapping[PositionFactor | None, TermByHead], info: ShapeInfo, role: str
+    terms: Mapping[PositionFactor | None, TermByHead], info: ShapeInfo, role: str
 ) -> tuple[RotaryTerm, ...]:
     """The terms of a projection, each with the broadcast layout of its factor."""
     return tuple(
@@ -181,7 +181,7 @@ def rotary_terms_of(
             heads.gain,
             heads.offset,
         )
-        for factor, heads in read.items()
+        for factor, heads in terms.items()
     )
 
 
@@ -314,7 +314,7 @@ def _number(value: ir.Value | None) -> float | None:
     return float(array.flat[0]) if array.size == 1 else None
 
 
-def apply_norm(node: ir.Node, inner: LinearTrace, reading: NormMatch, role: str) -> LinearTrace:
+def apply_norm(node: ir.Node, inner: LinearTrace, match: NormMatch, role: str) -> LinearTrace:
     """Trace the output of a norm; group g of length L has the new columns g L to (g + 1) L - 1."""
     if inner.norm is not None or not inner.has_no_factor:
         raise MatchFailure(
@@ -331,11 +331,11 @@ def apply_norm(node: ir.Node, inner: LinearTrace, reading: NormMatch, role: str)
     if not ((gain == gain[first][group]).all() and (offset == offset[first][group]).all()):
         raise MatchFailure(f"the {role} depends on the position of the token")
     norm = Norm(
-        node, groups, gain[first], offset[first], inner.scale, reading.epsilon, reading.centered
+        node, groups, gain[first], offset[first], inner.scale, match.epsilon, match.centered
     )
     fresh = (group[:, None] * length + np.arange(length)).reshape(inner.shape)
-    weight = np.ones(1) if reading.weight is None else _vector(node, reading.weight, role)
-    bias = np.zeros(1) if reading.bias is None else _vector(node, reading.bias, role)
+    weight = np.ones(1) if match.weight is None else _vector(node, match.weight, role)
+    bias = np.zeros(1) if match.bias is None else _vector(node, match.bias, role)
     made = ElementMap(fresh, labels.tokens, weight, bias, np.zeros((), np.int64))
     made = made.broadcast_to(inner.shape)
     return replace(inner, scale=1.0, terms={None: made}, norm=norm).append_node(node)
