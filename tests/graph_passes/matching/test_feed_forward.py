@@ -99,18 +99,18 @@ FORMS: dict[str, str] = {
     "FastGelu with its bias": f"\n h = MatMul(x, W1)\n a = com.microsoft.FastGelu(h, b1){DOWN}",
     "BiasGelu": f"\n h = MatMul(x, W1)\n a = com.microsoft.BiasGelu(h, b1){DOWN}",
     "QuickGelu": f"{UP}\n a = com.microsoft.QuickGelu <alpha = 1.702> (h){DOWN}",
-    "slope by neuron": f"{UP}\n a = PRelu(h, slopes){DOWN}",
+    "a slope a neuron": f"{UP}\n a = PRelu(h, slopes){DOWN}",
     "squared ReLU with a gain": f"{UP}\n r = Relu(h)\n r2 = Mul(r, r)\n a = Mul(r2, gains){DOWN}",
     "clipped": f"{UP}\n a = Clip(h, lowest, highest){DOWN}",
     "hard sigmoid by hand": f"{UP}\n c = Add(h, three)\n d = Clip(c, lowest, six)"
                             f"\n e = Div(d, six)\n a = Mul(h, e){DOWN}",
-    "Where": f"{UP}\n y = Greater(h, half)\n z = Mul(h, half)\n a = Where(y, h, z){DOWN}",
+    "chosen": f"{UP}\n y = Greater(h, half)\n z = Mul(h, half)\n a = Where(y, h, z){DOWN}",
     "dropout": f"{UP}\n r = Relu(h)\n a = Dropout(r){DOWN}",
     "gated by SiLU": "\n g = MatMul(x, W1)\n g1 = Sigmoid(g)\n g2 = Mul(g, g1)\n u = MatMul(x, Wu)"
                      "\n a = Mul(g2, u)\n out = MatMul(a, W2)",
     "gated by GELU": f"{UP}\n g = Gelu(h)\n u0 = MatMul(x, Wu)\n u = Add(u0, bu)"
                      f"\n a = Mul(g, u){DOWN}",
-    "gated without activation": f"\n g = MatMul(x, W1)\n u = MatMul(x, Wu)\n a = Mul(g, u){DOWN}",
+    "gated by nothing": f"\n g = MatMul(x, W1)\n u = MatMul(x, Wu)\n a = Mul(g, u){DOWN}",
     "gated, each flattened": "\n x1 = Reshape(x, flat)\n x2 = Reshape(x, flat)"
                              "\n g = Gemm(x1, W1, b1)\n g1 = Sigmoid(g)\n u = Gemm(x2, Wu)"
                              "\n a = Mul(g1, u)\n o = Gemm(a, W2, b2)\n out = Reshape(o, whole)",
@@ -118,9 +118,9 @@ FORMS: dict[str, str] = {
                                    "\n a = Relu(h)"
                                    "\n o = Gemm <transB = 1, alpha = 0.5> (a, W2T, b2)"
                                    "\n out = Reshape(o, whole)",
-    "Reshape with a constant width": "\n f = Reshape(x, flat)\n h0 = Gemm(f, W1, b1)"
+    "a Reshape that names its width": "\n f = Reshape(x, flat)\n h0 = Gemm(f, W1, b1)"
                                       f"\n h = Reshape(h0, wide)\n a = Relu(h){DOWN}",
-    "computed shapes": DYNAMIC,
+    "shapes that are computed": DYNAMIC,
     "FusedGemm": '\n f = Reshape(x, flat)\n a = com.microsoft.FusedGemm <activation = "Relu"> '
                  "(f, W1, b1)\n o = Gemm(a, W2, b2)\n out = Reshape(o, whole)",
     "FusedMatMul": "\n h0 = com.microsoft.FusedMatMul <transB = 1, alpha = 0.5> (x, W1T)"
