@@ -528,12 +528,14 @@ class Linear:
     """A product of tokens with a constant: out = scale * tokens @ W.
 
     Attributes:
+        node: The product, or the fused operator that contains it.
         contracted: The axes of ``weight`` that are contracted with the last axes of ``tokens``.
         width: D, the number of contracted elements.
         columns, rows: The column of W and the token of each element of the output, in shapes that
             broadcast to the output.
     """
 
+    node: ir.Node
     tokens: ir.Value
     weight: ir.Value
     contracted: tuple[int, ...]
@@ -541,6 +543,21 @@ class Linear:
     columns: np.ndarray
     rows: np.ndarray
     scale: float
+
+    def matrix(self) -> Float[np.ndarray, "D N"]:
+        """scale * W."""
+        return as_matrix(constant_array(self.weight), self.contracted) * self.scale
+
+    def weight_operand(self, axis: int) -> Operand:
+        """The weight as an input of the node; ``axis`` counts the neurons."""
+        return Operand(self.node, list(self.node.inputs).index(self.weight), axis)
+
+    @property
+    def columns_axis(self) -> int:
+        """The axis of the weight that counts columns; others are contracted or have length 1."""
+        shape = constant_shape(self.weight)
+        free = [axis for axis in range(len(shape)) if axis not in self.contracted]
+        return max(free, key=lambda axis: shape[axis])
 
 
 class Operand(NamedTuple):
@@ -568,10 +585,8 @@ class FeedForwardBlock:
         graph: The graph that owns the nodes: the main graph, or the body of an If or a Loop.
         x: The tokens (..., D), before any flattening.
         first: The products with W_1, or with W_g and W_u in order of execution.
-        products: The nodes of ``first``.
         hidden: The operand of the second product, (..., F) or flattened.
         second: The product with W_2.
-        product: The node of ``second``.
         bias: b_2, if present.
         output: The value after b_2.
         nodes: The nodes between the products, in order of execution.
@@ -583,15 +598,23 @@ class FeedForwardBlock:
     graph: ir.Graph
     x: ir.Value
     first: tuple[Linear, ...]
-    products: tuple[ir.Node, ...]
     hidden: ir.Value
     second: Linear
-    product: ir.Node
     bias: ir.Value | None
     output: ir.Value
     nodes: tuple[ir.Node, ...]
     constants_by_neuron: tuple[Operand, ...]
     widths: tuple[ir.Node, ...]
+
+    @property
+    def products(self) -> tuple[ir.Node, ...]:
+        """The nodes of ``first``."""
+        return tuple(part.node for part in self.first)
+
+    @property
+    def product(self) -> ir.Node:
+        """The node of ``second``."""
+        return self.second.node
 
     @property
     def num_neurons(self) -> int:
@@ -605,34 +628,20 @@ class FeedForwardBlock:
 
     def matrix(self, index: int = 0) -> Float[np.ndarray, "D F"]:
         """W_1, or W_g or W_u by index in ``first``."""
-        part = self.first[index]
-        return as_matrix(constant_array(part.weight), part.contracted) * part.scale
+        return self.first[index].matrix()
 
     def second_matrix(self) -> Float[np.ndarray, "F N"]:
         """W_2."""
-        part = self.second
-        return as_matrix(constant_array(part.weight), part.contracted) * part.scale
+        return self.second.matrix()
 
     def weights(self) -> tuple[Operand, ...]:
         """The weights, each with its axis of neurons."""
-        parts = zip(self.products, self.first, strict=True)
-        first = [_weight(node, part, _columns_axis(part)) for node, part in parts]
-        return (*first, _weight(self.product, self.second, self.second.contracted[0]))
+        first = [part.weight_operand(part.columns_axis) for part in self.first]
+        return (*first, self.second.weight_operand(self.second.contracted[0]))
 
     def operands(self) -> tuple[Operand, ...]:
         """All constants with an axis of neurons."""
         return (*self.weights(), *self.constants_by_neuron)
-
-
-def _weight(node: ir.Node, part: Linear, axis: int) -> Operand:
-    return Operand(node, list(node.inputs).index(part.weight), axis)
-
-
-def _columns_axis(part: Linear) -> int:
-    """The axis of a weight that counts columns; the others are contracted or have length 1."""
-    shape = constant_shape(part.weight)
-    free = [axis for axis in range(len(shape)) if axis not in part.contracted]
-    return max(free, key=lambda axis: shape[axis])
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,11 +1,11 @@
-"""Every architecture that must be read: tiny random models, and how PyTorch exports each.
+"""Supported architectures as tiny random models, and the ways to export them with PyTorch.
 
-A model is built from a Hugging Face configuration (or is a module of ours), its attention is known
-from that configuration alone (``Layer``), and a ``Cell`` is one way to export it. No two sizes of a
-model are the same where that can be chosen: no axis is mistaken for another. Every weight is
-random, biases and normalizations too: a reading that forgets one computes something else.
+A model is built from a Hugging Face configuration (or is a module of this file). The configuration
+determines its attention (``Layer``). A ``Cell`` is one way to export it. The sizes of a model
+differ as far as possible, so that axes cannot be confused. All weights are random, including
+biases and normalizations, so that a match without one of them has other outputs.
 
-torch and transformers are imported on first use: collecting the tests needs neither.
+torch and transformers are imported on first use: test collection needs neither.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,17 +38,17 @@ GRAPHS = Path(__file__).parent / "fixtures" / "onnx"
 VOCABULARY = 61
 POSITIONS = 48
 LENGTHS = {"batch": 2, "sequence": 7, "source": 9, "past": 6}
-"""Of the example that is traced. Sums are written as exporters write them: "past + sequence"."""
+"""Lengths of the traced example. Inputs may have sums of them: "past + sequence"."""
 
 OTHER_LENGTHS = {"batch": 3, "sequence": 5, "source": 8, "past": 4}
-"""A graph runs at these as well, or PyTorch has not exported what was asked for."""
+"""Other lengths: a graph that does not run at these does not count as exported."""
 
 TYPES = {"tensor(int64)": np.int64, "tensor(float)": np.float32, "tensor(float16)": np.float16}
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One attention, as the model's configuration has it."""
+    """One attention layer of a model configuration."""
 
     num_heads: int
     num_kv_heads: int
@@ -56,26 +56,6 @@ class Layer:
     scale: float
     kind: Literal["self", "cross"] = "self"
     position: Literal["none", "bias", "rope"] = "none"
-
-
-@dataclass(frozen=True, eq=False)
-class Architecture:
-    """A tiny model and what its attention is.
-
-    Attributes:
-        build: The network, given how its attention is implemented; its weights are set afterwards.
-        layers: Of the network's configuration: each attention, in order of execution.
-        inputs: The shape of each input. Names tell the content: ids, a mask (padded), else floats.
-        call: The network on named tensors -> its outputs, by name.
-        attentions: The implementations it has.
-    """
-
-    name: str
-    build: Callable[[Attention], Any]
-    layers: Callable[[Any], list[Layer]]
-    inputs: Mapping[str, Shape]
-    call: Callable[..., dict[str, Any]]
-    attentions: tuple[Attention, ...] = ("eager", "sdpa")
 
 
 @dataclass(frozen=True)
@@ -95,7 +75,7 @@ class Cell:
 
     @property
     def missed(self) -> bool:
-        """What cannot be read, for a reason: from opset 12 on dropout can be switched on."""
+        """Whether no layer matches: from opset 12 on, dropout in training mode is in the graph."""
         return self.variant == "dropout" and self.opset >= 12
 
     @property
@@ -107,7 +87,7 @@ class Cell:
         return f"{self.architecture}-{self.column}"
 
 
-# ---- what the configurations say ----------------------------------------------------------------
+# ---- layers of configurations --------------------------------------------------------------------
 
 
 def encoder(config: Any, position: Any = "none") -> list[Layer]:
@@ -120,21 +100,21 @@ def encoder(config: Any, position: Any = "none") -> list[Layer]:
 
 
 def disentangled(config: Any) -> list[Layer]:
-    """DeBERTa: content and positions share one scale; the scores with positions are a bias."""
+    """DeBERTa: content and positions have one scale; the scores of positions are a bias."""
     terms = 1 + len(config.pos_att_type)
     own = encoder(config, position="bias")
     return [replace(layer, scale=(terms * layer.head_size) ** -0.5) for layer in own]
 
 
 def speech_encoder(config: Any) -> list[Layer]:
-    """The encoder of BART and its kin."""
+    """The encoder of BART, Marian or Whisper."""
     heads = config.encoder_attention_heads
     size = config.d_model // heads
     return [Layer(heads, heads, size, size**-0.5)] * config.encoder_layers
 
 
 def cross_decoder(config: Any) -> list[Layer]:
-    """The decoder of BART and its kin."""
+    """The decoder of BART, Marian or Whisper."""
     heads = config.decoder_attention_heads
     size = config.d_model // heads
     layers = [Layer(heads, heads, size, size**-0.5, kind) for kind in ("self", "cross")]
@@ -146,7 +126,7 @@ def encoder_decoder(config: Any) -> list[Layer]:
 
 
 def t5_layers(config: Any) -> list[Layer]:
-    """No scale; the relative positions are those of self-attention alone."""
+    """No scale; only self-attention has relative positions."""
 
     def layer(kind: Any, position: Any) -> Layer:
         return Layer(config.num_heads, config.num_heads, config.d_kv, 1.0, kind, position)
@@ -155,7 +135,7 @@ def t5_layers(config: Any) -> list[Layer]:
     return [own] * config.num_layers + [own, layer("cross", "none")] * config.num_decoder_layers
 
 
-# ---- how the networks are built and called ------------------------------------------------------
+# ---- networks ------------------------------------------------------------------------------------
 
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -216,7 +196,7 @@ TWO_TEXTS: Mapping[str, Shape] = {
 
 
 def hugging_face(name: str, part: str = "", **config: Any) -> Callable[[Attention], Any]:
-    """A builder of ``name``Model from ``name``Config, or of one part of it."""
+    """Return a function that builds ``name``Model from ``name``Config, or one part of it."""
 
     def build(attention: Attention) -> Any:
         import transformers
@@ -237,7 +217,7 @@ def cache_inputs(name: str, *shape: int | str, layers: int = 2) -> dict[str, Sha
 
 
 def cache_of(inputs: dict[str, Any], name: str) -> Any:
-    """The tensors of one cache, taken out of the inputs."""
+    """Remove the tensors of one cache from the inputs and return them as a cache."""
     import transformers
 
     tensors = [inputs.pop(key) for key in list(inputs) if key.startswith(f"{name}.")]
@@ -245,14 +225,14 @@ def cache_of(inputs: dict[str, Any], name: str) -> Any:
 
 
 def cached_states(network: Any, **inputs: Any) -> dict[str, Any]:
-    """With past keys and values as inputs, and the longer ones as outputs."""
+    """Past keys and values are inputs, present ones outputs."""
     past = cache_of(inputs, "past_key_values")
     result = network(**inputs, past_key_values=past, use_cache=True, return_dict=True)
     return {"last_hidden_state": result.last_hidden_state} | presents(result.past_key_values)
 
 
 def cached_cross_states(network: Any, **inputs: Any) -> dict[str, Any]:
-    """Past keys and values of self-attention; those of cross-attention are inputs alone."""
+    """As ``cached_states``; the keys and values of cross-attention are inputs only."""
     import transformers
 
     past = transformers.EncoderDecoderCache(
@@ -272,7 +252,7 @@ def presents(cache: Any) -> dict[str, Any]:
 
 
 def without_biases(attention: Attention) -> Any:
-    """BERT whose attention has no biases at all."""
+    """BERT without biases in the attention."""
     network = hugging_face("Bert", **SIZES)(attention)
     for layer in network.encoder.layer:
         own = layer.attention
@@ -282,7 +262,7 @@ def without_biases(attention: Attention) -> Any:
 
 
 def fixed_head_size(attention: Attention) -> Any:
-    """An encoder whose head size is chosen freely of its width (arXiv 2002.07028)."""
+    """An encoder with a head size independent of its width (arXiv 2002.07028)."""
     import torch
     from torch import nn
 
@@ -319,7 +299,7 @@ def fixed_head_size(attention: Attention) -> Any:
         def forward(self, input_ids: Any, attention_mask: Any) -> Any:
             x = self.embeddings(input_ids)
             mask = (1 - attention_mask[:, None, None].to(x.dtype)) * torch.finfo(x.dtype).min
-            mask = mask.expand(-1, -1, x.shape[1], -1)  # what ONNX Runtime's Attention asks for
+            mask = mask.expand(-1, -1, x.shape[1], -1)  # as ONNX Runtime's Attention requires
             for layer in self.layers:
                 x = layer(x, mask)
             return x
@@ -328,7 +308,7 @@ def fixed_head_size(attention: Attention) -> Any:
 
 
 def torch_encoder(attention: Attention) -> Any:
-    """PyTorch's own encoder layers: q, k and v packed in one weight."""
+    """PyTorch's encoder layers, with q, k and v packed in one weight."""
     from torch import nn
 
     config = SimpleNamespace(hidden_size=24, num_attention_heads=3, num_hidden_layers=2)
@@ -357,140 +337,109 @@ def tensor(network: Any, **inputs: Any) -> dict[str, Any]:
     return {"last_hidden_state": network(**inputs)}
 
 
+@dataclass(frozen=True, eq=False)
+class Architecture:
+    """A tiny model and its attention layers.
+
+    Attributes:
+        build: Builds the network with an implementation of attention; weights are set afterwards.
+        layers: Returns the attention layers of a configuration, in order of execution.
+        inputs: The shape of each input. The name determines the content: ids, a mask, or floats.
+        call: Runs the network on named tensors and returns its outputs by name.
+        attentions: The available implementations of attention.
+    """
+
+    name: str
+    build: Callable[[Attention], Any]
+    layers: Callable[[Any], list[Layer]] = encoder
+    inputs: Mapping[str, Shape] = field(default_factory=lambda: TEXT)
+    call: Callable[..., dict[str, Any]] = states
+    attentions: tuple[Attention, ...] = ("eager", "sdpa")
+
+
+rotary_encoder = partial(encoder, position="rope")
+CACHED: Mapping[str, Shape] = {
+    "input_ids": ("batch", "sequence"),
+    "attention_mask": ("batch", "past + sequence"),
+    **cache_inputs("past_key_values", "batch", 3, "past", 8),
+}
+CACHED_CROSS: Mapping[str, Shape] = {
+    "input_ids": ("batch", "sequence"),
+    "encoder_hidden_states": ("batch", "source", 24),
+    "encoder_attention_mask": ("batch", "source"),
+    **cache_inputs("past_key_values", "batch", 6, "past", 4),
+    **cache_inputs("encoder_key_values", "batch", 6, "source", 4),
+}
+BART_DECODER = {**TWO_STACKS, "decoder_layers": 2, "use_cache": True}
+DISTILBERT = {
+    "vocab_size": VOCABULARY, "dim": 24, "n_heads": 3, "n_layers": 2, "hidden_dim": 40,
+    "max_position_embeddings": POSITIONS,
+}  # fmt: skip
+T5 = {
+    "vocab_size": VOCABULARY, "d_model": 20, "d_kv": 6, "num_heads": 4, "d_ff": 40,
+    "num_layers": 2, "num_decoder_layers": 1, "use_cache": False,
+}  # fmt: skip
+DEBERTA = {
+    **SIZES, "relative_attention": True, "position_buckets": 8, "pos_att_type": ["p2c", "c2p"],
+}  # fmt: skip
+
 TABLE = (
-    Architecture("BERT", hugging_face("Bert", **SIZES), encoder, TEXT, states),
+    Architecture("BERT", hugging_face("Bert", **SIZES)),
+    Architecture("BERT, single head", hugging_face("Bert", **{**SIZES, "num_attention_heads": 1})),
+    Architecture("BERT, no biases", without_biases),
+    Architecture("RoBERTa", hugging_face("Roberta", **SIZES)),
+    Architecture("DistilBERT", hugging_face("DistilBert", **DISTILBERT)),
     Architecture(
-        "BERT, single head",
-        hugging_face("Bert", **{**SIZES, "num_attention_heads": 1}),
-        encoder, TEXT, states,
+        "ALBERT", hugging_face("Albert", **{**SIZES, "embedding_size": 20, "num_hidden_layers": 3})
     ),
-    Architecture("BERT, no biases", without_biases, encoder, TEXT, states),
-    Architecture("RoBERTa", hugging_face("Roberta", **SIZES), encoder, TEXT, states),
+    Architecture("ELECTRA", hugging_face("Electra", **SIZES, embedding_size=20)),
     Architecture(
-        "DistilBERT",
-        hugging_face(
-            "DistilBert", vocab_size=VOCABULARY, dim=24, n_heads=3, n_layers=2, hidden_dim=40,
-            max_position_embeddings=POSITIONS,
-        ),
-        encoder, TEXT, states,
-    ),
-    Architecture(
-        "ALBERT",
-        hugging_face("Albert", **{**SIZES, "embedding_size": 20, "num_hidden_layers": 3}),
-        encoder, TEXT, states,
-    ),
-    Architecture(
-        "ELECTRA", hugging_face("Electra", **SIZES, embedding_size=20), encoder, TEXT, states
-    ),
-    Architecture(
-        "MPNet",
-        hugging_face("MPNet", **SIZES), partial(encoder, position="bias"), TEXT, states,
+        "MPNet", hugging_face("MPNet", **SIZES), partial(encoder, position="bias"),
         attentions=("eager",),
     ),
     Architecture(
-        "DeBERTa-v2",
-        hugging_face(
-            "DebertaV2", **SIZES, relative_attention=True, position_buckets=8,
-            pos_att_type=["p2c", "c2p"],
-        ),
-        disentangled, TEXT, states, attentions=("eager",),
+        "DeBERTa-v2", hugging_face("DebertaV2", **DEBERTA), disentangled, attentions=("eager",)
     ),
-    Architecture("ViT", hugging_face("ViT", **IMAGE), encoder, PIXELS, states),
-    Architecture("DeiT", hugging_face("DeiT", **IMAGE), encoder, PIXELS, states),
-    Architecture("CLIP text", hugging_face("CLIPText", **SIZES), encoder, TEXT, states),
-    Architecture("CLIP vision", hugging_face("CLIPVision", **IMAGE), encoder, PIXELS, states),
-    Architecture("GPT-2", hugging_face("GPT2", **GPT2, use_cache=False), encoder, TEXT, states),
+    Architecture("ViT", hugging_face("ViT", **IMAGE), inputs=PIXELS),
+    Architecture("DeiT", hugging_face("DeiT", **IMAGE), inputs=PIXELS),
+    Architecture("CLIP text", hugging_face("CLIPText", **SIZES)),
+    Architecture("CLIP vision", hugging_face("CLIPVision", **IMAGE), inputs=PIXELS),
+    Architecture("GPT-2", hugging_face("GPT2", **GPT2, use_cache=False)),
+    Architecture("GPT-2, cached", hugging_face("GPT2", **GPT2), encoder, CACHED, cached_states),
+    Architecture("OPT", hugging_face("OPT", **SIZES, ffn_dim=40, word_embed_proj_dim=24)),
+    Architecture("BART", hugging_face("Bart", **TWO_STACKS), encoder_decoder, TWO_TEXTS),
     Architecture(
-        "GPT-2, cached",
-        hugging_face("GPT2", **GPT2), encoder,
-        {
-            "input_ids": ("batch", "sequence"),
-            "attention_mask": ("batch", "past + sequence"),
-            **cache_inputs("past_key_values", "batch", 3, "past", 8),
-        },
-        cached_states,
+        "BART decoder, cached", hugging_face("Bart", "decoder", **BART_DECODER), cross_decoder,
+        CACHED_CROSS, cached_cross_states,
+    ),
+    Architecture("Marian", hugging_face("Marian", **TWO_STACKS), encoder_decoder, TWO_TEXTS),
+    Architecture("T5", hugging_face("T5", **T5), t5_layers, TWO_TEXTS),
+    Architecture(
+        "Whisper encoder", hugging_face("Whisper", "encoder", **WHISPER), speech_encoder,
+        {"input_features": ("batch", 10, 30)},
     ),
     Architecture(
-        "OPT",
-        hugging_face("OPT", **SIZES, ffn_dim=40, word_embed_proj_dim=24), encoder, TEXT, states,
+        "Whisper decoder", hugging_face("Whisper", "decoder", **WHISPER), cross_decoder,
+        {**TEXT, "encoder_hidden_states": ("batch", 15, 24)},
     ),
-    Architecture("BART", hugging_face("Bart", **TWO_STACKS), encoder_decoder, TWO_TEXTS, states),
+    Architecture("Llama", hugging_face("Llama", **GROUPED), rotary_encoder),
     Architecture(
-        "BART decoder, cached",
-        hugging_face(
-            "Bart", "decoder", **{**TWO_STACKS, "decoder_layers": 2, "use_cache": True}
-        ), cross_decoder,
-        {
-            "input_ids": ("batch", "sequence"),
-            "encoder_hidden_states": ("batch", "source", 24),
-            "encoder_attention_mask": ("batch", "source"),
-            **cache_inputs("past_key_values", "batch", 6, "past", 4),
-            **cache_inputs("encoder_key_values", "batch", 6, "source", 4),
-        },
-        cached_cross_states,
+        "Llama, cached", hugging_face("Llama", **{**GROUPED, "use_cache": True}), rotary_encoder,
+        CACHED, cached_states,
+    ),
+    Architecture("Qwen3", hugging_face("Qwen3", **GROUPED), rotary_encoder),
+    Architecture(
+        "Qwen3, cached", hugging_face("Qwen3", **{**GROUPED, "use_cache": True}), rotary_encoder,
+        CACHED, cached_states,
     ),
     Architecture(
-        "Marian", hugging_face("Marian", **TWO_STACKS), encoder_decoder, TWO_TEXTS, states
+        "Gemma", hugging_face("Gemma", **{**GROUPED, "num_key_value_heads": 1}), rotary_encoder
     ),
-    Architecture(
-        "T5",
-        hugging_face(
-            "T5", vocab_size=VOCABULARY, d_model=20, d_kv=6, num_heads=4, d_ff=40, num_layers=2,
-            num_decoder_layers=1, use_cache=False,
-        ),
-        t5_layers, TWO_TEXTS, states,
-    ),
-    Architecture(
-        "Whisper encoder",
-        hugging_face("Whisper", "encoder", **WHISPER), speech_encoder,
-        {"input_features": ("batch", 10, 30)}, states,
-    ),
-    Architecture(
-        "Whisper decoder",
-        hugging_face("Whisper", "decoder", **WHISPER), cross_decoder,
-        {**TEXT, "encoder_hidden_states": ("batch", 15, 24)}, states,
-    ),
-    Architecture(
-        "Llama", hugging_face("Llama", **GROUPED), partial(encoder, position="rope"), TEXT, states
-    ),
-    Architecture(
-        "Llama, cached",
-        hugging_face("Llama", **{**GROUPED, "use_cache": True}),
-        partial(encoder, position="rope"),
-        {
-            "input_ids": ("batch", "sequence"),
-            "attention_mask": ("batch", "past + sequence"),
-            **cache_inputs("past_key_values", "batch", 3, "past", 8),
-        },
-        cached_states,
-    ),
-    Architecture(
-        "Qwen3", hugging_face("Qwen3", **GROUPED), partial(encoder, position="rope"), TEXT, states
-    ),
-    Architecture(
-        "Qwen3, cached",
-        hugging_face("Qwen3", **{**GROUPED, "use_cache": True}),
-        partial(encoder, position="rope"),
-        {
-            "input_ids": ("batch", "sequence"),
-            "attention_mask": ("batch", "past + sequence"),
-            **cache_inputs("past_key_values", "batch", 3, "past", 8),
-        },
-        cached_states,
-    ),
-    Architecture(
-        "Gemma",
-        hugging_face("Gemma", **{**GROUPED, "num_key_value_heads": 1}),
-        partial(encoder, position="rope"), TEXT, states,
-    ),
-    Architecture("fixed head size", fixed_head_size, encoder, TEXT, tensor),
-    Architecture(
-        "torch.nn", torch_encoder, encoder, TEXT, tensor, attentions=("sdpa",)
-    ),
+    Architecture("fixed head size", fixed_head_size, call=tensor),
+    Architecture("torch.nn", torch_encoder, call=tensor, attentions=("sdpa",)),
     Architecture(
         "torch.nn, fixed length", torch_encoder, encoder,
-        {"input_ids": ("batch", 7), "attention_mask": ("batch", 7)},
-        tensor, attentions=("sdpa",),
+        {"input_ids": ("batch", 7), "attention_mask": ("batch", 7)}, tensor, ("sdpa",),
     ),
 )  # fmt: skip
 ARCHITECTURES = {architecture.name: architecture for architecture in TABLE}
@@ -539,7 +488,7 @@ EXTERNAL = (COMMITTED[2], COMMITTED[9])
 
 
 def cells_of(architecture: Architecture) -> list[Cell]:
-    """Every way this architecture is exported: all by ``EXPORTERS``, a few by more."""
+    """The exports of an architecture: those of ``EXPORTERS``, and more for a few architectures."""
     name, cells = architecture.name, list[Cell]()
     for attention in architecture.attentions:
         cells += [Cell(name, attention, *exporter) for exporter in EXPORTERS]
@@ -558,7 +507,7 @@ def cells_of(architecture: Architecture) -> list[Cell]:
 
 @lru_cache(maxsize=4)
 def network(name: str, attention: Attention, variant: Variant = "") -> Any:
-    """The network in evaluation mode, every weight random; the last few are kept."""
+    """The network in evaluation mode with random weights; the last few are cached."""
     import torch
 
     torch.manual_seed(0)
@@ -574,7 +523,7 @@ def network(name: str, attention: Attention, variant: Variant = "") -> Any:
 def feeds(
     architecture: Architecture, lengths: Mapping[str, int] = LENGTHS
 ) -> dict[str, np.ndarray]:
-    """Inputs of one shape; masks end in padding, but for the first row."""
+    """Inputs at the given lengths; masks end in padding except in the first row."""
     rng = np.random.default_rng(0)
     made = {}
     for name, dims in architecture.inputs.items():
@@ -593,17 +542,15 @@ def feeds(
 
 
 def export(cell: Cell, path: Path) -> str:
-    """Write the cell's graph as PyTorch does by default; the reason where it cannot.
+    """Export a cell with PyTorch's defaults; return the reason if that fails, or an empty string.
 
-    The dynamo exporter stores weights in a file beside the graph.
-
-    A graph counts as not written where ONNX's checker refuses it, and where the tracer has baked
-    the lengths of the example into it.
+    The dynamo exporter stores weights in a file beside the graph. An export fails as well if ONNX's
+    checker rejects the graph, or if the graph runs only at the lengths of the traced example.
     """
     import torch
 
     torch.set_num_threads(1)  # test machines have few cores, and share them
-    torch.backends.mha.set_fastpath_enabled(False)  # an operator of its own, which is not exported
+    torch.backends.mha.set_fastpath_enabled(False)  # its operator cannot be exported
     architecture = ARCHITECTURES[cell.architecture]
     model = network(cell.architecture, cell.attention, cell.variant)
     dtype = next(model.parameters()).dtype
@@ -651,7 +598,7 @@ def export(cell: Cell, path: Path) -> str:
 def run(
     source: Path | ir.Model, architecture: Architecture, lengths: Mapping[str, int]
 ) -> list[np.ndarray]:
-    """All outputs of a graph, by ONNX Runtime."""
+    """Run a graph in ONNX Runtime and return all outputs."""
     session = open_session(source, threads=1)
     made = feeds(architecture, lengths)
     values = {
@@ -676,7 +623,7 @@ def _named_axes(architecture: Architecture) -> dict[str, dict[int, str]]:
 
 
 def _dynamic_shapes(architecture: Architecture) -> tuple[dict[int, Any], ...]:
-    """Sums of lengths are left to the exporter: it has no name for them."""
+    """Named dimensions; sums of lengths cannot be named and are left to the exporter."""
     import torch
 
     @cache
@@ -692,7 +639,7 @@ def _dynamic_shapes(architecture: Architecture) -> tuple[dict[int, Any], ...]:
 
 
 def _short(error: BaseException) -> str:
-    """The sentence that tells why, out of PyTorch's report."""
+    """The sentence with the reason in PyTorch's report."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -703,7 +650,7 @@ def _short(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Generator[None]:
-    """Exporters print, warn and log: failures are exceptions."""
+    """Suppress output, warnings and logs of exporters; failures are exceptions."""
     silent, disabled = io.StringIO(), logging.root.manager.disable
     with (
         warnings.catch_warnings(),

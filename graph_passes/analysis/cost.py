@@ -17,7 +17,7 @@ from fractions import Fraction
 import onnx_ir as ir
 
 from graph_passes.analysis.constants import is_constant
-from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_at, named_axes
+from graph_passes.analysis.shapes import RULES, ShapeInfo, infer_shapes_at, named_axes
 
 __all__ = [
     "Cost",
@@ -252,32 +252,17 @@ def _attention(node: ir.Node, info: ShapeInfo) -> int:
     return q[0] * heads * q[-2] * (k[-2] + past) * sum(sizes)
 
 
-def _microsoft_attention(node: ir.Node, info: ShapeInfo) -> int:
-    """MACs of the packed projection, the scores and the context."""
-    x, weight = (_shape(value, info) for value in node.inputs[:2])
-    sizes = node.attributes.get_ints("qkv_hidden_sizes", None) or [weight[-1] // 3] * 3
-    past = node.inputs[4] if len(node.inputs) > 4 else None
-    keys = x[1] + (0 if past is None else _shape(past, info)[3])
-    return math.prod(x) * weight[-1] + x[0] * x[1] * keys * (sizes[0] + sizes[2])
-
-
-def _multi_head_attention(node: ir.Node, info: ShapeInfo) -> int:
-    """MACs of scores and context, from the shapes of inputs and outputs."""
-    out, q = _shape(node.outputs[0], info), _shape(node.inputs[0], info)
-    key = node.inputs[1] if len(node.inputs) > 1 else None
-    past = node.inputs[6] if len(node.inputs) > 6 else None
-    k = q if key is None else _shape(key, info)
-    keys = k[2] if len(k) == 4 else k[1]
-    keys += 0 if past is None else _shape(past, info)[2]
-    width = q[2] * q[4] if len(q) == 5 else q[-1]
-    return out[0] * out[1] * keys * (width + out[2])
-
-
-def _group_query_attention(node: ir.Node, info: ShapeInfo) -> int:
+def _contributed_attention(node: ir.Node, info: ShapeInfo) -> int:
+    """MACs of scores and context, and of the packed projection of com.microsoft Attention."""
     out = _shape(node.outputs[0], info)
-    past = node.inputs[3] if len(node.inputs) > 3 else None
-    keys = out[1] + (0 if past is None else _shape(past, info)[2])
-    return math.prod(out) * keys * 2
+    shapes = [None if value is None else _shape(value, info) for value in node.inputs]
+    present = RULES["com.microsoft", node.op_type](shapes, node)[1]
+    assert present is not None
+    keys, width = present[-2], node.attributes.get_int("num_heads", 0) * present[-1]
+    macs = out[0] * out[1] * keys * (width + out[2])
+    if node.op_type == "Attention":
+        macs += math.prod(out[:2]) * math.prod(_shape(node.inputs[1], info))
+    return macs
 
 
 def _mixing(node: ir.Node, info: ShapeInfo) -> int:
@@ -300,31 +285,20 @@ def _mixing(node: ir.Node, info: ShapeInfo) -> int:
 
 
 COUNTS: dict[str, Callable[[ir.Node, ShapeInfo], int]] = {
+    **dict.fromkeys(("Gemm", "MatMul", "MatMulInteger", "QLinearMatMul"), _matmul),
+    **dict.fromkeys(("Conv", "ConvInteger", "DeformConv", "QLinearConv"), _conv),
     "Attention": _attention,
-    "Conv": _conv,
-    "ConvInteger": _conv,
     "ConvTranspose": _conv_transpose,
-    "DeformConv": _conv,
     "Einsum": _einsum,
-    "Gemm": _matmul,
-    "MatMul": _matmul,
-    "MatMulInteger": _matmul,
     "Mul": _mixing,
-    "QLinearConv": _conv,
-    "QLinearMatMul": _matmul,
 }
 
-
+MATRIX_CONTRIB = ("DynamicQuantizeMatMul", "FusedGemm", "FusedMatMul", "MatMulIntegerToFloat",
+                  "MatMulNBits", "TransposeMatMul")  # fmt: skip
+ATTENTION_CONTRIB = ("Attention", "GroupQueryAttention", "MultiHeadAttention")
 CONTRIB_COUNTS: dict[str, Callable[[ir.Node, ShapeInfo], int]] = {
-    "Attention": _microsoft_attention,
-    "DynamicQuantizeMatMul": _matmul,
-    "FusedGemm": _matmul,
-    "FusedMatMul": _matmul,
-    "GroupQueryAttention": _group_query_attention,
-    "MatMulIntegerToFloat": _matmul,
-    "MatMulNBits": _matmul,
-    "MultiHeadAttention": _multi_head_attention,
-    "TransposeMatMul": _matmul,
+    **dict.fromkeys(MATRIX_CONTRIB, _matmul),
+    **dict.fromkeys(ATTENTION_CONTRIB, _contributed_attention),
 }
 
 

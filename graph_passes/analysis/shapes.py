@@ -17,9 +17,10 @@ import onnx
 import onnx_ir as ir
 from onnx import shape_inference
 
-from graph_passes.analysis.constants import constant_tensor, evaluate
+from graph_passes.analysis.constants import constant_array, constant_tensor, evaluate, is_constant
 
 __all__ = [
+    "RULES",
     "ShapeInfo",
     "TensorInfo",
     "bind_axes",
@@ -88,6 +89,11 @@ class ShapeInfo:
         """The elements of a small value that does not depend on input data, if known."""
         tensor = self.known.get(value) if value is not None else None
         return None if tensor is None else tensor.constant
+
+    def elements(self, value: ir.Value | None) -> np.ndarray | None:
+        """The elements of a value of any size that does not depend on input data, if known."""
+        constant = self.constant(value)
+        return constant_array(value) if constant is None and is_constant(value) else constant
 
     def explain(self, value: ir.Value) -> str:
         """Why a value has no shape: the reason of the first node above it that failed."""
@@ -401,7 +407,10 @@ def _outcome(
 def _infer_by_rule(
     rule: Callable[[Shapes, ir.Node], Shapes], node: ir.Node, tensors: Sequence[TensorInfo | None]
 ) -> Outcome:
-    shapes = rule([None if tensor is None else tensor.shape for tensor in tensors], node)
+    try:
+        shapes = rule([None if tensor is None else tensor.shape for tensor in tensors], node)
+    except (IndexError, ValueError):  # missing inputs, or shapes that do not fit
+        shapes = ()
     types = [tensor.dtype for tensor in tensors if tensor is not None]
     if not types or not shapes:
         return (), f"{node.op_type} has no known shape"
@@ -511,28 +520,15 @@ def _skip_normalization(shapes: Shapes, node: ir.Node) -> Shapes:
     return [shapes[0], None, None, shapes[0]]
 
 
-def _fused_matmul(shapes: Shapes, node: ir.Node) -> Shapes:
-    a, b = shapes[0], shapes[1]
-    if a is None or b is None:
+def _matrix_product(shapes: Shapes, node: ir.Node) -> Shapes:
+    a, b = shapes[:2]
+    if a is None or b is None or min(len(a), len(b)) < 2:
         return []
     if node.attributes.get_int("transA", 0):
         a = (*a[:-2], a[-1], a[-2])
     if node.attributes.get_int("transB", 0):
         b = (*b[:-2], b[-1], b[-2])
     return [(*np.broadcast_shapes(a[:-2], b[:-2]), a[-2], b[-1])]
-
-
-def _matmul(shapes: Shapes, node: ir.Node) -> Shapes:
-    a, b = shapes[:2]
-    return [] if a is None or b is None or len(b) != 2 else [(*a[:-1], b[-1])]
-
-
-def _fused_gemm(shapes: Shapes, node: ir.Node) -> Shapes:
-    a, b = shapes[:2]
-    if a is None or b is None or len(a) != 2 or len(b) != 2:
-        return []
-    transposed = [node.attributes.get_int(name, 0) for name in ("transA", "transB")]
-    return [(a[1 if transposed[0] else 0], b[0 if transposed[1] else 1])]
 
 
 def _matmul_n_bits(shapes: Shapes, node: ir.Node) -> Shapes:
@@ -587,27 +583,21 @@ def _group_query_attention(shapes: Shapes, node: ir.Node) -> Shapes:
 COUNTS = {("EmbedLayerNormalization", 1)}
 """Outputs of RULES of type int32; all others have the type of the first float input."""
 
+SHAPE_PRESERVING = ("BiasGelu", "BiasSoftmax", "FastGelu", "Gelu", "QuickGelu", "RotaryEmbedding",
+                    "SimplifiedLayerNormalization")  # fmt: skip
+MATRIX_PRODUCTS = ("DynamicQuantizeMatMul", "FusedGemm", "FusedMatMul", "MatMulIntegerToFloat",
+                   "TransposeMatMul")  # fmt: skip
 RULES: dict[tuple[str, str], Callable[[Shapes, ir.Node], Shapes]] = {
-    ("com.microsoft", "Gelu"): _like_first,
-    ("com.microsoft", "FastGelu"): _like_first,
-    ("com.microsoft", "Attention"): _attention,
-    ("com.microsoft", "BiasGelu"): _like_first,
-    ("com.microsoft", "BiasSoftmax"): _like_first,
-    ("com.microsoft", "EmbedLayerNormalization"): _embedding,
-    ("com.microsoft", "GroupQueryAttention"): _group_query_attention,
-    ("com.microsoft", "MultiHeadAttention"): _multi_head_attention,
-    ("com.microsoft", "RotaryEmbedding"): _like_first,
-    ("com.microsoft", "SimplifiedLayerNormalization"): _like_first,
-    ("com.microsoft", "QuickGelu"): _like_first,
+    **{("com.microsoft", name): _like_first for name in SHAPE_PRESERVING},
+    **{("com.microsoft", name): _matrix_product for name in MATRIX_PRODUCTS},
     ("", "LayerNormalization"): _like_first,
     ("", "SimplifiedLayerNormalization"): _like_first,
-    ("com.microsoft", "DynamicQuantizeMatMul"): _matmul,
-    ("com.microsoft", "FusedGemm"): _fused_gemm,
-    ("com.microsoft", "MatMulIntegerToFloat"): _matmul,
+    ("com.microsoft", "Attention"): _attention,
+    ("com.microsoft", "EmbedLayerNormalization"): _embedding,
+    ("com.microsoft", "GroupQueryAttention"): _group_query_attention,
     ("com.microsoft", "MatMulNBits"): _matmul_n_bits,
-    ("com.microsoft", "TransposeMatMul"): _fused_matmul,
+    ("com.microsoft", "MultiHeadAttention"): _multi_head_attention,
     ("com.microsoft", "SkipLayerNormalization"): _skip_normalization,
     ("com.microsoft", "SkipSimplifiedLayerNormalization"): _skip_normalization,
-    ("com.microsoft", "FusedMatMul"): _fused_matmul,
 }
 """Shape rules of operators of ONNX Runtime that are not in the ONNX standard."""

@@ -13,19 +13,19 @@ from typing import NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from graph_passes.blocks import Norm
+from graph_passes.blocks import Linear, Norm
 
 __all__ = [
     "ElementMap",
     "LinearTrace",
     "MatchFailure",
     "PositionFactor",
-    "Source",
     "TermByHead",
     "add_traces",
     "concat_traces",
     "describe",
     "split_heads",
+    "split_last_axis",
 ]
 
 
@@ -55,23 +55,6 @@ class PositionFactor(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
-    """The product of tokens with a constant that a value comes from.
-
-    Attributes:
-        tokens: The value whose last axis the product contracts.
-        contracted: The axes of ``weight`` that meet it.
-        count: How many tokens it multiplies.
-    """
-
-    node: ir.Node
-    tokens: ir.Value
-    weight: ir.Value
-    contracted: tuple[int, ...]
-    count: int
-
-
-@dataclass(frozen=True, eq=False)
 class ElementMap:
     """The source of each element of a value: arrays of the value's shape.
 
@@ -88,20 +71,29 @@ class ElementMap:
     def arrays(self) -> tuple[np.ndarray, ...]:
         return self.columns, self.tokens, self.gain, self.offset, self.factor_index
 
+    def map(self, change: Callable[[np.ndarray], np.ndarray]) -> ElementMap:
+        """Apply a function, for example a layout change, to each array."""
+        return ElementMap(*map(change, self.arrays()))
+
     def take(self, index: np.ndarray) -> ElementMap:
         """Select elements by flat index; the result has the shape of ``index``."""
-        return ElementMap(*(_picked(array, index) for array in self.arrays()))
+        return self.map(lambda array: _picked(array, index))
 
     def scaled_by(self, factor: np.ndarray | float) -> ElementMap:
         return replace(self, gain=self.gain * factor, offset=self.offset * factor)
 
     def broadcast_to(self, shape: tuple[int, ...]) -> ElementMap:
-        return ElementMap(*(np.broadcast_to(array, shape) for array in self.arrays()))
+        return self.map(lambda array: np.broadcast_to(array, shape))
 
     @property
     def used(self) -> np.ndarray:
         """Where the term is not zero."""
         return (self.gain != 0) | (self.offset != 0)
+
+
+def split_last_axis(array: np.ndarray, heads: int) -> np.ndarray:
+    """Reshape (B, T, H*K) to (B, H, T, K)."""
+    return np.moveaxis(array.reshape(*array.shape[:2], heads, -1), 2, 1)
 
 
 def _picked(array: np.ndarray, index: np.ndarray) -> np.ndarray:
@@ -119,7 +111,7 @@ class LinearTrace:
     factor of the offset 1). With a q/k norm, ``product`` is the output of the norm.
     """
 
-    source: Source | None
+    source: Linear | None
     scale: float
     terms: dict[PositionFactor | None, ElementMap]
     nodes: tuple[ir.Node, ...]
@@ -140,9 +132,18 @@ class LinearTrace:
     def map_terms(self, change: Callable[[ElementMap], ElementMap]) -> LinearTrace:
         return replace(self, terms={f: change(labels) for f, labels in self.terms.items()})
 
+    def scaled_by(self, factor: np.ndarray | float) -> LinearTrace:
+        """Multiply the gains and offsets."""
+        return self.map_terms(lambda labels: labels.scaled_by(factor))
+
+    def add_offset(self, added: np.ndarray) -> LinearTrace:
+        """Add a constant to the value."""
+        offset = added / self.scale
+        return self.map_terms(lambda labels: replace(labels, offset=labels.offset + offset))
+
     def fold_scale(self) -> LinearTrace:
         """Multiply the scale into the gains, so that traces with different scales can be added."""
-        return replace(self.map_terms(lambda labels: labels.scaled_by(self.scale)), scale=1.0)
+        return replace(self.scaled_by(self.scale), scale=1.0)
 
 
 def concat_traces(
@@ -174,14 +175,14 @@ def add_traces(node: ir.Node, readings: Sequence[LinearTrace], role: str) -> Lin
     if a.shape != b.shape or set(a.terms) & set(b.terms) or source is None:
         raise MatchFailure(reason)
     if node.op_type == "Sub":
-        b = b.map_terms(lambda labels: labels.scaled_by(-1.0))
+        b = b.scaled_by(-1.0)
     nodes = dict.fromkeys((*a.nodes, *b.nodes, node))
     return LinearTrace(source, 1.0, {**a.terms, **b.terms}, tuple(nodes), norm)
 
 
 def _common(
     node: ir.Node, pieces: Sequence[LinearTrace], reason: str
-) -> tuple[Source | None, Norm | None]:
+) -> tuple[Linear | None, Norm | None]:
     """The product and norm that all traces except caches share."""
     made = [piece for piece in pieces if piece.source is not None]
     if len({(p.source.node, p.norm and p.norm.node) for p in made if p.source}) > 1:
@@ -223,13 +224,11 @@ def split_heads(trace: LinearTrace, axes: Sequence[int], heads: int, role: str) 
         The terms of the tokens, and the term of the cached heads that precede them.
     """
     laid_out = {
-        factor: [_four(array.transpose(axes), trace, heads, role) for array in labels.arrays()]
+        factor: labels.map(lambda array: _four(array.transpose(axes), trace, heads, role))
         for factor, labels in trace.terms.items()
     }
-    present = {f: ElementMap(*arrays) for f, arrays in laid_out.items() if f is None or not f.past}
-    cached = [
-        (f, ElementMap(*arrays)) for f, arrays in laid_out.items() if f is not None and f.past
-    ]
+    present = {f: labels for f, labels in laid_out.items() if f is None or not f.past}
+    cached = [(f, labels) for f, labels in laid_out.items() if f is not None and f.past]
     if not cached:
         return {f: _uniform(labels, trace, role) for f, labels in present.items()}, None
     if len(cached) > 1:
@@ -246,7 +245,7 @@ def split_heads(trace: LinearTrace, axes: Sequence[int], heads: int, role: str) 
     first = np.zeros(offset.shape[1::2])
     held = (factor, TermByHead(first.astype(np.int64), first, first + offset.flat[0], factor_index))
     rest = {
-        f: _uniform(ElementMap(*(array[:, :, length:] for array in labels.arrays())), trace, role)
+        f: _uniform(labels.map(lambda array: array[:, :, length:]), trace, role)
         for f, labels in present.items()
     }
     return rest, held
@@ -261,13 +260,13 @@ def _four(array: np.ndarray, trace: LinearTrace, heads: int, role: str) -> np.nd
             raise MatchFailure(
                 f"the {role} has shape {array.shape}, not {heads} heads side by side"
             )
-        return np.moveaxis(array.reshape(*array.shape[:-1], heads, -1), 2, 1)
+        return split_last_axis(array, heads)
     length, size = array.shape[-2:]
     if trace.source is None or any(factor and factor.past for factor in trace.terms):
         if array.ndim != 4:
             raise MatchFailure(f"the cache of the {role} is not laid out as (B, H, T, K)")
         return array
-    total = trace.source.count
+    total = trace.source.rows.size
     if length == 0 or total % length:
         raise MatchFailure(
             f"the {role} holds {total} tokens, which are no whole sequences of {length}"
@@ -282,9 +281,9 @@ def _uniform(labels: ElementMap, trace: LinearTrace, role: str) -> TermByHead:
     """Columns, gain and offset, which must be the same for each token, in token order."""
     assert trace.source is not None
     batch, _, length, _ = labels.columns.shape
-    if batch * length != trace.source.count:
+    if batch * length != trace.source.rows.size:
         raise MatchFailure(
-            f"the {role} holds {trace.source.count} tokens, not {batch} sequences of {length}"
+            f"the {role} holds {trace.source.rows.size} tokens, not {batch} sequences of {length}"
         )
     batches, _, tokens, _ = np.ogrid[:batch, :1, :length, :1]
     orders = {False: batches * length + tokens, True: tokens * batch + batches}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -33,7 +33,7 @@ def have_equal_masks(block: AttentionBlock, other: AttentionBlock) -> bool:
         return False
     if block.kind == "cross" and block.y is not other.y and block.k.past is None:
         return False
-    comparison = _Comparison(shaped={(block.x, other.x): True, (block.y, other.y): True})
+    comparison = _Comparison({(block.x, other.x, True): True, (block.y, other.y, True): True})
     for mine, theirs in zip(block.steps, other.steps, strict=True):
         a, b = dict(vars(mine)), dict(vars(theirs))
         values = [(a.pop(name, None), b.pop(name, None)) for name in ("value", "total")]
@@ -44,9 +44,6 @@ def have_equal_masks(block: AttentionBlock, other: AttentionBlock) -> bool:
     return True
 
 
-Pairs = dict[tuple[ir.Value, ir.Value], bool]
-
-
 @dataclass(frozen=True, eq=False)
 class _Comparison:
     """Comparison of values of two layers, and of their shapes.
@@ -55,41 +52,42 @@ class _Comparison:
     the layer.
 
     Attributes:
-        known: Whether a pair of values is equal, for the pairs compared so far.
-        shaped: Whether a pair has the same shape; initially the tokens of both layers.
+        known: Whether a pair of values is equal, or only its shapes; initially, the tokens of both
+            layers have equal shapes.
     """
 
-    known: Pairs = field(default_factory=dict[tuple[ir.Value, ir.Value], bool])
-    shaped: Pairs = field(default_factory=dict[tuple[ir.Value, ir.Value], bool])
+    known: dict[tuple[ir.Value, ir.Value, bool], bool]
 
-    def are_equal(self, a: ir.Value | None, b: ir.Value | None, reach: int = REACH) -> bool:
-        """Whether two values are computed by the same operators from equal inputs."""
+    def are_equal(
+        self,
+        a: ir.Value | None,
+        b: ir.Value | None,
+        *,
+        shapes_only: bool = False,
+        reach: int = REACH,
+    ) -> bool:
+        """Whether two values are computed by the same operators from equal inputs.
+
+        Args:
+            shapes_only: Compare the shapes: weights and tokens may have different elements.
+        """
         if a is b or a is None or b is None:
             return a is b
-        if (a, b) not in self.known:
-            compare = self.have_equal_shapes if _is_shape(a) else self.are_equal
-            self.known[a, b] = (
-                _equal(a, b)
-                if is_constant(a) or is_constant(b)
-                else reach > 0
-                and _same_operator(a, b)
-                and all(compare(x, y, reach - 1) for x, y in _inputs(a, b))
-            )
-        return self.known[a, b]
-
-    def have_equal_shapes(self, a: ir.Value | None, b: ir.Value | None, reach: int = REACH) -> bool:
-        """Whether two values have equal shapes: same operators, except for weights and tokens."""
-        if a is b or a is None or b is None:
-            return a is b
-        if (a, b) not in self.shaped:
-            self.shaped[a, b] = (
-                _equal(a, b) or _are_weights(a, b)
-                if is_constant(a) or is_constant(b)
-                else reach > 0
-                and _same_operator(a, b)
-                and all(self.have_equal_shapes(x, y, reach - 1) for x, y in _inputs(a, b))
-            )
-        return self.shaped[a, b]
+        pair = (a, b, shapes_only)
+        if pair not in self.known:
+            if is_constant(a) or is_constant(b):
+                self.known[pair] = _equal(a, b) or (shapes_only and _are_weights(a, b))
+            else:
+                inner = shapes_only or _is_shape(a)
+                self.known[pair] = (
+                    reach > 0
+                    and _same_operator(a, b)
+                    and all(
+                        self.are_equal(x, y, shapes_only=inner, reach=reach - 1)
+                        for x, y in _inputs(a, b)
+                    )
+                )
+        return self.known[pair]
 
 
 def _is_shape(value: ir.Value) -> bool:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
@@ -21,11 +18,8 @@ from graph_passes.analysis.constants import (
 from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small
 from graph_passes.blocks import FeedForwardBlock, Linear, Operand
 from graph_passes.context import GraphContext
-from graph_passes.matching.naming import pinned_name
+from graph_passes.matching.naming import assign_names, common_path, pinned_name
 from graph_passes.matching.products import linear
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["find_feed_forward", "last_entry"]
 
@@ -56,16 +50,12 @@ def find_feed_forward(model: ir.Model) -> list[FeedForwardBlock]:
     with GraphContext.of(model) as context:
         runs = [context.get(infer_shapes_small, batch=b, sequence=s) for b, s in ((2, 5), (3, 7))]
     nodes = ir.traversal.RecursiveGraphIterator(model.graph)
-    read = (_read(node, runs, model.opset_imports) for node in nodes)
-    blocks = [block for block in read if block is not None]
-    names = [_name(block) for block in blocks]
-    return [
-        replace(block, name=name if name and names.count(name) == 1 else f"feed_forward_{index}")
-        for index, (block, name) in enumerate(zip(blocks, names, strict=True))
-    ]
+    matches = (_match(node, runs, model.opset_imports) for node in nodes)
+    blocks = [block for block in matches if block is not None]
+    return assign_names(blocks, "feed_forward", _name)
 
 
-def _read(
+def _match(
     product: ir.Node, runs: Sequence[ShapeInfo], opsets: Mapping[str, int]
 ) -> FeedForwardBlock | None:
     """Match the feed-forward block whose second product is this node, else None."""
@@ -121,10 +111,8 @@ def _read(
         graph=product.graph,
         x=tokens.pop(),
         first=tuple(first[node] for node in order if node in first),
-        products=tuple(node for node in order if node in first),
         hidden=second.tokens,
         second=second,
-        product=product,
         bias=bias,
         output=output,
         nodes=tuple(node for node in order if node in between),
@@ -135,22 +123,7 @@ def _read(
 
 def _linear(node: ir.Node, info: ShapeInfo) -> Linear | None:
     """A product of tokens with a constant, FusedGemm included."""
-
-    def shape_of(value: ir.Value) -> tuple[int, ...]:
-        return info.shape(value) or ()
-
-    if (node.domain, node.op_type) != ("com.microsoft", "FusedGemm"):
-        return linear(node, shape_of)
-    tokens, weight = node.inputs[:2]
-    if tokens is None or is_constant(tokens) or not is_constant(weight):
-        return None
-    sizes, shape = shape_of(tokens), constant_shape(weight)
-    last = node.attributes.get_int("transB", 0)
-    if node.attributes.get_int("transA", 0) or len(sizes) != 2 or sizes[1] != shape[last]:
-        return None
-    columns, rows = np.arange(shape[1 - last])[None], np.arange(sizes[0])[:, None]
-    scale = node.attributes.get_float("alpha", 1.0)
-    return Linear(tokens, weight, (last,), sizes[1], columns, rows, scale)
+    return linear(node, lambda value: info.shape(value) or (), allow_activation=True)
 
 
 def _is_plain(part: Linear) -> bool:
@@ -190,15 +163,15 @@ def _by_neuron(
     node: ir.Node, constants: Sequence[tuple[int, ir.Value]], second: Linear
 ) -> list[Operand] | None:
     """The constants with one element per neuron; None if one has another size (except 1)."""
-    found: list[Operand] = []
+    operands: list[Operand] = []
     for index, value in constants:
         shape = constant_shape(value)
         if math.prod(shape) == 1:
             continue
         if math.prod(shape) != second.width or shape[-1] != second.width:
             return None
-        found.append(Operand(node, index, len(shape) - 1))
-    return found
+        operands.append(Operand(node, index, len(shape) - 1))
+    return operands
 
 
 def _unflattened(tokens: ir.Value, runs: Sequence[ShapeInfo]) -> ir.Value:
@@ -259,20 +232,20 @@ def _shape_marks(
             ends = node.attributes.get_int("start", 0), node.attributes.get_int("end", rank)
             mark = (np.arange(rank) == rank - 1)[slice(*ends)]
         elif node.op_type in SHAPE_OPERATORS and not node.domain:
-            given = [_mark(node, value, marks, info) for value in node.inputs]
-            told = node.op_type != "Concat" and any(v in marks for v in node.inputs[1:])
-            lacking = [v for v, array in zip(node.inputs, given, strict=True) if array is None]
-            if told or any(value is not None for value in lacking):
+            operands = [_mark(node, value, marks, info) for value in node.inputs]
+            selects_by_mark = node.op_type != "Concat" and any(v in marks for v in node.inputs[1:])
+            unknown = [v for v, array in zip(node.inputs, operands, strict=True) if array is None]
+            if selects_by_mark or any(value is not None for value in unknown):
                 return None
-            mark = evaluate(node, given, opsets)[0].astype(bool)
+            mark = evaluate(node, operands, opsets)[0].astype(bool)
         else:
             return None
         if mark.any():
-            made = node.outputs[0]
-            if made.is_graph_output():
+            output = node.outputs[0]
+            if output.is_graph_output():
                 return None
-            marks[made] = mark
-            pending += [user for user, _ in made.uses()]
+            marks[output] = mark
+            pending += [user for user, _ in output.uses()]
     return marks
 
 
@@ -305,23 +278,11 @@ def _bias(product: ir.Node, width: int) -> tuple[ir.Value | None, ir.Value]:
 
 
 def _name(block: FeedForwardBlock) -> str:
-    """The recorded name, or the common path of the names of both products' nodes and constants."""
-    if (pinned := pinned_name(block.product)) is not None:
-        return pinned
+    """The common path of the names of both products' nodes and constants, or an empty string."""
     added = [operand.value.name for operand in block.constants_by_neuron]
     bias = None if block.bias is None else block.bias.name
-    one = [block.products[0].name, block.first[0].weight.name, *added]
-    two = [block.product.name, block.second.weight.name, bias]
-    paths = [
-        [[p for p in re.split(r"[/.]", name or "") if p] for name in own] for own in (one, two)
-    ]
-    for a in paths[0]:
-        for b in paths[1]:
-            same = [x == y for x, y in zip(a[:-1], b[:-1], strict=False)]
-            common = a[: [*same, False].index(False)]
-            if len(common) > 1 and any(c.isdigit() for part in common for c in part):
-                return ".".join(common)
-    return ""
+    first = [block.products[0].name, block.first[0].weight.name, *added]
+    return common_path([first, [block.product.name, block.second.weight.name, bias]])
 
 
 def _outputs_of(nodes: Sequence[ir.Node]) -> list[ir.Value]:

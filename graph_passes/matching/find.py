@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -25,7 +25,7 @@ from graph_passes.context import GraphContext
 from graph_passes.matching.element_map import MatchFailure, describe
 from graph_passes.matching.idioms import SOFTMAXES, SoftmaxMatch
 from graph_passes.matching.layout import LayoutReader
-from graph_passes.matching.naming import assign_names
+from graph_passes.matching.naming import assign_names, attention_name
 from graph_passes.matching.operators import FUSED_OPERATORS, OPERATORS, OperatorMatch
 from graph_passes.matching.products import ContextProduct, ScoreProduct
 from graph_passes.matching.reuse import head_sources, products_of, reused_heads
@@ -33,6 +33,8 @@ from graph_passes.matching.rotary import depends_on
 from graph_passes.matching.scores import ContextMatch, match_context, match_logits
 
 __all__ = ["find_attention"]
+
+PartT = TypeVar("PartT", Projection, RotaryTerm)
 
 BATCH, SEQUENCE = 2, 5
 """Lengths for shape inference: small and distinct, so that axes are not confused."""
@@ -56,16 +58,17 @@ def find_attention(model: ir.Model) -> tuple[list[AttentionBlock], list[Unmatche
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         try:
             block = _match_node(node, reader)
-        except MatchFailure as unread:
-            unmatched.append(Unmatched(node, unread.reason))
+        except MatchFailure as failure:
+            unmatched.append(Unmatched(node, failure.reason))
         except (IndexError, ValueError, MemoryError, RuntimeError) as error:
             # Malformed graphs raise these; other blocks may still match.
             unmatched.append(Unmatched(node, f"{describe(node)} could not be evaluated: {error}"))
         else:
             blocks += [] if block is None else [block]
-    blocks, lost = _check_sources(blocks, reader)
-    more, unread = _find_reusing(blocks, reader)
-    return assign_names(_in_order([*blocks, *more], model)), [*unmatched, *lost, *unread]
+    blocks, lost = _check_sources(blocks)
+    reusing, failed = _find_reusing(blocks, reader)
+    blocks = assign_names(_in_order([*blocks, *reusing], model), "attention", attention_name)
+    return blocks, [*unmatched, *lost, *failed]
 
 
 def _match_node(node: ir.Node, reader: LayoutReader) -> AttentionBlock | None:
@@ -120,25 +123,25 @@ def _reused_beside(context: ContextMatch, reader: LayoutReader) -> tuple[Reused,
     """The reused heads that are concatenated with the heads of a softmax."""
     assert context.joined is not None and context.own is not None
     known = {context.own, *_softmaxes(context.joined)}
-    found = head_sources(context.joined.outputs[0], known, reader.info)
-    if found is None:
+    sources = head_sources(context.joined.outputs[0], known, reader.info)
+    if sources is None:
         raise MatchFailure(
             f"{describe(context.joined)} concatenates probabilities with another value"
         )
-    return reused_heads(found, context.own, context.joined)
+    return reused_heads(sources, context.own, context.joined)
 
 
 def _softmaxes(joined: ir.Node) -> set[ir.Value]:
     """The inputs of a Concat of probabilities, before any Gather and Identity."""
-    found: set[ir.Value] = set()
+    values: set[ir.Value] = set()
     for value in joined.inputs:
         node = None if value is None else value.producer()
         while value is not None and node is not None and node.op_type in ("Gather", "Identity"):
             value = node.inputs[0]
             node = None if value is None else value.producer()
         if value is not None:
-            found.add(value)
-    return found
+            values.add(value)
+    return values
 
 
 def _by_probabilities(blocks: Sequence[AttentionBlock]) -> dict[ir.Value, AttentionBlock]:
@@ -158,23 +161,15 @@ def _source(value: ir.Value, known: Mapping[ir.Value, AttentionBlock]) -> Attent
 
 
 def _check_sources(
-    blocks: Sequence[AttentionBlock], reader: LayoutReader
+    blocks: Sequence[AttentionBlock],
 ) -> tuple[list[AttentionBlock], list[Unmatched]]:
     """Keep blocks whose reused heads come from matched blocks; the others are unmatched."""
     known = _by_probabilities(blocks)
-    kept: list[AttentionBlock] = []
-    unmatched: list[Unmatched] = []
-    for block in blocks:
-        if all(_source(reused.value, known) is not None for reused in block.reused):
-            kept.append(block)
-        else:
-            unmatched.append(
-                Unmatched(
-                    block.product,
-                    "it reuses probabilities of an attention block that was not matched",
-                )
-            )
-    return kept, unmatched
+    is_known = [all(_source(part.value, known) for part in block.reused) for block in blocks]
+    reason = "it reuses probabilities of an attention block that was not matched"
+    kept = [block for block, known in zip(blocks, is_known, strict=True) if known]
+    others = [block for block, known in zip(blocks, is_known, strict=True) if not known]
+    return kept, [Unmatched(block.product, reason) for block in others]
 
 
 def _find_reusing(
@@ -183,10 +178,10 @@ def _find_reusing(
     """Find blocks without a softmax, whose heads all reuse probabilities."""
     known = _by_probabilities(blocks)
     claimed = {node for block in blocks for node in block.nodes}
-    found: dict[ir.Node, AttentionBlock] = {}
+    reusing: dict[ir.Node, AttentionBlock] = {}
     unmatched: list[Unmatched] = []
     for product, value in products_of(list(known), reader.info):
-        if product.node in claimed or product.node in found:
+        if product.node in claimed or product.node in reusing:
             continue
         try:
             whole = head_sources(value, known, reader.info)
@@ -194,10 +189,10 @@ def _find_reusing(
                 reused = reused_heads(whole, None, product.node)
                 first = _source(reused[0].value, known)
                 assert first is not None
-                found[product.node] = _reusing_block(product, value, reused, first, reader)
-        except MatchFailure as unread:
-            unmatched.append(Unmatched(product.node, unread.reason))
-    return list(found.values()), unmatched
+                reusing[product.node] = _reusing_block(product, value, reused, first, reader)
+        except MatchFailure as failure:
+            unmatched.append(Unmatched(product.node, failure.reason))
+    return list(reusing.values()), unmatched
 
 
 def _reusing_block(
@@ -221,9 +216,6 @@ def _reusing_block(
         OperatorMatch(q, nothing, v, source.scale, (), product.node.outputs[0]),
         reader,
         product=product.node,
-        content=None,
-        logits=None,
-        logits_axes=None,
         probabilities=probabilities,
         context_axes=product.context_axes,
         nodes=(*between, product.node),
@@ -260,18 +252,7 @@ def _match_operator(node: ir.Node, reader: LayoutReader) -> AttentionBlock:
             f"the operator {'.'.join(filter(None, node.op_identifier()))} is not supported"
         )
     fused = read(node, reader)
-    return _make_block(
-        fused,
-        reader,
-        product=node,
-        content=None,
-        logits=None,
-        logits_axes=None,
-        probabilities=None,
-        context_axes=None,
-        nodes=(node,),
-        idiom=read.__name__,
-    )
+    return _make_block(fused, reader, product=node, nodes=(node,), idiom=read.__name__)
 
 
 def _make_block(
@@ -279,13 +260,13 @@ def _make_block(
     reader: LayoutReader,
     *,
     product: ir.Node,
-    content: Projection | None,
-    logits: ir.Value | None,
-    logits_axes: tuple[int, ...] | None,
-    probabilities: ir.Value | None,
-    context_axes: Sequence[int] | None,
     nodes: tuple[ir.Node, ...],
     idiom: str,
+    content: Projection | None = None,
+    logits: ir.Value | None = None,
+    logits_axes: tuple[int, ...] | None = None,
+    probabilities: ir.Value | None = None,
+    context_axes: tuple[int, ...] | None = None,
     reused: tuple[Reused, ...] = (),
     own: ir.Value | None = None,
 ) -> AttentionBlock:
@@ -322,7 +303,7 @@ def _make_block(
         logits_axes=logits_axes,
         probabilities=probabilities,
         context=read.context,
-        context_axes=None if context_axes is None else tuple(context_axes),
+        context_axes=context_axes,
         nodes=tuple(dict.fromkeys((*nodes, *made))),
         idiom=idiom,
         position=_position(q, k, read.steps, reader),
@@ -386,33 +367,30 @@ def _repeat_heads(projection: Projection, heads: int, role: str) -> Projection:
     if own == 0 or heads % own:
         raise MatchFailure(f"{heads} query heads cannot share {own} {role} heads")
     times = heads // own
-    columns, gain, offset = (
-        array.repeat(times, axis=0)
-        for array in (projection.columns, projection.gain, projection.offset)
-    )
+    terms = [_repeat_arrays(term, times) for term in projection.rotary_terms]
     return replace(
-        projection,
-        columns=columns,
-        gain=gain,
-        offset=offset,
-        rotary_terms=tuple(_repeat_term(turn, times) for turn in projection.rotary_terms),
-        past=None if projection.past is None else _repeat_layout(projection.past, times),
+        _repeat_arrays(projection, times),
+        rotary_terms=tuple(replace(t, factor=_repeat_layout(t.factor, times)) for t in terms),
+        past=_repeat_layout(projection.past, times),
     )
 
 
-def _repeat_term(turn: RotaryTerm, times: int) -> RotaryTerm:
-    columns, gain, offset = (
-        array.repeat(times, axis=0) for array in (turn.columns, turn.gain, turn.offset)
+def _repeat_arrays(part: PartT, times: int) -> PartT:
+    return replace(
+        part,
+        columns=part.columns.repeat(times, axis=0),
+        gain=part.gain.repeat(times, axis=0),
+        offset=part.offset.repeat(times, axis=0),
     )
-    factor = None if turn.factor is None else _repeat_layout(turn.factor, times)
-    return RotaryTerm(factor, columns, gain, offset)
 
 
-def _repeat_layout(spread: BroadcastLayout, times: int) -> BroadcastLayout:
+def _repeat_layout(layout: BroadcastLayout | None, times: int) -> BroadcastLayout | None:
+    if layout is None:
+        return None
     axes = tuple(
-        axis if isinstance(axis, str) else axis.repeat(times, axis=0) for axis in spread.axes
+        axis if isinstance(axis, str) else axis.repeat(times, axis=0) for axis in layout.axes
     )
-    return replace(spread, axes=axes)
+    return replace(layout, axes=axes)
 
 
 def _split_content(

@@ -24,7 +24,14 @@ from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import Capped, Floor, LogitStep, Mask, PositionBias, Weighted
 from graph_passes.matching.element_map import MatchFailure, describe
 
-__all__ = ["LOGIT_IDIOMS", "PROBABILITY_IDIOMS", "SOFTMAXES", "LogitMatch", "SoftmaxMatch"]
+__all__ = [
+    "LOGIT_IDIOMS",
+    "PROBABILITY_IDIOMS",
+    "SOFTMAXES",
+    "LogitMatch",
+    "SoftmaxMatch",
+    "reduction_axes",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +77,7 @@ def softmax_in_parts(node: ir.Node, info: ShapeInfo, opset: int) -> SoftmaxMatch
         return None
     if total.inputs[0] is not top.outputs[0] or not total.attributes.get_int("keepdims", 1):
         return None
-    logits, axes = _unshifted(top.inputs[0]), _axes(total)
+    logits, axes = _unshifted(top.inputs[0]), reduction_axes(total)
     shape = info.shape(logits)
     if logits is None or shape is None or axes is None or len(axes) != 1:
         return None
@@ -105,7 +112,7 @@ def _unshifted(value: ir.Value | None) -> ir.Value | None:
     return logits if is_so else value
 
 
-def _axes(node: ir.Node) -> tuple[int, ...] | None:
+def reduction_axes(node: ir.Node) -> tuple[int, ...] | None:
     """The axes of a reduction, from its attribute or constant input."""
     axes = node.attributes.get_ints("axes", None)
     if axes is None and len(node.inputs) > 1 and is_constant(node.inputs[1]):
@@ -131,9 +138,7 @@ def _always(step: Step) -> Callable[[ir.Value], Step]:
 
 def _number(value: ir.Value | None, info: ShapeInfo) -> float | None:
     """The value of a constant whose elements are all equal, else None."""
-    constant = info.constant(value)
-    if constant is None and is_constant(value):
-        constant = constant_array(value)
+    constant = info.elements(value)
     if constant is None or constant.size == 0 or (constant != constant.flat[0]).any():
         return None
     return float(constant.flat[0])

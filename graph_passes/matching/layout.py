@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -23,7 +23,6 @@ from graph_passes.matching.element_map import (
     LinearTrace,
     MatchFailure,
     PositionFactor,
-    Source,
     TermByHead,
     add_traces,
     concat_traces,
@@ -121,31 +120,31 @@ class LayoutReader:
         """Build the projection of a trace; see ``match_projection`` for the arguments."""
         if axes is None:
             axes = range(len(trace.shape))
-        read, held = split_heads(trace, axes, heads, role)
-        past = None if held is None else broadcast_layout_of(held[0], held[1], self.info, role)
+        terms, cached = split_heads(trace, axes, heads, role)
+        past = None if cached is None else broadcast_layout_of(*cached, self.info, role)
         layout = "B T H*K" if heads else "B*H T K" if len(trace.shape) == 3 else "B H T K"
         if trace.source is None:
-            assert held is not None and past is not None
-            return _cached(operand, trace, past, held[1])
-        kept = 1.0 if held is None else float(held[1].offset.flat[0])
-        first = next(iter(read.values()))
-        count, length = trace.source.count, first.factor_index.shape[2]
+            assert cached is not None and past is not None
+            return _cached(operand, trace, past, cached[1])
+        factor = 1.0 if cached is None else float(cached[1].offset.flat[0])
+        first = next(iter(terms.values()))
+        count, length = trace.source.rows.size, first.factor_index.shape[2]
         source_input, sequence_first = self._whole(trace.source.tokens, first.sequence_first)
         lengths = (length, count // length) if sequence_first else (count // length, length)
         return Projection(
             input=source_input,
-            weight=trace.source.weight,
+            weight=origin(trace.source.weight),
             contracted=trace.source.contracted,
             columns=first.columns,
-            gain=first.gain / kept,
-            offset=first.offset / kept,
-            scale=trace.scale * kept,
+            gain=first.gain / factor,
+            offset=first.offset / factor,
+            scale=trace.scale * factor,
             output=operand,
             nodes=trace.nodes,
             by_sequence=self.shape(source_input)[:-1] == lengths and not sequence_first,
             sequence_first=sequence_first,
             layout=layout,
-            rotary_terms=() if set(read) == {None} else rotary_terms_of(read, self.info, role),
+            rotary_terms=() if set(terms) == {None} else rotary_terms_of(terms, self.info, role),
             norm=trace.norm,
             past=past,
             axes=tuple(axes),
@@ -175,19 +174,23 @@ class LayoutReader:
         product = None if node is None else linear(node, self.shape)
         if node is None or product is None or product.tokens is not value or labels.size != size:
             return None
-        wanted = labels.reshape(-1, product.width)
-        if product.scale != 1.0 or wanted.shape[0] != batch * length or not self._in_order(product):
+        by_token = labels.reshape(-1, product.width)
+        if (
+            product.scale != 1.0
+            or by_token.shape[0] != batch * length
+            or not self._in_order(product)
+        ):
             return None
         # Label l is element (b, h, s, v). Each token must have its elements in the same order.
-        b, h, s, v = np.unravel_index(wanted, order)
+        b, h, s, v = np.unravel_index(by_token, order)
         tokens = np.arange(batch * length)[:, None]
-        found = (h * width + v)[0]
+        elements = (h * width + v)[0]
         by_batch, by_length = (b * length + s == tokens).all(), (s * batch + b == tokens).all()
-        if not ((by_batch or by_length) and (h * width + v == found).all()):
+        if not ((by_batch or by_length) and (h * width + v == elements).all()):
             return None
-        if np.unique(found).size != heads * width:
+        if np.unique(elements).size != heads * width:
             return None
-        rows = np.argsort(found).reshape(heads, width)
+        rows = np.argsort(elements).reshape(heads, width)
         bias, output, add = self._bias(node)
         return OutputProjection(
             value,
@@ -240,26 +243,25 @@ class LayoutReader:
             return self._source(node, role)
         if reach == 0:
             raise MatchFailure(f"{describe(node)} is too far from any projection of the {role}")
-        if node.op_type in LAYOUT and node.inputs[0] is not None:
-            inner = self.trace(node.inputs[0], role, reach - 1)
+        first = node.inputs[0] if node.inputs else None
+        if node.op_type in LAYOUT and first is not None:
+            inner = self.trace(first, role, reach - 1)
             order = np.arange(math.prod(inner.shape)).reshape(inner.shape)
             moved = self.apply_layout(node, order, value.index() or 0)
             return inner.map_terms(lambda labels: labels.take(moved)).append_node(node)
         for norm in NORMS:
-            if (reading := norm(node)) is not None:
-                inner = self.trace(reading.value, role, reach - 1)
-                return apply_norm(node, inner, reading, role)
-        if node.op_type == "RotaryEmbedding" and node.inputs[0] is not None:
-            return apply_rotary_operator(
-                node, self.trace(node.inputs[0], role, reach - 1), self.info, role
-            )
-        if not node.domain and None not in node.inputs[:2]:
+            if (match := norm(node)) is not None:
+                inner = self.trace(match.value, role, reach - 1)
+                return apply_norm(node, inner, match, role)
+        if node.op_type == "RotaryEmbedding" and first is not None:
+            return apply_rotary_operator(node, self.trace(first, role, reach - 1), self.info, role)
+        if not node.domain and first is not None and None not in node.inputs[:2]:
             match node.op_type:
                 case "Add" | "Sub" | "Mul" | "Div":
                     return self._arithmetic(node, role, reach - 1)
                 case "Neg":
-                    inner = self.trace(_first(node), role, reach - 1)
-                    return inner.map_terms(lambda labels: labels.scaled_by(-1.0)).append_node(node)
+                    inner = self.trace(first, role, reach - 1)
+                    return inner.scaled_by(-1.0).append_node(node)
                 case "Concat":
                     pieces = [self.trace(value, role, reach - 1) for value in node.inputs if value]
                     return concat_traces(node, pieces, node.attributes.get_int("axis", -1), role)
@@ -289,14 +291,13 @@ class LayoutReader:
             raise MatchFailure(
                 f"the {role} is made by {describe(node)}, not by tokens and a matrix"
             )
-        trace = self._numbered(node, product, self.shape(node.outputs[0]))
+        trace = self._numbered(product, self.shape(node.outputs[0]))
         if node.op_type != "Gemm" or len(node.inputs) < 3 or node.inputs[2] is None:
             return trace
-        bias = self.constant_elements(node.inputs[2])
+        bias = self.info.elements(node.inputs[2])
         if bias is None:
             raise MatchFailure(f"the bias of {describe(node)} is not constant")
-        added = bias * node.attributes.get_float("beta", 1.0) / trace.scale
-        return trace.map_terms(lambda labels: replace(labels, offset=labels.offset + added))
+        return trace.add_offset(bias * node.attributes.get_float("beta", 1.0))
 
     def trace_product(self, node: ir.Node, tokens: ir.Value, weight: ir.Value) -> LinearTrace:
         """Start a trace at the product (B, S, D) @ (D, N) inside a fused operator."""
@@ -304,6 +305,7 @@ class LayoutReader:
         if len(sizes) != 3 or len(columns) != 2 or sizes[-1] != columns[0]:
             raise MatchFailure(f"{describe(node)} projects {sizes} by {columns}")
         product = Linear(
+            node,
             tokens,
             weight,
             (0,),
@@ -312,22 +314,16 @@ class LayoutReader:
             np.arange(sizes[0] * sizes[1]).reshape(*sizes[:2], 1),
             1.0,
         )
-        return self._numbered(node, product, (*sizes[:2], columns[1]))
+        return self._numbered(product, (*sizes[:2], columns[1]))
 
-    def _numbered(self, node: ir.Node, product: Linear, shape: tuple[int, ...]) -> LinearTrace:
-        source = Source(
-            node, product.tokens, origin(product.weight), product.contracted, product.rows.size
-        )
-        labels = ElementMap(
-            np.broadcast_to(product.columns, shape),
-            np.broadcast_to(product.rows, shape),
-            np.broadcast_to(1.0, shape),
-            np.broadcast_to(0.0, shape),
-            np.broadcast_to(0, shape),
-        )
+    def _numbered(self, product: Linear, shape: tuple[int, ...]) -> LinearTrace:
+        one, zero = np.array(1.0), np.array(0.0)
+        labels = ElementMap(product.columns, product.rows, one, zero, np.array(0))
         if product.scale == 0.0:
-            raise MatchFailure(f"{describe(node)} multiplies by zero")
-        return LinearTrace(source, product.scale, {None: labels}, (node,))
+            raise MatchFailure(f"{describe(product.node)} multiplies by zero")
+        return LinearTrace(
+            product, product.scale, {None: labels.broadcast_to(shape)}, (product.node,)
+        )
 
     def _arithmetic(self, node: ir.Node, role: str, reach: int) -> LinearTrace:
         """Trace Add, Sub, Mul or Div with a constant, a position factor or another trace."""
@@ -342,13 +338,13 @@ class LayoutReader:
                 return self._with_constant(node, inner, constant.astype(np.float64), left, role)
         if node.op_type == "Div":
             raise _between(node, role)
-        readings = [self._attempt(value, role, reach) for value in (a, b)]
+        traces = [self._attempt(value, role, reach) for value in (a, b)]
         if node.op_type == "Mul":
-            for inner, factor in zip(readings, (b, a), strict=True):
-                if inner is not None and None in readings and inner.has_no_factor:
+            for inner, factor in zip(traces, (b, a), strict=True):
+                if inner is not None and None in traces and inner.has_no_factor:
                     return apply_position_factor(node, inner, factor, self.info, role)
-        elif None not in readings:
-            return add_traces(node, [r for r in readings if r is not None], role)
+        elif None not in traces:
+            return add_traces(node, [t for t in traces if t is not None], role)
         raise _between(node, role)
 
     def _attempt(self, value: ir.Value, role: str, reach: int) -> LinearTrace | None:
@@ -397,15 +393,6 @@ class LayoutReader:
             return np.broadcast_to(together, shape)
         return np.arange(math.prod(shape)).reshape(shape)
 
-    def constant_elements(self, value: ir.Value | None) -> np.ndarray | None:
-        """The elements of a value that does not depend on input data, else None."""
-        if value is None:
-            return None
-        constant = self.info.constant(value)
-        if constant is not None:
-            return constant
-        return constant_array(value) if is_constant(value) else None
-
     def _constant_operand(self, value: ir.Value) -> np.ndarray | None:
         """The elements of a weight or computed scalar; computed arrays are position factors."""
         if is_constant(value):
@@ -428,17 +415,14 @@ class LayoutReader:
                 raise MatchFailure(f"{describe(node)} multiplies the {role} by zero or infinity")
             if constant.size == 1:
                 return inner.append_node(node, factor.item())
-            return inner.map_terms(lambda labels: labels.scaled_by(factor)).append_node(node)
+            return inner.scaled_by(factor).append_node(node)
         if node.op_type == "Sub" and not left:
             raise MatchFailure(f"{describe(node)} subtracts the {role} from a constant")
         if not inner.has_no_factor:
             held = any(factor is not None and factor.past for factor in inner.terms)
             what = "holds a cache" if held else "is rotated already"
             raise MatchFailure(f"{describe(node)} adds to a {role} that {what}")
-        added = (constant if node.op_type == "Add" else -constant) / inner.scale
-        return inner.map_terms(
-            lambda labels: replace(labels, offset=labels.offset + added)
-        ).append_node(node)
+        return inner.add_offset(constant if node.op_type == "Add" else -constant).append_node(node)
 
     def apply_layout(self, node: ir.Node, array: np.ndarray, index: int) -> np.ndarray:
         """Execute a layout node on an array of labels; return the output of the given index."""
@@ -450,7 +434,7 @@ class LayoutReader:
             return array
         inputs: list[np.ndarray | None] = [array]
         for other in node.inputs[1:]:
-            constant = None if other is None else self.constant_elements(other)
+            constant = self.info.elements(other)
             if other is not None and constant is None:
                 raise MatchFailure(f"{describe(node)} has a layout that depends on data")
             inputs.append(constant)
@@ -505,11 +489,6 @@ def _by_token(inner: LinearTrace, constant: np.ndarray) -> bool:
 
 def _varies(array: np.ndarray, axis: int) -> bool:
     return bool((array != array.take([0], axis)).any())
-
-
-def _first(node: ir.Node) -> ir.Value:
-    assert node.inputs[0] is not None
-    return node.inputs[0]
 
 
 def _cached(

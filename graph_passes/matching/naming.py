@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import onnx_ir as ir
 
 from graph_passes.analysis.constants import is_constant
-from graph_passes.blocks import AttentionBlock
+from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 
-__all__ = ["assign_names", "pin_name", "pin_names", "pinned_name"]
+__all__ = [
+    "assign_names",
+    "attention_name",
+    "common_path",
+    "pin_name",
+    "pin_names",
+    "pinned_name",
+]
+
+BlockT = TypeVar("BlockT", AttentionBlock, FeedForwardBlock)
+
 
 REWRITTEN = re.compile("/(collaborative|fused|pruned|reuse)/")
 """Part of the names of nodes that a rewrite inserts, after the block's name."""
@@ -46,50 +57,39 @@ def pinned_name(product: ir.Node) -> str | None:
     return product.metadata_props.get(PINNED)
 
 
-def assign_names(blocks: Sequence[AttentionBlock]) -> list[AttentionBlock]:
-    """Assign each block the common path of its node and weight names, or attention_<index>."""
-    names = [_common_name(block) for block in blocks]
+def assign_names(
+    blocks: Sequence[BlockT], prefix: str, derive_name: Callable[[BlockT], str]
+) -> list[BlockT]:
+    """Assign each block its recorded or derived name if that is unique, or <prefix>_<index>."""
+    names = [pinned_name(block.product) or derive_name(block) for block in blocks]
     return [
-        replace(block, name=name if name and names.count(name) == 1 else f"attention_{index}")
+        replace(block, name=name if name and names.count(name) == 1 else f"{prefix}_{index}")
         for index, (block, name) in enumerate(zip(blocks, names, strict=True))
     ]
 
 
-def _common_name(block: AttentionBlock) -> str:
-    """The common dotted path of the names of the projections' nodes and constants.
+def attention_name(block: AttentionBlock) -> str:
+    """The common path of the names of the projections' nodes and constants, or an empty string.
 
     Nodes of a rewritten block contain its name.
     """
-    if (pinned := pinned_name(block.product)) is not None:
-        return pinned
     for node in (*block.q.nodes[:1], *block.v.nodes[:1]):
         if (mark := REWRITTEN.search(node.name or "")) is not None:
             return (node.name or "")[: mark.start()]
-    groups: list[list[str]] = []
-    parts = (block.q, block.k, block.v) if block.q.nodes else (block.v,) * 3
-    for projection in parts:
-        constants = [
-            value
-            for node in projection.nodes[:2]
-            for value in (projection.weight, *node.inputs)
-            if is_constant(value)
-        ]
-        names = [assign_names.name or "" for assign_names in (*projection.nodes[:1], *constants)]
-        groups.append([name for name in names if len(_parts(name)) > 1])
-    for q in groups[0]:
-        for k in groups[1]:
-            for v in groups[2]:
-                paths = [_parts(name) for name in (q, k, v)]
-                common = _common_start(*paths, paths[0][:-1])
-                if len(common) > 1 and any(c.isdigit() for part in common for c in part):
-                    return ".".join(common)
+    groups: list[list[str | None]] = []
+    for projection in (block.q, block.k, block.v) if block.q.nodes else (block.v,) * 3:
+        values = [v for node in projection.nodes[:2] for v in (projection.weight, *node.inputs)]
+        constants = [value.name for value in values if is_constant(value)]
+        groups.append([*(node.name for node in projection.nodes[:1]), *constants])
+    return common_path(groups)
+
+
+def common_path(groups: Sequence[Sequence[str | None]]) -> str:
+    """The first common dotted path of one name of each group that contains a number, if any."""
+    paths = [[[p for p in re.split(r"[/.]", n or "") if p] for n in group] for group in groups]
+    for first, *others in itertools.product(*paths):
+        levels = zip(first[:-1], *others, strict=False)
+        common = [level[0] for level in itertools.takewhile(lambda v: len(set(v)) == 1, levels)]
+        if len(common) > 1 and any(c.isdigit() for part in common for c in part):
+            return ".".join(common)
     return ""
-
-
-def _common_start(*paths: list[str]) -> list[str]:
-    same = [len(set(parts)) == 1 for parts in zip(*paths, strict=False)]
-    return paths[0][: same.index(False) if False in same else len(same)]
-
-
-def _parts(name: str) -> list[str]:
-    return [part for part in re.split(r"[/.]", name) if part]

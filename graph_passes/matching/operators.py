@@ -26,12 +26,12 @@ from graph_passes.blocks import (
     Scaled,
 )
 from graph_passes.matching.element_map import (
-    ElementMap,
     LinearTrace,
     MatchFailure,
     PositionFactor,
     concat_traces,
     describe,
+    split_last_axis,
 )
 from graph_passes.matching.layout import LayoutReader
 from graph_passes.matching.rotary import rotate_heads
@@ -75,8 +75,7 @@ class _Operand:
 
     def map(self, change: Callable[[np.ndarray], np.ndarray]) -> _Operand:
         """Apply a function to each array of the element maps."""
-        trace = self.trace.map_terms(lambda labels: ElementMap(*map(change, labels.arrays())))
-        return replace(self, trace=trace)
+        return replace(self, trace=self.trace.map_terms(lambda labels: labels.map(change)))
 
     def split_heads(self, heads: int) -> _Operand:
         """Split (B, T, H*K) into (B, H, T, K)."""
@@ -85,7 +84,7 @@ class _Operand:
             raise MatchFailure(
                 f"{describe(self.node)} cannot split a {self.role} {shape} into {heads} heads"
             )
-        return self.map(lambda a: np.moveaxis(a.reshape(*shape[:2], heads, -1), 2, 1))
+        return self.map(lambda array: split_last_axis(array, heads))
 
     def add_bias(self, bias: np.ndarray | None) -> _Operand:
         """Add the operator's bias of H*K elements."""
@@ -94,10 +93,7 @@ class _Operand:
         _, heads, _, size = self.trace.shape
         if bias.size != heads * size or not self.trace.has_no_factor:
             raise MatchFailure(f"{describe(self.node)} adds {bias.size} elements to a {self.role}")
-        added = bias.reshape(heads, 1, size) / self.trace.scale
-        return replace(
-            self, trace=self.trace.map_terms(lambda part: replace(part, offset=part.offset + added))
-        )
+        return replace(self, trace=self.trace.add_offset(bias.reshape(heads, 1, size)))
 
     def rotate(self, cos: PositionFactor, sin: PositionFactor) -> _Operand:
         """Apply the rotary embedding of the operator."""
@@ -327,25 +323,12 @@ def _microsoft_steps(
     return steps
 
 
-FUSED_OPERATORS = frozenset(
-    {
-        "Attention",
-        "MultiHeadAttention",
-        "GroupQueryAttention",
-        "PackedAttention",
-        "PackedMultiHeadAttention",
-        "DecoderMaskedMultiHeadAttention",
-        "DecoderMaskedSelfAttention",
-        "DecoderAttention",
-        "PagedAttention",
-        "SparseAttention",
-        "LongformerAttention",
-        "QAttention",
-        "QOrderedAttention",
-        "QOrderedLongformerAttention",
-        "LinearAttention",
-    }
-)
+FUSED_OPERATORS = frozenset({
+    "Attention", "MultiHeadAttention", "GroupQueryAttention", "PackedAttention",
+    "PackedMultiHeadAttention", "DecoderMaskedMultiHeadAttention", "DecoderMaskedSelfAttention",
+    "DecoderAttention", "PagedAttention", "SparseAttention", "LongformerAttention", "QAttention",
+    "QOrderedAttention", "QOrderedLongformerAttention", "LinearAttention",
+})  # fmt: skip
 """Operators that contain a whole attention, in any domain."""
 
 OPERATORS: Mapping[tuple[str, str], Callable[[ir.Node, LayoutReader], OperatorMatch]] = {

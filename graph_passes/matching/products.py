@@ -28,11 +28,21 @@ MATRIX = {
 ELLIPSIS = "ABCDEFGH"
 
 
-def linear(node: ir.Node, shape_of: Callable[[ir.Value], tuple[int, ...]]) -> Linear | None:
-    """Match a product of tokens with a constant; None if the node is not one."""
+def linear(
+    node: ir.Node,
+    shape_of: Callable[[ir.Value], tuple[int, ...]],
+    *,
+    allow_activation: bool = False,
+) -> Linear | None:
+    """Match a product of tokens with a constant; None if the node is not one.
+
+    Args:
+        allow_activation: Match FusedGemm as well, which applies an activation to the product.
+    """
     if node.op_type == "Einsum" and not node.domain and len(node.inputs) == 2:
         return _linear_einsum(node, shape_of)
-    if MATRIX.get(node.op_type) != node.domain or len(node.inputs) < 2:
+    is_fused = allow_activation and node.op_identifier()[:2] == ("com.microsoft", "FusedGemm")
+    if not (is_fused or MATRIX.get(node.op_type) == node.domain) or len(node.inputs) < 2:
         return None
     tokens, weight = node.inputs[:2]
     if tokens is None or not is_constant(weight) or is_constant(tokens) or _transposes_left(node):
@@ -46,6 +56,7 @@ def linear(node: ir.Node, shape_of: Callable[[ir.Value], tuple[int, ...]]) -> Li
     if width != sizes[-1]:
         return None
     return Linear(
+        node,
         tokens,
         weight,
         (contracted,),
@@ -65,16 +76,21 @@ def _linear_einsum(node: ir.Node, shape_of: Callable[[ir.Value], tuple[int, ...]
     if letters is None:
         return None
     (left, right), out = letters
-    tokens, weight, read, held = (b, a, right, left) if is_constant(a) else (a, b, left, right)
-    common = [letter for letter in read if letter in held]
-    free = [letter for letter in held if letter not in read]
-    asked = [letter for letter in read if letter not in held]
-    if not common or not asked or read[-len(common) :] != "".join(common):
+    tokens, weight, token_letters, weight_letters = (
+        (b, a, right, left) if is_constant(a) else (a, b, left, right)
+    )
+    common = [letter for letter in token_letters if letter in weight_letters]
+    free = [letter for letter in weight_letters if letter not in token_letters]
+    kept = [letter for letter in token_letters if letter not in weight_letters]
+    if not common or not kept or token_letters[-len(common) :] != "".join(common):
         return None
-    if any(letter in out for letter in common) or sorted(out) != sorted([*asked, *free]):
+    if any(letter in out for letter in common) or sorted(out) != sorted([*kept, *free]):
         return None
     sizes, shape = shape_of(tokens), constant_shape(weight)
-    length = {**dict(zip(read, sizes, strict=True)), **dict(zip(held, shape, strict=True))}
+    length = {
+        **dict(zip(token_letters, sizes, strict=True)),
+        **dict(zip(weight_letters, shape, strict=True)),
+    }
 
     def numbered(axes: list[str]) -> np.ndarray:
         """Flat indices over some axes, in a shape that broadcasts to the output."""
@@ -84,12 +100,13 @@ def _linear_einsum(node: ir.Node, shape_of: Callable[[ir.Value], tuple[int, ...]
         return count.transpose(order).reshape([length[a] if a in axes else 1 for a in out])
 
     return Linear(
+        node,
         tokens,
         weight,
-        tuple(held.index(letter) for letter in common),
+        tuple(weight_letters.index(letter) for letter in common),
         math.prod(length[letter] for letter in common),
         numbered(free),
-        numbered(asked),
+        numbered(kept),
         1.0,
     )
 
@@ -115,8 +132,7 @@ def score_product(node: ir.Node, info: ShapeInfo) -> ScoreProduct | None:
     if operands is None:
         return None
     (a, a_rank), (b, b_rank) = operands
-    read = _letters if node.op_type == "Einsum" else _matrix_letters
-    letters = read(node, a_rank, b_rank)
+    letters = _letters(node, a_rank, b_rank)
     if letters is None:
         return None
     (left, right), out = letters
@@ -168,23 +184,22 @@ def context_product(
     if (a is probabilities) == (b is probabilities):
         return None
     rank = a_rank if a is probabilities else b_rank
-    read = _letters if node.op_type == "Einsum" else _matrix_letters
-    letters = read(node, a_rank, b_rank)
+    letters = _letters(node, a_rank, b_rank)
     if letters is None or rank != len(order):
         return None
     (left, right), out = letters
-    read, held, value = (left, right, b) if a is probabilities else (right, left, a)
-    summed = [letter for letter in read if letter in held and letter not in out]
-    extra = [letter for letter in held if letter not in read]
-    if len(summed) != 1 or len(extra) != 1 or summed[0] not in (read[i] for i in order[-2:]):
+    p_letters, v_letters, value = (left, right, b) if a is probabilities else (right, left, a)
+    summed = [letter for letter in p_letters if letter in v_letters and letter not in out]
+    extra = [letter for letter in v_letters if letter not in p_letters]
+    if len(summed) != 1 or len(extra) != 1 or summed[0] not in (p_letters[i] for i in order[-2:]):
         return None
-    counted = [read[axis] for axis in order if read[axis] != summed[0]]  # ..., s
-    value_axes = _order(held, [*counted[:-1], *summed, *extra])
+    counted = [p_letters[axis] for axis in order if p_letters[axis] != summed[0]]  # ..., s
+    value_axes = _order(v_letters, [*counted[:-1], *summed, *extra])
     context_axes = _order(out, [*counted, *extra])
     if value_axes is None or context_axes is None:
         return None
     scale = node.attributes.get_float("alpha", 1.0)
-    return ContextProduct(node, value, value_axes, context_axes, read.index(summed[0]), scale)
+    return ContextProduct(node, value, value_axes, context_axes, p_letters.index(summed[0]), scale)
 
 
 def _matrix_letters(node: ir.Node, left: int, right: int) -> tuple[tuple[str, str], str] | None:
@@ -202,15 +217,19 @@ def _activations(
     node: ir.Node, info: ShapeInfo
 ) -> tuple[tuple[ir.Value, int], tuple[ir.Value, int]] | None:
     """Both operands with their ranks; None if one is constant or there is a third input."""
-    given = [value for value in node.inputs if value is not None]
-    if node.op_type not in (*MATRIX, "Einsum") or len(given) != 2 or any(map(is_constant, given)):
+    operands = [value for value in node.inputs if value is not None]
+    if (
+        node.op_type not in (*MATRIX, "Einsum")
+        or len(operands) != 2
+        or any(map(is_constant, operands))
+    ):
         return None
-    shapes = [info.shape(value) for value in given]
+    shapes = [info.shape(value) for value in operands]
     if shapes[0] is None or shapes[1] is None:
         return None
     if any(node.attributes.get_int(name, 0) for name in ("transBatchA", "transBatchB")):
         return None
-    return (given[0], len(shapes[0])), (given[1], len(shapes[1]))
+    return (operands[0], len(shapes[0])), (operands[1], len(shapes[1]))
 
 
 def _transposes_left(node: ir.Node) -> bool:
@@ -218,11 +237,13 @@ def _transposes_left(node: ir.Node) -> bool:
 
 
 def _letters(node: ir.Node, left: int, right: int) -> tuple[tuple[str, str], str] | None:
-    """The letters of an Einsum of two operands; None if a term repeats a letter.
+    """The letters of a product of two operands, as of an Einsum; None if a term repeats a letter.
 
     Args:
         left, right: The ranks of the operands; an ellipsis is expanded to the remaining axes.
     """
+    if node.op_type != "Einsum":
+        return _matrix_letters(node, left, right)
     equation = node.attributes.get_string("equation", "").replace(" ", "")
     terms, arrow, out = equation.partition("->")
     parts = terms.split(",")

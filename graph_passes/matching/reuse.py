@@ -42,18 +42,13 @@ class HeadSources:
 
 
 def head_sources(
-    value: ir.Value, known: Collection[ir.Value], info: ShapeInfo
+    value: ir.Value, known: Collection[ir.Value], info: ShapeInfo, reach: int = REACH
 ) -> HeadSources | None:
-    """Trace the heads of a value to known probabilities; None if it contains anything else."""
-    shape = info.shape(value)
-    if shape is None or len(shape) != 4:
-        return None
-    return _head_sources(value, known, info, REACH)
+    """Trace the heads of a value to known probabilities; None if it contains anything else.
 
-
-def _head_sources(
-    value: ir.Value, known: Collection[ir.Value], info: ShapeInfo, reach: int
-) -> HeadSources | None:
+    Args:
+        reach: Maximum number of nodes in between.
+    """
     shape, node = info.shape(value), value.producer()
     if shape is None or len(shape) != 4:
         return None
@@ -66,12 +61,12 @@ def _head_sources(
         return None
     match node.op_type:
         case "Identity":
-            return _head_sources(first, known, info, reach - 1)
+            return head_sources(first, known, info, reach - 1)
         case "Gather":
-            inner, index = _head_sources(first, known, info, reach - 1), _index(node)
+            inner, index = head_sources(first, known, info, reach - 1), _index(node)
             return None if inner is None or index is None else inner.take(index)
         case "Concat" if _is_of_heads(node):
-            parts = [_head_sources(v, known, info, reach - 1) for v in node.inputs if v is not None]
+            parts = [head_sources(v, known, info, reach - 1) for v in node.inputs if v is not None]
             whole = [part for part in parts if part is not None]
             if len(whole) < len(parts):
                 return None
@@ -103,23 +98,23 @@ def _is_of_heads(node: ir.Node) -> bool:
     return node.attributes.get_int("axis", default) in (HEADS, HEADS - 4)
 
 
-def reused_heads(found: HeadSources, own: ir.Value | None, node: ir.Node) -> tuple[Reused, ...]:
+def reused_heads(sources: HeadSources, own: ir.Value | None, node: ir.Node) -> tuple[Reused, ...]:
     """The reused heads: those from values other than ``own``.
 
     Raises:
         MatchFailure: The heads of ``own`` are incomplete or out of order.
     """
-    mine = np.array([value is own for value in found.values], bool)
-    kept = found.heads[mine]
+    mine = np.array([value is own for value in sources.values], bool)
+    kept = sources.heads[mine]
     if own is not None and not np.array_equal(kept, np.arange(len(kept))):
         raise MatchFailure(f"{describe(node)} reorders the heads of a softmax")
-    others = dict.fromkeys(value for value in found.values if value is not own)
-    return tuple(_taken(found, value) for value in others)
+    others = dict.fromkeys(value for value in sources.values if value is not own)
+    return tuple(_taken(sources, value) for value in others)
 
 
-def _taken(found: HeadSources, value: ir.Value) -> Reused:
-    heads = np.array([h for h, other in enumerate(found.values) if other is value])
-    return Reused(value, heads, found.heads[heads])
+def _taken(sources: HeadSources, value: ir.Value) -> Reused:
+    heads = np.array([h for h, other in enumerate(sources.values) if other is value])
+    return Reused(value, heads, sources.heads[heads])
 
 
 def products_of(

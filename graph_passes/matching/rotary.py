@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -23,7 +24,9 @@ from graph_passes.matching.element_map import (
     PositionFactor,
     TermByHead,
     describe,
+    split_last_axis,
 )
+from graph_passes.matching.idioms import reduction_axes
 
 __all__ = [
     "NORMS",
@@ -96,13 +99,15 @@ def apply_rotary_operator(
         raise MatchFailure(f"{describe(node)} scales the {role} in addition to the rotation")
     labels = inner.terms[None]
     if len(inner.shape) == 3:  # B T H*K
-        split = [array.reshape(*array.shape[:2], heads, -1) for array in labels.arrays()]
-        labels = ElementMap(*(np.moveaxis(array, 2, 1) for array in split))
+        labels = labels.map(lambda array: split_last_axis(array, heads))
     terms = rotate_heads(
         node, labels, PositionFactor(cos, positions), PositionFactor(sin, positions), info
     )
     if len(inner.shape) == 3:
-        terms = {factor: _merged(term, inner.shape) for factor, term in terms.items()}
+        terms = {
+            factor: term.map(lambda array: np.moveaxis(array, 1, 2).reshape(inner.shape))
+            for factor, term in terms.items()
+        }
     return replace(inner, terms=terms).append_node(node)
 
 
@@ -139,7 +144,7 @@ def rotate_heads(
         rows = np.arange(labels.columns.shape[0])[:, None, None, None] % shape[0] * shape[1]
         rows = rows + np.arange(length)[None, None, :, None] % shape[1]
         factor_index = np.broadcast_to(rows * shape[2] + angle, labels.columns.shape)
-        picked = ElementMap(*(array[..., source] for array in labels.arrays()))
+        picked = labels.map(partial(np.take, indices=source, axis=-1))
         terms[factor] = replace(picked.scaled_by(gain), factor_index=factor_index)
     if rest.any():
         terms[None] = labels.scaled_by(np.where(rest, 1.0, 0.0))
@@ -148,14 +153,10 @@ def rotate_heads(
 
 def _angles(node: ir.Node) -> tuple[ir.Value | None, ir.Value | None, ir.Value | None]:
     """Positions, cosines and sines of a RotaryEmbedding."""
-    given = [*node.inputs[1:4], None, None, None]
+    inputs = [*node.inputs[1:4], None, None, None]
     if node.domain:
-        return given[0], given[1], given[2]
-    return given[2], given[0], given[1]
-
-
-def _merged(labels: ElementMap, shape: tuple[int, ...]) -> ElementMap:
-    return ElementMap(*(np.moveaxis(array, 1, 2).reshape(shape) for array in labels.arrays()))
+        return inputs[0], inputs[1], inputs[2]
+    return inputs[2], inputs[0], inputs[1]
 
 
 def _looked_up_shape(factor: PositionFactor, info: ShapeInfo, length: int) -> tuple[int, ...]:
@@ -170,7 +171,7 @@ def _looked_up_shape(factor: PositionFactor, info: ShapeInfo, length: int) -> tu
 
 
 def rotary_terms_of(
-    read: Mapping[PositionFactor | None, TermByHead], info: ShapeInfo, role: str
+    terms: Mapping[PositionFactor | None, TermByHead], info: ShapeInfo, role: str
 ) -> tuple[RotaryTerm, ...]:
     """The terms of a projection, each with the broadcast layout of its factor."""
     return tuple(
@@ -180,7 +181,7 @@ def rotary_terms_of(
             heads.gain,
             heads.offset,
         )
-        for factor, heads in read.items()
+        for factor, heads in terms.items()
     )
 
 
@@ -295,10 +296,7 @@ def _is_mean_product(node: ir.Node) -> bool:
 def _last_axis_kept(mean: ir.Node) -> bool:
     if mean.op_type != "ReduceMean":
         return False
-    axes = mean.attributes.get_ints("axes", None)
-    if axes is None and len(mean.inputs) > 1 and is_constant(mean.inputs[1]):
-        axes = constant_array(mean.inputs[1]).tolist()
-    return list(axes or ()) == [-1] and mean.attributes.get_int("keepdims", 1) == 1
+    return reduction_axes(mean) == (-1,) and mean.attributes.get_int("keepdims", 1) == 1
 
 
 def _is_square(node: ir.Node | None, value: ir.Value) -> bool:
@@ -316,7 +314,7 @@ def _number(value: ir.Value | None) -> float | None:
     return float(array.flat[0]) if array.size == 1 else None
 
 
-def apply_norm(node: ir.Node, inner: LinearTrace, reading: NormMatch, role: str) -> LinearTrace:
+def apply_norm(node: ir.Node, inner: LinearTrace, match: NormMatch, role: str) -> LinearTrace:
     """Trace the output of a norm; group g of length L has the new columns g L to (g + 1) L - 1."""
     if inner.norm is not None or not inner.has_no_factor:
         raise MatchFailure(
@@ -333,18 +331,13 @@ def apply_norm(node: ir.Node, inner: LinearTrace, reading: NormMatch, role: str)
     if not ((gain == gain[first][group]).all() and (offset == offset[first][group]).all()):
         raise MatchFailure(f"the {role} depends on the position of the token")
     norm = Norm(
-        node, groups, gain[first], offset[first], inner.scale, reading.epsilon, reading.centered
+        node, groups, gain[first], offset[first], inner.scale, match.epsilon, match.centered
     )
     fresh = (group[:, None] * length + np.arange(length)).reshape(inner.shape)
-    weight = np.ones(1) if reading.weight is None else _vector(node, reading.weight, role)
-    bias = np.zeros(1) if reading.bias is None else _vector(node, reading.bias, role)
-    made = ElementMap(
-        fresh,
-        labels.tokens,
-        np.broadcast_to(weight, inner.shape),
-        np.broadcast_to(bias, inner.shape),
-        np.zeros(inner.shape, np.int64),
-    )
+    weight = np.ones(1) if match.weight is None else _vector(node, match.weight, role)
+    bias = np.zeros(1) if match.bias is None else _vector(node, match.bias, role)
+    made = ElementMap(fresh, labels.tokens, weight, bias, np.zeros((), np.int64))
+    made = made.broadcast_to(inner.shape)
     return replace(inner, scale=1.0, terms={None: made}, norm=norm).append_node(node)
 
 

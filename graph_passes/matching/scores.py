@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -56,12 +57,10 @@ class LogitsMatch:
     shape: tuple[int, int, int]
 
 
-@dataclass(frozen=True, eq=False)
-class _Link:
-    """A node between scores and softmax, its logit input, and its step."""
+class _Link(NamedTuple):
+    """A node between scores and softmax, and its step."""
 
     node: ir.Node
-    before: ir.Value
     step: LogitStep | float | None
 
 
@@ -87,9 +86,7 @@ def match_logits(softmax: SoftmaxMatch, reader: LayoutReader) -> LogitsMatch | N
         stages.append(labels)
     axis = softmax.axis
     by_key = _runs_over(stages[-1], axis, shape, 2)
-    if not by_key and _runs_over(
-        stages[-1], axis, shape, 1
-    ):  # softmax over queries first: the scores are keys by queries
+    if not by_key and _runs_over(stages[-1], axis, shape, 1):  # the scores are keys by queries
         product = replace(
             product,
             query=product.key,
@@ -156,7 +153,7 @@ def _search_scores(
         if not found:
             return None
         candidate, (product, chain) = found[0]
-        return product, (*chain, _Link(node, candidate, reading.step(candidate)))
+        return product, (*chain, _Link(node, reading.step(candidate)))
     return None
 
 
@@ -302,7 +299,7 @@ def _drops_at_random(value: ir.Value, reader: LayoutReader) -> ir.Node | None:
     """The Dropout in training mode that reads a value, if any."""
     for node, index in value.uses():
         training = node.inputs[2] if node.op_type == "Dropout" and len(node.inputs) > 2 else None
-        constant = None if training is None else reader.constant_elements(training)
+        constant = reader.info.elements(training)
         if index == 0 and constant is not None and constant.any():
             return node
     return None

@@ -1,10 +1,9 @@
-"""Attention of every architecture is found, certified and as the model's configuration says.
+"""Attention of every architecture matches, is verified and agrees with the configuration.
 
-The default tests read one committed graph per architecture (``tests/fixtures/onnx``). The tests
-marked ``export`` read every ``Cell``: an architecture, exported one way
-(``tests/architectures.py``). What is read is compared with the configuration that the model was
-built from; where collaborative heads apply, they change nothing at R = H*K. ``docs/support.md``
-is the result, and ``pytest --write-support`` writes it.
+The default tests use one committed graph per architecture (``tests/fixtures/onnx``). The tests
+marked ``export`` use every ``Cell`` of ``tests/architectures.py``: an architecture, exported one
+way. Matches are compared with the configuration of the model. Collaborative heads with R = H*K must
+keep the outputs. ``pytest --write-support`` writes the result to ``docs/support.md``.
 """
 
 from __future__ import annotations
@@ -41,17 +40,17 @@ CELLS = [cell for architecture in TABLE for cell in cells_of(architecture)]
 SUPPORT = Path(__file__).parents[2] / "docs" / "support.md"
 
 SCALE = {"": 1e-6, "dropout": 1e-6, "fp16": 1e-3, "bf16": 1e-2}
-"""Largest relative difference of the scale: the graph keeps it in its own type, maybe as a root."""
+"""Maximum relative difference of the scale, which the graph stores in its own type."""
 
 SAME = {"": 1e-4, "dropout": 1e-4, "fp16": 2e-2, "bf16": 2e-2}
-"""Largest difference of outputs that are said to be the same."""
+"""Maximum difference of equal outputs."""
 
 Build = Callable[[Cell], "Outcome"]
 
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """PyTorch's reason not to export a cell, or the graph and what was read in it."""
+    """The reason why PyTorch cannot export a cell, or the graph and its match report."""
 
     reason: str
     path: Path
@@ -61,7 +60,7 @@ class Outcome:
 
     @property
     def layers(self) -> list[Layer]:
-        """What was read, in the terms of the configuration."""
+        """The matched layers, in terms of the configuration."""
         names = [field.name for field in fields(Layer)]
         return [Layer(**{name: block[name] for name in names}) for block in self.attention]
 
@@ -71,7 +70,7 @@ def outcome(
     exported: Callable[[Cell], tuple[Path, str]],
     made_once: Callable[[str, Callable[[Path], object]], Path],
 ) -> Build:
-    """Every cell is exported and read once, whichever test process asks first."""
+    """Return a function that exports and inspects a cell, once for all test processes."""
 
     def build(cell: Cell) -> Outcome:
         path, reason = exported(cell)
@@ -97,20 +96,20 @@ def outcome(
 
 @pytest.mark.export
 @pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_export_is_read_as_configured_and_full_rank_collaboration_is_lossless(
-    cell: Cell, outcome: Build
-):
-    found = outcome(cell)
-    if found.reason:
-        pytest.skip(f"PyTorch cannot export it: {found.reason}")
+def test_read_attention_export_agrees_with_configuration(cell: Cell, outcome: Build):
+    result = outcome(cell)
+    if result.reason:
+        pytest.skip(f"PyTorch cannot export it: {result.reason}")
     if cell.missed:
-        assert len(found.missed) == len(found.expected) and not found.attention
-        assert all(re.fullmatch(r"\w.{10,250}[^.]", reason) for reason in found.missed)
+        assert len(result.missed) == len(result.expected) and not result.attention
+        assert all(re.fullmatch(r"\w.{10,250}[^.]", reason) for reason in result.missed)
         return
-    assert found.missed == []
-    assert found.layers == found.expected
-    names = [block["name"] for block in found.attention if block["rewrites"]["collaborate"] is True]
-    check_full_rank(cell, found.path, frozenset(names))
+    assert result.missed == []
+    assert result.layers == result.expected
+    names = [
+        block["name"] for block in result.attention if block["rewrites"]["collaborate"] is True
+    ]
+    check_full_rank(cell, result.path, frozenset(names))
 
 
 def check_full_rank(cell: Cell, path: Path, names: frozenset[str]) -> None:
@@ -144,9 +143,7 @@ def test_committed_graphs_cover_every_architecture_and_exporter():
 
 
 @every_committed
-def test_committed_graph_is_read_as_configured_and_rewrites_apply(
-    cell: Cell, expected: dict[str, Any]
-):
+def test_inspect_committed_graph_agrees_with_configuration(cell: Cell, expected: dict[str, Any]):
     inspection = inspect(cell.committed, batch=2, sequence=8)
     entry = expected[str(cell)]
     assert inspection.reading.unmatched == ()
@@ -166,12 +163,12 @@ def test_committed_graph_is_read_as_configured_and_rewrites_apply(
 
 @pytest.mark.export
 @every_committed
-def test_new_export_is_read_like_the_committed_graph(cell: Cell, outcome: Build):
+def test_inspect_new_export_equals_committed_graph(cell: Cell, outcome: Build):
     committed = inspect(cell.committed, batch=2, sequence=8).to_json()["attention"]
     measured = {"max_abs_error": 0}
     assert [block | measured for block in outcome(cell).attention] == [
         block | measured for block in committed
-    ], "python -m tests.fixtures.make writes the graphs anew"
+    ], "run python -m tests.fixtures.make"
 
 
 def expected_layers(cell: Cell) -> list[Layer]:
@@ -225,12 +222,12 @@ HANDFUL = (
     Cell("BART", "eager", "dynamo", 18),  # encoder, decoder and cross-attention
     Cell("BERT", "eager", "torchscript", 17, "fp16"),
 )
-"""Committed graphs: the patterns that PruneHeads and ReuseAttention meet, one graph each."""
+"""Committed graphs, one for each pattern that PruneHeads and ReuseAttention distinguish."""
 
 
 @pytest.mark.parametrize("cell", HANDFUL, ids=str)
-def test_every_other_head_is_pruned(cell: Cell):
-    """Slicing heads out of every layer is masking them, and certified by the same names."""
+def test_prune_heads_every_other_head_equals_masked(cell: Cell):
+    """Pruned and masked models have equal outputs; pruned blocks keep their names."""
     path = cell.committed
     blocks = read_attention(load_model(path)).blocks
     with GraphContext.of(load_model(path)) as context:
@@ -247,8 +244,8 @@ def test_every_other_head_is_pruned(cell: Cell):
 
 @pytest.mark.parametrize("cell", HANDFUL, ids=str)
 @pytest.mark.parametrize("part", [1, 2], ids=["all heads", "every other head"])
-def test_probabilities_of_earlier_layers_are_reused(cell: Cell, part: int):
-    """As if each probability were replaced and nothing taken away; queries and keys are gone."""
+def test_reuse_attention_earlier_layers_equals_grafted(cell: Cell, part: int):
+    """The outputs equal those of a model whose probabilities are replaced, with fewer weights."""
     path = cell.committed
     model = decomposed(load_model(path))
     edges = edges_of(find_attention(model)[0], part)
@@ -257,13 +254,13 @@ def test_probabilities_of_earlier_layers_are_reused(cell: Cell, part: int):
     reading = read_attention(model)
     assert [miss.reason for miss in reading.unmatched] == []
     assert {b.name for b in reading.blocks if b.form == "reuse"} == edges.keys()
-    if cell.architecture != "ALBERT":  # whose other layers go on using what they shared
+    if cell.architecture != "ALBERT":  # its other layers still use the shared weights
         assert parameters(model) < parameters(load_model(path))
     same_outputs(cell, model, grafted(decomposed(load_model(path)), edges))
 
 
 def edges_of(blocks: Sequence[AttentionBlock], part: int) -> dict[str, dict[int, tuple[str, int]]]:
-    """Heads of each layer that can from the first layer that it can take them from."""
+    """Edges of reuse: heads of each layer from the first possible source layer."""
     edges: dict[str, dict[int, tuple[str, int]]] = {}
     for index, block in enumerate(blocks):
         sources = [
@@ -278,7 +275,7 @@ def edges_of(blocks: Sequence[AttentionBlock], part: int) -> dict[str, dict[int,
 
 
 def decomposed(model: ir.Model) -> ir.Model:
-    """The model with its fused operators taken apart."""
+    """The model with decomposed fused operators."""
     fused = frozenset(block.name for block in find_attention(model)[0] if not block.logits)
     return DecomposeAttention(fused)(model).model if fused else model
 
@@ -294,14 +291,12 @@ def same_outputs(cell: Cell, model: ir.Model, expected: ir.Model) -> None:
 
 
 @pytest.mark.export
-def test_the_table_of_what_is_supported_is_what_was_found(
-    outcome: Build, pytestconfig: pytest.Config
-):
+def test_support_page_equals_results(outcome: Build, pytestconfig: pytest.Config):
     text = support({cell: outcome(cell) for cell in CELLS})
     if pytestconfig.getoption("--write-support"):
         SUPPORT.parent.mkdir(exist_ok=True)
         SUPPORT.write_text(text, encoding="utf-8")
-    assert SUPPORT.read_text(encoding="utf-8") == text, "pytest --write-support writes it anew"
+    assert SUPPORT.read_text(encoding="utf-8") == text, "run pytest --write-support"
 
 
 # ---- docs/support.md ----------------------------------------------------------------------------
@@ -317,7 +312,7 @@ PyTorch cannot export the model. Footnotes give reasons.
 
 
 class Notes:
-    """Reasons, told once at the end and pointed to by number."""
+    """Footnotes: numbered reasons."""
 
     def __init__(self) -> None:
         self.numbers: dict[str, int] = {}

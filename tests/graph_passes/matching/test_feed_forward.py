@@ -1,9 +1,10 @@
-"""Feed-forwards are found however they are written, and PruneNeurons is masking their neurons."""
+"""find_feed_forward in many notations; PruneNeurons gives the outputs of masked neurons."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from tests.errors import raises
 from tests.graph_passes.graphs import PLAIN_INPUT, D, feeds, graph, run, text_of
 
 EXACT = 1e-5
-"""Pruning is masking but for the order of sums."""
+"""Pruned and masked models differ in the order of sums only."""
 
 F = 16
 NAME = "feed_forward_0"
@@ -33,7 +34,7 @@ KEPT = int(MASK.sum())
 
 
 def constants(seed: int = 0, width: int = F) -> dict[str, np.ndarray]:
-    """Every constant that a text here may name."""
+    """All constants that a graph text may use."""
     rng = np.random.default_rng(seed)
     shapes = {
         "W1": (D, width), "Wu": (D, width), "W2": (width, D), "b1": (width,), "bu": (width,),
@@ -77,9 +78,9 @@ DYNAMIC = f"""
  wide_shape = Concat <axis = 0> (b, t, nF)
  h = Reshape(h0, wide_shape)
  a1 = Gelu(h)
- asked = Shape(a1)
- width = Slice(asked, last, end, a0)
- first = Gather(asked, i0)
+ hidden_shape = Shape(a1)
+ width = Slice(hidden_shape, last, end, a0)
+ first = Gather(hidden_shape, i0)
  flat_shape = Concat <axis = 0> (last, width)
  a = Reshape(a1, flat_shape)
  o = Gemm(a, W2, b2)
@@ -147,47 +148,49 @@ def only(model: ir.Model) -> FeedForwardBlock:
     return block
 
 
+def neurons_of(model: ir.Model) -> dict[str, int]:
+    return {block.name: block.num_neurons for block in find_feed_forward(model)}
+
+
 def masked(model: ir.Model, masks: Mapping[str, Sequence[int] | np.ndarray]) -> ir.Model:
-    """The model whose rows of W_2 are zero where a mask is: those neurons write nothing."""
+    """Set the rows of W_2 to zero where a mask is zero, so that these neurons have no effect."""
     for block in find_feed_forward(model):
         if block.name in masks:
             array = constant_array(block.second.weight)
             array = array.astype(constant_type(block.second.weight).numpy())
-            np.moveaxis(array, block.second.contracted[0], 0)[
-                np.asarray(masks[block.name]) == 0
-            ] = 0
+            pruned = np.asarray(masks[block.name]) == 0
+            np.moveaxis(array, block.second.contracted[0], 0)[pruned] = 0
             make = Inserter(block.graph, block.product, f"{block.name}/masked")
             block.product.replace_input_with(1, make.constant(array, "weight"))
     return model
 
 
-def assert_is_masking(
+def assert_equals_masked(
     make: Callable[[], ir.Model],
     masks: Mapping[str, Sequence[int] | np.ndarray],
     arrays: Mapping[str, np.ndarray] | None = None,
     atol: float = EXACT,
 ) -> ir.Model:
-    """Pruned and masked models write the same, other than the original; names stay."""
+    """Check that pruned and masked models have equal outputs, other than the original; prune."""
     given = feeds(make()) if arrays is None else arrays
     expected = run(masked(make(), masks), given)
     model = make()
     assert PruneNeurons(masks)(model).modified
     onnx.checker.check_model(ir.to_proto(model), full_check=True)
-    got = run(model, given)
-    assert got.dtype == expected.dtype
-    np.testing.assert_allclose(got, expected, atol=atol, rtol=atol)
+    output = run(model, given)
+    assert output.dtype == expected.dtype
+    np.testing.assert_allclose(output, expected, atol=atol, rtol=atol)
     assert np.abs(expected.astype(float) - run(make(), given)).max() > 10 * atol
-    left = {block.name: block.num_neurons for block in find_feed_forward(model)}
-    whole = {block.name: block.num_neurons for block in find_feed_forward(make())}
-    assert left == whole | {name: int(np.sum(mask)) for name, mask in masks.items()}
+    kept = {name: int(np.sum(mask)) for name, mask in masks.items()}
+    assert neurons_of(model) == neurons_of(make()) | kept
     return model
 
 
-# ---- what is found ------------------------------------------------------------------------------
+# ---- matching ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_feed_forward_is_found(form: str) -> None:
+def test_find_feed_forward_form_matches_and_pruning_equals_masking(form: str) -> None:
     block = only(build(FORMS[form]))
     arrays = constants()
     assert (block.name, block.num_neurons, block.input_size) == (NAME, F, D)
@@ -202,8 +205,17 @@ def test_feed_forward_is_found(form: str) -> None:
     assert block.output.name == ("o" if "Gemm" in form or "out_shape" in FORMS[form]
                                  or "each flattened" in form else "out")  # fmt: skip
 
+    def with_shapes() -> ir.Model:
+        return ir.from_proto(onnx.shape_inference.infer_shapes(ir.to_proto(build(FORMS[form]))))
 
-def test_block_computes_what_its_equation_says() -> None:
+    model = assert_equals_masked(with_shapes, {NAME: MASK})
+    by_neuron = len(block.first) * D + len(block.constants_by_neuron) + D
+    assert parameters(build(FORMS[form])) - parameters(model) == (F - KEPT) * by_neuron
+    values = [*model.graph.initializers.values(), *(v for n in model.graph for v in n.outputs)]
+    assert not any(F in (value.shape or ()) for value in values)
+
+
+def test_feed_forward_block_equation_equals_graph() -> None:
     model = build(RELU)
     block, arrays = only(model), feeds(model)
     (b1,) = block.constants_by_neuron
@@ -213,20 +225,17 @@ def test_block_computes_what_its_equation_says() -> None:
     np.testing.assert_allclose(run(model, arrays), expected, atol=EXACT, rtol=EXACT)
     assert block.hidden.name == "a"
     assert [node.op_type for node in block.nodes] == ["Add", "Relu"]
+    gated = only(build(FORMS["gated by GELU"]))
+    assert [operand.value.name for operand in gated.constants_by_neuron] == ["b1", "bu"]
 
 
-def test_constants_in_order_of_execution() -> None:
-    block = only(build(FORMS["gated by GELU"]))
-    assert [operand.value.name for operand in block.constants_by_neuron] == ["b1", "bu"]
-
-
-def test_layers_in_order_of_execution() -> None:
+def test_find_feed_forward_layers_are_in_order_of_execution() -> None:
     blocks = find_feed_forward(layers(3))
     assert [block.name for block in blocks] == [f"feed_forward_{index}" for index in range(3)]
     assert [block.x.name for block in blocks] == ["x", "x_1", "x_2"]
 
 
-def test_name_is_what_nodes_or_weights_agree_on() -> None:
+def test_find_feed_forward_name_is_common_path() -> None:
     by_node = build(RELU)
     by_node.graph[0].name = "/model/layers.3/mlp/up/MatMul"
     by_node.graph[3].name = "/model/layers.3/mlp/down/MatMul"
@@ -237,7 +246,7 @@ def test_name_is_what_nodes_or_weights_agree_on() -> None:
     assert only(by_weight).name == "model.layers.3"
 
 
-def test_feed_forward_in_a_body() -> None:
+def test_find_feed_forward_if_body_matches() -> None:
     body = RELU.replace("out = ", "done = ").replace("\n", "\n    ")
     text = f"""
         out = If (choice) <
@@ -252,7 +261,7 @@ def test_feed_forward_in_a_body() -> None:
 
     arrays = feeds(build(RELU)) | {"choice": np.array(True)}
     assert only(make()).graph is not make().graph
-    assert_is_masking(make, {NAME: MASK}, arrays)
+    assert_equals_masked(make, {NAME: MASK}, arrays)
 
 
 # ---- near misses --------------------------------------------------------------------------------
@@ -260,13 +269,13 @@ def test_feed_forward_in_a_body() -> None:
 OUT = f"float[batch, sequence, {D}] out"
 WIDE = f"float[batch, sequence, {F}]"
 NEAR_MISSES: dict[str, tuple[str, str]] = {
-    "hidden is read elsewhere": (f"{RELU}\n shown = Neg(a)", f"{OUT}, {WIDE} shown"),
-    "pre-activation is read elsewhere": (f"{RELU}\n shown = Neg(h0)", f"{OUT}, {WIDE} shown"),
+    "hidden has another reader": (f"{RELU}\n shown = Neg(a)", f"{OUT}, {WIDE} shown"),
+    "pre-activation has another reader": (f"{RELU}\n shown = Neg(h0)", f"{OUT}, {WIDE} shown"),
     "hidden is an output": (RELU, f"{OUT}, {WIDE} a"),
     "two products read hidden": (f"{RELU}\n shown = MatMul(a, Wn)",
                                  f"{OUT}, float[batch, sequence, 5] shown"),
-    "its width is asked for": (f"{RELU}\n shown = Shape(a)", f"{OUT}, int64[3] shown"),
-    "its width is computed with": (
+    "its shape is an output": (f"{RELU}\n shown = Shape(a)", f"{OUT}, int64[3] shown"),
+    "its width is used in arithmetic": (
         f"{RELU}\n s = Shape(a)\n s2 = Gather(s, last)\n shown = Mul(s2, s2)",
         f"{OUT}, int64[1] shown",
     ),
@@ -299,36 +308,36 @@ NEAR_MISSES: dict[str, tuple[str, str]] = {
     "dropout that may be on": (
         UP + "\n r = Relu(h)\n yes = Greater(size, half)\n a = Dropout(r, half, yes)" + DOWN, OUT,
     ),
-    "another width told by the tokens": (
+    "reshape by the input width": (
         f"\n f = Reshape(x, flat)\n h = Gemm(f, W1)\n s{LENGTHS}\n d = Gather(s, last)"
         "\n w = Add(d, four)\n shape = Concat <axis = 0> (b, t, w)\n r = Reshape(h, shape)"
         "\n a = Relu(r)" + DOWN, OUT,
     ),
     "a bias that is an input": (UP.replace("b1", "size") + "\n a = Relu(h)" + DOWN, OUT),
-    "its width picks": (
+    "its width is a slice end": (
         f"{RELU}\n s = Shape(a)\n n = Gather(s, last)\n shown = Slice(zeros, a0, n, a0)",
         f"{OUT}, int64[n] shown",
     ),
-    "its width is told as another length": (
+    "its width is another length": (
         UP + "\n s = Shape(h)\n w = Slice(s, last, end, a0)"
         "\n shape = Concat <axis = 0> (w, last, w)\n r = Reshape(h, shape)\n a = Relu(r)" + DOWN,
         OUT.replace("batch", str(F)),
     ),
-    "a constant a position": (
+    "constant by position": (
         UP + "\n p = Add(h, positions)\n a = Relu(p)" + DOWN, OUT.replace("sequence", "4"),
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", NEAR_MISSES)
-def test_near_miss_is_not_found(case: str) -> None:
+def test_find_feed_forward_near_miss_returns_none(case: str) -> None:
     body, outputs = NEAR_MISSES[case]
     own = {"Wsquare": constants()["W22"][:D, :D], "four": np.array([4], np.int64),
            "zeros": np.zeros(20, np.int64), "positions": np.ones((4, 1), np.float32)}  # fmt: skip
     tokens = outputs.partition(" out")[0]
     model = build(body, own, output=outputs, inputs=f"{tokens} x, float size")
     assert find_feed_forward(model) == []
-    run(model, feeds(model) | {"size": np.array(0, np.float32)})  # and the graph works
+    run(model, feeds(model) | {"size": np.array(0, np.float32)})  # the graph is valid
 
 
 POOLER = """
@@ -339,7 +348,7 @@ POOLER = """
 
 
 @pytest.mark.parametrize("width", [D - 1, D, F])
-def test_pooler_is_found_where_it_is_no_bottleneck(width: int) -> None:
+def test_find_feed_forward_pooler_bottleneck_returns_none(width: int) -> None:
     model = build(POOLER, constants(0, width), output="float[batch, 5] out")
     assert [block.num_neurons for block in find_feed_forward(model)] == [width] * (width >= D)
 
@@ -347,17 +356,8 @@ def test_pooler_is_found_where_it_is_no_bottleneck(width: int) -> None:
 # ---- pruning ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_slicing_neurons_out_is_masking_them(form: str) -> None:
-    model = assert_is_masking(lambda: build(FORMS[form]), {NAME: MASK})
-    before = parameters(build(FORMS[form]))
-    block = only(build(FORMS[form]))
-    by_neuron = len(block.first) * D + len(block.constants_by_neuron) + D
-    assert before - parameters(model) == (F - KEPT) * by_neuron
-
-
 @pytest.mark.parametrize("form", ["ReLU", "gated by SiLU", "Gemm, transposed, flattened"])
-def test_products_fall_by_their_share(form: str) -> None:
+def test_prune_neurons_reduces_macs_in_proportion(form: str) -> None:
     lengths = {"batch": 2, "sequence": 7}
     model = build(FORMS[form])
     PruneNeurons({NAME: MASK})(model)
@@ -367,43 +367,25 @@ def test_products_fall_by_their_share(form: str) -> None:
     assert macs[0](lengths) - macs[1](lengths) == 2 * 7 * products * D * (F - KEPT)
 
 
-def test_nodes_and_names_stay() -> None:
-    before, model = (
-        build(FORMS["shapes that are computed"]),
-        build(FORMS["shapes that are computed"]),
-    )
+def test_prune_neurons_keeps_nodes_and_names() -> None:
+    before, model = build(DYNAMIC), build(DYNAMIC)
     PruneNeurons({NAME: MASK})(model)
     assert [node.op_type for node in model.graph] == [node.op_type for node in before.graph]
-    assert before.graph.initializers.keys() - model.graph.initializers.keys() == {"nF"}
-    assert model.graph.initializers.keys() - before.graph.initializers.keys() == {
-        f"{NAME}/pruned/width"
-    }
-    assert {"W1", "b1", "W2", "b2"} <= model.graph.initializers.keys()
+    old, new = before.graph.initializers.keys(), model.graph.initializers.keys()
+    assert (old - new, new - old) == ({"nF"}, {f"{NAME}/pruned/width"})
+    assert {"W1", "b1", "W2", "b2"} <= new
 
 
-def test_shape_that_others_are_told_stays() -> None:
-    """Exporters write the shape that all layers' values have once."""
+def test_prune_neurons_shape_with_other_readers_stays() -> None:
+    """Exporters compute the shape of the values of all layers once."""
     shown = "\n shown = ConstantOfShape(wide_shape)"
-
-    def make() -> ir.Model:
-        return build(FORMS["shapes that are computed"] + shown, output=f"{OUT}, {WIDE} shown")
-
-    model = assert_is_masking(make, {NAME: MASK})
-    got = open_session(model, threads=1).run(None, feeds(model))[1]
-    assert got.shape == (2, 7, F)
+    model = assert_equals_masked(
+        lambda: build(DYNAMIC + shown, output=f"{OUT}, {WIDE} shown"), {NAME: MASK}
+    )
+    assert open_session(model, threads=1).run(None, feeds(model))[1].shape == (2, 7, F)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_shapes_that_exporters_noted_are_those_of_the_pruned(form: str) -> None:
-    proto = onnx.shape_inference.infer_shapes(ir.to_proto(build(FORMS[form])))
-    model = ir.from_proto(proto)
-    PruneNeurons({NAME: MASK})(model)
-    values = [*model.graph.initializers.values(), *(v for n in model.graph for v in n.outputs)]
-    assert not any(F in (value.shape or ()) for value in values)
-
-
-def test_dead_neurons_leave_without_a_trace() -> None:
-    """Exact where rows of W_2 are zero."""
+def test_prune_neurons_zero_rows_is_exact() -> None:
     own = {"W2": constants()["W2"] * MASK[:, None]}
     model, arrays = build(RELU, own), feeds(build(RELU))
     expected = run(model, arrays)
@@ -413,7 +395,7 @@ def test_dead_neurons_leave_without_a_trace() -> None:
 
 @pytest.mark.parametrize("form", ["ReLU", "a weight behind a Transpose"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_precision_keeps_its_type(dtype: str, form: str) -> None:
+def test_prune_neurons_half_precision_keeps_type(dtype: str, form: str) -> None:
     kind = ir.DataType[dtype.upper()]
     own = {n: a.astype(kind.numpy()) for n, a in constants().items() if a.dtype == np.float32}
 
@@ -422,7 +404,7 @@ def test_half_precision_keeps_its_type(dtype: str, form: str) -> None:
                      output=f"{dtype}[batch, sequence, {D}] out")  # fmt: skip
 
     if dtype == "float16":
-        model = assert_is_masking(make, {NAME: MASK}, atol=2e-2)
+        model = assert_equals_masked(make, {NAME: MASK}, atol=2e-2)
     else:  # which ONNX Runtime does not compute
         model = PruneNeurons({NAME: MASK})(make()).model
     assert {constant_type(value) for value in model.graph.initializers.values()} == {kind}
@@ -430,8 +412,8 @@ def test_half_precision_keeps_its_type(dtype: str, form: str) -> None:
     np.testing.assert_array_equal(only(model).second_matrix(), expected)
 
 
-def test_pruned_twice_is_pruned_once() -> None:
-    """Down to fewer neurons than tokens have elements, which would not be found anew."""
+def test_prune_neurons_twice_equals_both_masks() -> None:
+    """The block has fewer neurons than input elements and matches only by its recorded name."""
     masks = [np.arange(F) < 8, np.arange(8) % 2 == 0]
     model = build(RELU)
     for mask in masks:
@@ -443,17 +425,16 @@ def test_pruned_twice_is_pruned_once() -> None:
     assert only(model).num_neurons == 4
 
 
-def test_pruned_blocks_are_found_again_in_the_file(tmp_path: Path) -> None:
+def test_find_feed_forward_pruned_file_matches(tmp_path: Path) -> None:
     model = layers(3)
     PruneNeurons({"feed_forward_1": np.arange(F) == 2})(model)
     ir.save(model, tmp_path / "model.onnx")
     for again in (model.clone(), ir.load(tmp_path / "model.onnx")):
-        left = {block.name: block.num_neurons for block in find_feed_forward(again)}
-        assert left == {"feed_forward_0": F, "feed_forward_1": 1, "feed_forward_2": F}
+        assert neurons_of(again) == {"feed_forward_0": F, "feed_forward_1": 1, "feed_forward_2": F}
 
 
 def layers(count: int, *, same: Sequence[str] = (), aliases: bool = False) -> ir.Model:
-    """x = x + feed_forward(x), with weights of their own but for ``same``."""
+    """x = x + feed_forward(x) for each layer; the layers share the weights in ``same``."""
     body, own = "", dict[str, np.ndarray]()
     for layer in range(count):
         text = RELU
@@ -472,17 +453,17 @@ def layers(count: int, *, same: Sequence[str] = (), aliases: bool = False) -> ir
     return build(body, own, output=f"float[batch, sequence, {D}] x_{count}")
 
 
-def test_layers_are_pruned_apart() -> None:
-    assert_is_masking(
+def test_prune_neurons_layers_have_separate_masks() -> None:
+    assert_equals_masked(
         lambda: layers(3), {"feed_forward_0": MASK, "feed_forward_2": [0, 1] * (F // 2)}
     )
 
 
-def test_products_in_a_row_are_two_feed_forwards_that_share_one() -> None:
+def test_prune_neurons_consecutive_blocks_share_a_product() -> None:
     """W_2 of the first is W_1 of the second: it loses rows and columns."""
     body = f"{UP}\n a1 = Relu(h)\n h2 = MatMul(a1, W22)\n a = Relu(h2){DOWN}"
     masks = {NAME: MASK, "feed_forward_1": np.arange(F) % 2}
-    model = assert_is_masking(lambda: build(body), masks)
+    model = assert_equals_masked(lambda: build(body), masks)
     assert model.graph.initializers["W22"].shape == (KEPT, F // 2)
 
 
@@ -490,19 +471,17 @@ SHARED = ("W1", "b1", "W2", "b2")
 
 
 @pytest.mark.parametrize("aliases", [False, True])
-def test_layers_that_share_their_weights_go_on_sharing_them(aliases: bool) -> None:
-    """ALBERT: three layers, one weight; torch hands it on by Identity."""
+def test_prune_neurons_shared_weights_stay_shared(aliases: bool) -> None:
+    """ALBERT: three layers with one weight, which torch exports with Identity nodes."""
 
-    def make() -> ir.Model:
-        return layers(3, same=SHARED, aliases=aliases)
-
-    model = assert_is_masking(make, {f"feed_forward_{layer}": MASK for layer in range(3)})
+    make = partial(layers, 3, same=SHARED, aliases=aliases)
+    model = assert_equals_masked(make, {f"feed_forward_{layer}": MASK for layer in range(3)})
     assert parameters(make()) - parameters(model) == (F - KEPT) * (2 * D + 1)
     assert set(model.graph.initializers) == set(SHARED)
 
 
 @pytest.mark.parametrize("mask", [(), [0, 1] * (F // 2)], ids=["kept whole", "another mask"])
-def test_layers_that_share_weights_are_not_parted(mask: Sequence[int]) -> None:
+def test_prune_neurons_shared_weights_with_other_mask_raises(mask: Sequence[int]) -> None:
     model = layers(2, same=("W2",))
     before = text_of(model)
     masks = {"feed_forward_0": MASK} | ({"feed_forward_1": mask} if mask else {})
@@ -511,25 +490,21 @@ def test_layers_that_share_weights_are_not_parted(mask: Sequence[int]) -> None:
     assert text_of(model) == before
 
 
-def test_biases_that_are_shared_by_chance_are_parted() -> None:
-    """Exporters make one of equal constants, as biases of zeros are."""
-    model = assert_is_masking(lambda: layers(2, same=("b1",)), {NAME: MASK})
+def test_prune_neurons_shared_bias_is_copied() -> None:
+    """Exporters merge equal constants, for example biases of zeros."""
+    model = assert_equals_masked(lambda: layers(2, same=("b1",)), {NAME: MASK})
     assert model.graph.initializers["b1"].shape == (F,)
 
 
-def test_one_weight_on_both_sides() -> None:
-    """out = relu(x W) W^T: the one initializer stays one."""
+def test_prune_neurons_tied_weight_stays_one_initializer() -> None:
+    """out = relu(x W) W^T."""
     body = "\n f = Reshape(x, flat)\n h = Gemm(f, W1)\n a = Relu(h)" \
            "\n o = Gemm <transB = 1> (a, W1)\n out = Reshape(o, whole)"  # fmt: skip
-
-    def make() -> ir.Model:
-        return build(body)
-
-    model = assert_is_masking(make, {NAME: MASK})
+    model = assert_equals_masked(lambda: build(body), {NAME: MASK})
     assert parameters(model) == D * KEPT
 
 
-# ---- what is refused ----------------------------------------------------------------------------
+# ---- refusals -----------------------------------------------------------------------------------
 
 BAD_MASKS: dict[str, tuple[Sequence[object], str]] = {
     "too short": ((1, 0), "prune_neurons.mask_length"),
@@ -542,14 +517,14 @@ BAD_MASKS: dict[str, tuple[Sequence[object], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_MASKS)
-def test_masks_hold_a_zero_or_a_one_for_each_neuron(case: str) -> None:
+def test_prune_neurons_invalid_mask_raises(case: str) -> None:
     mask, code = BAD_MASKS[case]
     with raises(InvalidArgument, code) as caught:
         PruneNeurons({NAME: mask})(build(RELU))  # type: ignore[dict-item]
     assert "\n" not in caught.value.what
 
 
-def test_nothing_is_asked_of_a_whole_mask() -> None:
+def test_prune_neurons_mask_of_ones_changes_nothing() -> None:
     model = build(RELU)
     before = text_of(model)
     assert not PruneNeurons({NAME: [1] * F})(model).modified
@@ -574,7 +549,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("code", REFUSED)
-def test_prune_is_refused(code: str) -> None:
+def test_prune_neurons_unsupported_weight_raises(code: str) -> None:
     model = REFUSED[code]()
     refusal = neurons_refusal(only(model))
     assert refusal and refusal.code == code
@@ -593,7 +568,7 @@ EXPORTS = {
 
 
 @pytest.mark.parametrize("architecture", EXPORTS)
-def test_exports_of_hugging_face(
+def test_prune_neurons_hugging_face_export_equals_masked(
     architecture: str, exported: Callable[[Cell], tuple[Path, str]]
 ) -> None:
     exporter, opset, count = EXPORTS[architecture]
@@ -606,6 +581,6 @@ def test_exports_of_hugging_face(
     inputs = open_session(ir.load(path), threads=1).get_inputs()
     arrays = {i.name: np.ones((2, 7), np.int64) for i in inputs}
     arrays["input_ids"] = np.arange(14).reshape(2, 7)
-    assert_is_masking(
+    assert_equals_masked(
         lambda: ir.load(path), {block.name: mask for block in blocks}, arrays, atol=2e-5
     )

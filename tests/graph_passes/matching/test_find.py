@@ -1,22 +1,23 @@
-"""Every way to lay attention out is read right, or missed with a reason: never read wrong."""
+"""find_attention: every layout matches with the right attributes, or fails with a reason."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 
+from attnserve.checks import certify
 from attnserve.checks.certify import read_attention
-from graph_passes.blocks import Causal, Mask, PositionBias, Scaled
+from graph_passes.blocks import Mask, PositionBias, Scaled
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.collaborate import Collaborate, factor
 from tests.graph_passes.graphs import (
     BOOL_MASK,
-    FUSED,
-    PLAIN_INPUT,
     SCALE,
     D,
     H,
@@ -27,13 +28,24 @@ from tests.graph_passes.graphs import (
     only,
     reasons,
 )
-from tests.graph_passes.layouts import LAID_OUT, LAYOUTS, NO_PROJECTION, SPLIT
+from tests.graph_passes.layouts import LAID_OUT, LAYOUTS, NO_PROJECTION, ONE_KEY_HEAD, SPLIT
+from tests.graph_passes.operators import ONNX
+
+PACKED = {"k": "", "v": "", "output": "\n out = MatMul(c, Wo12)"}
+Q_HEADS = "\n q2 = Reshape(q0, heads)\n q = Transpose <perm = [0, 2, 1, 3]> (q2)"
+MEMORY = {
+    "k": "\n k0 = MatMul(y, Wk)\n k2 = Reshape(k0, heads)"
+    "\n kT = Transpose <perm = [0, 2, 3, 1]> (k2)",
+    "v": "\n v0 = MatMul(y, Wv)\n v2 = Reshape(v0, v_heads)"
+    "\n v = Transpose <perm = [0, 2, 1, 3]> (v2)",
+}
+"""Keys and values of another input y."""
 
 WITH_GAIN = {"factors of Gemm": 0.5}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layout_is_read_and_certified(layout: str) -> None:
+def test_find_attention_layout_matches(layout: str) -> None:
     block = only(attention(constants=LAID_OUT, **LAYOUTS[layout]))
     assert (block.num_heads, block.num_kv_heads) == (H, H)
     assert (block.head_size, block.v_head_size, block.input_size) == (K, V, D)
@@ -43,172 +55,134 @@ def test_layout_is_read_and_certified(layout: str) -> None:
     assert (block.output is None) == (layout in NO_PROJECTION)
 
 
-WHERE_MASKS = {
-    "keep where true": ("m = Where(mask, s, low)", True, -1e9),
-    "fill where true": ("m = Where(mask, infinity, s)", False, -np.inf),
-}
-
-
-@pytest.mark.parametrize("written", WHERE_MASKS)
-def test_mask_by_where_is_read_either_way(written: str) -> None:
-    node, keep, fill = WHERE_MASKS[written]
-    block = only(
-        attention(
-            inputs=f"float[batch, sequence, {D}] x, {BOOL_MASK}",
-            mask=f"\n        {node}",
-        )
-    )
-    (mask,) = block.steps
+@pytest.mark.parametrize(
+    ("node", "keep", "fill"),
+    [("m = Where(mask, s, low)", True, -1e9), ("m = Where(mask, infinity, s)", False, -np.inf)],
+)
+def test_find_attention_where_mask_records_fill(node: str, keep: bool, fill: float) -> None:
+    inputs = f"float[batch, sequence, {D}] x, {BOOL_MASK}"
+    (mask,) = only(attention(inputs=inputs, mask=f"\n        {node}")).steps
     assert isinstance(mask, Mask)
     assert (mask.value.name, mask.keep, mask.fill) == ("mask", keep, fill)
 
 
-def test_added_mask_is_the_value_that_is_added() -> None:
-    (step,) = only(attention()).steps
-    assert isinstance(step, PositionBias) and step.value.name == "mask"
-
-
 @pytest.mark.parametrize("how", SPLIT)
-def test_packed_projection_keeps_its_identity(how: str) -> None:
-    block = only(attention(q=SPLIT[how], k="", v="", output="\n        out = MatMul(c, Wo12)"))
+def test_find_attention_packed_projection_shares_weight(how: str) -> None:
+    block = only(attention(q=SPLIT[how], **PACKED))
     assert block.q.weight is block.k.weight is block.v.weight
     columns = np.concatenate([p.columns.ravel() for p in (block.q, block.k, block.v)])
     assert sorted(columns) == list(range(3 * H * K))
 
 
-def test_swapped_keys_and_values_are_read_as_what_they_are() -> None:
-    plain = only(attention(q=SPLIT["Gather"], k="", v="", output="\n out = MatMul(c, Wo12)"))
+def test_find_attention_swapped_keys_and_values_swaps_columns() -> None:
+    plain = only(attention(q=SPLIT["Gather"], **PACKED))
     text = SPLIT["Gather"].replace("i1)", "i9)").replace("i2)", "i1)").replace("i9)", "i2)")
-    swapped = only(attention(q=text, k="", v="", output="\n out = MatMul(c, Wo12)"))
+    swapped = only(attention(q=text, **PACKED))
     assert (swapped.k.columns == plain.v.columns).all()
     assert (swapped.v.columns == plain.k.columns).all()
 
 
-def test_single_head() -> None:
-    block = only(
-        attention(
-            q="\n q0 = MatMul(x, Wk1)\n q = Add(q0, bk1)",
-            k="\n k0 = MatMul(x, Wk1)\n kT = Transpose <perm = [0, 2, 1]> (k0)",
-            v="\n v = MatMul(x, Wv1)",
-            context="\n c = MatMul(p, v)",
-            output="\n out = MatMul(c, Wo1)",
-            mask="\n m = Identity(s)",
-        )
-    )
-    assert (block.num_heads, block.head_size, block.v_head_size) == (1, K, V)
-    assert block.form == "standard"
-
-
-def test_one_key_head_for_all_queries() -> None:
-    block = only(
-        attention(
-            k="\n k0 = MatMul(x, Wk1)\n k2 = Reshape(k0, one_head)"
-            "\n kT = Transpose <perm = [0, 2, 3, 1]> (k2)",
-            v="\n v0 = MatMul(x, Wv1)\n v2 = Reshape(v0, one_v_head)"
-            "\n v = Transpose <perm = [0, 2, 1, 3]> (v2)",
-        )
-    )
-    assert (block.num_heads, block.num_kv_heads) == (H, 1)
-
-
-def test_cross_attention_has_a_second_input_of_its_own_length() -> None:
-    block = only(
-        attention(
-            inputs=f"float[batch, sequence, {D}] x, float[batch, memory, {D}] y, "
-            "float[batch, 1, 1, memory] mask",
-            k="\n k0 = MatMul(y, Wk)\n k2 = Reshape(k0, heads)"
-            "\n kT = Transpose <perm = [0, 2, 3, 1]> (k2)",
-            v="\n v0 = MatMul(y, Wv)\n v2 = Reshape(v0, v_heads)"
-            "\n v = Transpose <perm = [0, 2, 1, 3]> (v2)",
-        )
-    )
-    assert (block.kind, block.x.name, block.y.name) == ("cross", "x", "y")
-
-
-def test_extra_consumers_of_intermediates_do_not_hide_attention() -> None:
-    block = only(
-        attention(
-            output_type=f"float[batch, sequence, {D}] out, float[batch, {H}, sequence, sequence] pp"
+ONE_HEAD = {
+    "q": "\n q0 = MatMul(x, Wk1)\n q = Add(q0, bk1)",
+    "k": "\n k0 = MatMul(x, Wk1)\n kT = Transpose <perm = [0, 2, 1]> (k0)",
+    "v": "\n v = MatMul(x, Wv1)",
+    "context": "\n c = MatMul(p, v)",
+    "output": "\n out = MatMul(c, Wo1)",
+    "mask": "\n m = Identity(s)",
+}
+X = f"float[batch, sequence, {D}] x"
+VARIANTS: dict[str, tuple[dict[str, Any], tuple[int, int], str]] = {
+    "single head": (ONE_HEAD, (1, 1), "x"),
+    "one key head": (ONE_KEY_HEAD, (H, 1), "x"),
+    "cross attention": (
+        {"inputs": f"{X}, float[batch, memory, {D}] y, float[batch, 1, 1, memory] mask"} | MEMORY,
+        (H, H),
+        "y",
+    ),
+    "other consumers": (
+        {
+            "output_type": f"{X[:-1]}out, float[batch, {H}, sequence, sequence] pp"
             f", float[batch, {H}, sequence, {K}] qq",
-            softmax="\n p = Softmax <axis = -1> (m)\n pp = Identity(p)\n qq = Identity(q)",
-        )
-    )
+            "softmax": "\n p = Softmax <axis = -1> (m)\n pp = Identity(p)\n qq = Identity(q)",
+        },
+        (H, H),
+        "x",
+    ),
+    "axes with different names": (
+        {"inputs": f"{X}, float[batch_2, 1, 1, keys] mask"},
+        (H, H),
+        "x",
+    ),
+    "fixed axes": (
+        {"inputs": f"float[1, 6, {D}] x, float[1, 1, 1, 6] mask",
+         "output_type": f"float[1, 6, {D}] out"},
+        (H, H),
+        "x",
+    ),
+    "softmax of opset 11": (
+        {"softmax": "\n p = Softmax <axis = 3> (m)", "opset": 11},
+        (H, H),
+        "x",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_find_attention_variant_matches(variant: str) -> None:
+    parts, heads, keys = VARIANTS[variant]
+    block = only(attention(**parts))
+    assert (block.num_heads, block.num_kv_heads) == heads
+    assert (block.head_size, block.v_head_size, block.form) == (K, V, "standard")
+    assert (block.x.name, block.y.name) == ("x", keys)
+    assert block.kind == ("cross" if keys == "y" else "self")
     assert block.output is not None
 
 
-# What is missed: a name, the parts that differ, and the words of the reason.
-MISSED: dict[str, tuple[dict[str, str], str]] = {
+NO_SCORES = "has no product of queries and keys as input"
+UNSUPPORTED = "is not supported between the query projection and the product"
+
+UNMATCHED: dict[str, tuple[dict[str, str], str]] = {
     "wrong permutation of the queries": (
-        {
-            "q": "\n q0 = MatMul(x, Wq)\n q2 = Reshape(q0, heads)"
-            "\n q = Transpose <perm = [2, 0, 1, 3]> (q2)",
-            "scores": "\n s0 = MatMul(q, kT)\n s = Mul(s0, scale)",
-        },
-        "",
+        {"q": "\n q0 = MatMul(x, Wq)" + Q_HEADS.replace("0, 2, 1, 3", "2, 0, 1, 3")}, "",
     ),
     "keys without their permutation": (
-        {"k": "\n k0 = MatMul(x, Wk)\n k2 = Reshape(k0, heads)\n kT = Identity(k2)"},
-        "",
+        {"k": "\n k0 = MatMul(x, Wk)\n k2 = Reshape(k0, heads)\n kT = Identity(k2)"}, "",
     ),
-    "a weight that is an input": (
-        {"q": "\n q0 = MatMul(x, fed)\n q2 = Reshape(q0, heads)"
-              "\n q = Transpose <perm = [0, 2, 1, 3]> (q2)"},
-        "MatMul is not supported between the query projection and the product",
-    ),
-    "a weight that is computed": (
-        {"q": "\n W9 = Tanh(Wq)\n q0 = MatMul(x, W9)\n q2 = Reshape(q0, heads)"
-              "\n q = Transpose <perm = [0, 2, 1, 3]> (q2)"},
-        "MatMul is not supported between the query projection and the product",
+    "weight is an input": ({"q": f"\n q0 = MatMul(x, fed){Q_HEADS}"}, f"MatMul {UNSUPPORTED}"),
+    "weight is computed": (
+        {"q": f"\n W9 = Tanh(Wq)\n q0 = MatMul(x, W9){Q_HEADS}"}, f"MatMul {UNSUPPORTED}",
     ),
     "no projection": (
         {"q": "\n q2 = Reshape(x, heads)\n q = Transpose <perm = [0, 2, 1, 3]> (q2)"},
-        "the query is 'x', an input of the graph: not the output of a projection",
+        "the query is 'x', an input of the graph",
     ),
-    "learned queries": (
-        {"q": "\n q2 = Reshape(Wq, square)\n q = Transpose <perm = [0, 2, 1, 3]> (q2)"},
-        "Softmax has no product of queries and keys as input",
+    "constant queries": (
+        {"q": "\n q2 = Reshape(Wq, square)\n q = Transpose <perm = [0, 2, 1, 3]> (q2)"}, NO_SCORES,
     ),
-    "squashed queries": (
+    "non-linear queries": (
         {"scores": "\n q8 = Tanh(q)\n s0 = MatMul(q8, kT)\n s = Mul(s0, scale)"},
-        "Tanh is not supported between the query projection and the product",
+        f"Tanh {UNSUPPORTED}",
     ),
     "positions added to the queries": (
         {"scores": "\n q8 = Add(q, per_token)\n s0 = MatMul(q8, kT)\n s = Mul(s0, scale)"},
         "depends on the position of the token",
     ),
     "queries times zero": (
-        {"scores": "\n q8 = Mul(q, zero)\n s = MatMul(q8, kT)"},
-        "Mul multiplies the query by zero or infinity",
+        {"scores": "\n q8 = Mul(q, zero)\n s = MatMul(q8, kT)"}, "Mul multiplies the query by zero",
     ),
-    "scores divided by zero": (
-        {"scores": "\n s0 = MatMul(q, kT)\n s = Div(s0, zero)"},
-        "has no product of queries and keys as input",
-    ),
-    "softmax over the queries": (
-        {"softmax": "\n p = Softmax <axis = 2> (m)"},
-        "MatMul sums probabilities over another axis than the keys",
-    ),
+    "scores divided by zero": ({"scores": "\n s0 = MatMul(q, kT)\n s = Div(s0, zero)"}, NO_SCORES),
     "softmax over the heads": (
-        {"softmax": "\n p = Softmax <axis = 1> (m)"},
-        "the softmax 'p' is not over the keys of (B, H, S, T) logits",
-    ),
-    "two scores": (
-        {"scores": "\n s0 = MatMul(q, kT)\n s1 = MatMul(q, kT)\n s = Add(s0, s1)"},
-        "Add adds two products of queries and keys: expected one",
+        {"softmax": "\n p = Softmax <axis = 1> (m)"}, "the softmax 'p' is not over the keys",
     ),
     "zero after the mask": (
-        {"mask": "\n m0 = Add(s, mask)\n m = Mul(m0, zero)"},
-        "has no product of queries and keys as input",
+        {"mask": "\n m0 = Add(s, mask)\n m = Mul(m0, zero)"}, NO_SCORES,
     ),
-    "squashed after the mask": (
-        {"mask": "\n m0 = Add(s, mask)\n m = Sigmoid(m0)"},
-        "has no product of queries and keys as input",
-    ),
-    "probabilities weighted head by head": (
+    "sigmoid after the mask": ({"mask": "\n m0 = Add(s, mask)\n m = Sigmoid(m0)"}, NO_SCORES),
+    "probabilities weighted by head": (
         {"softmax": "\n p0 = Softmax <axis = -1> (m)\n p = Mul(p0, per_head)"},
         "no product with values reads the probabilities 'p0'",
     ),
-    "a layout that data decides": (
+    "data-dependent layout": (
         {"q": "\n q0 = MatMul(x, Wq)\n q1 = Add(q0, bq)\n q2 = Reshape(q1, heads)"
               "\n total = ReduceSum <keepdims = 0> (x)\n row = Cast <to = 7> (total)"
               "\n none = Mul(row, i0)\n at = Unsqueeze(none, a0)\n q3 = Slice(q2, at, far)"
@@ -219,141 +193,82 @@ MISSED: dict[str, tuple[dict[str, str], str]] = {
         {"softmax": "\n p0 = Softmax <axis = -1> (m)\n nan = IsNaN(p0)\n p = Where(nan, one, p0)"},
         "no product with values reads the probabilities 'p0'",
     ),
-    "the mask of a Dropout as queries": (
+    "mask of a Dropout as queries": (
         {"scores": "\n q8, dropped = Dropout(q)\n q9 = Cast <to = 1> (dropped)"
                    "\n s0 = MatMul(q9, kT)\n s = Mul(s0, scale)"},
-        "output 1 of Dropout is not a layout of its first input",
+        "output 1 of Dropout",
+    ),
+    "softmax of opset 11 over several axes": (
+        {"softmax": "\n p = Softmax(m)", "opset": 11}, "is not over the keys",  # type: ignore[dict-item]
+    ),
+    "queries of one sequence, keys of a batch": (
+        {"inputs": f"float[batch, sequence, {D}] y, float[1, 4, {D}] x, "
+                   "float[batch, 1, 1, sequence] mask"} | MEMORY,
+        "do not come from the same number of sequences",
     ),
 }  # fmt: skip
-CONSTANTS = LAID_OUT | {
-    "square": np.array([1, D, H, K], np.int64),
-    "per_token": np.arange(5, dtype=np.float32).reshape(5, 1),
-    "far": np.array([99], np.int64),
-}
 
 
-@pytest.mark.parametrize("graph_name", MISSED)
-def test_near_miss_is_missed_with_a_reason(graph_name: str) -> None:
-    parts, reason = MISSED[graph_name]
-    inputs = f"float[batch, sequence, {D}] x, float[batch, 1, 1, sequence] mask"
-    if graph_name == "a weight that is an input":
-        inputs += f", float[{D}, {H * K}] fed"
-    (said,) = reasons(attention(inputs=inputs, constants=CONSTANTS, **parts))
-    assert said and reason in said
+@pytest.mark.parametrize("case", UNMATCHED)
+def test_find_attention_near_miss_returns_reason(case: str) -> None:
+    parts, reason = UNMATCHED[case]
+    constants = LAID_OUT | {
+        "square": np.array([1, D, H, K], np.int64),
+        "per_token": np.arange(5, dtype=np.float32).reshape(5, 1),
+        "far": np.array([99], np.int64),
+    }
+    inputs = f"{X}, float[batch, 1, 1, sequence] mask"
+    inputs += f", float[{D}, {H * K}] fed" * (case == "weight is an input")
+    (actual,) = reasons(attention(**{"inputs": inputs, "constants": constants} | parts))  # type: ignore[arg-type]
+    assert actual and reason in actual
 
 
-def test_classification_softmax_is_missed() -> None:
-    model = graph(
-        "\n l = MatMul(x, Wfc)\n out = Softmax <axis = -1> (l)",
-        output="float[batch, sequence, 5] out",
-    )
-    assert reasons(model) == ["Softmax has no product of queries and keys as input"]
-
-
-def test_softmax_over_one_row_is_missed() -> None:
-    model = graph(
-        "\n out = Softmax <axis = -1> (x)", inputs="float[n, 4] x", output="float[n, 4] out"
-    )
-    assert reasons(model) == ["Softmax has no product of queries and keys as input"]
-
-
-def test_softmax_over_a_vector_is_missed() -> None:
-    model = graph("\n out = Softmax <axis = -1> (x)", inputs="float[4] x", output="float[4] out")
-    assert reasons(model) == ["Softmax is not over the keys of (B, H, S, T) logits"]
-
-
-def test_scale_after_the_mask_is_a_step_of_its_own() -> None:
-    block = only(attention(mask="\n m0 = Add(s, mask)\n m = Mul(m0, inverse)"))
-    bias, scaled = block.steps
-    assert isinstance(bias, PositionBias) and isinstance(scaled, Scaled)
-    assert (block.scale, scaled.factor) == pytest.approx((SCALE, 1 / SCALE), rel=1e-6)
-
-
-def test_softmax_before_opset_13_is_over_all_axes_from_its_own_on() -> None:
-    old = {"softmax": "\n p = Softmax(m)", "opset": 11}
-    assert "is not over the keys" in reasons(attention(**old))[0]  # type: ignore[arg-type]
-    old["softmax"] = "\n p = Softmax <axis = 3> (m)"
-    assert only(attention(**old)).num_heads == H  # type: ignore[arg-type]
-
-
-def operator(attributes: str = "", operands: str = "q, k, v", **parts: str) -> dict[str, str]:
-    """The parts of an attention that one ai.onnx Attention holds."""
-    k = """
-        k0 = MatMul(x, Wk)
-        k1 = Add(k0, bk)
-        k2 = Reshape(k1, heads)
-        k = Transpose <perm = [0, 2, 1, 3]> (k2)"""
-    context = f"""
-        c0 = Attention {f"<{attributes}>" if attributes else ""} ({operands})
-        c1 = Transpose <perm = [0, 2, 1, 3]> (c0)
-        c = Reshape(c1, merge)"""
-    return {**FUSED, "k": k, "context": context, **parts}
-
-
-def test_attention_operator_with_its_own_scale() -> None:
-    model = attention(**operator("scale = 0.37"), opset=23, inputs=PLAIN_INPUT)
-    block = only(model)
-    assert block.idiom == "attention_operator"
-    assert (block.num_heads, block.head_size, block.v_head_size) == (H, K, V)
-    assert block.scale == pytest.approx(SCALE, rel=1e-6)
-    assert (block.steps, block.logits, block.probabilities) == ((), None, None)
-
-
-def test_attention_operator_without_a_scale_uses_the_head_size() -> None:
-    block = only(attention(**operator(), opset=23, inputs=PLAIN_INPUT))
-    assert block.scale == pytest.approx(K**-0.5, rel=1e-6)
+MANY_NODES = "".join(f"\n h{i + 1} = Add(h{i}, h{i})" for i in range(1500))
 
 
 @pytest.mark.parametrize(
-    ("mask", "kind"),
-    [("bool", Mask), ("float", PositionBias)],
+    ("body", "shape", "output", "reason"),
+    [
+        (
+            "\n l = MatMul(x, Wfc)\n out = Softmax <axis = -1> (l)",
+            f"b, s, {D}",
+            "b, s, 5",
+            NO_SCORES,
+        ),
+        ("\n out = Softmax <axis = -1> (x)", "n, 4", "n, 4", NO_SCORES),
+        ("\n out = Softmax <axis = -1> (x)", "4", "4", "is not over the keys"),
+        (
+            f"\n h0 = Abs(x){MANY_NODES}\n out = Softmax <axis = -1> (h1500)",
+            f"b, s, {D}",
+            f"b, s, {D}",
+            NO_SCORES,
+        ),
+    ],
+    ids=["classification", "one row", "vector", "long chain of two operands"],
 )
-def test_attention_operator_with_a_mask(mask: str, kind: type) -> None:
-    inputs = f"{PLAIN_INPUT}, {mask}[batch, 1, sequence, sequence] mask"
-    block = only(attention(**operator(operands="q, k, v, mask"), opset=23, inputs=inputs))
-    (step,) = block.steps
-    assert isinstance(step, kind)
+def test_find_attention_other_softmax_returns_reason(
+    body: str, shape: str, output: str, reason: str
+) -> None:
+    model = graph(body, inputs=f"float[{shape}] x", output=f"float[{output}] out")
+    (actual,) = reasons(model)
+    assert reason in actual
 
 
-def test_mask_without_a_declared_type_is_still_known_as_boolean() -> None:
-    model = attention(
-        **operator(operands="q, k, v, seen", softmax="\n seen = Greater(mask, low)"),
-        opset=23,
-        inputs=f"{PLAIN_INPUT}, float[batch, 1, sequence, sequence] mask",
-    )
-    (step,) = only(model).steps
-    assert isinstance(step, Mask) and step.value.dtype is None
+def test_find_attention_scale_after_mask_is_a_step() -> None:
+    block = only(attention(mask="\n m0 = Add(s, mask)\n m = Mul(m0, inverse)"))
+    bias, scaled = block.steps
+    assert isinstance(bias, PositionBias) and isinstance(scaled, Scaled)
+    assert bias.value.name == "mask"
+    assert (block.scale, scaled.factor) == pytest.approx((SCALE, 1 / SCALE), rel=1e-6)
 
 
-def test_causal_attention_operator() -> None:
-    block = only(attention(**operator("is_causal = 1"), opset=23, inputs=PLAIN_INPUT))
-    assert block.steps == (Causal(),)
+@pytest.mark.parametrize("scale", [0.1, 1.0, 3.0])
+def test_find_attention_other_scale_is_recorded(scale: float) -> None:
+    model = attention(constants={"scale": np.float32(scale)})
+    assert only(model).scale == pytest.approx(scale, rel=1e-6)
 
 
-def test_attention_operator_that_splits_heads_itself() -> None:
-    parts = {
-        "q": "\n q0 = MatMul(x, Wq)\n q = Add(q0, bq)",
-        "k": "\n k = MatMul(x, Wk)",
-        "v": "\n v = MatMul(x, Wv)",
-        "context": "\n c = Attention <q_num_heads = 3, kv_num_heads = 3> (q, k, v)",
-    }
-    block = only(attention(**{**FUSED, **parts}, opset=23, inputs=PLAIN_INPUT))
-    assert (block.num_heads, block.head_size, block.v_head_size) == (H, K, V)
-    assert (block.q.layout, block.output is None) == ("B T H*K", False)
-
-
-def test_attention_operator_with_grouped_heads() -> None:
-    parts = {
-        "q": "\n q = MatMul(x, Wq)",
-        "k": "\n k = MatMul(x, Wk1)",
-        "v": "\n v = MatMul(x, Wv1)",
-        "context": "\n c = Attention <q_num_heads = 3, kv_num_heads = 1> (q, k, v)",
-    }
-    block = only(attention(**{**FUSED, **parts}, opset=23, inputs=PLAIN_INPUT))
-    assert (block.num_heads, block.num_kv_heads) == (H, 1)
-
-
-def test_graph_without_nodes_and_graph_without_shapes() -> None:
+def test_find_attention_empty_or_shapeless_graph_returns_no_blocks() -> None:
     empty = graph("", inputs="float[n] x", output="float[n] x")
     assert find_attention(empty) == ([], [])
     shapeless = attention()
@@ -362,52 +277,21 @@ def test_graph_without_nodes_and_graph_without_shapes() -> None:
     assert "could not be inferred" in reasons(shapeless)[0]
 
 
-def test_axes_with_different_names_that_must_be_equal() -> None:
-    inputs = f"float[batch, sequence, {D}] x, float[batch_2, 1, 1, keys] mask"
-    assert only(attention(inputs=inputs)).num_heads == H
-
-
-def test_fixed_axes() -> None:
-    inputs = f"float[1, 6, {D}] x, float[1, 1, 1, 6] mask"
-    assert only(attention(inputs=inputs, output_type=f"float[1, 6, {D}] out")).num_heads == H
-
-
-def test_queries_of_one_sequence_for_a_batch_of_keys_are_missed() -> None:
-    model = attention(inputs=f"float[batch, sequence, {D}] y, float[1, 4, {D}] x, "
-                      "float[batch, 1, 1, sequence] mask",
-                      k="\n k0 = MatMul(y, Wk)\n k2 = Reshape(k0, heads)"
-                      "\n kT = Transpose <perm = [0, 2, 3, 1]> (k2)",
-                      v="\n v0 = MatMul(y, Wv)\n v2 = Reshape(v0, v_heads)"
-                      "\n v = Transpose <perm = [0, 2, 1, 3]> (v2)")  # fmt: skip
-    assert reasons(model) == [
-        "queries, keys and values do not come from the same number of sequences"
-    ]
-
-
-def test_a_thousand_nodes_before_a_softmax_are_not_walked() -> None:
-    doubled = "".join(f"\n h{i + 1} = Add(h{i}, h{i})" for i in range(1500))
-    model = graph(
-        f"\n h0 = Abs(x){doubled}\n out = Softmax <axis = -1> (h1500)",
-    )
-    assert reasons(model) == ["Softmax has no product of queries and keys as input"]
-
-
-def test_names_come_from_the_paths_that_projections_share() -> None:
+def test_assign_names_common_path_is_the_name() -> None:
     model = attention()
     assert only(model).name == "attention_0"
     for node, name in zip(model.graph, ("query", "bias", "", "", "key"), strict=False):
         node.name = f"/encoder/layer.3/{name}/MatMul" if name else node.name
-    next(
-        node for node in model.graph if node.outputs[0].name == "v0"
-    ).name = "/encoder/layer.3/v/MatMul"
+    value = next(node for node in model.graph if node.outputs[0].name == "v0")
+    value.name = "/encoder/layer.3/v/MatMul"
     assert only(model).name == "encoder.layer.3"
 
 
-# Mutations: what changes in a real graph is read as it is now, or missed; never certified wrong.
+# Mutations: each change of a real graph is matched as it computes, or is unmatched.
 
 
 def mutants(model: ir.Model) -> list[tuple[str, Callable[[], None]]]:
-    """Small changes of one node or weight each; the certificate, not this list, is the judge."""
+    """Small changes of one node or weight each; certification decides which still match."""
     changes: list[tuple[str, Callable[[], None]]] = []
 
     def permuted(node: ir.Node, perm: list[int]) -> Callable[[], None]:
@@ -448,48 +332,38 @@ def collaborative() -> ir.Model:
 MUTATED: dict[str, tuple[Callable[[], ir.Model], int]] = {
     "plain": (attention, 15),
     "packed": (
-        lambda: attention(q=SPLIT["Gather"], k="", v="", output="\n out = MatMul(c, Wo12)"),
+        lambda: attention(q=SPLIT["Gather"], **PACKED),
         8,
     ),
-    "operator": (lambda: attention(**operator(), opset=23, inputs=PLAIN_INPUT), 15),
+    "operator": (ONNX["heads apart"].model, 15),
     "collaborative": (collaborative, 15),
 }
 
 
 @pytest.mark.parametrize("subject", MUTATED)
-def test_no_mutant_is_certified_wrong(subject: str) -> None:
-    """A mutant that is read computes what its own reading says, within 1e-4, at two shapes."""
+def test_read_attention_mutant_matches_within_tolerance(subject: str) -> None:
+    """A matched mutant computes what its block describes, within 1e-4, at two shapes."""
     build, at_least = MUTATED[subject]
-    read = 0
+    matched = 0
     for index in range(len(mutants(build()))):
         model = build()
         _, change = mutants(model)[index]
         change()
-        reading = read_attention(model)
-        assert len(reading.blocks) + len(reading.unmatched) == 1
-        read += len(reading.blocks)
-        for certified in reading.certified:
+        result = read_attention(model)
+        assert len(result.blocks) + len(result.unmatched) == 1
+        matched += len(result.blocks)
+        for certified in result.certified:
             assert certified.max_abs_error <= 1e-4
-    assert read >= at_least  # among them: scales, weights, operands of Add and Mul swapped
+    assert matched >= at_least  # among them: scales, weights, operands of Add and Mul swapped
 
 
-def test_changed_scale_is_the_scale_that_is_read() -> None:
-    for scale in (0.1, 1.0, 3.0):
-        model = attention(constants={"scale": np.float32(scale)})
-        assert only(model).scale == pytest.approx(scale, rel=1e-6)
-
-
-def test_certificate_refuses_a_reading_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The judge of the mutants is itself judged: a doubled scale must not pass."""
-    from dataclasses import replace
-
-    import attnserve.checks.certify as certify
-
-    blocks, misses = find_attention(model := attention())
+def test_read_attention_wrong_scale_is_unmatched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Certification rejects a block whose scale is doubled."""
+    blocks, unmatched = find_attention(model := attention())
     wrong = [replace(blocks[0], scale=2 * blocks[0].scale)]
-    monkeypatch.setattr(certify, "find_attention", lambda _: (wrong, misses))
-    (miss,) = read_attention(model).unmatched
-    assert "the graph computes something else" in miss.reason
+    monkeypatch.setattr(certify, "find_attention", lambda _: (wrong, unmatched))
+    (block,) = read_attention(model).unmatched
+    assert "the graph computes something else" in block.reason
 
 
 EXPORTS = [
@@ -503,23 +377,23 @@ EXPORTS = [
 
 
 @pytest.mark.parametrize(("written", "exporter", "opset"), EXPORTS)
-def test_minilm_is_read_from_every_export(
+def test_find_attention_minilm_export_matches(
     minilm_export: Callable[[str, str, int], Path], written: str, exporter: str, opset: int
 ) -> None:
     model = ir.load(minilm_export(written, exporter, opset) / "model.onnx")
-    reading = read_attention(model)
-    assert reading.unmatched == ()
-    assert len(reading.blocks) == 6
-    for index, block in enumerate(reading.blocks):
+    result = read_attention(model)
+    assert result.unmatched == ()
+    assert len(result.blocks) == 6
+    for index, block in enumerate(result.blocks):
         assert f"layer.{index}" in block.name
         assert (block.num_heads, block.head_size, block.input_size) == (12, 32, 384)
         assert block.scale == pytest.approx(32**-0.5, rel=1e-5)
 
 
 @pytest.mark.parametrize(("name", "layers"), [("vit_mnist_researchase", 6), ("gpt_nano_sort", 3)])
-def test_trained_graphs_are_read(shared: Path, name: str, layers: int) -> None:
+def test_find_attention_trained_graph_matches(shared: Path, name: str, layers: int) -> None:
     path = next((shared / "models" / name).glob("*.onnx"), None)
     if path is None:
         pytest.skip(f"{name} is not here")
-    reading = read_attention(ir.load(path))
-    assert (len(reading.blocks), reading.unmatched) == (layers, ())
+    result = read_attention(ir.load(path))
+    assert (len(result.blocks), result.unmatched) == (layers, ())

@@ -1,13 +1,14 @@
-"""One graph in text for each idiom: what it reads, and the near miss it leaves to others."""
+"""Each idiom: the nodes that it matches, and near misses that no idiom of the list matches."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 
 from graph_passes.analysis.shapes import ShapeInfo, bind_axes, infer_shapes_at
-from graph_passes.blocks import Capped, Floor, LogitStep, Mask, PositionBias, Weighted
 from graph_passes.matching.element_map import MatchFailure
 from graph_passes.matching.idioms import (
     LOGIT_IDIOMS,
@@ -18,277 +19,188 @@ from graph_passes.matching.idioms import (
 )
 from tests.graph_passes.graphs import graph
 
-LOGITS = "float[b, 3, s, t] l, float[b, 3, s, t] other, bool[b, 1, s, t] seen"
-MADE = "float[b, 3, s, t] out"
+INPUTS = "float[b, 3, s, t] l, float[b, 3, s, t] other, bool[b, 1, s, t] seen"
+CONSTANTS = {
+    "lows": np.full((1, 1, 5, 5), -np.inf, np.float32),
+    "mixed": np.array([1, 2, 3, 4, 5], np.float32),
+    "fold": np.array([6, 5, 5]),
+    "unfold": np.array([2, 3, 5, 5]),
+    "last_two": np.array([-2, -1], np.int64),
+}
 
 
-def facts_of(model: ir.Model) -> ShapeInfo:
+def model_of(text: str, opset: int = 17) -> ir.Model:
+    output = "float[b, 3, s, t] out"
+    return graph(f"\n {text}", inputs=INPUTS, output=output, constants=CONSTANTS, opset=opset)
+
+
+def shapes_of(model: ir.Model) -> ShapeInfo:
     return infer_shapes_at(model, bind_axes(model.graph, batch=2, sequence=5))
 
 
-def last(model: ir.Model) -> ir.Node:
-    return list(model.graph)[-1]
+def match_logits(model: ir.Model) -> tuple[str, LogitMatch | None]:
+    """The only logit idiom that matches the last node, and its match."""
+    shapes, node = shapes_of(model), model.graph[-1]
+    matches = [(idiom.__name__, idiom(node, shapes)) for idiom in LOGIT_IDIOMS]
+    matches = [(name, match) for name, match in matches if match is not None]
+    assert len(matches) <= 1
+    return matches[0] if matches else ("", None)
 
 
-def read(text: str) -> tuple[LogitMatch | None, ir.Model]:
-    """The answer of the one idiom that answers to the last node of a text."""
-    model = graph(
-        text,
-        inputs=LOGITS,
-        output=MADE,
-        constants={
-            "lows": np.full((1, 1, 5, 5), -np.inf, np.float32),
-            "mixed": np.array([1, 2, 3, 4, 5], np.float32),
-            "fold": np.array([6, 5, 5]),
-            "unfold": np.array([2, 3, 5, 5]),
-        },
-    )
-    answers = [idiom(last(model), facts_of(model)) for idiom in LOGIT_IDIOMS]
-    answers = [answer for answer in answers if answer is not None]
-    assert len(answers) <= 1
-    return (answers[0] if answers else None), model
-
-
-def step_of(text: str) -> LogitStep | float | None:
-    reading, model = read(text)
-    assert reading is not None
-    assert "l" in [value.name for value in reading.candidates]
-    return reading.step(model.graph.inputs[0])
+LOGITS: dict[str, dict[str, Any]] = {
+    "scaled_logits": {
+        "out = Mul(l, scale)": 0.37,
+        "out = Mul(scale, l)": 0.37,
+        "out = Div(l, inverse)": 0.37,
+        "half = Mul(scale, one)\n out = Mul(l, half)": 0.37,
+    },
+    "biased_logits": {
+        "out = Add(l, other)": ("PositionBias", "other", {"sign": 1}),
+        "out = Add(other, l)": ("PositionBias", "other", {"sign": 1}),
+        "out = Sub(l, other)": ("PositionBias", "other", {"sign": -1}),
+    },
+    "weighted_logits": {
+        "out = Mul(l, other)": ("Weighted", "other", {}),
+        "out = Mul(other, l)": ("Weighted", "other", {}),
+        "out = Mul(l, mixed)": ("Weighted", "mixed", {}),
+    },
+    "selected_logits": {
+        "out = Where(seen, l, low)": ("Mask", "seen", {"fill": -1e9, "keep": True}),
+        "out = Where(seen, infinity, l)": ("Mask", "seen", {"fill": -np.inf, "keep": False}),
+        "out = Where(seen, l, lows)": ("Mask", "seen", {"fill": -np.inf, "keep": True}),
+    },
+    "cast_logits": dict.fromkeys(
+        ("out = Cast <to = 1> (l)", "out = CastLike(l, other)", "out = Identity(l)")
+    ),
+    "moved_logits": dict.fromkeys(
+        (
+            "out = Reshape(l, fold)",
+            "folded = Reshape(l, fold)\n out = Reshape(folded, unfold)",
+            "out = Unsqueeze(l, a0)",
+            "up = Unsqueeze(l, a0)\n out = Squeeze(up, a0)",
+            "out = Flatten(l)",
+            "out = Transpose <perm = [2, 3, 0, 1]> (l)",
+        )
+    ),
+    "capped_logits": {"out = Tanh(l)": ("Capped", "", {})},
+    "floored_logits": dict.fromkeys(
+        ("out = Max(l, low)", "out = Max(low, l)", "out = Clip(l, low)"),
+        ("Floor", "", {"low": -1e9}),
+    ),
+}
+"""Idiom -> text -> the step: a factor, None, or its type, the name of its value and its fields."""
 
 
 @pytest.mark.parametrize(
-    ("text", "scale"),
-    [
-        ("out = Mul(l, scale)", 0.37),
-        ("out = Mul(scale, l)", 0.37),
-        ("out = Div(l, inverse)", 0.37),
-        ("half = Mul(scale, one)\n out = Mul(l, half)", 0.37),
-    ],
+    ("idiom", "text"), [(idiom, text) for idiom, texts in LOGITS.items() for text in texts]
 )
-def test_scaled_logits(text: str, scale: float) -> None:
-    assert step_of(f"\n {text}") == pytest.approx(scale, rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "out = Div(scale, l)",
-        "out = Mul(l, zero)",
-        "out = Div(l, zero)",
-        "out = Mul(l, infinity)",
-    ],
-)
-def test_no_scaled_logits(text: str) -> None:
-    assert read(f"\n {text}")[0] is None
-
-
-@pytest.mark.parametrize("text", ["out = Add(l, other)", "out = Add(other, l)"])
-def test_biased_logits(text: str) -> None:
-    step = step_of(f"\n {text}")
-    assert isinstance(step, PositionBias) and step.value.name == "other"
-
-
-def test_subtracted_bias() -> None:
-    step = step_of("\n out = Sub(l, other)")
-    assert isinstance(step, PositionBias) and (step.value.name, step.sign) == ("other", -1)
-
-
-def test_a_difference_has_its_logits_first() -> None:
-    reading, _ = read("\n out = Sub(l, other)")
-    assert reading is not None and [value.name for value in reading.candidates] == ["l"]
-
-
-@pytest.mark.parametrize("text", ["out = Sum(l, other, other)", "out = Sum(l)", "out = Mod(l, l)"])
-def test_no_biased_logits(text: str) -> None:
-    assert read(f"\n {text}")[0] is None
-
-
-@pytest.mark.parametrize("text", ["out = Mul(l, other)", "out = Mul(other, l)"])
-def test_weighted_logits(text: str) -> None:
-    step = step_of(f"\n {text}")
-    assert isinstance(step, Weighted) and step.value.name == "other"
-
-
-def test_logits_weighted_by_several_numbers() -> None:
-    step = step_of("\n out = Mul(l, mixed)")
-    assert isinstance(step, Weighted) and step.value.name == "mixed"
-
-
-@pytest.mark.parametrize("text", ["out = Mul(l, zero)", "out = Mul(infinity, l)"])
-def test_no_weighted_logits(text: str) -> None:
-    assert read(f"\n {text}")[0] is None
+def test_logit_idiom_matches(idiom: str, text: str) -> None:
+    model, expected = model_of(text), LOGITS[idiom][text]
+    name, match = match_logits(model)
+    assert match is not None and name == idiom
+    node = model.graph[-1]
+    logits = node.inputs[0] if idiom == "moved_logits" else model.graph.inputs[0]
+    assert logits is not None and logits in match.candidates
+    assert node.op_type != "Sub" or len(match.candidates) == 1
+    step = match.step(logits)
+    if not isinstance(expected, tuple):
+        assert step == (expected and pytest.approx(expected, rel=1e-6))
+        return
+    kind, value, fields = expected
+    assert type(step).__name__ == kind
+    assert getattr(getattr(step, "value", None), "name", "") == value
+    assert {key: getattr(step, key) for key in fields} == fields
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "out = Reshape(l, fold)",
-        "folded = Reshape(l, fold)\n out = Reshape(folded, unfold)",
-        "out = Unsqueeze(l, a0)",
-        "up = Unsqueeze(l, a0)\n out = Squeeze(up, a0)",
-        "out = Flatten(l)",
-        "out = Transpose <perm = [2, 3, 0, 1]> (l)",
+        *("out = Div(scale, l)", "out = Mul(l, zero)", "out = Div(l, zero)"),
+        *("out = Mul(l, infinity)", "out = Mul(infinity, l)"),
+        *("out = Sum(l, other, other)", "out = Sum(l)", "out = Mod(l, l)"),
+        *("out = Expand(l, unfold)", "out = Slice(l, a0, a1)"),
+        *("out = Max(l, other)", "out = Max(l, low, other)", "out = Clip(l, low, one)"),
+        *("out = Where(seen, l, other)", "out = Where(seen, l, mixed)"),
+        "out = Sigmoid(l)",
     ],
 )
-def test_moved_logits(text: str) -> None:
-    """Where they are moved to is for the labels to find out."""
-    reading, model = read(f"\n {text}")
-    assert reading is not None and reading.step(reading.candidates[0]) is None
-    assert reading.candidates == (last(model).inputs[0],)
+def test_logit_idiom_near_miss_returns_none(text: str) -> None:
+    assert match_logits(model_of(text)) == ("", None)
 
 
-@pytest.mark.parametrize("text", ["out = Expand(l, unfold)", "out = Slice(l, a0, a1)"])
-def test_no_moved_logits(text: str) -> None:
-    assert read(f"\n {text}")[0] is None
-
-
-def test_capped_logits() -> None:
-    assert step_of("\n out = Tanh(l)") == Capped()
-
-
-@pytest.mark.parametrize("text", ["out = Max(l, low)", "out = Max(low, l)", "out = Clip(l, low)"])
-def test_floored_logits(text: str) -> None:
-    step = step_of(f"\n {text}")
-    assert isinstance(step, Floor) and step.low == -1e9
-
-
-@pytest.mark.parametrize(
-    "text", ["out = Max(l, other)", "out = Max(l, low, other)", "out = Clip(l, low, one)"]
-)
-def test_no_floored_logits(text: str) -> None:
-    assert read(f"\n {text}")[0] is None
-
-
-@pytest.mark.parametrize(
-    ("text", "fill", "keep"),
-    [
-        ("out = Where(seen, l, low)", -1e9, True),
-        ("out = Where(seen, infinity, l)", -np.inf, False),
-        ("out = Where(seen, l, lows)", -np.inf, True),
-    ],
-)
-def test_selected_logits(text: str, fill: float, keep: bool) -> None:
-    step = step_of(f"\n {text}")
-    assert isinstance(step, Mask)
-    assert (step.value.name, step.fill, step.keep) == ("seen", fill, keep)
-
-
-@pytest.mark.parametrize("text", ["out = Where(seen, l, other)", "out = Where(seen, l, mixed)"])
-def test_no_selected_logits(text: str) -> None:
-    assert read(f"\n {text}")[0] is None
+NAN = "n = IsNaN(l)\n out = Where"
+PROBABILITIES = {
+    "safe_softmax": {
+        f"{NAN}(n, zero, l)": ["IsNaN", "Where"],
+        f"nothing = Constant <value = float {{0}}> ()\n {NAN}(n, nothing, l)": ["IsNaN", "Where"],
+    },
+    "forwarded": {
+        "out = Dropout(l)": ["Dropout"],
+        "out = Cast <to = 1> (l)": ["Cast"],
+        "out = Identity(l)": ["Identity"],
+    },
+    "moved_probabilities": {
+        "out = Unsqueeze(l, a0)": ["Unsqueeze"],
+        "out = Transpose <perm = [1, 0, 2, 3]> (l)": ["Transpose"],
+    },
+    "": {
+        f"{NAN}(n, one, l)": [],
+        f"{NAN}(n, l, zero)": [],
+        f"{NAN}(n, other, l)": [],
+        "n = IsNaN(other)\n out = Where(n, zero, l)": [],
+        "n = IsInf(l)\n out = Where(n, zero, l)": [],
+        "out = Relu(l)": [],
+        "out = CastLike(other, l)": [],
+        "out = Expand(l, n1)": [],
+        "out = Reshape(other, n1)": [],
+    },
+}
+"""Idiom -> text -> operators of the matched nodes."""
 
 
 @pytest.mark.parametrize(
-    "text", ["out = Cast <to = 1> (l)", "out = CastLike(l, other)", "out = Identity(l)"]
+    ("idiom", "text"), [(idiom, text) for idiom, texts in PROBABILITIES.items() for text in texts]
 )
-def test_cast_logits(text: str) -> None:
-    assert step_of(f"\n {text}") is None
+def test_probability_idiom_matches(idiom: str, text: str) -> None:
+    value = model_of(text).graph.inputs[0]
+    matches = [(function.__name__, function(value)) for function in PROBABILITY_IDIOMS]
+    name, nodes = next(((name, nodes) for name, nodes in matches if nodes), ("", ()))
+    assert (name, [node.op_type for node in nodes]) == (idiom, PROBABILITIES[idiom][text])
 
 
-def test_other_operators_are_no_idiom() -> None:
-    assert read("\n out = Sigmoid(l)")[0] is None
-
-
-def after(text: str) -> tuple[str, list[str]]:
-    """Which idiom follows the probabilities l, and the nodes it read."""
-    model = graph(f"\n {text}", inputs=LOGITS, output=MADE)
-    found = [(idiom.__name__, idiom(model.graph.inputs[0])) for idiom in PROBABILITY_IDIOMS]
-    name, nodes = next(((name, nodes) for name, nodes in found if nodes), ("", ()))
-    return name, [node.op_type for node in nodes]
-
-
-@pytest.mark.parametrize("zero", ["zero", "nothing"])
-def test_safe_softmax(zero: str) -> None:
-    text = f"nothing = Constant <value = float {{0}}> ()\n n = IsNaN(l)\n out = Where(n, {zero}, l)"
-    assert after(text) == ("safe_softmax", ["IsNaN", "Where"])
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "n = IsNaN(l)\n out = Where(n, one, l)",
-        "n = IsNaN(other)\n out = Where(n, zero, l)",
-        "n = IsNaN(l)\n out = Where(n, l, zero)",
-        "n = IsInf(l)\n out = Where(n, zero, l)",
-        "n = IsNaN(l)\n out = Where(n, other, l)",
-    ],
-)
-def test_no_safe_softmax(text: str) -> None:
-    assert after(text) == ("", [])
-
-
-@pytest.mark.parametrize("text", ["Dropout(l)", "Cast <to = 1> (l)", "Identity(l)"])
-def test_forwarded(text: str) -> None:
-    assert after(f"out = {text}") == ("forwarded", [text.split("(")[0].split(" ")[0]])
-
-
-@pytest.mark.parametrize("text", ["Relu(l)", "CastLike(other, l)"])
-def test_not_forwarded(text: str) -> None:
-    assert after(f"out = {text}") == ("", [])
-
-
-@pytest.mark.parametrize("text", ["Unsqueeze(l, a0)", "Transpose <perm = [1, 0, 2, 3]> (l)"])
-def test_moved_probabilities(text: str) -> None:
-    assert after(f"out = {text}") == ("moved_probabilities", [text.split("(")[0].split(" ")[0]])
-
-
-@pytest.mark.parametrize("text", ["Expand(l, n1)", "Reshape(other, n1)"])
-def test_no_moved_probabilities(text: str) -> None:
-    assert after(f"out = {text}") == ("", [])
-
-
-def softmax_of(text: str, opset: int = 17) -> tuple[str, SoftmaxMatch | None]:
-    """Which of the softmaxes the last node of a text is, and its reading."""
-    constants = {"last_two": np.array([-2, -1], np.int64)}
-    model = graph(f"\n {text}", inputs=LOGITS, output=MADE, constants=constants, opset=opset)
-    answers = [(idiom, idiom(last(model), facts_of(model), opset)) for idiom in SOFTMAXES]
-    found = [(idiom.__name__, answer) for idiom, answer in answers if answer is not None]
-    assert len(found) <= 1
-    return found[0] if found else ("", None)
+def match_softmax(text: str, opset: int = 17) -> tuple[str, SoftmaxMatch | None]:
+    """The only softmax idiom that matches the last node of a text, and its match."""
+    model = model_of(text, opset)
+    matches = [(i.__name__, i(model.graph[-1], shapes_of(model), opset)) for i in SOFTMAXES]
+    matches = [(name, match) for name, match in matches if match is not None]
+    assert len(matches) <= 1
+    return matches[0] if matches else ("", None)
 
 
 STABLE = "top = ReduceMax <axes = [3]> (l)\n less = Sub(l, top)\n e = Exp(less)\n"
+BIAS = "out = com.microsoft.BiasSoftmax <axis = 3, is_inner_broadcast = 0> (l, other)"
 
 
 @pytest.mark.parametrize(
-    ("text", "name", "axis"),
+    ("name", "text", "opset", "axis"),
     [
-        ("out = Softmax(l)", "softmax", 3),
-        ("out = Softmax <axis = 1> (l)", "softmax", 1),
-        ("log = LogSoftmax <axis = -2> (l)\n out = Exp(log)", "exponential_of_log_softmax", 2),
-        (
-            "e = Exp(l)\n sum = ReduceSum(e, last)\n out = Div(e, sum)",
-            "softmax_in_parts",
-            3,
-        ),
-        (f"{STABLE} sum = ReduceSum(e, last)\n out = Div(e, sum)", "softmax_in_parts", 3),
+        ("softmax", "out = Softmax(l)", 17, 3),
+        ("softmax", "out = Softmax <axis = 1> (l)", 17, 1),
+        ("exponential_of_log_softmax", "log = LogSoftmax(l)\n out = Exp(log)", 17, 3),
+        ("exponential_of_log_softmax", "g = LogSoftmax <axis = -2> (l)\n out = Exp(g)", 17, 2),
+        ("softmax_in_parts", "e = Exp(l)\n z = ReduceSum(e, last)\n out = Div(e, z)", 17, 3),
+        ("softmax_in_parts", f"{STABLE} z = ReduceSum(e, last)\n out = Div(e, z)", 17, 3),
+        ("softmax_in_parts", f"{STABLE} z = ReduceSum <axes = [-1]> (e)\n out = Div(e, z)", 11, 3),
+        ("softmax_with_bias", BIAS, 17, 3),
     ],
 )
-def test_softmax(text: str, name: str, axis: int) -> None:
-    found, reading = softmax_of(text)
-    assert reading is not None
-    assert (found, reading.logits.name, reading.axis, reading.bias) == (name, "l", axis, None)
-    assert reading.probabilities.name == "out"
-
-
-def test_softmax_in_parts() -> None:
-    """The largest is taken from the logits for the sake of the exponential alone."""
-    text = f"{STABLE} sum = ReduceSum <axes = [-1]> (e)\n out = Div(e, sum)"
-    name, reading = softmax_of(text, opset=11)
-    assert reading is not None
-    assert (name, reading.logits.name, reading.axis) == ("softmax_in_parts", "l", 3)
-
-
-def test_exponential_of_log_softmax() -> None:
-    assert softmax_of("log = LogSoftmax(l)\n out = Exp(log)")[0] == "exponential_of_log_softmax"
-    assert softmax_of("log = Softmax(l)\n out = Exp(log)")[0] == ""
-
-
-def test_softmax_with_bias() -> None:
-    text = "out = com.microsoft.BiasSoftmax <axis = 3, is_inner_broadcast = 0> (l, other)"
-    name, reading = softmax_of(text)
-    assert name == "softmax_with_bias" and reading is not None and reading.bias is not None
-    assert (reading.logits.name, reading.bias.name, reading.axis) == ("l", "other", 3)
+def test_softmax_idiom_matches(name: str, text: str, opset: int, axis: int) -> None:
+    idiom, match = match_softmax(text, opset)
+    assert match is not None
+    bias = None if match.bias is None else match.bias.name
+    assert (idiom, match.logits.name, match.axis) == (name, "l", axis)
+    assert bias == ("other" if name == "softmax_with_bias" else None)
+    assert match.probabilities.name == "out"
 
 
 @pytest.mark.parametrize(
@@ -300,21 +212,28 @@ def test_softmax_with_bias() -> None:
         "e = Exp(l)\n sum = ReduceMean <axes = [-1]> (e)\n out = Div(e, sum)",
         "e = Exp(l)\n sum = ReduceSum(e, last)\n out = Div(sum, e)",
         "e = Tanh(l)\n sum = ReduceSum(e, last)\n out = Div(e, sum)",
+        "log = Softmax(l)\n out = Exp(log)",
         "out = com.microsoft.Softmax(l)",
         "out = Hardmax(l)",
     ],
 )
-def test_no_softmax(text: str) -> None:
-    assert softmax_of(text) == ("", None)
+def test_softmax_idiom_near_miss_returns_none(text: str) -> None:
+    assert match_softmax(text) == ("", None)
 
 
-def test_softmax_before_opset_13_is_refused_over_several_axes() -> None:
-    with pytest.raises(MatchFailure, match="is not over the keys"):
-        softmax_of("out = Softmax <axis = 2> (l)", opset=11)
-    with pytest.raises(MatchFailure, match="is not over the keys"):
-        softmax_of("out = com.microsoft.BiasSoftmax <axis = 2> (l, other)")
+@pytest.mark.parametrize(
+    ("text", "opset"),
+    [
+        ("out = Softmax <axis = 2> (l)", 11),
+        ("out = com.microsoft.BiasSoftmax <axis = 2> (l, other)", 17),
+    ],
+)
+def test_softmax_idiom_over_several_axes_raises(text: str, opset: int) -> None:
+    with pytest.raises(MatchFailure, match="not over the keys"):
+        match_softmax(text, opset)
 
 
-def test_every_idiom_is_tested_here() -> None:
-    names = {idiom.__name__ for idiom in (*SOFTMAXES, *LOGIT_IDIOMS, *PROBABILITY_IDIOMS)}
-    assert {f"test_{name}" for name in names} <= set(globals())
+def test_all_idioms_are_tested() -> None:
+    assert {idiom.__name__ for idiom in LOGIT_IDIOMS} == LOGITS.keys()
+    assert {idiom.__name__ for idiom in PROBABILITY_IDIOMS} == PROBABILITIES.keys() - {""}
+    assert len(SOFTMAXES) == 4

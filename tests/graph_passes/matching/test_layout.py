@@ -1,4 +1,4 @@
-"""Where labels arrive is the reading: columns, gain, offset and scale of each projection."""
+"""LayoutReader: columns, gain, offset and scale of projections."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ COLUMNS = np.arange(H * K).reshape(H, K)
 
 
 def reader_of(model: ir.Model) -> LayoutReader:
-    facts = infer_shapes_at(model, bind_axes(model.graph, batch=2, sequence=5))
-    return LayoutReader(facts, dict(model.opset_imports))
+    info = infer_shapes_at(model, bind_axes(model.graph, batch=2, sequence=5))
+    return LayoutReader(info, dict(model.opset_imports))
 
 
 def value_of(model: ir.Model, name: str) -> ir.Value:
@@ -50,23 +50,19 @@ PLAIN = """
     out = Transpose <perm = [0, 2, 1, 3]> (q2)"""
 
 
-def test_columns_are_heads_side_by_side() -> None:
+def test_match_projection_columns_are_adjacent_heads() -> None:
     read = projection(PLAIN)
     np.testing.assert_array_equal(read.columns, COLUMNS)
     np.testing.assert_array_equal(read.offset, weights()["bq"].reshape(H, K))
     np.testing.assert_array_equal(read.gain, np.ones((H, K)))
     assert (read.scale, read.layout, read.by_sequence) == (1.0, "B H T K", True)
-    assert [node.op_type for node in read.nodes] == ["MatMul", "Add", "Reshape", "Transpose"]
-
-
-def test_heads_are_the_weights_columns() -> None:
-    read = projection(PLAIN)
     expected = weights()["Wq"].reshape(D, H, K).transpose(1, 0, 2)
     np.testing.assert_allclose(read.heads(), expected, atol=1e-7)
     assert read.num_distinct_heads == H
+    assert [node.op_type for node in read.nodes] == ["MatMul", "Add", "Reshape", "Transpose"]
 
 
-def test_transposed_weight_is_the_same_matrix() -> None:
+def test_match_projection_transposed_weight_has_same_matrix() -> None:
     read = projection(
         """
     x2 = Reshape(x, flat)
@@ -80,8 +76,8 @@ def test_transposed_weight_is_the_same_matrix() -> None:
     assert (read.input.name, read.by_sequence) == ("x", True)  # not the flattened x2
 
 
-def test_scale_gain_and_offset_are_kept_apart() -> None:
-    """((q * 2 + b) * g) / 4 is read as 1/2 * (q * g + b g / 2)."""
+def test_match_projection_separates_scale_gain_and_offset() -> None:
+    """((q * 2 + b) * g) / 4 = 1/2 * (q * g + b g / 2)."""
     read = projection(
         """
     q0 = MatMul(x, Wq)
@@ -101,37 +97,37 @@ def test_scale_gain_and_offset_are_kept_apart() -> None:
     np.testing.assert_allclose(read.offset, offset, rtol=1e-6)
 
 
-def test_constants_added_together_are_one_offset() -> None:
+def test_match_projection_added_constants_are_one_offset() -> None:
     text = PLAIN.replace("q1 = Add(q0, bq)", "q9 = Add(q0, bq)\n q1 = Sub(q9, bk)")
     expected = (weights()["bq"] - weights()["bk"]).reshape(H, K)
     np.testing.assert_allclose(projection(text).offset, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("perm", list(permutations(range(4))))
-def test_any_order_of_axes_is_read_once_it_is_named(perm: tuple[int, ...]) -> None:
-    """q2 is (B, T, H, K); the axes say where B, H, T and K went."""
+def test_match_projection_permuted_axes_match(perm: tuple[int, ...]) -> None:
+    """q2 is (B, T, H, K); ``axes`` gives the positions of B, H, T and K."""
     axes = [perm.index(axis) for axis in (0, 2, 1, 3)]
     read = projection(PLAIN.replace("[0, 2, 1, 3]", str(list(perm))), axes=axes)
     np.testing.assert_array_equal(read.columns, COLUMNS)
     assert (read.axes, read.sequence_first) == (tuple(axes), False)
 
 
-def test_tokens_last_without_being_told_are_refused() -> None:
+def test_match_projection_tokens_last_without_axes_raises() -> None:
     text = PLAIN.replace("perm = [0, 2, 1, 3]", "perm = [0, 2, 3, 1]")
-    with pytest.raises(MatchFailure, match="which are no whole sequences of 4"):
+    with pytest.raises(MatchFailure, match="no whole sequences of 4"):
         projection(text)
 
 
-def test_merged_heads_are_split() -> None:
+def test_match_projection_merged_heads_are_split() -> None:
     model = graph("\n out = MatMul(x, Wq)", inputs=f"float[b, s, {D}] x")
     read = reader_of(model).match_projection(value_of(model, "out"), "query", heads=H)
     np.testing.assert_array_equal(read.columns, COLUMNS)
     assert read.layout == "B T H*K"
-    with pytest.raises(MatchFailure, match=r"has shape \(2, 5, 12\), not 5 heads side by side"):
+    with pytest.raises(MatchFailure, match="not 5 heads"):
         reader_of(model).match_projection(value_of(model, "out"), "query", heads=5)
 
 
-def test_repeated_heads_are_shared_columns() -> None:
+def test_match_projection_repeated_heads_share_columns() -> None:
     read = projection(
         """
     k0 = MatMul(x, Wk1)
@@ -144,8 +140,10 @@ def test_repeated_heads_are_shared_columns() -> None:
 
 
 @given(st.permutations(range(4)), st.permutations(range(4)))
-def test_any_two_permutations_are_followed_or_refused(first: list[int], second: list[int]) -> None:
-    """Read only where they lead to (B, H, T, K), and then the columns are where ONNX puts them."""
+def test_match_projection_two_permutations_match_or_raise(
+    first: list[int], second: list[int]
+) -> None:
+    """They match only if the result is (B, H, T, K), and the columns agree with ONNX Runtime."""
     model = model_of(f"""
     q0 = MatMul(x, Wq)
     q1 = Reshape(q0, heads)
@@ -166,7 +164,7 @@ def test_any_two_permutations_are_followed_or_refused(first: list[int], second: 
     np.testing.assert_allclose(got, columns.transpose(0, 2, 1, 3), atol=1e-4, rtol=0)
 
 
-REFUSED = {
+UNMATCHED = {
     "tokens in another order": (
         PLAIN.replace("perm = [0, 2, 1, 3]", "perm = [2, 0, 1, 3]"),
         "the layout of the query reorders tokens",
@@ -208,16 +206,16 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_out_of_place_is_refused(case: str) -> None:
-    text, reason = REFUSED[case]
+@pytest.mark.parametrize("case", UNMATCHED)
+def test_match_projection_unsupported_node_raises(case: str) -> None:
+    text, reason = UNMATCHED[case]
     with pytest.raises(MatchFailure) as refused:
         projection(text, before=np.array([-99], np.int64))
     assert re.search(reason, refused.value.reason)
 
 
 def output_of(body: str, shape: str = f"b, {H}, s, {K}") -> OutputProjection | None:
-    """What reads the context c0, (B, H, S, V), numbered in this order."""
+    """The output projection of a context c0, (B, H, S, V)."""
     model = graph(body, inputs=f"float[{shape}] c0")
     order = (2, H, 5, K)
     labels = np.arange(np.prod(order)).reshape(order)
@@ -240,7 +238,7 @@ MERGED = """
     ],
     ids=["heads side by side", "their sizes side by side", "sequences first"],
 )
-def test_output_projection_says_which_rows_a_head_meets(
+def test_match_output_projection_rows_by_head(
     perm: str, rows: np.ndarray, sequence_first: bool
 ) -> None:
     read = output_of(MERGED.format(perm=perm))
@@ -262,11 +260,11 @@ def test_output_projection_says_which_rows_a_head_meets(
     ],
     ids=["tokens and heads merged", "no product", "read elsewhere too", "a product with a factor"],
 )
-def test_no_output_projection(body: str) -> None:
+def test_match_output_projection_near_miss_returns_none(body: str) -> None:
     assert output_of(body) is None
 
 
-def test_only_consumer_does_not_count_shapes() -> None:
+def test_only_consumer_ignores_shape_nodes() -> None:
     model = graph("\n a = Abs(x)\n n = Shape(a)\n out = Reshape(a, n)")
     consumer = only_consumer(value_of(model, "a"))
     assert consumer is not None and consumer.op_type == "Reshape"
@@ -275,7 +273,7 @@ def test_only_consumer_does_not_count_shapes() -> None:
     assert only_consumer(value_of(two, "a")) is None
 
 
-def test_nodes_are_named_by_operator_and_name() -> None:
+def test_describe_returns_operator_and_name() -> None:
     node = ir.node("Abs", [])
     assert describe(node) == "Abs"
     node.name = "layer.0/abs"

@@ -1,4 +1,4 @@
-"""Operators that hold a whole attention: each form of each operand, text in, certified out."""
+"""Fused attention operators: all forms of their operands match and are verified."""
 
 from __future__ import annotations
 
@@ -44,10 +44,14 @@ from tests.graph_passes.operators import (
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_operator_is_read_as_what_it_is(name: str) -> None:
+def test_find_attention_operator_matches(name: str) -> None:
     case = OPERATORS[name]
     model = case.model()
-    block = only(model) if case.runs else find_attention(model)[0][0]
+    blocks, _ = find_attention(model)
+    if not case.runs:
+        (reason,) = reasons(case.model())
+        assert "not certified" in reason
+    block = only(model) if case.runs else blocks[0]
     assert (block.num_heads, block.num_kv_heads) == case.heads
     assert (block.head_size, block.v_head_size) == case.sizes
     assert block.scale == pytest.approx(case.scale, rel=1e-6)
@@ -55,54 +59,45 @@ def test_operator_is_read_as_what_it_is(name: str) -> None:
     assert tuple(type(step) for step in block.steps) == case.steps
     assert (block.k.past is not None, block.output is not None) == (case.past, case.output)
     assert (block.logits, block.probabilities, block.form) == (None, None, "standard")
-
-
-@pytest.mark.parametrize("name", [name for name, case in OPERATORS.items() if not case.runs])
-def test_operator_that_no_cpu_runs_is_missed_for_that_reason(name: str) -> None:
-    (said,) = reasons(OPERATORS[name].model())
-    assert "not certified" in said
-
-
-@pytest.mark.parametrize("name", OPERATORS)
-def test_heads_are_those_of_the_weights(name: str) -> None:
-    """Where the graph names Wq, the heads are its columns."""
-    (block,), _ = find_attention(OPERATORS[name].model())
+    operator = KNOWN[block.product.domain, block.product.op_type]
+    assert block.idiom == operator.__name__
+    assert block.q.num_heads == block.k.num_heads == block.v.num_heads
     if block.q.weight is not None and block.q.weight.name == "Wq" and block.q.rotary_terms == ():
         expected = weights()["Wq"].reshape(D, H, K).transpose(1, 0, 2)
         np.testing.assert_array_equal(block.q.heads(), expected)
-    assert block.q.num_heads == block.k.num_heads == block.v.num_heads
 
 
-def test_weight_inside_an_operator_is_three_projections() -> None:
+def test_find_attention_operator_weight_is_three_projections() -> None:
     block = only(MICROSOFT["plain"].model())
     assert block.q.weight is block.k.weight is block.v.weight
     np.testing.assert_array_equal(block.k.heads()[1], weights()["Wk"][:, K : 2 * K])
     np.testing.assert_array_equal(block.v.heads()[2], weights()["Wv"][:, 2 * V :])
     np.testing.assert_array_equal(block.q.offset, weights()["bq"].reshape(H, K))
     assert (block.q.layout, block.q.output) == ("inside", None)
+    assert only(ONNX["heads side by side"].model()).q.layout == "B T H*K"
 
 
-def test_packed_projection_of_grouped_heads_is_cut_where_it_should_be() -> None:
+def test_find_attention_packed_grouped_heads_have_own_columns() -> None:
     block = only(GROUPED["packed"].model())
     starts = [int(part.columns.min()) for part in (block.q, block.k, block.v)]
     heads = GROUPED_HEADS * GROUPED_SIZE
     assert starts == [0, heads, heads + GROUPS * GROUPED_SIZE]
 
 
-def test_causal_mask_ends_with_the_keys_where_there_is_a_past() -> None:
+def test_find_attention_causal_operator_with_cache_ends_together() -> None:
     for case in (ONNX["past and causal"], MULTI["past and unidirectional"]):
         assert only(case.model()).steps == (Causal(ends_together=True),)
     assert only(ONNX["causal"].model()).steps == (Causal(ends_together=False),)
 
 
-def test_fill_of_a_mask_is_the_operators_own() -> None:
+def test_find_attention_operator_mask_records_fill() -> None:
     (given,) = only(MICROSOFT["mask by keys and a filter of its own"].model()).steps
     (default,) = only(MICROSOFT["mask by keys"].model()).steps
     assert isinstance(given, KeyMask) and isinstance(default, KeyMask)
     assert (given.fill, default.fill) == (-3.0, -10000.0)
 
 
-def test_mask_without_a_declared_type_is_still_known_as_boolean() -> None:
+def test_find_attention_operator_untyped_mask_is_boolean() -> None:
     case = Case(
         onnx(operands="q, k, v, seen", before=f"{MERGED}\n seen = Greater(mask, low)"),
         f"{PLAIN_INPUT}, float[batch, 1, sequence, sequence] mask",
@@ -113,7 +108,7 @@ def test_mask_without_a_declared_type_is_still_known_as_boolean() -> None:
 
 FED = f"float[{D}, {H * (2 * K + V)}] fed, float[{H * (2 * K + V)}] fed_bias"
 
-MISSED: dict[str, tuple[Case, str]] = {
+UNMATCHED: dict[str, tuple[Case, str]] = {
     "ai.onnx without values": (
         Case(onnx(operands="q, k")),
         "Attention lacks queries, keys or values",
@@ -230,20 +225,20 @@ MISSED: dict[str, tuple[Case, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MISSED)
-def test_near_miss_is_missed_with_a_reason(name: str) -> None:
-    case, reason = MISSED[name]
-    (said,) = reasons(case.model())
-    assert said and reason in said
+@pytest.mark.parametrize("name", UNMATCHED)
+def test_find_attention_operator_near_miss_returns_reason(name: str) -> None:
+    case, expected = UNMATCHED[name]
+    (reason,) = reasons(case.model())
+    assert reason and expected in reason
 
 
-def test_group_query_attention_that_is_not_causal() -> None:
+def test_find_attention_group_query_attention_without_causal_mask() -> None:
     assert [type(step) for step in only(grouped_case(grouped("causal = 0")).model()).steps] == [
         FullLengths
     ]
 
 
-def test_operator_that_returns_its_scores_is_read_and_left_whole() -> None:
+def test_decomposition_refusal_operator_with_scores_output() -> None:
     body = onnx().replace("c = A", "c, nk, nv, qk = A") + "\n e = Exp(qk)"
     block = only(Case(body).model())
     refusal = decomposition_refusal(block)
@@ -252,23 +247,23 @@ def test_operator_that_returns_its_scores_is_read_and_left_whole() -> None:
 
 @pytest.mark.parametrize("name", sorted(FUSED_OPERATORS - {name for _, name in KNOWN}))
 @pytest.mark.parametrize("domain", ["", "com.microsoft", "another.domain"])
-def test_operator_that_nobody_reads_is_a_miss_that_names_it(name: str, domain: str) -> None:
+def test_find_attention_unsupported_operator_returns_its_name(name: str, domain: str) -> None:
     model = graph(f"{MERGED}\n c = {f'{domain}.' if domain else ''}{name} (q, k, v){OUTPUT}")
     full = ".".join(filter(None, (domain, name)))
     assert reasons(model) == [f"the operator {full} is not supported"]
 
 
 @pytest.mark.parametrize("name", sorted({name for _, name in KNOWN}))
-def test_operator_of_the_same_name_in_another_domain_is_a_miss(name: str) -> None:
+def test_find_attention_operator_of_other_domain_returns_its_name(name: str) -> None:
     model = graph(f"{MERGED}\n c = another.domain.{name} (q, k, v){OUTPUT}")
     assert reasons(model) == [f"the operator another.domain.{name} is not supported"]
 
 
-def test_operator_that_is_not_about_attention_is_no_miss() -> None:
+def test_find_attention_other_operator_is_no_candidate() -> None:
     assert reasons(graph("\n out = com.microsoft.FastGelu(x)")) == []
 
 
-def test_every_operator_is_tested_here() -> None:
+def test_all_operators_are_tested() -> None:
     tested = {
         (node.domain, node.op_type) for case in OPERATORS.values() for node in case.model().graph
     }

@@ -1,4 +1,4 @@
-"""Whatever operator writes a product, the heads it makes are the same: text in, certified out."""
+"""Products of attention as MatMul, Gemm, FusedMatMul and Einsum have the same heads."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ HEADS_LAST = (
     "\n q1 = Add(q0, bq)\n q2 = Reshape(q1, heads)\n q = Transpose <perm = [0, 2, 1, 3]> (q2)"
 )
 
-READ: dict[str, dict[str, str]] = {
+PRODUCTS: dict[str, dict[str, str]] = {
     "Einsum, as Keras writes it": KERAS,
     "Einsum with spaces in its equation": {
         "scores": '\n k = Transpose <perm = [0, 1, 3, 2]> (kT)'
@@ -138,22 +138,17 @@ READ: dict[str, dict[str, str]] = {
 CONSTANTS = SHAPED | {"per_head_bias": np.array([1, H, 1, K], np.int64)}
 
 
-@pytest.mark.parametrize("written", READ)
-def test_product_is_read_and_certified(written: str) -> None:
-    block = only(attention(constants=CONSTANTS, **READ[written]))
+@pytest.mark.parametrize("notation", PRODUCTS)
+def test_find_attention_product_has_heads_of_plain_attention(notation: str) -> None:
+    plain, block = only(attention()), only(attention(constants=CONSTANTS, **PRODUCTS[notation]))
     assert (block.num_heads, block.num_kv_heads) == (H, H)
     assert (block.head_size, block.v_head_size, block.input_size) == (K, V, D)
     assert block.scale == pytest.approx(SCALE, rel=1e-6)
     assert (block.kind, block.form, block.position) == ("self", "standard", "none")
-    assert block.output is not None and block.output.matrix().shape == (H * V, D)
-
-
-@pytest.mark.parametrize("written", READ)
-def test_heads_are_the_same_whatever_writes_them(written: str) -> None:
-    plain, block = only(attention()), only(attention(constants=CONSTANTS, **READ[written]))
     for one, other in ((plain.q, block.q), (plain.k, block.k), (plain.v, block.v)):
         np.testing.assert_allclose(one.heads(), other.heads(), atol=1e-6, rtol=0)
     assert plain.output is not None and block.output is not None
+    assert block.output.matrix().shape == (H * V, D)
     np.testing.assert_allclose(
         plain.output.matrix()[plain.output.rows],
         block.output.matrix()[block.output.rows],
@@ -162,15 +157,15 @@ def test_heads_are_the_same_whatever_writes_them(written: str) -> None:
     )
 
 
-def test_keras_attention_computes_what_plain_attention_does() -> None:
-    """Within 1e-5: the texts of this file differ only in what writes the products."""
+def test_keras_attention_equals_plain_attention() -> None:
+    """Within 1e-5: the graphs differ only in the operators of the products."""
     x = np.random.default_rng(0).standard_normal((2, 5, D)).astype(np.float32)
     arrays = {"x": x, "mask": np.zeros((2, 1, 1, 5), np.float32)}
     got = run(attention(constants=CONSTANTS, **KERAS), arrays)
     np.testing.assert_allclose(got, run(attention(), arrays), atol=1e-5, rtol=0)
 
 
-def test_keras_reads_one_head_as_one_head() -> None:
+def test_find_attention_keras_single_head_matches() -> None:
     constants = {
         name: array[:, :1] if name[0] == "W" else array[:1]
         for name, array in SHAPED.items()
@@ -180,7 +175,7 @@ def test_keras_reads_one_head_as_one_head() -> None:
     assert (block.num_heads, block.head_size, block.v_head_size) == (1, K, V)
 
 
-def test_one_product_with_a_stack_of_three_weights() -> None:
+def test_find_attention_stacked_weight_is_shared() -> None:
     """(1, B*S, D) @ (3, D, N) + (3, 1, N): queries, keys and values are columns of one weight."""
     stack = """
         flat_x = Reshape(x, flat)
@@ -205,34 +200,35 @@ def test_one_product_with_a_stack_of_three_weights() -> None:
     )
 
 
-def test_factor_of_a_projection_is_part_of_the_scale() -> None:
-    block = only(
-        attention(
-            q="\n q0 = com.microsoft.FusedMatMul <alpha = 0.5> (x, Wq)\n q2 = Reshape(q0, heads)"
-            "\n q = Transpose <perm = [0, 2, 1, 3]> (q2)"
-        )
-    )
-    assert block.scale == pytest.approx(SCALE / 2, rel=1e-6)
-
-
-def test_factor_of_the_context_is_the_values() -> None:
-    block = only(
-        attention(
-            context="\n c0 = com.microsoft.FusedMatMul <alpha = 0.5> (p, v)"
-            "\n c1 = Transpose <perm = [0, 2, 1, 3]> (c0)\n c = Reshape(c1, merge)"
-        )
-    )
-    assert (block.v.scale, block.scale) == pytest.approx((0.5, SCALE), rel=1e-6)
-
-
-def test_scale_of_the_product_in_text_is_one_whatever_the_head_size() -> None:
-    block = only(attention(scores="\n s = com.microsoft.FusedMatMul(q, kT)"))
-    assert block.scale == 1.0
+@pytest.mark.parametrize(
+    ("parts", "scale", "v_scale"),
+    [
+        (
+            {"q": "\n q0 = com.microsoft.FusedMatMul <alpha = 0.5> (x, Wq)"
+                  "\n q2 = Reshape(q0, heads)\n q = Transpose <perm = [0, 2, 1, 3]> (q2)"},
+            SCALE / 2,
+            1.0,
+        ),
+        (
+            {"context": "\n c0 = com.microsoft.FusedMatMul <alpha = 0.5> (p, v)"
+                        "\n c1 = Transpose <perm = [0, 2, 1, 3]> (c0)\n c = Reshape(c1, merge)"},
+            SCALE,
+            0.5,
+        ),
+        ({"scores": "\n s = com.microsoft.FusedMatMul(q, kT)"}, 1.0, 1.0),
+    ],
+    ids=["projection", "context", "scores"],
+)  # fmt: skip
+def test_find_attention_alpha_is_part_of_scale(
+    parts: dict[str, str], scale: float, v_scale: float
+) -> None:
+    block = only(attention(**parts))
+    assert (block.scale, block.v.scale) == pytest.approx((scale, v_scale), rel=1e-6)
 
 
 NO_KEYS = "Softmax has no product of queries and keys as input"
 
-MISSED: dict[str, tuple[dict[str, str], str]] = {
+UNMATCHED: dict[str, tuple[dict[str, str], str]] = {
     "a letter twice in one operand": (
         {"scores": "\n s9 = MatMul(q, kT)"
                    '\n s0 = Einsum <equation = "bhss,bhst->bhst"> (s9, s9)\n s = Mul(s0, scale)'},
@@ -304,19 +300,19 @@ MISSED: dict[str, tuple[dict[str, str], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("written", MISSED)
-def test_near_miss_is_missed_with_a_reason(written: str) -> None:
-    parts, reason = MISSED[written]
+@pytest.mark.parametrize("case", UNMATCHED)
+def test_find_attention_near_miss_returns_reason(case: str) -> None:
+    parts, expected = UNMATCHED[case]
     constants = CONSTANTS | {
         "rows4": np.array([-1, K], np.int64),
         "square12": np.ones((D, D), np.float32),
         "by_token": np.ones((5, H * K), np.float32),
     }
-    (said,) = reasons(attention(constants=constants, **parts))
-    assert reason in said
+    (reason,) = reasons(attention(constants=constants, **parts))
+    assert expected in reason
 
 
-def test_tokens_that_meet_a_matrix_of_another_width_are_missed() -> None:
+def test_find_attention_incompatible_weight_returns_reason() -> None:
     model = graph(
         "\n q = MatMul(x, Wo)\n kT = Transpose <perm = [0, 2, 1]> (q)\n s = MatMul(q, kT)"
         "\n p = Softmax <axis = -1> (s)\n out = MatMul(p, q)",

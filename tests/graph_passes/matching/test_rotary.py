@@ -1,4 +1,4 @@
-"""What stands between a projection and the scores besides layout: rotary positions, q/k norm."""
+"""Rotary embeddings and q/k norms between a projection and the scores."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from graph_passes.blocks import AttentionBlock
 from graph_passes.passes.collaborate import sharing_refusal
 from tests.graph_passes.graphs import (
     FLOAT_MASK,
@@ -46,73 +45,45 @@ SCORES = "\n s0 = MatMul(q9, kT)\n s = Mul(s0, scale)"
 MEAN = "\n square = Mul(q, q)\n mean = ReduceMean <axes = [-1]> (square)"
 POWER = "\n square = Pow(q, two)\n mean = ReduceMean <axes = [-1]> (square)"
 ADDED = "\n sum = Add(mean, epsilon)"
+ROOT = f"{ADDED}\n root = Sqrt(sum)"
+DIVIDED = "\n n = Div(q, root)\n q9 = Mul(n, gain)"
 
-# What it says: the text that makes q9 of q, the opset, epsilon, whether it is centred.
 NORMS: dict[str, tuple[str, int, float, bool]] = {
     "RMSNormalization": ("\n q9 = RMSNormalization <epsilon = 0.01> (q, gain)", 23, 0.01, False),
-    "RMSNormalization with its own epsilon": ("\n q9 = RMSNormalization(q, gain)", 23, 1e-5, False),
+    "RMSNormalization, default epsilon": ("\n q9 = RMSNormalization(q, gain)", 23, 1e-5, False),
     "SimplifiedLayerNormalization": (
-        "\n q9 = SimplifiedLayerNormalization <epsilon = 0.01> (q, gain)",
-        17,
-        0.01,
-        False,
+        "\n q9 = SimplifiedLayerNormalization <epsilon = 0.01> (q, gain)", 17, 0.01, False,
     ),
     "LayerNormalization": (
-        "\n q9 = LayerNormalization <epsilon = 0.01> (q, gain, shift)",
-        17,
-        0.01,
-        True,
+        "\n q9 = LayerNormalization <epsilon = 0.01> (q, gain, shift)", 17, 0.01, True,
     ),
     "LayerNormalization without a bias": ("\n q9 = LayerNormalization(q, gain)", 17, 1e-5, True),
     "Mul by Reciprocal": (
-        f"{MEAN}{ADDED}\n root = Sqrt(sum)\n inverse9 = Reciprocal(root)\n n = Mul(q, inverse9)"
-        "\n q9 = Mul(n, gain)",
-        17,
-        1e-3,
-        False,
+        f"{MEAN}{ROOT}\n inverse9 = Reciprocal(root)\n n = Mul(q, inverse9)\n q9 = Mul(n, gain)",
+        17, 1e-3, False,
     ),
     "Mul by a quotient": (
-        f"{POWER}{ADDED}\n root = Sqrt(sum)\n inverse9 = Div(one, root)\n n = Mul(inverse9, q)"
-        "\n q9 = Mul(gain, n)",
-        17,
-        1e-3,
-        False,
+        f"{POWER}{ROOT}\n inverse9 = Div(one, root)\n n = Mul(inverse9, q)\n q9 = Mul(gain, n)",
+        17, 1e-3, False,
     ),
-    "Div by Sqrt": (
-        f"{POWER}{ADDED}\n root = Sqrt(sum)\n n = Div(q, root)\n q9 = Mul(n, gain)",
-        17,
-        1e-3,
-        False,
-    ),
-    "Div by Pow 0.5": (
-        f"{POWER}{ADDED}\n root = Pow(sum, half_power)\n n = Div(q, root)\n q9 = Mul(n, gain)",
-        17,
-        1e-3,
-        False,
-    ),
+    "Div by Sqrt": (f"{POWER}{ROOT}{DIVIDED}", 17, 1e-3, False),
+    "Div by Pow 0.5": (f"{POWER}{ADDED}\n root = Pow(sum, half_power){DIVIDED}", 17, 1e-3, False),
     "Pow -0.5": (
         f"{POWER}\n sum = Add(epsilon, mean)\n inverse9 = Pow(sum, minus_half)"
         "\n n = Mul(q, inverse9)\n q9 = Mul(n, gain)",
-        17,
-        1e-3,
-        False,
+        17, 1e-3, False,
     ),
-    "a mean whose axes are an input": (
-        "\n square = Mul(q, q)\n mean = ReduceMean(square, last)"
-        f"{ADDED}\n root = Sqrt(sum)\n n = Div(q, root)\n q9 = Mul(n, gain)",
-        18,
-        1e-3,
-        False,
+    "mean with axes as an input": (
+        f"\n square = Mul(q, q)\n mean = ReduceMean(square, last){ROOT}{DIVIDED}", 18, 1e-3, False,
     ),
-    "cast noise around it": (
+    "Cast around the norm": (
         "\n q8 = Cast <to = 1> (q)\n square = Pow(q8, two)"
-        f"\n mean = ReduceMean <axes = [-1]> (square){ADDED}\n root = Sqrt(sum)\n n = Div(q8, root)"
+        f"\n mean = ReduceMean <axes = [-1]> (square){ROOT}\n n = Div(q8, root)"
         "\n n9 = Cast <to = 1> (n)\n q9 = Mul(n9, gain)",
-        17,
-        1e-3,
-        False,
+        17, 1e-3, False,
     ),
-}
+}  # fmt: skip
+"""The nodes from q to q9, the opset, epsilon, and whether the norm is centered."""
 
 
 def normed(text: str, opset: int = 17, inputs: str = f"{PLAIN_INPUT}, {FLOAT_MASK}") -> ir.Model:
@@ -120,7 +91,7 @@ def normed(text: str, opset: int = 17, inputs: str = f"{PLAIN_INPUT}, {FLOAT_MAS
 
 
 @pytest.mark.parametrize("written", NORMS)
-def test_norm_of_each_head_is_read_and_certified(written: str) -> None:
+def test_find_attention_norm_by_head_matches(written: str) -> None:
     text, opset, epsilon, centered = NORMS[written]
     block = only(normed(text, opset))
     assert block.q.norm is not None and block.k.norm is None
@@ -134,7 +105,7 @@ def test_norm_of_each_head_is_read_and_certified(written: str) -> None:
     assert refusal and refusal.code == "qk_norm"
 
 
-def test_norm_on_both_sides() -> None:
+def test_find_attention_norm_of_queries_and_keys_matches() -> None:
     text = (
         "\n q9 = LayerNormalization(q, gain, shift)\n k = Transpose <perm = [0, 1, 3, 2]> (kT)"
         "\n k9 = LayerNormalization(k, ones)\n kT9 = Transpose <perm = [0, 1, 3, 2]> (k9)"
@@ -156,7 +127,7 @@ def test_norm_on_both_sides() -> None:
     ],
     ids=["SimplifiedLayerNormalization", "LayerNormalization", "in parts"],
 )
-def test_norm_over_the_whole_width_before_the_heads_are_split(norm: str) -> None:
+def test_find_attention_norm_before_head_split_matches(norm: str) -> None:
     text = f"""
         q0 = MatMul(x, Wq)
         q1 = Add(q0, bq)
@@ -169,233 +140,188 @@ def test_norm_over_the_whole_width_before_the_heads_are_split(norm: str) -> None
     np.testing.assert_allclose(block.q.gain.ravel(), CONSTANTS["wide_gain"], rtol=1e-6)
 
 
-def test_scale_before_a_norm_belongs_to_the_norm() -> None:
-    """A factor before the norm only weighs against its epsilon; it is no scale of the logits."""
+def test_find_attention_scale_before_norm_is_scale_of_norm() -> None:
+    """A factor before the norm has an effect only relative to epsilon; it does not scale logits."""
     block = only(normed("\n q8 = Mul(q, three)\n q9 = LayerNormalization(q8, gain)"))
     assert block.q.norm is not None
     assert (block.q.norm.scale, block.scale) == pytest.approx((3.0, SCALE), rel=1e-6)
 
 
-MISSED: dict[str, tuple[str, str]] = {
+ROTATED = "com.microsoft.RotaryEmbedding(q, where, cos_table, sin_table)"
+NO_NORM = "Div is not supported"
+OWN_TOKENS = "Mul multiplies the query by a value computed from its own tokens"
+TWICE = "LayerNormalization normalizes a query that is normalized or rotated already"
+
+UNMATCHED: dict[str, tuple[str, str]] = {
     "mean over the heads": (
-        "\n square = Mul(q, q)\n mean = ReduceMean <axes = [1]> (square)"
-        f"{ADDED}\n root = Sqrt(sum)\n q9 = Div(q, root)",
-        "Div is not supported between the query projection and the product",
+        f"\n square = Mul(q, q)\n mean = ReduceMean <axes = [1]> (square){ROOT}{DIVIDED}", NO_NORM,
     ),
     "mean over the tokens": (
-        "\n square = Mul(q, q)\n mean = ReduceMean <axes = [2]> (square)"
-        f"{ADDED}\n root = Sqrt(sum)\n q9 = Div(q, root)",
-        "Div is not supported between the query projection and the product",
+        f"\n square = Mul(q, q)\n mean = ReduceMean <axes = [2]> (square){ROOT}{DIVIDED}", NO_NORM,
     ),
     "mean of another value": (
         "\n k = Transpose <perm = [0, 1, 3, 2]> (kT)\n square = Mul(k, k)"
-        f"\n mean = ReduceMean <axes = [-1]> (square){ADDED}\n root = Sqrt(sum)"
-        "\n q9 = Div(q, root)",
-        "Div is not supported between the query projection and the product",
+        f"\n mean = ReduceMean <axes = [-1]> (square){ROOT}{DIVIDED}",
+        NO_NORM,
     ),
     "mean of the cubes": (
-        f"\n cube = Pow(q, three)\n mean = ReduceMean <axes = [-1]> (cube){ADDED}"
-        "\n root = Sqrt(sum)\n q9 = Div(q, root)",
-        "Div is not supported between the query projection and the product",
+        f"\n cube = Pow(q, three)\n mean = ReduceMean <axes = [-1]> (cube){ROOT}{DIVIDED}", NO_NORM,
     ),
-    "the largest in the place of the mean": (
-        f"\n square = Mul(q, q)\n mean = ReduceMax <axes = [-1]> (square){ADDED}"
-        "\n root = Sqrt(sum)\n q9 = Div(q, root)",
-        "Div is not supported between the query projection and the product",
+    "maximum instead of the mean": (
+        f"\n square = Mul(q, q)\n mean = ReduceMax <axes = [-1]> (square){ROOT}{DIVIDED}", NO_NORM,
     ),
-    "no root": (
-        f"{MEAN}{ADDED}\n q9 = Div(q, sum)",
-        "Div is not supported between the query projection and the product",
+    "no root": (f"{MEAN}{ADDED}\n q9 = Div(q, sum)", NO_NORM),
+    "no epsilon": (f"{MEAN}\n root = Sqrt(mean)\n q9 = Div(q, root)", NO_NORM),
+    "factor of its own tokens": (
+        "\n size = ReduceL2 <axes = [-1], keepdims = 1> (q)\n q9 = Mul(q, size)", OWN_TOKENS,
     ),
-    "no epsilon": (
-        f"{MEAN}\n root = Sqrt(mean)\n q9 = Div(q, root)",
-        "Div is not supported between the query projection and the product",
-    ),
-    "a factor made of its own tokens": (
-        "\n size = ReduceL2 <axes = [-1], keepdims = 1> (q)\n q9 = Mul(q, size)",
-        "Mul multiplies the query by a value computed from its own tokens",
-    ),
-    "a factor made of the tokens before the projection": (
+    "factor of the tokens before the projection": (
         "\n sizes = ReduceMean <axes = [-1], keepdims = 1> (x)\n size4 = Unsqueeze(sizes, a1)"
         "\n q9 = Mul(q, size4)",
-        "Mul multiplies the query by a value computed from its own tokens",
+        OWN_TOKENS,
     ),
-    "a weight that is not constant": (
-        "\n fed1 = Squeeze(fed, a0)\n q9 = LayerNormalization(q, fed1)",
-        "LayerNormalization normalizes the query with a weight that is not constant",
+    "weight is an input": (
+        "\n fed1 = Squeeze(fed, a0)\n q9 = LayerNormalization(q, fed1)", "not constant",
     ),
-    "a norm over two axes": (
-        "\n q9 = LayerNormalization <axis = -2> (q, by_two)",
-        "LayerNormalization is not supported between the query projection and the product",
+    "norm over two axes": (
+        "\n q9 = LayerNormalization <axis = -2> (q, by_two)", "LayerNormalization is not supported",
     ),
-    "a norm twice": (
-        "\n q8 = LayerNormalization(q, gain)\n q9 = LayerNormalization(q8, gain)",
-        "LayerNormalization normalizes a query that is normalized or rotated already",
+    "two norms": (
+        "\n q8 = LayerNormalization(q, gain)\n q9 = LayerNormalization(q8, gain)", TWICE,
     ),
-    "a norm of rotated queries": (
-        "\n q8 = com.microsoft.RotaryEmbedding(q, where, cos_table, sin_table)"
-        "\n q9 = LayerNormalization(q8, gain)",
-        "LayerNormalization normalizes a query that is normalized or rotated already",
+    "norm of rotated queries": (f"\n q8 = {ROTATED}\n q9 = LayerNormalization(q8, gain)", TWICE),
+    "two rotations": (
+        f"\n q8 = {ROTATED}\n q9 = {ROTATED.replace('(q', '(q8')}", "that is rotated already",
     ),
-    "rotated twice": (
-        "\n q8 = com.microsoft.RotaryEmbedding(q, where, cos_table, sin_table)"
-        "\n q9 = com.microsoft.RotaryEmbedding(q8, where, cos_table, sin_table)",
-        "RotaryEmbedding rotates a query that is rotated already",
-    ),
-    "scaled as it is rotated": (
-        "\n q9 = com.microsoft.RotaryEmbedding <scale = 2.0> (q, where, cos_table, sin_table)",
-        "RotaryEmbedding scales the query in addition to the rotation",
+    "rotation with a scale": (
+        f"\n q9 = {ROTATED.replace('(', ' <scale = 2.0> (')}", "RotaryEmbedding scales the query",
     ),
     "too few angles": (
         "\n q9 = com.microsoft.RotaryEmbedding <rotary_embedding_dim = 4, num_heads = 3>"
         " (q, where, cos_half, sin_half)",
-        "RotaryEmbedding rotates 4 of 4 elements by 1 angles",
+        "rotates 4 of 4 elements by 1 angles",
     ),
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("written", MISSED)
-def test_near_miss_is_missed_with_a_reason(written: str) -> None:
-    text, reason = MISSED[written]
+@pytest.mark.parametrize("case", UNMATCHED)
+def test_find_attention_near_miss_returns_reason(case: str) -> None:
+    text, expected = UNMATCHED[case]
     inputs = f"{PLAIN_INPUT}, {FLOAT_MASK}, float[1, {K}] fed, int64[batch, sequence] where"
     constants = CONSTANTS | {"by_two": np.ones((5, K), np.float32)}
-    (said,) = reasons(
-        attention(scores=f"{text}{SCORES}", inputs=inputs, constants=constants, opset=17)
-    )
-    assert reason in said
+    (reason,) = reasons(attention(scores=f"{text}{SCORES}", inputs=inputs, constants=constants))
+    assert expected in reason
 
 
-def test_norm_of_the_values_is_missed() -> None:
+def test_find_attention_norm_of_values_returns_reason() -> None:
     context = (
         "\n v9 = LayerNormalization(v, v_ones)\n c0 = MatMul(p, v9)"
         "\n c1 = Transpose <perm = [0, 2, 1, 3]> (c0)\n c = Reshape(c1, merge)"
     )
-    (said,) = reasons(attention(context=context, constants={"v_ones": np.ones(2, np.float32)}))
-    assert said == "rotary embeddings or norms of values are not supported"
+    (reason,) = reasons(attention(context=context, constants={"v_ones": np.ones(2, np.float32)}))
+    assert "norms of values are not supported" in reason
 
 
-def rope(text: str, extra: str, opset: int = 17, **parts: str) -> AttentionBlock:
-    inputs = f"{PLAIN_INPUT}, {FLOAT_MASK}{extra}"
-    return only(
+WHERE = "int64[batch, sequence] where"
+FIRST = "int64[1] where"
+ANGLES = f"float[batch, sequence, {HALF}] cos, float[batch, sequence, {HALF}] sin"
+MICROSOFT = "com.microsoft.RotaryEmbedding"
+TABLES = "where, cos_table, sin_table"
+IN_PARTS = """
+    qc = Mul({q}, {cos})
+    low = Slice({q}, n0, half, last)
+    high = Slice({q}, half, whole, last)
+    minus = Neg(high)
+    swapped = Concat <axis = -1> (minus, low)
+    qs = Mul(swapped, {sin})
+    q9 = Add(qc, qs)"""
+
+
+def before_split(rotation: str) -> str:
+    """Rotate the queries (B, S, H*K) before the heads are split."""
+    return f"""
+        q0 = MatMul(x, Wq)
+        q1 = Add(q0, bq)
+        q8 = {rotation}
+        q2 = Reshape(q8, heads)
+        q9 = Transpose <perm = [0, 2, 1, 3]> (q2)"""
+
+
+ROTATIONS: dict[str, tuple[str, str, int]] = {
+    "com.microsoft": (f"\n q9 = {MICROSOFT}(q, {TABLES})", WHERE, 17),
+    "com.microsoft, interleaved": (
+        f"\n q9 = {MICROSOFT} <interleaved = 1> (q, {TABLES})", WHERE, 17,
+    ),
+    "com.microsoft, first position": (f"\n q9 = {MICROSOFT}(q, {TABLES})", FIRST, 17),
+    "com.microsoft, interleaved, first position": (
+        f"\n q9 = {MICROSOFT} <interleaved = 1> (q, {TABLES})", FIRST, 17,
+    ),
+    "com.microsoft, before the split": (
+        before_split(f"{MICROSOFT} <num_heads = 3> (q1, {TABLES})"), WHERE, 17,
+    ),
+    "com.microsoft, default head size": (before_split(f"{MICROSOFT}(q1, {TABLES})"), WHERE, 17),
+    "ai.onnx": ("\n q9 = RotaryEmbedding(q, cos, sin)", ANGLES, 23),
+    "ai.onnx, interleaved": ("\n q9 = RotaryEmbedding <interleaved = 1> (q, cos, sin)", ANGLES, 23),
+    "ai.onnx, positions": ("\n q9 = RotaryEmbedding(q, cos_table, sin_table, where)", WHERE, 23),
+    "ai.onnx, before the split": (
+        before_split("RotaryEmbedding <num_heads = 3> (q1, cos, sin)"), ANGLES, 23,
+    ),
+    "norm": (
+        f"\n q8 = SimplifiedLayerNormalization(q, gain)\n q9 = {MICROSOFT}(q8, {TABLES})",
+        WHERE, 17,
+    ),
+    "centered norm": (
+        f"\n q8 = LayerNormalization(q, gain)\n q9 = {MICROSOFT}(q8, {TABLES})", WHERE, 17,
+    ),
+    "norm and rotation in parts": (
+        f"{POWER}{ROOT}\n n = Div(q, root)\n q8 = Mul(n, gain)"
+        + IN_PARTS.format(q="q8", cos="cos4", sin="sin4"),
+        f"float[sequence, {K}] cos4, float[sequence, {K}] sin4",
+        17,
+    ),
+}  # fmt: skip
+"""The nodes to q9, further inputs, and the opset."""
+
+
+@pytest.mark.parametrize("case", ROTATIONS)
+def test_find_attention_rotary_embedding_matches(case: str) -> None:
+    text, inputs, opset = ROTATIONS[case]
+    block = only(
         attention(
-            scores=f"{text}{SCORES}", inputs=inputs, constants=CONSTANTS, opset=opset, **parts
+            scores=f"{text}{SCORES}",
+            inputs=f"{PLAIN_INPUT}, {FLOAT_MASK}, {inputs}",
+            constants=CONSTANTS,
+            opset=opset,
+            **({"q": ""} if "(q," not in text else {}),
         )
     )
-
-
-WHERE = ", int64[batch, sequence] where"
-ANGLES = f", float[batch, sequence, {HALF}] cos, float[batch, sequence, {HALF}] sin"
-
-
-@pytest.mark.parametrize("interleaved", [0, 1])
-@pytest.mark.parametrize("where", [WHERE, ", int64[1] where"], ids=["each token", "the first"])
-def test_rotary_embedding_of_onnx_runtime(where: str, interleaved: int) -> None:
-    block = rope(
-        f"\n q9 = com.microsoft.RotaryEmbedding <interleaved = {interleaved}>"
-        " (q, where, cos_table, sin_table)",
-        where,
-    )
     assert (block.position, block.num_heads, block.head_size) == ("rope", H, K)
-    factors = [turn.factor for turn in block.q.rotary_terms]
-    assert [factor.value.name for factor in factors if factor] == ["cos_table", "sin_table"]
-    assert {f.positions.name for f in factors if f and f.positions} == {"where"}
+    assert (block.q.norm is not None) == ("norm" in case)
+    factors = [term.factor for term in block.q.rotary_terms]
+    suffix = "4" if "in parts" in case else "_table" if "where" in inputs else ""
+    assert [f and f.value.name for f in factors] == [f"cos{suffix}", f"sin{suffix}"]
+    positions = {f.positions.name for f in factors if f and f.positions}
+    assert positions == ({"where"} if "where" in inputs else set())
     refusal = sharing_refusal(block)
     assert refusal and refusal.code == "rotary"
 
 
-def test_rotary_embedding_of_onnx_runtime_before_the_heads_are_split() -> None:
-    text = """
-        q0 = MatMul(x, Wq)
-        q1 = Add(q0, bq)
-        q8 = com.microsoft.RotaryEmbedding <num_heads = 3> (q1, where, cos_table, sin_table)
-        q2 = Reshape(q8, heads)
-        q = Transpose <perm = [0, 2, 1, 3]> (q2)"""
-    block = rope("\n q9 = Identity(q)", WHERE, q=text)
-    assert (block.position, block.num_heads, block.head_size) == ("rope", H, K)
-
-
-def test_rotary_embedding_of_onnx_runtime_takes_its_head_size_from_the_angles() -> None:
-    text = """
-        q0 = MatMul(x, Wq)
-        q8 = com.microsoft.RotaryEmbedding(q0, where, cos_table, sin_table)
-        q2 = Reshape(q8, heads)
-        q = Transpose <perm = [0, 2, 1, 3]> (q2)"""
-    assert rope("\n q9 = Identity(q)", WHERE, q=text).position == "rope"
-
-
-@pytest.mark.parametrize("interleaved", [0, 1])
-def test_rotary_embedding_of_onnx(interleaved: int) -> None:
-    block = rope(
-        f"\n q9 = RotaryEmbedding <interleaved = {interleaved}> (q, cos, sin)", ANGLES, opset=23
-    )
-    assert block.position == "rope" and len(block.q.rotary_terms) == 2
-
-
-def test_rotary_embedding_of_onnx_with_positions() -> None:
-    block = rope("\n q9 = RotaryEmbedding(q, cos_table, sin_table, where)", WHERE, opset=23)
-    assert [turn.factor and turn.factor.value.name for turn in block.q.rotary_terms] == [
-        "cos_table",
-        "sin_table",
-    ]
-
-
-def test_rotary_embedding_of_onnx_before_the_heads_are_split() -> None:
-    text = """
-        q0 = MatMul(x, Wq)
-        q8 = RotaryEmbedding <num_heads = 3> (q0, cos, sin)
-        q2 = Reshape(q8, heads)
-        q = Transpose <perm = [0, 2, 1, 3]> (q2)"""
-    block = rope("\n q9 = Identity(q)", ANGLES, opset=23, q=text)
-    assert (block.position, block.num_heads, block.head_size) == ("rope", H, K)
-
-
-def test_part_of_a_head_is_rotated() -> None:
-    """The other elements are a third term, without a factor."""
-    block = rope(
-        "\n q9 = RotaryEmbedding <rotary_embedding_dim = 2> (q, cos_half, sin_half, where)",
-        WHERE,
-        opset=23,
-    )
-    assert [turn.factor is None for turn in block.q.rotary_terms] == [False, False, True]
+def test_find_attention_partial_rotation_has_term_without_factor() -> None:
+    text = "\n q9 = RotaryEmbedding <rotary_embedding_dim = 2> (q, cos_half, sin_half, where)"
+    inputs = f"{PLAIN_INPUT}, {FLOAT_MASK}, {WHERE}"
+    block = only(attention(scores=f"{text}{SCORES}", inputs=inputs, constants=CONSTANTS, opset=23))
+    assert [term.factor is None for term in block.q.rotary_terms] == [False, False, True]
     assert block.q.rotary_terms[2].gain.tolist() == [[0, 0, 1, 1]] * H
 
 
-@pytest.mark.parametrize("norm", ["SimplifiedLayerNormalization", "LayerNormalization"])
-def test_norm_before_rotary_positions(norm: str) -> None:
-    block = rope(
-        f"\n q8 = {norm}(q, gain)\n"
-        "q9 = com.microsoft.RotaryEmbedding(q8, where, cos_table, sin_table)",
-        WHERE,
-    )
-    assert block.position == "rope" and block.q.norm is not None
-    assert len(block.q.rotary_terms) == 2
-
-
-def test_norm_in_parts_before_rotary_positions_in_parts() -> None:
-    text = (
-        f"{POWER}{ADDED}\n root = Sqrt(sum)\n n = Div(q, root)\n q8 = Mul(n, gain)"
-        "\n qc = Mul(q8, cos4)\n low = Slice(q8, n0, half, last)"
-        "\n high = Slice(q8, half, whole, last)\n minus = Neg(high)"
-        "\n swapped = Concat <axis = -1> (minus, low)\n qs = Mul(swapped, sin4)"
-        "\n q9 = Add(qc, qs)"
-    )
-    angles = f", float[sequence, {K}] cos4, float[sequence, {K}] sin4"
-    block = rope(text, angles)
-    assert block.position == "rope" and block.q.norm is not None
-
-
-def test_folded_angles_are_positions_too() -> None:
+def test_find_attention_constant_angles_are_positions() -> None:
     """Graphs of one length may have their cosines as constants."""
-    text = (
-        "\n qc = Mul(q, cos5)\n low = Slice(q, n0, half, last)\n high = Slice(q, half, whole, last)"
-        "\n minus = Neg(high)\n swapped = Concat <axis = -1> (minus, low)\n qs = Mul(swapped, sin5)"
-        f"\n q9 = Add(qc, qs){SCORES}"
-    )
     turns = np.concatenate([TURNS[:5], TURNS[:5]], axis=1)
     constants = CONSTANTS | {
         "cos5": np.cos(turns).astype(np.float32),
         "sin5": np.sin(turns).astype(np.float32),
     }
     inputs = f"float[batch, 5, {D}] x, float[batch, 1, 1, 5] mask"
-    block = only(attention(scores=text, inputs=inputs, constants=constants))
+    text = IN_PARTS.format(q="q", cos="cos5", sin="sin5")
+    block = only(attention(scores=f"{text}{SCORES}", inputs=inputs, constants=constants))
     assert block.position == "rope" and len(block.q.rotary_terms) == 2

@@ -1,4 +1,4 @@
-"""Scores and probabilities in any layout: where their numbers arrive says which axis is which."""
+"""Scores and probabilities in any layout: element labels identify the axes."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def laid_out(case: str) -> ir.Model:
 
 
 @pytest.mark.parametrize("case", LAID_OUT)
-def test_layout_of_the_scores_is_read_and_certified(case: str) -> None:
+def test_find_attention_scores_layout_matches(case: str) -> None:
     block = only(laid_out(case))
     assert (block.num_heads, block.head_size, block.v_head_size) == (H, K, V)
     assert block.scale == pytest.approx(SCALE, rel=1e-6)
@@ -148,13 +148,13 @@ def test_layout_of_the_scores_is_read_and_certified(case: str) -> None:
     assert (block.kind, block.output is None) == ("self", False)
 
 
-def test_queries_and_keys_are_told_apart_by_the_softmax() -> None:
+def test_find_attention_softmax_axis_distinguishes_queries_and_keys() -> None:
     plain, turned = only(attention()), only(laid_out("keys by queries"))
     np.testing.assert_array_equal(turned.q.matrix(), plain.q.matrix())
     np.testing.assert_array_equal(turned.k.matrix(), plain.k.matrix())
 
 
-def test_layouts_are_told_by_the_order_of_their_axes() -> None:
+def test_find_attention_layout_records_axes() -> None:
     heads_last = only(laid_out("heads last"))
     assert heads_last.logits is not None and heads_last.logits.name == "sT"
     assert heads_last.logits_axes == (2, 3, 0, 1)
@@ -165,7 +165,7 @@ def test_layouts_are_told_by_the_order_of_their_axes() -> None:
     assert (in_order.logits_axes, in_order.steps[0].axes) == ((0, 1, 2, 3), None)  # type: ignore[union-attr]
 
 
-def test_probabilities_that_are_never_laid_out_by_head_have_no_value() -> None:
+def test_find_attention_probabilities_in_other_layout_are_none() -> None:
     block = only(laid_out("keys by queries, and the context too"))
     assert block.probabilities is None
     refusal = sharing_refusal(block)
@@ -175,7 +175,7 @@ def test_probabilities_that_are_never_laid_out_by_head_have_no_value() -> None:
 @pytest.mark.parametrize(
     "case", [case for case in LAID_OUT if not sharing_refusal(only(laid_out(case)))]
 )
-def test_collaborative_heads_keep_the_layout(case: str) -> None:
+def test_collaborate_scores_layout_keeps_outputs(case: str) -> None:
     """At R = H*K the output stays within 1e-4."""
     model = laid_out(case)
     blocks, _ = find_attention(model)
@@ -186,6 +186,8 @@ def test_collaborative_heads_keep_the_layout(case: str) -> None:
 
 
 STEPS: dict[str, tuple[str, list[object]]] = {
+    "tanh before the mask": ("\n c9 = Tanh(s)\n m = Add(c9, mask)", [Capped, PositionBias]),
+    "tanh after the mask": ("\n m9 = Add(s, mask)\n m = Tanh(m9)", [PositionBias, Capped]),
     "soft cap": (
         "\n s8 = Div(s, five)\n s9 = Tanh(s8)\n capped = Mul(s9, five)\n m = Add(capped, mask)",
         [Capped, Scaled, PositionBias],
@@ -204,31 +206,20 @@ STEPS: dict[str, tuple[str, list[object]]] = {
 
 
 @pytest.mark.parametrize("case", STEPS)
-def test_steps_are_read_in_their_order(case: str) -> None:
+def test_find_attention_steps_are_in_order(case: str) -> None:
     mask, kinds = STEPS[case]
     block = only(attention(mask=mask, inputs=MASK4, constants={"five": np.float32(5)}))
     assert [type(step) for step in block.steps] == kinds
+    signs = {step.sign for step in block.steps if isinstance(step, PositionBias)}
+    assert signs <= {-1 if case == "subtracted" else 1}
     assert block.scale == pytest.approx(SCALE / 5 if case == "soft cap" else SCALE, rel=1e-6)
-
-
-def test_subtracted_mask_keeps_its_sign() -> None:
-    (step,) = only(attention(mask="\n m = Sub(s, mask)")).steps
-    assert isinstance(step, PositionBias) and step.sign == -1
-
-
-def test_order_of_steps_matters() -> None:
-    """A cap before the mask and a cap after it are two functions, and are read as such."""
-    first = only(attention(mask="\n c9 = Tanh(s)\n m = Add(c9, mask)")).steps
-    last = only(attention(mask="\n m9 = Add(s, mask)\n m = Tanh(m9)")).steps
-    assert [type(step) for step in first] == [Capped, PositionBias]
-    assert [type(step) for step in last] == [PositionBias, Capped]
 
 
 @pytest.mark.parametrize(
     ("shape", "position"),
     [(f"[1, {H}, sequence, sequence]", "bias"), ("[batch, 1, sequence, sequence]", "none")],
 )
-def test_bias_that_differs_from_head_to_head_is_a_position(shape: str, position: str) -> None:
+def test_find_attention_bias_by_head_is_position(shape: str, position: str) -> None:
     block = only(attention(inputs=f"{PLAIN_INPUT}, float{shape} mask"))
     assert block.position == position
 
@@ -243,23 +234,23 @@ SOFTMAXES = {
 
 
 @pytest.mark.parametrize("case", SOFTMAXES)
-def test_softmax_is_read_however_it_is_written(case: str) -> None:
+def test_find_attention_softmax_notation_matches(case: str) -> None:
     block = only(attention(softmax=SOFTMAXES[case], inputs=MASK4))
     assert (block.num_heads, block.scale) == (H, pytest.approx(SCALE, rel=1e-6))
     assert block.probabilities is not None and block.probabilities.name == "p"
 
 
-def test_softmax_with_its_bias_inside_is_found_though_no_cpu_runs_it() -> None:
+def test_find_attention_bias_softmax_matches_without_certificate() -> None:
     bias = "\n p = com.microsoft.BiasSoftmax <axis = 3, is_inner_broadcast = 0> (s, mask)"
     model = attention(mask="", softmax=bias, inputs=HEADS_MASK)
     (block,), _ = find_attention(model)
     (step,) = block.steps
     assert isinstance(step, PositionBias) and step.value.name == "mask"
-    (said,) = reasons(model)
-    assert "not certified" in said and "BiasSoftmax" in said
+    (reason,) = reasons(model)
+    assert "not certified" in reason and "BiasSoftmax" in reason
 
 
-MISSED: dict[str, tuple[dict[str, str], str]] = {
+UNMATCHED: dict[str, tuple[dict[str, str], str]] = {
     "softmax over the queries": (
         {"softmax": "\n p = Softmax <axis = 2> (m)"},
         "MatMul sums probabilities over another axis than the keys",
@@ -319,21 +310,21 @@ MISSED: dict[str, tuple[dict[str, str], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", MISSED)
-def test_near_miss_is_missed_with_a_reason(case: str) -> None:
-    parts, reason = MISSED[case]
+@pytest.mark.parametrize("case", UNMATCHED)
+def test_find_attention_near_miss_returns_reason(case: str) -> None:
+    parts, expected = UNMATCHED[case]
     constants = {
         "side_by_side": np.array([0, 0, -1], np.int64),
         "five_axes": np.ones((2, 1, 1, 1, 1), np.float32),
         "before": np.array([-99], np.int64),
         "half": np.float32(0.5),
     }
-    (said,) = reasons(attention(inputs=MASK4, constants=constants, **parts))
-    assert reason in said
+    (reason,) = reasons(attention(inputs=MASK4, constants=constants, **parts))
+    assert expected in reason
 
 
-def test_mask_is_read_in_the_order_of_the_scores_it_meets() -> None:
-    """Heads last: a mask (1, T, 1, H) hides keys head by head."""
+def test_find_attention_mask_has_axes_of_scores() -> None:
+    """Heads last: a mask (1, T, 1, H) differs between heads."""
     parts, _ = LAID_OUT["heads last"]
     parts = {**parts, "mask": "\n sT = Transpose <perm = [2, 3, 0, 1]> (s)\n m = Add(sT, mask)"}
     (step,) = only(
