@@ -64,22 +64,21 @@ class PruneHeads(AttentionPass[Sequence[int]]):
     def refusal(
         cls, block: AttentionBlock, params: Sequence[int] | None, context: GraphContext
     ) -> Refusal | None:
-        found = caller_reads(block) or no_output_projection(block)
-        found = found or reused_elsewhere(block, cls.find(context))
-        found = found or emission_refusal(block, None if params is None else small_shapes(context))
-        if found is None and params is not None and not any(params):
+        refusal = (
+            caller_reads(block)
+            or no_output_projection(block)
+            or reused_elsewhere(block, cls.find(context))
+            or emission_refusal(block, None if params is None else small_shapes(context))
+        )
+        if refusal is None and params is not None and not any(params):
             return skip_refusal(block)
-        return found
+        return refusal
 
-    def rewrite(self, block: AttentionBlock, params: Sequence[int], context: GraphContext) -> None:
-        kept, info = np.flatnonzero(np.asarray(params)), small_shapes(context)
-        assert block.output is not None
-        if len(kept):
-            _keep(block, kept, info)
-            return
-        width = block.output.matrix().shape[1]
-        bias = np.broadcast_to(block.output.offset(), (width,))
-        emit_skip(block, AffineMap(None, bias), info)
+    def rewrite(
+        self, targets: Sequence[tuple[AttentionBlock, Sequence[int]]], context: GraphContext
+    ) -> None:
+        for block, mask in targets:
+            _keep_heads(block, np.flatnonzero(np.asarray(mask)), small_shapes(context))
 
 
 def check_mask(name: str, mask: Sequence[int], heads: int) -> None:
@@ -104,9 +103,14 @@ def check_mask(name: str, mask: Sequence[int], heads: int) -> None:
         )
 
 
-def _keep(block: AttentionBlock, kept: np.ndarray, info: ShapeInfo) -> None:
-    """Emit the kept heads in place of all of them."""
+def _keep_heads(block: AttentionBlock, kept: np.ndarray, info: ShapeInfo) -> None:
+    """Replace a block by some of its heads, or by its bias if there are none."""
     assert block.output is not None
+    if not len(kept):
+        width = block.output.matrix().shape[1]
+        bias = np.broadcast_to(block.output.offset(), (width,))
+        emit_skip(block, AffineMap(None, bias), info)
+        return
     make = Inserter(block.graph, block.output.nodes[-1], f"{block.name}/pruned")
     probabilities = emit_probabilities(make, block, kept, info)
     context = emit_context(make, block, probabilities, kept, info)

@@ -102,9 +102,9 @@ class PruneNeurons(FeedForwardPass[Sequence[int]]):
 
     def check(self, context: GraphContext) -> None:
         super().check(context)
-        chosen = self._kept(self._chosen(context))
-        cuts = _cuts(chosen)
-        for block, _ in chosen:
+        kept = self._kept(self._changed(context))
+        cuts = _cuts(kept)
+        for block, _ in kept:
             if reader := _read_elsewhere(block, cuts):
                 raise CannotRewrite(
                     f"{block.name}: {reader.name or reader.op_type} shares its weights and is not "
@@ -113,10 +113,10 @@ class PruneNeurons(FeedForwardPass[Sequence[int]]):
                     code="prune_neurons.shared_weights",
                 )
 
-    def rewrite_blocks(
-        self, chosen: Sequence[tuple[FeedForwardBlock, Sequence[int]]], context: GraphContext
+    def rewrite(
+        self, targets: Sequence[tuple[FeedForwardBlock, Sequence[int]]], context: GraphContext
     ) -> None:
-        kept = self._kept(chosen)
+        kept = self._kept(targets)
         makers = {
             block: Inserter(block.graph, block.product, f"{block.name}/pruned") for block, _ in kept
         }
@@ -124,16 +124,16 @@ class PruneNeurons(FeedForwardPass[Sequence[int]]):
         for block, indices in kept:
             for node in block.widths:
                 _set_width(node, len(indices), Inserter(block.graph, node, f"{block.name}/pruned"))
-            made = [v for node in (*block.products, *block.nodes) for v in node.outputs]
-            for value in made:
+            outputs = [v for node in (*block.products, *block.nodes) for v in node.outputs]
+            for value in outputs:
                 if value.shape is not None and value.shape[-1:] == (block.num_neurons,):
                     value.shape = ir.Shape([*value.shape[:-1], len(indices)])
 
     @staticmethod
     def _kept(
-        chosen: Sequence[tuple[FeedForwardBlock, Sequence[int]]],
+        targets: Sequence[tuple[FeedForwardBlock, Sequence[int]]],
     ) -> list[tuple[FeedForwardBlock, _Kept]]:
-        return [(block, np.flatnonzero(np.asarray(mask))) for block, mask in chosen]
+        return [(block, np.flatnonzero(np.asarray(mask))) for block, mask in targets]
 
 
 _Kept = np.ndarray

@@ -6,7 +6,7 @@ Nothing else changes: the name of the class is known to ``plan.json`` and to ``a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -67,8 +67,10 @@ def define_pass() -> type[AttentionPass[NoParams]]:
                 return Refusal("no_constant_bias", "none of its biases is constant over the keys")
             return None
 
-        def rewrite(self, block: AttentionBlock, params: NoParams, context: GraphContext) -> None:
-            for node in constant_biases(block):
+        def rewrite(
+            self, targets: Sequence[tuple[AttentionBlock, NoParams]], context: GraphContext
+        ) -> None:
+            for node in (node for block, _ in targets for node in constant_biases(block)):
                 (scores,) = [value for value in node.inputs if value and not is_constant(value)]
                 replace_uses(node.outputs[0], scores)
 

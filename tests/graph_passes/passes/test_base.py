@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -63,7 +63,9 @@ class RefuseAll(AttentionPass[NoParams]):
     ) -> Refusal | None:
         return Refusal("never", "it is refused on purpose")
 
-    def rewrite(self, block: AttentionBlock, params: NoParams, context: GraphContext) -> None:
+    def rewrite(
+        self, targets: Sequence[tuple[AttentionBlock, NoParams]], context: GraphContext
+    ) -> None:
         raise AssertionError
 
 
