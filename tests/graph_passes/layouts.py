@@ -17,6 +17,7 @@ from tests.graph_passes.graphs import (
     PACKED,
     PARTS,
     PLAIN_INPUT,
+    TENSOR,
     D,
     H,
     K,
@@ -461,6 +462,46 @@ def cross() -> dict[str, str]:
     """Keys and values of y, without a mask."""
     own = {part: PARTS[part].replace("(x, ", "(y, ") for part in ("k", "v")}
     return {**own, "mask": "\n m = Identity(s)"}
+
+
+SHOW_LENGTH = """
+        lengths = Shape({value})
+        length = Gather <axis = 0> (lengths, {axis})
+        ones = Expand(one, length)
+        shown = CumSum(ones, i0)"""
+"""Return 1 to the length of an axis: exporters read lengths from the shapes of queries or keys."""
+
+RETURNED: dict[str, tuple[str, dict[str, str]]] = {
+    "keys": (
+        f"sequence, {H}, {K}",
+        {"k": PARTS["k"].replace("k2 =", "shown =").replace("(k2)", "(shown)")},
+    ),
+    "probabilities": (
+        f"{H}, sequence, sequence",
+        {"softmax": PARTS["softmax"].replace("p =", "shown ="),
+         "context": PARTS["context"].replace("(p, v)", "(shown, v)")},
+    ),
+    "a function of the probabilities": (
+        f"{H}, sequence, sequence", {"context": PARTS["context"] + "\n shown = Abs(p)"},
+    ),
+}  # fmt: skip
+"""Values inside the attention that the graph returns: their axes after the batch, and the parts."""
+
+
+def returning(name: str) -> ir.Model:
+    """A graph that returns one of ``RETURNED``."""
+    axes, parts = RETURNED[name]
+    return attention(output_type=f"{TENSOR} out, float[batch, {axes}] shown", **parts)
+
+
+def flattened() -> ir.Model:
+    """Tokens (B*S, D) throughout, for B = 2 and S = 3."""
+    lengths = {"heads": [2, 3, H, K], "v_heads": [2, 3, H, V], "merge": [6, 6]}
+    return attention(
+        inputs=f"float[6, {D}] x, float[2, 1, 1, 3] mask",
+        output_type=f"float[6, {D}] out",
+        constants={name: np.array(shape, np.int64) for name, shape in lengths.items()},
+    )
 
 
 def layout(name: str) -> ir.Model:
