@@ -10,7 +10,7 @@ import pytest
 from attnserve.checks.certify import read_attention
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.collaborate import Collaborate, factor
-from tests.graph_passes.graphs import FUSED, PARTS, SCALE, D, H, K, V, attention, weights
+from tests.graph_passes.graphs import PARTS, SCALE, D, H, K, V, attention, fused_parts, weights
 
 TYPES = {
     "float16": (ir.DataType.FLOAT16, np.dtype(np.float16)),
@@ -39,12 +39,6 @@ def half(name: str, opset: int = 17, shape: str = BY_KEY, **parts: str) -> ir.Mo
     )
 
 
-K_APART = PARTS["k"].replace("kT", "k").replace("0, 2, 3, 1", "0, 2, 1, 3")
-OPERATOR = {
-    **FUSED,
-    "k": K_APART,
-    "context": PARTS["context"].replace("MatMul(p, v)", "Attention <scale = 0.37> (q, k, v, mask)"),
-}
 SOFTMAX_IN_SINGLE = {
     "softmax": "\n m32 = Cast <to = 1> (m)\n p32 = Softmax <axis = -1> (m32)\n p = CastLike(p32, v)"
 }
@@ -60,7 +54,7 @@ NORMED = {
         ({}, 17, BY_KEY),
         (SOFTMAX_IN_SINGLE, 17, BY_KEY),
         (NORMED, 17, BY_KEY),
-        (OPERATOR, 23, BY_QUERY),
+        (fused_parts("Attention <scale = 0.37> (q, k, v, mask)"), 23, BY_QUERY),
     ],
     ids=["plain", "softmax in single precision", "q/k norm", "operator"],
 )

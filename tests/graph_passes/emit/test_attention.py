@@ -39,11 +39,12 @@ from tests.graph_passes.graphs import (
 from tests.graph_passes.layouts import (
     ANGLES,
     BOTH_TURNED,
-    LAID_OUT,
-    LAYOUTS,
     OPERANDS,
     ROTARY,
     VARIANTS,
+    flattened,
+    layout,
+    variant,
 )
 
 EXACT = 1e-5
@@ -68,29 +69,18 @@ def computed(model: ir.Model, value: ir.Value, arrays: Mapping[str, np.ndarray])
         return run(model, arrays)
 
 
-def case_model(case: str) -> ir.Model:
-    inputs, parts = VARIANTS[case]
-    order = "sequence, batch" if case == "sequence first" else "batch, sequence"
-    return attention(
-        inputs=inputs,
-        output_type=f"float[{order}, {D}] out",
-        constants=OPERANDS | ROTARY,
-        **parts,
-    )
-
-
 @pytest.mark.parametrize("heads", ORDERS, ids=str)
 @pytest.mark.parametrize("case", VARIANTS)
 def test_probabilities_are_those_of_the_reference(case: str, heads: Sequence[int]) -> None:
     """Masks, biases by head, rotary positions and norms, each with the heads it belongs to."""
-    model = case_model(case)
-    block, facts = read(model)
+    model = variant(case)
+    block, info = read(model)
     arrays = feeds(model)
     wanted = [value for value in inputs_of(block) if not value.is_graph_input()]
     known = {value: arrays[str(value.name)] for value in inputs_of(block) if value.is_graph_input()}
     known |= {value: computed(model, value, arrays) for value in wanted}
     whole = attention_reference(block, known, batch=2).probabilities  # B H S T
-    value = emit_probabilities(inserter(block), block, np.array(heads), facts)
+    value = emit_probabilities(inserter(block), block, np.array(heads), info)
     got = computed(model, value, arrays)
     np.testing.assert_allclose(got, whole[:, list(heads)], atol=EXACT, rtol=0)
 
@@ -111,11 +101,11 @@ def test_output_is_the_sum_over_the_heads_that_are_written(heads: Sequence[int])
 
 def written(model: ir.Model, heads: Sequence[int]) -> ir.Model:
     """The model with the attention of these heads in the place of its own."""
-    block, facts = read(model)
+    block, info = read(model)
     make, chosen = inserter(block), np.array(heads)
-    probabilities = emit_probabilities(make, block, chosen, facts)
-    context = emit_context(make, block, probabilities, chosen, facts)
-    emit_output(make, block, context, chosen, facts)
+    probabilities = emit_probabilities(make, block, chosen, info)
+    context = emit_context(make, block, probabilities, chosen, info)
+    emit_output(make, block, context, chosen, info)
     return model
 
 
@@ -157,12 +147,12 @@ def assert_written(build: Callable[[], ir.Model]) -> None:
     """All heads, and each alone, are what the graph computes."""
     arrays = feeds(build())
     model = build()
-    block, facts = read(model)
+    block, info = read(model)
     assert block.probabilities is not None
     whole = computed(model, block.probabilities, arrays)
     assert np.abs(whole[:, 0] - whole[:, 1]).max() > 1e-2
     for heads in ORDERS:
-        value = emit_probabilities(inserter(block), block, np.array(heads), facts)
+        value = emit_probabilities(inserter(block), block, np.array(heads), info)
         got = computed(model, value, arrays)
         np.testing.assert_allclose(got, whole[:, list(heads)], atol=EXACT, rtol=0)
 
@@ -170,8 +160,8 @@ def assert_written(build: Callable[[], ir.Model]) -> None:
 def test_scale_is_in_the_weights() -> None:
     """The scale costs no node of its own."""
     model = attention()
-    block, facts = read(model)
-    emit_probabilities(inserter(block), block, np.arange(H), facts)
+    block, info = read(model)
+    emit_probabilities(inserter(block), block, np.arange(H), info)
     new = [node.op_type for node in model.graph if (node.name or "").startswith("new/")]
     assert "Mul" not in new
     weight = model.graph.initializers["new/query/weight"].const_value
@@ -181,12 +171,12 @@ def test_scale_is_in_the_weights() -> None:
 
 def test_probabilities_with_heads_in_the_batch_are_laid_out_apart() -> None:
 
-    model = attention(constants=LAID_OUT, **LAYOUTS["heads and batch in one axis"])
-    block, facts = read(model)
+    model = layout("heads and batch in one axis")
+    block, info = read(model)
     arrays = feeds(model)
     assert block.probabilities is not None
     flat = computed(model, block.probabilities, arrays)
-    apart = computed(model, probabilities_by_head(inserter(block), block, facts), arrays)
+    apart = computed(model, probabilities_by_head(inserter(block), block, info), arrays)
     assert (flat.shape, apart.shape) == ((2 * H, 7, 7), (2, H, 7, 7))
     np.testing.assert_array_equal(apart.reshape(flat.shape), flat)
 
@@ -210,8 +200,8 @@ def test_operators_mean_the_same_at_any_opset(case: str, opset: int) -> None:
 # ---- what is refused ----------------------------------------------------------------------------
 
 
-def code_of(block: AttentionBlock, facts: ShapeInfo | None = None) -> str | None:
-    refusal = emission_refusal(block, facts)
+def code_of(block: AttentionBlock, info: ShapeInfo | None = None) -> str | None:
+    refusal = emission_refusal(block, info)
     return refusal and refusal.code
 
 
@@ -231,28 +221,19 @@ def test_collaborative_heads_are_refused() -> None:
 
 def test_mask_of_an_unknown_shape_is_refused() -> None:
     """Which of its axes is that of the heads cannot be told."""
-    block, facts = read(attention())
+    block, info = read(attention())
     (step,) = block.steps
     mask = step.value  # type: ignore[union-attr]
-    known = {value: fact for value, fact in facts.known.items() if value is not mask}
-    assert code_of(block, replace(facts, known=known)) == "mask_shape"
+    known = {value: fact for value, fact in info.known.items() if value is not mask}
+    assert code_of(block, replace(info, known=known)) == "mask_shape"
 
 
 def test_flattened_tokens_are_refused() -> None:
-    model = attention(
-        inputs=f"float[6, {D}] x, float[2, 1, 1, 3] mask",
-        output_type=f"float[6, {D}] out",
-        constants={
-            "heads": np.array([2, 3, H, K], np.int64),
-            "v_heads": np.array([2, 3, H, 2], np.int64),
-            "merge": np.array([6, 6], np.int64),
-        },
-    )
-    assert code_of(read(model)[0]) == "token_layout"
+    assert code_of(read(flattened())[0]) == "token_layout"
 
 
 def test_heads_of_another_number_of_turned_elements_are_refused() -> None:
-    block, _ = read(case_model("rotary"))
+    block, _ = read(variant("rotary"))
     turns = list(block.q.rotary_terms)
     gain = turns[1].gain.copy()
     gain[0, 2:] = 0
@@ -265,9 +246,9 @@ def test_heads_of_another_number_of_turned_elements_are_refused() -> None:
 
 def test_names_of_a_second_writing_are_new() -> None:
     model = layers(1)
-    block, facts = read(model)
+    block, info = read(model)
     for _ in range(2):
-        emit_probabilities(inserter(block), block, np.arange(H), facts)
+        emit_probabilities(inserter(block), block, np.arange(H), info)
     names = [node.outputs[0].name for node in model.graph]
     assert len(set(names)) == len(names)
     assert "new/softmax_2" in names

@@ -37,13 +37,12 @@ from graph_passes.passes.reuse_attention import ReuseAttention
 from graph_passes.passes.skip_attention import AffineMap, SkipAttention
 from tests.errors import raises
 from tests.graph_passes.graphs import (
-    FUSED,
-    PARTS,
     PLAIN_INPUT,
     D,
     H,
     K,
     feeds,
+    fused_parts,
     if_model,
     layers,
     masked,
@@ -106,11 +105,11 @@ PASSES: dict[str, RewritePass] = {
 }  # fmt: skip
 """One pass of each name."""
 
-BLOCK_PASSES = {name: each for name, each in PASSES.items() if isinstance(each, BlockPass)}
+BLOCK_PASSES = {name: rewrite for name, rewrite in PASSES.items() if isinstance(rewrite, BlockPass)}
 
 
 def test_registered_passes_have_an_example_here() -> None:
-    assert {name: type(each) for name, each in PASSES.items()} == registered_passes()
+    assert {name: type(rewrite) for name, rewrite in PASSES.items()} == registered_passes()
 
 
 def test_pass_named_unknown_name_is_refused() -> None:
@@ -178,8 +177,8 @@ def test_pass_bad_parameters_are_refused_by_block(case: str) -> None:
 # ---- JSON ---------------------------------------------------------------------------------------
 
 
-def read_again(each: RewritePass) -> RewritePass:
-    content = json.loads(json.dumps(each.to_json()))
+def read_again(rewrite: RewritePass) -> RewritePass:
+    content = json.loads(json.dumps(rewrite.to_json()))
     return pass_named(content["pass"]).from_json(content)
 
 
@@ -302,12 +301,7 @@ def test_context_of_a_model_is_shared_inside_the_block_and_not_with_a_clone() ->
 
 def fused_layers() -> ir.Model:
     """Two layers whose scores are inside ai.onnx Attention."""
-    parts = FUSED | {
-        "k": PARTS["k"].replace("kT", "k").replace("0, 2, 3, 1", "0, 2, 1, 3"),
-        "context": PARTS["context"].replace(
-            "MatMul(p, v)", "Attention <scale = 0.37> (q, k, v)"
-        ),
-    }  # fmt: skip
+    parts = fused_parts("Attention <scale = 0.37> (q, k, v)")
     return layers(inputs=PLAIN_INPUT, opset=23, **parts)
 
 
