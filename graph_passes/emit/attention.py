@@ -54,11 +54,11 @@ __all__ = [
     "emit_probabilities",
     "emit_softmax",
     "emit_steps",
+    "heads_refusal",
     "in_precision",
     "probabilities_by_head",
     "probabilities_type",
     "type_of",
-    "values_refusal",
 ]
 
 SPLIT_ORDER = {False: [0, 2, 1, 3], True: [1, 2, 0, 3]}
@@ -96,7 +96,7 @@ def emission_refusal(
             "collaborative", "its heads are collaborative: they share their queries and keys"
         )
     for part in (block.q, block.k, block.v):
-        if refusal := _heads_refusal(part):
+        if refusal := heads_refusal(part):
             return refusal
     if any(isinstance(step, FullLengths) for step in block.steps):
         return Refusal("cache_lengths", "its operator reads the sequence lengths of a cache")
@@ -116,12 +116,8 @@ def emission_refusal(
 MASKS = (Mask, PositionBias, Weighted)
 
 
-def values_refusal(block: AttentionBlock) -> Refusal | None:
-    """Why the values of a block cannot be emitted in plain operators; None if they can."""
-    return _heads_refusal(block.v)
-
-
-def _heads_refusal(part: Projection) -> Refusal | None:
+def heads_refusal(part: Projection) -> Refusal | None:
+    """Why the heads of a projection cannot be emitted in plain operators; None if they can."""
     if part.weight is None or part.past is not None:
         return Refusal(
             "cached",
@@ -208,13 +204,13 @@ def _terms(part: Projection, heads: np.ndarray) -> _Terms:
 def _order(turn: RotaryTerm, first: np.ndarray, base: np.ndarray) -> np.ndarray:
     """The base element of each element of a term, which must be the same in each head."""
     columns, used = turn.columns[first], turn.gain[first] != 0
-    found = np.array([np.searchsorted(np.sort(b), c) for b, c in zip(base, columns, strict=True)])
     if np.array_equal(columns, base):
         return np.arange(base.shape[1])
-    found = np.where(used, found, 0)
-    if not (found == found[:1]).all() or not (used == used[:1]).all():
+    order = np.array([np.searchsorted(np.sort(b), c) for b, c in zip(base, columns, strict=True)])
+    order = np.where(used, order, 0)
+    if not (order == order[:1]).all() or not (used == used[:1]).all():
         raise _UnsupportedError("its rotary embedding has another order of elements in each head")
-    return found[0]
+    return order[0]
 
 
 def emit_heads(
@@ -416,14 +412,16 @@ def _logits_type(block: AttentionBlock, info: ShapeInfo) -> ir.DataType:
     """The widest precision between scores and softmax; some graphs use float32 only there."""
     softmax = [n.inputs[0] for n in block.nodes if n.op_type in ("Softmax", "BiasSoftmax", "Exp")]
     added = [step.value for step in block.steps if isinstance(step, PositionBias | Weighted)]
-    found = [dtype for value in (*softmax, *added) if (dtype := type_of(value, info))]
-    return max([block.q.dtype, *found], key=lambda dtype: dtype.itemsize)
+    dtypes = [dtype for value in (*softmax, *added) if (dtype := type_of(value, info))]
+    return max([block.q.dtype, *dtypes], key=lambda dtype: dtype.itemsize)
 
 
 def type_of(value: ir.Value | None, info: ShapeInfo) -> ir.DataType | None:
     """The element type of a value, if known."""
-    tensor = None if value is None else info.known.get(value)
-    return tensor.dtype if tensor is not None else None if value is None else value.dtype
+    if value is None:
+        return None
+    tensor = info.known.get(value)
+    return value.dtype if tensor is None else tensor.dtype
 
 
 def in_precision(make: Inserter, value: ir.Value, dtype: ir.DataType, info: ShapeInfo) -> ir.Value:

@@ -195,8 +195,9 @@ def _tokens_of(block: AttentionBlock) -> Iterator[tuple[ir.Node, ir.Value]]:
     """
     for part in (block.v, block.k, block.q):
         yield from ((node, part.input) for node in part.nodes)
-    made = [] if block.output is None else block.output.nodes
-    yield from ((node, block.x) for node in (*made, *(block.nodes if block.x is block.y else ())))
+    nodes = list(() if block.output is None else block.output.nodes)
+    nodes += block.nodes if block.x is block.y else ()
+    yield from ((node, block.x) for node in nodes)
 
 
 _Length = int | tuple[ir.Value, int, int]

@@ -42,7 +42,7 @@ Attention."""
 ROLES = ("query", "key", "value")
 
 SPREAD = frozenset({"Expand", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
-"""Operators whose output holds what their first input holds."""
+"""Operators whose output has the elements of their first input."""
 
 LOW: Mapping[ir.DataType, float] = {
     ir.DataType.FLOAT: -1e30,

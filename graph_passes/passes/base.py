@@ -27,8 +27,10 @@ from graph_passes.passes.invariants import Interface, check_invariants, interfac
 
 __all__ = [
     "AttentionPass",
+    "AttentionTargets",
     "BlockPass",
     "FeedForwardPass",
+    "FeedForwardTargets",
     "NoParams",
     "RewritePass",
     "pass_named",
@@ -38,6 +40,10 @@ __all__ = [
 
 Block = TypeVar("Block", AttentionBlock, FeedForwardBlock)
 Params = TypeVar("Params")
+
+AttentionTargets = Sequence[tuple[AttentionBlock, Params]]
+FeedForwardTargets = Sequence[tuple[FeedForwardBlock, Params]]
+"""Blocks to rewrite with their parameters, in order of execution."""
 
 _REGISTRY: dict[str, type[RewritePass]] = {}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -37,7 +37,7 @@ from graph_passes.factorize.cp import CollaborativeFactors, collaborative_factor
 from graph_passes.factorize.moments import TokenMoments, pool_moments
 from graph_passes.factorize.sparse import sparse_factors
 from graph_passes.matching.layout import only_consumer
-from graph_passes.passes.base import AttentionPass, small_shapes
+from graph_passes.passes.base import AttentionPass, AttentionTargets, small_shapes
 from graph_passes.passes.conditions import no_probabilities, rotary_or_norm
 from graph_passes.passes.decompose_attention import decompose_fused, decomposition_refusal
 from graph_passes.passes.invariants import Interface
@@ -56,7 +56,7 @@ class SharedDimensions(BaseModel):
         head_size: The mean number of dimensions that a head reads, for sparse mixing; None for
             dense mixing, in which every head reads all R.
         cache: Rewrite cached keys too, which changes inputs and outputs of the graph.
-        factors: The matrices; computed from the weights alone unless given. Not part of plan.json.
+        factors: The matrices; by default computed from the weights. Not part of plan.json.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -190,9 +190,7 @@ class Collaborate(AttentionPass[SharedDimensions]):
     def prepare(self, context: GraphContext) -> None:
         decompose_fused(context, self.targets.keys())
 
-    def rewrite(
-        self, targets: Sequence[tuple[AttentionBlock, SharedDimensions]], context: GraphContext
-    ) -> None:
+    def rewrite(self, targets: AttentionTargets[SharedDimensions], context: GraphContext) -> None:
         info = small_shapes(context)
         factored = [(block, params, _factors(block, params)) for block, params in targets]
         uses = Counter(id(factors.key) for _, _, factors in factored)
@@ -210,9 +208,7 @@ def _is_lossy(block: AttentionBlock, params: SharedDimensions) -> bool:
     return params.rank < block.q.num_heads * block.head_size or size < block.head_size
 
 
-def _equal_weights(
-    targets: Sequence[tuple[AttentionBlock, SharedDimensions]],
-) -> list[list[AttentionBlock]]:
+def _equal_weights(targets: AttentionTargets[SharedDimensions]) -> list[list[AttentionBlock]]:
     """Blocks grouped by equal query and key weights and equal parameters."""
     groups: dict[tuple[object, ...], list[AttentionBlock]] = {}
     for block, params in targets:
@@ -324,7 +320,7 @@ def factor(
         block: A block without a ``sharing_refusal``.
         rank: R, from 1 to H*K (exact there).
         head_size: For sparse mixing, the dimensions that a head reads on average, from 1 to K. No
-            head reads so many that it would outgrow K, or what the average needs.
+            head reads more than K, or than the padded size of the average allows.
         moments: Of the tokens the block sees; without them the weights alone are approximated.
         progress: See ``cp.collaborative_factors``.
 

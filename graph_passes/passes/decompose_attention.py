@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import ClassVar
 
 import numpy as np
@@ -16,7 +16,7 @@ from graph_passes.emit.attention import emit_heads, emit_softmax
 from graph_passes.emit.editing import Inserter, replace_uses
 from graph_passes.errors import Refusal
 from graph_passes.matching.find import find_attention
-from graph_passes.passes.base import AttentionPass, NoParams
+from graph_passes.passes.base import AttentionPass, AttentionTargets, NoParams
 
 __all__ = ["DecomposeAttention", "decompose_fused", "decomposition_refusal"]
 
@@ -42,9 +42,7 @@ class DecomposeAttention(AttentionPass[NoParams]):
     ) -> Refusal | None:
         return decomposition_refusal(block)
 
-    def rewrite(
-        self, targets: Sequence[tuple[AttentionBlock, NoParams]], context: GraphContext
-    ) -> None:
+    def rewrite(self, targets: AttentionTargets[NoParams], context: GraphContext) -> None:
         for block, _ in targets:
             _decompose(block)
 

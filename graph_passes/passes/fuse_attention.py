@@ -21,7 +21,7 @@ from graph_passes.context import GraphContext
 from graph_passes.emit.attention import TOKEN_LAYOUT, emission_refusal
 from graph_passes.emit.fused_attention import DOMAIN, LOW, OPSETS, FusedOperator, emit_fused_blocks
 from graph_passes.errors import Refusal
-from graph_passes.passes.base import AttentionPass, small_shapes
+from graph_passes.passes.base import AttentionPass, AttentionTargets, small_shapes
 from graph_passes.passes.collaborate import WEAK_FILL
 from graph_passes.passes.conditions import no_output_projection, rotary_or_norm
 from graph_passes.passes.invariants import Interface
@@ -77,9 +77,7 @@ class FuseAttention(AttentionPass[FusedOperator]):
         forms = {form for _, form in self._changed(context)}
         return before.with_opset(DOMAIN, 1) if forms - {"onnx"} else before
 
-    def rewrite(
-        self, targets: Sequence[tuple[AttentionBlock, FusedOperator]], context: GraphContext
-    ) -> None:
+    def rewrite(self, targets: AttentionTargets[FusedOperator], context: GraphContext) -> None:
         blocks = [block for block, _ in targets]
         emit_fused_blocks(context.model, self.targets, blocks, small_shapes(context))
 

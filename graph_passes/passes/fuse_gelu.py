@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -15,7 +15,7 @@ from graph_passes.blocks import FeedForwardBlock
 from graph_passes.context import GraphContext
 from graph_passes.emit.editing import Inserter, replace_uses
 from graph_passes.errors import Refusal
-from graph_passes.passes.base import FeedForwardPass, NoParams, small_shapes
+from graph_passes.passes.base import FeedForwardPass, FeedForwardTargets, NoParams, small_shapes
 from graph_passes.passes.invariants import Interface
 
 __all__ = ["FuseGelu", "gelu_refusal"]
@@ -52,9 +52,7 @@ class FuseGelu(FeedForwardPass[NoParams]):
     def expected_interface(self, before: Interface, context: GraphContext) -> Interface:
         return before.with_opset(DOMAIN, 1) if self.targets else before
 
-    def rewrite(
-        self, targets: Sequence[tuple[FeedForwardBlock, NoParams]], context: GraphContext
-    ) -> None:
+    def rewrite(self, targets: FeedForwardTargets[NoParams], context: GraphContext) -> None:
         opsets = context.model.opset_imports
         for block, _ in targets:
             gelu = _gelu(block, small_shapes(context), opsets)

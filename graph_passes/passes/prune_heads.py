@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import BeforeValidator, Field, TypeAdapter
@@ -19,7 +19,7 @@ from graph_passes.emit.attention import (
 )
 from graph_passes.emit.editing import Inserter
 from graph_passes.errors import InvalidArgument, Refusal
-from graph_passes.passes.base import AttentionPass, small_shapes
+from graph_passes.passes.base import AttentionPass, AttentionTargets, small_shapes
 from graph_passes.passes.conditions import caller_reads, no_output_projection, reused_elsewhere
 from graph_passes.passes.skip_attention import AffineMap, emit_skip, skip_refusal
 
@@ -74,32 +74,24 @@ class PruneHeads(AttentionPass[Sequence[int]]):
             return skip_refusal(block)
         return refusal
 
-    def rewrite(
-        self, targets: Sequence[tuple[AttentionBlock, Sequence[int]]], context: GraphContext
-    ) -> None:
+    def rewrite(self, targets: AttentionTargets[Sequence[int]], context: GraphContext) -> None:
         for block, mask in targets:
             _keep_heads(block, np.flatnonzero(np.asarray(mask)), small_shapes(context))
 
 
-def check_mask(name: str, mask: Sequence[int], heads: int) -> None:
-    """Check that a mask has a 0 or a 1 for each head.
+def check_mask(
+    name: str, mask: Sequence[int], size: int, part: Literal["head", "neuron"] = "head"
+) -> None:
+    """Check that a mask has an entry for each head or neuron of a block.
 
     Raises:
-        InvalidArgument: It has another length, or another entry.
+        InvalidArgument: It has another length.
     """
-    fix = "write 1 for each head that stays and 0 for each that is removed"
-    if len(mask) != heads:
+    if len(mask) != size:
         raise InvalidArgument(
-            f"the mask of {name} has {len(mask)} entries, expected {heads}: one for each head",
-            fix,
-            code="prune_heads.mask_length",
-        )
-    other = [entry for entry in mask if entry not in (0, 1)]
-    if other:
-        raise InvalidArgument(
-            f"the mask of {name} holds {other[0]!r}, expected 0 or 1",
-            fix,
-            code="prune_heads.mask_entry",
+            f"the mask of {name} has {len(mask)} entries, expected {size}: one for each {part}",
+            f"write 1 for each {part} that stays and 0 for each that is removed",
+            code=f"prune_{part}s.mask_length",
         )
 
 

@@ -18,16 +18,16 @@ from graph_passes.emit.attention import (
     emit_context,
     emit_output,
     emit_probabilities,
+    heads_refusal,
     in_precision,
     probabilities_by_head,
     probabilities_type,
     type_of,
-    values_refusal,
 )
 from graph_passes.emit.editing import Inserter
 from graph_passes.errors import CannotRewrite, InvalidArgument, Refusal
 from graph_passes.matching.equivalence import have_equal_masks
-from graph_passes.passes.base import AttentionPass, small_shapes
+from graph_passes.passes.base import AttentionPass, AttentionTargets, small_shapes
 from graph_passes.passes.conditions import (
     caller_reads,
     no_output_projection,
@@ -121,9 +121,7 @@ class ReuseAttention(AttentionPass[ReusedHeads]):
                         code="reuse_attention.source",
                     )
 
-    def rewrite(
-        self, targets: Sequence[tuple[AttentionBlock, ReusedHeads]], context: GraphContext
-    ) -> None:
+    def rewrite(self, targets: AttentionTargets[ReusedHeads], context: GraphContext) -> None:
         by_name = {block.name: block for block in self.find(context)}
         available = _Available(small_shapes(context), by_name)
         for block, heads in targets:
@@ -132,7 +130,7 @@ class ReuseAttention(AttentionPass[ReusedHeads]):
 
 def reuse_refusal(block: AttentionBlock, earlier: Sequence[AttentionBlock]) -> Refusal | None:
     """Why ``block`` cannot reuse the probabilities of any block of ``earlier``; None if it can."""
-    refusal = caller_reads(block) or no_output_projection(block) or values_refusal(block)
+    refusal = caller_reads(block) or no_output_projection(block) or heads_refusal(block.v)
     if refusal is not None:
         return refusal
     if block.reused:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -18,7 +18,7 @@ from graph_passes.context import GraphContext
 from graph_passes.emit.attention import TOKEN_LAYOUT, emit_affine, emit_constant
 from graph_passes.emit.editing import Inserter
 from graph_passes.errors import InvalidArgument, Refusal
-from graph_passes.passes.base import AttentionPass, small_shapes
+from graph_passes.passes.base import AttentionPass, AttentionTargets, small_shapes
 from graph_passes.passes.conditions import caller_reads, no_output_projection, reused_elsewhere
 
 if TYPE_CHECKING:
@@ -116,9 +116,7 @@ class SkipAttention(AttentionPass[Replacement]):
             _check_shapes(block, params.map)
         return refusal
 
-    def rewrite(
-        self, targets: Sequence[tuple[AttentionBlock, Replacement]], context: GraphContext
-    ) -> None:
+    def rewrite(self, targets: AttentionTargets[Replacement], context: GraphContext) -> None:
         for block, params in targets:
             emit_skip(block, params.map_for(block), small_shapes(context))
 

@@ -17,8 +17,8 @@ from graph_passes.emit.attention import (
     emit_heads,
     emit_output,
     emit_probabilities,
+    heads_refusal,
     probabilities_by_head,
-    values_refusal,
 )
 from graph_passes.emit.editing import Inserter, exposing
 from graph_passes.matching.find import find_attention
@@ -207,11 +207,11 @@ def code_of(block: AttentionBlock, info: ShapeInfo | None = None) -> str | None:
     return refusal and refusal.code
 
 
-def test_values_refusal_with_entangled_bias_is_none() -> None:
+def test_heads_refusal_of_values_with_entangled_bias_is_none() -> None:
     text = "\n sizes = ReduceSum <keepdims = 1> (q, last)\n m = Add(s, sizes)"
     block, _ = read(attention(mask=text))
     assert code_of(block) == "entangled_bias"
-    assert values_refusal(block) is None
+    assert heads_refusal(block.v) is None
 
 
 def test_emission_refusal_of_collaborative_heads() -> None:

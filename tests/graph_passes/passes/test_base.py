@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,6 +19,7 @@ from graph_passes.matching.find import find_attention
 from graph_passes.passes import base, decompose_attention
 from graph_passes.passes.base import (
     AttentionPass,
+    AttentionTargets,
     BlockPass,
     NoParams,
     RewritePass,
@@ -62,9 +63,7 @@ class RefuseAll(AttentionPass[NoParams]):
     ) -> Refusal | None:
         return Refusal("never", "it is refused on purpose")
 
-    def rewrite(
-        self, targets: Sequence[tuple[AttentionBlock, NoParams]], context: GraphContext
-    ) -> None:
+    def rewrite(self, targets: AttentionTargets[NoParams], context: GraphContext) -> None:
         raise AssertionError
 
 
