@@ -408,10 +408,7 @@ def variant(name: str) -> ir.Model:
     inputs, parts = VARIANTS[name]
     order = "sequence, batch" if name == "sequence first" else "batch, sequence"
     return attention(
-        inputs=inputs,
-        output_type=f"float[{order}, {D}] out",
-        constants=OPERANDS | ROTARY,
-        **parts,
+        inputs=inputs, output_type=f"float[{order}, {D}] out", constants=OPERANDS | ROTARY, **parts
     )
 
 

@@ -15,18 +15,7 @@ from graph_passes.matching.find import find_attention
 from graph_passes.passes.collaborate import Collaborate, SharedDimensions, factor, sharing_refusal
 from graph_passes.passes.invariants import check_invariants, interface
 from tests.errors import raises
-from tests.graph_passes.graphs import (
-    FUSED,
-    PARTS,
-    SCALE,
-    D,
-    H,
-    K,
-    V,
-    attention,
-    only,
-    weights,
-)
+from tests.graph_passes.graphs import FUSED, PARTS, SCALE, D, H, K, V, attention, only, weights
 
 EXACT = H * K
 

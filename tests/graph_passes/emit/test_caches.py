@@ -179,10 +179,7 @@ def test_find_attention_unsupported_cache_is_unmatched(case: str) -> None:
 
 @pytest.mark.parametrize(
     "scaled",
-    [
-        "pk9 = Mul(pk, root)\n k9 = Mul(k3, root)",
-        "pk9 = Identity(pk)\n k9 = Div(k3, one)",
-    ],
+    ["pk9 = Mul(pk, root)\n k9 = Mul(k3, root)", "pk9 = Identity(pk)\n k9 = Div(k3, one)"],
     ids=["both by the same", "neither"],
 )
 def test_find_attention_scaled_cache_is_certified(scaled: str) -> None:

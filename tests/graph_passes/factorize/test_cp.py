@@ -15,11 +15,7 @@ from tensorly.decomposition import parafac
 from tensorly.tenalg import unfolding_dot_khatri_rao
 
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
-from graph_passes.factorize.cp import (
-    CollaborativeFactors,
-    collaborative_factors,
-    relative_error,
-)
+from graph_passes.factorize.cp import CollaborativeFactors, collaborative_factors, relative_error
 from graph_passes.factorize.head_stack import HeadStack
 from graph_passes.factorize.moments import TokenMoments
 from tests.errors import raises

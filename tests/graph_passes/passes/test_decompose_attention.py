@@ -11,15 +11,7 @@ import pytest
 from graph_passes.blocks import Capped
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.decompose_attention import DecomposeAttention, decomposition_refusal
-from tests.graph_passes.graphs import (
-    PLAIN_INPUT,
-    D,
-    H,
-    attention,
-    fused_parts,
-    only,
-    run,
-)
+from tests.graph_passes.graphs import PLAIN_INPUT, D, H, attention, fused_parts, only, run
 from tests.graph_passes.layouts import ONE_KEY_HEAD
 from tests.graph_passes.operators import OPERATORS
 

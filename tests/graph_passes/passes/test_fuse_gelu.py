@@ -75,11 +75,7 @@ def test_fuse_gelu_of_similar_activation_is_refused(activation: str):
 
 @pytest.mark.parametrize(
     ("form", "code"),
-    [
-        ("gated by GELU", "gated"),
-        ("Gelu by com.microsoft", "fused"),
-        ("BiasGelu", "fused"),
-    ],
+    [("gated by GELU", "gated"), ("Gelu by com.microsoft", "fused"), ("BiasGelu", "fused")],
 )
 def test_gelu_refusal_has_a_code(form: str, code: str):
     model = build(FORMS[form])
