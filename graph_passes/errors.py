@@ -1,16 +1,7 @@
 """Exceptions of attnserve, and the refusals of rewrites.
 
-    AttnserveError                 exit code 2: bad input or usage, nothing written
-    ├── InvalidModel               the file or its graph cannot be read
-    ├── InvalidArgument            an argument has an invalid value
-    ├── InvalidData                calibration or evaluation data does not fit the model
-    ├── InvalidOutput              the output path exists, or cannot be written
-    ├── MissingExtra               an optional dependency is not installed
-    ├── CannotRewrite              a requested rewrite does not apply to the graph
-    ├── InvariantBroken            a rewritten graph breaks an invariant (a defect of attnserve)
-    └── CheckFailed                exit code 1: the command finished, and a check failed
-
-A graph without attention is not an error: ``find_attention`` returns ``Unmatched`` values.
+The exit code is 2 for bad input or usage, and 1 for a check that failed. A graph without attention
+is not an error: ``find_attention`` returns ``Unmatched`` values.
 """
 
 from __future__ import annotations

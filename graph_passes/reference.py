@@ -121,8 +121,8 @@ def _project(
     if projection.past is None:
         assert present is not None
         return present
-    held = values[projection.past.value].astype(np.float64)
-    past = projection.past.broadcast(held, batch, held.shape[projection.past.token_axis])
+    cached = values[projection.past.value].astype(np.float64)
+    past = projection.past.broadcast(cached, batch, cached.shape[projection.past.token_axis])
     return past if present is None else np.concatenate([past, present], axis=2)
 
 

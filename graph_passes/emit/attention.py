@@ -29,6 +29,7 @@ from graph_passes.blocks import (
     KeyMask,
     LogitStep,
     Mask,
+    Norm,
     PositionBias,
     Projection,
     RotaryTerm,
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 __all__ = [
+    "ENTANGLED_BIAS",
+    "TOKEN_LAYOUT",
     "emission_refusal",
     "emit_affine",
     "emit_constant",
@@ -51,17 +54,24 @@ __all__ = [
     "emit_probabilities",
     "emit_softmax",
     "emit_steps",
+    "heads_refusal",
     "in_precision",
     "probabilities_by_head",
     "probabilities_type",
     "type_of",
-    "values_refusal",
 ]
 
 SPLIT_ORDER = {False: [0, 2, 1, 3], True: [1, 2, 0, 3]}
 """From (B, T, H, K), or (T, B, H, K) where the sequence comes first, to (B, H, T, K)."""
 MERGE_ORDER = {False: [0, 2, 1, 3], True: [2, 0, 1, 3]}
 """From (B, H, S, V) back to (B, S, H, V) or (S, B, H, V)."""
+
+
+TOKEN_LAYOUT = Refusal("token_layout", "its tokens are not laid out as (batch, sequence, size)")
+
+ENTANGLED_BIAS = Refusal(
+    "entangled_bias", "its position bias is computed from its own queries or keys"
+)
 
 
 def emission_refusal(
@@ -86,14 +96,12 @@ def emission_refusal(
             "collaborative", "its heads are collaborative: they share their queries and keys"
         )
     for part in (block.q, block.k, block.v):
-        if reason := _heads_refusal(part):
-            return reason
+        if refusal := heads_refusal(part):
+            return refusal
     if any(isinstance(step, FullLengths) for step in block.steps):
         return Refusal("cache_lengths", "its operator reads the sequence lengths of a cache")
     if any(isinstance(step, PositionBias) and step.entangled for step in block.steps):
-        return Refusal(
-            "entangled_bias", "its position bias is computed from its own queries or keys"
-        )
+        return ENTANGLED_BIAS
     for mask in (step.value for step in block.steps if isinstance(step, MASKS)):
         shape = mask.shape if info is None else info.shape(mask)
         if info is not None and shape is None:
@@ -108,23 +116,19 @@ def emission_refusal(
 MASKS = (Mask, PositionBias, Weighted)
 
 
-def values_refusal(block: AttentionBlock) -> Refusal | None:
-    """Why the values of a block cannot be emitted in plain operators; None if they can."""
-    return _heads_refusal(block.v)
-
-
-def _heads_refusal(part: Projection) -> Refusal | None:
+def heads_refusal(part: Projection) -> Refusal | None:
+    """Why the heads of a projection cannot be emitted in plain operators; None if they can."""
     if part.weight is None or part.past is not None:
         return Refusal(
             "cached",
             "its cached keys and values are inputs of the graph, whose shapes would change",
         )
     if not (part.by_sequence or part.sequence_first):
-        return Refusal("token_layout", "its tokens are not laid out as (batch, sequence, size)")
+        return TOKEN_LAYOUT
     try:
         _terms(part, np.arange(part.num_heads))
-    except _UnsupportedError as unfit:
-        return Refusal("projection_layout", str(unfit))
+    except _UnsupportedError as error:
+        return Refusal("projection_layout", str(error))
     return None
 
 
@@ -200,13 +204,13 @@ def _terms(part: Projection, heads: np.ndarray) -> _Terms:
 def _order(turn: RotaryTerm, first: np.ndarray, base: np.ndarray) -> np.ndarray:
     """The base element of each element of a term, which must be the same in each head."""
     columns, used = turn.columns[first], turn.gain[first] != 0
-    found = np.array([np.searchsorted(np.sort(b), c) for b, c in zip(base, columns, strict=True)])
     if np.array_equal(columns, base):
         return np.arange(base.shape[1])
-    found = np.where(used, found, 0)
-    if not (found == found[:1]).all() or not (used == used[:1]).all():
+    order = np.array([np.searchsorted(np.sort(b), c) for b, c in zip(base, columns, strict=True)])
+    order = np.where(used, order, 0)
+    if not (order == order[:1]).all() or not (used == used[:1]).all():
         raise _UnsupportedError("its rotary embedding has another order of elements in each head")
-    return found[0]
+    return order[0]
 
 
 def emit_heads(
@@ -218,8 +222,7 @@ def emit_heads(
     """
     chosen = np.arange(part.num_heads) if heads is None else np.asarray(heads)
     terms = _terms(part, chosen)
-    dtype, (count, size) = part.dtype.numpy(), terms.base.shape
-    constant = _Constants(make, dtype)
+    dtype, (count, size) = part.dtype, terms.base.shape
     plain = (
         len(terms.rotary_terms) == 1
         and terms.rotary_terms[0][0].factor is None
@@ -235,78 +238,67 @@ def emit_heads(
         weight, bias = scale * matrix[:, terms.base] * turn.gain, scale * turn.offset
     else:
         weight = matrix[:, terms.base]
-    value = make.op("MatMul", [part.input, constant(weight.reshape(len(matrix), -1), "weight")],
-                    "product")  # fmt: skip
+    weight = make.constant(weight.reshape(len(matrix), -1), "weight", dtype)
+    value = make.op("MatMul", [part.input, weight], "product")
     if np.any(bias):
-        value = make.op("Add", [value, constant(bias.reshape(-1), "bias")], "biased")
-    value = make.op("Reshape", [value, _integers(make, [0, 0, count, size], "shape")], "heads")
+        value = make.op("Add", [value, make.constant(bias.reshape(-1), "bias", dtype)], "biased")
+    value = make.op("Reshape", [value, make.integers([0, 0, count, size], "shape")], "heads")
     value = make.op("Transpose", [value], "heads_apart", perm=SPLIT_ORDER[part.sequence_first])
     if part.norm is not None:
-        value = _apply_norm(constant, value, part.norm.epsilon, size, centered=part.norm.centered)
+        value = _apply_norm(make, value, part.norm, size, dtype)
     if not plain:
-        value = _apply_rotary_terms(constant, value, terms, scale, chosen)
+        value = _apply_rotary_terms(make, value, terms, scale, chosen, dtype)
     if not np.array_equal(terms.head_groups, np.arange(count)):  # grouped heads
-        value = make.op("Gather", [value, _integers(make, terms.head_groups, "groups")], "spread",
-                        axis=1)  # fmt: skip
+        groups = make.integers(terms.head_groups, "groups")
+        value = make.op("Gather", [value, groups], "spread", axis=1)
     return value
 
 
-@dataclass(frozen=True)
-class _Constants:
-    """Create constants of one element type."""
-
-    make: Inserter
-    dtype: np.dtype
-
-    def __call__(self, array: np.ndarray | float, name: str) -> ir.Value:
-        return self.make.constant(np.asarray(array).astype(self.dtype), name)
-
-
-def _integers(make: Inserter, numbers: Sequence[int] | np.ndarray | int, name: str) -> ir.Value:
-    return make.constant(np.asarray(numbers, np.int64), name)
-
-
 def _apply_norm(
-    constant: _Constants, value: ir.Value, epsilon: float, size: int, *, centered: bool
+    make: Inserter, value: ir.Value, norm: Norm, size: int, dtype: ir.DataType
 ) -> ir.Value:
     """Emit u / sqrt(mean(u^2) + epsilon) in float32, because squares overflow in float16.
 
     The mean is a matrix product, which does not depend on the opset. A centered norm uses
     LayerNormalization.
     """
-    make, dtype = constant.make, constant.dtype
-    single = _Constants(make, np.dtype(np.float32))
+    single = ir.DataType.FLOAT
     if half := dtype.itemsize < 4:
-        value = make.op("Cast", [value], "single", to=ir.DataType.FLOAT.value)
-    if centered:
-        ones = single(np.ones(size), "ones")
-        value = make.op("LayerNormalization", [value, ones], "normed", epsilon=epsilon)
+        value = make.op("Cast", [value], "single", to=single.value)
+    if norm.centered:
+        ones = make.constant(np.ones(size), "ones", single)
+        value = make.op("LayerNormalization", [value, ones], "normed", epsilon=norm.epsilon)
     else:
-        mean = single(np.full((size, 1), 1 / size), "mean")
+        mean = make.constant(np.full((size, 1), 1 / size), "mean", single)
         squared = make.op("Mul", [value, value], "squared")
         squares = make.op("MatMul", [squared, mean], "mean_square")
-        safe = make.op("Add", [squares, single(epsilon, "epsilon")], "safe")
+        safe = make.op("Add", [squares, make.constant(norm.epsilon, "epsilon", single)], "safe")
         value = make.op("Div", [value, make.op("Sqrt", [safe], "root")], "normed")
     if half:
-        value = make.op("Cast", [value], "half", to=ir.DataType.from_numpy(dtype).value)
+        value = make.op("Cast", [value], "half", to=dtype.value)
     return value
 
 
 def _apply_rotary_terms(
-    constant: _Constants, value: ir.Value, terms: _Terms, scale: float, heads: np.ndarray
+    make: Inserter,
+    value: ir.Value,
+    terms: _Terms,
+    scale: float,
+    heads: np.ndarray,
+    dtype: ir.DataType,
 ) -> ir.Value:
     """Emit the sum of factor * (gain * element + offset) over the terms."""
-    make = constant.make
     total: ir.Value | None = None
     for turn, order in terms.rotary_terms:
         term = value
         if not np.array_equal(order, np.arange(terms.base.shape[1])):
-            term = make.op("Gather", [term, _integers(make, order, "order")], "turn", axis=-1)
+            term = make.op("Gather", [term, make.integers(order, "order")], "turn", axis=-1)
         gain, offset = scale * turn.gain, scale * turn.offset
         if not (gain == 1).all():
-            term = make.op("Mul", [term, constant(_by_head(gain), "gain")], "gained")
+            term = make.op("Mul", [term, make.constant(_by_head(gain), "gain", dtype)], "gained")
         if offset.any():
-            term = make.op("Add", [term, constant(_by_head(offset), "offset")], "offset_term")
+            added = make.constant(_by_head(offset), "offset", dtype)
+            term = make.op("Add", [term, added], "offset_term")
         if turn.factor is not None:
             firsts = np.unique(terms.head_groups, return_index=True)[1]
             angles = _emit_angles(make, turn.factor, heads[firsts], turn.gain != 0)
@@ -365,8 +357,8 @@ def _emit_angles(
     for axis in reversed(range(len(roles))):  # last first: earlier axes keep their index
         index = roles[axis][1]
         if index is not None:
-            value = make.op("Gather", [value, _integers(make, index, "elements")], "angles",
-                            axis=axis)  # fmt: skip
+            elements = make.integers(index, "elements")
+            value = make.op("Gather", [value, elements], "angles", axis=axis)
     kept = [(role, index) for role, index in roles if role]
     wanted = ["batch", "head", "token", "element"]
     order = sorted(range(len(kept)), key=lambda i: wanted.index(kept[i][0]))
@@ -375,16 +367,15 @@ def _emit_angles(
     sizes = {role: 0 if index is None else len(index) for role, index in kept}
     sizes["token"] = -1  # 0 copies the batch, the first axis
     shape = [sizes.get(role, 1) for role in wanted]
-    return make.op("Reshape", [value, _integers(make, shape, "angles_shape")], "factor")
+    return make.op("Reshape", [value, make.integers(shape, "angles_shape")], "factor")
 
 
 def emit_probabilities(
     make: Inserter, block: AttentionBlock, heads: np.ndarray, info: ShapeInfo
 ) -> ir.Value:
     """Emit softmax(steps(scale q k^T)) of some heads, (B, H, S, T)."""
-    part = Inserter(make.graph, make.before, f"{make.prefix}/query")
-    q = emit_heads(part, block.q, block.scale, heads)
-    k = emit_heads(Inserter(make.graph, make.before, f"{make.prefix}/key"), block.k, 1.0, heads)
+    q = emit_heads(make.part("query"), block.q, block.scale, heads)
+    k = emit_heads(make.part("key"), block.k, 1.0, heads)
     keys = make.op("Transpose", [k], "keys", perm=[0, 1, 3, 2])
     logits = make.op("MatMul", [q, keys], "scores")
     return emit_softmax(make, block, logits, heads, info)
@@ -405,8 +396,8 @@ def emit_softmax(
     value = make.op("Softmax", [value], "softmax", axis=-1)
     guarded = block.logits is None or any(node.op_type == "IsNaN" for node in block.nodes)
     if guarded and any(_hides_rows(step) for step in block.steps):
-        zero, is_nan = make.constant(np.zeros((), dtype.numpy()), "zero"), [value]
-        parts = [make.op("IsNaN", is_nan, "is_nan"), zero, value]
+        zero = make.constant(0.0, "zero", dtype)
+        parts = [make.op("IsNaN", [value], "is_nan"), zero, value]
         value = make.op("Where", parts, "probabilities")
     value.type = ir.TensorType(dtype)
     return in_precision(make, value, probabilities_type(block, info), info)
@@ -421,23 +412,23 @@ def _logits_type(block: AttentionBlock, info: ShapeInfo) -> ir.DataType:
     """The widest precision between scores and softmax; some graphs use float32 only there."""
     softmax = [n.inputs[0] for n in block.nodes if n.op_type in ("Softmax", "BiasSoftmax", "Exp")]
     added = [step.value for step in block.steps if isinstance(step, PositionBias | Weighted)]
-    found = [dtype for value in (*softmax, *added) if (dtype := type_of(value, info))]
-    return max([block.q.dtype, *found], key=lambda dtype: dtype.itemsize)
+    dtypes = [dtype for value in (*softmax, *added) if (dtype := type_of(value, info))]
+    return max([block.q.dtype, *dtypes], key=lambda dtype: dtype.itemsize)
 
 
 def type_of(value: ir.Value | None, info: ShapeInfo) -> ir.DataType | None:
     """The element type of a value, if known."""
-    tensor = None if value is None else info.known.get(value)
-    return tensor.dtype if tensor is not None else None if value is None else value.dtype
+    if value is None:
+        return None
+    tensor = info.known.get(value)
+    return value.dtype if tensor is None else tensor.dtype
 
 
 def in_precision(make: Inserter, value: ir.Value, dtype: ir.DataType, info: ShapeInfo) -> ir.Value:
     """Cast a value to another precision, unless it has it or its own is unknown."""
     if type_of(value, info) in (None, dtype):
         return value
-    made = make.op("Cast", [value], "cast", to=dtype.value)
-    made.type = ir.TensorType(dtype)
-    return made
+    return make.op("Cast", [value], "cast", dtype=dtype, to=dtype.value)
 
 
 def _hides_rows(step: LogitStep) -> bool:
@@ -475,7 +466,7 @@ def _apply_step(make: Inserter, step: LogitStep, logits: ir.Value, rows: _Rows) 
     """Emit one step."""
 
     def number(value: float, name: str) -> ir.Value:
-        return make.constant(np.array(value, rows.dtype.numpy()), name)
+        return make.constant(value, name, rows.dtype)
 
     def operand(step: PositionBias | Weighted) -> ir.Value:
         return _as_logits(make, step, in_precision(make, step.value, rows.dtype, rows.info), rows)
@@ -522,50 +513,48 @@ def _as_logits(
     if step.axes is not None and tuple(step.axes) != tuple(range(len(step.axes))):
         short = len(step.axes) - len(shape)
         if short:
-            ones = _integers(make, [1] * short, "ones")
-            full = make.op("Concat", [ones, make.op("Shape", [value], "mask_shape")], "full",
-                           axis=0)  # fmt: skip
+            parts = [make.integers([1] * short, "ones"), make.op("Shape", [value], "mask_shape")]
+            full = make.op("Concat", parts, "full", axis=0)
             value = make.op("Reshape", [value, full], "mask_spread")
             shape = (1,) * short + shape
         value = make.op("Transpose", [value], "mask_in_order", perm=list(step.axes))
         shape = tuple(shape[axis] for axis in step.axes)
     heads = rows.block.num_heads
     if len(shape) == 3 and shape[0] > heads and shape[0] % heads == 0:  # (B*H, S, T)
-        ends = [_integers(make, [n], name) for n, name in ((1, "from"), (3, "to"))]
-        lengths = make.op("Slice", [make.op("Shape", [value], "mask_shape"), *ends], "lengths")
-        split = _integers(make, [-1, heads], "split")
-        value = make.op("Reshape", [value, make.op("Concat", [split, lengths], "by_head", axis=0)],
-                        "mask_by_head")  # fmt: skip
+        value = _split_heads(make, value, heads, "mask_by_head")
         shape = (shape[0] // heads, heads, *shape[1:])
     if len(shape) >= 3 and shape[-3] == heads > 1 and not rows.all:
-        index = _integers(make, rows.heads, "heads")
+        index = make.integers(rows.heads, "heads")
         value = make.op("Gather", [value, index], "mask_of_heads", axis=len(shape) - 3)
     return value
+
+
+def _split_heads(make: Inserter, value: ir.Value, heads: int, name: str) -> ir.Value:
+    """Reshape (B*H, S, T) to (B, H, S, T)."""
+    parts = [make.integers([-1, heads], "split"), make.lengths(value, 1, 3)]
+    return make.op("Reshape", [value, make.op("Concat", parts, "by_head", axis=0)], name)
 
 
 def _key_mask(make: Inserter, step: KeyMask) -> ir.Value:
     """Emit a mask (B, T) or (B, S, T) as (B, 1, 1 or S, T)."""
     allowed = make.op("Cast", [step.value], "allowed", to=ir.DataType.BOOL.value)
     shape = make.op("Shape", [step.value], "mask_shape")
-    ends = [_integers(make, [n], name) for n, name in ENDS]
+    ends = [make.integers([n], name) for n, name in ((0, "from"), (1, "to"), (4, "end"))]
     batch = make.op("Slice", [shape, *ends[:2]], "rows_of_mask")
     keys = make.op("Slice", [shape, *ends[1:]], "keys_of_mask")
-    one = _integers(make, [1] * (1 + step.queries), "ones")
+    one = make.integers([1] * (1 + step.queries), "ones")
     spread = make.op("Concat", [batch, one, keys], "spread", axis=0)
     return make.op("Reshape", [allowed, spread], "key_mask")
 
 
-ENDS = ((0, "from"), (1, "to"), (4, "end"))
-
-
 def _positions(make: Inserter, logits: ir.Value, axis: int, name: str) -> ir.Value:
     """Emit 0, 1, ... along an axis of the logits."""
-    ends = [_integers(make, n, label) for n, label in ((0, "first"), (1, "step"))]
+    ends = [make.integers(n, label) for n, label in ((0, "first"), (1, "step"))]
     return make.op("Range", [ends[0], _length(make, logits, axis), ends[1]], name)
 
 
 def _length(make: Inserter, logits: ir.Value, axis: int) -> ir.Value:
-    index = _integers(make, axis, "axis")
+    index = make.integers(axis, "axis")
     return make.op("Gather", [make.op("Shape", [logits], "shape"), index], "length")
 
 
@@ -573,8 +562,8 @@ def _before_end(make: Inserter, step: KeyLengths, logits: ir.Value) -> ir.Value:
     """Emit allowed[b, t] = t < lengths[b] + extra."""
     keys = _positions(make, logits, 3, "key_positions")
     lengths = make.op("Cast", [step.value], "lengths", to=ir.DataType.INT64.value)
-    rows = _integers(make, [-1, 1, 1, 1], "rows")
-    ends = make.op("Add", [lengths, _integers(make, step.extra, "extra")], "ends")
+    rows = make.integers([-1, 1, 1, 1], "rows")
+    ends = make.op("Add", [lengths, make.integers(step.extra, "extra")], "ends")
     return make.op("Less", [keys, make.op("Reshape", [ends, rows], "end_of_row")], "before_end")
 
 
@@ -584,8 +573,8 @@ def _causal(make: Inserter, logits: ir.Value, *, ends_together: bool) -> ir.Valu
     if ends_together:
         more = make.op("Sub", [_length(make, logits, 3), _length(make, logits, 2)], "more_keys")
         queries = make.op("Add", [queries, more], "query_ends")
-    ends = make.op("Add", [queries, _integers(make, 1, "one")], "ends")
-    ends = make.op("Reshape", [ends, _integers(make, [-1, 1], "column")], "end_of_query")  # S 1
+    ends = make.op("Add", [queries, make.integers(1, "one")], "ends")
+    ends = make.op("Reshape", [ends, make.integers([-1, 1], "column")], "end_of_query")  # S 1
     return make.op("Less", [_positions(make, logits, 3, "key_positions"), ends], "causal")
 
 
@@ -596,13 +585,9 @@ def probabilities_by_head(make: Inserter, block: AttentionBlock, info: ShapeInfo
     shape = info.shape(value)
     if shape is None or len(shape) == 4:
         return value
-    ends = [_integers(make, [n], name) for n, name in ((1, "from"), (3, "to"))]
-    lengths = make.op("Slice", [make.op("Shape", [value], "shape"), *ends], "lengths")
-    split = _integers(make, [-1, block.num_heads], "split")
-    apart = make.op("Concat", [split, lengths], "by_head", axis=0)
-    made = make.op("Reshape", [value, apart], "probabilities_by_head")
-    made.type = ir.TensorType(probabilities_type(block, info))
-    return made
+    apart = _split_heads(make, value, block.num_heads, "probabilities_by_head")
+    apart.type = ir.TensorType(probabilities_type(block, info))
+    return apart
 
 
 def emit_context(
@@ -613,13 +598,11 @@ def emit_context(
     info: ShapeInfo,
 ) -> ir.Value:
     """Emit probabilities (B, H, S, T) @ v of some heads, (B, H, S, V)."""
-    values = Inserter(make.graph, make.before, f"{make.prefix}/value")
-    v = emit_heads(values, block.v, block.v.scale, heads)
+    v = emit_heads(make.part("value"), block.v, block.v.scale, heads)
     v.type = ir.TensorType(block.v.dtype)
     dtype = type_of(probabilities, info) or block.v.dtype
-    context = make.op("MatMul", [probabilities, in_precision(make, v, dtype, info)], "context")
-    context.type = ir.TensorType(dtype)
-    return context
+    v = in_precision(make, v, dtype, info)
+    return make.op("MatMul", [probabilities, v], "context", dtype=dtype)
 
 
 def emit_output(
@@ -629,8 +612,8 @@ def emit_output(
     output = block.output
     assert output is not None
     merged = make.op("Transpose", [context], "by_token", perm=MERGE_ORDER[output.sequence_first])
-    merged = make.op("Reshape", [merged, _integers(make, [0, 0, -1], "merged")], "merged_heads")
-    merged.type = context.type
+    shape = make.integers([0, 0, -1], "merged")
+    merged = make.op("Reshape", [merged, shape], "merged_heads", dtype=context.dtype)
     rows = output.matrix()[output.rows[heads]]  # H V D
     emit_affine(make, merged, rows.reshape(-1, rows.shape[-1]), output.offset(), output.output,
                 info)  # fmt: skip
@@ -650,12 +633,13 @@ def emit_affine(
         The product.
     """
     dtype = type_of(old, info) or ir.DataType.FLOAT
-    constant, tokens = _Constants(make, dtype.numpy()), in_precision(make, tokens, dtype, info)
-    value = make.op("MatMul", [tokens, constant(weight, "output_weight")], "output_product")
+    factors = [in_precision(make, tokens, dtype, info),
+               make.constant(weight, "output_weight", dtype)]  # fmt: skip
+    value = make.op("MatMul", factors, "output_product")
     product = value.producer()
     assert product is not None
     if bias.any():
-        value = make.op("Add", [value, constant(bias, "output_bias")], "output")
+        value = make.op("Add", [value, make.constant(bias, "output_bias", dtype)], "output")
     _replace(make, old, value, weight.shape[1], info)
     return product
 
@@ -669,15 +653,13 @@ def emit_constant(
 ) -> None:
     """Replace ``old`` by the bias, expanded to ``tokens`` (B, S, N)."""
     dtype = type_of(old, info) or ir.DataType.FLOAT
-    value = make.constant(bias.astype(dtype.numpy()), "output_bias")
-    ends = [_integers(make, [n], name) for n, name in ((0, "from"), (2, "to"))]
-    lengths = make.op("Slice", [make.op("Shape", [tokens], "shape"), *ends], "lengths")
-    width = _integers(make, [len(bias)], "width")
-    shape = make.op("Concat", [lengths, width], "output_shape", axis=0)
+    value = make.constant(bias, "output_bias", dtype)
+    lengths = [make.lengths(tokens, 0, 2), make.integers([len(bias)], "width")]
+    shape = make.op("Concat", lengths, "output_shape", axis=0)
     _replace(make, old, make.op("Expand", [value, shape], "output"), len(bias), info)
 
 
 def _replace(make: Inserter, old: ir.Value, new: ir.Value, width: int, info: ShapeInfo) -> None:
     if len(info.shape(old) or ()) == 2:  # tokens are flattened here
-        new = make.op("Reshape", [new, _integers(make, [-1, width], "flat")], "flat_output")
+        new = make.op("Reshape", [new, make.integers([-1, width], "flat")], "flat_output")
     replace_uses(old, new)

@@ -86,9 +86,9 @@ def has_separate_heads(part: Projection) -> bool:
 
 def _ends_in_scores(block: AttentionBlock, cache: Cache) -> bool:
     """Whether cached keys are read by the scores only, except for their batch and length."""
-    held = {*cache.past, cache.present}
+    cached = {*cache.past, cache.present}
     end = block.context if block.logits is None else block.logits
-    pending, seen = list(held), set[ir.Node]()
+    pending, seen = list(cached), set[ir.Node]()
     while pending:
         value = pending.pop()
         if value.is_graph_output() and value is not cache.present:
@@ -97,9 +97,9 @@ def _ends_in_scores(block: AttentionBlock, cache: Cache) -> bool:
             seen.add(node)
             if len(seen) > MOST_READERS:
                 return False
-            if value in held and node.op_type == "Shape" and _takes_no_width(node):
+            if value in cached and node.op_type == "Shape" and _takes_no_width(node):
                 continue
-            pending += [made for made in node.outputs if made is not end]
+            pending += [output for output in node.outputs if output is not end]
     return True
 
 

@@ -12,8 +12,8 @@ columns of P and Q are ordered by head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
@@ -58,9 +58,9 @@ def dense_logits(
     make: Inserter, block: AttentionBlock, factors: CollaborativeFactors, cache: Cache | None
 ) -> ir.Value:
     """Emit logits (B, H, S, T) of dense mixing, with a cache of shared keys if given."""
-    weight = _Weights(make, block)
+    weight = partial(make.constant, dtype=block.q.dtype)
     rank, heads = factors.rank, block.q.num_heads
-    scale = weight(np.array(block.scale), "scale")
+    scale = weight(block.scale, "scale")
     q = make.op("MatMul", [block.x, weight(factors.query, "query_weight")], "query")  # B S R
     q = _one_head(make, make.op("Mul", [q, scale], "scaled_query"), rank, "query_tokens")
     mixing = weight(factors.mixing.reshape(heads, 1, rank), "mixing")
@@ -93,10 +93,10 @@ def sparse_logits(
         shared: Other blocks share W~Q and W~K but have another content. The content is then
             concatenated to W~K in the graph instead of in the weight.
     """
-    weight = _Weights(make, block)
+    weight = partial(make.constant, dtype=block.q.dtype)
     heads, size = len(factors.mixing), padded_head_size(factors)
     layout = _layout_of(factors, size, gather=shared)
-    scale = weight(np.array(block.scale), "scale")
+    scale = weight(block.scale, "scale")
     q = make.op("MatMul", [block.x, weight(layout.query, "query_weight")], "query")
     q = make.op("Mul", [q, scale], "scaled_query")
     if layout.constant.any():  # a column of ones, for the content
@@ -112,12 +112,12 @@ def sparse_logits(
         mixing = weight(layout.mixing.reshape(heads * size, 1), "mixing")
         q = make.op("Mul", [q, mixing], "mixed_query")
         k = _gathered(make, k, layout.key_columns, "key")  # B H*K' T
-        rows = _shape(make, [0, heads, size, -1], "rows_apart")
+        rows = make.integers([0, heads, size, -1], "rows_apart")
         q = make.op("Reshape", [q, rows], "query_rows")
         q = make.op("Transpose", [q], "queries", perm=[0, 1, 3, 2])
         k = make.op("Reshape", [k, rows], "keys")
     else:
-        apart = _shape(make, [0, 0, heads, size], "heads_apart")
+        apart = make.integers([0, 0, heads, size], "heads_apart")
         q = make.op("Reshape", [q, apart], "queries_apart")
         q = make.op("Transpose", [q], "queries", perm=[0, 2, 1, 3])
         k = make.op("Reshape", [k, apart], "keys_apart")
@@ -170,27 +170,14 @@ def _layout_of(factors: CollaborativeFactors, size: int, *, gather: bool) -> _Sp
 def _gathered(make: Inserter, tokens: ir.Value, columns: np.ndarray, name: str) -> ir.Value:
     """Gather columns of (B, T, N) as rows (B, H*K', T)."""
     rows = make.op("Transpose", [tokens], f"{name}_by_column", perm=[0, 2, 1])
-    indices = make.constant(columns.reshape(-1), f"{name}_columns")
+    indices = make.integers(columns.reshape(-1), f"{name}_columns")
     return make.op("Gather", [rows, indices], f"{name}_of_heads", axis=1)
-
-
-class _Weights:
-    """Create constants in the type of a block's weights."""
-
-    def __init__(self, make: Inserter, block: AttentionBlock) -> None:
-        self.make, self.dtype = make, block.q.dtype.numpy()
-
-    def __call__(self, array: np.ndarray, name: str) -> ir.Value:
-        return self.make.constant(array.astype(self.dtype), name)
-
-
-def _shape(make: Inserter, lengths: Sequence[int], name: str) -> ir.Value:
-    return make.constant(np.array(lengths, np.int64), name)
 
 
 def _one_head(make: Inserter, value: ir.Value, columns: int, name: str) -> ir.Value:
     """Reshape tokens (B, T, columns) to (B, 1, T, columns)."""
-    return make.op("Reshape", [value, _shape(make, [0, 1, -1, columns], f"{name}_shape")], name)
+    shape = make.integers([0, 1, -1, columns], f"{name}_shape")
+    return make.op("Reshape", [value, shape], name)
 
 
 def _through_cache(
@@ -200,7 +187,8 @@ def _through_cache(
     make = Inserter(block.graph, cache.join, f"{block.name}/collaborative")
     rank, width = factors.rank, cache_width(factors)
     both = np.concatenate([factors.key, factors.content.T], axis=1)[:, :width]  # E R or E R+H
-    key = make.op("MatMul", [block.y, _Weights(make, block)(both, "key_weight")], "key")
+    weight = make.constant(both, "key_weight", block.q.dtype)
+    key = make.op("MatMul", [block.y, weight], "key")
     new = _one_head(make, key, width, "key_tokens")
     present = make.op("Concat", [cache.join.inputs[0], new], "present_key", axis=2)
     for value, old in ((present, cache.present), *((past, past) for past in cache.past)):
@@ -209,8 +197,8 @@ def _through_cache(
     replace_uses(cache.present, present)
     if width == rank:
         return present, None
-    axis = make.constant(np.array([3], np.int64), "last")
-    ends = [make.constant(np.array([n], np.int64), f"at_{n}") for n in (0, rank, width)]
+    axis = make.integers([3], "last")
+    ends = [make.integers([n], f"at_{n}") for n in (0, rank, width)]
     return (
         make.op("Slice", [present, *ends[:2], axis], "cached_key"),
         make.op("Slice", [present, *ends[1:], axis], "cached_content"),

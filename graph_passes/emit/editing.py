@@ -43,6 +43,10 @@ class Inserter:
         self.prefix = prefix
         self._taken = _names(graph)
 
+    def part(self, name: str) -> Inserter:
+        """An inserter before the same node, with the prefix ``prefix/name``."""
+        return Inserter(self.graph, self.before, f"{self.prefix}/{name}")
+
     def op(
         self,
         op_type: str,
@@ -50,10 +54,18 @@ class Inserter:
         name: str,
         *,
         domain: str = "",
+        dtype: ir.DataType | None = None,
         **attributes: Any,
     ) -> ir.Value:
-        """Insert an operator with one output, named ``prefix/name``."""
-        return self.ops(op_type, inputs, (name,), domain=domain, **attributes)[0]
+        """Insert an operator with one output, named ``prefix/name``.
+
+        Args:
+            dtype: The element type of the output, if known.
+        """
+        output = self.ops(op_type, inputs, (name,), domain=domain, **attributes)[0]
+        if dtype is not None:
+            output.type = ir.TensorType(dtype)
+        return output
 
     def ops(
         self,
@@ -75,10 +87,13 @@ class Inserter:
         self.graph.insert_before(self.before, node)
         return node.outputs
 
-    def constant(self, array: np.ndarray, name: str) -> ir.Value:
-        """Add an initializer named ``prefix/name``."""
-        unique = self._unique(name)
-        tensor = ir.tensor(array.copy(order="C"), name=unique)
+    def constant(
+        self, array: np.ndarray | float, name: str, dtype: ir.DataType | None = None
+    ) -> ir.Value:
+        """Add an initializer named ``prefix/name``, converted to ``dtype`` if given."""
+        unique, array = self._unique(name), np.asarray(array)
+        array = array.copy(order="C") if dtype is None else array.astype(dtype.numpy(), order="C")
+        tensor = ir.tensor(array, name=unique)
         value = ir.Value(
             name=unique,
             shape=ir.Shape(array.shape),
@@ -87,6 +102,15 @@ class Inserter:
         )
         self.graph.register_initializer(value)
         return value
+
+    def integers(self, numbers: Sequence[int] | np.ndarray | int, name: str) -> ir.Value:
+        """Add an initializer of type int64."""
+        return self.constant(np.asarray(numbers), name, ir.DataType.INT64)
+
+    def lengths(self, value: ir.Value, first: int, last: int) -> ir.Value:
+        """Insert ``shape(value)[first:last]``."""
+        ends = [self.integers([axis], name) for axis, name in ((first, "from"), (last, "to"))]
+        return self.op("Slice", [self.op("Shape", [value], "shape"), *ends], "lengths")
 
     def _unique(self, name: str) -> str:
         candidate, count = f"{self.prefix}/{name}", 1
@@ -129,19 +153,19 @@ def redirect_shapes(model: ir.Model, blocks: Iterable[AttentionBlock]) -> None:
     Exporters read batch and length from the shape of a layer's queries or keys. The tokens have the
     same batch and length.
     """
-    asked = [
-        (user, tokens)
+    readers = {
+        user: tokens
         for block in blocks
         for node, tokens in _tokens_of(block)
         if node.graph is not None
-        for user in _asked(node)
+        for user in _shape_readers(node)
         if user.graph is block.graph
-    ]
-    if not asked:
+    }
+    if not readers:
         return
     runs = [infer_shapes_small(model, batch=b, sequence=s) for b, s in ((2, 5), (3, 7))]
     place = {node: index for index, node in enumerate(model.graph.all_nodes())}
-    for node, tokens in dict(asked).items():
+    for node, tokens in readers.items():
         maker = tokens.producer()
         if maker is not None and place.get(maker, -1) > place[node]:
             continue  # the tokens are computed after their length is read (cached decoders)
@@ -154,14 +178,14 @@ def redirect_shapes(model: ir.Model, blocks: Iterable[AttentionBlock]) -> None:
     remove_unused(model)
 
 
-def _asked(node: ir.Node) -> Iterator[ir.Node]:
+def _shape_readers(node: ir.Node) -> Iterator[ir.Node]:
     """All Shape nodes that read outputs of a node, also through layout nodes."""
     for value in node.outputs:
         for user, _ in value.uses():
             if user.op_type == "Shape":
                 yield user
             elif user.op_type in LAID_OUT:
-                yield from _asked(user)
+                yield from _shape_readers(user)
 
 
 def _tokens_of(block: AttentionBlock) -> Iterator[tuple[ir.Node, ir.Value]]:
@@ -171,8 +195,9 @@ def _tokens_of(block: AttentionBlock) -> Iterator[tuple[ir.Node, ir.Value]]:
     """
     for part in (block.v, block.k, block.q):
         yield from ((node, part.input) for node in part.nodes)
-    made = [] if block.output is None else block.output.nodes
-    yield from ((node, block.x) for node in (*made, *(block.nodes if block.x is block.y else ())))
+    nodes = list(() if block.output is None else block.output.nodes)
+    nodes += block.nodes if block.x is block.y else ()
+    yield from ((node, block.x) for node in nodes)
 
 
 _Length = int | tuple[ir.Value, int, int]
@@ -203,18 +228,15 @@ def _replace_shape(node: ir.Node, sources: Sequence[_Length]) -> None:
     first = node.attributes.get_int("start", 0)
     last = node.attributes.get_int("end", len(sources))
     parts: list[ir.Value] = []
-
-    def number(value: int, name: str) -> ir.Value:
-        return make.constant(np.array([value], np.int64), name)
-
     for source in list(sources)[first:last]:
         if isinstance(source, int):
-            parts.append(number(source, "length"))
+            parts.append(make.integers([source], "length"))
             continue
         tokens, axis, times = source
-        ends = [number(axis, "from"), number(axis + 1, "to")]
-        part = make.op("Slice", [make.op("Shape", [tokens], "shape"), *ends], "length")
-        parts.append(part if times == 1 else make.op("Mul", [part, number(times, "times")], "many"))
+        part = make.lengths(tokens, axis, axis + 1)
+        if times != 1:
+            part = make.op("Mul", [part, make.integers([times], "times")], "many")
+        parts.append(part)
     replace_uses(node.outputs[0], make.op("Concat", parts, "lengths", axis=0))
 
 
@@ -225,11 +247,11 @@ def share_constants(model: ir.Model, *, since: Collection[str]) -> None:
         since: Names of the constants before the rewrite; these are kept.
     """
     for graph in model.graphs():
-        given = [value for value in graph.initializers.values() if not _is_seen(value)]
-        new = [value for value in given if value.name not in since]
+        constants = [value for value in graph.initializers.values() if not _is_external(value)]
+        new = [value for value in constants if value.name not in since]
         kinds = {_kind(value) for value in new}
         alike: dict[Hashable, list[ir.Value]] = {}
-        for value in given:
+        for value in constants:
             if value.name in since and _kind(value) in kinds:  # do not load others from disk
                 alike.setdefault(_sample(value), []).append(value)
         for value in new:
@@ -242,7 +264,7 @@ def share_constants(model: ir.Model, *, since: Collection[str]) -> None:
             del graph.initializers[value.name or ""]
 
 
-def _is_seen(value: ir.Value) -> bool:
+def _is_external(value: ir.Value) -> bool:
     """Whether a value is an input or output of the graph, or has no data."""
     return value.const_value is None or value.is_graph_output() or value.is_graph_input()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -42,16 +42,16 @@ Attention."""
 ROLES = ("query", "key", "value")
 
 SPREAD = frozenset({"Expand", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
-"""Operators whose output holds what their first input holds."""
+"""Operators whose output has the elements of their first input."""
 
 LOW: Mapping[ir.DataType, float] = {
     ir.DataType.FLOAT: -1e30,
     ir.DataType.FLOAT16: -3e4,
     ir.DataType.BFLOAT16: -1e30,
 }
-"""What hides a key, by the precision of the heads. -inf would make NaN of a query that sees no key.
-The least of all floats would overflow to it beside a negative score, or beside a second mask that
-the operator adds (its own causal one, say); of these, two and a score have room."""
+"""The bias of a hidden key, by the precision of the heads. -inf would give NaN for a query without
+keys. The lowest float would overflow to -inf when it is added to a negative score or to a second
+mask, e.g. the causal mask of the operator. The sum of two of these and a score is finite."""
 
 
 def emit_fused_blocks(
@@ -75,7 +75,7 @@ def emit_fused_blocks(
 
 
 def _in_order(model: ir.Model, blocks: Iterable[AttentionBlock]) -> list[AttentionBlock]:
-    """By the order of the products in front of which they are written."""
+    """Sort blocks by their output products, before which they are emitted."""
     nodes = ir.traversal.RecursiveGraphIterator(model.graph)
     place = {node: index for index, node in enumerate(nodes)}
     return sorted(blocks, key=lambda block: place[_product(block)])
@@ -90,74 +90,74 @@ def _product(block: AttentionBlock) -> ir.Node:
 
 
 def _is_causal(block: AttentionBlock) -> bool:
-    """Whether the operator's own attribute says it: for S = T alone, both readings are one."""
+    """Whether the causal attribute of the operator applies; its definitions agree only if S = T."""
     return block.kind == "self" and any(isinstance(step, Causal) for step in block.steps)
 
 
 def _biases(
     model: ir.Model, blocks: Sequence[AttentionBlock], info: ShapeInfo
 ) -> dict[str, ir.Value]:
-    """What is added to the scores of each block that has more than a causal mask, by its name.
+    """The bias of the scores of each block that has more than a causal mask, by name.
 
-    Blocks with the same masks, of sequences as long, have one between them, in front of the first.
+    Blocks with equal masks and lengths share one bias, which is emitted before the first of them.
     """
     distinct_lengths = infer_shapes_small(model, batch=3, sequence=7, distinct_lengths=True)
-    made: dict[Hashable, ir.Value] = {}
+    emitted: dict[Hashable, ir.Value] = {}
     biases: dict[str, ir.Value] = {}
     for block in blocks:
         causal = _is_causal(block)
         steps = [
             _hiding(step)
             for step in block.steps
-            if not (causal and isinstance(step, Causal)) and not _is_nothing(step)
+            if not (causal and isinstance(step, Causal)) and not _hides_nothing(step)
         ]
         if not steps:
             continue
-        same = [(type(step), *vars(step).items()) for step in steps]
+        masks = [(type(step), *vars(step).items()) for step in steps]
         lengths = _lengths(block, steps, (info, distinct_lengths))
-        heads = block.num_heads if any(_by_head(step, info) for step in steps) else 1
-        key = (block.graph, heads, block.q.dtype, *same, lengths)
-        if key not in made:
-            made[key] = _emit_bias(replace(block, steps=tuple(steps)), info)
-        biases[block.name] = made[key]
+        heads = block.num_heads if any(_may_differ_by_head(step, info) for step in steps) else 1
+        key = (block.graph, heads, block.q.dtype, *masks, lengths)
+        if key not in emitted:
+            emitted[key] = _emit_bias(replace(block, steps=tuple(steps)), info)
+        biases[block.name] = emitted[key]
     return biases
 
 
-def _is_nothing(step: LogitStep) -> bool:
-    """Whether a mask hides no key, however many there are: exporters write one for images."""
+def _hides_nothing(step: LogitStep) -> bool:
+    """Whether a mask hides no key at any length; exporters write such masks for images."""
     match step:
         case Mask():
-            return _everywhere(step.value) == step.keep
+            return _uniform_element(step.value) == step.keep
         case PositionBias():
-            return _everywhere(step.value) == 0
+            return _uniform_element(step.value) == 0
         case _:
             return False
 
 
-def _everywhere(value: ir.Value | None) -> float | None:
-    """The one number that a value holds, where the graph itself says so."""
+def _uniform_element(value: ir.Value | None) -> float | None:
+    """The number that all elements of a value are equal to; None if unknown."""
     if value is None:
         return None
     if is_constant(value):
-        held = constant_array(value)
-        return float(held.flat[0]) if held.size and (held == held.flat[0]).all() else None
+        array = constant_array(value)
+        return float(array.flat[0]) if array.size and (array == array.flat[0]).all() else None
     node = value.producer()
     if node is None or node.domain:
         return None
     if node.op_type in SPREAD:
-        return _everywhere(node.inputs[0])
-    if node.op_type == "Where" and (condition := _everywhere(node.inputs[0])) is not None:
-        return _everywhere(node.inputs[1 if condition else 2])
+        return _uniform_element(node.inputs[0])
+    if node.op_type == "Where" and (condition := _uniform_element(node.inputs[0])) is not None:
+        return _uniform_element(node.inputs[1 if condition else 2])
     return None
 
 
 def _hiding(step: LogitStep) -> LogitStep:
-    """A step that sets scores to a low number hides them, whatever the number."""
+    """The same mask with -inf for hidden keys: the original number does not matter."""
     return replace(step, fill=-np.inf) if isinstance(step, Mask | KeyLengths) else step
 
 
-def _by_head(step: LogitStep, info: ShapeInfo) -> bool:
-    """Whether a step may tell heads apart: then layers of other heads have a bias of their own."""
+def _may_differ_by_head(step: LogitStep, info: ShapeInfo) -> bool:
+    """Whether a step may differ between heads, so that its bias depends on their number."""
     if not isinstance(step, Mask | PositionBias):
         return not isinstance(step, KeyMask | KeyLengths | Causal)
     shape = info.shape(step.value)
@@ -169,10 +169,10 @@ def _by_head(step: LogitStep, info: ShapeInfo) -> bool:
 def _lengths(
     block: AttentionBlock, steps: Sequence[LogitStep], runs: Sequence[ShapeInfo]
 ) -> Hashable:
-    """The same for blocks whose S and T are the same: a mask by keys alone does not tell S.
+    """A key that is equal for blocks with equal S and T; a mask by keys does not determine S.
 
-    Axes of two names may have to be as long as each other: then shapes at lengths apart are not
-    known, but the queries of self-attention are as many as the keys that its mask counts.
+    If axes with different names must have equal lengths, shapes at distinct lengths are unknown.
+    Self-attention still has as many queries as its mask has keys.
     """
     if block.kind == "self" and any(_counts_keys(step, runs[0]) for step in steps):
         return "as many as the mask has keys"
@@ -183,31 +183,23 @@ def _lengths(
 
 
 def _counts_keys(step: LogitStep, info: ShapeInfo) -> bool:
-    """Whether the last axis of a mask is that of the keys, not one that is spread over them."""
+    """Whether the last axis of a mask has the length of the keys and is not broadcast."""
     if isinstance(step, Mask | PositionBias) and step.axes is None:
         return (info.shape(step.value) or (1,))[-1] > 1
     return isinstance(step, KeyMask)
 
 
 def _emit_bias(block: AttentionBlock, info: ShapeInfo) -> ir.Value:
-    """max(steps(0), LOW), (B or 1, H or 1, S, T): the operators spread only the first two axes."""
-    make = Inserter(block.graph, _product(block), f"{block.name}/fused")
-    ends = [make.constant(np.array([n], np.int64), name) for n, name in ((1, "from"), (2, "to"))]
-    ones = make.constant(np.ones(2, np.int64), "ones")
-    lengths = [
-        make.op("Slice", [make.op("Shape", [tokens], "shape"), *ends], "length")
-        for tokens in dict.fromkeys((block.x, block.y))
-    ]
-    shape = make.op("Concat", [ones, lengths[0], lengths[-1]], "mask_shape", axis=0)  # 1 1 S T
-    dtype = block.q.dtype
-    zero = make.constant(np.zeros((), dtype.numpy()), "zero")
-    logits = make.op("Expand", [zero, shape], "no_mask")
-    logits.type = ir.TensorType(dtype)
+    """Emit max(steps(0), LOW), (B or 1, H or 1, S, T); operators broadcast the first two axes."""
+    make, dtype = Inserter(block.graph, _product(block), f"{block.name}/fused"), block.q.dtype
+    lengths = [make.lengths(tokens, 1, 2) for tokens in dict.fromkeys((block.x, block.y))]
+    sizes = [make.integers([1, 1], "ones"), lengths[0], lengths[-1]]
+    shape = make.op("Concat", sizes, "mask_shape", axis=0)  # 1 1 S T
+    zero = make.constant(0.0, "zero", dtype)
+    logits = make.op("Expand", [zero, shape], "no_mask", dtype=dtype)
     mask = emit_steps(make, block, logits, np.arange(block.num_heads), info)
-    low = make.constant(np.array(LOW[dtype], dtype.numpy()), "low")
-    mask = make.op("Max", [mask, low], "mask")
-    mask.type = ir.TensorType(dtype)
-    return mask
+    low = make.constant(LOW[dtype], "low", dtype)
+    return make.op("Max", [mask, low], "mask", dtype=dtype)
 
 
 # ---- the operator -------------------------------------------------------------------------------
@@ -219,44 +211,39 @@ def _fuse(
     output, dtype = block.output, block.q.dtype
     assert output is not None
     make = Inserter(block.graph, _product(block), f"{block.name}/fused")
-
-    def constant(array: np.ndarray, name: str) -> ir.Value:
-        return make.constant(array.astype(dtype.numpy()), name)
-
-    weights, offsets = zip(
-        *(_side_by_side(part, scale) for part, scale in
-          ((block.q, 1.0), (block.k, 1.0), (block.v, block.v.scale))),
-        strict=True,
-    )  # fmt: skip
+    scaled = ((block.q, 1.0), (block.k, 1.0), (block.v, block.v.scale))
+    weights, offsets = zip(*(_side_by_side(*part) for part in scaled), strict=True)
     offset = np.concatenate(offsets)
     inputs: list[ir.Value | None]
     attributes: dict[str, Any] = {"scale": float(block.scale)}
     if form == "onnx":
-        inputs = [*_projected(make, block, weights, constant, offsets), bias]
+        inputs = [*_projected(make, block, weights, offsets), bias]
         attributes |= {"q_num_heads": block.num_heads, "kv_num_heads": block.num_heads}
         attributes |= {"is_causal": 1} if _is_causal(block) else {}
         operator, domain = "Attention", ""
     else:
         # Without a bias, even of zeros, ONNX Runtime's Attention crashes on the CPU.
-        added = constant(offset, "qkv_bias") if form == "attention" or offset.any() else None
+        biased = form == "attention" or offset.any()
+        added = make.constant(offset, "qkv_bias", dtype) if biased else None
         attributes |= {"num_heads": block.num_heads}
         attributes |= {"unidirectional": 1} if _is_causal(block) else {}
         operator, domain = "MultiHeadAttention", DOMAIN
         sizes = [weight.shape[1] for weight in weights]
         if form == "multi_head":
-            inputs = [*_projected(make, block, weights, constant), added]
-        elif form == "merged":
-            whole = make.op("MatMul", [block.x, constant(np.hstack(weights), "qkv_weight")], "qkv")
-            widths = make.constant(np.array(sizes, np.int64), "qkv_sizes")
-            inputs = [*make.ops("Split", [whole, widths], ROLES, axis=-1), added]
+            inputs = [*_projected(make, block, weights), added]
         else:
-            operator, attributes["qkv_hidden_sizes"] = "Attention", sizes
-            inputs = [block.x, constant(np.hstack(weights), "qkv_weight"), added]
+            weight = make.constant(np.hstack(weights), "qkv_weight", dtype)
+            if form == "merged":
+                whole = make.op("MatMul", [block.x, weight], "qkv")
+                widths = make.integers(sizes, "qkv_sizes")
+                inputs = [*make.ops("Split", [whole, widths], ROLES, axis=-1), added]
+            else:
+                operator, attributes["qkv_hidden_sizes"] = "Attention", sizes
+                inputs = [block.x, weight, added]
         inputs = [*inputs, *([None] * (5 - len(inputs))), bias]
     while inputs[-1] is None:
         inputs.pop()
-    context = make.op(operator, inputs, "attention", domain=domain, **attributes)
-    context.type = ir.TensorType(dtype)
+    context = make.op(operator, inputs, "attention", domain=domain, dtype=dtype, **attributes)
     rows = output.matrix()[output.rows]  # H V D
     emit_affine(make, context, rows.reshape(-1, rows.shape[-1]), output.offset(), output.output,
                 info)  # fmt: skip
@@ -266,18 +253,17 @@ def _projected(
     make: Inserter,
     block: AttentionBlock,
     weights: Sequence[np.ndarray],
-    constant: Callable[[np.ndarray, str], ir.Value],
     offsets: Sequence[np.ndarray] | None = None,
 ) -> Iterator[ir.Value]:
-    """Queries, keys and values, each with all heads side by side; with their bias where given."""
-    for index, part in enumerate((block.q, block.k, block.v)):
-        name = ROLES[index]
-        made = make.op(
-            "MatMul", [part.input, constant(weights[index], f"{name}_weight")], f"{name}_product"
-        )
+    """Queries, keys and values, (B, T, H*K), plus their bias if given."""
+    dtype = block.q.dtype
+    for index, (name, part) in enumerate(zip(ROLES, (block.q, block.k, block.v), strict=True)):
+        weight = make.constant(weights[index], f"{name}_weight", dtype)
+        product = make.op("MatMul", [part.input, weight], f"{name}_product")
         if offsets is not None and offsets[index].any():
-            made = make.op("Add", [made, constant(offsets[index], f"{name}_bias")], name)
-        yield made
+            bias = make.constant(offsets[index], f"{name}_bias", dtype)
+            product = make.op("Add", [product, bias], name)
+        yield product
 
 
 def _side_by_side(

@@ -31,7 +31,7 @@ import numpy as np
 
 from graph_passes.errors import InvalidArgument
 from graph_passes.factorize.head_stack import RIDGE, HeadStack, gram, side_by_side, solve, unit
-from graph_passes.factorize.moments import TokenMoments, Whitening, validate_heads
+from graph_passes.factorize.moments import TokenMoments, Whitening, validate_heads, validate_rank
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -39,9 +39,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CollaborativeFactors",
+    "Sweep",
     "collaborative_factors",
     "fold_mean",
     "relative_error",
+    "sweep",
 ]
 
 HEAT = 20  # sweeps after which the worse of two starts is dropped
@@ -115,12 +117,7 @@ def collaborative_factors(
     """
     queries, keys, bias, moments = validate_heads(queries, keys, query_bias, moments)
     H, _, K = queries.shape
-    if not 1 <= rank <= H * K:
-        raise InvalidArgument(
-            f"`rank` is {rank}: expected 1 to {H * K} ({H} heads of size {K})",
-            f"choose a rank below {H * K}, the rank of the exact form",
-            code="factorize.rank",
-        )
+    validate_rank(rank, H, K)
     if max_iterations < 1:
         raise InvalidArgument(
             f"`max_iterations` is {max_iterations}: expected at least 1",
@@ -134,9 +131,9 @@ def collaborative_factors(
         return CollaborativeFactors(*shared, ones, content, 0.0, 0)
     metric = Whitening.of(moments, H)
     stack = metric.stack(queries, keys)
-    sweep, iterations = _decompose(stack, rank, max_iterations, tolerance, progress)
-    shared = metric.unwhiten(sweep.query, sweep.key, sweep.mixing)
-    factors = CollaborativeFactors(*shared, content, sweep.error, iterations)
+    best, iterations = _decompose(stack, rank, max_iterations, tolerance, progress)
+    shared = metric.unwhiten(best.query, best.key, best.mixing)
+    factors = CollaborativeFactors(*shared, content, best.error, iterations)
     return fold_mean(factors, queries, keys, moments.query_mean)
 
 
@@ -175,7 +172,7 @@ def relative_error(
     return stack.residual(*metric.whiten(factors.query, factors.key, factors.mixing))
 
 
-class _Sweep(NamedTuple):
+class Sweep(NamedTuple):
     """Result of one sweep: M with columns of norm 1, P and Q with columns of equal norms."""
 
     mixing: np.ndarray
@@ -191,13 +188,13 @@ def _decompose(
     max_iterations: int,
     tolerance: float,
     progress: Callable[[int, float], None] | None,
-) -> tuple[_Sweep, int]:
+) -> tuple[Sweep, int]:
     """The best sweep of the better start, and its number of sweeps."""
     paths = [_descend(stack, *start) for start in stack.starts(rank)]
     errors: list[float] = []
     while True:
         sweeps = [next(path) for path in paths]
-        leader = int(np.argmin([sweep.objective for sweep in sweeps]))
+        leader = int(np.argmin([latest.objective for latest in sweeps]))
         errors.append(sweeps[leader].error)
         iteration = len(errors)
         if progress is not None:
@@ -209,32 +206,41 @@ def _decompose(
             paths = [paths[leader]]
 
 
-def _descend(stack: HeadStack, query: np.ndarray, key: np.ndarray) -> Iterator[_Sweep]:
-    """Yield the best result of ``_sweep`` with Nesterov extrapolation; overshoots are undone."""
-    best, momentum = _Sweep(np.zeros((stack.heads, 0)), query, key, 1.0, np.inf), 1.0
+def _descend(stack: HeadStack, query: np.ndarray, key: np.ndarray) -> Iterator[Sweep]:
+    """Yield the best result of ``sweep`` with Nesterov extrapolation; overshoots are undone."""
+    best, momentum = Sweep(np.zeros((stack.heads, 0)), query, key, 1.0, np.inf), 1.0
     while True:
-        sweep = _sweep(stack, query, key)
-        if sweep.objective <= best.objective:
+        latest = sweep(stack, query, key)
+        if latest.objective <= best.objective:
             faster = (1.0 + np.sqrt(1.0 + 4.0 * momentum**2)) / 2.0
             ahead = (momentum - 1.0) / faster
-            query = sweep.query + ahead * (sweep.query - best.query)
-            key = sweep.key + ahead * (sweep.key - best.key)
-            best, momentum = sweep, faster
+            query = latest.query + ahead * (latest.query - best.query)
+            key = latest.key + ahead * (latest.key - best.key)
+            best, momentum = latest, faster
         else:
             query, key, momentum = best.query, best.key, 1.0
         yield best
 
 
-def _sweep(stack: HeadStack, query: np.ndarray, key: np.ndarray) -> _Sweep:
-    """Solve for M, then P, then Q, each with the columns of the other two normalized to 1."""
+def sweep(
+    stack: HeadStack,
+    query: np.ndarray,
+    key: np.ndarray,
+    solve_mixing: Callable[[np.ndarray, np.ndarray], np.ndarray] = solve,
+) -> Sweep:
+    """Solve for M, then P, then Q, each with the columns of the other two normalized to 1.
+
+    Args:
+        solve_mixing: Computes M from its normal matrix (R, R) and the products (H, R).
+    """
     query, key = unit(query), unit(key)
     WQ, key_gram = stack.key.T @ key, gram(key)
-    mixing = stack.over_heads(stack.query.T @ query, WQ)
-    mixing = unit(solve(gram(query) * key_gram, mixing))
+    targets = stack.over_heads(stack.query.T @ query, WQ)
+    mixing = unit(solve_mixing(gram(query) * key_gram, targets))
     query = unit(solve(gram(mixing) * key_gram, stack.over_query(mixing, WQ)))
     normal, products = gram(mixing) * gram(query), stack.over_key(mixing, stack.query.T @ query)
     key = solve(normal, products)
     error = stack.error(float(np.vdot(products, key)), float((normal * gram(key)).sum()))
     objective = stack.energy * error**2 + RIDGE * float(np.vdot(key, key))
     share = np.sqrt(np.linalg.norm(key, axis=0))
-    return _Sweep(mixing, query * share, unit(key) * share, error, objective)
+    return Sweep(mixing, query * share, unit(key) * share, error, objective)

@@ -22,7 +22,7 @@ from graph_passes.factorize.head_stack import HeadStack
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-__all__ = ["TokenMoments", "Whitening", "pool_moments", "validate_heads"]
+__all__ = ["TokenMoments", "Whitening", "pool_moments", "validate_heads", "validate_rank"]
 
 EIGENVALUE_FLOOR = 1e-6  # relative to the largest eigenvalue; keeps the metric invertible
 LEAST_WEIGHT = 0.05  # minimum head weight relative to the mean
@@ -187,6 +187,21 @@ def validate_heads(
                 code="factorize.weights",
             )
     return queries.astype(np.float64), keys.astype(np.float64), bias.astype(np.float64), moments
+
+
+def validate_rank(rank: int, heads: int, size: int) -> None:
+    """Check that R is from 1 to H * K.
+
+    Raises:
+        InvalidArgument: It is not.
+    """
+    exact = heads * size
+    if not 1 <= rank <= exact:
+        raise InvalidArgument(
+            f"`rank` is {rank}: expected 1 to {exact} ({heads} heads of size {size})",
+            f"choose a rank below {exact}, the rank of the exact form",
+            code="factorize.rank",
+        )
 
 
 def _roots(name: str, covariance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

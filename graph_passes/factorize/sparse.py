@@ -14,14 +14,25 @@ decomposition of each head, with the ranks distributed over the heads.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from graph_passes.errors import InvalidArgument
-from graph_passes.factorize.cp import CollaborativeFactors, collaborative_factors, fold_mean
-from graph_passes.factorize.head_stack import RIDGE, HeadStack, gram, solve, unit
-from graph_passes.factorize.moments import TokenMoments, Whitening, validate_heads
+from graph_passes.factorize.cp import (
+    CollaborativeFactors,
+    collaborative_factors,
+    fold_mean,
+    sweep,
+)
+from graph_passes.factorize.head_stack import RIDGE, HeadStack
+from graph_passes.factorize.moments import (
+    TokenMoments,
+    Whitening,
+    validate_heads,
+    validate_rank,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -82,29 +93,24 @@ def sparse_factors(
             "choose a value from `head_size` to the head size of the layer",
             code="factorize.max_head_size",
         )
-    if not 1 <= rank <= H * K:
-        raise InvalidArgument(
-            f"`rank` is {rank}: expected 1 to {H * K} ({H} heads of size {K})",
-            f"choose a rank below {H * K}, the rank of the exact form",
-            code="factorize.rank",
-        )
+    validate_rank(rank, H, K)
     entries = H * head_size
     if entries == H * K == rank:
         return collaborative_factors(queries, keys, rank, query_bias=bias)
     metric = Whitening.of(moments, H)
     stack = metric.stack(queries, keys)
     if rank >= entries:
-        found = _truncated(stack, entries, limit)
+        factors = _truncated(stack, entries, limit)
         iterations = 0
     else:
         dense = collaborative_factors(
             queries, keys, rank, query_bias=bias, moments=moments, progress=progress
         )
         start = metric.whiten(dense.query, dense.key, dense.mixing)
-        found, iterations = _shrunk(stack, *start, entries, limit)
+        factors, iterations = _shrunk(stack, *start, entries, limit)
         iterations += dense.iterations
-    read = np.flatnonzero(found[2].any(axis=0))
-    P, Q, M = (factor[:, read] for factor in found)
+    read = np.flatnonzero(factors[2].any(axis=0))
+    P, Q, M = (factor[:, read] for factor in factors)
     content = np.einsum("hek,hk->he", keys, bias)
     error = stack.residual(P, Q, M)
     whole = CollaborativeFactors(*metric.unwhiten(P, Q, M), content, error, iterations)
@@ -137,10 +143,11 @@ def _shrunk(
         count = max(entries, int(SHRINK * count))
         # The limit per head shrinks at the same rate as the total.
         limit = max(max_head_size, -(-count * max_head_size // entries))
-        support = _strongest(np.abs(mixing) * _strength(query, key), count, limit)
+        strength = np.linalg.norm(query, axis=0) * np.linalg.norm(key, axis=0)  # R
+        support = _strongest(np.abs(mixing) * strength, count, limit)
         previous = np.inf
         for _ in range(LAST_SWEEPS if count == entries else SWEEPS):
-            query, key, mixing = _sweep(stack, query, key, support)
+            mixing, query, key, *_ = sweep(stack, query, key, partial(_solve_on, support))
             iterations += 1
             error = stack.residual(query, key, mixing)
             if previous - error < TOLERANCE * error:
@@ -164,25 +171,10 @@ def _strongest(
     return support.reshape(weight.shape)
 
 
-def _strength(query: np.ndarray, key: np.ndarray) -> np.ndarray:
-    return np.linalg.norm(query, axis=0) * np.linalg.norm(key, axis=0)  # R
-
-
-def _sweep(
-    stack: HeadStack, query: np.ndarray, key: np.ndarray, support: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Solve for M on its support, then P, then Q, and give columns of P and Q equal norms."""
-    query, key = unit(query), unit(key)
-    WQ, key_gram = stack.key.T @ key, gram(key)
-    normal = gram(query) * key_gram
-    targets = stack.over_heads(stack.query.T @ query, WQ)
+def _solve_on(support: np.ndarray, normal: np.ndarray, products: np.ndarray) -> np.ndarray:
+    """Solve for M, which is zero outside its support."""
     mixing = np.zeros(support.shape)
     for head, read in enumerate(support):
         own = normal[np.ix_(read, read)] + RIDGE * np.eye(int(read.sum()))
-        mixing[head, read] = np.linalg.solve(own, targets[head, read])
-    mixing = unit(mixing)
-    query = unit(solve(gram(mixing) * key_gram, stack.over_query(mixing, WQ)))
-    WP = stack.query.T @ query
-    key = solve(gram(mixing) * gram(query), stack.over_key(mixing, WP))
-    share = np.sqrt(np.linalg.norm(key, axis=0))
-    return query * share, unit(key) * share, mixing
+        mixing[head, read] = np.linalg.solve(own, products[head, read])
+    return mixing

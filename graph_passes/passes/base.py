@@ -27,8 +27,10 @@ from graph_passes.passes.invariants import Interface, check_invariants, interfac
 
 __all__ = [
     "AttentionPass",
+    "AttentionTargets",
     "BlockPass",
     "FeedForwardPass",
+    "FeedForwardTargets",
     "NoParams",
     "RewritePass",
     "pass_named",
@@ -36,11 +38,12 @@ __all__ = [
     "small_shapes",
 ]
 
-BEFORE = "attnserve.interface"
-"""Model metadata while a pass runs: the interface that the rewritten model must have."""
-
 Block = TypeVar("Block", AttentionBlock, FeedForwardBlock)
 Params = TypeVar("Params")
+
+AttentionTargets = Sequence[tuple[AttentionBlock, Params]]
+FeedForwardTargets = Sequence[tuple[FeedForwardBlock, Params]]
+"""Blocks to rewrite with their parameters, in order of execution."""
 
 _REGISTRY: dict[str, type[RewritePass]] = {}
 
@@ -52,7 +55,7 @@ class NoParams(BaseModel):
 
 
 class RewritePass(ir.passes.InPlacePass):
-    """A rewrite of a graph in place, whose result is held to the invariants of ``invariants.py``.
+    """A rewrite of a graph in place, after which the invariants of ``invariants.py`` are checked.
 
     Attributes:
         name: Identifies the rewrite everywhere; empty for a pass that is never part of a plan.
@@ -70,34 +73,26 @@ class RewritePass(ir.passes.InPlacePass):
     def __call__(self, model_or_result: ir.Model | ir.passes.PassResult, /) -> ir.passes.PassResult:
         result = model_or_result
         model = result.model if isinstance(result, ir.passes.PassResult) else result
-        outer = model.meta.get(BEFORE)  # of the pass that runs this one, such as Collaborate
-        with GraphContext.of(model):
-            try:
-                return super().__call__(model)
-            finally:
-                model.meta.pop(BEFORE, None)
-                if outer is not None:
-                    model.meta[BEFORE] = outer
+        with GraphContext.of(model):  # one context for the check and the rewrite
+            return super().__call__(model)
 
     def requires(self, model: ir.Model) -> None:
         with GraphContext.of(model) as context:
             self.check(context)
-            model.meta[BEFORE] = self.promised(interface(model), context)
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         with GraphContext.of(model) as context:
+            expected = self.expected_interface(interface(model), context)
             modified = self.rewrite_graph(context)
             if modified:
                 context.invalidate()
+            check_invariants(expected, model, after=type(self).__name__)
             return ir.passes.PassResult(model, modified=modified)
-
-    def ensures(self, model: ir.Model) -> None:
-        check_invariants(model.meta[BEFORE], model, after=type(self).__name__)
 
     def check(self, context: GraphContext) -> None:
         """Raise CannotRewrite or InvalidArgument unless the pass applies to the model."""
 
-    def promised(self, before: Interface, context: GraphContext) -> Interface:
+    def expected_interface(self, before: Interface, context: GraphContext) -> Interface:
         """The interface of the rewritten model; by default that of the model."""
         return before
 
@@ -123,8 +118,8 @@ class RewritePass(ir.passes.InPlacePass):
 class BlockPass(RewritePass, Generic[Block, Params]):
     """A rewrite of single blocks.
 
-    A subclass defines ``params``, ``refusal`` and ``rewrite``; this class finds the blocks, checks
-    them, keeps their names, and removes what nothing reads after the rewrite.
+    A subclass defines ``params``, ``refusal`` and ``rewrite``. This class finds the blocks, checks
+    them, keeps their names, and removes unused nodes after the rewrite.
 
     Attributes:
         targets: The parameters for each block to rewrite, by the block's name.
@@ -139,11 +134,12 @@ class BlockPass(RewritePass, Generic[Block, Params]):
         """Validate the parameters of each block; a pass without parameters takes names alone.
 
         Raises:
-            InvalidArgument: Parameters are not what the pass expects.
+            InvalidArgument: The parameters of a block are invalid.
         """
-        given = targets if isinstance(targets, Mapping) else dict.fromkeys(targets, NoParams())
+        if not isinstance(targets, Mapping):
+            targets = dict.fromkeys(targets, NoParams())
         self.targets: Mapping[str, Params] = {
-            str(name): self._validated(str(name), value) for name, value in given.items()
+            str(name): self._validated(str(name), value) for name, value in targets.items()
         }
 
     @classmethod
@@ -159,7 +155,7 @@ class BlockPass(RewritePass, Generic[Block, Params]):
                 code="pass.params",
             ) from error
 
-    # ---- what a rewrite defines ------------------------------------------------------------------
+    # ---- defined by a rewrite --------------------------------------------------------------------
 
     @classmethod
     @abstractmethod
@@ -172,17 +168,17 @@ class BlockPass(RewritePass, Generic[Block, Params]):
         """Why a block cannot be rewritten; None if it can.
 
         Args:
-            params: None asks whether the block can be rewritten with any parameters.
+            params: The parameters; None if any parameters are accepted.
         """
 
-    def rewrite(self, block: Block, params: Params, context: GraphContext) -> None:
-        """Rewrite one block; a pass whose blocks share work defines ``rewrite_blocks`` instead.
+    @abstractmethod
+    def rewrite(self, targets: Sequence[tuple[Block, Params]], context: GraphContext) -> None:
+        """Rewrite blocks, which are in order of execution.
 
-        Nodes that become unused are removed afterwards.
+        The base class removes nodes that become unused.
         """
-        raise NotImplementedError  # abstract
 
-    # ---- what a rewrite may override -------------------------------------------------------------
+    # ---- overridden by some rewrites -------------------------------------------------------------
 
     @classmethod
     def changes(cls, block: Block, params: Params) -> bool:
@@ -190,12 +186,7 @@ class BlockPass(RewritePass, Generic[Block, Params]):
         return True
 
     def prepare(self, context: GraphContext) -> None:
-        """Change the graph before blocks are found for the rewrite (decompose operators, say)."""
-
-    def rewrite_blocks(self, chosen: Sequence[tuple[Block, Params]], context: GraphContext) -> None:
-        """Rewrite all chosen blocks, in order of execution."""
-        for block, params in chosen:
-            self.rewrite(block, params, context)
+        """Change the graph before blocks are found for the rewrite, e.g. decompose operators."""
 
     # ---- the pass --------------------------------------------------------------------------------
 
@@ -210,28 +201,28 @@ class BlockPass(RewritePass, Generic[Block, Params]):
                     "use one of the names",
                     code="rewrite.unknown_block",
                 )
-            if self.changes(block, params) and (found := self.refusal(block, params, context)):
-                raise CannotRewrite(f"{name}: {found}", "leave this layer out", code=found.code)
+            if self.changes(block, params) and (refusal := self.refusal(block, params, context)):
+                raise CannotRewrite(f"{name}: {refusal}", "leave this layer out", code=refusal.code)
 
     def rewrite_graph(self, context: GraphContext) -> bool:
         model = context.model
-        if not self._chosen(context):
+        if not self._changed(context):
             return False
         since = frozenset(model.graph.initializers)
         self.prepare(context)
-        chosen = self._chosen(context)
+        targets = self._changed(context)
         pin_names(self.find(context))
-        self.rewrite_blocks(chosen, context)
+        self.rewrite(targets, context)
         share_constants(model, since=since)
         remove_unused(model)
-        attention = [block for block, _ in chosen if isinstance(block, AttentionBlock)]
-        redirect_shapes(model, attention)
+        redirect_shapes(model, [b for b, _ in targets if isinstance(b, AttentionBlock)])
         return True
 
-    def _chosen(self, context: GraphContext) -> list[tuple[Block, Params]]:
-        pairs = [(block, self.targets[block.name]) for block in self.find(context)
-                 if block.name in self.targets]  # fmt: skip
-        return [(block, params) for block, params in pairs if self.changes(block, params)]
+    def _changed(self, context: GraphContext) -> list[tuple[Block, Params]]:
+        """The blocks that the pass changes, with their parameters, in order of execution."""
+        blocks = [block for block in self.find(context) if block.name in self.targets]
+        targets = [(block, self.targets[block.name]) for block in blocks]
+        return [(block, params) for block, params in targets if self.changes(block, params)]
 
     def to_json(self) -> dict[str, Any]:
         targets = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,7 +22,13 @@ from graph_passes.blocks import (
     Weighted,
 )
 from graph_passes.context import GraphContext
-from graph_passes.emit.attention import emit_heads, in_precision, type_of
+from graph_passes.emit.attention import (
+    ENTANGLED_BIAS,
+    TOKEN_LAYOUT,
+    emit_heads,
+    in_precision,
+    type_of,
+)
 from graph_passes.emit.caches import cache_of, cache_refusal, has_separate_heads
 from graph_passes.emit.collaborative import cache_width, dense_logits, max_read_size, sparse_logits
 from graph_passes.emit.editing import Inserter, replace_uses
@@ -31,7 +37,8 @@ from graph_passes.factorize.cp import CollaborativeFactors, collaborative_factor
 from graph_passes.factorize.moments import TokenMoments, pool_moments
 from graph_passes.factorize.sparse import sparse_factors
 from graph_passes.matching.layout import only_consumer
-from graph_passes.passes.base import AttentionPass, small_shapes
+from graph_passes.passes.base import AttentionPass, AttentionTargets, small_shapes
+from graph_passes.passes.conditions import no_probabilities, rotary_or_norm
 from graph_passes.passes.decompose_attention import decompose_fused, decomposition_refusal
 from graph_passes.passes.invariants import Interface
 
@@ -49,7 +56,7 @@ class SharedDimensions(BaseModel):
         head_size: The mean number of dimensions that a head reads, for sparse mixing; None for
             dense mixing, in which every head reads all R.
         cache: Rewrite cached keys too, which changes inputs and outputs of the graph.
-        factors: The matrices; computed from the weights alone unless given. Not part of plan.json.
+        factors: The matrices; by default computed from the weights. Not part of plan.json.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -105,16 +112,16 @@ class Collaborate(AttentionPass[SharedDimensions]):
         """The pass that installs factors which were computed before, by block name."""
         return cls({
             name: SharedDimensions(
-                rank=found.rank, head_size=found.rank if sparse else None, cache=cache,
-                factors=found,
+                rank=whole.rank, head_size=whole.rank if sparse else None, cache=cache,
+                factors=whole,
             )
-            for name, found in factors.items()
+            for name, whole in factors.items()
         })  # fmt: skip
 
     def lossy_blocks(self, context: GraphContext) -> list[AttentionBlock]:
         """The blocks that lose dimensions; fused operators are decomposed first."""
         decompose_fused(context, self.targets.keys())
-        return [block for block, params in self._chosen(context) if _is_lossy(block, params)]
+        return [block for block, params in self._changed(context) if _is_lossy(block, params)]
 
     def factored(
         self,
@@ -132,9 +139,9 @@ class Collaborate(AttentionPass[SharedDimensions]):
             progress: Called with (blocks done, blocks in total).
         """
         decompose_fused(context, self.targets.keys())
-        chosen = self._chosen(context)
+        targets = self._changed(context)
         factors: dict[str, CollaborativeFactors] = {}
-        for uses in _equal_weights(chosen):
+        for uses in _equal_weights(targets):
             first, params = uses[0], self.targets[uses[0].name]
             seen = [moments[block.name] for block in uses if block.name in moments]
             pool = pool_moments(seen) if len(uses) > 1 and len(seen) == len(uses) else None
@@ -148,7 +155,7 @@ class Collaborate(AttentionPass[SharedDimensions]):
                     mean = moments[block.name].query_mean
                     factors[block.name] = fold_mean(whole, block.q.heads(), block.k.heads(), mean)
                 if progress is not None:
-                    progress(len(factors), len(chosen))
+                    progress(len(factors), len(targets))
         return Collaborate({
             name: params.model_copy(update={"factors": factors.get(name)})
             for name, params in self.targets.items()
@@ -160,8 +167,8 @@ class Collaborate(AttentionPass[SharedDimensions]):
     ) -> Refusal | None:
         if params is None:
             return sharing_refusal(block)
-        if found := sharing_refusal(block, caches=params.cache):
-            return found
+        if refusal := sharing_refusal(block, caches=params.cache):
+            return refusal
         if block.k.past is not None and block.graph is not context.model.graph:
             return Refusal("cache_scope", "its cached keys stay inside the body of a node")
         if block.k.past is not None and params.is_sparse:
@@ -172,9 +179,9 @@ class Collaborate(AttentionPass[SharedDimensions]):
             _check_rank(block, params.rank)
         return None
 
-    def promised(self, before: Interface, context: GraphContext) -> Interface:
+    def expected_interface(self, before: Interface, context: GraphContext) -> Interface:
         widths: dict[str, int] = {}
-        for block, params in self._chosen(context):
+        for block, params in self._changed(context):
             if (cache := cache_of(block.k)) is not None:
                 width = cache_width(_factors(block, params))
                 widths |= {value.name or "": width for value in (cache.past[0], cache.present)}
@@ -183,19 +190,17 @@ class Collaborate(AttentionPass[SharedDimensions]):
     def prepare(self, context: GraphContext) -> None:
         decompose_fused(context, self.targets.keys())
 
-    def rewrite_blocks(
-        self, chosen: Sequence[tuple[AttentionBlock, SharedDimensions]], context: GraphContext
-    ) -> None:
-        facts = small_shapes(context)
-        found = [(block, params, _factors(block, params)) for block, params in chosen]
-        uses = Counter(id(factors.key) for _, _, factors in found)
-        for block, params, factors in found:
+    def rewrite(self, targets: AttentionTargets[SharedDimensions], context: GraphContext) -> None:
+        info = small_shapes(context)
+        factored = [(block, params, _factors(block, params)) for block, params in targets]
+        uses = Counter(id(factors.key) for _, _, factors in factored)
+        for block, params, factors in factored:
             make = Inserter(block.graph, block.product, f"{block.name}/collaborative")
             if params.is_sparse:
                 logits = sparse_logits(make, block, factors, shared=uses[id(factors.key)] > 1)
             else:
                 logits = dense_logits(make, block, factors, cache_of(block.k))
-            _install(make, block, logits, facts)
+            _replace_logits(make, block, logits, info)
 
 
 def _is_lossy(block: AttentionBlock, params: SharedDimensions) -> bool:
@@ -203,12 +208,10 @@ def _is_lossy(block: AttentionBlock, params: SharedDimensions) -> bool:
     return params.rank < block.q.num_heads * block.head_size or size < block.head_size
 
 
-def _equal_weights(
-    chosen: Sequence[tuple[AttentionBlock, SharedDimensions]],
-) -> list[list[AttentionBlock]]:
+def _equal_weights(targets: AttentionTargets[SharedDimensions]) -> list[list[AttentionBlock]]:
     """Blocks grouped by equal query and key weights and equal parameters."""
     groups: dict[tuple[object, ...], list[AttentionBlock]] = {}
-    for block, params in chosen:
+    for block, params in targets:
         arrays = (block.q.heads(), block.q.offset, block.k.heads())
         digests = [hashlib.sha256(np.ascontiguousarray(a).tobytes()).digest() for a in arrays]
         shapes = [array.shape for array in arrays]
@@ -218,7 +221,7 @@ def _equal_weights(
 
 
 def _factors(block: AttentionBlock, params: SharedDimensions) -> CollaborativeFactors:
-    """The given factors, or those of the weights alone."""
+    """The factors of the parameters, by default those of the weights alone."""
     return params.factors or factor(block, params.rank, head_size=params.head_size)
 
 
@@ -243,10 +246,8 @@ def sharing_refusal(block: AttentionBlock, *, caches: bool = False) -> Refusal |
         return Refusal("no_own_heads", "all its heads take the probabilities of another layer")
     if block.is_collaborative or block.is_sparse:
         return Refusal("collaborative", "its heads are collaborative already")
-    if block.position == "rope":
-        return Refusal("rotary", "rotary positions stand between the projections and the scores")
-    if block.q.norm is not None or block.k.norm is not None:
-        return Refusal("qk_norm", "q/k norm stands between the projections and the scores")
+    if refusal := rotary_or_norm(block):
+        return refusal
     if block.k.weight is None:
         return Refusal(
             "external_keys",
@@ -257,9 +258,7 @@ def sharing_refusal(block: AttentionBlock, *, caches: bool = False) -> Refusal |
             "cached", "its cached keys are an input of the graph, made by the original projection"
         )
     if any(isinstance(step, PositionBias) and step.entangled for step in block.steps):
-        return Refusal(
-            "entangled_bias", "its position bias is computed from its own queries or keys"
-        )
+        return ENTANGLED_BIAS
     if any(isinstance(step, Capped | Weighted) for step in block.steps):
         return Refusal(
             "capped", "its logits are capped or weighted before the softmax, so the key bias counts"
@@ -272,18 +271,15 @@ def sharing_refusal(block: AttentionBlock, *, caches: bool = False) -> Refusal |
             "its mask fills in scores that softmax does not ignore, so the key bias counts",
         )
     if not (block.q.by_sequence and block.k.by_sequence):
-        return Refusal("token_layout", "its tokens are not laid out as (batch, sequence, size)")
-    if block.k.past is not None and (reason := cache_refusal(block)):
-        return reason
+        return TOKEN_LAYOUT
+    if block.k.past is not None and (refusal := cache_refusal(block)):
+        return refusal
     if block.logits is None:
         return decomposition_refusal(block)
     if block.logits_axes != (0, 1, 2) and len(block.logits_axes or ()) != 4:
         return Refusal("score_layout", "its scores are laid out in an order that is not followed")
-    if block.probabilities is None:
-        return Refusal(
-            "probability_layout",
-            "its probabilities are nowhere laid out as (batch, heads, queries, keys)",
-        )
+    if refusal := no_probabilities(block):
+        return refusal
     if not _only_softmax_reads(block.logits):
         return Refusal(
             "scores_shared",
@@ -293,7 +289,7 @@ def sharing_refusal(block: AttentionBlock, *, caches: bool = False) -> Refusal |
 
 
 def _fill(step: LogitStep) -> float:
-    """What a step sets masked scores to, which must not matter beside the others."""
+    """The number that a step sets masked scores to; -inf if it masks none."""
     match step:
         case Mask():
             return step.fill
@@ -324,7 +320,7 @@ def factor(
         block: A block without a ``sharing_refusal``.
         rank: R, from 1 to H*K (exact there).
         head_size: For sparse mixing, the dimensions that a head reads on average, from 1 to K. No
-            head reads so many that it would outgrow K, or what the average needs.
+            head reads more than K, or than the padded size of the average allows.
         moments: Of the tokens the block sees; without them the weights alone are approximated.
         progress: See ``cp.collaborative_factors``.
 
@@ -343,36 +339,34 @@ def factor(
     )  # fmt: skip
 
 
-def _install(make: Inserter, block: AttentionBlock, logits: ir.Value, facts: ShapeInfo) -> None:
-    """Put new logits (B, H, S, T) into the place of a block's own, in their precision."""
+def _replace_logits(
+    make: Inserter, block: AttentionBlock, logits: ir.Value, info: ShapeInfo
+) -> None:
+    """Replace the logits of a block by new ones, (B, H, S, T), in the original precision."""
     _unpack_values(block)
     assert block.logits is not None
     logits.type = ir.TensorType(block.q.dtype)
-    dtype = type_of(block.logits, facts) or block.q.dtype
-    logits = in_precision(make, logits, dtype, facts)
+    dtype = type_of(block.logits, info) or block.q.dtype
+    logits = in_precision(make, logits, dtype, info)
     replace_uses(block.logits, _laid_out(make, logits, block))
 
 
 def _laid_out(make: Inserter, logits: ir.Value, block: AttentionBlock) -> ir.Value:
-    """Logits (B, H, S, T) as the graph lays them out."""
+    """Emit logits (B, H, S, T) in the layout of the graph."""
     axes = block.logits_axes
     assert axes is not None
     if len(axes) == 4:
         back = [int(axis) for axis in np.argsort(axes)]
         in_order = axes == (0, 1, 2, 3)
         return logits if in_order else make.op("Transpose", [logits], "laid_out", perm=back)
-    ends = [make.constant(np.array([n], np.int64), name) for n, name in ((2, "from"), (4, "to"))]
-    lengths = make.op("Slice", [make.op("Shape", [logits], "shape"), *ends], "lengths")  # S T
-    rows = make.constant(np.array([-1], np.int64), "rows")
-    return make.op(
-        "Reshape", [logits, make.op("Concat", [rows, lengths], "rows_of", axis=0)], "folded"
-    )
+    parts = [make.integers([-1], "rows"), make.lengths(logits, 2, 4)]  # B*H S T
+    return make.op("Reshape", [logits, make.op("Concat", parts, "rows_of", axis=0)], "folded")
 
 
 def _unpack_values(block: AttentionBlock) -> None:
-    """Where one product makes queries, keys and values, the values get a product of their own.
+    """Emit a separate product for values that share one product with queries or keys.
 
-    Where values are cached, it makes the new ones.
+    If values are cached, the product computes the new values.
     """
     v = block.v
     packed = not {*v.nodes}.isdisjoint((*block.q.nodes, *block.k.nodes))

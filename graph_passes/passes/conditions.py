@@ -1,4 +1,4 @@
-"""Conditions that several rewrites share; each returns why it does not hold, or None."""
+"""Conditions under which several rewrites are refused; each returns a Refusal or None."""
 
 from __future__ import annotations
 
@@ -9,15 +9,21 @@ import onnx_ir as ir
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import Refusal
 
-__all__ = ["caller_reads", "no_output_projection", "reused_elsewhere"]
+__all__ = [
+    "caller_reads",
+    "no_output_projection",
+    "no_probabilities",
+    "reused_elsewhere",
+    "rotary_or_norm",
+]
 
 
 def caller_reads(block: AttentionBlock) -> Refusal | None:
     """Whether an output of the graph is a value that the rewrite would remove or change."""
-    made = [value for part in (block.k, block.v) for node in part.nodes for value in node.outputs]
+    values = [v for part in (block.k, block.v) for node in part.nodes for v in node.outputs]
     if block.logits is None:
-        made += block.product.outputs[1:]
-    if any(value.is_graph_output() for value in made):
+        values += block.product.outputs[1:]
+    if any(value.is_graph_output() for value in values):
         return Refusal(
             "returned",
             "its keys and values are outputs of the graph (a cache), whose shapes would change",
@@ -36,12 +42,32 @@ def no_output_projection(block: AttentionBlock) -> Refusal | None:
     return None
 
 
+def rotary_or_norm(block: AttentionBlock) -> Refusal | None:
+    """Whether rotary embeddings or q/k norm are applied to the projections."""
+    parts = (block.q, block.k, block.v)
+    if any(part.rotary_terms for part in parts):
+        return Refusal("rotary", "rotary positions stand between the projections and the scores")
+    if any(part.norm is not None for part in parts):
+        return Refusal("qk_norm", "q/k norm stands between the projections and the scores")
+    return None
+
+
+def no_probabilities(block: AttentionBlock) -> Refusal | None:
+    """Whether no value of the graph holds the probabilities by head."""
+    if block.probabilities is None:
+        return Refusal(
+            "probability_layout",
+            "its probabilities are nowhere laid out as (batch, heads, queries, keys)",
+        )
+    return None
+
+
 def reused_elsewhere(block: AttentionBlock, blocks: Sequence[AttentionBlock]) -> Refusal | None:
-    """Whether another block reuses the probabilities of this one, and would go on reading them."""
+    """Whether another block reuses the probabilities of this one."""
     owners: dict[ir.Value | None, str] = {}
-    for each in blocks:
-        for value in (each.probabilities, each.own_probabilities):
-            owners.setdefault(value, each.name)
+    for other in blocks:
+        for value in (other.probabilities, other.own_probabilities):
+            owners.setdefault(value, other.name)
     for other in blocks:
         for value in (reused.value for reused in other.reused):
             node = value.producer()  # a Reshape, if heads lie in the batch axis

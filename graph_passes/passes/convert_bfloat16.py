@@ -1,4 +1,4 @@
-"""ToBfloat16: products, attention and what lies between them in bfloat16, for a GPU."""
+"""ToBfloat16: convert products, attention and the operators between them to bfloat16."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FLOAT, BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
 MOVES = frozenset({"Concat", "Expand", "Flatten", "Gather", "GatherElements", "Identity", "Reshape",
                    "Slice", "Split", "Squeeze", "Tile", "Transpose", "Trilu",
                    "Unsqueeze"})  # fmt: skip
-"""What only moves numbers, and does so in the type that they have."""
+"""Operators that only move elements; their output has the type of their input."""
 
 COMPUTES = {
     13: "Add Cast Div Erf Exp Gemm IsNaN MatMul Max Min Mul Neg ReduceSum Relu Sigmoid Softmax Sqrt"
@@ -49,28 +49,28 @@ CONTRIBUTED = frozenset({"Attention", "BiasGelu", "FastGelu", "FusedMatMul", "Ge
                          "MultiHeadAttention", "QuickGelu", "RotaryEmbedding",
                          "SkipLayerNormalization",
                          "SkipSimplifiedLayerNormalization"})  # fmt: skip
-"""The same of com.microsoft."""
+"""Operators of com.microsoft with a kernel for bfloat16 there."""
 
 STATISTICS = {"LayerNormalization": (1, 2), "SkipLayerNormalization": (1, 2),
               "SkipSimplifiedLayerNormalization": (1, 2)}  # fmt: skip
-"""Outputs that are float32 whatever the rest is."""
+"""Indices of outputs that are always float32."""
 
 SINCE = {name: opset for opset, names in COMPUTES.items() for name in names.split()}
 
 
 @dataclass(frozen=True, eq=False)
 class ToBfloat16(RewritePass):
-    """Compute in bfloat16 what a GPU has kernels for, in a float32 graph; lossy.
+    """Convert a float32 graph to bfloat16 where a GPU has kernels for it; lossy.
 
     Before: z = f(x, W)
     After:  z = f(bfloat16(x), bfloat16(W)), for f in ``COMPUTES`` and ``CONTRIBUTED``
 
-    bfloat16 has the range of float32 and 8 bits of its mantissa: a number is off by 1/256 of it at
-    most. Constants beyond the largest bfloat16, as masks hold, become that, so that what was finite
-    stays it. Other operators stay float32, what only moves numbers is in the type of what it moves,
-    and a value is cast once for all that read it in the other type. Inputs, outputs, those of
-    bodies too, and constants that callers may replace keep their type, and so does a node of which
-    some type is not known. Constants are initializers here: lift those of nodes first.
+    bfloat16 has the range of float32 and 8 bits of its mantissa: the relative error is at most
+    1/256. Finite constants beyond the largest bfloat16, as in masks, become the largest one. Other
+    operators stay float32, operators that only move elements keep the type of their input, and a
+    value is cast once for all readers in the other type. Inputs and outputs, also of bodies,
+    constants that callers may replace, and nodes with an unknown type keep their type. Constants
+    must be initializers: lift those of nodes first.
 
     Attributes:
         exact: Names of nodes that stay float32.
@@ -88,10 +88,10 @@ class ToBfloat16(RewritePass):
         model = context.model
         opset = model.opset_imports.get("", 0)
         nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
-        turned, half = set[ir.Node](), set[ir.Value]()
+        converted, half = set[ir.Node](), set[ir.Value]()
         for node in nodes:
-            if node.name not in self.exact and _is_turned(node, half, opset):
-                turned.add(node)
+            if node.name not in self.exact and _is_converted(node, half, opset):
+                converted.add(node)
                 half |= {value for value in _computed(node) if value.dtype == FLOAT}
         _clip(model, nodes)
         casts = _Casts(half)
@@ -99,12 +99,12 @@ class ToBfloat16(RewritePass):
             for place, value in enumerate(node.inputs):
                 if value is None or value.dtype != FLOAT:
                     continue
-                if node in turned and value not in half and _is_read_by(value, turned):
+                if node in converted and value not in half and _is_read_only_by(value, converted):
                     half.add(value)
                     value.const_value = in_type(value.const_value, BFLOAT16)
-                if (node in turned) != (value in half):
+                if (node in converted) != (value in half):
                     node.replace_input_with(place, casts.of(value))
-            if node in turned and node.op_type == "Cast" and node.outputs[0] in half:
+            if node in converted and node.op_type == "Cast" and node.outputs[0] in half:
                 node.attributes["to"] = ir.AttrInt64("to", BFLOAT16)
         for graph in model.graphs():
             for place, value in enumerate(graph.outputs):
@@ -116,11 +116,11 @@ class ToBfloat16(RewritePass):
         return bool(half)
 
 
-def _is_turned(node: ir.Node, half: set[ir.Value], opset: int) -> bool:
-    given = [value for value in node.inputs if value is not None]
-    if any(value.dtype is None for value in (*given, *_computed(node))):
+def _is_converted(node: ir.Node, half: set[ir.Value], opset: int) -> bool:
+    inputs = [value for value in node.inputs if value is not None]
+    if any(value.dtype is None for value in (*inputs, *_computed(node))):
         return False
-    floats = [value for value in given if value.dtype == FLOAT]
+    floats = [value for value in inputs if value.dtype == FLOAT]
     if node.domain == "com.microsoft":
         return node.op_type in CONTRIBUTED
     if node.domain or opset < min(COMPUTES):
@@ -131,7 +131,7 @@ def _is_turned(node: ir.Node, half: set[ir.Value], opset: int) -> bool:
 
 
 def _computed(node: ir.Node) -> Iterator[ir.Value]:
-    """Outputs, but for those that are float32 in any case, or left out."""
+    """The outputs except omitted ones and those that are always float32."""
     fixed = STATISTICS.get(node.op_type, ())
     return (v for place, v in enumerate(node.outputs) if v.name and place not in fixed)
 
@@ -140,8 +140,8 @@ def _is_constant(value: ir.Value) -> bool:
     return value.is_initializer() and not value.is_graph_input() and value.const_value is not None
 
 
-def _is_read_by(constant: ir.Value, nodes: set[ir.Node]) -> bool:
-    """Whether this is a constant that nothing else reads."""
+def _is_read_only_by(constant: ir.Value, nodes: set[ir.Node]) -> bool:
+    """Whether a value is a constant without other readers."""
     return (
         _is_constant(constant)
         and not constant.is_graph_output()
@@ -150,7 +150,7 @@ def _is_read_by(constant: ir.Value, nodes: set[ir.Node]) -> bool:
 
 
 def _clip(model: ir.Model, nodes: list[ir.Node]) -> None:
-    """No finite constant may become infinite once it, or what is made of it, is cast."""
+    """Clip finite constants that a cast to bfloat16 would make infinite."""
     for graph in model.graphs():
         for value in graph.initializers.values():
             if _is_constant(value) and _is_beyond(value.const_value):
@@ -170,7 +170,7 @@ def _is_beyond(tensor: ir.TensorProtocol | None) -> bool:
 
 
 def in_type(tensor: ir.TensorProtocol | None, to: ir.DataType) -> ir.TensorProtocol:
-    """Floats in another type, what is finite within the range of bfloat16."""
+    """Convert floats to another type; finite elements are clipped to the range of bfloat16."""
     assert tensor is not None
     array, most = tensor.numpy(), float(BFLOAT16.max)
     array = np.where(np.isfinite(array), np.clip(array, -most, most), array)
@@ -178,7 +178,7 @@ def in_type(tensor: ir.TensorProtocol | None, to: ir.DataType) -> ir.TensorProto
 
 
 def spread_types(model: ir.Model) -> None:
-    """ONNX's own rules end where an operator is not its own: those known here keep the type."""
+    """Infer missing types; the contributed operators known here keep the type of their input."""
     set_missing_types(model)
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         known = node.op_type in CONTRIBUTED if node.domain else node.op_type in {*SINCE, *MOVES}
@@ -191,35 +191,30 @@ def spread_types(model: ir.Model) -> None:
 
 
 class _Casts:
-    """Values in the other type, each made once."""
+    """Casts of values to the other type, at most one per value."""
 
     def __init__(self, half: set[ir.Value]) -> None:
-        self.half, self._made = half, dict[ir.Value, ir.Value]()
+        self.half, self._casts = half, dict[ir.Value, ir.Value]()
 
     def of(self, value: ir.Value) -> ir.Value:
-        if value not in self._made:
-            self._made[value] = cast(value, FLOAT if value in self.half else BFLOAT16)
-        return self._made[value]
+        if value not in self._casts:
+            self._casts[value] = cast(value, FLOAT if value in self.half else BFLOAT16)
+        return self._casts[value]
 
     def as_output(self, value: ir.Value) -> ir.Value:
-        """``of``, under the name that the value has."""
-        made = self.of(value)
-        made.name, value.name = value.name, made.name
-        return made
+        """The cast with the name of the value."""
+        output = self.of(value)
+        output.name, value.name = value.name, output.name
+        return output
 
 
 def cast(value: ir.Value, to: ir.DataType) -> ir.Value:
-    """A cast of a value, right behind where it is made."""
+    """Insert a cast of a value directly after its producer."""
     name = f"{value.name}/{to.name.lower()}"
     node = ir.node("Cast", [value], {"to": ir.AttrInt64("to", to)}, name=name)
-    made = node.outputs[0]
-    made.name, made.type = name, ir.TensorType(to)
-    made.shape = value.shape.copy() if value.shape is not None else None
-    _behind(value, node)
-    return made
-
-
-def _behind(value: ir.Value, node: ir.Node) -> None:
+    output = node.outputs[0]
+    output.name, output.type = name, ir.TensorType(to)
+    output.shape = value.shape.copy() if value.shape is not None else None
     graph, producer = value.graph, value.producer()
     assert isinstance(graph, ir.Graph)
     if producer is not None:
@@ -228,3 +223,4 @@ def _behind(value: ir.Value, node: ir.Node) -> None:
         graph.insert_before(graph[0], node)
     else:
         graph.append(node)
+    return output

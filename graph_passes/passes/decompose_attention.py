@@ -16,7 +16,7 @@ from graph_passes.emit.attention import emit_heads, emit_softmax
 from graph_passes.emit.editing import Inserter, replace_uses
 from graph_passes.errors import Refusal
 from graph_passes.matching.find import find_attention
-from graph_passes.passes.base import AttentionPass, NoParams
+from graph_passes.passes.base import AttentionPass, AttentionTargets, NoParams
 
 __all__ = ["DecomposeAttention", "decompose_fused", "decomposition_refusal"]
 
@@ -27,8 +27,8 @@ class DecomposeAttention(AttentionPass[NoParams]):
     Before: context = Attention(q, k, v, mask).
     After:  context = safe_softmax(masked(scale q k^T)) v, in MatMul, Where, Add and Softmax.
 
-    Exact; rows that are masked throughout stay zero. Projections and splits inside the operator
-    become nodes of their own. Heads that several query heads share are repeated by a Gather.
+    Exact; fully masked rows stay zero. Projections and splits inside the operator become nodes.
+    Key/value heads that several query heads share are repeated by a Gather.
 
     Attributes:
         targets: The blocks to decompose.
@@ -42,12 +42,13 @@ class DecomposeAttention(AttentionPass[NoParams]):
     ) -> Refusal | None:
         return decomposition_refusal(block)
 
-    def rewrite(self, block: AttentionBlock, params: NoParams, context: GraphContext) -> None:
-        _decompose(block)
+    def rewrite(self, targets: AttentionTargets[NoParams], context: GraphContext) -> None:
+        for block, _ in targets:
+            _decompose(block)
 
 
 def decompose_fused(context: GraphContext, names: Collection[str]) -> None:
-    """Decompose those of the named blocks whose scores or probabilities are inside an operator."""
+    """Decompose the named blocks whose scores or probabilities are inside an operator."""
     fused = [
         block.name
         for block in context.get(find_attention)[0]
@@ -72,8 +73,8 @@ def decomposition_refusal(block: AttentionBlock) -> Refusal | None:
         return Refusal(
             "cached", "its fused operator reads cached keys, which are inputs of the graph"
         )
-    apart = all(part.layout == "B H T K" for part in parts)
-    if not apart and any(part.rotary_terms or part.norm or not part.by_sequence for part in parts):
+    split = all(part.layout == "B H T K" for part in parts)
+    if not split and any(part.rotary_terms or part.norm or not part.by_sequence for part in parts):
         return Refusal("operator_rotary", "the fused operator splits and rotates its heads inside")
     if any(value.uses() or value.is_graph_output() for value in block.product.outputs[1:]):
         return Refusal(
@@ -85,29 +86,26 @@ def decomposition_refusal(block: AttentionBlock) -> Refusal | None:
 def _decompose(block: AttentionBlock) -> None:
     operator = block.product
     make = Inserter(block.graph, operator, block.name)
-    dtype = block.q.dtype
     q, k = _heads(block, block.q, "query", 1.0), _heads(block, block.k, "key", 1.0)
     v = _heads(block, block.v, "value", block.v.scale)
-    given = [part.scale for part in (block.q, block.k) if part.layout == "B H T K"]
-    scale = block.scale / math.prod(given)  # those operands hold theirs already
-    factor = make.constant(np.array(scale, dtype=dtype.numpy()), "scale")
+    applied = [part.scale for part in (block.q, block.k) if part.layout == "B H T K"]
+    scale = make.constant(block.scale / math.prod(applied), "scale", block.q.dtype)
     keys = make.op("Transpose", [k], "keys", perm=[0, 1, 3, 2])  # B H K T
-    logits = make.op("MatMul", [make.op("Mul", [q, factor], "queries"), keys], "scores")
-    nothing = ShapeInfo({}, {}, {})  # masks are laid out as the operator wants them
-    probabilities = emit_softmax(make, block, logits, np.arange(block.num_heads), nothing)
+    logits = make.op("MatMul", [make.op("Mul", [q, scale], "queries"), keys], "scores")
+    no_info = ShapeInfo({}, {}, {})  # masks of operators broadcast to (B, H, S, T)
+    probabilities = emit_softmax(make, block, logits, np.arange(block.num_heads), no_info)
     context = make.op("MatMul", [probabilities, v], "context")
-    if block.q.layout != "B H T K":  # the operator leaves its heads side by side
+    if block.q.layout != "B H T K":  # the operator returns (B, S, H*V)
         context = make.op("Transpose", [context], "context_by_token", perm=[0, 2, 1, 3])
-        merged = make.constant(np.array([0, 0, -1], np.int64), "merged")
+        merged = make.integers([0, 0, -1], "merged")
         context = make.op("Reshape", [context, merged], "merged_context")
     replace_uses(block.context, context)
 
 
 def _heads(block: AttentionBlock, part: Projection, name: str, scale: float) -> ir.Value:
-    """An operand as (B, H, T, K): as it is, or projected again where the operator splits heads.
+    """An operand as (B, H, T, K): as it is, or emitted with ``scale`` if the operator splits heads.
 
-    Then ``scale`` stands for that of the projection. Groups share heads as in the operators: each
-    key/value head serves as many query heads, one after the other.
+    Each key/value head is repeated for the consecutive query heads of its group.
     """
     make = Inserter(block.graph, block.product, f"{block.name}/{name}")
     if part.layout != "B H T K":
@@ -116,5 +114,5 @@ def _heads(block: AttentionBlock, part: Projection, name: str, scale: float) -> 
     groups, heads = part.num_distinct_heads, part.num_heads
     if groups == heads:
         return part.output
-    spread = make.constant(np.repeat(np.arange(groups), heads // groups), "groups")
+    spread = make.integers(np.repeat(np.arange(groups), heads // groups), "groups")
     return make.op("Gather", [part.output, spread], "spread", axis=1)

@@ -21,7 +21,7 @@ from graph_passes.passes.base import RewritePass
 __all__ = ["FoldBiases"]
 
 MICROSOFT_ATTENTION = ("com.microsoft", "Attention", "")
-"""Multiplies its first input by its second and adds its third, before anything else."""
+"""This operator first multiplies its first input by its second and adds its third."""
 
 
 class FoldBiases(RewritePass):
@@ -30,9 +30,9 @@ class FoldBiases(RewritePass):
     Before: r = norm(u) + beta,         y = (p + b) + r,   z_i = r W_i + c_i
     After:  r = norm(u) + (beta + b),   y = p + r,         z_i = r W_i + (c_i - b W_i)
 
-    Exact but for rounding, with one addition less; a layer of a post-norm encoder (BERT) has two.
-    Unchanged if ``r`` is an output of the graph, if anything but the sum and such maps reads it,
-    and if weights are not of single precision.
+    Exact except for rounding. It saves one addition; a layer of a post-norm encoder (BERT) has two.
+    The graph is unchanged if ``r`` is an output, if it has readers other than the sum and such
+    maps, or if weights are not in single precision.
     """
 
     name: ClassVar[str] = "fold_biases"
@@ -60,7 +60,13 @@ class _Map:
 
 @dataclass(frozen=True, eq=False)
 class _Match:
-    """The sum y, which input of it is p + b, the node of that, and everything around r."""
+    """The nodes of one bias.
+
+    Attributes:
+        total: The node of y; its input ``place`` is ``product + bias``.
+        norm: The node of r; its input ``beta`` is the bias of the norm.
+        maps: The maps of r.
+    """
 
     total: ir.Node
     place: int
@@ -94,19 +100,15 @@ def _match(total: ir.Node) -> _Match | None:
 
 
 def _vector_at(node: ir.Node) -> int | None:
-    """Which input of an addition is a constant vector of floats, the other being computed."""
+    """The index of the only input of an addition that is a constant vector of floats."""
     if (node.domain, node.op_type) != ("", "Add"):
         return None
-    places = [place for place in (0, 1) if _is_vector(node.inputs[place])]
+    places = [place for place in (0, 1) if _is_float(node.inputs[place], 1)]
     return places[0] if len(places) == 1 else None
 
 
-def _is_vector(value: ir.Value | None) -> bool:
-    return _is_float(value, 1)
-
-
 def _is_float(value: ir.Value | None, rank: int) -> bool:
-    """Whether this is a constant of single precision with so many axes."""
+    """Whether a value is a constant of this rank in single precision."""
     if value is None or not is_constant(value):
         return False
     shape = constant_shape(value)
@@ -114,32 +116,32 @@ def _is_float(value: ir.Value | None, rank: int) -> bool:
 
 
 def _is_shift(norm: ir.Node, beta: int) -> bool:
-    """Whether a node adds this input, a vector or nothing yet, to each token."""
+    """Whether a node adds its input ``beta``, a vector or absent, to each token."""
     if norm.op_type != "LayerNormalization":
         return True
-    if norm.domain or not _is_vector(norm.inputs[1]):  # over the last axis alone
+    if norm.domain or not _is_float(norm.inputs[1], 1):  # over the last axis only
         return False
-    unused = [value for value in norm.outputs[1:] if value.uses() or value.is_graph_output()]
-    given = norm.inputs[beta] if len(norm.inputs) > beta else None
-    return not unused and (given is None or _is_vector(given))
+    used = [value for value in norm.outputs[1:] if value.uses() or value.is_graph_output()]
+    bias = norm.inputs[beta] if len(norm.inputs) > beta else None
+    return not used and (bias is None or _is_float(bias, 1))
 
 
 def _maps(residual: ir.Value, total: ir.Node) -> tuple[_Map, ...] | None:
-    """Everything else that reads r; None where something is no linear map with a bias."""
+    """All other readers of r; None if one of them is not a linear map with a bias."""
     if residual.is_graph_output():
         return None
-    found: list[_Map] = []
+    maps: list[_Map] = []
     sums = 0
     for user, place in residual.uses():
         if user is total:
             sums += 1
         elif user.op_type == "Shape" and not user.domain:
             continue
-        elif (each := _map(user, place)) is not None and each.node.graph is total.graph:
-            found.append(each)
+        elif (linear := _map(user, place)) is not None and linear.node.graph is total.graph:
+            maps.append(linear)
         else:
             return None
-    return tuple(found) if sums == 1 else None
+    return tuple(maps) if sums == 1 else None
 
 
 def _map(user: ir.Node, place: int) -> _Map | None:
@@ -148,9 +150,8 @@ def _map(user: ir.Node, place: int) -> _Map | None:
     weight = user.inputs[1]
     assert weight is not None
     if user.op_identifier() == MICROSOFT_ATTENTION:
-        return (
-            _Map(weight, user, 2) if len(user.inputs) > 2 and _is_vector(user.inputs[2]) else None
-        )
+        has_bias = len(user.inputs) > 2 and _is_float(user.inputs[2], 1)
+        return _Map(weight, user, 2) if has_bias else None
     if (user.domain, user.op_type) != ("", "MatMul"):
         return None
     product = user.outputs[0]
@@ -163,20 +164,20 @@ def _map(user: ir.Node, place: int) -> _Map | None:
 
 def _fold(match: _Match) -> None:
     bias = constant_array(match.bias).astype(np.float64)
-    for each in match.maps:
-        shift = bias @ constant_array(each.weight).astype(np.float64)
-        _add(each.node, each.place, -shift)
+    for linear in match.maps:
+        shift = bias @ constant_array(linear.weight).astype(np.float64)
+        _add(linear.node, linear.place, -shift)
     _add(match.norm, match.beta, bias)
     match.total.replace_input_with(match.place, match.product)
 
 
 def _add(node: ir.Node, place: int, shift: np.ndarray) -> None:
-    """Shift a constant of one node, which others may read too."""
+    """Add to a constant of one node; other readers keep the original constant."""
     graph = node.graph
     assert isinstance(graph, ir.Graph)
     if len(node.inputs) <= place:
         node.resize_inputs(place + 1)
     old = node.inputs[place]
-    given = np.zeros(1) if old is None else constant_array(old).astype(np.float64)
+    array = np.zeros(1) if old is None else constant_array(old).astype(np.float64)
     make = Inserter(graph, node, f"{node.name or node.outputs[0].name or 'map'}/folded")
-    node.replace_input_with(place, make.constant((given + shift).astype(np.float32), "bias"))
+    node.replace_input_with(place, make.constant(array + shift, "bias", ir.DataType.FLOAT))

@@ -18,11 +18,12 @@ from graph_passes.blocks import (
     Weighted,
 )
 from graph_passes.context import GraphContext
-from graph_passes.emit.attention import emission_refusal
+from graph_passes.emit.attention import TOKEN_LAYOUT, emission_refusal
 from graph_passes.emit.fused_attention import DOMAIN, LOW, OPSETS, FusedOperator, emit_fused_blocks
 from graph_passes.errors import Refusal
-from graph_passes.passes.base import AttentionPass, small_shapes
+from graph_passes.passes.base import AttentionPass, AttentionTargets, small_shapes
 from graph_passes.passes.collaborate import WEAK_FILL
+from graph_passes.passes.conditions import no_output_projection, rotary_or_norm
 from graph_passes.passes.invariants import Interface
 
 __all__ = ["IDIOMS", "FuseAttention", "fusion_refusal"]
@@ -46,11 +47,11 @@ class FuseAttention(AttentionPass[FusedOperator]):
         or  out = ai.onnx Attention(x W_Q + b_Q, y W_K + b_K, y W_V + b_V, mask = m) W_O + b_O
 
     with m = max(steps(0), LOW), (B or 1, H or 1, S, T), shared by layers with equal masks. Exact
-    for each query that sees a key. A query that sees none attends to all keys, evenly in single
-    precision, where the graph had zeros, NaN or what the mask's finite number left. The scale s is
-    the block's own. Sparse heads stop sharing: each gets its own columns, H*K' instead of R. Blocks
-    that are this operator already do not change. The model imports com.microsoft if needed; its
-    operators support bfloat16 on a GPU only.
+    for each query with a visible key. A query without one attends to all keys, evenly in single
+    precision; the original graph computes zeros, NaN, or the softmax of its finite mask value. The
+    scale s does not change. Sparse heads get their own columns, H*K' instead of R. Blocks that are
+    this operator already do not change. The model imports com.microsoft if needed; its operators
+    support bfloat16 on a GPU only.
 
     Attributes:
         targets: The operator for each block to rewrite.
@@ -69,17 +70,15 @@ class FuseAttention(AttentionPass[FusedOperator]):
     ) -> Refusal | None:
         opsets, shapes = context.model.opset_imports, small_shapes(context)
         forms: Sequence[FusedOperator] = get_args(FusedOperator) if params is None else (params,)
-        found = [fusion_refusal(block, form, shapes, opsets) for form in forms]
-        return None if None in found else found[0]
+        refusals = [fusion_refusal(block, form, shapes, opsets) for form in forms]
+        return None if None in refusals else refusals[0]
 
-    def promised(self, before: Interface, context: GraphContext) -> Interface:
-        forms = [form for _, form in self._chosen(context)]
-        return before.with_opset(DOMAIN, 1) if set(forms) - {"onnx"} else before
+    def expected_interface(self, before: Interface, context: GraphContext) -> Interface:
+        forms = {form for _, form in self._changed(context)}
+        return before.with_opset(DOMAIN, 1) if forms - {"onnx"} else before
 
-    def rewrite_blocks(
-        self, chosen: Sequence[tuple[AttentionBlock, FusedOperator]], context: GraphContext
-    ) -> None:
-        blocks = [block for block, _ in chosen]
+    def rewrite(self, targets: AttentionTargets[FusedOperator], context: GraphContext) -> None:
+        blocks = [block for block, _ in targets]
         emit_fused_blocks(context.model, self.targets, blocks, small_shapes(context))
 
 
@@ -89,11 +88,11 @@ def fusion_refusal(
     info: ShapeInfo | None = None,
     opsets: Mapping[str, int] | None = None,
 ) -> Refusal | None:
-    """Why a block cannot be one operator of this form; None if it can be, or is already.
+    """Why a block cannot become one operator of this form; None if it can, or is one already.
 
     Args:
         info: Shapes, if known: masks may have too many axes.
-        opsets: Of the model, if known: ai.onnx Attention needs opset 23.
+        opsets: Opset versions of the model, if known: ai.onnx Attention needs opset 23.
     """
     if block.idiom == IDIOMS[form]:
         return None
@@ -101,19 +100,16 @@ def fusion_refusal(
         return Refusal(
             "opset", f"the operator needs opset {OPSETS[form]}, and the model has {opset}"
         )
-    if (output := block.output) is None:
-        return Refusal(
-            "no_output_projection", "its context does not go straight to an output projection"
-        )
-    parts = (block.q, block.k, block.v)
-    if any(part.rotary_terms for part in parts):
-        return Refusal("rotary", "rotary positions stand between the projections and the scores")
-    if any(part.norm for part in parts):
-        return Refusal("qk_norm", "q/k norm stands between the projections and the scores")
-    if found := emission_refusal(block, info, allow_sparse=True):
-        return found
+    if refusal := (
+        no_output_projection(block)
+        or rotary_or_norm(block)
+        or emission_refusal(block, info, allow_sparse=True)
+    ):
+        return refusal
+    output, parts = block.output, (block.q, block.k, block.v)
+    assert output is not None
     if output.sequence_first or not all(part.by_sequence for part in parts):
-        return Refusal("token_layout", "its tokens are not laid out as (batch, sequence, size)")
+        return TOKEN_LAYOUT
     if any(part.num_distinct_heads < block.num_heads for part in (block.k, block.v)):
         return Refusal(
             "grouped",
@@ -130,10 +126,10 @@ def fusion_refusal(
         )
     dtypes = {part.dtype for part in parts}
     if len(dtypes) > 1 or not dtypes <= LOW.keys():
-        held = ", ".join(sorted(dtype.name.lower() for dtype in dtypes))
+        names = ", ".join(sorted(dtype.name.lower() for dtype in dtypes))
         return Refusal(
             "dtype",
-            f"its projections hold {held}, and the operator takes one of float and half types",
+            f"its projections hold {names}, and the operator takes one of float and half types",
         )
     weights = (block.q.weight, block.k.weight, block.v.weight, output.weight)
     if any(_is_quantized(weight) for weight in weights):
@@ -146,7 +142,7 @@ def fusion_refusal(
 
 
 def _is_quantized(value: ir.Value | None) -> bool:
-    """Whether a constant is made of integers."""
+    """Whether a constant is computed by DequantizeLinear."""
     node = None if value is None else value.producer()
     if node is None:
         return False
@@ -154,7 +150,7 @@ def _is_quantized(value: ir.Value | None) -> bool:
 
 
 def _shared_refusal(block: AttentionBlock) -> Refusal | None:
-    """Whether something other than the block's output depends on what the operator would hide."""
+    """Whether values inside the operator are used by anything but the output of the block."""
     if _escapes(block, [block.product]):
         return Refusal(
             "probabilities_shared",
@@ -169,7 +165,7 @@ def _shared_refusal(block: AttentionBlock) -> Refusal | None:
 
 
 def _escapes(block: AttentionBlock, nodes: Iterable[ir.Node]) -> bool:
-    """Whether these nodes reach an output of their graph on a way around the block's own."""
+    """Whether a path from these nodes to an output of the graph avoids the block's output."""
     assert block.output is not None
     pending = [value for node in nodes for value in node.outputs]
     seen = {block.output.output}
@@ -181,5 +177,5 @@ def _escapes(block: AttentionBlock, nodes: Iterable[ir.Node]) -> bool:
         if value.is_graph_output():
             return True
         readers = [user for user, _ in value.uses() if user.op_type != "Shape"]
-        pending += [made for user in readers for made in user.outputs]
+        pending += [output for user in readers for output in user.outputs]
     return False

@@ -15,7 +15,7 @@ from graph_passes.blocks import FeedForwardBlock
 from graph_passes.context import GraphContext
 from graph_passes.emit.editing import Inserter, replace_uses
 from graph_passes.errors import Refusal
-from graph_passes.passes.base import FeedForwardPass, NoParams, small_shapes
+from graph_passes.passes.base import FeedForwardPass, FeedForwardTargets, NoParams, small_shapes
 from graph_passes.passes.invariants import Interface
 
 __all__ = ["FuseGelu", "gelu_refusal"]
@@ -25,7 +25,7 @@ DOMAIN = "com.microsoft"
 Operator = Literal["Gelu", "FastGelu"]
 
 TOLERANCE = 2e-6
-"""Of an activation that is written in single precision, at inputs up to 12."""
+"""Maximum error of an activation in single precision, at inputs up to 12."""
 
 
 class FuseGelu(FeedForwardPass[NoParams]):
@@ -49,17 +49,18 @@ class FuseGelu(FeedForwardPass[NoParams]):
     ) -> Refusal | None:
         return gelu_refusal(block, small_shapes(context), context.model.opset_imports)
 
-    def promised(self, before: Interface, context: GraphContext) -> Interface:
+    def expected_interface(self, before: Interface, context: GraphContext) -> Interface:
         return before.with_opset(DOMAIN, 1) if self.targets else before
 
-    def rewrite(self, block: FeedForwardBlock, params: NoParams, context: GraphContext) -> None:
-        model = context.model
-        found = _gelu(block, small_shapes(context), model.opset_imports)
-        assert found is not None
-        operator, value = found
-        make = Inserter(block.graph, block.product, f"{block.name}/fused")
-        replace_uses(block.hidden, make.op(operator, [value], "gelu", domain=DOMAIN))
-        model.opset_imports.setdefault(DOMAIN, 1)
+    def rewrite(self, targets: FeedForwardTargets[NoParams], context: GraphContext) -> None:
+        opsets = context.model.opset_imports
+        for block, _ in targets:
+            gelu = _gelu(block, small_shapes(context), opsets)
+            assert gelu is not None
+            operator, value = gelu
+            make = Inserter(block.graph, block.product, f"{block.name}/fused")
+            replace_uses(block.hidden, make.op(operator, [value], "gelu", domain=DOMAIN))
+            opsets.setdefault(DOMAIN, 1)
 
 
 def gelu_refusal(
@@ -80,12 +81,12 @@ def gelu_refusal(
 def _gelu(
     block: FeedForwardBlock, info: ShapeInfo, opsets: Mapping[str, int]
 ) -> tuple[Operator, ir.Value] | None:
-    """The operator that makes the neurons, and of which value: of the last that is so shaped."""
-    made = _tried(block, info, opsets)
-    hidden = made.pop(block.hidden, None)
+    """The operator that computes the neurons, and its input: the last value that matches."""
+    arrays = _evaluated(block, info, opsets)
+    hidden = arrays.pop(block.hidden, None)
     if hidden is None or info.shape(block.hidden) is None:
         return None
-    for value, z in reversed(made.items()):
+    for value, z in reversed(arrays.items()):
         if z.shape != hidden.shape or info.shape(value) != info.shape(block.hidden):
             continue
         if _near(hidden, _exact(z), z):
@@ -99,23 +100,23 @@ def _near(hidden: np.ndarray, expected: np.ndarray, z: np.ndarray) -> bool:
     return bool(np.all(np.abs(hidden - expected) < TOLERANCE * np.maximum(np.abs(z), 1.0)))
 
 
-def _tried(
+def _evaluated(
     block: FeedForwardBlock, info: ShapeInfo, opsets: Mapping[str, int]
 ) -> dict[ir.Value, np.ndarray]:
-    """What the nodes between the products make of numbers from -12 to 12."""
+    """Evaluate the nodes between the products on numbers from -12 to 12."""
     first = block.products[0].outputs[0]
     shape = info.shape(first)
     if shape is None:
         return {}
     numbers = np.linspace(-12, 12, math.prod(shape)).reshape(shape)
-    found: dict[ir.Value, np.ndarray] = {first: numbers.astype(np.float32)}
+    arrays: dict[ir.Value, np.ndarray] = {first: numbers.astype(np.float32)}
     for node in block.nodes:
         inputs: list[np.ndarray | None] = []
         for value in node.inputs:
             if value is None:
                 inputs.append(None)
-            elif value in found:
-                inputs.append(found[value])
+            elif value in arrays:
+                inputs.append(arrays[value])
             elif is_constant(value):
                 inputs.append(constant_array(value))
             elif (known := info.constant(value)) is not None:
@@ -124,14 +125,14 @@ def _tried(
                 return {}
         try:
             outputs = evaluate(node, inputs, opsets)
-        except Exception:  # whatever it is, it is no part of a GELU
+        except Exception:  # any failure means that the nodes are not a GELU
             return {}
-        found |= dict(zip(node.outputs, outputs, strict=False))
-    return found
+        arrays |= dict(zip(node.outputs, outputs, strict=False))
+    return arrays
 
 
 def _exact(z: np.ndarray) -> np.ndarray:
-    from scipy.special import erf  # here, for every command would wait for it
+    from scipy.special import erf  # imported here because it is slow to import
 
     wide = z.astype(np.float64)
     return 0.5 * wide * (1 + erf(wide / math.sqrt(2)))

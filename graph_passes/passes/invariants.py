@@ -1,7 +1,8 @@
 """Invariants of every rewritten graph.
 
-Each invariant is a function from (the interface before, the model after) to a list of violations;
-``check_invariants`` runs all of them after every pass. A violation is a defect of attnserve.
+Each invariant is a function from (the expected interface, the rewritten model) to a list of
+violations. ``check_invariants`` runs all of them after every pass. A violation is a defect of
+attnserve.
 """
 
 from __future__ import annotations
@@ -18,28 +19,27 @@ from graph_passes.errors import InvariantBroken
 __all__ = ["INVARIANTS", "Interface", "check_invariants", "interface"]
 
 
-Promise = tuple[str, str, tuple[str, ...] | None]
+Signature = tuple[str, str, tuple[str, ...] | None]
 """The name, type and axes of an input or an output."""
 
 
 @dataclass(frozen=True)
 class Interface:
-    """What a model promises to its callers: inputs, outputs and opsets."""
+    """Inputs, outputs and opsets of a model, and the names of its initializers."""
 
-    inputs: tuple[Promise, ...]
-    outputs: tuple[Promise, ...]
+    inputs: tuple[Signature, ...]
+    outputs: tuple[Signature, ...]
     opsets: tuple[tuple[str, int], ...]
     initializers: frozenset[str]
 
     def with_caches(self, widths: Mapping[str, int]) -> Interface:
-        """The same promise, but for caches (B, H, T, K) that become (B, 1, T, width).
+        """The same interface with caches (B, 1, T, width) instead of (B, H, T, K).
 
         Args:
-            widths: By the names of the inputs and outputs that hold them; all others stay, and so
-                do the names, the types, the batch and the length of these.
+            widths: The width of each cache, by the name of the input or output.
         """
 
-        def promised(value: Promise) -> Promise:
+        def resized(value: Signature) -> Signature:
             name, dtype, axes = value
             if name not in widths or axes is None:
                 return value
@@ -47,20 +47,20 @@ class Interface:
 
         return replace(
             self,
-            inputs=tuple(map(promised, self.inputs)),
-            outputs=tuple(map(promised, self.outputs)),
+            inputs=tuple(map(resized, self.inputs)),
+            outputs=tuple(map(resized, self.outputs)),
         )
 
     def with_opset(self, domain: str, version: int) -> Interface:
-        """The same promise, and a domain of operators beside those that are imported already."""
+        """The same interface that also imports a domain of operators."""
         opsets = {domain: version} | dict(self.opsets)
         return replace(self, opsets=tuple(sorted(opsets.items())))
 
 
 def interface(model: ir.Model) -> Interface:
-    """Note what must not change."""
+    """The interface of a model."""
 
-    def describe(value: ir.Value) -> Promise:
+    def describe(value: ir.Value) -> Signature:
         axes = None if value.shape is None else tuple(map(str, value.shape))
         return value.name or "", str(value.type), axes
 
@@ -72,45 +72,44 @@ def interface(model: ir.Model) -> Interface:
     )
 
 
-def keeps_inputs_and_outputs(before: Interface, model: ir.Model) -> list[str]:
-    """Names, types and axes of inputs and outputs are as promised: as they were, but for caches
-    that ``Interface.with_caches`` names."""
-    now = interface(model)
+def keeps_inputs_and_outputs(expected: Interface, model: ir.Model) -> list[str]:
+    """Names, types and axes of inputs and outputs are those of the expected interface."""
+    actual = interface(model)
     changed = [
         f"{old[0]!r} became {new}"
-        for was, is_ in ((before.inputs, now.inputs), (before.outputs, now.outputs))
-        for old, new in zip(was, is_, strict=False)
+        for olds, news in ((expected.inputs, actual.inputs), (expected.outputs, actual.outputs))
+        for old, new in zip(olds, news, strict=False)
         if old != new
     ]
-    if (len(before.inputs), len(before.outputs)) != (len(now.inputs), len(now.outputs)):
+    if (len(expected.inputs), len(expected.outputs)) != (len(actual.inputs), len(actual.outputs)):
         changed.append("inputs or outputs were added or removed")
     return changed
 
 
-def keeps_opsets(before: Interface, model: ir.Model) -> list[str]:
-    """No operator set is raised in silence."""
-    now = interface(model).opsets
-    return [] if now == before.opsets else [f"opsets {before.opsets} became {now}"]
+def keeps_opsets(expected: Interface, model: ir.Model) -> list[str]:
+    """No opset version changes."""
+    actual = interface(model).opsets
+    return [] if actual == expected.opsets else [f"opsets {expected.opsets} became {actual}"]
 
 
-def every_value_is_made_before_it_is_read(before: Interface, model: ir.Model) -> list[str]:
-    """The nodes are in order of execution and read nothing that nobody makes."""
-    made = {*model.graph.inputs, *model.graph.initializers.values()}
-    broken: list[str] = []
+def every_value_is_made_before_it_is_read(expected: Interface, model: ir.Model) -> list[str]:
+    """The nodes are in order of execution, and each input has a producer."""
+    defined = {*model.graph.inputs, *model.graph.initializers.values()}
+    violations: list[str] = []
     for node in model.graph:
-        broken += [
+        violations += [
             f"{node.name!r} reads {value.name!r}, which is not made before it"
             for value in node.inputs
-            if value is not None and value not in made
+            if value is not None and value not in defined
         ]
-        made.update(node.outputs)
-    broken += [
-        f"output {v.name!r} is made by no node" for v in model.graph.outputs if v not in made
+        defined.update(node.outputs)
+    violations += [
+        f"output {v.name!r} is made by no node" for v in model.graph.outputs if v not in defined
     ]
-    return broken
+    return violations
 
 
-def names_are_unique(before: Interface, model: ir.Model) -> list[str]:
+def names_are_unique(expected: Interface, model: ir.Model) -> list[str]:
     """No two values share a name."""
     names = [v.name for v in model.graph.inputs if v.name not in model.graph.initializers]
     names += list(model.graph.initializers)
@@ -119,17 +118,17 @@ def names_are_unique(before: Interface, model: ir.Model) -> list[str]:
     return [f"{name!r} names two values" for name, count in counts.items() if count > 1]
 
 
-def new_weights_are_finite(before: Interface, model: ir.Model) -> list[str]:
-    """A factorisation that diverged must never reach a file (a masked score may be -inf)."""
-    broken: list[str] = []
+def new_weights_are_finite(expected: Interface, model: ir.Model) -> list[str]:
+    """New initializers are finite, except for the scalar -inf, which masks scores."""
+    violations: list[str] = []
     for name, value in model.graph.initializers.items():
         tensor = value.const_value
-        if name in before.initializers or tensor is None or not tensor.dtype.is_floating_point():
+        if name in expected.initializers or tensor is None or not tensor.dtype.is_floating_point():
             continue
         array = tensor.numpy().astype(np.float64)
         if not (np.isfinite(array) | (array.ndim == 0 and array == -np.inf)).all():
-            broken.append(f"{name!r} holds a value that is not finite")
-    return broken
+            violations.append(f"{name!r} holds a value that is not finite")
+    return violations
 
 
 INVARIANTS: tuple[Callable[[Interface, ir.Model], list[str]], ...] = (
@@ -141,14 +140,18 @@ INVARIANTS: tuple[Callable[[Interface, ir.Model], list[str]], ...] = (
 )
 
 
-def check_invariants(before: Interface, model: ir.Model, *, after: str) -> None:
-    """Hold the model to every invariant.
+def check_invariants(expected: Interface, model: ir.Model, *, after: str) -> None:
+    """Check every invariant of a rewritten model.
+
+    Args:
+        expected: The interface that the model must have.
+        after: The name of the pass, for the error.
 
     Raises:
-        InvariantBroken: Naming the invariant, the pass (``after``) and the first violation.
+        InvariantBroken: Naming the invariant, the pass and the first violation.
     """
     for invariant in INVARIANTS:
-        violations = invariant(before, model)
+        violations = invariant(expected, model)
         if violations:
             raise InvariantBroken(
                 f"{after} violates the invariant {invariant.__name__!r}: {violations[0]}",

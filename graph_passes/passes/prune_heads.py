@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import BeforeValidator, Field, TypeAdapter
@@ -19,7 +19,7 @@ from graph_passes.emit.attention import (
 )
 from graph_passes.emit.editing import Inserter
 from graph_passes.errors import InvalidArgument, Refusal
-from graph_passes.passes.base import AttentionPass, small_shapes
+from graph_passes.passes.base import AttentionPass, AttentionTargets, small_shapes
 from graph_passes.passes.conditions import caller_reads, no_output_projection, reused_elsewhere
 from graph_passes.passes.skip_attention import AffineMap, emit_skip, skip_refusal
 
@@ -64,49 +64,45 @@ class PruneHeads(AttentionPass[Sequence[int]]):
     def refusal(
         cls, block: AttentionBlock, params: Sequence[int] | None, context: GraphContext
     ) -> Refusal | None:
-        found = caller_reads(block) or no_output_projection(block)
-        found = found or reused_elsewhere(block, cls.find(context))
-        found = found or emission_refusal(block, None if params is None else small_shapes(context))
-        if found is None and params is not None and not any(params):
+        refusal = (
+            caller_reads(block)
+            or no_output_projection(block)
+            or reused_elsewhere(block, cls.find(context))
+            or emission_refusal(block, None if params is None else small_shapes(context))
+        )
+        if refusal is None and params is not None and not any(params):
             return skip_refusal(block)
-        return found
+        return refusal
 
-    def rewrite(self, block: AttentionBlock, params: Sequence[int], context: GraphContext) -> None:
-        kept, info = np.flatnonzero(np.asarray(params)), small_shapes(context)
-        assert block.output is not None
-        if len(kept):
-            _keep(block, kept, info)
-            return
+    def rewrite(self, targets: AttentionTargets[Sequence[int]], context: GraphContext) -> None:
+        for block, mask in targets:
+            _keep_heads(block, np.flatnonzero(np.asarray(mask)), small_shapes(context))
+
+
+def check_mask(
+    name: str, mask: Sequence[int], size: int, part: Literal["head", "neuron"] = "head"
+) -> None:
+    """Check that a mask has an entry for each head or neuron of a block.
+
+    Raises:
+        InvalidArgument: It has another length.
+    """
+    if len(mask) != size:
+        raise InvalidArgument(
+            f"the mask of {name} has {len(mask)} entries, expected {size}: one for each {part}",
+            f"write 1 for each {part} that stays and 0 for each that is removed",
+            code=f"prune_{part}s.mask_length",
+        )
+
+
+def _keep_heads(block: AttentionBlock, kept: np.ndarray, info: ShapeInfo) -> None:
+    """Replace a block by some of its heads, or by its bias if there are none."""
+    assert block.output is not None
+    if not len(kept):
         width = block.output.matrix().shape[1]
         bias = np.broadcast_to(block.output.offset(), (width,))
         emit_skip(block, AffineMap(None, bias), info)
-
-
-def check_mask(name: str, mask: Sequence[int], heads: int) -> None:
-    """Check that a mask has a 0 or a 1 for each head.
-
-    Raises:
-        InvalidArgument: It has another length, or another entry.
-    """
-    fix = "write 1 for each head that stays and 0 for each that is removed"
-    if len(mask) != heads:
-        raise InvalidArgument(
-            f"the mask of {name} has {len(mask)} entries, expected {heads}: one for each head",
-            fix,
-            code="prune_heads.mask_length",
-        )
-    other = [entry for entry in mask if entry not in (0, 1)]
-    if other:
-        raise InvalidArgument(
-            f"the mask of {name} holds {other[0]!r}, expected 0 or 1",
-            fix,
-            code="prune_heads.mask_entry",
-        )
-
-
-def _keep(block: AttentionBlock, kept: np.ndarray, info: ShapeInfo) -> None:
-    """Emit the kept heads in place of all of them."""
-    assert block.output is not None
+        return
     make = Inserter(block.graph, block.output.nodes[-1], f"{block.name}/pruned")
     probabilities = emit_probabilities(make, block, kept, info)
     context = emit_context(make, block, probabilities, kept, info)

@@ -23,7 +23,8 @@ from graph_passes.context import GraphContext
 from graph_passes.emit.editing import Inserter
 from graph_passes.errors import CannotRewrite, InvalidArgument, Refusal
 from graph_passes.matching.feed_forward import last_entry
-from graph_passes.passes.base import FeedForwardPass
+from graph_passes.passes.base import FeedForwardPass, FeedForwardTargets
+from graph_passes.passes.prune_heads import check_mask
 
 __all__ = ["NeuronMask", "PruneNeurons", "mask_from_hex", "mask_to_hex", "neurons_refusal"]
 
@@ -91,7 +92,13 @@ class PruneNeurons(FeedForwardPass[Sequence[int]]):
 
     @classmethod
     def changes(cls, block: FeedForwardBlock, params: Sequence[int]) -> bool:
-        _check_mask(block.name, params, block.num_neurons)
+        check_mask(block.name, params, block.num_neurons, "neuron")
+        if not any(params):
+            raise InvalidArgument(
+                f"the mask of {block.name} leaves no neuron",
+                "keep at least one",
+                code="prune_neurons.mask_empty",
+            )
         return not all(params)
 
     @classmethod
@@ -102,9 +109,9 @@ class PruneNeurons(FeedForwardPass[Sequence[int]]):
 
     def check(self, context: GraphContext) -> None:
         super().check(context)
-        chosen = self._kept(self._chosen(context))
-        cuts = _cuts(chosen)
-        for block, _ in chosen:
+        kept = self._kept(self._changed(context))
+        cuts = _cuts(kept)
+        for block, _ in kept:
             if reader := _read_elsewhere(block, cuts):
                 raise CannotRewrite(
                     f"{block.name}: {reader.name or reader.op_type} shares its weights and is not "
@@ -113,10 +120,8 @@ class PruneNeurons(FeedForwardPass[Sequence[int]]):
                     code="prune_neurons.shared_weights",
                 )
 
-    def rewrite_blocks(
-        self, chosen: Sequence[tuple[FeedForwardBlock, Sequence[int]]], context: GraphContext
-    ) -> None:
-        kept = self._kept(chosen)
+    def rewrite(self, targets: FeedForwardTargets[Sequence[int]], context: GraphContext) -> None:
+        kept = self._kept(targets)
         makers = {
             block: Inserter(block.graph, block.product, f"{block.name}/pruned") for block, _ in kept
         }
@@ -124,16 +129,14 @@ class PruneNeurons(FeedForwardPass[Sequence[int]]):
         for block, indices in kept:
             for node in block.widths:
                 _set_width(node, len(indices), Inserter(block.graph, node, f"{block.name}/pruned"))
-            made = [v for node in (*block.products, *block.nodes) for v in node.outputs]
-            for value in made:
+            outputs = [v for node in (*block.products, *block.nodes) for v in node.outputs]
+            for value in outputs:
                 if value.shape is not None and value.shape[-1:] == (block.num_neurons,):
                     value.shape = ir.Shape([*value.shape[:-1], len(indices)])
 
     @staticmethod
-    def _kept(
-        chosen: Sequence[tuple[FeedForwardBlock, Sequence[int]]],
-    ) -> list[tuple[FeedForwardBlock, _Kept]]:
-        return [(block, np.flatnonzero(np.asarray(mask))) for block, mask in chosen]
+    def _kept(targets: FeedForwardTargets[Sequence[int]]) -> list[tuple[FeedForwardBlock, _Kept]]:
+        return [(block, np.flatnonzero(np.asarray(mask))) for block, mask in targets]
 
 
 _Kept = np.ndarray
@@ -153,22 +156,6 @@ def neurons_refusal(block: FeedForwardBlock) -> Refusal | None:
     return None
 
 
-def _check_mask(name: str, mask: Sequence[int], neurons: int) -> None:
-    """Raises: InvalidArgument: The mask has another length, or removes every neuron."""
-    if len(mask) != neurons:
-        raise InvalidArgument(
-            f"the mask of {name} has {len(mask)} entries, expected {neurons}: one for each neuron",
-            "write 1 for each neuron that stays and 0 for each that is removed",
-            code="prune_neurons.mask_length",
-        )
-    if not any(mask):
-        raise InvalidArgument(
-            f"the mask of {name} leaves no neuron",
-            "keep at least one",
-            code="prune_neurons.mask_empty",
-        )
-
-
 def _cuts(chosen: Sequence[tuple[FeedForwardBlock, _Kept]]) -> _Cuts:
     cuts: dict[_Place, dict[int, _Kept]] = {}
     for block, kept in chosen:
@@ -178,13 +165,13 @@ def _cuts(chosen: Sequence[tuple[FeedForwardBlock, _Kept]]) -> _Cuts:
 
 
 def _cut(cuts: _Cuts, makers: Mapping[_Place, Inserter]) -> None:
-    """Constants that all readers want cut alike are cut where they stand, others copied."""
-    done, copies = set[ir.Value](), dict[object, ir.Value]()
+    """Cut constants in place if all readers need the same cut; copy the others."""
+    cut, copies = set[ir.Value](), dict[object, ir.Value]()
     for (node, index), axes in cuts.items():
         value = node.inputs[index]
         assert value is not None
         root = origin(value)
-        if root in done:
+        if root in cut:
             continue
         if root.is_initializer() and _is_cut_alike(root, axes, cuts):
             tensor = root.const_value
@@ -193,7 +180,7 @@ def _cut(cuts: _Cuts, makers: Mapping[_Place, Inserter]) -> None:
             root.const_value = ir.Tensor(array, dtype=tensor.dtype, name=root.name)
             for alias in _aliases(root):
                 alias.shape = ir.Shape(array.shape)
-            done.add(root)
+            cut.add(root)
             continue
         key = (node.graph, value, _key(axes))
         if key not in copies:
@@ -226,7 +213,7 @@ def _read_elsewhere(block: FeedForwardBlock, cuts: _Cuts) -> ir.Node | None:
 
 
 def _behind(value: ir.Value) -> Iterator[ir.Value]:
-    """A constant and all that it is made of."""
+    """A constant and the constants that it is computed from."""
     yield value
     node = value.producer()
     for operand in () if node is None else node.inputs:
@@ -235,17 +222,17 @@ def _behind(value: ir.Value) -> Iterator[ir.Value]:
 
 
 def _readers(value: ir.Value) -> Iterator[_Place]:
-    """Where a constant, or a constant made of it, meets an activation."""
+    """The inputs of nodes that combine a constant, or one computed from it, with activations."""
     for node, index in value.uses():
         if all(map(is_constant, node.outputs)):
-            for made in node.outputs:
-                yield from _readers(made)
+            for output in node.outputs:
+                yield from _readers(output)
         else:
             yield node, index
 
 
 def _aliases(root: ir.Value) -> list[ir.Value]:
-    """A value and what is the same by Identity."""
+    """A value and its copies by Identity."""
     copies = [node.outputs[0] for node, _ in root.uses() if _is_identity(node)]
     return [root, *(alias for copy in copies for alias in _aliases(copy))]
 

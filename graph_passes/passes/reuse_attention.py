@@ -18,17 +18,22 @@ from graph_passes.emit.attention import (
     emit_context,
     emit_output,
     emit_probabilities,
+    heads_refusal,
     in_precision,
     probabilities_by_head,
     probabilities_type,
     type_of,
-    values_refusal,
 )
 from graph_passes.emit.editing import Inserter
 from graph_passes.errors import CannotRewrite, InvalidArgument, Refusal
 from graph_passes.matching.equivalence import have_equal_masks
-from graph_passes.passes.base import AttentionPass, small_shapes
-from graph_passes.passes.conditions import caller_reads, no_output_projection, reused_elsewhere
+from graph_passes.passes.base import AttentionPass, AttentionTargets, small_shapes
+from graph_passes.passes.conditions import (
+    caller_reads,
+    no_output_projection,
+    no_probabilities,
+    reused_elsewhere,
+)
 from graph_passes.passes.decompose_attention import decompose_fused, decomposition_refusal
 
 __all__ = [
@@ -42,7 +47,7 @@ __all__ = [
 ]
 
 ReusedHeads = Mapping[int, tuple[str, int]]
-"""By head: the earlier layer, and its head, whose probabilities it takes."""
+"""By head: the earlier layer and its head whose probabilities are reused."""
 
 Edges = Mapping[str, ReusedHeads]
 """``ReusedHeads`` by layer."""
@@ -79,8 +84,8 @@ class ReuseAttention(AttentionPass[ReusedHeads]):
         cls, block: AttentionBlock, params: ReusedHeads | None, context: GraphContext
     ) -> Refusal | None:
         blocks = list(cls.find(context))
-        if found := reused_elsewhere(block, blocks):
-            return found
+        if refusal := reused_elsewhere(block, blocks):
+            return refusal
         if params is None:
             place = next(i for i, other in enumerate(blocks) if other.name == block.name)
             return reuse_refusal(block, blocks[:place])
@@ -91,9 +96,9 @@ class ReuseAttention(AttentionPass[ReusedHeads]):
         ]
         for source in dict.fromkeys(source for source, _ in params.values()):
             other = by_name[source]
-            found = reuse_refusal(block, [other]) or _lengths_refusal(block, other, runs)
-            if found is not None:
-                return Refusal(found.code, f"it cannot reuse {other.name}: {found}")
+            refusal = reuse_refusal(block, [other]) or _lengths_refusal(block, other, runs)
+            if refusal is not None:
+                return Refusal(refusal.code, f"it cannot reuse {other.name}: {refusal}")
         if len(params) < block.num_heads:
             return emission_refusal(block, runs[0])
         return None
@@ -116,20 +121,18 @@ class ReuseAttention(AttentionPass[ReusedHeads]):
                         code="reuse_attention.source",
                     )
 
-    def rewrite_blocks(
-        self, chosen: Sequence[tuple[AttentionBlock, ReusedHeads]], context: GraphContext
-    ) -> None:
+    def rewrite(self, targets: AttentionTargets[ReusedHeads], context: GraphContext) -> None:
         by_name = {block.name: block for block in self.find(context)}
         available = _Available(small_shapes(context), by_name)
-        for block, heads in chosen:
+        for block, heads in targets:
             _reuse(block, heads, available)
 
 
 def reuse_refusal(block: AttentionBlock, earlier: Sequence[AttentionBlock]) -> Refusal | None:
-    """Why no block of ``earlier`` can hand its probabilities to ``block``; None if one can."""
-    found = caller_reads(block) or no_output_projection(block) or values_refusal(block)
-    if found is not None:
-        return found
+    """Why ``block`` cannot reuse the probabilities of any block of ``earlier``; None if it can."""
+    refusal = caller_reads(block) or no_output_projection(block) or heads_refusal(block.v)
+    if refusal is not None:
+        return refusal
     if block.reused:
         return Refusal("reuses_heads", "it takes the probabilities of an earlier attention already")
     sources = [other for other in earlier if other.graph is block.graph]
@@ -152,10 +155,10 @@ def reuse_refusal(block: AttentionBlock, earlier: Sequence[AttentionBlock]) -> R
 
 
 def renumbered(edges: Edges, masks: Mapping[str, Sequence[int]]) -> dict[str, ReusedHeads]:
-    """Edges in the numbers of the heads that masks leave.
+    """Convert head indices of the original model to those after pruning.
 
     Args:
-        edges: In the numbers of the original model.
+        edges: With head indices of the original model.
         masks: 1 for each head that stays, by layer; layers that keep all heads may be missing.
     """
     places = {
@@ -176,12 +179,7 @@ def source_refusal(block: AttentionBlock) -> Refusal | None:
     """Why the probabilities of a block cannot be reused by another; None if they can."""
     if block.logits is None and block.probabilities is None:
         return decomposition_refusal(block)
-    if block.probabilities is None:
-        return Refusal(
-            "probability_layout",
-            "its probabilities are nowhere laid out as (batch, heads, queries, keys)",
-        )
-    return None
+    return no_probabilities(block)
 
 
 def _lengths_refusal(
@@ -262,7 +260,7 @@ class _Available:
 def _reuse(
     block: AttentionBlock, edges: Mapping[int, tuple[str, int]], available: _Available
 ) -> None:
-    """Own heads first, then those of each source, in the order of the source."""
+    """Emit a block with its own heads first, then the reused heads, grouped by source."""
     assert block.output is not None
     product = block.output.nodes[-1]
     make = Inserter(block.graph, product, f"{block.name}/reuse")
@@ -281,19 +279,15 @@ def _reuse(
         index = np.array([place for place, _ in taken], np.int64)
         order += [head for _, head in taken]
         if source in available.split or not np.array_equal(index, np.arange(len(places))):
-            at = make.constant(index, "source_heads")
-            gathered = make.op("Gather", [value, at], "probabilities_taken", axis=1)
-            gathered.type = ir.TensorType(
-                probabilities_type(available.blocks[source], available.info)
-            )
-            value = gathered
+            at = make.integers(index, "source_heads")
+            dtype = probabilities_type(available.blocks[source], available.info)
+            value = make.op("Gather", [value, at], "probabilities_taken", axis=1, dtype=dtype)
         pieces.append(value)
     heads = np.array(order, np.int64)
-    dtype = type_of(pieces[-1], available.info) or block.v.dtype  # own heads give way to the others
+    dtype = type_of(pieces[-1], available.info) or block.v.dtype  # the type of the last source
     pieces = [in_precision(make, piece, dtype, available.info) for piece in pieces]
     probabilities = pieces[0]
     if len(pieces) > 1:
-        probabilities = make.op("Concat", pieces, "probabilities_joined", axis=1)
-        probabilities.type = ir.TensorType(dtype)
+        probabilities = make.op("Concat", pieces, "probabilities_joined", axis=1, dtype=dtype)
     context = emit_context(make, block, probabilities, heads, available.info)
     emit_output(make, block, context, heads, available.info)

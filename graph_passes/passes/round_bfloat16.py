@@ -1,4 +1,4 @@
-"""RoundInFloat32: the numbers of a bfloat16 graph where there are no kernels for it."""
+"""RoundInFloat32: emulate a bfloat16 graph on machines without bfloat16 kernels."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["RoundInFloat32"]
 
 @dataclass(frozen=True)
 class RoundInFloat32(ir.passes.InPlacePass):
-    """Compute in float32, and round, what a graph computes in bfloat16.
+    """Compute a bfloat16 graph in float32 and round each result to bfloat16.
 
     Before: z = f(x, W) in bfloat16
     After:  z = float32(bfloat16(f(x, W))) in float32
 
-    The numbers of a kernel that sums in float32 and rounds once, but for the order of its sums; for
-    machines without such kernels, to see what bfloat16 costs, and slower than float32. Constants
-    hold what they held. Inputs and outputs of type bfloat16 become float32.
+    Equals a kernel that sums in float32 and rounds once, except for the order of summation. It
+    measures the loss of bfloat16 on machines without such kernels, and is slower than float32.
+    Constants keep their values. Inputs and outputs of type bfloat16 become float32.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:

@@ -15,10 +15,10 @@ from graph_passes.analysis.constants import constant_array
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import AttentionBlock
 from graph_passes.context import GraphContext
-from graph_passes.emit.attention import emit_affine, emit_constant
+from graph_passes.emit.attention import TOKEN_LAYOUT, emit_affine, emit_constant
 from graph_passes.emit.editing import Inserter
 from graph_passes.errors import InvalidArgument, Refusal
-from graph_passes.passes.base import AttentionPass, small_shapes
+from graph_passes.passes.base import AttentionPass, AttentionTargets, small_shapes
 from graph_passes.passes.conditions import caller_reads, no_output_projection, reused_elsewhere
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 MARK = "/skip/"
-"""Stands in the names of what takes an attention's place, after its name."""
+"""Follows the name of the removed attention in the names of the nodes that replace it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,7 @@ class AffineMap:
 
 @dataclass(frozen=True, eq=False)
 class Skipped:
-    """Where an attention was: the map of ``input`` that makes ``output`` now."""
+    """A removed attention: the map from ``input`` to ``output`` that replaces it."""
 
     name: str
     input: ir.Value
@@ -59,11 +59,11 @@ class Skipped:
 
 
 class Replacement(BaseModel):
-    """What takes the place of an attention.
+    """The replacement of an attention.
 
     Attributes:
         kind: An affine map of the input, or a constant.
-        map: Its weights; zeros unless given, to be fitted afterwards. Not part of plan.json.
+        map: Its weights; by default zeros, which are fitted later. Not part of plan.json.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -81,7 +81,7 @@ class Replacement(BaseModel):
         return value
 
     def map_for(self, block: AttentionBlock) -> AffineMap:
-        """The given map, or zeros of the block's input and output size."""
+        """The map, by default zeros of the block's input and output size."""
         if self.map is not None:
             return self.map
         assert block.output is not None
@@ -110,23 +110,24 @@ class SkipAttention(AttentionPass[Replacement]):
     def refusal(
         cls, block: AttentionBlock, params: Replacement | None, context: GraphContext
     ) -> Refusal | None:
-        found = caller_reads(block) or skip_refusal(block)
-        found = found or reused_elsewhere(block, cls.find(context))
-        if found is None and params is not None and params.map is not None:
+        refusal = caller_reads(block) or skip_refusal(block)
+        refusal = refusal or reused_elsewhere(block, cls.find(context))
+        if refusal is None and params is not None and params.map is not None:
             _check_shapes(block, params.map)
-        return found
+        return refusal
 
-    def rewrite(self, block: AttentionBlock, params: Replacement, context: GraphContext) -> None:
-        emit_skip(block, params.map_for(block), small_shapes(context))
+    def rewrite(self, targets: AttentionTargets[Replacement], context: GraphContext) -> None:
+        for block, params in targets:
+            emit_skip(block, params.map_for(block), small_shapes(context))
 
 
 def skip_refusal(block: AttentionBlock) -> Refusal | None:
-    """Why no affine map can take the place of a block; None if one can."""
-    if found := no_output_projection(block):
-        return found
+    """Why an affine map cannot replace a block; None if it can."""
+    if refusal := no_output_projection(block):
+        return refusal
     assert block.output is not None
     if not (block.q.by_sequence or block.q.sequence_first):
-        return Refusal("token_layout", "its tokens are not laid out as (batch, sequence, size)")
+        return TOKEN_LAYOUT
     if block.q.sequence_first != block.output.sequence_first:
         return Refusal(
             "token_order", "its input and its output count batch and tokens in different orders"
@@ -148,7 +149,7 @@ def _check_shapes(block: AttentionBlock, affine: AffineMap) -> None:
 
 
 def emit_skip(block: AttentionBlock, affine: AffineMap, info: ShapeInfo) -> None:
-    """Put a map in the place of a block."""
+    """Replace a block by a map."""
     assert block.output is not None
     _emit(block.output.nodes[-1], block.name, block.x, affine, block.output.output, info)
 
@@ -165,46 +166,46 @@ def _emit(
 
 
 def skipped(model: ir.Model) -> list[Skipped]:
-    """The places where ``SkipAttention`` left an attention out, in order of execution."""
-    found: dict[str, list[ir.Node]] = {}
+    """The attention blocks that ``SkipAttention`` removed, in order of execution."""
+    marked: dict[str, list[ir.Node]] = {}
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         name, mark, _ = (node.name or "").partition(MARK)
         if mark:
-            found.setdefault(name, []).append(node)
-    gaps = [_skipped(name, nodes) for name, nodes in found.items()]
+            marked.setdefault(name, []).append(node)
+    gaps = [_skipped(name, nodes) for name, nodes in marked.items()]
     return [gap for gap in gaps if gap is not None]
 
 
 def _skipped(name: str, nodes: list[ir.Node]) -> Skipped | None:
-    """The map in these nodes; None where an exporter calls its own nodes so."""
+    """The map in these nodes; None if an exporter uses such names for other nodes."""
     by_name = {(node.name or "").removeprefix(f"{name}{MARK}"): node for node in nodes}
     product, end = (_named(by_name, part) for part in ("output_product", "output"))
     source = product or _named(by_name, "shape")
     if source is None or (tokens := source.inputs[0]) is None:
         return None
     if product is not None:
-        weight = constant_array(_given(product, 1))
+        weight = constant_array(_input(product, 1))
         bias = np.zeros(weight.shape[1], weight.dtype)
-        bias = bias if end is None else constant_array(_given(end, 1))
+        bias = bias if end is None else constant_array(_input(end, 1))
     elif end is not None:
-        weight, bias = None, constant_array(_given(end, 0))
+        weight, bias = None, constant_array(_input(end, 0))
     else:
         return None
     return Skipped(name, tokens, AffineMap(weight, bias), nodes[-1].outputs[0], tuple(nodes))
 
 
 def _named(by_name: Mapping[str, ir.Node], part: str) -> ir.Node | None:
-    """The node called ``part``, or ``part_2`` where it took the place of another."""
+    """The node named ``part``, or ``part_2`` if the name was taken."""
     names = (name for name in by_name if re.fullmatch(rf"{part}(_\d+)?", name))
     return next((by_name[name] for name in names), None)
 
 
-def _given(node: ir.Node, index: int) -> ir.Value:
+def _input(node: ir.Node, index: int) -> ir.Value:
     value = node.inputs[index]
     assert value is not None
     return value
 
 
 def refill(gap: Skipped, affine: AffineMap, info: ShapeInfo) -> None:
-    """Put another map in the place of an attention that was left out."""
+    """Replace the map of a removed attention by another one."""
     _emit(gap.nodes[-1], gap.name, gap.input, affine, gap.output, info)

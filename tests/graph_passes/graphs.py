@@ -168,36 +168,60 @@ def layers(
     Args:
         same: Weights that all layers share, by their names in ``weights()``.
     """
-    known = weights() | dict(constants or {})
-    made = {name for node in _nodes_of("".join((PARTS | parts).values()))
-            for name in node.output}  # fmt: skip
-    body, arrays = "", dict(known)
+    body, arrays = "", weights() | dict(constants or {})
     for layer in range(count):
         own = {n: a for n, a in weights(layer).items() if n[0] in "Wb" and n not in same}
         own = {n: arrays[n] if n in (constants or {}) else a for n, a in own.items()}
         arrays |= {f"{name}_{layer}": array for name, array in own.items()}
-        text = "".join((PARTS | parts).values())
-        names = "|".join(sorted(made | own.keys(), key=len, reverse=True))
-        text = re.sub(rf"\b({names})\b", rf"\1_{layer}", text)
-        text = re.sub(r"\bx\b", f"x_{layer}" if layer else "x", text)
-        after = "stream" if layer == count - 1 else f"x_{layer + 1}"
+        names = {name: f"{name}_{layer}" for name in own}
         before = f"x_{layer}" if layer else "x"
-        body += f"{text}\n        {after} = Add({before}, out_{layer})"
+        after = "stream" if layer == count - 1 else f"x_{layer + 1}"
+        body += renamed("".join((PARTS | parts).values()), f"_{layer}", x=before, **names)
+        body += f"\n        {after} = Add({before}, out_{layer})"
     output = f"float[batch, sequence, {D}] stream"
     return graph(body, inputs=inputs, output=output, opset=opset, constants=arrays)
 
 
-def _nodes_of(body: str) -> list[onnx.NodeProto]:
-    return list(onnx.parser.parse_graph(f"g (float x) => (float out) {{{body}\n}}").node)
+def renamed(text: str, suffix: str, **names: str) -> str:
+    """Append a suffix to all values that nodes in text compute, and rename others by ``names``."""
+    nodes = onnx.parser.parse_graph(f"g (float x) => (float out) {{{text}\n}}").node
+    names |= {name: f"{name}{suffix}" for node in nodes for name in node.output}
+    return re.sub(rf"\b({'|'.join(names)})\b", lambda match: names[match[0]], text)
+
+
+def second_layer(suffix: str = "_1", tokens: str = "out", **parts: str) -> str:
+    """``PARTS`` with some replaced, over other tokens, with the same weights."""
+    return renamed("".join((PARTS | parts).values()), suffix, x=tokens)
 
 
 def body_layer(tokens: str, suffix: str = "") -> str:
-    """``PARTS`` over other tokens, without the mask; every value with a name of its own."""
-    text = "".join({**PARTS, "mask": "\n        m = Identity(s)"}.values())
-    made = dict.fromkeys(re.findall(r"^\s*(\w+) =", text, re.MULTILINE))
-    for name in made:
-        text = re.sub(rf"\b{name}\b", f"{name}{suffix}", text)
-    return re.sub(r"\bx\b", tokens, text)
+    """``PARTS`` over other tokens, without the mask, with a suffix of every value."""
+    return second_layer(suffix, tokens, mask="\n        m = Identity(s)")
+
+
+def fused_parts(operator: str) -> dict[str, str]:
+    """Parts of an attention whose ``operator`` reads q, k and v with their heads apart."""
+    return {
+        **FUSED,
+        "k": PARTS["k"].replace("kT", "k").replace("0, 2, 3, 1", "0, 2, 1, 3"),
+        "context": PARTS["context"].replace("MatMul(p, v)", operator),
+    }
+
+
+def square_layers(heads: int, size: int, count: int = 1) -> ir.Model:
+    """Layers without masks and residuals whose heads together are as wide as their tokens."""
+    width, rng, body = heads * size, np.random.default_rng(0), ""
+    arrays = {"heads": np.array([0, 0, heads, size]), "v_heads": np.array([0, 0, heads, size])}
+    for layer in range(count):
+        names = {f"{kind}{part}": f"{kind}{part}_{layer}" for part in "qkvo" for kind in "Wb"}
+        for name in names.values():
+            array = rng.standard_normal((width,) * (2 if name[0] == "W" else 1))
+            arrays[name] = array.astype(np.float32)
+        text = "".join((PARTS | {"mask": "\n m = Identity(s)"}).values())
+        body += renamed(text, f"_{layer}", x=f"out_{layer - 1}" if layer else "x", **names)
+    tokens = f"float[batch, sequence, {width}]"
+    output = f"{tokens} out_{count - 1}"
+    return graph(body, inputs=f"{tokens} x", output=output, constants=arrays)
 
 
 def if_model() -> ir.Model:

@@ -1,7 +1,7 @@
-"""Graphs of attention for the tests of every pass: layouts, masks, positions, norms, precision.
+"""Graphs of attention for the tests of all passes: layouts, masks, positions, norms, precision.
 
-``LAYOUTS`` are ways to write the same numbers, ``VARIANTS`` are other numbers. Each is a set of
-parts that replaces some of ``graphs.PARTS``.
+``LAYOUTS`` compute the same attention in other nodes, ``VARIANTS`` compute other attention. Each is
+a set of parts that replaces some of ``graphs.PARTS``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from tests.graph_passes.graphs import (
     PACKED,
     PARTS,
     PLAIN_INPUT,
+    TENSOR,
     D,
     H,
     K,
@@ -25,95 +26,62 @@ from tests.graph_passes.graphs import (
     weights,
 )  # fmt: skip
 
-FLAT = """
-        x2 = Reshape(x, flat)"""
 
-# What is read: a name, and the parts that differ from the plain attention of graphs.PARTS.
+def without_bias(part: str) -> str:
+    """``PARTS[part]`` of queries, keys or values without its bias."""
+    return re.sub(rf"\n *{part}1 = .*", "", PARTS[part]).replace(f"({part}1,", f"({part}0,")
+
+
+def scaled_query(factor: str) -> str:
+    """Queries that are multiplied by a factor before their heads are split."""
+    return PARTS["q"].replace("q2 = Reshape(q1", f"q9 = Mul(q1, {factor})\n q2 = Reshape(q9")
+
+
+K_HEADS = PARTS["k"].rsplit("\n", 1)[0]
+"""Keys (B, T, H, K) ``k2``, without the last Transpose."""
+
+FLAT_QUERIES = """
+        x2 = Reshape(x, flat)
+        q0 = Gemm{attributes} (x2, Wq, bq)
+        length = Shape <start = 1, end = 2> (x)
+        laid_out = Concat <axis = 0> (last, length, n3, n4)
+        q2 = Reshape(q0, laid_out)
+        q = Transpose <perm = [0, 2, 1, 3]> (q2)"""
+
 LAYOUTS: dict[str, dict[str, str]] = {
     "plain": {},
-    "no query bias": {
-        "q": """
-        q0 = MatMul(x, Wq)
-        q2 = Reshape(q0, heads)
-        q = Transpose <perm = [0, 2, 1, 3]> (q2)"""
-    },
+    "no query bias": {"q": without_bias("q")},
     "no biases at all": {
-        "q": """
-        q0 = MatMul(x, Wq)
-        q2 = Reshape(q0, heads)
-        q = Transpose <perm = [0, 2, 1, 3]> (q2)""",
-        "k": """
-        k0 = MatMul(x, Wk)
-        k2 = Reshape(k0, heads)
-        kT = Transpose <perm = [0, 2, 3, 1]> (k2)""",
-        "v": """
-        v0 = MatMul(x, Wv)
-        v2 = Reshape(v0, v_heads)
-        v = Transpose <perm = [0, 2, 1, 3]> (v2)""",
-        "output": """
-        out = MatMul(c, Wo)""",
+        "q": without_bias("q"),
+        "k": without_bias("k"),
+        "v": without_bias("v"),
+        "output": "\n out = MatMul(c, Wo)",
     },
     "keys transposed in two steps": {
-        "k": """
-        k0 = MatMul(x, Wk)
-        k1 = Add(k0, bk)
-        k2 = Reshape(k1, heads)
+        "k": f"""{K_HEADS}
         k3 = Transpose <perm = [0, 2, 1, 3]> (k2)
         kT = Transpose <perm = [0, 1, 3, 2]> (k3)"""
     },
     "keys transposed twice and back": {
-        "k": """
-        k0 = MatMul(x, Wk)
-        k1 = Add(k0, bk)
-        k2 = Reshape(k1, heads)
+        "k": f"""{K_HEADS}
         k3 = Transpose <perm = [3, 2, 1, 0]> (k2)
         k4 = Transpose <perm = [3, 2, 1, 0]> (k3)
         kT = Transpose <perm = [0, 2, 3, 1]> (k4)"""
     },
-    "scale divides the scores": {
-        "scores": """
-        s0 = MatMul(q, kT)
-        s = Div(s0, inverse)"""
-    },
-    "scale first": {
-        "scores": """
-        s0 = MatMul(q, kT)
-        s = Mul(scale, s0)"""
-    },
-    "scale on the queries": {
-        "scores": """
-        q9 = Mul(q, scale)
-        s = MatMul(q9, kT)"""
-    },
+    "scale divides the scores": {"scores": "\n s0 = MatMul(q, kT)\n s = Div(s0, inverse)"},
+    "scale first": {"scores": "\n s0 = MatMul(q, kT)\n s = Mul(scale, s0)"},
+    "scale on the queries": {"scores": "\n q9 = Mul(q, scale)\n s = MatMul(q9, kT)"},
     "scale on the keys, as a quotient": {
-        "scores": """
-        k9 = Div(kT, inverse)
-        s = MatMul(q, k9)"""
+        "scores": "\n k9 = Div(kT, inverse)\n s = MatMul(q, k9)"
     },
     "scale before the query bias is laid out": {
-        "q": """
-        q0 = MatMul(x, Wq)
-        q1 = Add(q0, bq)
-        q9 = Mul(q1, scale)
-        q2 = Reshape(q9, heads)
-        q = Transpose <perm = [0, 2, 1, 3]> (q2)""",
-        "scores": """
-        s = MatMul(q, kT)""",
+        "q": scaled_query("scale"), "scores": "\n s = MatMul(q, kT)",
     },
     "root of the scale on both": {
-        "scores": """
-        q9 = Mul(q, root)
-        k9 = Mul(kT, root)
-        s = MatMul(q9, k9)"""
+        "scores": "\n q9 = Mul(q, root)\n k9 = Mul(kT, root)\n s = MatMul(q9, k9)"
     },
-    "mask first": {
-        "mask": """
-        m = Add(mask, s)"""
-    },
-    "no mask": {
-        "mask": """
-        m = Identity(s)"""
-    },
+    "mask first": {"mask": "\n m = Add(mask, s)"},
+    "no mask": {"mask": "\n m = Identity(s)"},
     "swapped operands of the scores": {
         "scores": """
         kk = Transpose <perm = [0, 1, 3, 2]> (kT)
@@ -122,33 +90,21 @@ LAYOUTS: dict[str, dict[str, str]] = {
         s = Mul(s0, scale)"""
     },
     "heads and batch in one axis": {
-        "q": """
-        q0 = MatMul(x, Wq)
-        q1 = Add(q0, bq)
-        q2 = Reshape(q1, heads)
-        q3 = Transpose <perm = [0, 2, 1, 3]> (q2)
+        "q": PARTS["q"].replace("q = T", "q3 = T") + """
         shape = Shape(q3)
         tokens = Slice(shape, n2, n4)
         rows = Concat <axis = 0> (last, tokens)
         q = Reshape(q3, rows)""",
-        "k": """
-        k0 = MatMul(x, Wk)
-        k1 = Add(k0, bk)
-        k2 = Reshape(k1, heads)
+        "k": f"""{K_HEADS}
         k3 = Transpose <perm = [0, 2, 1, 3]> (k2)
         k4 = Reshape(k3, rows)
         kT = Transpose <perm = [0, 2, 1]> (k4)""",
-        "v": """
-        v0 = MatMul(x, Wv)
-        v1 = Add(v0, bv)
-        v2 = Reshape(v1, v_heads)
-        v3 = Transpose <perm = [0, 2, 1, 3]> (v2)
+        "v": PARTS["v"].replace("v = T", "v3 = T") + """
         v_shape = Shape(v3)
         v_tokens = Slice(v_shape, n2, n4)
         v_rows = Concat <axis = 0> (last, v_tokens)
         v = Reshape(v3, v_rows)""",
-        "mask": """
-        m = Identity(s)""",
+        "mask": "\n m = Identity(s)",
         "context": """
         c0 = MatMul(p, v)
         c9 = Reshape(c0, v_shape)
@@ -156,84 +112,35 @@ LAYOUTS: dict[str, dict[str, str]] = {
         c = Reshape(c1, merge)""",
     },
     "Gemm over flattened tokens": {
-        "q": f"""{FLAT}
-        q0 = Gemm(x2, Wq, bq)
-        length = Shape <start = 1, end = 2> (x)
-        laid_out = Concat <axis = 0> (last, length, n3, n4)
-        q2 = Reshape(q0, laid_out)
-        q = Transpose <perm = [0, 2, 1, 3]> (q2)""",
+        "q": FLAT_QUERIES.format(attributes=""),
         "k": """
         k0 = Gemm <transB = 1> (x2, WkT, bk)
         k2 = Reshape(k0, laid_out)
         kT = Transpose <perm = [0, 2, 3, 1]> (k2)""",
     },
     "Gemm as the output projection": {
-        "context": """
-        c0 = MatMul(p, v)
-        c1 = Transpose <perm = [0, 2, 1, 3]> (c0)
-        c = Reshape(c1, rows_of_six)""",
+        "context": PARTS["context"].replace("merge", "rows_of_six"),
         "output": """
         o = Gemm <transB = 1> (c, WoT, bo)
         x_shape = Shape(x)
         out = Reshape(o, x_shape)""",
     },
-    "factors of Gemm": {
-        "q": f"""{FLAT}
-        q0 = Gemm <alpha = 0.5, beta = 3.0> (x2, Wq, bq)
-        length = Shape <start = 1, end = 2> (x)
-        laid_out = Concat <axis = 0> (last, length, n3, n4)
-        q2 = Reshape(q0, laid_out)
-        q = Transpose <perm = [0, 2, 1, 3]> (q2)""",
-    },
-    "a factor for each column of the queries": {
-        "q": """
-        q0 = MatMul(x, Wq)
-        q1 = Add(q0, bq)
-        q9 = Mul(q1, bk)
-        q2 = Reshape(q9, heads)
-        q = Transpose <perm = [0, 2, 1, 3]> (q2)"""
-    },
+    "factors of Gemm": {"q": FLAT_QUERIES.format(attributes=" <alpha = 0.5, beta = 3.0>")},
+    "a factor for each column of the queries": {"q": scaled_query("bk")},
     "a factor for each head of the queries": {
-        "scores": """
-        q9 = Mul(q, per_head)
-        s0 = MatMul(q9, kT)
-        s = Mul(s0, scale)"""
+        "scores": "\n q9 = Mul(q, per_head)\n s0 = MatMul(q9, kT)\n s = Mul(s0, scale)"
     },
-    "bias subtracted": {
-        "q": """
-        q0 = MatMul(x, Wq)
-        q1 = Sub(q0, bq)
-        q2 = Reshape(q1, heads)
-        q = Transpose <perm = [0, 2, 1, 3]> (q2)"""
-    },
+    "bias subtracted": {"q": PARTS["q"].replace("Add(bq, q0)", "Sub(q0, bq)")},
     "head size before heads": {
-        "q": """
-        q0 = MatMul(x, Wq)
-        q1 = Add(q0, bq)
-        q2 = Reshape(q1, size_first)
-        q = Transpose <perm = [0, 3, 1, 2]> (q2)""",
-        "k": """
-        k0 = MatMul(x, Wk)
-        k1 = Add(k0, bk)
-        k2 = Reshape(k1, size_first)
-        kT = Transpose <perm = [0, 3, 2, 1]> (k2)""",
+        "q": PARTS["q"].replace("heads", "size_first").replace("0, 2, 1, 3", "0, 3, 1, 2"),
+        "k": PARTS["k"].replace("heads", "size_first").replace("0, 2, 3, 1", "0, 3, 2, 1"),
     },
     "context merged with its size before its heads": {
-        "context": """
-        c0 = MatMul(p, v)
-        c1 = Transpose <perm = [0, 2, 3, 1]> (c0)
-        c = Reshape(c1, merge)"""
+        "context": PARTS["context"].replace("0, 2, 1, 3", "0, 2, 3, 1")
     },
-    "Dropout left in": {
-        "softmax": """
-        p0 = Softmax <axis = -1> (m)
-        p, dropped = Dropout(p0)"""
-    },
+    "Dropout left in": {"softmax": "\n p0 = Softmax <axis = -1> (m)\n p, dropped = Dropout(p0)"},
     "safe softmax": {
-        "softmax": """
-        p0 = Softmax <axis = -1> (m)
-        nan = IsNaN(p0)
-        p = Where(nan, zero, p0)"""
+        "softmax": "\n p0 = Softmax <axis = -1> (m)\n nan = IsNaN(p0)\n p = Where(nan, zero, p0)"
     },
     "Cast noise": {
         "scores": """
@@ -241,17 +148,12 @@ LAYOUTS: dict[str, dict[str, str]] = {
         s0 = MatMul(q9, kT)
         s1 = Cast <to = 1> (s0)
         s = Mul(s1, scale)""",
-        "softmax": """
-        p0 = Softmax <axis = 3> (m)
-        p = Cast <to = 1> (p0)""",
+        "softmax": "\n p0 = Softmax <axis = 3> (m)\n p = Cast <to = 1> (p0)",
     },
-    "no output projection": {
-        "output": """
-        o = Tanh(c)
-        o1 = MatMul(o, Wo)
-        out = Add(o1, bo)"""
-    },
-}
+    "no output projection": {"output": "\n o = Tanh(c)\n o1 = MatMul(o, Wo)\n out = Add(o1, bo)"},
+}  # fmt: skip
+"""Graphs of equal attention: the parts that differ from ``graphs.PARTS``."""
+
 LAID_OUT = {
     "n2": np.array([2], np.int64),
     "n3": np.array([H], np.int64),
@@ -262,25 +164,19 @@ LAID_OUT = {
 
 NO_PROJECTION = {"no output projection"}
 
-SPLIT = {
-    "Split": f"""{PACKED}
-        q1, k1, v1 = Split <axis = -1> (biased, thirds)
+SPLIT_HEADS = """
         q2 = Reshape(q1, heads)
         q = Transpose <perm = [0, 2, 1, 3]> (q2)
         k2 = Reshape(k1, heads)
         kT = Transpose <perm = [0, 2, 3, 1]> (k2)
         v2 = Reshape(v1, heads)
-        v = Transpose <perm = [0, 2, 1, 3]> (v2)""",
+        v = Transpose <perm = [0, 2, 1, 3]> (v2)"""
+SPLIT = {
+    "Split": f"{PACKED}\n q1, k1, v1 = Split <axis = -1> (biased, thirds){SPLIT_HEADS}",
     "Slice": f"""{PACKED}
         q1 = Slice(biased, n0, n12, last)
         k1 = Slice(biased, n12, n24, last)
-        v1 = Slice(biased, n24, n36, last)
-        q2 = Reshape(q1, heads)
-        q = Transpose <perm = [0, 2, 1, 3]> (q2)
-        k2 = Reshape(k1, heads)
-        kT = Transpose <perm = [0, 2, 3, 1]> (k2)
-        v2 = Reshape(v1, heads)
-        v = Transpose <perm = [0, 2, 1, 3]> (v2)""",
+        v1 = Slice(biased, n24, n36, last){SPLIT_HEADS}""",
     "Gather": f"""{PACKED}
         b2 = Reshape(biased, packed_heads)
         b3 = Transpose <perm = [2, 0, 3, 1, 4]> (b2)
@@ -375,7 +271,6 @@ OPERANDS = {
     "three": np.float32(3),
 }
 ROWS = f"float[batch, sequence, {D}] x, float[sequence, sequence] mask"
-BIAS = "bias[1, 3, sequence, sequence]"
 
 VARIANTS: dict[str, tuple[str, dict[str, str]]] = {
     "no mask": (PLAIN_INPUT, {"mask": "\n m = Identity(s)"}),
@@ -463,6 +358,46 @@ def cross() -> dict[str, str]:
     return {**own, "mask": "\n m = Identity(s)"}
 
 
+SHOW_LENGTH = """
+        lengths = Shape({value})
+        length = Gather <axis = 0> (lengths, {axis})
+        ones = Expand(one, length)
+        shown = CumSum(ones, i0)"""
+"""Return 1 to the length of an axis: exporters read lengths from the shapes of queries or keys."""
+
+RETURNED: dict[str, tuple[str, dict[str, str]]] = {
+    "keys": (
+        f"sequence, {H}, {K}",
+        {"k": PARTS["k"].replace("k2 =", "shown =").replace("(k2)", "(shown)")},
+    ),
+    "probabilities": (
+        f"{H}, sequence, sequence",
+        {"softmax": PARTS["softmax"].replace("p =", "shown ="),
+         "context": PARTS["context"].replace("(p, v)", "(shown, v)")},
+    ),
+    "a function of the probabilities": (
+        f"{H}, sequence, sequence", {"context": PARTS["context"] + "\n shown = Abs(p)"},
+    ),
+}  # fmt: skip
+"""Values inside the attention that the graph returns: their axes after the batch, and the parts."""
+
+
+def returning(name: str) -> ir.Model:
+    """A graph that returns one of ``RETURNED``."""
+    axes, parts = RETURNED[name]
+    return attention(output_type=f"{TENSOR} out, float[batch, {axes}] shown", **parts)
+
+
+def flattened() -> ir.Model:
+    """Tokens (B*S, D) throughout, for B = 2 and S = 3."""
+    lengths = {"heads": [2, 3, H, K], "v_heads": [2, 3, H, V], "merge": [6, 6]}
+    return attention(
+        inputs=f"float[6, {D}] x, float[2, 1, 1, 3] mask",
+        output_type=f"float[6, {D}] out",
+        constants={name: np.array(shape, np.int64) for name, shape in lengths.items()},
+    )
+
+
 def layout(name: str) -> ir.Model:
     """One of ``ALL_LAYOUTS``."""
     return attention(constants=LAID_OUT, **ALL_LAYOUTS[name])
@@ -473,10 +408,7 @@ def variant(name: str) -> ir.Model:
     inputs, parts = VARIANTS[name]
     order = "sequence, batch" if name == "sequence first" else "batch, sequence"
     return attention(
-        inputs=inputs,
-        output_type=f"float[{order}, {D}] out",
-        constants=OPERANDS | ROTARY,
-        **parts,
+        inputs=inputs, output_type=f"float[{order}, {D}] out", constants=OPERANDS | ROTARY, **parts
     )
 
 

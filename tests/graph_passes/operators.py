@@ -1,4 +1,4 @@
-"""Graphs of fused attention operators: each form of each operand, and what must be read of it."""
+"""Graphs of fused attention operators with all forms of their operands, and the expected blocks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from graph_passes.blocks import (
     Scaled,
 )  # fmt: skip
 from tests.graph_passes.graphs import PLAIN_INPUT, D, H, K, V, graph, weights
+from tests.graph_passes.layouts import MEMORY
 
 DEFAULT = K**-0.5
 
 GROUPS, GROUPED_HEADS, GROUPED_SIZE = 2, 4, 16
-"""GroupQueryAttention rotates heads whose size is a multiple of 16 alone."""
+"""GroupQueryAttention rotates heads only if their size is a multiple of 16."""
 
 rng = np.random.default_rng(5)
 
@@ -84,15 +85,21 @@ CROSS = """
 OUTPUT = "\n        o = MatMul(c, Wo)\n        out = Add(o, bo)"
 OUTPUT12 = "\n        out = MatMul(c, Wo12)"
 MERGE = "\n        c1 = Transpose <perm = [0, 2, 1, 3]> (c0)\n        c = Reshape(c1, merge)"
-CACHED = f"float[batch, {H}, past, {K}] pk, float[batch, {H}, past, {V}] pv"
-MEMORY = f"float[batch, memory, {D}] y"
+KEY_MASK = f"{PLAIN_INPUT}, int32[batch, sequence] mask"
+QUERY_MASK = f"{PLAIN_INPUT}, int32[batch, sequence, sequence] mask"
+LENGTHS = f"{PLAIN_INPUT}, int32[batch] mask"
+BOOL_MASK = f"{PLAIN_INPUT}, bool[batch, 1, sequence, sequence] mask"
+CROSS_INPUT = f"{PLAIN_INPUT}, {MEMORY}"
+PAST_KEYS = f"{PLAIN_INPUT}, float[batch, {H}, past, {K}] pk"
+CACHED_INPUT = f"{PAST_KEYS}, float[batch, {H}, past, {V}] pv"
+SAME_CACHE = f"{PAST_KEYS}, float[batch, {H}, past, {K}] pv"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A graph in text, and what must be read of it.
+    """A graph in text, and the properties of its block.
 
-    ``runs`` is False where no ONNX Runtime has a kernel for it on the CPU.
+    ``runs`` is False if ONNX Runtime has no CPU kernel for it.
     """
 
     body: str
@@ -117,14 +124,14 @@ class Case:
 
 def onnx(attributes: str = "", operands: str = "q, k, v", *, before: str = MERGED) -> str:
     """ai.onnx Attention with its heads side by side."""
-    given = ", ".join(filter(None, ("q_num_heads = 3, kv_num_heads = 3", attributes)))
-    return f"{before}\n        c = Attention <{given}> ({operands})"
+    attributes = ", ".join(filter(None, ("q_num_heads = 3, kv_num_heads = 3", attributes)))
+    return f"{before}\n        c = Attention <{attributes}> ({operands})"
 
 
 def onnx_apart(attributes: str = "", operands: str = "q4, k4, v4") -> str:
     """ai.onnx Attention with its heads apart."""
-    given = f" <{attributes}>" if attributes else ""
-    return f"{APART}\n        c0 = Attention{given} ({operands}){MERGE}"
+    attributes = f" <{attributes}>" if attributes else ""
+    return f"{APART}\n        c0 = Attention{attributes} ({operands}){MERGE}"
 
 
 ONNX = {
@@ -138,11 +145,7 @@ ONNX = {
         scale=0.37 * float(np.sqrt(0.37)),
     ),
     "causal": Case(onnx("is_causal = 1"), steps=(Causal,)),
-    "boolean mask": Case(
-        onnx(operands="q, k, v, mask"),
-        f"{PLAIN_INPUT}, bool[batch, 1, sequence, sequence] mask",
-        steps=(Mask,),
-    ),
+    "boolean mask": Case(onnx(operands="q, k, v, mask"), BOOL_MASK, steps=(Mask,)),
     "boolean mask of two axes": Case(
         onnx(operands="q, k, v, mask"),
         f"{PLAIN_INPUT}, bool[sequence, sequence] mask",
@@ -160,15 +163,11 @@ ONNX = {
         position="bias",
     ),
     "mask and causal": Case(
-        onnx("is_causal = 1", "q, k, v, mask"),
-        f"{PLAIN_INPUT}, bool[batch, 1, sequence, sequence] mask",
-        steps=(Causal, Mask),
+        onnx("is_causal = 1", "q, k, v, mask"), BOOL_MASK, steps=(Causal, Mask)
     ),
     "soft cap": Case(onnx("softcap = 3.0"), steps=(Scaled, Capped, Scaled)),
     "soft cap and mask": Case(
-        onnx("softcap = 3.0", "q, k, v, mask"),
-        f"{PLAIN_INPUT}, bool[batch, 1, sequence, sequence] mask",
-        steps=(Scaled, Capped, Scaled, Mask),
+        onnx("softcap = 3.0", "q, k, v, mask"), BOOL_MASK, steps=(Scaled, Capped, Scaled, Mask)
     ),
     "grouped heads": Case(
         "\n q = MatMul(x, Wq16)\n k = MatMul(x, Wk8)\n v = MatMul(x, Wv4)"
@@ -180,21 +179,21 @@ ONNX = {
         "\n c = Attention <q_num_heads = 3, kv_num_heads = 1> (q, k, v)",
         heads=(H, 1),
     ),
-    "cross attention": Case(onnx(before=CROSS), f"{PLAIN_INPUT}, {MEMORY}", kind="cross"),
+    "cross attention": Case(onnx(before=CROSS), CROSS_INPUT, kind="cross"),
     "past": Case(
         onnx(operands="q, k, v, , pk, pv").replace("c = A", "c, present_k, present_v = A"),
-        f"{PLAIN_INPUT}, {CACHED}",
+        CACHED_INPUT,
         past=True,
     ),
     "past, heads apart and a mask": Case(
         onnx_apart(operands="q4, k4, v4, mask, pk, pv").replace("c0 = A", "c0, nk, nv = A"),
-        f"{PLAIN_INPUT}, float[batch, 1, sequence, total] mask, {CACHED}",
+        f"{CACHED_INPUT}, float[batch, 1, sequence, total] mask",
         past=True,
         steps=(PositionBias,),
     ),
     "past and causal": Case(
         onnx("is_causal = 1", "q, k, v, , pk, pv").replace("c = A", "c, nk, nv = A"),
-        f"{PLAIN_INPUT}, {CACHED}",
+        CACHED_INPUT,
         past=True,
         steps=(Causal,),
     ),
@@ -210,9 +209,9 @@ ONNX = {
 }
 
 
-def microsoft(attributes: str, operands: str, *, weight: str = "Wqkv_v") -> str:
-    given = ", ".join(filter(None, ("num_heads = 3", attributes)))
-    return f"\n        c = com.microsoft.Attention <{given}> (x, {weight}{operands})"
+def microsoft(attributes: str, operands: str, *, weight: str = "Wqkv_v", outputs: str = "c") -> str:
+    attributes = ", ".join(filter(None, ("num_heads = 3", attributes)))
+    return f"\n {outputs} = com.microsoft.Attention <{attributes}> (x, {weight}{operands})"
 
 
 SIZES = "qkv_hidden_sizes = [12, 12, 6]"
@@ -220,32 +219,18 @@ MICROSOFT = {
     "plain": Case(microsoft(SIZES, ", bqkv_v"), opset=17),
     "without a bias": Case(microsoft(SIZES, ""), opset=17),
     "one size for all": Case(
-        microsoft("", ", bqkv", weight="Wqkv") + OUTPUT12,
-        opset=17,
-        sizes=(K, K),
+        microsoft("", ", bqkv", weight="Wqkv") + OUTPUT12, opset=17, sizes=(K, K)
     ),
     "a scale of its own": Case(microsoft(f"{SIZES}, scale = 0.37", ", bqkv_v"), scale=0.37),
     "unidirectional": Case(microsoft(f"{SIZES}, unidirectional = 1", ", bqkv_v"), steps=(Causal,)),
-    "mask by keys": Case(
-        microsoft(SIZES, ", bqkv_v, mask"),
-        f"{PLAIN_INPUT}, int32[batch, sequence] mask",
-        steps=(KeyMask,),
-    ),
+    "mask by keys": Case(microsoft(SIZES, ", bqkv_v, mask"), KEY_MASK, steps=(KeyMask,)),
     "mask by keys and a filter of its own": Case(
         microsoft(f"{SIZES}, mask_filter_value = -3.0", ", bqkv_v, mask"),
-        f"{PLAIN_INPUT}, int32[batch, sequence] mask",
+        KEY_MASK,
         steps=(KeyMask,),
     ),
-    "mask by query": Case(
-        microsoft(SIZES, ", bqkv_v, mask"),
-        f"{PLAIN_INPUT}, int32[batch, sequence, sequence] mask",
-        steps=(KeyMask,),
-    ),
-    "mask by lengths": Case(
-        microsoft(SIZES, ", bqkv_v, mask"),
-        f"{PLAIN_INPUT}, int32[batch] mask",
-        steps=(KeyLengths,),
-    ),
+    "mask by query": Case(microsoft(SIZES, ", bqkv_v, mask"), QUERY_MASK, steps=(KeyMask,)),
+    "mask by lengths": Case(microsoft(SIZES, ", bqkv_v, mask"), LENGTHS, steps=(KeyLengths,)),
     "bias of the logits": Case(
         microsoft(SIZES, ", bqkv_v, , , bias"),
         f"{PLAIN_INPUT}, float[batch, {H}, sequence, sequence] bias",
@@ -259,15 +244,13 @@ MICROSOFT = {
         position="bias",
     ),
     "past": Case(
-        microsoft("", ", bqkv, , past", weight="Wqkv").replace("c =", "c, present =") + OUTPUT12,
+        microsoft("", ", bqkv, , past", weight="Wqkv", outputs="c, present") + OUTPUT12,
         f"{PLAIN_INPUT}, float[2, batch, {H}, past, {K}] past",
         past=True,
         sizes=(K, K),
     ),
     "past and unidirectional": Case(
-        microsoft("unidirectional = 1", ", bqkv, , past", weight="Wqkv").replace(
-            "c =", "c, present ="
-        )
+        microsoft("unidirectional = 1", ", bqkv, , past", weight="Wqkv", outputs="c, present")
         + OUTPUT12,
         f"{PLAIN_INPUT}, float[2, batch, {H}, past, {K}] past",
         past=True,
@@ -277,9 +260,11 @@ MICROSOFT = {
 }
 
 
-def multi(attributes: str = "", operands: str = "q, k, v", *, before: str = NO_BIAS) -> str:
-    given = ", ".join(filter(None, ("num_heads = 3", attributes)))
-    return f"{before}\n        c = com.microsoft.MultiHeadAttention <{given}> ({operands})"
+def multi(
+    attributes: str = "", operands: str = "q, k, v", *, before: str = NO_BIAS, outputs: str = "c"
+) -> str:
+    attributes = ", ".join(filter(None, ("num_heads = 3", attributes)))
+    return f"{before}\n {outputs} = com.microsoft.MultiHeadAttention <{attributes}> ({operands})"
 
 
 SAME_SIZES = "\n q = MatMul(x, Wq)\n k = MatMul(x, Wk)\n v = MatMul(x, Wq)"
@@ -292,7 +277,6 @@ KEYS_APART = """
         k4 = Transpose <perm = [0, 2, 1, 3]> (k2)
         v2 = Reshape(v, heads)
         v4 = Transpose <perm = [0, 2, 1, 3]> (v2)"""
-SAME_CACHE = f"float[batch, {H}, past, {K}] pk, float[batch, {H}, past, {K}] pv"
 
 MULTI = {
     "heads side by side": Case(multi(), opset=17),
@@ -300,28 +284,16 @@ MULTI = {
     "bias inside": Case(multi(operands="q, k, v, bqkv_v")),
     "a scale of its own": Case(multi("scale = 0.37"), scale=0.37),
     "unidirectional": Case(multi("unidirectional = 1"), steps=(Causal,)),
-    "mask by keys": Case(
-        multi(operands="q, k, v, , mask"),
-        f"{PLAIN_INPUT}, int32[batch, sequence] mask",
-        steps=(KeyMask,),
-    ),
-    "mask by query": Case(
-        multi(operands="q, k, v, , mask"),
-        f"{PLAIN_INPUT}, int32[batch, sequence, sequence] mask",
-        steps=(KeyMask,),
-    ),
-    "mask by lengths": Case(
-        multi(operands="q, k, v, , mask"),
-        f"{PLAIN_INPUT}, int32[batch] mask",
-        steps=(KeyLengths,),
-    ),
+    "mask by keys": Case(multi(operands="q, k, v, , mask"), KEY_MASK, steps=(KeyMask,)),
+    "mask by query": Case(multi(operands="q, k, v, , mask"), QUERY_MASK, steps=(KeyMask,)),
+    "mask by lengths": Case(multi(operands="q, k, v, , mask"), LENGTHS, steps=(KeyLengths,)),
     "bias of the logits": Case(
         multi(operands="q, k, v, bqkv_v, , bias"),
         f"{PLAIN_INPUT}, float[1, {H}, sequence, sequence] bias",
         steps=(PositionBias,),
         position="bias",
     ),
-    "cross attention": Case(multi(before=CROSS), f"{PLAIN_INPUT}, {MEMORY}", kind="cross"),
+    "cross attention": Case(multi(before=CROSS), CROSS_INPUT, kind="cross"),
     "cross attention with its mask": Case(
         multi(operands="q, k, v, bqkv_v, mask", before=CROSS),
         f"{PLAIN_INPUT}, {MEMORY}, int32[batch, memory] mask",
@@ -330,13 +302,13 @@ MULTI = {
     ),
     "keys and values apart": Case(
         multi(operands="q, k4, v4", before=KEYS_APART) + OUTPUT12,
-        f"{PLAIN_INPUT}, {MEMORY}",
+        CROSS_INPUT,
         kind="cross",
         sizes=(K, K),
     ),
     "keys and values apart, and a bias for the queries": Case(
         multi(operands="q, k4, v4, bqkv", before=KEYS_APART) + OUTPUT12,
-        f"{PLAIN_INPUT}, {MEMORY}",
+        CROSS_INPUT,
         kind="cross",
         sizes=(K, K),
     ),
@@ -346,7 +318,7 @@ MULTI = {
             before="\n q = MatMul(x, Wq)\n kv0 = MatMul(y, Wkv)\n kv = Reshape(kv0, kv_packed)",
         )
         + OUTPUT12,
-        f"{PLAIN_INPUT}, {MEMORY}",
+        CROSS_INPUT,
         kind="cross",
         sizes=(K, K),
         runs=False,
@@ -358,26 +330,28 @@ MULTI = {
         runs=False,
     ),
     "past": Case(
-        multi(operands="q, k, v, , , , pk, pv", before=SAME_SIZES).replace("c =", "c, nk, nv =")
-        + OUTPUT12,
-        f"{PLAIN_INPUT}, {SAME_CACHE}",
+        multi(operands="q, k, v, , , , pk, pv", before=SAME_SIZES, outputs="c, nk, nv") + OUTPUT12,
+        SAME_CACHE,
         past=True,
         sizes=(K, K),
     ),
     "past and unidirectional": Case(
-        multi("unidirectional = 1", "q, k, v, bqkv, , , pk, pv", before=SAME_SIZES).replace(
-            "c =", "c, nk, nv ="
+        multi(
+            "unidirectional = 1",
+            "q, k, v, bqkv, , , pk, pv",
+            before=SAME_SIZES,
+            outputs="c, nk, nv",
         )
         + OUTPUT12,
-        f"{PLAIN_INPUT}, {SAME_CACHE}",
+        SAME_CACHE,
         past=True,
         sizes=(K, K),
         steps=(Causal,),
     ),
     "past and a mask by keys": Case(
-        multi(operands="q, k, v, , mask, , pk, pv", before=SAME_SIZES).replace("c =", "c, nk, nv =")
+        multi(operands="q, k, v, , mask, , pk, pv", before=SAME_SIZES, outputs="c, nk, nv")
         + OUTPUT12,
-        f"{PLAIN_INPUT}, int32[batch, total] mask, {SAME_CACHE}",
+        f"{SAME_CACHE}, int32[batch, total] mask",
         past=True,
         sizes=(K, K),
         steps=(KeyMask,),
@@ -385,7 +359,7 @@ MULTI = {
     "keys and values handed in": Case(
         "\n q = MatMul(x, Wq)\n c = com.microsoft.MultiHeadAttention <num_heads = 3> (q, pk, pv)"
         + OUTPUT12,
-        f"{PLAIN_INPUT}, {SAME_CACHE}",
+        SAME_CACHE,
         kind="cross",
         past=True,
         sizes=(K, K),
@@ -414,9 +388,9 @@ def grouped(
     *,
     before: str = GROUPED_PARTS,
 ) -> str:
-    given = ", ".join(filter(None, ("num_heads = 4, kv_num_heads = 2", attributes)))
+    attributes = ", ".join(filter(None, ("num_heads = 4, kv_num_heads = 2", attributes)))
     return (
-        f"{before}\n c, nk, nv = com.microsoft.GroupQueryAttention <{given}> ({operands})"
+        f"{before}\n c, nk, nv = com.microsoft.GroupQueryAttention <{attributes}> ({operands})"
         "\n out = MatMul(c, Wo_grouped)"
     )
 
@@ -498,7 +472,7 @@ OPERATORS = (
 
 
 def any_feeds(model: ir.Model, memory: int = 4) -> dict[str, np.ndarray]:
-    """Tokens, biases, and masks of any kind that hide some keys and never the first."""
+    """Random tokens and biases, and masks that hide some keys but never the first."""
     rng = np.random.default_rng(3)
     lengths = {"batch": 2, "sequence": 6, "memory": memory}
     arrays: dict[str, np.ndarray] = {}

@@ -1,4 +1,4 @@
-"""The shapes that annotations promise, checked at run time: here only, never in production.
+"""Annotated array shapes, checked at run time in these tests only.
 
 jaxtyping is imported for type checkers alone, so annotations are resolved here and a copy of each
 function is checked.
@@ -35,7 +35,7 @@ def hints_of(annotated: Any, module: str) -> dict[str, Any]:
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy of a function that holds its arguments and result to their annotated shapes."""
+    """A copy of a function that checks the annotated shapes of arguments and result."""
     assert isinstance(function, types.FunctionType)
     copy = types.FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__
@@ -46,7 +46,7 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def assert_fields_fit(instance: Any) -> None:
-    """Every array of a dataclass has its shape, and a letter means one length throughout."""
+    """All arrays of a dataclass have their annotated shapes; equal letters are equal lengths."""
     hints = hints_of(type(instance), type(instance).__module__)
     with jaxtyping.jaxtyped("context"):
         for field in dataclasses.fields(instance):
@@ -66,35 +66,35 @@ def moments() -> TokenMoments:
     return TokenMoments(x.mean(0), x.T @ x / 40, x.T @ x / 40, np.ones(H))
 
 
-def test_softmax() -> None:
+def test_softmax_annotated_shapes_hold() -> None:
     assert checked(softmax)(np.zeros((2, 3, 5))).shape == (2, 3, 5)
     with pytest.raises(jaxtyping.TypeCheckError):
         checked(softmax)(np.zeros((2, 3), dtype=np.int64))
 
 
-def test_decomposition(block: AttentionBlock) -> None:
+def test_collaborative_factors_annotated_shapes_hold(block: AttentionBlock) -> None:
     queries, keys = block.q.heads(), block.k.heads()
-    made = checked(collaborative_factors)(
+    factors = checked(collaborative_factors)(
         queries, keys, R, query_bias=block.q.offset, moments=moments()
     )
-    assert_fields_fit(made)
-    assert checked(relative_error)(queries, keys, made) >= 0
+    assert_fields_fit(factors)
+    assert checked(relative_error)(queries, keys, factors) >= 0
     with pytest.raises(jaxtyping.TypeCheckError):
         checked(collaborative_factors)(queries, keys[:-1], R)
 
 
-def test_fields(block: AttentionBlock) -> None:
+def test_dataclass_fields_have_annotated_shapes(block: AttentionBlock) -> None:
     assert block.output is not None
     for instance in (block.q, block.k, block.v, block.output, moments(), factor(block, R)):
         assert_fields_fit(instance)
 
 
-def test_a_wrong_field_is_noticed(block: AttentionBlock) -> None:
+def test_dataclass_field_of_wrong_shape_fails(block: AttentionBlock) -> None:
     with pytest.raises(AssertionError, match=rf"gain: \({H}, {K + 1}\)"):
         assert_fields_fit(dataclasses.replace(block.q, gain=np.ones((H, K + 1))))
 
 
 @pytest.mark.parametrize("name", ["matrix", "heads"])
-def test_methods_of_projections(block: AttentionBlock, name: str) -> None:
+def test_projection_methods_annotated_shapes_hold(block: AttentionBlock, name: str) -> None:
     for projection in (block.q, block.k, block.v):
         checked(getattr(type(projection), name))(projection)

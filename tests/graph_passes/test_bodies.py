@@ -1,4 +1,4 @@
-"""Attention in the bodies of If, Loop and Scan is read like any other, its weights outside."""
+"""Attention in the bodies of If, Loop and Scan, with weights of the outer graph."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def scan_model() -> ir.Model:
 
 
 @pytest.mark.parametrize("build", [if_model, loop_model, scan_model])
-def test_text_is_a_model_that_onnx_runtime_runs(build) -> None:  # type: ignore[no-untyped-def]
+def test_body_models_run_in_onnx_runtime(build) -> None:  # type: ignore[no-untyped-def]
     x = np.random.default_rng(0).standard_normal((2, 5, D)).astype(np.float32)
     arrays = {"x": x, "flag": np.array(True), "several": np.stack([x] * 3)}
     model = build()
@@ -61,7 +61,7 @@ def test_text_is_a_model_that_onnx_runtime_runs(build) -> None:  # type: ignore[
     assert got.shape[-3:] == x.shape and np.isfinite(got).all()
 
 
-def test_both_branches_of_an_if_are_read() -> None:
+def test_find_attention_in_both_branches_of_an_if() -> None:
     reading = read_attention(if_model())
     assert [miss.reason for miss in reading.unmatched] == []
     yes, no = reading.blocks
@@ -73,30 +73,30 @@ def test_both_branches_of_an_if_are_read() -> None:
     assert [block.q.weight and block.q.weight.name for block in (yes, no)] == ["Wq", "Wk"]
 
 
-def test_weights_outside_a_body_are_the_same_weights_in_both_branches() -> None:
+def test_find_attention_outer_weights_are_shared_by_branches() -> None:
     yes, no = read_attention(if_model()).blocks
     assert yes.v.weight is no.v.weight
     np.testing.assert_array_equal(yes.q.matrix(), weights()["Wq"])
 
 
-def test_attention_in_the_body_of_a_loop_is_read() -> None:
-    """Its tokens are the state of the loop, which keeps its shape from turn to turn."""
+def test_find_attention_in_the_body_of_a_loop() -> None:
+    """The tokens are the state of the loop, whose shape is constant."""
     block = only(loop_model())
     assert (block.num_heads, block.head_size, block.x.name) == (H, K, "h_in")
     assert block.scale == pytest.approx(SCALE, rel=1e-6)
 
 
-def test_attention_in_a_body_over_tokens_from_outside_is_read() -> None:
+def test_find_attention_in_a_body_over_outer_tokens() -> None:
     block = only(loop_model("x"))
     assert (block.num_heads, block.x.name) == (H, "x")
 
 
-def test_attention_in_the_body_of_a_scan_is_read() -> None:
+def test_find_attention_in_the_body_of_a_scan() -> None:
     block = only(scan_model())
     assert (block.num_heads, block.head_size, block.x.name) == (H, K, "x_in")
 
 
-def test_keys_from_outside_a_body_meet_queries_inside() -> None:
+def test_find_attention_in_a_body_with_outer_keys() -> None:
     outside = "".join(PARTS[part] for part in ("k", "v"))
     inside = body_layer("x", "_yes")
     for name in ("kT_yes", "v_yes"):
@@ -115,7 +115,7 @@ def test_keys_from_outside_a_body_meet_queries_inside() -> None:
 
 
 @pytest.mark.parametrize("rank", [H * K, 5])
-def test_collaborative_heads_go_into_the_body(rank: int) -> None:
+def test_collaborate_in_branches_of_an_if(rank: int) -> None:
     """At R = H*K the output of either branch stays within 1e-4."""
     model = if_model()
     blocks, _ = find_attention(model)
@@ -128,7 +128,7 @@ def test_collaborative_heads_go_into_the_body(rank: int) -> None:
         assert (difference <= 1e-4) == (rank == H * K)
 
 
-def test_tokens_that_are_no_projection_are_missed_in_a_body_too() -> None:
+def test_find_attention_in_a_body_without_projection_is_unmatched() -> None:
     model = graph(
         """
         out = If (flag) <
@@ -149,7 +149,7 @@ def test_tokens_that_are_no_projection_are_missed_in_a_body_too() -> None:
     ]
 
 
-def test_state_that_grows_from_turn_to_turn_is_read_at_its_first_turn() -> None:
+def test_find_attention_growing_loop_state_is_matched() -> None:
     body = f"""
     out = Loop (turns, yes_turn, x) <
         body = turn (int64 i, bool go_in, {TENSOR} h_in) => (bool go_out, {TENSOR} grown) {{
@@ -159,8 +159,8 @@ def test_state_that_grows_from_turn_to_turn_is_read_at_its_first_turn() -> None:
     assert only(graph(body, inputs=PLAIN_INPUT, constants=TURNS)).num_heads == H
 
 
-def test_attention_over_what_a_growing_loop_returns_is_missed() -> None:
-    """How long the tokens are depends on how often the body ran."""
+def test_find_attention_over_growing_loop_output_is_unmatched() -> None:
+    """The length of the tokens depends on the number of iterations."""
     body = f"""
     h = Loop (turns, yes_turn, x) <
         body = turn (int64 i, bool go_in, {TENSOR} h_in) => (bool go_out, {TENSOR} grown) {{

@@ -1,4 +1,4 @@
-"""Collaborate with cached keys: the cache holds what all heads share, and nothing else changes."""
+"""Collaborate with cached keys: the cache holds the shared dimensions."""
 
 from __future__ import annotations
 
@@ -15,18 +15,7 @@ from graph_passes.matching.find import find_attention
 from graph_passes.passes.collaborate import Collaborate, SharedDimensions, factor, sharing_refusal
 from graph_passes.passes.invariants import check_invariants, interface
 from tests.errors import raises
-from tests.graph_passes.graphs import (
-    FUSED,
-    PARTS,
-    SCALE,
-    D,
-    H,
-    K,
-    V,
-    attention,
-    only,
-    weights,
-)
+from tests.graph_passes.graphs import FUSED, PARTS, SCALE, D, H, K, V, attention, only, weights
 
 EXACT = H * K
 
@@ -44,7 +33,7 @@ DECODER = {
     "mask": "\n m = Identity(s)",
     "context": PARTS["context"].replace("(p, v)", "(p, values)"),
 }
-"""A decoder's step: past keys and values are inputs, present ones are outputs."""
+"""A decoder step: past keys and values are inputs, present ones are outputs."""
 
 PACKED = {
     "q": "\n packed = MatMul(x, Wqkv)\n biased = Add(packed, bqkv)"
@@ -100,7 +89,7 @@ def collaborate(model: ir.Model, rank: int) -> ir.Model:
 
 
 def decode(model: ir.Model, steps: Sequence[int] = (5, 1, 1, 1)) -> list[np.ndarray]:
-    """The outputs of a prefill and of single tokens, each fed what the last one returned."""
+    """The outputs of a prefill and of single tokens, with the cache of the step before."""
     rng = np.random.default_rng(3)
     session = open_session(model, threads=1, optimize=False)
     shapes = {value.name: value.shape for value in session.get_inputs()}
@@ -126,13 +115,13 @@ def shapes(model: ir.Model) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_at_full_rank_decoding_step_by_step_is_unchanged(way: str) -> None:
+def test_collaborate_cache_at_full_rank_keeps_decoded_outputs(way: str) -> None:
     assert difference(decoder(**WAYS[way]), collaborate(decoder(**WAYS[way]), EXACT)) <= 1e-4
 
 
 @pytest.mark.parametrize("rank", [1, 5, EXACT])
 @pytest.mark.parametrize("way", WAYS)
-def test_the_cache_is_narrower_and_nothing_else_is_another(way: str, rank: int) -> None:
+def test_collaborate_cache_changes_only_the_cache_shapes(way: str, rank: int) -> None:
     before = shapes(decoder(**WAYS[way]))
     after = shapes(collaborate(decoder(**WAYS[way]), rank))
     width = rank + (0 if way == "no query bias" else H)
@@ -144,7 +133,7 @@ def test_the_cache_is_narrower_and_nothing_else_is_another(way: str, rank: int) 
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_new_block_is_read_and_certified(way: str) -> None:
+def test_collaborate_cache_block_is_certified(way: str) -> None:
     block = only(collaborate(decoder(**WAYS[way]), 5))
     assert (block.form, block.position, block.head_size) == ("collaborative", "none", 5)
     assert block.scale == pytest.approx(SCALE, rel=1e-6)
@@ -156,14 +145,14 @@ def test_the_new_block_is_read_and_certified(way: str) -> None:
     assert refusal and refusal.code == "collaborative"
 
 
-def test_the_error_falls_as_the_rank_grows() -> None:
+def test_collaborate_cache_error_decreases_with_rank() -> None:
     errors = [difference(decoder(), collaborate(decoder(), R)) for R in (1, 4, 8, EXACT)]
     assert errors == sorted(errors, reverse=True)
     assert errors[0] > 10 * errors[-1]
 
 
-def test_packed_values_get_a_product_of_their_own() -> None:
-    """The new ones alone: those of earlier tokens stay as the caller hands them in."""
+def test_collaborate_cache_packed_values_get_own_product() -> None:
+    """The product computes new values only; past values are inputs."""
     model = collaborate(decoder(**PACKED, **WIDE_VALUES), 5)
     assert "Wqkv" not in model.graph.initializers
     block = only(model)
@@ -171,14 +160,14 @@ def test_packed_values_get_a_product_of_their_own() -> None:
     assert block.v.past is not None
 
 
-def test_a_fused_operator_is_decomposed_first() -> None:
+def test_collaborate_cache_fused_operator_is_decomposed() -> None:
     model = decoder(opset=23, **FUSED_DECODER)
     (block,) = find_attention(model)[0]
     assert block.logits is None
     assert difference(decoder(opset=23, **FUSED_DECODER), collaborate(model, EXACT)) <= 1e-4
 
 
-def test_cached_keys_are_rewritten_only_where_that_is_asked_for() -> None:
+def test_collaborate_cache_not_requested_is_refused() -> None:
     model = decoder()
     block = only(model)
     assert sharing_refusal(block, caches=True) is None
@@ -224,7 +213,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_near_misses_are_refused_with_the_reason(case: str) -> None:
+def test_collaborate_cache_unsupported_is_refused(case: str) -> None:
     parts, code = REFUSED[case]
     model = decoder(**parts)
     (block,) = find_attention(model)[0]
@@ -235,18 +224,18 @@ def test_near_misses_are_refused_with_the_reason(case: str) -> None:
     assert shapes(model) == shapes(decoder(**parts))
 
 
-def test_the_law_allows_the_caches_that_are_named_and_nothing_else() -> None:
+def test_interface_with_caches_accepts_only_named_caches() -> None:
     model = decoder()
     before = interface(model)
     collaborate(model, 5)
     widths = {"pk": 5 + H, "keys": 5 + H}
     check_invariants(before.with_caches(widths), model, after="Collaborate")
     for wrong in ({}, {"pk": 5 + H}, {**widths, "keys": 5}, {**widths, "pv": 5 + H}):
-        with pytest.raises(InvariantBroken, match="became"):
+        with raises(InvariantBroken, "internal.invariant", "became"):
             check_invariants(before.with_caches(wrong), model, after="Collaborate")
 
 
-def test_cached_keys_take_dense_mixing_alone() -> None:
+def test_collaborate_cache_sparse_mixing_is_refused() -> None:
     model = decoder()
     (block,), _ = find_attention(model)
     with raises(CannotRewrite, "cache_sparse"):

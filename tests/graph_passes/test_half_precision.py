@@ -1,4 +1,4 @@
-"""Half-precision graphs are certified as the single-precision graphs that they round."""
+"""Half-precision graphs are certified in single precision."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 from attnserve.checks.certify import read_attention
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.collaborate import Collaborate, factor
-from tests.graph_passes.graphs import FUSED, PARTS, SCALE, D, H, K, V, attention, weights
+from tests.graph_passes.graphs import PARTS, SCALE, D, H, K, V, attention, fused_parts, weights
 
 TYPES = {
     "float16": (ir.DataType.FLOAT16, np.dtype(np.float16)),
     "bfloat16": (ir.DataType.BFLOAT16, np.dtype(ml_dtypes.bfloat16)),
 }
 SMALL = 1e-5
-"""Largest error of a certificate: that of single precision, though the weights are half's."""
+"""Largest error of a certificate, which is computed in single precision."""
 
 
 BY_KEY, BY_QUERY = "[batch, 1, 1, sequence]", "[batch, 1, sequence, sequence]"
@@ -27,7 +27,7 @@ def half(name: str, opset: int = 17, shape: str = BY_KEY, **parts: str) -> ir.Mo
     """``PARTS`` with every weight, input and output in half precision."""
     dtype = TYPES[name][1]
     singles = {key: array for key, array in weights().items() if array.dtype == np.float32}
-    del singles["low"]  # which half precision cannot write
+    del singles["low"]  # out of the range of half precision
     constants = {key: array.astype(dtype) for key, array in singles.items()}
     constants["half_ones"] = np.ones(K, dtype)
     return attention(
@@ -39,12 +39,6 @@ def half(name: str, opset: int = 17, shape: str = BY_KEY, **parts: str) -> ir.Mo
     )
 
 
-K_APART = PARTS["k"].replace("kT", "k").replace("0, 2, 3, 1", "0, 2, 1, 3")
-OPERATOR = {
-    **FUSED,
-    "k": K_APART,
-    "context": PARTS["context"].replace("MatMul(p, v)", "Attention <scale = 0.37> (q, k, v, mask)"),
-}
 SOFTMAX_IN_SINGLE = {
     "softmax": "\n m32 = Cast <to = 1> (m)\n p32 = Softmax <axis = -1> (m32)\n p = CastLike(p32, v)"
 }
@@ -60,11 +54,11 @@ NORMED = {
         ({}, 17, BY_KEY),
         (SOFTMAX_IN_SINGLE, 17, BY_KEY),
         (NORMED, 17, BY_KEY),
-        (OPERATOR, 23, BY_QUERY),
+        (fused_parts("Attention <scale = 0.37> (q, k, v, mask)"), 23, BY_QUERY),
     ],
     ids=["plain", "softmax in single precision", "q/k norm", "operator"],
 )
-def test_half_precision_is_certified(
+def test_read_attention_half_precision_is_certified(
     name: str, parts: dict[str, str], opset: int, shape: str
 ) -> None:
     reading = read_attention(half(name, opset, shape, **parts))
@@ -73,19 +67,19 @@ def test_half_precision_is_certified(
     assert certified.max_abs_error <= SMALL
     block = certified.block
     assert (block.num_heads, block.head_size, block.v_head_size) == (H, K, V)
-    assert block.scale == pytest.approx(SCALE, rel=1e-2)  # 0.37 as half precision writes it
+    assert block.scale == pytest.approx(SCALE, rel=1e-2)  # 0.37 rounded to half precision
     assert block.q.dtype == TYPES[name][0]
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_weights_are_read_in_single_precision(name: str) -> None:
+def test_read_attention_half_weights_become_single(name: str) -> None:
     (block,) = read_attention(half(name)).blocks
     assert block.q.matrix().dtype == np.float32
     expected = weights()["Wq"].astype(TYPES[name][1]).astype(np.float32)
     np.testing.assert_array_equal(block.q.matrix(), expected)
 
 
-def test_half_weights_of_a_single_precision_graph() -> None:
+def test_read_attention_cast_half_weights_are_certified() -> None:
     """Weights are kept in half precision, and cast as they are used."""
     q = PARTS["q"].replace("MatMul(x, Wq)", "MatMul(x, W32)")
     model = attention(
@@ -96,8 +90,10 @@ def test_half_weights_of_a_single_precision_graph() -> None:
     assert certified.block.q.dtype == ir.DataType.FLOAT
 
 
-def test_wrong_scale_of_a_half_precision_graph_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounding hides nothing: a scale that is off by a thousandth is no certificate."""
+def test_read_attention_half_precision_wrong_scale_is_unmatched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A relative error of 1e-3 of the scale is not hidden by rounding."""
     from dataclasses import replace
 
     import attnserve.checks.certify as certify
@@ -110,7 +106,7 @@ def test_wrong_scale_of_a_half_precision_graph_is_seen(monkeypatch: pytest.Monke
     assert "the graph computes something else" in miss.reason
 
 
-def test_certificate_leaves_the_graph_in_half_precision() -> None:
+def test_read_attention_does_not_change_the_graph() -> None:
     model = half("bfloat16")
     before = ir.to_onnx_text(model)
     read_attention(model)
@@ -118,7 +114,7 @@ def test_certificate_leaves_the_graph_in_half_precision() -> None:
 
 
 @pytest.mark.parametrize("rank", [H * K, 5])
-def test_collaborative_heads_in_half_precision_are_certified(rank: int) -> None:
+def test_collaborate_half_precision_is_certified(rank: int) -> None:
     model = half("float16")
     (block,), _ = find_attention(model)
     Collaborate.with_factors({block.name: factor(block, rank)})(model)

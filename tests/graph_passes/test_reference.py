@@ -1,4 +1,4 @@
-"""The reference computes equation 5 of the paper; ONNX Runtime, which it judges, agrees."""
+"""The reference equals equation 5 of the paper and ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tokens(seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((2, S, D))
 
 
-def test_reference_is_the_formula(block: AttentionBlock) -> None:
+def test_attention_reference_equals_the_formula(block: AttentionBlock) -> None:
     """Within 1e-12: both are double precision."""
     x, mask = tokens(), np.random.default_rng(1).standard_normal((2, 1, 1, S))
     got = attention_reference(block, dict(zip(inputs_of(block), (x, mask), strict=True)), 2)
@@ -49,7 +49,7 @@ def test_reference_is_the_formula(block: AttentionBlock) -> None:
     np.testing.assert_allclose(got.output, output, atol=1e-12, rtol=0)  # type: ignore[arg-type]
 
 
-def test_onnx_runtime_agrees() -> None:
+def test_attention_reference_equals_onnx_runtime() -> None:
     model = attention()
     block = only(model)
     arrays = feeds(model)
@@ -62,11 +62,11 @@ def test_onnx_runtime_agrees() -> None:
     np.testing.assert_allclose(got, expected.probabilities, atol=1e-6, rtol=0)
 
 
-def test_inputs_are_tokens_and_masks_each_once(block: AttentionBlock) -> None:
+def test_inputs_of_are_tokens_and_masks(block: AttentionBlock) -> None:
     assert [value.name for value in inputs_of(block)] == ["x", "mask"]
 
 
-def test_shapes(block: AttentionBlock) -> None:
+def test_attention_reference_shapes(block: AttentionBlock) -> None:
     values = dict(zip(inputs_of(block), (tokens(), np.zeros((2, 1, 1, S))), strict=True))
     got = attention_reference(block, values, 2)
     assert got.probabilities.shape == (2, H, S, S)
@@ -75,14 +75,14 @@ def test_shapes(block: AttentionBlock) -> None:
     assert attention_reference(replace(block, output=None), values, 2).output is None
 
 
-def test_flattened_tokens_are_given_their_batch(block: AttentionBlock) -> None:
+def test_attention_reference_flattened_tokens_use_the_batch(block: AttentionBlock) -> None:
     x, mask = tokens(), np.zeros((2, 1, 1, S))
     whole = attention_reference(block, dict(zip(inputs_of(block), (x, mask), strict=True)), 2)
     flat = dict(zip(inputs_of(block), (x.reshape(2 * S, D), mask), strict=True))
     np.testing.assert_array_equal(attention_reference(block, flat, 2).context, whole.context)
 
 
-def test_causal_queries_see_no_later_key(block: AttentionBlock) -> None:
+def test_attention_reference_causal_mask_hides_later_keys(block: AttentionBlock) -> None:
     causal = replace(block, steps=(Causal(),))
     got = attention_reference(causal, {block.x: tokens()}, 2)
     assert (got.probabilities[..., ~np.tri(S, dtype=bool)] == 0).all()
@@ -90,7 +90,7 @@ def test_causal_queries_see_no_later_key(block: AttentionBlock) -> None:
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_mask_keeps_what_it_says(block: AttentionBlock, keep: bool) -> None:
+def test_attention_reference_mask_hides_keys(block: AttentionBlock, keep: bool) -> None:
     (bias,) = block.steps
     assert isinstance(bias, PositionBias)
     masked = replace(block, steps=(Mask(bias.value, -np.inf, keep),))
@@ -101,7 +101,7 @@ def test_mask_keeps_what_it_says(block: AttentionBlock, keep: bool) -> None:
     assert (got[np.broadcast_to(~seen, got.shape)] == 0).all()
 
 
-def test_mask_of_scores_with_heads_in_the_batch_axis(block: AttentionBlock) -> None:
+def test_attention_reference_mask_with_heads_in_the_batch(block: AttentionBlock) -> None:
     (bias,) = block.steps
     assert isinstance(bias, PositionBias)
     apart = np.random.default_rng(0).standard_normal((2, H, S, S))
@@ -111,8 +111,8 @@ def test_mask_of_scores_with_heads_in_the_batch_axis(block: AttentionBlock) -> N
     np.testing.assert_array_equal(got, expected)
 
 
-def test_content_term_is_part_of_the_logits() -> None:
-    """Equation 3: what the collaborative graph adds is the query bias, within 1e-5."""
+def test_attention_reference_adds_the_content_term() -> None:
+    """Equation 3: the content term equals the query bias."""
     exact = Collaborate({"attention_0": SharedDimensions(rank=H * K)})
     standard, shared = only(attention()), only(exact(attention()).model)
     assert shared.content is not None

@@ -1,4 +1,4 @@
-"""Rotary positions are read as sums of turned terms, whatever nodes write them, and certified."""
+"""Rotary positions of different exporters are matched and certified."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def rotary(scores: str, size: int = K):
     [(ROTATE_HALF, K), (INTERLEAVED, K // 2)],
     ids=["rotate half", "interleaved"],
 )
-def test_rotated_queries_are_read_and_certified(scores, size):
+def test_find_attention_rotated_queries_are_certified(scores, size):
     block = only(rotary(scores, size))
     assert (block.position, block.num_heads, block.head_size) == ("rope", H, K)
     factors = [turn.factor for turn in block.q.rotary_terms]
@@ -28,13 +28,13 @@ def test_rotated_queries_are_read_and_certified(scores, size):
     assert block.k.rotary_terms == ()
 
 
-def test_collaborative_heads_do_not_apply():
+def test_sharing_refusal_of_rotary_positions():
     refusal = sharing_refusal(only(rotary(ROTATE_HALF)))
     assert refusal and refusal.code == "rotary"
 
 
-def test_the_exporters_nodes_count_and_the_sign_matters():
-    """Another sign is another function: it is read as such, and certified as such."""
+def test_find_attention_rotary_sign_is_recorded():
+    """The opposite sign is certified as another function."""
     plus = only(rotary(ROTATE_HALF)).q.rotary_terms
     minus = only(
         rotary(ROTATE_HALF.replace("Add(q_cos, q_sin)", "Sub(q_cos, q_sin)"))
@@ -51,15 +51,15 @@ def test_the_exporters_nodes_count_and_the_sign_matters():
     ],
     ids=["squared", "squashed", "the same term twice"],
 )
-def test_near_misses_are_missed(change, reason):
+def test_find_attention_near_rotary_is_unmatched(change, reason):
     found = reasons(rotary(ROTATE_HALF.replace(*change)))
     assert len(found) == 1
     assert reason in found[0]
 
 
 @pytest.mark.parametrize("interleaved", [0, 1])
-def test_the_operator_is_read_though_it_runs_one_sequence_at_a_time(interleaved):
-    """ONNX Runtime wants one row of angles a sequence; PyTorch's exporter writes a single one."""
+def test_find_attention_rotary_operator_is_certified(interleaved):
+    """PyTorch exports one row of angles, which ONNX Runtime accepts for a batch of one only."""
     turned = f"RotaryEmbedding <interleaved = {interleaved}> (q, cos, sin)"
     scores = f"\n q_turned = {turned}\n s0 = MatMul(q_turned, kT)\n s = Mul(s0, scale)"
     angles = f"float[1, sequence, {K // 2}] cos, float[1, sequence, {K // 2}] sin"

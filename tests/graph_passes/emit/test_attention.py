@@ -1,4 +1,4 @@
-"""Attention written anew from its reading computes what the reading says: any heads, any order."""
+"""Emission of attention in plain operators for any heads in any order."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from graph_passes.emit.attention import (
     emit_heads,
     emit_output,
     emit_probabilities,
+    heads_refusal,
     probabilities_by_head,
-    values_refusal,
 )
 from graph_passes.emit.editing import Inserter, exposing
 from graph_passes.matching.find import find_attention
@@ -39,11 +39,12 @@ from tests.graph_passes.graphs import (
 from tests.graph_passes.layouts import (
     ANGLES,
     BOTH_TURNED,
-    LAID_OUT,
-    LAYOUTS,
     OPERANDS,
     ROTARY,
     VARIANTS,
+    flattened,
+    layout,
+    variant,
 )
 
 EXACT = 1e-5
@@ -68,58 +69,47 @@ def computed(model: ir.Model, value: ir.Value, arrays: Mapping[str, np.ndarray])
         return run(model, arrays)
 
 
-def case_model(case: str) -> ir.Model:
-    inputs, parts = VARIANTS[case]
-    order = "sequence, batch" if case == "sequence first" else "batch, sequence"
-    return attention(
-        inputs=inputs,
-        output_type=f"float[{order}, {D}] out",
-        constants=OPERANDS | ROTARY,
-        **parts,
-    )
-
-
 @pytest.mark.parametrize("heads", ORDERS, ids=str)
 @pytest.mark.parametrize("case", VARIANTS)
-def test_probabilities_are_those_of_the_reference(case: str, heads: Sequence[int]) -> None:
-    """Masks, biases by head, rotary positions and norms, each with the heads it belongs to."""
-    model = case_model(case)
-    block, facts = read(model)
+def test_emit_probabilities_equal_the_reference(case: str, heads: Sequence[int]) -> None:
+    """Masks, biases by head, rotary positions and norms are selected by head."""
+    model = variant(case)
+    block, info = read(model)
     arrays = feeds(model)
     wanted = [value for value in inputs_of(block) if not value.is_graph_input()]
     known = {value: arrays[str(value.name)] for value in inputs_of(block) if value.is_graph_input()}
     known |= {value: computed(model, value, arrays) for value in wanted}
     whole = attention_reference(block, known, batch=2).probabilities  # B H S T
-    value = emit_probabilities(inserter(block), block, np.array(heads), facts)
+    value = emit_probabilities(inserter(block), block, np.array(heads), info)
     got = computed(model, value, arrays)
     np.testing.assert_allclose(got, whole[:, list(heads)], atol=EXACT, rtol=0)
 
 
 @pytest.mark.parametrize("heads", ORDERS[:3], ids=str)
-def test_output_is_the_sum_over_the_heads_that_are_written(heads: Sequence[int]) -> None:
-    """out = sum over heads + b, whatever their order."""
+def test_emit_output_is_the_sum_over_the_heads(heads: Sequence[int]) -> None:
+    """out = sum over heads + b in any order."""
     model, arrays = attention(), feeds(attention())
     block, _ = read(model)
-    alone = [run(written(attention(), [head]), arrays) for head in heads]
+    alone = [run(emitted(attention(), [head]), arrays) for head in heads]
     assert block.output is not None
     expected = sum(alone) - (len(heads) - 1) * block.output.offset()
-    got = run(written(model, heads), arrays)
+    got = run(emitted(model, heads), arrays)
     np.testing.assert_allclose(got, expected, atol=EXACT, rtol=0)
     if len(heads) == H:
         np.testing.assert_allclose(got, run(attention(), arrays), atol=EXACT, rtol=0)
 
 
-def written(model: ir.Model, heads: Sequence[int]) -> ir.Model:
-    """The model with the attention of these heads in the place of its own."""
-    block, facts = read(model)
+def emitted(model: ir.Model, heads: Sequence[int]) -> ir.Model:
+    """The model with some heads instead of its attention."""
+    block, info = read(model)
     make, chosen = inserter(block), np.array(heads)
-    probabilities = emit_probabilities(make, block, chosen, facts)
-    context = emit_context(make, block, probabilities, chosen, facts)
-    emit_output(make, block, context, chosen, facts)
+    probabilities = emit_probabilities(make, block, chosen, info)
+    context = emit_context(make, block, probabilities, chosen, info)
+    emit_output(make, block, context, chosen, info)
     return model
 
 
-def test_shared_key_heads_are_projected_once() -> None:
+def test_emit_heads_projects_shared_key_heads_once() -> None:
     inputs, parts = VARIANTS["one key/value head for all"]
     model = attention(inputs=inputs, **parts)
     block, _ = read(model)
@@ -129,49 +119,51 @@ def test_shared_key_heads_are_projected_once() -> None:
     assert spread.op_type == "Gather"
 
 
-def test_heads_that_differ_by_a_factor_alone_are_two() -> None:
-    """One key head with a factor for each query head: the columns are the same, the keys not."""
+def test_emit_heads_with_different_factors_are_distinct() -> None:
+    """One key head with a factor for each query head: columns are equal, keys are not."""
     shared = VARIANTS["one key/value head for all"][1]["k"]
     scores = "\n kG = Mul(kT, per_head)\n s0 = MatMul(q, kG)\n s = Mul(s0, scale)"
-    assert_written(lambda: attention(k=shared, scores=scores))
+    assert_emission(lambda: attention(k=shared, scores=scores))
 
 
-def test_rotated_heads_that_differ_by_a_factor_alone_are_two() -> None:
+def test_emit_heads_rotated_with_different_factors_are_distinct() -> None:
     shared = VARIANTS["one key/value head for all"][1]["k"]
     scores = BOTH_TURNED.replace("(k_rows, ", "(k_gained, ").replace(
         " k_cos =", " k_gained = Mul(k_rows, per_head)\n k_cos ="
     )
     inputs = f"{PLAIN_INPUT}, {FLOAT_MASK}, {ANGLES.format(size=K)}"
-    assert_written(lambda: attention(k=shared, scores=scores, inputs=inputs, constants=ROTARY))
+    assert_emission(lambda: attention(k=shared, scores=scores, inputs=inputs, constants=ROTARY))
 
 
-def test_heads_with_angles_of_their_own_are_not_one() -> None:
-    """One key head, turned by another angle for each query head."""
+def test_emit_heads_with_different_angles_are_distinct() -> None:
+    """One key head with other rotary angles for each query head."""
     shared = VARIANTS["one key/value head for all"][1]["k"]
     angles = [f"float[1, {H}, sequence, {K}] {name}" for name in ("cos", "sin")]
     inputs = ", ".join((PLAIN_INPUT, FLOAT_MASK, *angles))
-    assert_written(lambda: attention(k=shared, scores=BOTH_TURNED, inputs=inputs, constants=ROTARY))
+    assert_emission(
+        lambda: attention(k=shared, scores=BOTH_TURNED, inputs=inputs, constants=ROTARY)
+    )
 
 
-def assert_written(build: Callable[[], ir.Model]) -> None:
-    """All heads, and each alone, are what the graph computes."""
+def assert_emission(build: Callable[[], ir.Model]) -> None:
+    """The emitted probabilities equal those of the graph for all orders of heads."""
     arrays = feeds(build())
     model = build()
-    block, facts = read(model)
+    block, info = read(model)
     assert block.probabilities is not None
     whole = computed(model, block.probabilities, arrays)
     assert np.abs(whole[:, 0] - whole[:, 1]).max() > 1e-2
     for heads in ORDERS:
-        value = emit_probabilities(inserter(block), block, np.array(heads), facts)
+        value = emit_probabilities(inserter(block), block, np.array(heads), info)
         got = computed(model, value, arrays)
         np.testing.assert_allclose(got, whole[:, list(heads)], atol=EXACT, rtol=0)
 
 
-def test_scale_is_in_the_weights() -> None:
-    """The scale costs no node of its own."""
+def test_emit_probabilities_folds_the_scale_into_the_weights() -> None:
+    """No node multiplies by the scale."""
     model = attention()
-    block, facts = read(model)
-    emit_probabilities(inserter(block), block, np.arange(H), facts)
+    block, info = read(model)
+    emit_probabilities(inserter(block), block, np.arange(H), info)
     new = [node.op_type for node in model.graph if (node.name or "").startswith("new/")]
     assert "Mul" not in new
     weight = model.graph.initializers["new/query/weight"].const_value
@@ -179,21 +171,21 @@ def test_scale_is_in_the_weights() -> None:
     np.testing.assert_allclose(weight.numpy(), 0.37 * weights()["Wq"], atol=1e-6)
 
 
-def test_probabilities_with_heads_in_the_batch_are_laid_out_apart() -> None:
+def test_probabilities_by_head_splits_heads_from_the_batch() -> None:
 
-    model = attention(constants=LAID_OUT, **LAYOUTS["heads and batch in one axis"])
-    block, facts = read(model)
+    model = layout("heads and batch in one axis")
+    block, info = read(model)
     arrays = feeds(model)
     assert block.probabilities is not None
     flat = computed(model, block.probabilities, arrays)
-    apart = computed(model, probabilities_by_head(inserter(block), block, facts), arrays)
+    apart = computed(model, probabilities_by_head(inserter(block), block, info), arrays)
     assert (flat.shape, apart.shape) == ((2 * H, 7, 7), (2, H, 7, 7))
     np.testing.assert_array_equal(apart.reshape(flat.shape), flat)
 
 
 @pytest.mark.parametrize("opset", [11, 13, 17, 18, 23])
 @pytest.mark.parametrize("case", ["rotary", "q/k norm by root mean square", "mask by head"])
-def test_operators_mean_the_same_at_any_opset(case: str, opset: int) -> None:
+def test_emission_at_any_opset_keeps_the_output(case: str, opset: int) -> None:
     inputs, parts = VARIANTS[case]
     if opset >= 18:
         old, new = "ReduceMean <axes = [-1]> (q_squared)", "ReduceMean (q_squared, last)"
@@ -203,56 +195,47 @@ def test_operators_mean_the_same_at_any_opset(case: str, opset: int) -> None:
         return attention(inputs=inputs, constants=OPERANDS | ROTARY, opset=opset, **parts)
 
     arrays = feeds(build())
-    got = run(written(build(), range(H)), arrays)
+    got = run(emitted(build(), range(H)), arrays)
     np.testing.assert_allclose(got, run(build(), arrays), atol=EXACT, rtol=EXACT)
 
 
-# ---- what is refused ----------------------------------------------------------------------------
+# ---- refusals -----------------------------------------------------------------------------------
 
 
-def code_of(block: AttentionBlock, facts: ShapeInfo | None = None) -> str | None:
-    refusal = emission_refusal(block, facts)
+def code_of(block: AttentionBlock, info: ShapeInfo | None = None) -> str | None:
+    refusal = emission_refusal(block, info)
     return refusal and refusal.code
 
 
-def test_values_alone_may_be_written_where_queries_may_not() -> None:
+def test_heads_refusal_of_values_with_entangled_bias_is_none() -> None:
     text = "\n sizes = ReduceSum <keepdims = 1> (q, last)\n m = Add(s, sizes)"
     block, _ = read(attention(mask=text))
     assert code_of(block) == "entangled_bias"
-    assert values_refusal(block) is None
+    assert heads_refusal(block.v) is None
 
 
-def test_collaborative_heads_are_refused() -> None:
+def test_emission_refusal_of_collaborative_heads() -> None:
 
     rewrite = Collaborate({"attention_0": SharedDimensions(rank=5)})
     block, _ = read(rewrite(attention()).model)
     assert code_of(block) == "collaborative"
 
 
-def test_mask_of_an_unknown_shape_is_refused() -> None:
-    """Which of its axes is that of the heads cannot be told."""
-    block, facts = read(attention())
+def test_emission_refusal_of_mask_with_unknown_shape() -> None:
+    """Without a shape, the axis of the heads is unknown."""
+    block, info = read(attention())
     (step,) = block.steps
     mask = step.value  # type: ignore[union-attr]
-    known = {value: fact for value, fact in facts.known.items() if value is not mask}
-    assert code_of(block, replace(facts, known=known)) == "mask_shape"
+    known = {value: fact for value, fact in info.known.items() if value is not mask}
+    assert code_of(block, replace(info, known=known)) == "mask_shape"
 
 
-def test_flattened_tokens_are_refused() -> None:
-    model = attention(
-        inputs=f"float[6, {D}] x, float[2, 1, 1, 3] mask",
-        output_type=f"float[6, {D}] out",
-        constants={
-            "heads": np.array([2, 3, H, K], np.int64),
-            "v_heads": np.array([2, 3, H, 2], np.int64),
-            "merge": np.array([6, 6], np.int64),
-        },
-    )
-    assert code_of(read(model)[0]) == "token_layout"
+def test_emission_refusal_of_flattened_tokens() -> None:
+    assert code_of(read(flattened())[0]) == "token_layout"
 
 
-def test_heads_of_another_number_of_turned_elements_are_refused() -> None:
-    block, _ = read(case_model("rotary"))
+def test_emission_refusal_of_heads_with_different_rotated_elements() -> None:
+    block, _ = read(variant("rotary"))
     turns = list(block.q.rotary_terms)
     gain = turns[1].gain.copy()
     gain[0, 2:] = 0
@@ -263,11 +246,11 @@ def test_heads_of_another_number_of_turned_elements_are_refused() -> None:
     assert code_of(block) == "projection_layout"
 
 
-def test_names_of_a_second_writing_are_new() -> None:
+def test_second_emission_has_new_names() -> None:
     model = layers(1)
-    block, facts = read(model)
+    block, info = read(model)
     for _ in range(2):
-        emit_probabilities(inserter(block), block, np.arange(H), facts)
+        emit_probabilities(inserter(block), block, np.arange(H), info)
     names = [node.outputs[0].name for node in model.graph]
     assert len(set(names)) == len(names)
     assert "new/softmax_2" in names

@@ -1,4 +1,4 @@
-"""Keys and values of earlier tokens, handed in by the caller: text in, certified reading out."""
+"""Key/value caches as inputs of the graph: matching and certification."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ JOINED = {
     "v": f"{VALUES}\n v = Concat <axis = 2> (pv, v3)",
     "mask": "\n m = Identity(s)",
 }
-"""A decoder's step: what was there comes first."""
+"""A decoder step: past keys and values come first."""
 
 
 def cached(inputs: str = INPUTS, **changes: str) -> ir.Model:
@@ -73,7 +73,7 @@ READ: dict[str, tuple[dict[str, str], str]] = {
 
 
 @pytest.mark.parametrize("case", READ)
-def test_cache_before_the_tokens_is_read_and_certified(case: str) -> None:
+def test_find_attention_with_cache_is_certified(case: str) -> None:
     parts, inputs = READ[case]
     block = only(cached(inputs, **parts))
     assert (block.num_heads, block.num_kv_heads, block.head_size) == (H, H, K)
@@ -84,7 +84,7 @@ def test_cache_before_the_tokens_is_read_and_certified(case: str) -> None:
     assert refusal and refusal.code == "cached"
 
 
-def test_cache_is_told_by_its_axes() -> None:
+def test_find_attention_cache_axes_are_recorded() -> None:
     past = only(cached()).k.past
     assert past is not None and past.value.name == "pk"
     assert (past.axes[0], past.axes[2], past.token_axis) == ("batch", "token", 2)
@@ -100,7 +100,7 @@ CROSS: dict[str, str] = {
 }
 
 
-def test_cached_cross_attention_has_no_projections_of_its_keys() -> None:
+def test_find_attention_cached_cross_attention_has_no_key_projection() -> None:
     block = only(cached(**CROSS))
     assert (block.k.weight, block.v.weight, block.kind) == (None, None, "cross")
     assert (block.y.name, block.num_heads, block.num_kv_heads) == ("pk", H, H)
@@ -109,13 +109,13 @@ def test_cached_cross_attention_has_no_projections_of_its_keys() -> None:
     assert refusal and refusal.code == "external_keys"
 
 
-def test_cached_cross_attention_with_its_mask() -> None:
+def test_find_attention_cached_cross_attention_with_mask() -> None:
     inputs = f"{INPUTS}, float[batch, 1, 1, past] mask"
     block = only(cached(inputs, **CROSS | {"mask": "\n m = Add(s, mask)"}))
     assert len(block.steps) == 1
 
 
-def test_grouped_cache_is_shared_by_the_query_heads() -> None:
+def test_find_attention_grouped_cache_has_one_key_head() -> None:
     """One key head, repeated after its cache was joined."""
     parts = {
         "k": "\n k0 = MatMul(x, Wk1)\n k2 = Reshape(k0, one_head)"
@@ -168,7 +168,7 @@ MISSED: dict[str, tuple[dict[str, str], str]] = {
 
 
 @pytest.mark.parametrize("case", MISSED)
-def test_near_miss_is_missed_with_a_reason(case: str) -> None:
+def test_find_attention_unsupported_cache_is_unmatched(case: str) -> None:
     parts, reason = MISSED[case]
     inputs = f"{INPUTS}, float[batch, {H}, past, {K}] pk2, float[past, {K}] flat_keys"
     gains = np.linspace(0.5, 2, K).astype(np.float32)
@@ -179,13 +179,10 @@ def test_near_miss_is_missed_with_a_reason(case: str) -> None:
 
 @pytest.mark.parametrize(
     "scaled",
-    [
-        "pk9 = Mul(pk, root)\n k9 = Mul(k3, root)",
-        "pk9 = Identity(pk)\n k9 = Div(k3, one)",
-    ],
+    ["pk9 = Mul(pk, root)\n k9 = Mul(k3, root)", "pk9 = Identity(pk)\n k9 = Div(k3, one)"],
     ids=["both by the same", "neither"],
 )
-def test_cache_with_a_scale_of_its_own(scaled: str) -> None:
+def test_find_attention_scaled_cache_is_certified(scaled: str) -> None:
     block = only(
         cached(
             k=f"{KEYS}\n {scaled}\n k4 = Concat <axis = 2> (pk9, k9)"
@@ -195,7 +192,7 @@ def test_cache_with_a_scale_of_its_own(scaled: str) -> None:
     assert block.k.past is not None
 
 
-def test_cache_scaled_apart_from_its_tokens_is_read_with_its_scale() -> None:
+def test_find_attention_cache_scaled_without_tokens_sets_the_scale() -> None:
     """The scale of the cache is the scale of the logits; that of the tokens becomes a gain."""
     block = only(
         cached(
@@ -207,8 +204,8 @@ def test_cache_scaled_apart_from_its_tokens_is_read_with_its_scale() -> None:
     np.testing.assert_allclose(block.k.gain, SCALE**-0.5, rtol=1e-5)
 
 
-def test_rotated_keys_after_their_cache() -> None:
-    """Each step rotates its own keys; those of the cache were rotated when they were made."""
+def test_find_attention_rotated_new_keys_are_certified() -> None:
+    """New keys are rotated before they are joined to the cache."""
     turned = (
         f"{KEYS}\n k8 = com.microsoft.RotaryEmbedding(k3, where, cos_table, sin_table)"
         "\n k4 = Concat <axis = 2> (pk, k8)\n kT = Transpose <perm = [0, 1, 3, 2]> (k4)"

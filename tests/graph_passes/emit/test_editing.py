@@ -1,4 +1,4 @@
-"""New nodes go where they are told, under names of their own; what nothing reads goes away."""
+"""Insertion and removal of nodes, and temporary outputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def node_named(model: ir.Model, output: str) -> ir.Node:
     return next(node for node in model.graph if node.outputs[0].name == output)
 
 
-def test_inserted_nodes_stand_before_the_anchor_in_order() -> None:
+def test_inserter_nodes_precede_the_anchor_in_order() -> None:
     model = graph(BODY)
     make = Inserter(model.graph, node_named(model, "out"), "layer")
     half = make.constant(np.array(0.5, np.float32), "half")
@@ -33,7 +33,7 @@ def test_inserted_nodes_stand_before_the_anchor_in_order() -> None:
     assert list(turned.producer().attributes["perm"].as_ints()) == [0, 2, 1]  # type: ignore[union-attr]
 
 
-def test_names_that_are_taken_get_a_number() -> None:
+def test_inserter_taken_names_get_a_number() -> None:
     model = graph(BODY)
     anchor = node_named(model, "out")
     for _ in range(2):  # a second rewrite of the same layer starts a new Inserter
@@ -44,7 +44,7 @@ def test_names_that_are_taken_get_a_number() -> None:
     assert {"layer/w", "layer/w_2", "layer/w_3"} <= set(names)
 
 
-def test_constant_has_type_and_shape_and_is_a_copy() -> None:
+def test_inserter_constant_is_a_typed_copy() -> None:
     model = graph(BODY)
     array = np.arange(6, dtype=np.float16).reshape(2, 3)
     value = Inserter(model.graph, node_named(model, "out"), "layer").constant(array.T, "w")
@@ -54,13 +54,13 @@ def test_constant_has_type_and_shape_and_is_a_copy() -> None:
     assert value.const_value.numpy().tolist() == [[0, 3], [1, 4], [2, 5]]
 
 
-def test_scalar_constant_stays_a_scalar() -> None:
+def test_inserter_scalar_constant_has_no_axes() -> None:
     model = graph(BODY)
     make = Inserter(model.graph, node_named(model, "out"), "layer")
     assert make.constant(np.array(2.0), "c").shape == ir.Shape([])
 
 
-def test_uses_are_replaced_and_what_is_unread_is_removed() -> None:
+def test_replace_uses_and_remove_unused_remove_old_nodes() -> None:
     model = graph(BODY)
     old = node_named(model, "a").outputs[0]
     make = Inserter(model.graph, node_named(model, "out"), "layer")
@@ -72,7 +72,7 @@ def test_uses_are_replaced_and_what_is_unread_is_removed() -> None:
     assert [value.name for value in model.graph.inputs] == ["x", "mask"]
 
 
-def test_replaced_output_of_the_graph_keeps_its_name_and_shape() -> None:
+def test_replace_uses_of_graph_output_keeps_name_and_shape() -> None:
     model = graph(BODY)
     old = model.graph.outputs[0]
     make = Inserter(model.graph, node_named(model, "out"), "layer")
@@ -85,7 +85,7 @@ def test_replaced_output_of_the_graph_keeps_its_name_and_shape() -> None:
     assert (run(model, arrays) >= 0).all()
 
 
-def test_other_outputs_are_exposed_for_a_while() -> None:
+def test_exposing_replaces_outputs_temporarily() -> None:
     model = attention()
     probabilities = node_named(model, "p").outputs[0]
     arrays = feeds(model)
@@ -94,7 +94,7 @@ def test_other_outputs_are_exposed_for_a_while() -> None:
     assert [value.name for value in model.graph.outputs] == ["out"]
 
 
-def test_outputs_come_back_after_an_error() -> None:
+def test_exposing_restores_outputs_after_an_error() -> None:
     model = attention()
     with pytest.raises(ZeroDivisionError), exposing(model, [node_named(model, "p").outputs[0]]):
         raise ZeroDivisionError

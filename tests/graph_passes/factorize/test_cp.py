@@ -1,9 +1,10 @@
-"""The decomposition of stacked heads, held against the dense stack that it never forms."""
+"""Collaborative factors of stacked heads, compared with the dense stack."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,13 +15,10 @@ from tensorly.decomposition import parafac
 from tensorly.tenalg import unfolding_dot_khatri_rao
 
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
-from graph_passes.factorize.cp import (
-    CollaborativeFactors,
-    collaborative_factors,
-    relative_error,
-)
+from graph_passes.factorize.cp import CollaborativeFactors, collaborative_factors, relative_error
 from graph_passes.factorize.head_stack import HeadStack
 from graph_passes.factorize.moments import TokenMoments
+from tests.errors import raises
 
 DIMENSIONS = st.tuples(*(st.integers(1, 6) for _ in range(4)))  # H D E K
 SEEDS = st.integers(0, 2**32 - 1)
@@ -57,11 +55,11 @@ def moments_of(x: np.ndarray, y: np.ndarray) -> TokenMoments:
     return TokenMoments(mean, (x - mean).T @ (x - mean) / len(x), y.T @ y / len(y))
 
 
-# What the algebra promises
+# Algebra
 
 
 @given(DIMENSIONS, st.integers(1, 5), SEEDS)
-def test_products_equal_those_of_the_dense_stack(dimensions, rank, seed):
+def test_head_stack_products_equal_the_dense_stack(dimensions, rank, seed):
     queries, keys = heads(*dimensions, seed)
     H, D, E, _ = dimensions
     rng = np.random.default_rng(seed)
@@ -78,7 +76,7 @@ def test_products_equal_those_of_the_dense_stack(dimensions, rank, seed):
 
 @settings(deadline=None, max_examples=40)
 @given(DIMENSIONS, SEEDS, st.data())
-def test_the_error_is_that_of_the_dense_stack(dimensions, seed, data):
+def test_relative_error_equals_the_dense_stack(dimensions, seed, data):
     H, _, _, K = dimensions
     rank = data.draw(st.integers(1, H * K))
     queries, keys = heads(*dimensions, seed)
@@ -90,7 +88,7 @@ def test_the_error_is_that_of_the_dense_stack(dimensions, seed, data):
 
 @settings(deadline=None, max_examples=20)
 @given(DIMENSIONS, SEEDS)
-def test_the_full_rank_is_the_block_of_ones(dimensions, seed):
+def test_collaborative_factors_at_full_rank_are_the_block_of_ones(dimensions, seed):
     H, _, _, K = dimensions
     queries, keys = heads(*dimensions, seed)
     factors = collaborative_factors(queries, keys, H * K)
@@ -99,18 +97,18 @@ def test_the_full_rank_is_the_block_of_ones(dimensions, seed):
     np.testing.assert_allclose(approximation(factors), dense(queries, keys), rtol=0, atol=1e-12)
 
 
-def test_tensorly_reads_the_factors():
+def test_cp_tensor_is_read_by_tensorly():
     queries, keys = heads(3, 8, 6, 4)
     factors = collaborative_factors(queries, keys, 7)
     stack = tl.cp_to_tensor(factors.cp_tensor())
     np.testing.assert_allclose(stack, approximation(factors), rtol=0, atol=1e-12)
 
 
-# What a decomposition is worth
+# Quality
 
 
 @pytest.mark.parametrize(("H", "D", "E", "K"), [(4, 16, 16, 4), (3, 6, 9, 5), (1, 12, 12, 8)])
-def test_the_error_falls_as_the_rank_grows(H, D, E, K):
+def test_collaborative_factors_error_decreases_with_rank(H, D, E, K):
     queries, keys = heads(H, D, E, K)
     errors = [
         collaborative_factors(queries, keys, rank, tolerance=1e-6).relative_error
@@ -121,7 +119,7 @@ def test_the_error_falls_as_the_rank_grows(H, D, E, K):
     assert errors[-1] == 0.0
 
 
-def test_one_head_is_truncated_as_its_singular_values_say():
+def test_collaborative_factors_of_one_head_are_a_truncated_svd():
     queries, keys = heads(1, 12, 10, 8)
     values = np.linalg.svd(dense(queries, keys)[0], compute_uv=False)
     best = np.sqrt((values[3:] ** 2).sum() / (values**2).sum())
@@ -129,7 +127,7 @@ def test_one_head_is_truncated_as_its_singular_values_say():
     assert factors.relative_error == pytest.approx(best, rel=1e-6)
 
 
-def test_sharing_is_never_worse_than_truncating_each_head():
+def test_collaborative_factors_beat_truncation_of_each_head():
     queries, keys = heads(4, 16, 16, 4)
     values = np.linalg.svd(dense(queries, keys), compute_uv=False)
     dropped = np.sort(values, axis=None)[::-1][8:]
@@ -138,7 +136,7 @@ def test_sharing_is_never_worse_than_truncating_each_head():
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_what_heads_share_is_found(seed):
+def test_collaborative_factors_recover_shared_dimensions(seed):
     """Heads that mix 6 common dimensions, K = 6 each, need R = 6 and not H * K = 24."""
     rng = np.random.default_rng(seed)
     P, Q = rng.standard_normal((20, 6)), rng.standard_normal((20, 6))
@@ -148,7 +146,7 @@ def test_what_heads_share_is_found(seed):
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("H", "D", "E", "K", "rank"), [(4, 18, 18, 4, 8), (3, 10, 14, 5, 9)])
-def test_no_worse_than_parafac(H, D, E, K, rank, seed):
+def test_collaborative_factors_are_no_worse_than_parafac(H, D, E, K, rank, seed):
     queries, keys = heads(H, D, E, K, seed)
     ours = collaborative_factors(queries, keys, rank, tolerance=1e-5, max_iterations=400)
     _, theirs = parafac(
@@ -158,7 +156,7 @@ def test_no_worse_than_parafac(H, D, E, K, rank, seed):
     assert ours.relative_error <= 1.02 * theirs[-1]
 
 
-def test_components_do_not_cancel():
+def test_collaborative_factors_components_do_not_cancel():
     queries, keys = heads(6, 16, 16, 4)
     factors = collaborative_factors(queries, keys, 18, tolerance=1e-6, max_iterations=1000)
     norms = [np.linalg.norm(f, axis=0) for f in (factors.mixing, factors.query, factors.key)]
@@ -166,21 +164,21 @@ def test_components_do_not_cancel():
     assert energy < 100 * np.linalg.norm(dense(queries, keys)) ** 2
 
 
-def test_columns_are_balanced():
+def test_collaborative_factors_columns_are_balanced():
     factors = collaborative_factors(*heads(3, 8, 6, 4), 7)
     np.testing.assert_allclose(np.linalg.norm(factors.mixing, axis=0), 1, rtol=0, atol=1e-12)
     norms = np.linalg.norm(factors.query, axis=0), np.linalg.norm(factors.key, axis=0)
     np.testing.assert_allclose(*norms, rtol=1e-9)
 
 
-def test_the_same_input_gives_the_same_factors():
+def test_collaborative_factors_are_deterministic():
     queries, keys = heads(3, 8, 8, 4)
     first, second = (collaborative_factors(queries, keys, 6) for _ in range(2))
     np.testing.assert_array_equal(first.query, second.query)
     np.testing.assert_array_equal(first.mixing, second.mixing)
 
 
-def test_the_order_of_heads_does_not_matter():
+def test_collaborative_factors_do_not_depend_on_head_order():
     queries, keys = heads(4, 10, 10, 3)
     order = [2, 0, 3, 1]
     factors = collaborative_factors(queries, keys, 6, max_iterations=20)
@@ -188,7 +186,7 @@ def test_the_order_of_heads_does_not_matter():
     np.testing.assert_allclose(permuted.mixing, factors.mixing[order], rtol=0, atol=1e-6)
 
 
-def test_the_size_of_the_weights_does_not_matter():
+def test_collaborative_factors_do_not_depend_on_weight_scale():
     queries, keys = heads(3, 8, 8, 4)
     errors = [
         collaborative_factors(queries * scale, keys * scale, 6, max_iterations=20).relative_error
@@ -197,19 +195,19 @@ def test_the_size_of_the_weights_does_not_matter():
     np.testing.assert_allclose(errors, errors[1], rtol=1e-6)
 
 
-def test_progress_hears_of_every_sweep():
-    heard: list[tuple[int, float]] = []
+def test_collaborative_factors_report_each_sweep():
+    calls: list[tuple[int, float]] = []
     factors = collaborative_factors(
-        *heads(3, 8, 8, 4), 6, progress=lambda iteration, error: heard.append((iteration, error))
+        *heads(3, 8, 8, 4), 6, progress=lambda iteration, error: calls.append((iteration, error))
     )
-    assert [iteration for iteration, _ in heard] == list(range(1, factors.iterations + 1))
-    assert heard[-1][1] == factors.relative_error
+    assert [iteration for iteration, _ in calls] == list(range(1, factors.iterations + 1))
+    assert calls[-1][1] == factors.relative_error
 
 
 # Biases and calibration
 
 
-def test_content_is_the_query_bias_seen_through_the_keys():
+def test_collaborative_factors_content_is_keys_times_query_bias():
     queries, keys = heads(3, 8, 6, 4)
     bias = np.random.default_rng(1).standard_normal((3, 4))
     for rank in (5, 12):
@@ -228,7 +226,7 @@ def score_error(queries, keys, factors, x, y) -> float:
 
 
 @pytest.mark.parametrize(("D", "E"), [(12, 12), (12, 9)])
-def test_calibration_lowers_the_error_of_the_scores(D, E):
+def test_collaborative_factors_calibration_lowers_the_score_error(D, E):
     queries, keys = heads(4, D, E, 4)
     x, y = tokens(D, 1), tokens(E, 2)
     plain = collaborative_factors(queries, keys, 8)
@@ -241,7 +239,7 @@ def test_calibration_lowers_the_error_of_the_scores(D, E):
     assert score_error(queries, keys, unfolded, x, y) < score_error(queries, keys, other_sign, x, y)
 
 
-def test_the_fold_is_exact_for_the_mean_token():
+def test_fold_mean_is_exact_for_the_mean_token():
     queries, keys = heads(3, 8, 6, 4)
     bias = np.random.default_rng(1).standard_normal((3, 4))
     moments = moments_of(tokens(8, 1), tokens(6, 2))
@@ -252,7 +250,7 @@ def test_the_fold_is_exact_for_the_mean_token():
     np.testing.assert_allclose(shared + factors.content, expected, rtol=0, atol=1e-9)
 
 
-def test_the_calibrated_error_is_that_of_the_whitened_stack():
+def test_relative_error_calibrated_equals_the_whitened_stack():
     queries, keys = heads(3, 8, 6, 4)
     moments = moments_of(tokens(8, 1), tokens(6, 2))
     factors = collaborative_factors(queries, keys, 5, moments=moments)
@@ -265,7 +263,7 @@ def test_the_calibrated_error_is_that_of_the_whitened_stack():
     )
 
 
-def test_white_tokens_change_nothing():
+def test_collaborative_factors_of_white_tokens_equal_the_default():
     queries, keys = heads(3, 8, 6, 4)
     white = TokenMoments(np.zeros(8), np.eye(8), np.eye(6))
     plain = collaborative_factors(queries, keys, 5)
@@ -275,7 +273,7 @@ def test_white_tokens_change_nothing():
 
 
 @pytest.mark.parametrize("spread", [0, 1, 3])
-def test_tokens_that_span_few_directions_are_no_trouble(spread):
+def test_collaborative_factors_of_low_rank_covariance_are_finite(spread):
     queries, keys = heads(3, 8, 8, 4)
     basis = np.random.default_rng(1).standard_normal((8, spread))
     covariance = basis @ basis.T
@@ -285,11 +283,11 @@ def test_tokens_that_span_few_directions_are_no_trouble(spread):
     assert factors.relative_error < 1
 
 
-# Hostile and degenerate input
+# Degenerate and invalid input
 
 
 @pytest.mark.parametrize("zero", ["queries", "keys", "both"])
-def test_a_stack_of_zeros_is_decomposed_into_zeros(zero):
+def test_collaborative_factors_of_zeros_are_zeros(zero):
     queries, keys = heads(3, 8, 8, 4)
     queries = queries * (zero == "keys")
     keys = keys * (zero == "queries")
@@ -298,7 +296,7 @@ def test_a_stack_of_zeros_is_decomposed_into_zeros(zero):
     np.testing.assert_array_equal(approximation(factors), 0.0)
 
 
-def test_a_head_may_be_zero():
+def test_collaborative_factors_of_a_zero_head_are_near_zero():
     queries, keys = heads(3, 8, 8, 4)
     queries[1] = 0
     factors = collaborative_factors(queries, keys, 10)
@@ -306,7 +304,7 @@ def test_a_head_may_be_zero():
 
 
 @pytest.mark.parametrize(("D", "K", "rank"), [(3, 8, 13), (4, 4, 15), (1, 2, 3)])
-def test_the_rank_may_exceed_the_width(D, K, rank):
+def test_collaborative_factors_rank_may_exceed_the_width(D, K, rank):
     queries, keys = heads(4, D, D, K)
     factors = collaborative_factors(queries, keys, rank)
     assert factors.query.shape == (D, rank)
@@ -315,78 +313,74 @@ def test_the_rank_may_exceed_the_width(D, K, rank):
     )
 
 
-def test_float32_and_integers_are_computed_in_float64():
+def test_collaborative_factors_are_float64():
     queries, keys = heads(2, 6, 6, 3)
     assert collaborative_factors(queries.astype(np.float32), keys, 4).query.dtype == np.float64
     assert collaborative_factors(np.ones((2, 3, 2), int), np.ones((2, 3, 2), int), 2)
 
 
-def test_the_input_is_left_alone():
+def test_collaborative_factors_do_not_change_the_input():
     queries, keys = heads(2, 6, 6, 3)
     before = queries.copy(), keys.copy()
     collaborative_factors(queries, keys, 6).query[:] = 0
     np.testing.assert_array_equal((queries, keys), before)
 
 
-@pytest.mark.parametrize("rank", [-1, 0, 13])
-def test_refuses_a_rank_that_cannot_be(rank):
-    with pytest.raises(InvalidArgument, match=rf"is {rank}: expected 1 to 12 \(3 heads of size 4"):
-        collaborative_factors(*heads(3, 8, 8, 4), rank)
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "rank below 1": ("factorize.rank", {"rank": 0}),
+    "negative rank": ("factorize.rank", {"rank": -1}),
+    "rank above H * K": ("factorize.rank", {"rank": 13}),
+    "no sweeps": ("factorize.max_iterations", {"max_iterations": 0}),
+    "another head size": ("factorize.shape", {"queries": np.ones((3, 8, 5))}),
+    "another number of heads": ("factorize.shape", {"queries": np.ones((2, 8, 4))}),
+    "two axes": ("factorize.shape", {"queries": np.ones((8, 4)), "keys": np.ones((8, 4))}),
+    "a bias of another shape": ("factorize.shape", {"query_bias": np.ones(12)}),
+}
 
 
-def test_refuses_no_sweeps():
-    with pytest.raises(InvalidArgument, match="`max_iterations` is 0: expected"):
-        collaborative_factors(*heads(3, 8, 8, 4), 5, max_iterations=0)
-
-
-@pytest.mark.parametrize(
-    ("queries", "keys"), [((3, 8, 4), (3, 8, 5)), ((3, 8, 4), (2, 8, 4)), ((8, 4), (8, 4))]
-)
-def test_refuses_shapes_that_disagree(queries, keys):
-    with pytest.raises(InvalidArgument, match=r"expected \(H, D, K\) and \(H, E, K\)"):
-        collaborative_factors(np.ones(queries), np.ones(keys), 2)
-
-
-def test_refuses_a_bias_of_another_shape():
-    with pytest.raises(InvalidArgument, match=r"`query_bias` has shape \(12,\): expected \(3, 4\)"):
-        collaborative_factors(*heads(3, 8, 8, 4), 5, query_bias=np.ones(12))
+@pytest.mark.parametrize("case", REFUSED)
+def test_collaborative_factors_invalid_argument_is_refused(case: str) -> None:
+    code, arguments = REFUSED[case]
+    queries, keys = heads(3, 8, 8, 4)
+    with raises(InvalidArgument, code, f"`{next(iter(arguments))}`"):
+        collaborative_factors(**{"queries": queries, "keys": keys, "rank": 5, **arguments})
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("name", ["queries", "keys", "query_bias"])
-def test_refuses_weights_that_are_not_finite(name, value):
+def test_collaborative_factors_weights_that_are_not_finite_are_refused(name, value):
     queries, keys = heads(3, 8, 8, 4)
     arguments = {"queries": queries, "keys": keys, "query_bias": np.zeros((3, 4))}
     arguments[name].flat[0] = value
-    with pytest.raises(InvalidModel, match=f"`{name}` has values"):
+    with raises(InvalidModel, "factorize.weights", f"`{name}`"):
         collaborative_factors(**arguments, rank=5)
 
 
 @pytest.mark.parametrize(
-    ("moments", "reason"),
+    ("moments", "values"),
     [
-        (
-            (np.ones(3), np.eye(4), np.eye(2)),
-            r"`query_covariance` has shape \(4, 4\), expected \(3",
-        ),
-        ((np.ones((2, 2)), np.eye(4), np.eye(2)), r"`query_mean` has shape \(2, 2\)"),
-        ((np.ones(4), np.eye(4), np.ones((2, 3))), r"`key_covariance` has shape \(2, 3\)"),
-        ((np.ones(4), np.eye(4), np.full((2, 2), np.nan)), "`key_covariance` holds values"),
-        ((np.ones(4), np.triu(np.ones((4, 4))), np.eye(2)), "`query_covariance` is not symmetric"),
+        ((np.ones(3), np.eye(4), np.eye(2)), ("`query_covariance`", "(4, 4)", "(3, 3)")),
+        ((np.ones((2, 2)), np.eye(4), np.eye(2)), ("`query_mean`", "(2, 2)")),
+        ((np.ones(4), np.eye(4), np.ones((2, 3))), ("`key_covariance`", "(2, 3)")),
+        ((np.ones(4), np.eye(4), np.full((2, 2), np.nan)), ("`key_covariance`", "finite")),
+        ((np.ones(4), np.triu(np.ones((4, 4))), np.eye(2)), ("`query_covariance`", "symmetric")),
     ],
 )
-def test_refuses_moments_that_cannot_be(moments, reason):
-    with pytest.raises(InvalidData, match=reason):
+def test_token_moments_invalid_arrays_are_refused(moments, values):
+    with raises(InvalidData, "moments.invalid", *values):
         TokenMoments(*moments)
 
 
-def test_refuses_moments_of_another_layer():
-    moments = TokenMoments(np.zeros(8), np.eye(8), np.eye(7))
-    with pytest.raises(InvalidData, match=r"\(8, 7\) features: expected \(8, 6\)"):
-        collaborative_factors(*heads(3, 8, 6, 4), 5, moments=moments)
-
-
-def test_refuses_a_covariance_with_negative_eigenvalues():
-    moments = TokenMoments(np.zeros(8), np.diag([1.0] * 7 + [-1.0]), np.eye(6))
-    with pytest.raises(InvalidData, match="`query_covariance` has the negative eigenvalue -1"):
+@pytest.mark.parametrize(
+    ("query_covariance", "key_size", "code", "values"),
+    [
+        (np.eye(8), 7, "moments.size", ("(8, 7)", "(8, 6)")),
+        (np.diag([1.0] * 7 + [-1.0]), 6, "moments.eigenvalue", ("`query_covariance`", "-1")),
+    ],
+)
+def test_collaborative_factors_invalid_moments_are_refused(
+    query_covariance, key_size, code, values
+):
+    moments = TokenMoments(np.zeros(8), query_covariance, np.eye(key_size))
+    with raises(InvalidData, code, *values):
         collaborative_factors(*heads(3, 8, 6, 4), 5, moments=moments)

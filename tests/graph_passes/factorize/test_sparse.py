@@ -1,8 +1,7 @@
-"""Sparse mixing: few entries, solved again on what they are; one head a dimension is truncation."""
+"""Sparse mixing: supports, errors, and the limit of truncated singular value decompositions."""
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from graph_passes.errors import InvalidArgument
 from graph_passes.factorize.cp import collaborative_factors, relative_error
 from graph_passes.factorize.moments import TokenMoments
 from graph_passes.factorize.sparse import sparse_factors
+from tests.errors import raises
 
 H, D, E, K = 4, 11, 9, 5
 
@@ -43,28 +43,28 @@ def stack(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
     return np.einsum("hdk,hek->hde", queries, keys)
 
 
-def rebuilt(found: Any) -> np.ndarray:
-    return np.einsum("hr,dr,er->hde", found.mixing, found.query, found.key)
+def rebuilt(factors: Any) -> np.ndarray:
+    return np.einsum("hr,dr,er->hde", factors.mixing, factors.query, factors.key)
 
 
 # The support
 
 
 @given(rank=st.integers(1, H * K), size=st.integers(1, K), seed=st.integers(0, 3))
-def test_heads_read_the_dimensions_they_are_given(rank: int, size: int, seed: int):
-    found = sparse_factors(*heads(seed), rank, size)
-    read = (found.mixing != 0).sum(axis=1)
+def test_sparse_factors_support_has_requested_size(rank: int, size: int, seed: int):
+    factors = sparse_factors(*heads(seed), rank, size)
+    read = (factors.mixing != 0).sum(axis=1)
     assert read.sum() <= H * min(size, rank)
     assert read.min() >= 1 and read.max() <= K
-    assert found.rank <= min(rank, H * size)
-    assert (found.mixing != 0).any(axis=0).all()  # what no head reads is not kept
+    assert factors.rank <= min(rank, H * size)
+    assert (factors.mixing != 0).any(axis=0).all()  # dimensions without a reader are removed
 
 
 @pytest.mark.parametrize("max_head_size", [2, 3, 5])
 @pytest.mark.parametrize("rank", [6, H * K])
-def test_no_head_reads_more_than_it_may(max_head_size: int, rank: int):
+def test_sparse_factors_respect_the_maximum_head_size(max_head_size: int, rank: int):
     queries, keys = heads()
-    queries[0] *= 50  # would take it all
+    queries[0] *= 50  # the largest entries are all in this head
     read = (sparse_factors(queries, keys, rank, 2, max_head_size=max_head_size).mixing != 0).sum(
         axis=1
     )
@@ -72,7 +72,7 @@ def test_no_head_reads_more_than_it_may(max_head_size: int, rank: int):
     assert read.sum() == 2 * H
 
 
-def test_heads_of_different_weight_get_different_sizes():
+def test_sparse_factors_larger_heads_read_more():
     queries, keys = heads()
     queries *= np.array([8, 4, 1, 0.5])[:, None, None]
     read = (sparse_factors(queries, keys, H * K, 3).mixing != 0).sum(axis=1)
@@ -82,52 +82,52 @@ def test_heads_of_different_weight_get_different_sizes():
 # The error
 
 
-def test_all_dimensions_of_all_heads_are_exact():
-    found = sparse_factors(*heads(), H * K, K)
-    assert found.relative_error == 0.0
-    np.testing.assert_allclose(rebuilt(found), stack(*heads()), atol=1e-12, rtol=0)
+def test_sparse_factors_of_all_dimensions_are_exact():
+    factors = sparse_factors(*heads(), H * K, K)
+    assert factors.relative_error == 0.0
+    np.testing.assert_allclose(rebuilt(factors), stack(*heads()), atol=1e-12, rtol=0)
 
 
-def test_without_sharing_it_is_each_heads_own_truncation():
+def test_sparse_factors_without_sharing_are_truncated_svds():
     """Eckart and Young over all heads at once: what is left are the smallest singular values."""
     queries, keys = heads()
     values = np.linalg.svd(stack(queries, keys), compute_uv=False)
     left = np.sort(values[:, :K].ravel())[: H * K - 3 * H]
-    found = sparse_factors(queries, keys, 3 * H, 3)
+    factors = sparse_factors(queries, keys, 3 * H, 3)
     expected = np.linalg.norm(left) / np.linalg.norm(values)
-    assert found.relative_error == pytest.approx(expected, rel=1e-6)
-    assert (np.count_nonzero(found.mixing, axis=0) == 1).all()
+    assert factors.relative_error == pytest.approx(expected, rel=1e-6)
+    assert (np.count_nonzero(factors.mixing, axis=0) == 1).all()
 
 
-def test_what_few_entries_can_say_is_found():
+def test_sparse_factors_recover_a_shared_pool():
     """Heads whose columns come of a pool of 12: 12 dimensions, 5 a head, are all there is."""
     queries, keys = heads(seed=2, shared=12)
     dense = collaborative_factors(queries, keys, 12)
-    found = sparse_factors(queries, keys, 12, K)
+    factors = sparse_factors(queries, keys, 12, K)
     assert dense.relative_error < 0.05
-    assert found.relative_error < 0.05
+    assert factors.relative_error < 0.05
 
 
 @pytest.mark.parametrize("calibrated", [False, True])
-def test_the_error_falls_as_heads_read_more(calibrated: bool):
-    given = moments() if calibrated else None
+def test_sparse_factors_error_decreases_with_head_size(calibrated: bool):
+    tokens = moments() if calibrated else None
     errors = [
-        sparse_factors(*heads(), 9, size, moments=given).relative_error for size in range(1, K + 1)
+        sparse_factors(*heads(), 9, size, moments=tokens).relative_error for size in range(1, K + 1)
     ]
     assert errors == sorted(errors, reverse=True)
-    dense = collaborative_factors(*heads(), 9, moments=given).relative_error
+    dense = collaborative_factors(*heads(), 9, moments=tokens).relative_error
     assert errors[-1] <= 1.25 * dense  # 5 of 9 dimensions
 
 
 @pytest.mark.parametrize("rank", [7, H * K])
-def test_the_error_is_that_of_the_whitened_stack(rank: int):
-    found = sparse_factors(*heads(), rank, 3, moments=moments())
-    assert found.relative_error == pytest.approx(
-        relative_error(*heads(), found, moments=moments()), rel=1e-9
+def test_sparse_factors_error_equals_the_whitened_stack(rank: int):
+    factors = sparse_factors(*heads(), rank, 3, moments=moments())
+    assert factors.relative_error == pytest.approx(
+        relative_error(*heads(), factors, moments=moments()), rel=1e-9
     )
 
 
-def test_solving_again_beats_cutting():
+def test_sparse_factors_beat_truncated_dense_factors():
     """The largest entries of dense mixing, as they were, leave clearly more."""
     queries, keys = heads(seed=3)
     dense = collaborative_factors(queries, keys, 10)
@@ -144,47 +144,47 @@ def test_solving_again_beats_cutting():
 
 
 @pytest.mark.parametrize("rank", [7, H * K])
-def test_the_mean_token_scores_exactly(rank: int):
+def test_sparse_factors_are_exact_for_the_mean_token(rank: int):
     """With the mean folded into the content, nothing is lost where x is the mean."""
     queries, keys = heads()
     bias, known = np.random.default_rng(8).standard_normal((H, K)), moments()
-    found = sparse_factors(queries, keys, rank, 2, query_bias=bias, moments=known)
+    factors = sparse_factors(queries, keys, rank, 2, query_bias=bias, moments=known)
     mu = known.query_mean
     expected = np.einsum("hk,hek->he", mu @ queries + bias, keys)
-    made = (found.mixing * (mu @ found.query)) @ found.key.T + found.content
-    np.testing.assert_allclose(made, expected, atol=1e-9, rtol=0)
+    scores = (factors.mixing * (mu @ factors.query)) @ factors.key.T + factors.content
+    np.testing.assert_allclose(scores, expected, atol=1e-9, rtol=0)
 
 
-def test_the_same_input_gives_the_same_factors():
+def test_sparse_factors_are_deterministic():
     first, second = (sparse_factors(*heads(), 7, 3, moments=moments()) for _ in range(2))
     for name in ("query", "key", "mixing", "content"):
         np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
 
 
-def test_a_head_of_zeros_is_no_trouble():
+def test_sparse_factors_of_a_zero_head_are_finite():
     queries, keys = heads()
     queries[1] = 0
-    found = sparse_factors(queries, keys, 7, 2)
-    np.testing.assert_allclose(rebuilt(found)[1], 0, atol=1e-6)
-    assert np.isfinite(found.query).all() and np.isfinite(found.key).all()
+    factors = sparse_factors(queries, keys, 7, 2)
+    np.testing.assert_allclose(rebuilt(factors)[1], 0, atol=1e-6)
+    assert np.isfinite(factors.query).all() and np.isfinite(factors.key).all()
 
 
-# What cannot be
+# Invalid sizes
 
 
 @pytest.mark.parametrize(
-    ("rank", "size", "max_head_size", "text"),
+    ("rank", "size", "max_head_size", "name"),
     [
-        (0, 2, None, "`rank` is 0: expected 1 to 20"),
-        (H * K + 1, 2, None, "`rank` is 21: expected 1 to 20"),
-        (5, 0, None, "`head_size` is 0: expected 1 to 5"),
-        (5, K + 1, None, "`head_size` is 6: expected 1 to 5"),
-        (5, 3, 2, "`max_head_size` is 2: expected 3 to 5"),
-        (5, 3, K + 1, "`max_head_size` is 6: expected 3 to 5"),
+        (0, 2, None, "rank"),
+        (H * K + 1, 2, None, "rank"),
+        (5, 0, None, "head_size"),
+        (5, K + 1, None, "head_size"),
+        (5, 3, 2, "max_head_size"),
+        (5, 3, K + 1, "max_head_size"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(
-    rank: int, size: int, max_head_size: int | None, text: str
+def test_sparse_factors_invalid_sizes_are_refused(
+    rank: int, size: int, max_head_size: int | None, name: str
 ):
-    with pytest.raises(InvalidArgument, match=re.escape(text)):
+    with raises(InvalidArgument, f"factorize.{name}", f"`{name}`"):
         sparse_factors(*heads(), rank, size, max_head_size=max_head_size)

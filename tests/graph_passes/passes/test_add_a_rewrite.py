@@ -23,7 +23,7 @@ from graph_passes.errors import CannotRewrite, InvalidArgument, Refusal
 from graph_passes.matching.find import find_attention
 from graph_passes.matching.layout import only_consumer
 from graph_passes.passes import base
-from graph_passes.passes.base import AttentionPass, NoParams, pass_named
+from graph_passes.passes.base import AttentionPass, AttentionTargets, NoParams, pass_named
 from tests.errors import raises
 from tests.graph_passes.graphs import H, feeds, layers, run
 
@@ -67,8 +67,8 @@ def define_pass() -> type[AttentionPass[NoParams]]:
                 return Refusal("no_constant_bias", "none of its biases is constant over the keys")
             return None
 
-        def rewrite(self, block: AttentionBlock, params: NoParams, context: GraphContext) -> None:
-            for node in constant_biases(block):
+        def rewrite(self, targets: AttentionTargets[NoParams], context: GraphContext) -> None:
+            for node in (node for block, _ in targets for node in constant_biases(block)):
                 (scores,) = [value for value in node.inputs if value and not is_constant(value)]
                 replace_uses(node.outputs[0], scores)
 

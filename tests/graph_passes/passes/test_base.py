@@ -19,6 +19,7 @@ from graph_passes.matching.find import find_attention
 from graph_passes.passes import base, decompose_attention
 from graph_passes.passes.base import (
     AttentionPass,
+    AttentionTargets,
     BlockPass,
     NoParams,
     RewritePass,
@@ -37,13 +38,12 @@ from graph_passes.passes.reuse_attention import ReuseAttention
 from graph_passes.passes.skip_attention import AffineMap, SkipAttention
 from tests.errors import raises
 from tests.graph_passes.graphs import (
-    FUSED,
-    PARTS,
     PLAIN_INPUT,
     D,
     H,
     K,
     feeds,
+    fused_parts,
     if_model,
     layers,
     masked,
@@ -63,7 +63,7 @@ class RefuseAll(AttentionPass[NoParams]):
     ) -> Refusal | None:
         return Refusal("never", "it is refused on purpose")
 
-    def rewrite(self, block: AttentionBlock, params: NoParams, context: GraphContext) -> None:
+    def rewrite(self, targets: AttentionTargets[NoParams], context: GraphContext) -> None:
         raise AssertionError
 
 
@@ -104,11 +104,11 @@ PASSES: dict[str, RewritePass] = {
 }  # fmt: skip
 """One pass of each name."""
 
-BLOCK_PASSES = {name: each for name, each in PASSES.items() if isinstance(each, BlockPass)}
+BLOCK_PASSES = {name: rewrite for name, rewrite in PASSES.items() if isinstance(rewrite, BlockPass)}
 
 
 def test_registered_passes_have_an_example_here() -> None:
-    assert {name: type(each) for name, each in PASSES.items()} == registered_passes()
+    assert {name: type(rewrite) for name, rewrite in PASSES.items()} == registered_passes()
 
 
 def test_pass_named_unknown_name_is_refused() -> None:
@@ -176,8 +176,8 @@ def test_pass_bad_parameters_are_refused_by_block(case: str) -> None:
 # ---- JSON ---------------------------------------------------------------------------------------
 
 
-def read_again(each: RewritePass) -> RewritePass:
-    content = json.loads(json.dumps(each.to_json()))
+def read_again(rewrite: RewritePass) -> RewritePass:
+    content = json.loads(json.dumps(rewrite.to_json()))
     return pass_named(content["pass"]).from_json(content)
 
 
@@ -300,12 +300,7 @@ def test_context_of_a_model_is_shared_inside_the_block_and_not_with_a_clone() ->
 
 def fused_layers() -> ir.Model:
     """Two layers whose scores are inside ai.onnx Attention."""
-    parts = FUSED | {
-        "k": PARTS["k"].replace("kT", "k").replace("0, 2, 3, 1", "0, 2, 1, 3"),
-        "context": PARTS["context"].replace(
-            "MatMul(p, v)", "Attention <scale = 0.37> (q, k, v)"
-        ),
-    }  # fmt: skip
+    parts = fused_parts("Attention <scale = 0.37> (q, k, v)")
     return layers(inputs=PLAIN_INPUT, opset=23, **parts)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from graph_passes.passes.collaborate import Collaborate, SharedDimensions, facto
 from graph_passes.passes.prune_heads import PruneHeads
 from tests.errors import raises
 from tests.graph_passes.graphs import (
-    FUSED,
     PARTS,
     SCALE,
     D,
@@ -30,12 +28,21 @@ from tests.graph_passes.graphs import (
     K,
     attention,
     feeds,
+    fused_parts,
     graph,
     only,
     run,
+    second_layer,
     weights,
 )
-from tests.graph_passes.layouts import ALL_LAYOUTS, LAID_OUT, LAYOUTS, PACKED_PARTS, SPLIT
+from tests.graph_passes.layouts import (
+    ALL_LAYOUTS,
+    LAID_OUT,
+    LAYOUTS,
+    PACKED_PARTS,
+    SPLIT,
+    flattened,
+)
 
 EXACT = H * K
 NAME = "attention_0"
@@ -50,11 +57,8 @@ def collaborate(model: ir.Model, rank: int = EXACT) -> ir.Model:
 
 def two_layers() -> ir.Model:
     """A second attention, with the same weights, over the output of a first."""
-    first = "".join(PARTS.values())
-    made = "|".join(node.outputs[0].name or "" for node in attention().graph)
-    second = re.sub(rf"\b({made})\b", r"\1_2", first)
-    second = re.sub(r"\bx\b", "out", second)
-    return graph(first + second, output=f"float[batch, sequence, {D}] out_2")
+    text = "".join(PARTS.values()) + second_layer()
+    return graph(text, output=f"float[batch, sequence, {D}] out_1")
 
 
 @pytest.mark.parametrize("rank", [1, 5, EXACT])
@@ -64,15 +68,10 @@ def test_collaborate_rewritten_block_is_found_as_collaborative(layout: str, rank
     after = only(collaborate(attention(**ALL_LAYOUTS[layout]), rank))
     assert after.form == "collaborative"
     assert (after.name, after.num_heads, after.input_size) == (before.name, H, D)
-    assert after.head_size == rank
+    assert (after.head_size, after.position, after.q.rotary_terms) == (rank, "none", ())
     assert after.scale == pytest.approx(before.scale, rel=1e-6)
     assert (after.x.name, after.steps[0].value.name) == ("x", "mask")  # type: ignore[union-attr]
     assert (after.content is not None) == (layout != "no query bias")
-
-
-def test_collaborate_block_has_no_positions() -> None:
-    block = only(collaborate(attention(), 5))
-    assert (block.position, block.q.rotary_terms) == ("none", ())
 
 
 def test_collaborate_factors_are_read_back() -> None:
@@ -101,7 +100,7 @@ def test_collaborate_macs_match_formula() -> None:
 @pytest.mark.parametrize("scale", [0.05, 1.0, 2.0])
 @pytest.mark.parametrize("rank", [4, EXACT])
 def test_collaborate_any_rank_keeps_the_scale(scale: float, rank: int) -> None:
-    """Recomputed as 1/sqrt(R), 1/sqrt(R/H) or 1/sqrt(K), it would be none of these."""
+    """The scale is not recomputed as 1/sqrt(R), 1/sqrt(R/H) or 1/sqrt(K)."""
     constants = {"scale": np.float32(scale)}
     model = collaborate(attention(constants=constants), rank)
     assert only(model).scale == pytest.approx(scale, rel=1e-6)
@@ -209,17 +208,7 @@ def test_collaborate_inexact_case_is_refused(case: str) -> None:
 
 
 def test_collaborate_flattened_tokens_are_refused() -> None:
-    """Layers that keep (B*S, D) throughout have no (B, S, D) value to read."""
-    model = attention(
-        inputs=f"float[6, {D}] x, float[2, 1, 1, 3] mask",
-        output_type=f"float[6, {D}] out",
-        constants={
-            "heads": np.array([2, 3, H, K], np.int64),
-            "v_heads": np.array([2, 3, H, 2], np.int64),
-            "merge": np.array([6, 6], np.int64),
-        },
-    )
-    refusal = sharing_refusal(only(model))
+    refusal = sharing_refusal(only(flattened()))
     assert refusal and refusal.code == "token_layout"
 
 
@@ -229,12 +218,7 @@ def test_collaborate_second_time_is_refused() -> None:
 
 
 def test_collaborate_fused_operator_is_decomposed() -> None:
-    operator = "Attention <scale = 0.37> (q, k, v, mask)"
-    parts = {
-        **FUSED,
-        "k": PARTS["k"].replace("kT", "k").replace("0, 2, 3, 1", "0, 2, 1, 3"),
-        "context": PARTS["context"].replace("MatMul(p, v)", operator),
-    }
+    parts = fused_parts("Attention <scale = 0.37> (q, k, v, mask)")
     inputs = f"float[batch, sequence, {D}] x, bool[batch, 1, sequence, sequence] mask"
     original, model = (attention(opset=23, inputs=inputs, **parts) for _ in range(2))
     block = only(model)
@@ -247,38 +231,23 @@ def test_collaborate_fused_operator_is_decomposed() -> None:
 
 
 def test_collaborate_writes_these_nodes() -> None:
-    """The rewritten graph reads like equation 7: two shared products, and M in between."""
+    """Equation 7: two shared products, and M between them."""
     model = collaborate(attention(**LAYOUTS["no query bias"]), 5)
-    nodes = [f"{node.op_type} -> {node.outputs[0].name}" for node in model.graph]
-    name = "attention_0/collaborative"
-    assert nodes == [
-        "MatMul -> v0",
-        "Add -> v1",
-        "Reshape -> v2",
-        "Transpose -> v",
-        f"MatMul -> {name}/query",
-        f"Mul -> {name}/scaled_query",
-        f"Reshape -> {name}/query_tokens",
-        f"Mul -> {name}/mixed_query",
-        f"MatMul -> {name}/key",
-        f"Reshape -> {name}/key_tokens",
-        f"Transpose -> {name}/shared_key",
-        f"MatMul -> {name}/scores",
-        "Add -> m",
-        "Softmax -> p",
-        "MatMul -> c0",
-        "Transpose -> c1",
-        "Reshape -> c",
-        "MatMul -> o",
-        "Add -> out",
-    ]
+    added = [node for node in model.graph if (node.name or "").startswith(NAME)]
+    names = [(node.name or "").removeprefix(f"{NAME}/collaborative/") for node in added]
+    assert [f"{node.op_type} {name}" for node, name in zip(added, names, strict=True)] == [
+        "MatMul query", "Mul scaled_query", "Reshape query_tokens", "Mul mixed_query",
+        "MatMul key", "Reshape key_tokens", "Transpose shared_key", "MatMul scores",
+    ]  # fmt: skip
+    others = [node.outputs[0].name for node in model.graph if node not in added]
+    assert others == ["v0", "v1", "v2", "v", "m", "p", "c0", "c1", "c", "o", "out"]
 
 
 def test_collaborate_parameters_match_formula() -> None:
     before, after = model_cost(attention()), model_cost(collaborate(attention(), 4))
-    gone = 2 * D * H * K + 2 * H * K  # W_Q, W_K and their biases
+    removed = 2 * D * H * K + 2 * H * K  # W_Q, W_K and their biases
     new = 2 * D * 4 + H * 4 + H * D  # W~Q, W~K, M and v
-    assert before.parameters - after.parameters == gone - new
+    assert before.parameters - after.parameters == removed - new
 
 
 def test_collaborate_minilm_at_full_rank_keeps_the_output(
@@ -306,12 +275,12 @@ def sparse(model: ir.Model, rank: int, head_size: int, *, dense: bool = False) -
 @pytest.mark.parametrize("layout", ["plain", "packed by Split", "heads and batch in one axis"])
 def test_collaborate_dense_and_sparse_emission_agree(layout: str, rank: int) -> None:
     """Gathered (R = 5 for 9 entries) and side by side: outputs within 1e-5."""
-    made = [
+    models = [
         sparse(attention(constants=LAID_OUT, **ALL_LAYOUTS[layout]), rank, 3, dense=dense)
         for dense in (True, False)
     ]
-    arrays = feeds(made[0])
-    np.testing.assert_allclose(run(made[1], arrays), run(made[0], arrays), atol=1e-5, rtol=0)
+    arrays = feeds(models[0])
+    np.testing.assert_allclose(run(models[1], arrays), run(models[0], arrays), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(("rank", "form"), [(5, "sparse"), (EXACT, "standard")])

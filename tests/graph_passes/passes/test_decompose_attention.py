@@ -11,16 +11,8 @@ import pytest
 from graph_passes.blocks import Capped
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.decompose_attention import DecomposeAttention, decomposition_refusal
-from tests.graph_passes.graphs import (
-    FUSED,
-    PARTS,
-    PLAIN_INPUT,
-    D,
-    H,
-    attention,
-    only,
-    run,
-)
+from tests.graph_passes.graphs import PLAIN_INPUT, D, H, attention, fused_parts, only, run
+from tests.graph_passes.layouts import ONE_KEY_HEAD
 from tests.graph_passes.operators import OPERATORS
 
 BOOL = f"{PLAIN_INPUT}, bool[batch, 1, sequence, sequence] mask"
@@ -30,16 +22,7 @@ rng = np.random.default_rng(4)
 
 
 def fused(operator: str, inputs: str = PLAIN_INPUT, **parts: str) -> ir.Model:
-    return attention(
-        opset=23,
-        inputs=inputs,
-        **{
-            **FUSED,
-            "k": PARTS["k"].replace("kT", "k").replace("0, 2, 3, 1", "0, 2, 1, 3"),
-            "context": PARTS["context"].replace("MatMul(p, v)", operator),
-            **parts,
-        },
-    )
+    return attention(opset=23, inputs=inputs, **{**fused_parts(operator), **parts})
 
 
 def decompose(model: ir.Model) -> ir.Model:
@@ -52,40 +35,31 @@ def tokens(seed: int = 0) -> np.ndarray:
 
 
 def bool_mask() -> np.ndarray:
-    """Random, and one query that sees no key at all."""
+    """A random mask in which one query has no visible key."""
     mask = np.random.default_rng(1).random((2, 1, S, S)) < 0.6
     mask[..., 0] = True
     mask[0, 0, 2] = False
     return mask
 
 
-CASES = {
-    "boolean mask": ("Attention (q, k, v, mask)", BOOL, {"mask": bool_mask()}),
-    "boolean mask and causal": (
-        "Attention <is_causal = 1> (q, k, v, mask)",
-        BOOL,
-        {"mask": bool_mask()},
-    ),
+OPERATOR_WITH_MASK = {
+    "boolean mask": "Attention (q, k, v, mask)",
+    "boolean mask and causal": "Attention <is_causal = 1> (q, k, v, mask)",
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", OPERATOR_WITH_MASK)
 def test_decompose_attention_rows_without_keys_keep_the_output(case: str) -> None:
-    """Within 1e-5, rows included that see no key."""
-    operator, inputs, masks = CASES[case]
-    arrays = {"x": tokens(), **masks}
-    original, plain = fused(operator, inputs), decompose(fused(operator, inputs))
-    assert "Attention" not in {node.op_type for node in plain.graph}
-    np.testing.assert_allclose(run(plain, arrays), run(original, arrays), atol=1e-5, rtol=0)
-
-
-def test_decompose_attention_rows_without_keys_are_zero() -> None:
-    model = decompose(fused("Attention (q, k, v, mask)", BOOL))
-    (block,), _ = find_attention(model)
+    """The context of a query without keys is zero."""
     arrays = {"x": tokens(), "mask": bool_mask()}
-    bias = np.asarray(model.graph.initializers["bo"].const_value)
-    np.testing.assert_allclose(run(model, arrays)[0, 2], bias, atol=1e-6, rtol=0)
-    assert block.probabilities is not None
+    original = fused(OPERATOR_WITH_MASK[case], BOOL)
+    plain = decompose(fused(OPERATOR_WITH_MASK[case], BOOL))
+    assert "Attention" not in {node.op_type for node in plain.graph}
+    got = run(plain, arrays)
+    np.testing.assert_allclose(got, run(original, arrays), atol=1e-5, rtol=0)
+    bias = np.asarray(plain.graph.initializers["bo"].const_value)
+    np.testing.assert_allclose(got[0, 2], bias, atol=1e-6, rtol=0)
+    assert find_attention(plain)[0][0].probabilities is not None
 
 
 def test_decompose_attention_keeps_name_and_scale() -> None:
@@ -103,12 +77,7 @@ def test_decompose_attention_of_graph_output_keeps_its_name() -> None:
             opset=23,
             inputs=PLAIN_INPUT,
             output_type=f"float[batch, {H}, sequence, 2] out",
-            **{
-                **FUSED,
-                "k": PARTS["k"].replace("kT", "k").replace("0, 2, 3, 1", "0, 2, 1, 3"),
-                "context": "\n out = Attention (q, k, v)",
-                "output": "",
-            },
+            **{**fused_parts(""), "context": "\n out = Attention (q, k, v)", "output": ""},
         )
 
     plain = decompose(model())
@@ -148,23 +117,23 @@ def test_decompose_attention_with_returned_keys_is_refused() -> None:
     assert refusal and refusal.code == "operator_outputs"
 
 
+def ungrouped(name: str) -> ir.Model:
+    """A case of GroupQueryAttention with as many key/value heads as query heads."""
+    case = OPERATORS[f"GroupQueryAttention: {name}"]
+    body = case.body.replace("kv_num_heads = 2", "kv_num_heads = 4")
+    constants = {key: (rng.standard_normal((D, 64)) / 2).astype(np.float32)
+                 for key in ("Wk_grouped", "Wv_grouped")}  # fmt: skip
+    return replace(case, body=body, constants=constants).model()
+
+
 def test_decompose_attention_with_inner_rotary_is_refused() -> None:
-    rotary = OPERATORS["GroupQueryAttention: rotary without a cache"]
-    text = rotary.body.replace("kv_num_heads = 2", "kv_num_heads = 4")
-    wide = {"Wk_grouped": rng.standard_normal((D, 64)), "Wv_grouped": rng.standard_normal((D, 64))}
-    constants = {name: array.astype(np.float32) / 2 for name, array in wide.items()}
-    block = only(replace(rotary, body=text, constants=constants).model())
-    refusal = decomposition_refusal(block)
+    refusal = decomposition_refusal(only(ungrouped("rotary without a cache")))
     assert refusal and refusal.code == "operator_rotary"
 
 
 def test_decompose_attention_single_key_head_is_repeated() -> None:
-    parts = {
-        "k": "\n k0 = MatMul(x, Wk1)\n k2 = Reshape(k0, one_head)"
-        "\n k = Transpose <perm = [0, 2, 1, 3]> (k2)",
-        "v": "\n v0 = MatMul(x, Wv1)\n v2 = Reshape(v0, one_v_head)"
-        "\n v = Transpose <perm = [0, 2, 1, 3]> (v2)",
-    }
+    one_key = ONE_KEY_HEAD["k"].replace("kT", "k").replace("0, 2, 3, 1", "0, 2, 1, 3")
+    parts = ONE_KEY_HEAD | {"k": one_key}
     model = decompose(fused("Attention (q, k, v)", **parts))
     block = only(model)
     assert (block.num_heads, block.num_kv_heads) == (H, 1)
@@ -174,14 +143,8 @@ def test_decompose_attention_single_key_head_is_repeated() -> None:
 
 
 def test_decompose_attention_ungrouped_group_query_keeps_the_output() -> None:
-    """Over whole sequences, within 1e-5."""
-    plain = OPERATORS["GroupQueryAttention: no cache"]
-    text = plain.body.replace("kv_num_heads = 2", "kv_num_heads = 4")
-    wide = {"Wk_grouped": rng.standard_normal((D, 64)), "Wv_grouped": rng.standard_normal((D, 64))}
-    constants = {name: array.astype(np.float32) / 2 for name, array in wide.items()}
-    case = replace(plain, body=text, constants=constants)
-    arrays = {"x": tokens(), "lengths": np.full(2, S - 1, np.int32), "total": np.int32(S)}
-    arrays = {name: np.asarray(array) for name, array in arrays.items()}
-    model = decompose(case.model())
+    original = ungrouped("no cache")
+    model = decompose(original.clone())
+    arrays = {"x": tokens(), "lengths": np.full(2, S - 1, np.int32), "total": np.array(S, np.int32)}
     assert "GroupQueryAttention" not in {node.op_type for node in model.graph}
-    np.testing.assert_allclose(run(model, arrays), run(case.model(), arrays), atol=1e-5, rtol=0)
+    np.testing.assert_allclose(run(model, arrays), run(original, arrays), atol=1e-5, rtol=0)

@@ -1,4 +1,4 @@
-"""FoldBiases: additions of post-norm encoders that a norm before can do as well."""
+"""FoldBiases: biases of post-norm encoders move into the norm of the residual."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYER = """
  made = Add(p, b)
  out = Add(made, r)"""
 TOLERANCE = 1e-5
-"""Of float32 sums of some dozen products, in another order."""
+"""Error of float32 sums of some dozen products in another order."""
 
 
 def build(body: str, **more: np.ndarray) -> ir.Model:
@@ -38,7 +38,7 @@ def operators(model: ir.Model) -> Counter[str]:
 
 
 def changed(body: str, **more: np.ndarray) -> ir.Model:
-    """After the pass, which must not change what is computed."""
+    """Apply the pass and check that the output does not change."""
     model = build(body, **more)
     arrays = feeds(model)
     before = run(model, arrays)
@@ -47,7 +47,7 @@ def changed(body: str, **more: np.ndarray) -> ir.Model:
     return model
 
 
-def test_the_norm_adds_it_and_the_next_map_takes_it_off_again():
+def test_fold_biases_moves_the_bias_into_the_norm():
     model = changed(LAYER)
     assert operators(model) == Counter(LayerNormalization=1, MatMul=2, Relu=1, Add=2)
 
@@ -65,12 +65,12 @@ def test_the_norm_adds_it_and_the_next_map_takes_it_off_again():
     ids=["bias first", "residual first", "other bias first", "a norm without a shift",
          "a norm in parts", "its shape is read"],
 )  # fmt: skip
-def test_however_it_is_written(old: str, new: str):
+def test_fold_biases_of_equivalent_graphs(old: str, new: str):
     body = LAYER.replace(old, new)
     assert operators(changed(body))["Add"] == operators(build(body))["Add"] - 1
 
 
-def test_every_map_that_reads_the_norm_is_corrected():
+def test_fold_biases_corrects_all_maps_of_the_norm():
     body = LAYER.replace(
         " act = Relu(hidden)",
         """
@@ -82,7 +82,7 @@ def test_every_map_that_reads_the_norm_is_corrected():
     assert operators(changed(body))["Add"] == 3
 
 
-def test_a_fused_attention_takes_the_correction_into_its_bias():
+def test_fold_biases_corrects_the_bias_of_fused_attention():
     body = """
  r = LayerNormalization(x, gain, beta)
  act = com.microsoft.Attention<num_heads = 2>(r, W, c)
@@ -95,7 +95,7 @@ def test_a_fused_attention_takes_the_correction_into_its_bias():
     assert operators(changed(body, **wide))["Add"] == 1
 
 
-def test_layers_one_after_the_other():
+def test_fold_biases_of_consecutive_layers():
     second = LAYER.replace("LayerNormalization(x,", "LayerNormalization(out1,")
     for name in ("r", "z", "hidden", "act", "p", "made"):
         second = second.replace(f"{name} =", f"{name}2 =").replace(f"({name},", f"({name}2,")
@@ -103,8 +103,8 @@ def test_layers_one_after_the_other():
     assert operators(changed(LAYER.replace("out =", "out1 =") + second))["Add"] == 4
 
 
-def test_constants_that_others_read_stay_as_they_are():
-    """The same vector is the shift of the norm, the bias of the map and what is folded."""
+def test_fold_biases_keeps_shared_constants():
+    """One vector is the shift of the norm, the bias of the map and the folded bias."""
     body = LAYER.replace("beta", "b").replace("(z, c)", "(z, b)")
     changed(body)
 
@@ -125,21 +125,21 @@ def test_constants_that_others_read_stay_as_they_are():
          "no bias", "the norm is added elsewhere", "what is made is read twice",
          "the residual is no norm", "nothing shifts the residual"],
 )  # fmt: skip
-def test_near_misses_are_left_alone(old: str, new: str):
+def test_fold_biases_unsupported_graph_is_unchanged(old: str, new: str):
     model = build(LAYER.replace(old, new))
     before = text_of(model)
     assert not FoldBiases()(model).modified
     assert text_of(model) == before
 
 
-def test_a_norm_that_is_an_output_is_left_alone():
+def test_fold_biases_norm_as_output_is_unchanged():
     model = build(LAYER)
     norm = next(node for node in model.graph if node.op_type == "LayerNormalization")
     model.graph.outputs.append(norm.outputs[0])
     assert not FoldBiases()(model).modified
 
 
-def test_done_twice_is_done_once():
+def test_fold_biases_twice_equals_once():
     model = changed(LAYER)
     before = text_of(model)
     assert not FoldBiases()(model).modified

@@ -1,4 +1,4 @@
-"""FuseGelu: a GELU in many nodes becomes one operator, and what is none stays."""
+"""FuseGelu: a decomposed GELU becomes one operator."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def operators(model) -> Counter[str]:
     ],
     ids=["erf", "tanh", "ai.onnx Gelu", "with reshapes"],
 )
-def test_it_is_one_operator_and_the_same_numbers(body: str, operator: str):
+def test_fuse_gelu_keeps_the_output(body: str, operator: str):
     model = build(body)
     arrays = feeds(model)
     before = run(model, arrays)
@@ -44,7 +44,7 @@ def test_it_is_one_operator_and_the_same_numbers(body: str, operator: str):
     np.testing.assert_allclose(run(model, arrays), before, rtol=0, atol=EXACT)
 
 
-def test_the_feed_forward_is_found_again_by_its_name():
+def test_fuse_gelu_keeps_the_block_name():
     model = build(f"{UP}{ERF}{DOWN}")
     name = find_feed_forward(model)[0].name
     FuseGelu([name])(model)
@@ -65,7 +65,7 @@ NEARLY = {
 
 
 @pytest.mark.parametrize("activation", NEARLY.values(), ids=NEARLY)
-def test_what_is_nearly_a_gelu_is_left_alone(activation: str):
+def test_fuse_gelu_of_similar_activation_is_refused(activation: str):
     model = build(f"{UP}{activation}{DOWN}")
     before = text_of(model)
     with raises(CannotRewrite, "not_gelu"):
@@ -75,17 +75,13 @@ def test_what_is_nearly_a_gelu_is_left_alone(activation: str):
 
 @pytest.mark.parametrize(
     ("form", "code"),
-    [
-        ("gated by GELU", "gated"),
-        ("Gelu by com.microsoft", "fused"),
-        ("BiasGelu", "fused"),
-    ],
+    [("gated by GELU", "gated"), ("Gelu by com.microsoft", "fused"), ("BiasGelu", "fused")],
 )
 def test_gelu_refusal_has_a_code(form: str, code: str):
     model = build(FORMS[form])
     (block,) = find_feed_forward(model)
-    facts = infer_shapes_small(model, batch=2, sequence=5)
-    refusal = gelu_refusal(block, facts, model.opset_imports)
+    info = infer_shapes_small(model, batch=2, sequence=5)
+    refusal = gelu_refusal(block, info, model.opset_imports)
     assert refusal and refusal.code == code
     with raises(CannotRewrite, code):
         FuseGelu([block.name])(model)

@@ -1,4 +1,4 @@
-"""FuseResiduals: what ONNX Runtime would merge into its slow SkipLayerNormalization stays apart."""
+"""FuseResiduals: ONNX Runtime does not fuse the sum into its slow SkipLayerNormalization."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def operators(model: ir.Model) -> Counter[str]:
 
 
 @pytest.mark.parametrize("body", [POST, PRE], ids=["post-norm", "pre-norm"])
-def test_the_numbers_are_the_same(body: str):
+def test_fuse_residuals_keeps_the_output(body: str):
     model = build(body)
     arrays = feeds(model)
     before = run(model, arrays)
@@ -48,18 +48,18 @@ def test_the_numbers_are_the_same(body: str):
     assert np.array_equal(run(model, arrays), before)
 
 
-def test_onnx_runtime_runs_it_as_it_is_written(tmp_path):
-    """Its own graph, optimized, has a SkipLayerNormalization before and none after."""
-    found = []
+def test_fuse_residuals_is_not_fused_by_onnx_runtime(tmp_path):
+    """The graph that ONNX Runtime optimizes has a SkipLayerNormalization only before the pass."""
+    optimized: list[Counter[str]] = []
     for change in (False, True):
         model = build(POST)
         if change:
             FuseResiduals()(model)
         path = tmp_path / f"{change}.onnx"
         onnx.save(ir.to_proto(model), tmp_path / "model.onnx")
-        found.append(_optimized(tmp_path / "model.onnx", path))
-    assert found[0]["SkipLayerNormalization"] == 1
-    assert found[1]["SkipLayerNormalization"] == 0
+        optimized.append(_optimized(tmp_path / "model.onnx", path))
+    assert optimized[0]["SkipLayerNormalization"] == 1
+    assert optimized[1]["SkipLayerNormalization"] == 0
 
 
 def _optimized(source, target) -> Counter[str]:
@@ -72,7 +72,7 @@ def _optimized(source, target) -> Counter[str]:
     return Counter(node.op_type for node in onnx.load(target).graph.node)
 
 
-def test_done_twice_is_done_once():
+def test_fuse_residuals_twice_equals_once():
     model = build(PRE)
     FuseResiduals()(model)
     before = text_of(model)
@@ -89,7 +89,7 @@ def test_done_twice_is_done_once():
     ],
     ids=["a bias", "a product", "no norm"],
 )
-def test_what_is_no_residual_is_left_alone(body: str):
+def test_fuse_residuals_other_graph_is_unchanged(body: str):
     model = build(body)
     before = text_of(model)
     assert not find_residuals(model)
@@ -97,7 +97,7 @@ def test_what_is_no_residual_is_left_alone(body: str):
     assert text_of(model) == before
 
 
-def test_two_norms_of_one_sum_read_one_sum():
+def test_fuse_residuals_of_two_norms_writes_one_sum():
     model = build("""
  sum = Add(x, y)
  a = LayerNormalization(sum, gain, shift)

@@ -1,4 +1,4 @@
-"""Each law has a model that breaks it."""
+"""Each invariant has a model that breaks it."""
 
 from __future__ import annotations
 
@@ -83,35 +83,41 @@ BREAKS = {
 }
 
 
-def test_every_law_is_broken_here() -> None:
-    assert [law.__name__ for law in INVARIANTS] == list(BREAKS)
+def test_invariants_have_examples_here() -> None:
+    assert [invariant.__name__ for invariant in INVARIANTS] == list(BREAKS)
 
 
 @pytest.mark.parametrize(
-    ("law", "change", "said"),
-    [(law, change, said) for law, changes in BREAKS.items() for change, said in changes],
+    ("invariant", "change", "text"),
+    [
+        (invariant, change, text)
+        for invariant, changes in BREAKS.items()
+        for change, text in changes
+    ],
 )
-def test_broken_law_is_named(law: str, change: Callable[[ir.Model], None], said: str) -> None:
+def test_check_invariants_names_the_broken_invariant(
+    invariant: str, change: Callable[[ir.Model], None], text: str
+) -> None:
     model = attention()
     before = interface(model)
     change(model)
     with pytest.raises(InvariantBroken) as broken:
         check_invariants(before, model, after="Pass")
-    assert str(broken.value).startswith(f"Pass violates the invariant {law!r}: ")
-    assert said in broken.value.what
+    assert str(broken.value).startswith(f"Pass violates the invariant {invariant!r}: ")
+    assert text in broken.value.what
 
 
-def test_unchanged_model_keeps_every_law() -> None:
+def test_check_invariants_of_unchanged_model_passes() -> None:
     model = attention()
     check_invariants(interface(model), model, after="nothing")
 
 
-def test_weights_that_were_there_may_hold_anything() -> None:
+def test_check_invariants_ignores_old_weights() -> None:
     model = attention(constants={"bq": np.full(12, np.nan, np.float32)})
     check_invariants(interface(model), model, after="nothing")
 
 
-def test_score_of_what_is_masked_may_be_minus_infinity() -> None:
+def test_check_invariants_accepts_scalar_minus_infinity() -> None:
     model = attention()
     before = interface(model)
     adds(np.array(-np.inf, np.float32))(model)

@@ -18,6 +18,7 @@ from graph_passes.matching.find import find_attention
 from graph_passes.passes.prune_heads import PruneHeads
 from tests.errors import raises
 from tests.graph_passes.graphs import (
+    FLOAT_MASK,
     PARTS,
     PLAIN_INPUT,
     D,
@@ -30,6 +31,7 @@ from tests.graph_passes.graphs import (
     masked,
     only,
     run,
+    square_layers,
     text_of,
     weights,
 )
@@ -42,7 +44,9 @@ from tests.graph_passes.layouts import (
     OPERANDS,
     RMS_NORM,
     SHARED,
+    SHOW_LENGTH,
     cross,
+    returning,
 )
 from tests.graph_passes.operators import OPERATORS
 
@@ -76,9 +80,6 @@ def assert_is_masking(
     return model
 
 
-# ---- masks, biases and positions ----------------------------------------------------------------
-
-
 def test_prune_heads_of_operator_query_without_keys_is_zero() -> None:
     case = OPERATORS["ai.onnx: boolean mask"]
     x = np.random.default_rng(0).standard_normal((1, 4, D)).astype(np.float32)
@@ -92,19 +93,14 @@ def test_prune_heads_of_operator_query_without_keys_is_zero() -> None:
 
 
 def test_prune_heads_adds_nan_guard_only_if_present() -> None:
-    """IsNaN and Where run over every probability: only for graphs that had them."""
-    guarded = {
-        "softmax": "\n p0 = Softmax <axis = -1> (m)\n nan = IsNaN(p0)\n p = Where(nan, zero, p0)"
-    }
-    ops = [{node.op_type for node in prune(attention(**p), (1, 0, 1)).graph} for p in ({}, guarded)]
-    assert ["IsNaN" in found for found in ops] == [False, True]
-
-
-# ---- half precision -----------------------------------------------------------------------------
+    """IsNaN and Where cost time for every probability."""
+    for layout, is_guarded in (("plain", False), ("safe softmax", True)):
+        model = prune(attention(**LAYOUTS[layout]), (1, 0, 1))
+        assert ("IsNaN" in {node.op_type for node in model.graph}) == is_guarded
 
 
 def test_prune_heads_half_precision_norm_is_computed_in_single() -> None:
-    """Squares of 300 and more do not fit into half precision."""
+    """Squares of numbers above 255 overflow in half precision."""
     norm = RMS_NORM.replace("Mul(q, q)", "Mul(q32, q32)").replace("Div(q, ", "Div(q32, ").replace(
         "\n q_sq", "\n q32 = Cast <to = 1> (q)\n q_sq").replace("q9 = Mul(gains, q_normed)",
         "q16 = Cast <to = 10> (q_normed)\n q9 = Mul(gains, q16)")  # fmt: skip
@@ -125,7 +121,7 @@ def test_prune_heads_half_precision_norm_is_computed_in_single() -> None:
     assert_is_masking(build, (1, 0, 1), atol=2e-2)
 
 
-# ---- what is left -------------------------------------------------------------------------------
+# ---- the rewritten graph ------------------------------------------------------------------------
 
 
 def test_prune_heads_mask_of_ones_changes_nothing() -> None:
@@ -140,8 +136,8 @@ def test_prune_heads_mask_of_ones_changes_nothing() -> None:
 def test_prune_heads_removes_weights_of_removed_heads() -> None:
     """W_Q, W_K, W_V, W_O and their biases are new and smaller; b_O is as it was."""
     model = prune(layers(2), (0, 1, 0))
-    gone = {f"{name}_0" for name in ("Wq", "bq", "Wk", "bk", "Wv", "bv", "Wo")}
-    assert gone.isdisjoint(model.graph.initializers)
+    removed = {f"{name}_0" for name in ("Wq", "bq", "Wk", "bk", "Wv", "bv", "Wo")}
+    assert removed.isdisjoint(model.graph.initializers)
     assert {"bo_0", "Wq_1", "bq_1", "Wo_1"} <= set(model.graph.initializers)
     block = find_attention(model)[0][0]
     original = find_attention(layers(2))[0][0]
@@ -156,55 +152,21 @@ def test_prune_heads_removes_weights_of_removed_heads() -> None:
 
 
 @pytest.mark.parametrize("kept", [1, 2, 6, 8])
-def test_prune_heads_parameters_match_formula(kept: int) -> None:
-    """4 d^2 + 3 d, biases of q, k, v included, fall to kept/H of it: MHA with H*K = D.
-
-    Keeping 2 of 8 heads removes 75 % of a layer's attention parameters.
-    """
+def test_prune_heads_cost_matches_formula(kept: int) -> None:
+    """4 d^2 + 3 d parameters and 4 d^2 n + 2 d n^2 MACs for n tokens fall to kept/H, if H*K = D."""
     heads, size = 8, 3
     width = heads * size
-    model, mask = square(heads, size), [int(h < kept) for h in range(heads)]
-    before = model_cost(model).parameters - 1 - width  # the scale, and the bias of the output
-    assert before == 4 * width**2 + 3 * width
-    after = model_cost(prune(square(heads, size), mask)).parameters
-    after -= width + (kept == heads)
-    assert after == before * kept // heads
-    if kept == 2:
-        assert after == 0.25 * before
-
-
-@pytest.mark.parametrize("kept", [1, 3, 7])
-def test_prune_heads_macs_match_formula(kept: int) -> None:
-    """(4 d^2 n + 2 d n^2) kept / H for n tokens."""
-    heads, size = 8, 3
-    width = heads * size
-    model = prune(square(heads, size), [int(h < kept) for h in range(heads)])
-    macs, uncounted = model_cost(model).macs, model_cost(model).uncounted
-    assert uncounted == () and macs is not None
+    cost = model_cost(prune(square_layers(heads, size), [int(h < kept) for h in range(heads)]))
+    constants = width + (kept == heads)  # the output bias, and the scale if no head is removed
+    assert cost.parameters - constants == (4 * width**2 + 3 * width) * kept // heads
+    assert cost.uncounted == () and cost.macs is not None
     for n in (1, 7, 100):
         expected = (4 * width**2 * n + 2 * width * n**2) * kept // heads
-        assert macs({"batch": 1, "sequence": n}) == expected
-
-
-def square(heads: int, size: int) -> ir.Model:
-    """One attention whose heads are as wide together as its tokens."""
-    width, rng = heads * size, np.random.default_rng(0)
-    shapes = {"Wq": 2, "Wk": 2, "Wv": 2, "Wo": 2, "bq": 1, "bk": 1, "bv": 1, "bo": 1}
-    constants = {
-        name: rng.standard_normal((width,) * rank).astype(np.float32)
-        for name, rank in shapes.items()
-    }
-    constants["heads"] = constants["v_heads"] = np.array([0, 0, heads, size], np.int64)
-    return attention(
-        inputs=f"float[batch, sequence, {width}] x",
-        output_type=f"float[batch, sequence, {width}] out",
-        constants=constants,
-        mask="\n m = Identity(s)",
-    )
+        assert cost.macs({"batch": 1, "sequence": n}) == expected
 
 
 def test_prune_heads_grouped_key_head_stays_with_its_queries() -> None:
-    """6 query heads over 3 key/value heads: dropping heads 0, 1 and 2 drops the first, no other."""
+    """6 query heads share 3 key/value heads: removing heads 0, 1 and 2 removes the first only."""
     rng = np.random.default_rng(0)
     constants = {
         "Wq6": rng.standard_normal((D, 6 * K)).astype(np.float32),
@@ -249,19 +211,6 @@ def test_prune_heads_of_all_heads_leaves_a_constant(layout: str) -> None:
     assert not {"MatMul", "Gemm", "Softmax"} & {node.op_type for node in model.graph}
 
 
-def test_prune_heads_of_several_layers_keeps_names() -> None:
-    masks = {"attention_0": (1, 0, 0), "attention_2": (0, 1, 1)}
-    arrays = feeds(layers(3))
-    model = PruneHeads(masks)(layers(3)).model
-    reading = read_attention(model)
-    assert reading.unmatched == ()
-    assert [(block.name, block.num_heads) for block in reading.blocks] == [
-        ("attention_0", 1), ("attention_1", 3), ("attention_2", 2),
-    ]  # fmt: skip
-    expected = run(masked(layers(3), masks), arrays)
-    np.testing.assert_allclose(run(model, arrays), expected, atol=EXACT, rtol=0)
-
-
 def test_prune_heads_twice_equals_once() -> None:
     twice = prune(prune(attention(), (1, 0, 1)), (0, 1))
     arrays = feeds(attention())
@@ -271,7 +220,7 @@ def test_prune_heads_twice_equals_once() -> None:
 
 
 def test_prune_heads_equal_masks_keep_weights_shared() -> None:
-    """ALBERT: three layers, one weight; pruned alike they are three layers and one weight."""
+    """ALBERT: three layers with equal masks still share one weight."""
     model = layers(3, same=SHARED)
     before = model_cost(model).parameters
     PruneHeads({f"attention_{layer}": (0, 1, 1) for layer in range(3)})(model)
@@ -291,63 +240,32 @@ def test_prune_heads_different_masks_copy_shared_weights() -> None:
     assert {"Wq", "Wo"} <= set(model.graph.initializers)  # the third layer's
 
 
-def test_prune_heads_keys_read_for_their_shape_are_removed() -> None:
-    """Exporters ask a layer's keys how long the sequence is."""
-    shown = """
-        asked = Shape(k2)
-        length = Gather <axis = 0> (asked, a1)
-        ones = Expand(one, length)
-        shown = CumSum(ones, i0)"""
-
-    def build() -> ir.Model:
-        return attention(
-            output_type=f"float[batch, sequence, {D}] out, float[sequence] shown",
-            output=PARTS["output"] + shown,
-        )
-
-    model, arrays = prune(build(), (0, 1, 1)), feeds(build())
-    assert {"Wk", "bk"}.isdisjoint(model.graph.initializers)
-    got = open_session(model, threads=1, optimize=False).run(None, arrays)[1]
-    np.testing.assert_array_equal(got, np.arange(1, 8))
+LENGTHS: dict[str, tuple[dict[str, str], str, str, int, set[str]]] = {
+    "keys": ({}, "k2", "a1", 7, {"Wk", "bk"}),
+    "keys of another length": (cross(), "k2", "a1", 4, {"Wk"}),
+    "heads in the batch axis": (
+        LAYOUTS["heads and batch in one axis"], "k4", "a0", 2 * H, {"Wq", "Wk"},
+    ),
+}  # fmt: skip
+"""Parts, a value whose shape is read, the axis, its length, and the weights that are removed."""
 
 
-def test_prune_heads_cross_attention_length_is_taken_from_memory() -> None:
-    """Memory and queries have lengths of their own, though both are dynamic."""
-    parts = cross()
-    parts["output"] = PARTS["output"] + (
-        "\n asked = Shape(k2)\n length = Gather <axis = 0> (asked, a1)\n ones = Expand(one, length)"
-        "\n shown = CumSum(ones, i0)"
-    )
+@pytest.mark.parametrize("case", LENGTHS)
+def test_prune_heads_keys_read_for_their_shape_are_removed(case: str) -> None:
+    """The length is taken from the tokens."""
+    parts, value, axis, length, removed = LENGTHS[case]
+    output = PARTS["output"] + SHOW_LENGTH.format(value=value, axis=axis)
     model = attention(
-        inputs=f"{PLAIN_INPUT}, {MEMORY}",
-        output_type=f"float[batch, sequence, {D}] out, float[memory] shown",
-        **parts,
-    )
-    prune(model, (0, 1, 1))
-    assert "Wk" not in model.graph.initializers
-    rng = np.random.default_rng(0)
-    x, y = (rng.standard_normal((2, n, D)).astype(np.float32) for n in (7, 4))
-    session = open_session(model, threads=1, optimize=False)
-    np.testing.assert_array_equal(session.run(None, {"x": x, "y": y})[1], np.arange(1, 5))
-
-
-def test_prune_heads_length_of_heads_in_batch_axis_is_kept() -> None:
-    """(B*H, T, K): the first length is H times the batch."""
-    parts = dict(LAYOUTS["heads and batch in one axis"])
-    parts["output"] = PARTS["output"] + (
-        "\n asked = Shape(k4)\n length = Gather <axis = 0> (asked, a0)"
-        "\n ones = Expand(one, length)\n shown = CumSum(ones, i0)"
-    )
-    model = attention(
-        inputs=PLAIN_INPUT,
+        inputs=f"{PLAIN_INPUT}, {FLOAT_MASK}, {MEMORY}",
         output_type=f"float[batch, sequence, {D}] out, float[many] shown",
         constants=LAID_OUT,
-        **parts,
+        **{**parts, "output": output},
     )
+    arrays = feeds(model) | {"y": np.ones((2, 4, D), np.float32)}
     prune(model, (0, 1, 1))
-    assert {"Wq", "Wk"}.isdisjoint(model.graph.initializers)
-    session = open_session(model, threads=1, optimize=False)
-    np.testing.assert_array_equal(session.run(None, feeds(model))[1], np.arange(1, 2 * H + 1))
+    assert removed.isdisjoint(model.graph.initializers)
+    got = open_session(model, threads=1, optimize=False).run(None, arrays)[1]
+    np.testing.assert_array_equal(got, np.arange(1, length + 1))
 
 
 def test_prune_heads_writes_these_nodes() -> None:
@@ -370,7 +288,7 @@ PRUNED = (
 )  # fmt: skip
 
 
-# ---- what is refused ----------------------------------------------------------------------------
+# ---- refusals -----------------------------------------------------------------------------------
 
 
 def test_prune_heads_mask_of_another_length_is_refused() -> None:
@@ -378,34 +296,15 @@ def test_prune_heads_mask_of_another_length_is_refused() -> None:
         prune(attention(), (1, 0))
 
 
-REFUSED = {
-    "keys that are an output": (
-        {"k": PARTS["k"].replace("k2 =", "shown =").replace("(k2)", "(shown)")},
-        "returned",
-    ),
-    "probabilities that are an output": (
-        {"softmax": PARTS["softmax"].replace("p =", "shown ="),
-         "context": PARTS["context"].replace("(p, v)", "(shown, v)")},
-        "returned",
-    ),
-}  # fmt: skip
-SHOWN = {
-    "keys that are an output": f", float[batch, sequence, {H}, {K}] shown",
-    "probabilities that are an output": f", float[batch, {H}, sequence, sequence] shown",
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_prune_heads_with_returned_values_is_refused(case: str) -> None:
-    parts, code = REFUSED[case]
-    output = f"float[batch, sequence, {D}] out{SHOWN[case]}"
-    model = attention(output_type=output, **parts)
+@pytest.mark.parametrize("values", ["keys", "probabilities"])
+def test_prune_heads_with_returned_values_is_refused(values: str) -> None:
+    model = returning(values)
     before = text_of(model)
-    with raises(CannotRewrite, code) as caught:
+    with raises(CannotRewrite, "returned") as caught:
         prune(model, (1, 0, 1))
     assert "\n" not in caught.value.what
     assert text_of(model) == before
-    assert not PruneHeads({NAME: (1, 1, 1)})(model).modified  # nothing is asked of it
+    assert not PruneHeads({NAME: (1, 1, 1)})(model).modified
 
 
 def test_prune_heads_window_mask_is_refused() -> None:
@@ -427,7 +326,7 @@ def test_prune_heads_window_mask_is_refused() -> None:
 @settings(max_examples=25)
 @given(masks=st.lists(st.lists(st.integers(0, 1), min_size=H, max_size=H), min_size=2, max_size=2))
 def test_prune_heads_any_mask_equals_masking(masks: list[list[int]]) -> None:
-    """And the opsets stay, names are unique, and what is left is certified by its name."""
+    """The opset does not change, names are unique, and the other heads are certified."""
     chosen: Mapping[str, list[int]] = dict(zip(("attention_0", "attention_1"), masks, strict=True))
     model, arrays = layers(2, opset=11), feeds(layers(2))
     PruneHeads(chosen)(model)
@@ -438,6 +337,6 @@ def test_prune_heads_any_mask_equals_masking(masks: list[list[int]]) -> None:
     assert len(set(names)) == len(names)
     reading = read_attention(model)
     assert reading.unmatched == ()
-    left = {block.name: block.num_heads for block in reading.blocks}
     if all(map(any, masks)):
-        assert left == {name: sum(mask) for name, mask in chosen.items()}
+        heads = {block.name: block.num_heads for block in reading.blocks}
+        assert heads == {name: sum(mask) for name, mask in chosen.items()}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -24,8 +27,6 @@ from tests.errors import raises
 from tests.graph_passes.graphs import (
     PLAIN_INPUT,
     D,
-    H,
-    K,
     attention,
     feeds,
     graph,
@@ -35,13 +36,13 @@ from tests.graph_passes.graphs import (
     weights,
 )
 from tests.graph_passes.layouts import (
-    HALF_PRECISION,
-    LAID_OUT,
-    LAYOUTS,
-    MEMORY,
     SEQUENCE_FIRST,
     SHARED,
-    cross,
+    cross_attention,
+    flattened,
+    half_precision,
+    layout,
+    variant,
 )
 
 EXACT = 1e-5
@@ -64,54 +65,35 @@ def applied(affine: AffineMap, x: np.ndarray) -> np.ndarray:
     return (product + affine.bias).astype(np.float32)
 
 
+SOURCES: dict[str, Callable[[], ir.Model]] = {
+    name: partial(layout, name)
+    for name in ("plain", "no biases at all", "Gemm as the output projection")
+} | {"sequence first": partial(variant, "sequence first"), "half precision": half_precision}
+
+
 @pytest.mark.parametrize("kind", MAPS)
-@pytest.mark.parametrize("layout", ["plain", "no biases at all", "Gemm as the output projection"])
-def test_skip_attention_output_equals_the_map(layout: str, kind: str) -> None:
-    """out = x W + b, within 1e-5; flattened tokens too."""
-    arrays = feeds(attention(constants=LAID_OUT, **LAYOUTS[layout]))
-    model = skip(attention(constants=LAID_OUT, **LAYOUTS[layout]), MAPS[kind])
-    expected = applied(MAPS[kind], arrays["x"])
-    np.testing.assert_allclose(run(model, arrays), expected, atol=EXACT, rtol=EXACT)
+@pytest.mark.parametrize("source", SOURCES)
+def test_skip_attention_output_equals_the_map(source: str, kind: str) -> None:
+    """out = x W + b in the precision of the graph; flattened tokens too."""
+    arrays = feeds(SOURCES[source]())
+    model = skip(SOURCES[source](), MAPS[kind])
+    expected, got = applied(MAPS[kind], arrays["x"].astype(np.float32)), run(model, arrays)
+    assert got.dtype == arrays["x"].dtype
+    atol = EXACT if got.dtype == np.float32 else 2e-2
+    np.testing.assert_allclose(got, expected, atol=atol, rtol=atol)
     assert read_attention(model).blocks == ()
     assert "Softmax" not in {node.op_type for node in model.graph}
 
 
-@pytest.mark.parametrize("kind", MAPS)
-def test_skip_attention_sequence_first_output_equals_the_map(kind: str) -> None:
-    model = attention(
-        inputs=f"float[sequence, batch, {D}] x, float[1, 1, 1, sequence] mask",
-        output_type=f"float[sequence, batch, {D}] out",
-        **SEQUENCE_FIRST,
-    )
-    arrays = feeds(model)
-    expected = applied(MAPS[kind], arrays["x"])
-    np.testing.assert_allclose(run(skip(model, MAPS[kind]), arrays), expected, atol=EXACT, rtol=0)
-
-
-@pytest.mark.parametrize("kind", MAPS)
-def test_skip_attention_half_precision_output_equals_the_map(kind: str) -> None:
-    """Within 2e-2 of magnitude 1, the rounding of half precision."""
-    model = attention(
-        inputs=f"float16[batch, sequence, {D}] x, float16[batch, 1, 1, sequence] mask",
-        output_type=f"float16[batch, sequence, {D}] out",
-        constants=HALF_PRECISION,
-    )
-    arrays = feeds(model)
-    got = run(skip(model, MAPS[kind]), arrays)
-    assert got.dtype == np.float16
-    expected = applied(MAPS[kind], arrays["x"].astype(np.float32))
-    np.testing.assert_allclose(got, expected, atol=2e-2, rtol=2e-2)
-
-
 def test_skip_attention_cross_attention_maps_the_queries() -> None:
-    model = skip(attention(inputs=f"{PLAIN_INPUT}, {MEMORY}", **cross()), MAP)
+    model = skip(cross_attention(), MAP)
     x, y = (rng.standard_normal((2, n, D)).astype(np.float32) for n in (7, 4))
     got = run(model, {"x": x, "y": y})
     np.testing.assert_allclose(got, applied(MAP, x), atol=EXACT, rtol=EXACT)
 
 
 def test_skip_attention_of_one_layer_leaves_the_others() -> None:
-    """The others keep their names and their weights; nothing of the second stays."""
+    """The others keep their names and weights; those of the second are removed."""
     model, other = layers(3), layers(3)
     skip(model, MAP, "attention_1")
     assert [block.name for block in read_attention(model).blocks] == ["attention_0", "attention_2"]
@@ -160,15 +142,14 @@ def test_skip_attention_writes_these_nodes() -> None:
     ]
 
 
-# ---- what was left out is found again -----------------------------------------------------------
+# ---- removed attention --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", MAPS)
-@pytest.mark.parametrize("layout", ["plain", "Gemm as the output projection"])
-def test_skipped_finds_the_map_and_refill_replaces_it(layout: str, kind: str) -> None:
-    """Also after the graph was saved; and filled with another map it computes that."""
-    model = skip(attention(constants=LAID_OUT, **LAYOUTS[layout]), MAPS[kind])
-    model = ir.from_proto(ir.to_proto(model))
+@pytest.mark.parametrize("name", ["plain", "Gemm as the output projection"])
+def test_skipped_finds_the_map_and_refill_replaces_it(name: str, kind: str) -> None:
+    """The model is saved between the passes."""
+    model = ir.from_proto(ir.to_proto(skip(layout(name), MAPS[kind])))
     (gap,) = skipped(model)
     assert (gap.name, gap.input.name) == (NAME, "x")
     np.testing.assert_array_equal(gap.affine.bias, MAPS[kind].bias)
@@ -176,7 +157,7 @@ def test_skipped_finds_the_map_and_refill_replaces_it(layout: str, kind: str) ->
     other = AffineMap(-np.eye(D, dtype=np.float32), 2 * MAP.bias)
     refill(gap, other, infer_shapes_small(model, batch=2, sequence=5))
     remove_unused(model)
-    arrays = feeds(attention(constants=LAID_OUT, **LAYOUTS[layout]))
+    arrays = feeds(layout(name))
     expected = applied(other, arrays["x"])
     np.testing.assert_allclose(run(model, arrays), expected, atol=EXACT, rtol=0)
     (again,) = skipped(model)
@@ -184,7 +165,7 @@ def test_skipped_finds_the_map_and_refill_replaces_it(layout: str, kind: str) ->
 
 
 def test_skipped_ignores_similar_node_names() -> None:
-    """Nodes of an exporter may be called like ours: "decoder/skip/Add"."""
+    """Exporters may use similar names, e.g. "decoder/skip/Add"."""
     model = graph("\n out = Add(x, x)")
     model.graph[0].name = "decoder/skip/Add"
     assert skipped(model) == []
@@ -193,8 +174,7 @@ def test_skipped_ignores_similar_node_names() -> None:
     assert [gap.name for gap in skipped(both)] == [NAME]
 
 
-# ---- what is refused ----------------------------------------------------------------------------
-
+# ---- refusals -----------------------------------------------------------------------------------
 
 WRONG_SHAPES = {
     "of other tokens": AffineMap(np.zeros((D + 1, D), np.float32), MAP.bias),
@@ -215,27 +195,17 @@ def test_skip_attention_map_of_wrong_shape_is_refused(case: str) -> None:
 
 
 def test_skip_attention_without_output_projection_is_refused() -> None:
-    model = attention(**LAYOUTS["no output projection"])
     with raises(CannotRewrite, "no_output_projection"):
-        skip(model, MAP)
+        skip(layout("no output projection"), MAP)
 
 
 def test_skip_attention_flattened_tokens_are_refused() -> None:
-    model = attention(
-        inputs=f"float[6, {D}] x, float[2, 1, 1, 3] mask",
-        output_type=f"float[6, {D}] out",
-        constants={
-            "heads": np.array([2, 3, H, K], np.int64),
-            "v_heads": np.array([2, 3, H, 2], np.int64),
-            "merge": np.array([6, 6], np.int64),
-        },
-    )
-    refusal = skip_refusal(find_attention(model)[0][0])
+    refusal = skip_refusal(find_attention(flattened())[0][0])
     assert refusal and refusal.code == "token_layout"
 
 
 def test_skip_attention_changed_token_order_is_refused() -> None:
-    """Batch first goes in, sequence first comes out."""
+    """The input is batch first and the output is sequence first."""
     model = attention(
         inputs=PLAIN_INPUT,
         output_type=f"float[sequence, batch, {D}] out",
