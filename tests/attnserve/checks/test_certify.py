@@ -49,7 +49,7 @@ def prove(
     ]
     block = dataclasses.replace(block, **changes)
     given = [(lambda: facts, evaluate) for evaluate in runs]
-    return certify(block, given, dict(model.opset_imports), model.ir_version)
+    return certify(model, block, given)
 
 
 @pytest.fixture

@@ -9,9 +9,8 @@ import onnx_ir as ir
 import pytest
 
 from attnserve.models.example_inputs import example_inputs
-from attnserve.models.precision import LARGEST, convert
-from attnserve.planning.search import block_timing as block_times
-from attnserve.planning.search.block_timing import time_blocks, without_casts
+from attnserve.models.precision import LARGEST, Precision, convert
+from attnserve.planning.search.block_timing import BlockTimer, without_casts
 from attnserve.planning.search.candidates import group_blocks
 from attnserve.runtime.part_latency import LatencyTable, Part
 from attnserve.runtime.session import open_session
@@ -96,7 +95,9 @@ def test_integers_stay_what_they_are():
 
 
 @pytest.mark.parametrize("precision", ["float16", "float32"])
-def test_every_form_of_every_block_is_timed_so(precision: str, monkeypatch: pytest.MonkeyPatch):
+def test_block_timer_forms_and_configs_use_precision(
+    precision: Precision, monkeypatch: pytest.MonkeyPatch
+):
     """Original, forms and configs alike: their masks are fed in float16 too."""
     seen: list[Part] = []
 
@@ -108,8 +109,7 @@ def test_every_form_of_every_block_is_timed_so(precision: str, monkeypatch: pyte
     model = random_encoder(layers=1, hidden=32, heads=4, positions=16)
     groups = group_blocks(model, find_attention(model)[0], ffn=True)
     feeds = [example_inputs(model, 1, 8)]
-    time_blocks(model, groups, feeds, LatencyTable(None), target=1, precision=precision,  # type: ignore[arg-type]
-                report=lambda what, done, total: None)  # fmt: skip
+    BlockTimer(model, feeds, LatencyTable(None), 1, precision).time_blocks(groups)
     assert len(seen) > 8
     expected = np.float16 if precision == "float16" else np.float32
     for each in seen:
@@ -124,4 +124,5 @@ def test_a_part_that_cannot_be_converted_is_timed_as_it_is():
         " { y = Tanh(x) }"
     )
     given = Part(model, ({"x": np.ones((1, 4), np.float32)},))
-    assert block_times._converted(given, "float16") is given
+    timer = BlockTimer(model, given.feeds, LatencyTable(None), 1, "float16")
+    assert timer._converted(given) is given

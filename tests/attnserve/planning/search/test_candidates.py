@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -15,11 +14,12 @@ import pytest
 
 from attnserve.calibration.elimination import eliminate_neurons
 from attnserve.checks.certify import read_attention
+from attnserve.context import RunContext
 from attnserve.models.artifact import load_model, open_artifact
 from attnserve.models.datasets import load_inputs
 from attnserve.models.example_inputs import example_inputs
-from attnserve.planning.search.block_loss import loss_curves
-from attnserve.planning.search.block_timing import time_blocks, time_pairs
+from attnserve.planning.search.block_loss import Losses, loss_curves
+from attnserve.planning.search.block_timing import BlockTimer
 from attnserve.planning.search.candidates import (
     Block,
     BlockConfig,
@@ -33,6 +33,7 @@ from attnserve.planning.search.candidates import (
     options_of,
     units_of,
 )
+from attnserve.planning.search.checkpoint import Checkpoint
 from attnserve.runtime.part_latency import LatencyTable
 from attnserve.runtime.session import Batch, open_session
 from graph_passes.errors import InvalidModel
@@ -42,8 +43,7 @@ from tests.attnserve.costs import measure
 Build = Callable[..., Path]
 
 
-def silent(what: str, done: int, total: int) -> None:
-    """No progress."""
+CONTEXT = RunContext(threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def groups(bert: ir.Model) -> list[TiedBlocks]:
 
 @pytest.fixture(scope="module")
 def curves(bert: ir.Model, groups: list[TiedBlocks], data: list[Batch]) -> dict[str, LossCurve]:
-    return loss_curves(bert, groups, data, threads=1, report=silent).curves
+    return loss_curves(bert, groups, data, context=CONTEXT).curves
 
 
 # Groups
@@ -107,8 +107,7 @@ def timed(
 ) -> dict[Block, BlockLatency]:
     monkeypatch.setattr(LatencyTable, "measure", measure)
     feeds = [example_inputs(bert, 1, length) for length in (16, 32)]
-    table = LatencyTable(None, threads=1)
-    return time_blocks(bert, groups, feeds, table, target=1, report=silent)
+    return BlockTimer(bert, feeds, LatencyTable(None, threads=1), 1).time_blocks(groups)
 
 
 def test_every_size_of_every_block_is_timed(
@@ -151,7 +150,7 @@ def test_an_operator_that_the_provider_lacks_is_not_taken(
     monkeypatch.setattr(LatencyTable, "measure", measure)
     monkeypatch.setattr("attnserve.planning.search.block_timing.open_session", lacks)
     feeds = [example_inputs(bert, 1, 16)]
-    found = time_blocks(bert, groups, feeds, LatencyTable(None), target=1, report=silent)
+    found = BlockTimer(bert, feeds, LatencyTable(None), 1).time_blocks(groups)
     forms = {found[g.blocks[0]].implementation for g in groups if g.kind == "attention"}
     assert forms == {"multi_head"}
 
@@ -169,7 +168,7 @@ def test_a_form_that_is_slower_at_any_length_is_not_taken(
 
     monkeypatch.setattr(LatencyTable, "measure", slow_at_length)
     feeds = [example_inputs(bert, 1, length) for length in (16, 32)]
-    found = time_blocks(bert, groups, feeds, LatencyTable(None), target=1, report=silent)
+    found = BlockTimer(bert, feeds, LatencyTable(None), 1).time_blocks(groups)
     for group in groups:
         assert found[group.blocks[0]].implementation == "as exported"
         options = options_of((group,), found, {}, target=1)
@@ -203,15 +202,30 @@ def test_a_mask_keeps_what_goes_last(curves: dict[str, LossCurve]):
         assert set(np.flatnonzero(mask)) == set(curve.order[-kept:])
 
 
-def test_a_curve_survives_being_written(curves: dict[str, LossCurve]):
-    for curve in curves.values():
-        written = replace(curve, changed=((BlockConfig(0), 0.1), (BlockConfig(4, 4, 8), 0.2)))
-        again = LossCurve.from_json(json.loads(json.dumps(written.to_json())))
-        assert vars(again) == vars(written)
+def test_checkpoint_losses_round_trip(
+    curves: dict[str, LossCurve], groups: list[TiedBlocks], monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+):  # fmt: skip
+    monkeypatch.setenv("ATTNSERVE_CACHE", str(tmp_path))
+    changes = ((BlockConfig(0), 0.1), (BlockConfig(4, 4, 8), 0.2))
+    written = {key: replace(curve, changed=changes) for key, curve in curves.items()}
+    timed, other = ReusePair(*groups[:2], {}, 1.0), ReusePair(*groups[1::-1], {}, 1.0)
+    pair = replace(timed, heads=(2, 3, 0, 1), loss=0.1)
+    assert Checkpoint("x").losses([timed]) is None
+    Checkpoint("x").put_losses(Losses(written, (pair,)))
+    Checkpoint("x").add_build("a", 0.1, 0.9)
+    again = Checkpoint("x")
+    losses = again.losses([timed, other])
+    assert losses is not None
+    assert {k: vars(v) for k, v in losses.curves.items()} == {
+        k: vars(v) for k, v in written.items()
+    }
+    assert [vars(each) for each in losses.pairs] == [vars(pair)]
+    assert again.build("a") == (0.1, 0.9) and again.build("b") is None
 
 
 def test_one_text_is_enough_to_fit_and_to_ask(bert: ir.Model, groups: list[TiedBlocks], data: Any):
-    found = loss_curves(bert, groups, data[:1], threads=1, report=silent).curves
+    found = loss_curves(bert, groups, data[:1], context=CONTEXT).curves
     assert set(found) == {group.key for group in groups}
 
 
@@ -298,7 +312,7 @@ def test_their_loss_is_measured_at_the_output(
     groups = group_blocks(model, read_attention(model).blocks, ffn=False)
     configs = BlockConfig(4, 4), BlockConfig(4, 4, 8), BlockConfig(0)
     changes = {group.key: configs for group in filter(cut_attention, groups)}
-    found = loss_curves(model, groups, batches, changes=changes, threads=1, report=silent).curves
+    found = loss_curves(model, groups, batches, changes=changes, context=CONTEXT).curves
     for group in filter(cut_attention, groups):
         curve = found[group.key]
         losses = dict(curve.changed)
@@ -380,9 +394,9 @@ def handed_on(
     if implementation == "as exported":
         monkeypatch.setattr("attnserve.planning.search.block_timing.FORMS", ())
     feeds = [example_inputs(bert, 1, length) for length in (16, 32)]
-    table = LatencyTable(None, threads=1)
-    timed = time_blocks(bert, groups, feeds, table, target=1, report=silent)
-    return timed, time_pairs(bert, groups, feeds, table, timed, target=1, report=silent)
+    timer = BlockTimer(bert, feeds, LatencyTable(None, threads=1), 1)
+    timed = timer.time_blocks(groups)
+    return timed, timer.time_pairs(groups, timed)
 
 
 def test_a_layer_may_take_the_probabilities_of_the_one_before(
@@ -394,7 +408,7 @@ def test_a_layer_may_take_the_probabilities_of_the_one_before(
     assert sorted(pair.times) == [1, 2, 3, 4] and pair.saved_ms > 0
     both = sum(timed[group.blocks[0]].configs[BlockConfig(4)][0] for group in attention)
     assert pair.times[4][0] == pytest.approx(both - pair.saved_ms)
-    found = loss_curves(bert, groups, data, pairs=[pair], threads=1, report=silent)
+    found = loss_curves(bert, groups, data, pairs=[pair], context=CONTEXT)
     (pair_losses,) = found.pairs
     assert sorted(pair_losses.heads) == [0, 1, 2, 3]  # each head of the source is taken by one
     assert 0 < pair_losses.loss < 1
@@ -425,7 +439,7 @@ def test_reuse_that_is_slower_than_fused_operators_is_timed_once_and_not_weighed
     monkeypatch.setattr("tests.attnserve.costs.FUSED", 0.1)
     _, (pair,) = handed_on(bert, groups, monkeypatch, "attention")
     assert list(pair.times) == [4] and pair.saved_ms < 0
-    assert loss_curves(bert, groups, data, pairs=[pair], threads=1, report=silent).pairs == ()
+    assert loss_curves(bert, groups, data, pairs=[pair], context=CONTEXT).pairs == ()
     assert all(len(unit) == 1 for unit, _ in units_of(groups, [pair]))
 
 
@@ -435,7 +449,7 @@ def test_a_pair_whose_heads_have_nothing_in_common_is_left_out(
     """Where no similarity could be measured there are no edges."""
     _, (pair,) = handed_on(bert, groups, monkeypatch, "as exported")
     monkeypatch.setattr("attnserve.planning.search.block_loss.edges_of", lambda *_, **__: {})
-    assert loss_curves(bert, groups, data, pairs=[pair], threads=1, report=silent).pairs == ()
+    assert loss_curves(bert, groups, data, pairs=[pair], context=CONTEXT).pairs == ()
 
 
 def test_no_group_is_in_two_pairs(groups: list[TiedBlocks]):

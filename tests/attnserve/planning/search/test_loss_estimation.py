@@ -36,7 +36,7 @@ def data(tiny: Path, sentences: Path, bert: ir.Model) -> list[Batch]:
 @pytest.fixture(scope="module")
 def estimator(bert: ir.Model, data: list[Batch]) -> LossEstimator:
     names = [block.name for block in (*find_attention(bert)[0], *find_feed_forward(bert))]
-    return LossEstimator(bert, names, data, threads=1)
+    return LossEstimator(bert, names, data, RunContext(threads=1))
 
 
 def test_nothing_else_loses_nothing(estimator: LossEstimator):
@@ -117,6 +117,6 @@ def test_more_of_a_change_loses_more(estimator: LossEstimator, bert: ir.Model):
 def test_the_model_itself_is_left_alone(bert: ir.Model, data: list[Batch]):
     before = ir.to_proto(bert).SerializeToString()
     name = find_feed_forward(bert)[0].name
-    estimator = LossEstimator(bert, [name], data[:1], threads=1)
+    estimator = LossEstimator(bert, [name], data[:1], RunContext(threads=1))
     estimator.cosine_loss({name: (0 * estimator.maps[name][0], estimator.maps[name][1])})
     assert ir.to_proto(bert).SerializeToString() == before

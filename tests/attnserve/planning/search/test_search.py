@@ -625,15 +625,13 @@ def test_a_damaged_journal_is_begun_anew(
     counted: None,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    opened = Checkpoint.open.__func__
-
-    def damaged(cls: Any, name: str) -> Any:
+    def damaged(name: str) -> Checkpoint:
         path = tmp_path / "cache" / "plans" / f"{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
-        return opened(cls, name)
+        return Checkpoint(name)
 
-    monkeypatch.setattr(Checkpoint, "open", classmethod(damaged))
+    monkeypatch.setattr(search, "Checkpoint", damaged)
     assert planned(model, sentences, tmp_path / "p.json", keep=0.97).gain
 
 
