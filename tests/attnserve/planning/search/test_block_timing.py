@@ -1,4 +1,4 @@
-"""Parts are timed as they stand in the whole: in float16 without casts at their borders."""
+"""Timed parts in float16 have no casts at their inputs and outputs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def border(part: Part) -> tuple[list[str | None], list[ir.DataType | None]]:
     return [value.name for value in values], [value.dtype for value in values]
 
 
-def test_casts_at_the_borders_go_and_what_is_fed_is_float16():
+def test_without_casts_removes_casts_of_inputs_and_outputs():
     given = part("z = MatMul(x, w) y = Tanh(z)")
     assert operators(given)["Cast"] == 2
     made = without_casts(given)
@@ -55,7 +55,7 @@ def test_casts_at_the_borders_go_and_what_is_fed_is_float16():
     assert operators(given)["Cast"] == 2 and given.feeds[0]["x"].dtype == np.float32
 
 
-def test_it_computes_what_it_computed():
+def test_without_casts_computes_the_same():
     given = part("z = MatMul(x, w) y = Tanh(z)")
     feed = {"x": np.float32([[1, -2, 0.5, 3]])}
     made = without_casts(Part(given.model, (feed,)))
@@ -65,12 +65,12 @@ def test_it_computes_what_it_computed():
     np.testing.assert_allclose(found, expected, rtol=2**-10)  # a CPU casts as late as it can
 
 
-def test_casts_inside_a_part_stay_for_they_are_in_the_whole_too():
+def test_without_casts_keeps_inner_casts():
     made = without_casts(part("z = MatMul(x, w) m = Max(z, z) y = MatMul(m, w)"))
     assert operators(made)["Cast"] == 2  # around Max, which the tool leaves in float32
 
 
-def test_what_is_read_or_made_in_float32_stays_float32():
+def test_without_casts_keeps_float32_inputs_and_outputs():
     """Of another's making: the tool casts every input, and every output."""
     model = ir.from_onnx_text(
         """<ir_version: 10, opset_import: ["" : 17]>
@@ -86,7 +86,7 @@ def test_what_is_read_or_made_in_float32_stays_float32():
     assert open_session(made.model).run(None, dict(made.feeds[0]))[0].tolist() == [[1.0] * 4]
 
 
-def test_integers_stay_what_they_are():
+def test_without_casts_keeps_integers():
     given = part("i = Gather(w, k) z = Add(x, i) y = MatMul(z, w)", "float[b, 4] x, int64[b] k")
     feed = {"x": np.ones((2, 4), np.float32), "k": np.array([1, 3])}
     made = without_casts(Part(given.model, (feed,)))
@@ -118,7 +118,7 @@ def test_block_timer_forms_and_configs_use_precision(
         assert operators(each)["Cast"] == 0
 
 
-def test_a_part_that_cannot_be_converted_is_timed_as_it_is():
+def test_block_timer_part_that_cannot_be_converted_is_unchanged():
     model = ir.from_onnx_text(
         '<ir_version: 10, opset_import: ["" : 17]> g (float[b, 4] x) => (float[b, 4] y)'
         " { y = Tanh(x) }"

@@ -1,4 +1,4 @@
-"""What each block could become: how long it takes, and what the output loses."""
+"""Candidates of each block: groups, latencies, losses and options."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def curves(bert: ir.Model, groups: list[TiedBlocks], data: list[Batch]) -> dict[
 # Groups
 
 
-def test_every_block_is_a_group_of_its_own(groups: list[TiedBlocks]):
+def test_group_blocks_is_one_group_per_block(groups: list[TiedBlocks]):
     assert [(g.kind, g.count, len(g.blocks), g.refusal) for g in groups] == [
         ("attention", 4, 1, None),
         ("attention", 4, 1, None),
@@ -84,7 +84,7 @@ def test_group_blocks_without_ffn_keeps_all_neurons(bert: ir.Model):
     assert codes == {"attention": None, "feed_forward": "not_allowed"}
 
 
-def test_layers_that_share_their_weights_are_one_group(
+def test_group_blocks_shared_weights_are_one_group(
     exported: Callable[[Cell], tuple[Path, str]],
 ):
     """ALBERT: rewritten alike, or the model would grow."""
@@ -110,7 +110,7 @@ def timed(
     return BlockTimer(bert, feeds, LatencyTable(None, threads=1), 1).time_blocks(groups)
 
 
-def test_every_size_of_every_block_is_timed(
+def test_time_blocks_times_every_configuration(
     timed: dict[Block, BlockLatency], groups: list[TiedBlocks]
 ):
     for group in groups:
@@ -124,7 +124,7 @@ def test_every_size_of_every_block_is_timed(
         assert first == sorted(first)
 
 
-def test_attention_is_written_as_is_fastest(
+def test_time_blocks_selects_fastest_implementation(
     timed: dict[Block, BlockLatency], groups: list[TiedBlocks]
 ):
     for group in groups:
@@ -137,7 +137,7 @@ def test_attention_is_written_as_is_fastest(
             assert found.configs[BlockConfig(64)][0] < found.original[0]
 
 
-def test_an_operator_that_the_provider_lacks_is_not_taken(
+def test_time_blocks_skips_operator_without_kernel(
     bert: ir.Model, groups: list[TiedBlocks], monkeypatch: pytest.MonkeyPatch
 ):
     """ONNX Runtime says so when a session is opened."""
@@ -155,7 +155,7 @@ def test_an_operator_that_the_provider_lacks_is_not_taken(
     assert forms == {"multi_head"}
 
 
-def test_a_form_that_is_slower_at_any_length_is_not_taken(
+def test_time_blocks_skips_implementation_slower_at_any_length(
     bert: ir.Model, groups: list[TiedBlocks], monkeypatch: pytest.MonkeyPatch
 ):
     """One operator is faster at the length asked for, and 1.2 times as slow at another."""
@@ -179,7 +179,7 @@ def test_a_form_that_is_slower_at_any_length_is_not_taken(
 # Losses
 
 
-def test_taking_more_out_loses_more(curves: dict[str, LossCurve], groups: list[TiedBlocks]):
+def test_loss_curve_rises_with_removals(curves: dict[str, LossCurve], groups: list[TiedBlocks]):
     for group in groups:
         curve = curves[group.key]
         losses = [curve.at(gone) for gone in range(group.count)]
@@ -188,13 +188,13 @@ def test_taking_more_out_loses_more(curves: dict[str, LossCurve], groups: list[T
         assert sorted(curve.order) == list(range(group.count))
 
 
-def test_a_probe_is_what_was_measured(curves: dict[str, LossCurve]):
+def test_loss_curve_equals_measurements_at_probes(curves: dict[str, LossCurve]):
     for curve in curves.values():
         for gone, loss in zip(curve.gone, curve.loss, strict=True):
             assert curve.at(gone) == pytest.approx(loss, rel=1e-6)
 
 
-def test_a_mask_keeps_what_goes_last(curves: dict[str, LossCurve]):
+def test_loss_curve_mask_keeps_last_removals(curves: dict[str, LossCurve]):
     for curve in curves.values():
         kept = len(curve.order) // 4
         mask = np.array(curve.mask(kept))
@@ -224,7 +224,7 @@ def test_checkpoint_losses_round_trip(
     assert again.build("a") == (0.1, 0.9) and again.build("b") is None
 
 
-def test_one_text_is_enough_to_fit_and_to_ask(bert: ir.Model, groups: list[TiedBlocks], data: Any):
+def test_loss_curves_of_one_text(bert: ir.Model, groups: list[TiedBlocks], data: Any):
     found = loss_curves(bert, groups, data[:1], context=CONTEXT).curves
     assert set(found) == {group.key for group in groups}
 
@@ -232,7 +232,7 @@ def test_one_text_is_enough_to_fit_and_to_ask(bert: ir.Model, groups: list[TiedB
 # Options
 
 
-def test_options_get_faster_and_lose_more(
+def test_options_of_group_are_faster_at_more_loss(
     timed: dict[Block, BlockLatency], groups: list[TiedBlocks], curves: dict[str, LossCurve]
 ):
     for group in groups:
@@ -246,7 +246,7 @@ def test_options_get_faster_and_lose_more(
 # Neurons that go, and what the others take over
 
 
-def test_a_neuron_that_another_repeats_goes_first_and_costs_nothing():
+def test_eliminate_neurons_removes_redundant_neuron_first():
     random = np.random.default_rng(0)
     tokens = random.standard_normal((500, 6))
     tokens[:, 4] = 2 * tokens[:, 1]
@@ -256,7 +256,7 @@ def test_a_neuron_that_another_repeats_goes_first_and_costs_nothing():
     assert found.losses[1] < 1e-3 < 0.04 < found.losses[2]
 
 
-def test_the_loss_is_that_of_the_best_map_of_what_is_left():
+def test_eliminate_neurons_loss_is_that_of_least_squares():
     """Against ridge regression on the neurons that stay."""
     random = np.random.default_rng(1)
     tokens = random.standard_normal((400, 8)) @ random.standard_normal((8, 8))
@@ -271,7 +271,7 @@ def test_the_loss_is_that_of_the_best_map_of_what_is_left():
     assert found.losses[4] == pytest.approx(lost / total, rel=0.05)  # a small ridge apart
 
 
-def test_steps_that_do_not_divide_the_neurons_take_all_of_them():
+def test_eliminate_neurons_uneven_steps_remove_all():
     found = eliminate_neurons(np.eye(7), np.ones((7, 2)), 3)
     assert sorted(found.order.tolist()) == list(range(7))
     assert len(found.losses) == 8
@@ -291,7 +291,7 @@ def cut_attention(group: TiedBlocks) -> bool:
     return group.kind == "attention"
 
 
-def test_shorter_heads_are_timed_in_every_number(
+def test_time_blocks_times_truncated_heads(
     short_enough: None, timed: dict[Block, BlockLatency], groups: list[TiedBlocks]
 ):
     for group in filter(cut_attention, groups):
@@ -302,7 +302,7 @@ def test_shorter_heads_are_timed_in_every_number(
 
 
 @pytest.mark.parametrize("export", [("eager", "dynamo", 18), ("sdpa", "dynamo", 23)], ids=str)
-def test_their_loss_is_measured_at_the_output(
+def test_loss_curves_of_other_changes(
     short_enough: None, tiny_export: Build, sentences: Path, export: tuple[Any, ...]
 ):
     """However the attention is written; and heads that are gone lose nothing by being cut."""
@@ -332,13 +332,13 @@ def test_their_loss_is_measured_at_the_output(
         assert curve.of(BlockConfig(0)) == losses[BlockConfig(0)]
 
 
-def test_what_was_not_weighed_is_no_option(curves: dict[str, LossCurve]):
+def test_loss_curve_unmeasured_change_is_none(curves: dict[str, LossCurve]):
     for curve in curves.values():
         assert curve.changed == ()
         assert curve.of(BlockConfig(2, 4)) is None and curve.of(BlockConfig(0)) is None
 
 
-def test_heads_of_a_size_that_kernels_do_not_like_stay(groups: list[TiedBlocks]):
+def test_configs_of_small_heads_are_not_truncated(groups: list[TiedBlocks]):
     """Half of 8 dimensions is no multiple of 8."""
     for group in filter(cut_attention, groups):
         assert all(config.head_size is None for config in configs_of(group.blocks[0]))
@@ -347,7 +347,7 @@ def test_heads_of_a_size_that_kernels_do_not_like_stay(groups: list[TiedBlocks])
 # Dimensions that heads share, and layers that are left out
 
 
-def test_sharing_is_weighed_only_where_it_is_faster_than_as_many_dimensions_of_ones_own(
+def test_changes_to_measure_sharing_only_if_faster_than_separate(
     timed: dict[Block, BlockLatency], groups: list[TiedBlocks]
 ):
     group = next(filter(cut_attention, groups))
@@ -365,7 +365,7 @@ def test_sharing_is_weighed_only_where_it_is_faster_than_as_many_dimensions_of_o
     assert changes_to_measure(group, with_skip, target=1) == [own, BlockConfig(0)]
 
 
-def test_fewer_heads_share_fewer_dimensions():
+def test_block_config_of_fewer_heads_shares_fewer_dimensions():
     """In proportion, in multiples of 8, and never none."""
     assert BlockConfig(12, 16, 120).of(6) == BlockConfig(6, 16, 56)
     assert BlockConfig(12, 16, 120).of(12) == BlockConfig(12, 16, 120)
@@ -379,7 +379,7 @@ def test_fewer_heads_share_fewer_dimensions():
      (BlockConfig(8, 16, 80), "8 x 16 of 80 shared"),
      (BlockConfig(8, source="first"), "8 as first")],
 )  # fmt: skip
-def test_a_size_says_what_is_left(config: BlockConfig, text: str):
+def test_block_config_text(config: BlockConfig, text: str):
     assert str(config) == text
 
 
@@ -399,7 +399,7 @@ def handed_on(
     return timed, timer.time_pairs(groups, timed)
 
 
-def test_a_layer_may_take_the_probabilities_of_the_one_before(
+def test_time_pairs_and_options_of_reuse(
     bert: ir.Model, groups: list[TiedBlocks], data: list[Batch], monkeypatch: pytest.MonkeyPatch
 ):
     timed, (pair,) = handed_on(bert, groups, monkeypatch, "as exported")
@@ -423,7 +423,7 @@ def test_a_layer_may_take_the_probabilities_of_the_one_before(
         assert a.ms > b.ms and a.loss <= b.loss
 
 
-def test_the_heads_of_a_pair_go_together(groups: list[TiedBlocks], curves: dict[str, LossCurve]):
+def test_reuse_pair_masks_and_edges(groups: list[TiedBlocks], curves: dict[str, LossCurve]):
     source, reader = (group for group in groups if group.kind == "attention")
     pair = ReusePair(source, reader, {}, 1.0, heads=(2, 3, 0, 1), loss=0.1)
     curve = replace(curves[source.key], order=(3, 0, 1, 2))
@@ -433,7 +433,7 @@ def test_the_heads_of_a_pair_go_together(groups: list[TiedBlocks], curves: dict[
     assert pair.edges(theirs) == {0: (source.names[0], 2), 3: (source.names[0], 1)}
 
 
-def test_reuse_that_is_slower_than_fused_operators_is_timed_once_and_not_weighed(
+def test_time_pairs_slow_reuse_is_timed_once_and_not_measured(
     bert: ir.Model, groups: list[TiedBlocks], data: list[Batch], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("tests.attnserve.costs.FUSED", 0.1)
@@ -443,7 +443,7 @@ def test_reuse_that_is_slower_than_fused_operators_is_timed_once_and_not_weighed
     assert all(len(unit) == 1 for unit, _ in units_of(groups, [pair]))
 
 
-def test_a_pair_whose_heads_have_nothing_in_common_is_left_out(
+def test_loss_curves_pair_without_edges_is_left_out(
     bert: ir.Model, groups: list[TiedBlocks], data: list[Batch], monkeypatch: pytest.MonkeyPatch
 ):
     """Where no similarity could be measured there are no edges."""
@@ -452,7 +452,7 @@ def test_a_pair_whose_heads_have_nothing_in_common_is_left_out(
     assert loss_curves(bert, groups, data, pairs=[pair], context=CONTEXT).pairs == ()
 
 
-def test_no_group_is_in_two_pairs(groups: list[TiedBlocks]):
+def test_units_of_overlapping_pairs_take_the_best(groups: list[TiedBlocks]):
     """The pair that loses least is taken first."""
     first, second = (group for group in groups if group.kind == "attention")
     third = replace(second, blocks=())
