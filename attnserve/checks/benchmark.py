@@ -11,19 +11,17 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
-from importlib import metadata
 from itertools import product
 from pathlib import Path
 from typing import Any, cast, get_args
 
 import numpy as np
 
-from attnserve.context import Progress, Provider, RunContext, ignore_progress
-from attnserve.models.artifact import Artifact, load_model, open_artifact
+from attnserve.context import Progress, Provider, ignore_progress
+from attnserve.models.artifact import Artifact, load_model, open_artifact, package_versions
 from attnserve.models.example_inputs import example_inputs
 from attnserve.runtime.interleaved_timer import BENCHMARK, Sampler, sampler
 from attnserve.runtime.io_binding import bound
@@ -196,7 +194,6 @@ def bench(
         InvalidModel: A model cannot be read, or its process died.
         MissingExtra: ONNX Runtime is not installed.
     """
-    context = RunContext(provider, threads, seed, progress or ignore_progress)
     _check_arguments(models, batches, sequences, threads, provider, rounds)
     machine = describe_machine(provider, threads)
     shapes = list(product(batches, sequences))
@@ -205,13 +202,27 @@ def bench(
     with ExitStack() as stack:
         children = [stack.enter_context(_child(subject, provider, threads)) for subject in subjects]
         for index, shape in enumerate(shapes):
-            times_ms = BENCHMARK.measure(
-                [child.feed(shape) for child in children],
-                SHAPE_SECONDS,
-                rounds=rounds,
-                progress=partial(_report, context.stage("bench"), index, len(shapes)),
-            )
-            results += _measurements(children, shape, times_ms, seed)
+
+            def report(done: int, in_total: int, index: int = index) -> None:
+                step = 100 * index + 100 * done // in_total
+                (progress or ignore_progress)("bench", step, 100 * len(shapes))
+
+            samplers = [child.feed(shape) for child in children]
+            times_ms = BENCHMARK.measure(samplers, SHAPE_SECONDS, rounds=rounds, progress=report)
+            samples = [tuple(row) for row in times_ms.tolist()]
+            results += [
+                Measurement(
+                    model=child.subject.model,
+                    batch=shape[0],
+                    sequence=shape[1],
+                    samples_ms=row,
+                    first_ms=samples[0],
+                    macs=child.subject.macs[shape],
+                    peak_rss_bytes=child.peak_rss_bytes(),
+                    seed=seed,
+                )
+                for child, row in zip(children, samples, strict=True)
+            ]
     if provider == "cuda":
         feeds = [(one.artifact.model, one.inputs[shape]) for shape in shapes for one in subjects]
         results = [
@@ -219,12 +230,6 @@ def bench(
             for result, each in zip(results, feeds, strict=True)
         ]
     return BenchReport(tuple(results), machine)
-
-
-def _report(
-    progress: Callable[[int, int], None], shape: int, shapes: int, done: int, rounds: int
-) -> None:
-    progress(100 * shape + 100 * done // rounds, 100 * shapes)
 
 
 def peak_of_runs(
@@ -251,10 +256,6 @@ def describe_machine(provider: Provider = "cpu", threads: int = 1) -> Machine:
     Raises:
         MissingExtra: ONNX Runtime is not installed.
     """
-    try:
-        version = metadata.version("attnserve")
-    except metadata.PackageNotFoundError:  # run from a checkout
-        version = "not installed"
     affinity = getattr(os, "sched_getaffinity", None)  # not on macOS or Windows
     return Machine(
         cpu=cpu_name(),
@@ -266,7 +267,7 @@ def describe_machine(provider: Provider = "cpu", threads: int = 1) -> Machine:
         python=platform.python_version(),
         numpy=np.__version__,
         onnxruntime=require_runtime().__version__,
-        attnserve=version,
+        attnserve=package_versions(["attnserve"]).get("attnserve", "not installed"),
     )
 
 
@@ -290,25 +291,6 @@ def _examine(model: Path | str, shapes: Sequence[tuple[int, int]], seed: int) ->
         for shape, arrays in inputs.items()
     }
     return _Subject(str(model), artifact, inputs, macs)
-
-
-def _measurements(
-    children: Sequence[_Child], shape: tuple[int, int], times_ms: np.ndarray, seed: int
-) -> list[Measurement]:
-    samples = [tuple(row) for row in times_ms.tolist()]
-    return [
-        Measurement(
-            model=child.subject.model,
-            batch=shape[0],
-            sequence=shape[1],
-            samples_ms=row,
-            first_ms=samples[0],
-            macs=child.subject.macs[shape],
-            peak_rss_bytes=child.peak_rss_bytes(),
-            seed=seed,
-        )
-        for child, row in zip(children, samples, strict=True)
-    ]
 
 
 def _check_arguments(

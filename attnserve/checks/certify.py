@@ -149,7 +149,7 @@ def read_attention(model: ir.Model, *, seed: int = 0) -> MatchReport:
         (partial(info_at, SHAPES), onnx_reference),
     ]
     for block in blocks:
-        result = certify(block, runs, dict(model.opset_imports), model.ir_version, seed=seed)
+        result = certify(model, block, runs, seed=seed)
         if isinstance(result, Unmatched):
             failed.append(result)
         else:
@@ -158,14 +158,15 @@ def read_attention(model: ir.Model, *, seed: int = 0) -> MatchReport:
 
 
 def certify(
+    model: ir.Model,
     block: AttentionBlock,
     runs: Sequence[tuple[Callable[[], Sequence[ShapeInfo]], Evaluate]],
-    opsets: dict[str, int],
-    ir_version: int,
     *,
     seed: int = 0,
 ) -> Certified | Unmatched:
-    """Run one block and compare it with the reference; a difference gives ``Unmatched``.
+    """Run one block of ``model`` and compare it with the reference.
+
+    A difference gives ``Unmatched``.
 
     Args:
         runs: Shapes and evaluators; the first pair that can run the block decides.
@@ -174,9 +175,7 @@ def certify(
     for group, evaluate in runs:
         try:
             worst = max(
-                _compare(
-                    block, info, evaluate, opsets, ir_version, np.random.default_rng(seed + index)
-                )
+                _compare(model, block, info, evaluate, np.random.default_rng(seed + index))
                 for index, info in enumerate(group())
             )
         except _UndecidedError as undecided:
@@ -199,25 +198,25 @@ class _UndecidedError(Exception):
 
 
 def _compare(
+    model: ir.Model,
     block: AttentionBlock,
     info: ShapeInfo,
     evaluate: Evaluate,
-    opsets: dict[str, int],
-    ir_version: int,
     rng: np.random.Generator,
 ) -> float:
+    """The largest difference at one shape, relative above magnitude 1; infinite if it is NaN."""
     batch = _batch(block, info)
     values = {value: _random(block, value, info, rng) for value in inputs_of(block)}
-    results = (block.probabilities, _result(block))
-    targets = [value for value in results if value is not None and value not in values]
+    output = block.context if block.output is None else block.output.output
+    targets = [v for v in (block.probabilities, output) if v is not None and v not in values]
     try:
         _moderate(block, values, batch)
         expected = attention_reference(block, values, batch)
     except (ValueError, IndexError) as error:  # shapes of the match and the graph differ
         raise _UndecidedError(f"the reference cannot be computed: {error}") from error
-    got = _run(block, values, targets, info, evaluate, opsets, ir_version)
     worst = 0.0
-    for target, array in zip(targets, got, strict=True):
+    results = _run(model, block, values, targets, info, evaluate)
+    for target, array in zip(targets, results, strict=True):
         if target is block.probabilities:
             want = expected.probabilities
         elif block.output is not None:
@@ -229,10 +228,9 @@ def _compare(
         if array.size != want.size:
             raise _UndecidedError(f"{target.name!r} has {array.shape}, expected {want.shape}")
         difference = np.abs(array.reshape(want.shape).astype(np.float64) - want)
-        difference = np.where(np.isnan(difference), np.inf, difference)
-        worst = max(worst, float(np.max(difference / np.maximum(1.0, np.abs(want)), initial=0.0)))
-        if not np.isfinite(array).all():
+        if not np.isfinite(difference).all():
             return float("inf")
+        worst = max(worst, float(np.max(difference / np.maximum(1.0, np.abs(want)), initial=0.0)))
     return worst
 
 
@@ -252,10 +250,6 @@ def _moderate(block: AttentionBlock, values: dict[ir.Value, np.ndarray], batch: 
             return
         for value in tokens:
             values[value] = (values[value] * factor).astype(values[value].dtype)
-
-
-def _result(block: AttentionBlock) -> ir.Value:
-    return block.context if block.output is None else block.output.output
 
 
 def _batch(block: AttentionBlock, info: ShapeInfo) -> int:
@@ -342,13 +336,12 @@ def _keys(block: AttentionBlock, info: ShapeInfo) -> int:
 
 
 def _run(
+    model: ir.Model,
     block: AttentionBlock,
     values: Mapping[ir.Value, np.ndarray],
     targets: Sequence[ir.Value],
     info: ShapeInfo,
     evaluate: Evaluate,
-    opsets: dict[str, int],
-    ir_version: int,
 ) -> list[np.ndarray]:
     """Compute the targets from the cut values and inferred shape constants, without optimization.
 
@@ -361,7 +354,7 @@ def _run(
         list(targets),
         nodes=nodes,
         initializers=constants,
-        opset_imports=opsets,
+        opset_imports=dict(model.opset_imports),
         name=block.name,
     ).clone()
     for inner, (value, array) in zip(graph.inputs, cut.items(), strict=True):
@@ -370,14 +363,13 @@ def _run(
     _in_single_precision(graph)
     try:
         feeds = {value.name or "": array for value, array in cut.items()}
-        return evaluate(ir.Model(graph, ir_version=min(ir_version, IR_VERSION)), feeds)
+        return evaluate(ir.Model(graph, ir_version=min(model.ir_version, IR_VERSION)), feeds)
     except MissingExtra:
         raise
-    except (ValueError, InvalidModel) as error:
-        raise _UndecidedError(str(error).splitlines()[0][:300]) from error
     except Exception as error:  # onnxruntime has an exception class for each status
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise _UndecidedError(f"{evaluate.__name__}: {first[:300]}") from error
+        first = (str(error).splitlines() or [type(error).__name__])[0][:300]
+        is_own = isinstance(error, ValueError | InvalidModel)
+        raise _UndecidedError(first if is_own else f"{evaluate.__name__}: {first}") from error
 
 
 def onnx_runtime(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:

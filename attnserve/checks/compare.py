@@ -243,8 +243,10 @@ def compare(
     empty = empty_axes(before, after)
     require_empty(batches, empty)
     source += ", empty caches" if empty else ""
-    pairs = zip(before.graph.outputs, after.graph.outputs, strict=True)
-    cached = [bool(empty) and _is_cache(a, b) for a, b in pairs]
+    outputs = zip(before.graph.outputs, after.graph.outputs, strict=True)
+    tallies = {
+        index: Tally() for index, (a, b) in enumerate(outputs) if not (empty and _is_cache(a, b))
+    }
     models = (before, after)
     if context.provider == "cpu" and any(map(is_bfloat16, models)):
         source += ", bfloat16 rounded in float32"
@@ -253,13 +255,11 @@ def compare(
         open_session(model, provider=context.provider, threads=context.threads) for model in models
     ]
     progress = context.stage("verify")
-    tallies = [Tally() for _ in cached]
     for done, batch in enumerate(batches, start=1):
         feeds = [shaped_for(model, batch, empty) for model in (before, after)]
-        results = [run(session, feed) for session, feed in zip(sessions, feeds, strict=True)]
-        for tally, skip, a, b in zip(tallies, cached, *results, strict=True):
-            if skip:
-                continue
+        ours, theirs = (run(session, feed) for session, feed in zip(sessions, feeds, strict=True))
+        for index, tally in tallies.items():
+            a, b = ours[index], theirs[index]
             if a.shape != b.shape:
                 raise InvalidModel(
                     f"an output of the first model has shape {a.shape}, of the second {b.shape}",
@@ -268,17 +268,15 @@ def compare(
                 )
             tally.add(a, b, batch)
         progress(done, len(batches))
-    outputs = tuple(
-        tally.result(value.name or "")
-        for tally, skip, value in zip(tallies, cached, before.graph.outputs, strict=True)
-        if not skip
-    )
+    results = [
+        tally.result(before.graph.outputs[index].name or "") for index, tally in tallies.items()
+    ]
     return Fidelity(
-        outputs,
-        float(np.mean([o.mean_cosine for o in outputs])),
-        min(o.min_cosine for o in outputs),
+        tuple(results),
+        float(np.mean([result.mean_cosine for result in results])),
+        min(result.min_cosine for result in results),
         source,
-        max(t.standard_error for t, skip in zip(tallies, cached, strict=True) if not skip),
+        max(tally.standard_error for tally in tallies.values()),
     )
 
 

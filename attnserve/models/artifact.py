@@ -14,7 +14,7 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +43,7 @@ __all__ = [
     "load_model",
     "merged_record",
     "open_artifact",
+    "package_versions",
     "save_model",
     "sha256",
     "staged",
@@ -105,9 +106,8 @@ class Artifact:
 
     def companion(self, name: str) -> Path | None:
         """The path of a companion file; None if it does not exist."""
-        folders = (self.folder, *(() if self.shared is None else (self.shared,)))
-        paths = (folder / name for folder in folders)
-        return next((path for path in paths if path.is_file()), None)
+        folders = [self.folder] if self.shared is None else [self.folder, self.shared]
+        return next((path for folder in folders if (path := folder / name).is_file()), None)
 
     @property
     def pooling(self) -> Pooling:
@@ -236,15 +236,10 @@ def load_model(source: Artifact | Path, *, in_place: bool = False) -> ir.Model:
         _check_tensor(path, tensor)
     try:
         model = ir.from_proto(proto)
-    except Exception as error:
-        raise InvalidModel(
-            f"{path}: the graph is not well formed: {str(error)[:300]}",
-            "check it with onnx.checker.check_model, or export it again",
-            code="artifact.malformed",
-        ) from error
-    ir.external_data.set_base_dir(model.graph, path.parent)
-    try:
-        _flatten(model)
+        ir.external_data.set_base_dir(model.graph, path.parent)
+        if model.functions:
+            common.InlinePass()(model)
+        model.graph.sort()  # some converters do not sort nodes
     except Exception as error:  # onnx_ir raises ValueError for cycles, other types for functions
         raise InvalidModel(
             f"{path}: the graph is not well formed: {str(error)[:300]}",
@@ -273,13 +268,6 @@ def _in_place(path: Path) -> onnx.ModelProto | None:
         return read_in_place(path)
     except Exception:  # onnx.load reports the error
         return None
-
-
-def _flatten(model: ir.Model) -> None:
-    """Inline functions and sort nodes topologically, as some converters do not."""
-    if model.functions:
-        common.InlinePass()(model)
-    model.graph.sort()
 
 
 def save_model(model: ir.Model, path: Path, *, external: bool = False) -> None:
@@ -478,9 +466,9 @@ def _parse_record(path: Path) -> dict[str, Any]:
     others: Any = record.get("others", {})
     if not isinstance(others, dict):
         raise InvalidModel(f"{path}: 'others': expected a JSON object", fix, code="artifact.record")
-    for each in (record, *cast(dict[str, Any], others).values()):
+    for entry in (record, *cast(dict[str, Any], others).values()):
         for key, kind, name in (("lineage", list, "list"), ("files", dict, "object")):
-            if not isinstance(each, dict) or not isinstance(each.get(key, kind()), kind):
+            if not isinstance(entry, dict) or not isinstance(entry.get(key, kind()), kind):
                 raise InvalidModel(
                     f"{path}: {key!r}: expected a JSON {name}", fix, code="artifact.record"
                 )
@@ -602,22 +590,18 @@ def _tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
         if graphs:
             graph = graphs.pop()
             yield from graph.initializer
-            for sparse in graph.sparse_initializer:
-                yield from (sparse.values, sparse.indices)
+            sparse = [*graph.sparse_initializer]
             nodes += graph.node
-            continue
-        for attribute in nodes.pop().attribute:
-            if attribute.HasField("t"):
-                yield attribute.t
-            if attribute.HasField("g"):
-                graphs.append(attribute.g)
-            graphs += attribute.graphs
-            yield from attribute.tensors
-            sparse_tensors = [*attribute.sparse_tensors]
-            if attribute.HasField("sparse_tensor"):
-                sparse_tensors.append(attribute.sparse_tensor)
-            for sparse in sparse_tensors:
-                yield from (sparse.values, sparse.indices)
+        else:
+            attributes = nodes.pop().attribute
+            yield from (a.t for a in attributes if a.HasField("t"))
+            yield from (tensor for a in attributes for tensor in a.tensors)
+            graphs += [a.g for a in attributes if a.HasField("g")]
+            graphs += [inner for a in attributes for inner in a.graphs]
+            sparse = [a.sparse_tensor for a in attributes if a.HasField("sparse_tensor")]
+            sparse += [tensor for a in attributes for tensor in a.sparse_tensors]
+        for tensor in sparse:
+            yield from (tensor.values, tensor.indices)
 
 
 def sha256(path: Path) -> str:
@@ -638,8 +622,13 @@ def fingerprint(artifact: Artifact) -> str:
 
 def versions() -> dict[str, str]:
     """Versions of Python and the installed ``PACKAGES``, for reports."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
+    return {"python": platform.python_version(), **package_versions(PACKAGES)}
+
+
+def package_versions(packages: Iterable[str]) -> dict[str, str]:
+    """The versions of those of the packages that are installed."""
+    installed: dict[str, str] = {}
+    for name in packages:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            installed[name] = importlib.metadata.version(name)
+    return installed

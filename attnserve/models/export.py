@@ -20,7 +20,6 @@ import time
 import warnings
 from collections.abc import Generator, Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,6 +32,7 @@ from attnserve.models.artifact import (
     Pooling,
     check_output,
     load_model,
+    package_versions,
     save_model,
     staged,
     write_record,
@@ -577,15 +577,8 @@ def _record(report: ExportReport, source: str) -> dict[str, Any]:
     return {
         **{key: fields[key] for key in kept},
         "source": source,
-        "versions": {name: found for name in packages if (found := _version(name))},
+        "versions": package_versions(packages),
     }
-
-
-def _version(package: str) -> str | None:
-    """The version of a package; None if it is not installed (as onnxruntime with the GPU build)."""
-    with contextlib.suppress(PackageNotFoundError):
-        return version(package)
-    return None
 
 
 def _first(error: Exception) -> str:

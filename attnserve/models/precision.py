@@ -234,13 +234,13 @@ def int8_weight_bits(model: ir.Model) -> Literal[7, 8] | None:
     7 if all are within -64..64 (other tools do not clamp 64 to 63), 8 if not, None without such
     weights. Unsigned weights are not counted: their kernels do not saturate.
     """
-    found: Literal[7, 8] | None = None
+    bits: Literal[7, 8] | None = None
     for value in _int8_weights(model):
         weights = constant_array(value)
         if weights.size and max(-int(weights.min()), int(weights.max())) > LARGEST_7_BIT:
             return 8
-        found = 7
-    return found
+        bits = 7
+    return bits
 
 
 def _int8_weights(model: ir.Model) -> Iterator[ir.Value]:
@@ -429,13 +429,7 @@ def _join_casts(model: ir.Model) -> None:
 
 
 def _in_bfloat16(model: ir.Model) -> ir.Model:
-    opset = model.opset_imports.get("", 1)
-    if opset < min(COMPUTES):
-        raise CannotRewrite(
-            f"bfloat16: the model has opset {opset}, bfloat16 needs {min(COMPUTES)}",
-            "export it again with a newer opset, or convert to float16",
-            code="precision.opset",
-        )
+    _require_opset(model, "bfloat16", min(COMPUTES))
     set_missing_types(model)
     ToBfloat16(frozenset(_positions(model)))(model)
     return model
@@ -447,13 +441,7 @@ def _in_bfloat16(model: ir.Model) -> ir.Model:
 def _quantized(model: ir.Model, *, reduce_range: bool) -> ir.Model:
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    opset = model.opset_imports.get("", 1)
-    if opset < OLDEST_OPSET:
-        raise CannotRewrite(
-            f"int8: the model has opset {opset}, dynamic quantization needs {OLDEST_OPSET}",
-            "export it again with a newer opset",
-            code="precision.opset",
-        )
+    _require_opset(model, "int8", OLDEST_OPSET)
     nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
     _gather_weights(model, nodes)
     least = TABLE * weight_bytes(model)
@@ -573,7 +561,17 @@ def _fits(node: ir.Node, least: float) -> bool:
             return False
 
 
-# ---- both ----------------------------------------------------------------------------------------
+# ---- all -----------------------------------------------------------------------------------------
+
+
+def _require_opset(model: ir.Model, precision: Precision, oldest: int) -> None:
+    opset = model.opset_imports.get("", 1)
+    if opset < oldest:
+        raise CannotRewrite(
+            f"{precision}: the model has opset {opset}, the conversion needs {oldest}",
+            "export it again with a newer opset, or convert to float16",
+            code="precision.opset",
+        )
 
 
 def _give_names(model: ir.Model) -> None:

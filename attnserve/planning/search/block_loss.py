@@ -7,9 +7,11 @@ Removal is measured at a few sizes, with the block's last map refitted in closed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -19,7 +21,7 @@ from attnserve.calibration.elimination import RIDGE, Elimination, eliminate, eli
 from attnserve.calibration.moments import collect_moments
 from attnserve.calibration.refit import Moments, context_moments, refit
 from attnserve.calibration.similarity import measure_similarity
-from attnserve.context import Provider, RunContext
+from attnserve.context import RunContext, ignore_progress
 from attnserve.planning.head_selection import Reuse, edges_of
 from attnserve.planning.search.candidates import (
     MAX_CONFIGS,
@@ -45,8 +47,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Losses", "loss_curves"]
 
-Stage = Callable[[str, int, int], None]
-
 PROBES = (0.25, 0.5, 0.75)
 """Shares of a block whose removal is measured."""
 
@@ -71,12 +71,10 @@ def loss_curves(
     model: ir.Model,
     groups: Sequence[TiedBlocks],
     batches: Sequence[Batch],
-    *,
     changes: Mapping[str, Sequence[BlockConfig]] | None = None,
     pairs: Sequence[ReusePair] = (),
-    provider: Provider = "cpu",
-    threads: int = 0,
-    report: Stage,
+    *,
+    context: RunContext,
 ) -> Losses:
     """Measure the loss of removal, of other changes, and of reuse.
 
@@ -92,15 +90,11 @@ def loss_curves(
         return Losses({}, ())
     blocks = [block for group in able for block in group.blocks]
     probes, rest = _split(batches)
-    moments = context_moments(
-        model, blocks, rest, context=RunContext(provider, threads, progress=report)
-    )
-    estimator = LossEstimator(
-        model, [b.name for b in blocks], probes, provider=provider, threads=threads
-    )
+    moments = context_moments(model, blocks, rest, context=context)
+    estimator = LossEstimator(model, [block.name for block in blocks], probes, context)
     curves: dict[str, LossCurve] = {}
     for done, group in enumerate(able, start=1):
-        total = _total([moments[name] for name in group.names])
+        total = reduce(add, (moments[name] for name in group.names))
         found, rows, weight = _elimination(group, total)
         count, gone, losses = group.count, list[int](), list[float]()
         for share in PROBES:
@@ -118,9 +112,9 @@ def loss_curves(
                 tuple(found.order.tolist()), tuple(own.tolist()), tuple(gone),
                 tuple(rising.tolist()),
             )  # fmt: skip
-        report("measure block losses", done, len(able))
+        context.progress("measure block losses", done, len(able))
     some = rest[:: max(len(rest) * PROBE_ROWS // MOMENT_ROWS // len(probes), 1)]
-    others = _ChangeLosses(model, estimator, some, provider, threads, report)
+    others = _ChangeLosses(model, estimator, some, context)
     wanted = {g: changes[g.key] for g in able if changes and g.key in changes and g.key in curves}
     for key, found in others.changes(wanted).items():
         curves[key] = replace(curves[key], changed=tuple(found))
@@ -135,9 +129,12 @@ class _ChangeLosses:
     model: ir.Model
     estimator: LossEstimator
     batches: Sequence[Batch]
-    provider: Provider
-    threads: int
-    report: Stage
+    context: RunContext
+
+    @property
+    def silent(self) -> RunContext:
+        """The context of a step whose own progress is not reported."""
+        return replace(self.context, progress=ignore_progress)
 
     def changes(
         self, wanted: Mapping[TiedBlocks, Sequence[BlockConfig]]
@@ -149,9 +146,7 @@ class _ChangeLosses:
         if names:
             _decompose(plain, names)
             blocks = [block for block in find_attention(plain)[0] if block.name in names]
-            moments = collect_moments(
-                plain, blocks, self.batches, context=RunContext(self.provider, self.threads)
-            )
+            moments = collect_moments(plain, blocks, self.batches, context=self.silent)
         found: dict[str, list[tuple[BlockConfig, float]]] = {}
         for done, (group, configs) in enumerate(single.items(), start=1):
             block, name = group.blocks[0], group.names[0]
@@ -161,7 +156,7 @@ class _ChangeLosses:
                     apply_config(new, block, config, moments.get(name))
                     loss = self._loss(new, [] if config.kept else [name])
                     found.setdefault(group.key, []).append((config, loss))
-            self.report("measure changes", done, len(single))
+            self.context.progress("measure changes", done, len(single))
         return found
 
     def pairs(self, pairs: Sequence[ReusePair]) -> Iterator[ReusePair]:
@@ -178,10 +173,7 @@ class _ChangeLosses:
             both = [blocks[source], blocks[reader]]
             with suppress(AttnserveError):  # an impossible change is no candidate
                 alike = measure_similarity(
-                    plain,
-                    both,
-                    self.batches[::FIT_EVERY],
-                    context=RunContext(self.provider, self.threads),
+                    plain, both, self.batches[::FIT_EVERY], context=self.silent
                 )
                 edges = edges_of(Reuse("full"), both, [reader], masks={}, similarity=alike)
                 taken = edges.get(reader, {})
@@ -191,13 +183,12 @@ class _ChangeLosses:
                 new = self.model.clone()
                 apply_reuse(new, edges, {})
                 yield replace(pair, heads=heads, loss=self._loss(new, [reader]))
-            self.report("measure pairs", done, len(pairs))
+            self.context.progress("measure pairs", done, len(pairs))
 
     def _loss(self, new: ir.Model, fitted: Sequence[str]) -> float:
         """The loss of a changed model, after these layers are refitted."""
         if fitted:
-            refit(new, self.model, fitted, self.batches[::FIT_EVERY],
-                  context=RunContext(self.provider, self.threads))  # fmt: skip
+            refit(new, self.model, fitted, self.batches[::FIT_EVERY], context=self.silent)
         return max(self.estimator.loss_of(new), 1e-9)
 
 
@@ -218,13 +209,6 @@ def _split(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
     places = np.linspace(0, len(batches) - 1, 2 * count + 1)[1::2].round().astype(int).tolist()
     probes = [batches[index] for index in dict.fromkeys(places)]
     return probes, [batch for index, batch in enumerate(batches) if index not in places]
-
-
-def _total(parts: Sequence[Moments]) -> Moments:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
 
 
 def _elimination(group: TiedBlocks, moments: Moments) -> tuple[Elimination, np.ndarray, np.ndarray]:

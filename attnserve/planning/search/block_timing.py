@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.context import Progress
+from attnserve.context import Progress, ignore_progress
 from attnserve.models.precision import LARGEST, Precision, convert
 from attnserve.planning.search.candidates import (
     Block,
@@ -36,44 +37,238 @@ from graph_passes.passes.fuse_gelu import FuseGelu, gelu_refusal
 from graph_passes.passes.fuse_residuals import FuseResiduals, find_residuals
 from graph_passes.passes.reuse_attention import reuse_refusal
 
-__all__ = ["time_blocks", "time_pairs", "time_residual_fusion", "without_casts"]
+__all__ = ["BlockTimer", "without_casts"]
 
 FORMS: Sequence[FusedOperator] = get_args(FusedOperator)
 
 
-def time_blocks(
-    model: ir.Model,
-    groups: Sequence[TiedBlocks],
-    feeds: Sequence[Batch],
-    table: LatencyTable,
-    *,
-    target: int,
-    precision: Precision = "float32",
-    report: Progress,
-) -> dict[Block, BlockLatency]:
-    """Time every implementation of each block, and each configuration in the fastest one.
+@dataclass(frozen=True, eq=False)
+class BlockTimer:
+    """Times blocks of a model at several shapes, as exported and rewritten.
 
-    Blocks with equal work are timed once.
-
-    Args:
+    Attributes:
         feeds: Inputs of the model at each shape; the model should be fast at the first ``target``.
+        precision: Of the model, after all rewrites.
     """
-    blocks = [block for group in groups for block in group.blocks]
-    parts = cut_out(model, [_cut(block) for block in blocks], feeds, provider=table.provider)
-    alike: dict[tuple[Any, ...], list[tuple[Block, Part]]] = {}
-    shapes = infer_shapes_small(model, batch=2, sequence=5)
-    frozen = {block for group in groups if group.refusal is not None for block in group.blocks}
-    forms = {block: _forms(block, shapes, model.opset_imports) for block in blocks}
-    for block, part in zip(blocks, parts, strict=True):
-        keys = (part.key(index) for index in range(len(feeds)))
-        alike.setdefault((*keys, forms[block], block in frozen), []).append((block, part))
-    found: dict[Block, BlockLatency] = {}
-    for done, ((*_, able, whole), same) in enumerate(alike.items(), start=1):
-        block, part = same[0]
-        timed = _time(block, part, table, target, precision, able, whole=whole)
-        found |= {each: timed for each, _ in same}
-        report("time blocks", done, len(alike))
-    return found
+
+    model: ir.Model
+    feeds: Sequence[Batch]
+    table: LatencyTable
+    target: int
+    precision: Precision = "float32"
+    report: Progress = ignore_progress
+
+    def time_blocks(self, groups: Sequence[TiedBlocks]) -> dict[Block, BlockLatency]:
+        """Time every implementation of each block, and each configuration in the fastest one.
+
+        Blocks with equal work are timed once.
+        """
+        blocks = [block for group in groups for block in group.blocks]
+        parts = self._cut_out(self.model, [_cut(block) for block in blocks])
+        alike: dict[tuple[Any, ...], list[tuple[Block, Part]]] = {}
+        shapes = infer_shapes_small(self.model, batch=2, sequence=5)
+        frozen = {block for group in groups if group.refusal is not None for block in group.blocks}
+        forms = {block: _forms(block, shapes, self.model.opset_imports) for block in blocks}
+        for block, part in zip(blocks, parts, strict=True):
+            keys = (part.key(index) for index in range(len(self.feeds)))
+            alike.setdefault((*keys, forms[block], block in frozen), []).append((block, part))
+        latencies: dict[Block, BlockLatency] = {}
+        for done, ((*_, able, whole), same) in enumerate(alike.items(), start=1):
+            block, part = same[0]
+            latency = self._time_block(block, part, able, whole=whole)
+            latencies |= {each: latency for each, _ in same}
+            self.report("time blocks", done, len(alike))
+        return latencies
+
+    def time_pairs(
+        self, groups: Sequence[TiedBlocks], timed: Mapping[Block, BlockLatency]
+    ) -> list[ReusePair]:
+        """Time pairs of attention blocks, of which the second reuses probabilities of the first.
+
+        Reuse needs plain operators, because fused ones return no probabilities. If it is not faster
+        than both fused blocks with all their heads, smaller numbers of heads are not timed.
+        """
+        able = [
+            group
+            for group in groups
+            if group.kind == "attention" and group.refusal is None and len(group.blocks) == 1
+        ]
+        pairs: list[ReusePair] = []
+        known: dict[
+            tuple[BlockLatency, BlockLatency], tuple[Mapping[int, tuple[float, ...]], float]
+        ] = {}
+        for index, reader in enumerate(able):
+            source = next((s for s in reversed(able[:index]) if _can_reuse(s, reader)), None)
+            if source is None:
+                continue
+            now = timed[source.blocks[0]], timed[reader.blocks[0]]
+            if now not in known:  # blocks with equal work are timed once
+                known[now] = self._time_pair(source, reader, now)
+            times, saved_ms = known[now]
+            if times:
+                pairs.append(ReusePair(source, reader, times, saved_ms))
+            self.report("time pairs", index + 1, len(able))
+        return pairs
+
+    def residual_fusion_ms(self) -> float:
+        """Milliseconds that ``FuseResiduals`` saves in a whole run, mean over the target shapes.
+
+        0 if it is slower at any shape.
+        """
+        norms = [node for node in find_residuals(self.model) if node.graph is self.model.graph]
+        cuts: list[Cut] = []
+        for norm in norms:
+            added = norm.inputs[0]
+            node = None if added is None else added.producer()
+            assert node is not None
+            cuts.append(Cut(norm.outputs[0], tuple(v for v in node.inputs if v is not None)))
+        saved: list[np.ndarray] = []
+        known: dict[str, np.ndarray] = {}
+        for part in self._cut_out(self.model, cuts) if cuts else ():
+            key = part.key(0)
+            if key not in known:
+                summed = part.model.clone()
+                FuseResiduals()(summed)
+                times = self._measure(self._converted(part), {"sum": Part(summed, part.feeds)})
+                known[key] = np.array(times[None]) - np.array(times["sum"])
+            saved.append(known[key])
+        total = np.sum(saved, axis=0) if saved else np.zeros(1)
+        return self.mean(total) if (total > 0).all() else 0.0
+
+    def mean(self, times: Sequence[float] | np.ndarray) -> float:
+        """The mean over the shapes at which the model should be fast."""
+        return float(np.mean(times[: self.target]))
+
+    def _time_block(
+        self, block: Block, part: Part, forms: Sequence[Implementation], *, whole: bool
+    ) -> BlockLatency:
+        """Time the implementations of a block, then its configurations in the fastest one.
+
+        Args:
+            whole: Leave out the configurations, because nothing can be removed.
+        """
+        original = self._converted(part)
+        written: dict[Implementation, Part] = {}
+        for form in forms:
+            made = _written(part, form)
+            if made is not None and self._runs(self._converted(made)):
+                written[form] = made
+        times = self._measure(original, written)
+        bounds = MAX_BLOCK_SLOWDOWN * np.array(times[None])
+        safe = [form for form in written if (np.array(times[form]) <= bounds).all()]
+        fastest: Implementation = "as exported"
+        if safe:
+            best = min(safe, key=lambda form: self.mean(times[form]))
+            fastest = best if self.mean(times[best]) < self.mean(times[None]) else fastest
+        start = times[None if fastest == "as exported" else fastest]
+        forms_ms: dict[Implementation, tuple[float, ...]] = {form: times[form] for form in written}
+        count = block.num_neurons if isinstance(block, FeedForwardBlock) else block.num_heads
+        if whole:
+            return BlockLatency(times[None], fastest, {BlockConfig(count): start}, forms_ms)
+        wanted = configs_of(block)
+        configs = self._time_configs(part, wanted, fastest, original)
+        for config in [
+            config for config in wanted if config.rank is not None and config in configs
+        ]:
+            own = configs.get(config._replace(rank=None))
+            if own is not None and self.mean(configs[config]) < self.mean(own):
+                fewer = [
+                    config.of(each.kept) for each in wanted if each.head_size and not each.rank
+                ]
+                configs |= self._time_configs(part, fewer, fastest, original)
+        return BlockLatency(times[None], fastest, {**configs, BlockConfig(count): start}, forms_ms)
+
+    def _time_configs(
+        self, part: Part, wanted: Sequence[BlockConfig], form: Implementation, original: Part
+    ) -> dict[BlockConfig, tuple[float, ...]]:
+        """The times of the possible configurations, in a fused operator if one implements them."""
+        made: dict[BlockConfig, Part] = {}
+        for config in wanted:
+            less = _smaller(part, config)
+            if less is not None and form != "as exported" and not config.needs_plain_operators:
+                less = _written(less, form)
+            if less is not None:
+                made[config] = less
+        times = self._measure(original, made)
+        return {config: times[config] for config in made}
+
+    def _time_pair(
+        self, source: TiedBlocks, reader: TiedBlocks, now: tuple[BlockLatency, BlockLatency]
+    ) -> tuple[dict[int, tuple[float, ...]], float]:
+        """Times of both blocks by the number of kept heads, and what reuse saves with all heads.
+
+        There are no times if reuse is impossible.
+        """
+        cuts = [_cut(source.blocks[0]), _cut(reader.blocks[0])]
+        original = self._converted(self._cut_out(self.model, cuts)[0])
+
+        def timed(numbers: Sequence[int]) -> dict[int, tuple[float, ...]]:
+            """Time both parts for each number of heads, beside the exported source."""
+            parts: dict[tuple[int, int], Part] = {}
+            for kept in numbers:
+                for index, part in enumerate(self._reusing_parts(source, reader, kept)):
+                    parts[kept, index] = part
+            ms = self._measure(original, parts)
+            return {
+                kept: tuple(a + b for a, b in zip(ms[kept, 0], ms[kept, 1], strict=True))
+                for kept in numbers
+                if (kept, 0) in parts
+            }
+
+        times = timed([source.count])
+        if not times:
+            return {}, 0.0
+        fused = sum(self.mean(each.configs[BlockConfig(source.count)]) for each in now)
+        saved_ms = fused - self.mean(times[source.count])
+        if saved_ms > 0:
+            times |= timed([config.kept for config in now[0].configs
+                            if 0 < config.kept < source.count
+                            and config == BlockConfig(config.kept)])  # fmt: skip
+        return times, saved_ms
+
+    def _reusing_parts(self, source: TiedBlocks, reader: TiedBlocks, kept: int) -> Sequence[Part]:
+        """Both blocks with this number of heads; empty if reuse is impossible."""
+        names = source.names[0], reader.names[0]
+        new = self.model.clone()
+        edges = {names[1]: {head: (names[0], head) for head in range(kept)}}
+        mask = [1] * kept + [0] * (source.count - kept)
+        try:
+            apply_reuse(new, edges, dict.fromkeys(names, mask) if kept < source.count else {})
+            blocks = {block.name: block for block in find_attention(new)[0]}
+            return self._cut_out(new, [_cut(blocks[name]) for name in names])
+        except (AttnserveError, KeyError):  # grouped heads, or blocks that cannot be extracted
+            return ()
+
+    def _cut_out(self, model: ir.Model, cuts: Sequence[Cut]) -> Sequence[Part]:
+        return cut_out(model, cuts, self.feeds, provider=self.table.provider)
+
+    def _runs(self, part: Part) -> bool:
+        """Whether the provider has kernels for the operators and types of a part."""
+        try:
+            session = open_session(
+                part.model, provider=self.table.provider, threads=self.table.threads
+            )
+            for feed in part.feeds:
+                run(session, feed)
+        except AttnserveError:
+            return False
+        return True
+
+    def _measure(self, original: Part, forms: Mapping[Any, Part]) -> dict[Any, tuple[float, ...]]:
+        """The times by key; None is the original."""
+        parts = {None: original, **{key: self._converted(form) for key, form in forms.items()}}
+        times = self.table.measure({str(key): part for key, part in parts.items()})
+        return {key: times[str(key)] for key in parts}
+
+    def _converted(self, part: Part) -> Part:
+        if self.precision == "float32":
+            return part
+        try:
+            made = Part(convert(part.model, self.precision), part.feeds)
+        except AttnserveError:  # nothing can be converted
+            return part
+        # numpy has no bfloat16, so that such a part is timed with its casts.
+        return without_casts(made) if self.precision == "float16" else made
 
 
 def _forms(
@@ -92,105 +287,10 @@ def _cut(block: Block) -> Cut:
     return Cut(block.output.output, tuple(dict.fromkeys((block.x, block.y))))
 
 
-def _time(
-    block: Block,
-    part: Part,
-    table: LatencyTable,
-    target: int,
-    precision: Precision,
-    forms: Sequence[Implementation],
-    *,
-    whole: bool,
-) -> BlockLatency:
-    """Time the implementations of a block, then its configurations in the fastest one.
-
-    Args:
-        whole: Leave out the configurations, because nothing can be removed.
-    """
-    original = _converted(part, precision)
-    written: dict[Implementation, Part] = {}
-    for form in forms:
-        made = _written(part, form)
-        if made is not None and _runs(_converted(made, precision), table):
-            written[form] = made
-    times = _measure(table, original, written, precision)
-    bounds = MAX_BLOCK_SLOWDOWN * np.array(times[None])
-    safe = {form: times[form] for form in written if (np.array(times[form]) <= bounds).all()}
-    fastest: Implementation = "as exported"
-    for form in written:
-        if form in safe and _mean(safe[form], target) < _mean(
-            safe.get(fastest, times[None]), target
-        ):
-            fastest = form
-    start = safe.get(fastest, times[None])
-    forms_ms: dict[Implementation, tuple[float, ...]] = {form: times[form] for form in written}
-    count = block.num_neurons if isinstance(block, FeedForwardBlock) else block.num_heads
-    if whole:
-        return BlockLatency(times[None], fastest, {BlockConfig(count): start}, forms_ms)
-    wanted = configs_of(block)
-    found = _time_configs(part, wanted, fastest, table, original, precision)
-    for config in [config for config in wanted if config.rank is not None and config in found]:
-        own = found.get(config._replace(rank=None))
-        if own is not None and _mean(found[config], target) < _mean(own, target):
-            fewer = [config.of(each.kept) for each in wanted if each.head_size and not each.rank]
-            found |= _time_configs(part, fewer, fastest, table, original, precision)
-    return BlockLatency(times[None], fastest, {**found, BlockConfig(count): start}, forms_ms)
-
-
-def _time_configs(
-    part: Part,
-    wanted: Sequence[BlockConfig],
-    form: Implementation,
-    table: LatencyTable,
-    original: Part,
-    precision: Precision,
-) -> dict[BlockConfig, tuple[float, ...]]:
-    """The times of the possible configurations, in a fused operator if one implements them."""
-    made: dict[BlockConfig, Part] = {}
-    for config in wanted:
-        less = _smaller(part, config)
-        if less is not None and form != "as exported" and not config.needs_plain_operators:
-            less = _written(less, form)
-        if less is not None:
-            made[config] = less
-    times = _measure(table, original, made, precision)
-    return {config: times[config] for config in made}
-
-
-def _runs(part: Part, table: LatencyTable) -> bool:
-    """Whether the provider has kernels for the operators and types of a part."""
-    try:
-        session = open_session(part.model, provider=table.provider, threads=table.threads)
-        for feed in part.feeds:
-            run(session, feed)
-    except AttnserveError:
-        return False
-    return True
-
-
-def _mean(times: Sequence[float], target: int) -> float:
-    return float(np.mean(times[:target]))
-
-
-def _measure(
-    table: LatencyTable, original: Part, forms: Mapping[Any, Part], precision: Precision
-) -> dict[Any, tuple[float, ...]]:
-    """The times by key; None is the original."""
-    parts = {None: original, **{key: _converted(form, precision) for key, form in forms.items()}}
-    named = {str(key): part for key, part in parts.items()}
-    times = table.measure(named)
-    return {key: times[str(key)] for key in parts}
-
-
-def _converted(part: Part, precision: Precision) -> Part:
-    if precision == "float32":
-        return part
-    try:
-        made = Part(convert(part.model, precision), part.feeds)
-    except AttnserveError:  # nothing can be converted
-        return part
-    # numpy has no bfloat16, so that such a part is timed with its casts.
-    return without_casts(made) if precision == "float16" else made
+def _can_reuse(source: TiedBlocks, reader: TiedBlocks) -> bool:
+    first, second = source.blocks[0], reader.blocks[0]
+    assert isinstance(first, AttentionBlock) and isinstance(second, AttentionBlock)
+    return source.count == reader.count and reuse_refusal(second, [first]) is None
 
 
 def without_casts(part: Part) -> Part:
@@ -263,141 +363,3 @@ def _written(part: Part, form: Implementation) -> Part | None:
         return None
     # Masks are prepared once for all layers, so that they are inputs here and not timed.
     return cut_out(small, [_cut(block)], part.feeds)[0]
-
-
-def time_pairs(
-    model: ir.Model,
-    groups: Sequence[TiedBlocks],
-    feeds: Sequence[Batch],
-    table: LatencyTable,
-    timed: Mapping[Block, BlockLatency],
-    *,
-    target: int,
-    precision: Precision = "float32",
-    report: Progress,
-) -> list[ReusePair]:
-    """Time pairs of attention blocks, of which the second reuses the probabilities of the first.
-
-    Reuse needs plain operators, because fused ones return no probabilities. If it is not faster
-    than both fused blocks with all their heads, smaller numbers of heads are not timed.
-    """
-    able = [g for g in groups if g.kind == "attention" and g.refusal is None and len(g.blocks) == 1]
-    found: list[ReusePair] = []
-    known: dict[
-        tuple[BlockLatency, BlockLatency], tuple[Mapping[int, tuple[float, ...]], float]
-    ] = {}
-    for index, reader in enumerate(able):
-        source = next((s for s in reversed(able[:index]) if _can_reuse(s, reader)), None)
-        if source is None:
-            continue
-        now = timed[source.blocks[0]], timed[reader.blocks[0]]
-        if now not in known:  # blocks with equal work are timed once
-            known[now] = _time_pair(model, source, reader, feeds, table, now, target, precision)
-        times, saved_ms = known[now]
-        if times:
-            found.append(ReusePair(source, reader, times, saved_ms))
-        report("time pairs", index + 1, len(able))
-    return found
-
-
-def _can_reuse(source: TiedBlocks, reader: TiedBlocks) -> bool:
-    first, second = source.blocks[0], reader.blocks[0]
-    assert isinstance(first, AttentionBlock) and isinstance(second, AttentionBlock)
-    return source.count == reader.count and reuse_refusal(second, [first]) is None
-
-
-def _time_pair(
-    model: ir.Model,
-    source: TiedBlocks,
-    reader: TiedBlocks,
-    feeds: Sequence[Batch],
-    table: LatencyTable,
-    now: tuple[BlockLatency, BlockLatency],
-    target: int,
-    precision: Precision,
-) -> tuple[dict[int, tuple[float, ...]], float]:
-    """Times of both blocks by the number of kept heads, and what reuse saves with all heads.
-
-    There are no times if reuse is impossible.
-    """
-    whole = cut_out(model, [_cut(source.blocks[0]), _cut(reader.blocks[0])], feeds,
-                    provider=table.provider)  # fmt: skip
-    original = _converted(whole[0], precision)
-
-    def timed(numbers: Sequence[int]) -> dict[int, tuple[float, ...]]:
-        """Time both parts for each number of heads, beside the exported source."""
-        parts: dict[tuple[int, int], Part] = {}
-        for kept in numbers:
-            for index, part in enumerate(_reusing_parts(model, source, reader, kept, feeds, table)):
-                parts[kept, index] = part
-        ms = _measure(table, original, parts, precision)
-        return {
-            kept: tuple(a + b for a, b in zip(ms[kept, 0], ms[kept, 1], strict=True))
-            for kept in numbers
-            if (kept, 0) in parts
-        }
-
-    times = timed([source.count])
-    if not times:
-        return {}, 0.0
-    fused = sum(_mean(each.configs[BlockConfig(source.count)], target) for each in now)
-    saved_ms = fused - _mean(times[source.count], target)
-    if saved_ms > 0:
-        times |= timed([config.kept for config in now[0].configs if 0 < config.kept < source.count
-                        and config == BlockConfig(config.kept)])  # fmt: skip
-    return times, saved_ms
-
-
-def _reusing_parts(
-    model: ir.Model,
-    source: TiedBlocks,
-    reader: TiedBlocks,
-    kept: int,
-    feeds: Sequence[Batch],
-    table: LatencyTable,
-) -> Sequence[Part]:
-    """Both blocks with this number of heads; empty if reuse is impossible."""
-    names = source.names[0], reader.names[0]
-    new = model.clone()
-    edges = {names[1]: {head: (names[0], head) for head in range(kept)}}
-    mask = [1] * kept + [0] * (source.count - kept)
-    try:
-        apply_reuse(new, edges, dict.fromkeys(names, mask) if kept < source.count else {})
-        blocks = {block.name: block for block in find_attention(new)[0]}
-        return cut_out(new, [_cut(blocks[name]) for name in names], feeds, provider=table.provider)
-    except (AttnserveError, KeyError):  # grouped heads, or blocks that cannot be extracted
-        return ()
-
-
-def time_residual_fusion(
-    model: ir.Model,
-    feeds: Sequence[Batch],
-    table: LatencyTable,
-    *,
-    target: int,
-    precision: Precision = "float32",
-) -> float:
-    """Milliseconds that ``FuseResiduals`` saves in a whole run, mean over the target shapes.
-
-    0 if it is slower at any shape.
-    """
-    norms = [node for node in find_residuals(model) if node.graph is model.graph]
-    cuts: list[Cut] = []
-    for norm in norms:
-        added = norm.inputs[0]
-        node = None if added is None else added.producer()
-        assert node is not None
-        cuts.append(Cut(norm.outputs[0], tuple(v for v in node.inputs if v is not None)))
-    saved: list[np.ndarray] = []
-    known: dict[str, np.ndarray] = {}
-    for part in cut_out(model, cuts, feeds, provider=table.provider) if cuts else ():
-        key = part.key(0)
-        if key not in known:
-            summed = part.model.clone()
-            FuseResiduals()(summed)
-            original = _converted(part, precision)
-            times = _measure(table, original, {"sum": Part(summed, part.feeds)}, precision)
-            known[key] = np.array(times[None]) - np.array(times["sum"])
-        saved.append(known[key])
-    total = np.sum(saved, axis=0) if saved else np.zeros(1)
-    return float(np.mean(total[:target])) if (total > 0).all() else 0.0

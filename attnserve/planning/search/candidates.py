@@ -243,22 +243,6 @@ class LossCurve:
         stays[list(self.order[: len(self.order) - kept])] = 0
         return stays.tolist()
 
-    def to_json(self) -> dict[str, Any]:
-        return {"order": list(self.order), "own_loss": list(self.own_loss),
-                "gone": list(self.gone), "loss": list(self.loss),
-                "changed": [[list(config), loss] for config, loss in self.changed]}  # fmt: skip
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> LossCurve:
-        """Read what ``to_json`` wrote.
-
-        Raises:
-            KeyError, TypeError: The content has another structure.
-        """
-        lists = {name: tuple(content[name]) for name in ("order", "own_loss", "gone", "loss")}
-        changed = tuple((BlockConfig(*config), float(loss)) for config, loss in content["changed"])
-        return cls(**lists, changed=changed)
-
 
 def group_blocks(
     model: ir.Model, attention: Sequence[AttentionBlock], *, ffn: bool

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from attnserve.models.artifact import staged
 from attnserve.planning.search.block_loss import Losses
@@ -15,28 +17,37 @@ from attnserve.planning.search.candidates import LossCurve, ReusePair
 from attnserve.runtime.part_latency import default_cache
 from graph_passes.errors import AttnserveError
 
-__all__ = ["Checkpoint"]
+__all__ = ["Checkpoint", "digest"]
 
 
-@dataclass(eq=False)
+def digest(record: Any) -> str:
+    """A short checksum of a value that JSON can represent."""
+    text = json.dumps(record, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+class _Content(BaseModel):
+    """The file: losses (None until they are measured), and (loss, cosine) by digest of a plan."""
+
+    model_config = ConfigDict(ser_json_inf_nan="constants")
+
+    curves: dict[str, LossCurve] | None = None
+    pairs: dict[str, tuple[tuple[int, ...], float]] = {}
+    builds: dict[str, tuple[float, float]] = {}
+
+
 class Checkpoint:
     """Measurements from which an interrupted search continues.
 
-    Content that cannot be read counts as missing. A folder that cannot be written is ignored.
+    A file that cannot be read counts as missing. A folder that cannot be written is ignored.
     """
 
-    path: Path
-    content: dict[str, Any] = field(default_factory=dict[str, Any])
-
-    @classmethod
-    def open(cls, name: str) -> Checkpoint:
+    def __init__(self, name: str) -> None:
         """Read the checkpoint with this name; empty if there is none."""
-        path = default_cache().parent / "plans" / f"{name}.json"
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            content = {}
-        return cls(path, content if isinstance(content, dict) else {})
+        self._path = default_cache().parent / "plans" / f"{name}.json"
+        self._content = _Content()
+        with suppress(OSError, ValidationError):
+            self._content = _Content.model_validate_json(self._path.read_bytes())
 
     def losses(self, pairs: Sequence[ReusePair]) -> Losses | None:
         """The stored losses; None if there are none.
@@ -44,47 +55,35 @@ class Checkpoint:
         Args:
             pairs: All timed pairs; those with a stored loss are returned with it.
         """
-        try:
-            curves = {
-                key: LossCurve.from_json(curve) for key, curve in self.content["curves"].items()
-            }
-            stored = self.content["pairs"]
-            return Losses(curves, tuple(
-                replace(pair, heads=tuple(heads), loss=float(loss))
-                for pair in pairs if pair.reader.key in stored
-                for heads, loss in [stored[pair.reader.key]]
-            ))  # fmt: skip
-        except (KeyError, TypeError, ValueError, AttributeError):
+        if self._content.curves is None:
             return None
+        stored = {pair: self._content.pairs.get(pair.reader.key) for pair in pairs}
+        known = (replace(pair, heads=v[0], loss=v[1]) for pair, v in stored.items() if v)
+        return Losses(self._content.curves, tuple(known))
 
     def put_losses(self, losses: Losses) -> None:
         """Store losses."""
-        self.content["curves"] = {key: curve.to_json() for key, curve in losses.curves.items()}
-        self.content["pairs"] = {p.reader.key: (p.heads, p.loss) for p in losses.pairs}
+        self._content.curves = losses.curves
+        self._content.pairs = {p.reader.key: (p.heads, p.loss) for p in losses.pairs}
         self._write()
 
-    def built(self, digest: str) -> tuple[float, float] | None:
+    def build(self, plan_digest: str) -> tuple[float, float] | None:
         """(loss, cosine) of the plan with this digest, if it was built."""
-        try:
-            loss, cosine = self.content["builds"][digest]
-            return float(loss), float(cosine)
-        except (KeyError, TypeError, ValueError):
-            return None
+        return self._content.builds.get(plan_digest)
 
-    def add_build(self, digest: str, loss: float, cosine: float) -> None:
+    def add_build(self, plan_digest: str, loss: float, cosine: float) -> None:
         """Store the measurements of a built plan."""
-        builds = self.content.get("builds")
-        known = dict(builds) if isinstance(builds, dict) else {}  # pyright: ignore
-        self.content["builds"] = {**known, digest: (loss, cosine)}
+        self._content.builds[plan_digest] = loss, cosine
         self._write()
 
     def remove(self) -> None:
         """Delete the file, once the search has ended."""
         with suppress(OSError):
-            self.path.unlink(missing_ok=True)
+            self._path.unlink(missing_ok=True)
 
     def _write(self) -> None:
         with suppress(OSError, AttnserveError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with staged(self.path.parent) as stage:
-                (stage / self.path.name).write_text(json.dumps(self.content), encoding="utf-8")
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with staged(self._path.parent) as stage:
+                text = self._content.model_dump_json()
+                (stage / self._path.name).write_text(text, encoding="utf-8")

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
 from attnserve.checks.compare import Fidelity, compare
@@ -19,11 +16,11 @@ from attnserve.models.precision import convert
 from attnserve.planning.apply import ApplyReport, apply_plan
 from attnserve.planning.plan import Plan
 from attnserve.planning.search.candidate_set import CandidateSet
-from attnserve.planning.search.checkpoint import Checkpoint
+from attnserve.planning.search.checkpoint import Checkpoint, digest
 from attnserve.planning.search.goal import SearchInput
 from attnserve.planning.search.limits import MIN_SPEEDUP
 from attnserve.planning.search.pareto import Choice
-from attnserve.planning.search.report import Speed
+from attnserve.planning.search.report import Speed, mean_speedup
 from attnserve.runtime.part_latency import Part
 from attnserve.runtime.session import open_session
 
@@ -85,7 +82,7 @@ class Judge:
 
     def loss(self, choice: Choice) -> float:
         """The measured loss of a choice; it is built unless the checkpoint knows its loss."""
-        known = self.checkpoint.built(_digest(self._plan(choice)))
+        known = self.checkpoint.build(digest(self._plan(choice).to_json()))
         if known is not None:
             self.measured[choice.picks] = known
             return known[0]
@@ -114,13 +111,13 @@ class Judge:
         share, loss = self._share_and_loss(model, fidelity, f"build {number}: score")
         self._last = Built(choice, plan, float32_model, model, applied, fidelity, share, loss)
         self.measured[choice.picks] = loss, fidelity.mean_cosine
-        self.checkpoint.add_build(_digest(plan), loss, fidelity.mean_cosine)
+        self.checkpoint.add_build(digest(plan.to_json()), loss, fidelity.mean_cosine)
         return self._last
 
     def speedup(self, built: Built) -> float:
         """The measured speed-up of a built model, as geometric mean over the requested lengths."""
-        speeds = self.compare_speed(built.model, self.given.lengths)
-        return float(np.exp(np.mean([np.log(speed.speedup) for speed in speeds])))
+        lengths = self.given.lengths
+        return mean_speedup(self.compare_speed(built.model, lengths), lengths)
 
     def compare_speed(self, model: ir.Model, lengths: Sequence[int]) -> list[Speed]:
         """Time a model and the float32 original in interleaved order.
@@ -174,8 +171,3 @@ def score_model(given: SearchInput, model: ir.Model, stage: str) -> Any:
             progress=lambda _, done, total: context.progress(stage, done, total),
         ),
     )  # fmt: skip
-
-
-def _digest(plan: Plan) -> str:
-    text = json.dumps(plan.to_json(), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:24]

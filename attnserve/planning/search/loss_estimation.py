@@ -15,11 +15,12 @@ import onnx_ir as ir
 
 from attnserve.calibration.refit import find_sites, install
 from attnserve.checks.compare import Tally
-from attnserve.context import Provider
+from attnserve.context import RunContext
 from attnserve.runtime.session import Batch, open_session, run
 from graph_passes.analysis.shapes import infer_shapes_small
 
 if TYPE_CHECKING:
+    import onnxruntime
     from jaxtyping import Float
 
 __all__ = ["LossEstimator", "Maps"]
@@ -41,13 +42,10 @@ class LossEstimator:
         model: ir.Model,
         names: Sequence[str],
         batches: Sequence[Batch],
-        *,
-        provider: Provider = "cpu",
-        threads: int = 0,
+        context: RunContext,
     ) -> None:
         self.batches = batches
-        self.provider: Provider = provider
-        self.threads = threads
+        self.context = context
         part = model.clone()
         found = find_sites(part, names)
         self.maps = {name: (found[name].weight, found[name].bias) for name in names}
@@ -71,7 +69,7 @@ class LossEstimator:
                 value.const_value = None
                 part.graph.inputs.append(value)
         self.types = {v.name: np.dtype(v.dtype.numpy()) for v in part.graph.inputs if v.dtype}
-        self.session = open_session(part, provider=provider, threads=threads)
+        self.session = self._open(part)
         self.whole = [self._run(batch, {}) for batch in batches]
 
     def cosine_loss(self, maps: Maps) -> float:
@@ -80,8 +78,11 @@ class LossEstimator:
 
     def loss_of(self, other: ir.Model) -> float:
         """One minus the mean cosine of another model's outputs to the original ones."""
-        session = open_session(other, provider=self.provider, threads=self.threads)
+        session = self._open(other)
         return self._loss(lambda batch: run(session, batch))
+
+    def _open(self, model: ir.Model) -> onnxruntime.InferenceSession:
+        return open_session(model, provider=self.context.provider, threads=self.context.threads)
 
     def _loss(self, outputs: Callable[[Batch], list[np.ndarray]]) -> float:
         tallies = [Tally() for _ in self.whole[0]]

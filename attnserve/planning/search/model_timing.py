@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.precision import convert
-from attnserve.planning.search.block_timing import time_blocks, time_pairs, time_residual_fusion
+from attnserve.planning.search.block_timing import BlockTimer
 from attnserve.planning.search.candidates import (
     Block,
     BlockConfig,
@@ -109,18 +109,15 @@ def time_model(given: SearchInput, model: ir.Model, groups: Sequence[TiedBlocks]
     lengths = [*given.lengths, *dict.fromkeys((*others[:1], *others[-1:]))]
     feeds = [example_inputs(given.model, given.batch, length, context.seed) for length in lengths]
     table = LatencyTable(default_cache(), provider=context.provider, threads=context.threads)
-    blocks = time_blocks(
-        model, groups, feeds, table, target=target, precision=precision, report=context.progress
-    )
-    pairs = time_pairs(
-        model, groups, feeds, table, blocks, target=target, precision=precision,
-        report=context.progress,
-    )  # fmt: skip
-    saved = time_residual_fusion(model, feeds, table, target=target, precision=precision)
+    timer = BlockTimer(model, feeds, table, target, precision, context.progress)
+    blocks = timer.time_blocks(groups)
+    pairs = timer.time_pairs(groups, blocks)
+    saved = timer.residual_fusion_ms()
     whole = Part(convert(given.model, precision), tuple(feeds))
-    total = float(np.mean(table.measure({"model": whole})["model"][:target]))
-    own = [blocks[block].original for group in groups for block in group.blocks]
-    in_blocks = sum(float(np.mean(times[:target])) for times in own)
+    total = timer.mean(table.measure({"model": whole})["model"])
+    in_blocks = sum(
+        timer.mean(blocks[block].original) for group in groups for block in group.blocks
+    )
     # Blocks may take longer alone than in the model; the rest then counts as 0.
     other = max(total - in_blocks - saved, 0.0)
     return ModelTiming(groups, lengths, target, table, blocks, pairs, saved, other)

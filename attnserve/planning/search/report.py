@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from attnserve.checks.evaluate import Share
 from attnserve.planning.plan import FORMAT, Plan
 from attnserve.reports.plots import pareto_front
 
-__all__ = ["Decision", "PlanReport", "Point", "Speed", "draw_front"]
+__all__ = ["Decision", "Outcome", "PlanReport", "Point", "Speed", "draw_front", "mean_speedup"]
 
 
 @dataclass(frozen=True)
@@ -72,17 +72,38 @@ class Speed:
     speedup: float
 
 
+def mean_speedup(speeds: Sequence[Speed], lengths: Collection[int]) -> float:
+    """The geometric mean over these lengths; 1 if none of them was timed."""
+    chosen = [speed.speedup for speed in speeds if speed.sequence in lengths]
+    return float(np.exp(np.mean(np.log(chosen)))) if chosen else 1.0
+
+
 @dataclass(frozen=True, eq=False)
-class PlanReport:
-    """A plan, the reasons for it, and its measured effect: the content of plan.json.
+class Outcome:
+    """A plan and its measured effect.
+
+    Attributes:
+        rewrites: The plan; empty if the original is returned.
+        gain: Whether the plan is worth applying.
+        share: Of the task's score, if the goal has a task.
+        speeds: Of the whole model, at all checked lengths.
+    """
+
+    rewrites: Plan
+    gain: bool
+    verdict: str
+    fidelity: Fidelity
+    share: Share | None
+    speeds: Sequence[Speed]
+
+
+@dataclass(frozen=True, eq=False)
+class PlanReport(Outcome):
+    """The outcome of a search and the reasons for it: the content of plan.json.
 
     Attributes:
         asked: The request.
-        rewrites: The plan; empty if the original is returned.
-        gain: Whether the plan is worth applying.
         decisions: One per block.
-        speeds: Of the whole model, at all checked lengths.
-        share: Of the task's score, if the goal has a task.
         timed: The latencies of every distinct block.
         output: The file that the report was written to, if any; not part of the content.
     """
@@ -90,14 +111,8 @@ class PlanReport:
     model: Mapping[str, str]
     calibration: Mapping[str, Any]
     asked: Mapping[str, Any]
-    rewrites: Plan
-    gain: bool
-    verdict: str
-    decisions: tuple[Decision, ...]
-    front: tuple[Point, ...]
-    speeds: tuple[Speed, ...]
-    fidelity: Fidelity
-    share: Share | None
+    decisions: Sequence[Decision]
+    front: Sequence[Point]
     timed: Sequence[Mapping[str, Any]]
     versions: Mapping[str, str]
     machine: str
@@ -106,9 +121,7 @@ class PlanReport:
     @property
     def speedup(self) -> float:
         """The measured speed-up: the geometric mean over the requested lengths."""
-        wanted = set(self.asked["sequences"])
-        chosen = [speed.speedup for speed in self.speeds if speed.sequence in wanted]
-        return float(np.exp(np.mean(np.log(chosen)))) if chosen else 1.0
+        return mean_speedup(self.speeds, self.asked["sequences"])
 
     def summary(self) -> dict[str, Any]:
         """The part that is recorded with an optimized model."""

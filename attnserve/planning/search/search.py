@@ -12,13 +12,10 @@ A model that is slower than the original at some length is not returned: the pla
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -37,14 +34,14 @@ from attnserve.planning.request import require_attention
 from attnserve.planning.search.block_loss import Losses, loss_curves
 from attnserve.planning.search.candidate_set import CandidateSet
 from attnserve.planning.search.candidates import changes_to_measure, group_blocks
-from attnserve.planning.search.checkpoint import Checkpoint
+from attnserve.planning.search.checkpoint import Checkpoint, digest
 from attnserve.planning.search.decisions import explain, front_points
 from attnserve.planning.search.front_search import FrontSearch
 from attnserve.planning.search.goal import Goal, SearchInput
 from attnserve.planning.search.judge import Built, Judge, score_model
 from attnserve.planning.search.limits import MIN_GAIN, MIN_SPEEDUP
 from attnserve.planning.search.model_timing import ModelTiming, time_model
-from attnserve.planning.search.report import PlanReport, Speed
+from attnserve.planning.search.report import Outcome, PlanReport, Speed, mean_speedup
 from attnserve.runtime.session import open_session, run
 from graph_passes.emit.fused_attention import OPSETS
 from graph_passes.errors import CannotRewrite, InvalidArgument, InvalidData
@@ -107,15 +104,15 @@ def search(
             "give `eval_data` and `task`, to keep a share of a score",
             code="search.scalar_output",
         )
-    checkpoint = Checkpoint.open(_key(given))
+    checkpoint = Checkpoint(_key(given))
     groups = group_blocks(newest, attention.blocks, ffn="ffn" in goal.allow)
     timing = time_model(given, newest, groups)
     losses = _estimate_losses(given, newest, timing, checkpoint)
     candidates = CandidateSet.of(timing, losses)
     judge = Judge(given, candidates, checkpoint, original_score)
-    found = _result(given, candidates, judge, FrontSearch(goal, candidates, judge).run())
+    result = _result(given, judge, FrontSearch(goal, candidates, judge).run())
     checkpoint.remove()
-    return found
+    return result
 
 
 # ---- input --------------------------------------------------------------------------------------
@@ -195,9 +192,7 @@ def _file_digest(path: Path) -> str:
 
 def _key(given: SearchInput) -> str:
     """The name of the checkpoint: equal for equal requests."""
-    record = (fingerprint(given.artifact), given.data.source, given.asked, versions())
-    text = json.dumps(record, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
+    return digest((fingerprint(given.artifact), given.data.source, given.asked, versions()))
 
 
 # ---- losses -------------------------------------------------------------------------------------
@@ -214,10 +209,10 @@ def _estimate_losses(
         group.key: changes_to_measure(group, timing.blocks[group.blocks[0]], target=timing.target)
         for group in timing.groups
     }
+    context = RunContext(given.context.provider, progress=given.context.progress)
     losses = loss_curves(
-        model, timing.groups, given.data.fit, changes=changes, pairs=timing.pairs,
-        provider=given.context.provider, report=given.context.progress,
-    )  # fmt: skip
+        model, timing.groups, given.data.fit, changes, timing.pairs, context=context
+    )
     checkpoint.put_losses(losses)
     return losses
 
@@ -225,20 +220,17 @@ def _estimate_losses(
 # ---- result -------------------------------------------------------------------------------------
 
 
-def _result(
-    given: SearchInput, candidates: CandidateSet, judge: Judge, best: Built | None
-) -> SearchResult:
+def _result(given: SearchInput, judge: Judge, best: Built | None) -> SearchResult:
     """The best choice, or an empty plan if it is not faster than the original."""
     if best is None:
-        best = judge.build(candidates.front[0])
+        best = judge.build(judge.candidates.front[0])
         reason = (
             f"written in the fastest operators the model keeps {1 - best.loss:.4f} of the "
             f"{given.goal.measure}"
         )
         return _no_gain(given, judge, best, reason, [])
     speeds = judge.compare_speed(best.model, given.checked_lengths)
-    wanted = [speed.speedup for speed in speeds if speed.sequence in given.lengths]
-    gain = float(np.exp(np.mean(np.log(wanted))))
+    gain = mean_speedup(speeds, given.lengths)
     if reason := _refusal(best.plan, gain, speeds):
         return _no_gain(given, judge, best, reason, speeds)
     kept = f"{best.fidelity.mean_cosine:.4f} mean output cosine"
@@ -247,10 +239,9 @@ def _result(
             f"{best.share.value:.2%} of the {given.goal.task} score "
             f"(standard error {best.share.standard_error:.2%})"
         )
-    report = _report(given, judge, best, {
-        "rewrites": best.plan, "gain": True, "verdict": f"{gain:.2f}x as fast, keeping {kept}",
-        "fidelity": best.fidelity, "share": best.share, "speeds": tuple(speeds),
-    })  # fmt: skip
+    verdict = f"{gain:.2f}x as fast, keeping {kept}"
+    outcome = Outcome(best.plan, True, verdict, best.fidelity, best.share, speeds)
+    report = _report(given, judge, best, outcome)
     return SearchResult(report, best.float32_model, best.applied)
 
 
@@ -274,27 +265,27 @@ def _no_gain(
     given: SearchInput, judge: Judge, best: Built, reason: str, speeds: Sequence[Speed]
 ) -> SearchResult:
     """The empty plan, which leaves the model unchanged."""
-    report = _report(given, judge, best, {
-        "rewrites": Plan(), "gain": False,
-        "verdict": f"no gain: {reason}; the original is returned",
-        "fidelity": Fidelity((), 1.0, 1.0, "the original itself"), "share": None,
-        "speeds": tuple(speeds),
-    })  # fmt: skip
+    verdict = f"no gain: {reason}; the original is returned"
+    same = Fidelity((), 1.0, 1.0, "the original itself")
+    report = _report(given, judge, best, Outcome(Plan(), False, verdict, same, None, speeds))
     return SearchResult(report, given.model, ApplyReport((), is_exact=True))
 
 
-def _report(
-    given: SearchInput, judge: Judge, best: Built, outcome: Mapping[str, Any]
-) -> PlanReport:
+def _report(given: SearchInput, judge: Judge, best: Built, outcome: Outcome) -> PlanReport:
     timing = judge.candidates.timing
     return PlanReport(
         model={"file": given.artifact.model.name, "sha256": fingerprint(given.artifact)},
-        calibration=dict(given.data.source),
+        calibration=given.data.source,
         asked=given.asked,
-        decisions=tuple(explain(judge.candidates, best.choice)),
-        front=tuple(front_points(judge.candidates, judge.measured)),
+        rewrites=outcome.rewrites,
+        gain=outcome.gain,
+        verdict=outcome.verdict,
+        fidelity=outcome.fidelity,
+        share=outcome.share,
+        speeds=outcome.speeds,
+        decisions=explain(judge.candidates, best.choice),
+        front=front_points(judge.candidates, judge.measured),
         timed=timing.to_json(),
         versions=versions(),
         machine=timing.table.setting,
-        **outcome,
     )

@@ -1,4 +1,4 @@
-"""bench: fair ratios, memory of the model's own process, and errors that say what to do."""
+"""Benchmark of models: ratios, memory of the process of a model, and refusals."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def report(folder: Path) -> BenchReport:
 
 
 @pytest.mark.process
-def test_models_come_in_the_order_given_for_each_shape(report: BenchReport, folder: Path):
+def test_bench_results_are_ordered_by_shape_and_model(report: BenchReport, folder: Path):
     rows = [(Path(r.model).stem, r.batch, r.sequence) for r in report.results]
     shapes = [(1, 8), (1, POSITIONS), (2, 8), (2, POSITIONS)]
     assert rows == [(model, *shape) for shape in shapes for model in ("small", "large")]
     assert report.results[0].model == str(folder / "small.onnx")
 
 
-def test_the_json_has_the_keys_of_the_contract_and_survives_a_round_trip(report: BenchReport):
+def test_bench_json_has_the_keys_of_the_contract(report: BenchReport):
     content = report.to_json()
     assert content.keys() == {"results", "machine"}
     assert list(content["results"][0]) == [
@@ -84,12 +84,12 @@ def test_the_json_has_the_keys_of_the_contract_and_survives_a_round_trip(report:
     assert content["machine"]["onnxruntime"] and content["machine"]["threads"] == 1
 
 
-def test_the_first_model_is_as_fast_as_itself_exactly(report: BenchReport):
+def test_bench_first_model_has_speedup_one(report: BenchReport):
     for result in report.results[::2]:
         assert result.speedup_vs_first == 1.0 and result.speedup_ci95 == (1.0, 1.0)
 
 
-def test_more_work_is_slower_and_the_interval_says_so(report: BenchReport):
+def test_bench_larger_model_is_slower_within_its_interval(report: BenchReport):
     small, large = report.results[-2:]
     assert large.p50_ms > small.p50_ms
     low, high = large.speedup_ci95
@@ -97,13 +97,13 @@ def test_more_work_is_slower_and_the_interval_says_so(report: BenchReport):
     assert len(large.samples_ms) == 6 and large.first_ms == small.samples_ms
 
 
-def test_products_are_counted_and_their_rate_reported(report: BenchReport):
+def test_bench_counts_macs_and_rate(report: BenchReport):
     large = report.results[-1]
     assert large.macs == 24 * 2 * POSITIONS * 256 * 256
     assert large.gmacs_per_second == pytest.approx(large.macs / (large.p50_ms * 1e-3) / 1e9)
 
 
-def test_memory_is_the_model_s_own_and_not_its_parent_s(folder: Path):
+def test_bench_peak_memory_excludes_the_parent(folder: Path):
     ballast = np.ones(2**27, dtype=np.uint8)  # 128 MiB that only the parent holds
     ballast_run = bench([folder / "small.onnx"], sequences=(8,), rounds=1).results[0]
     own = measure._peak_rss_bytes()
@@ -111,7 +111,7 @@ def test_memory_is_the_model_s_own_and_not_its_parent_s(folder: Path):
     assert 2**24 < ballast_run.peak_rss_bytes < own
 
 
-def test_what_runs_of_a_shape_need_grows_with_the_shape(folder: Path):
+def test_peak_of_runs_grows_with_the_shape(folder: Path):
     """In the arena of the CPU, in the place of a GPU's."""
 
     def peak(rows: int, tokens: int) -> int | None:
@@ -125,9 +125,7 @@ def test_what_runs_of_a_shape_need_grows_with_the_shape(folder: Path):
     assert small < hidden
 
 
-def test_where_onnx_runtime_does_not_tell_there_is_no_peak(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_peak_of_runs_without_profile_is_none(folder: Path, monkeypatch: pytest.MonkeyPatch):
     def untold(path: Path) -> Any:
         raise InvalidData(f"{path}: no profile of ONNX Runtime")
 
@@ -138,7 +136,7 @@ def test_where_onnx_runtime_does_not_tell_there_is_no_peak(
 
 @pytest.mark.process
 @pytest.mark.parametrize("told", [5 * 2**20, None])
-def test_peaks_are_told_on_cuda_alone_each_of_its_own_model_and_shape(
+def test_bench_gpu_peaks_are_per_model_and_shape_on_cuda_only(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     told: int | None,
 ):  # fmt: skip
@@ -171,14 +169,14 @@ def test_peaks_are_told_on_cuda_alone_each_of_its_own_model_and_shape(
         assert (" 5 " in shown) == (provider == "cuda" and told is not None)
 
 
-def test_percentiles_and_ratio_follow_from_the_samples():
+def test_measurement_statistics_of_samples():
     # The machine halves its speed after the second round: pairs cancel what medians would not.
     result = Measurement("m", 1, 1, (1.0, 1.0, 2.0, 2.0), (3.0, 3.0, 6.0, 6.0), None, 0)
     assert (result.p50_ms, result.speedup_vs_first) == (1.5, 3.0)
     assert result.speedup_ci95 == (3.0, 3.0) and result.gmacs_per_second is None
 
 
-def test_the_interval_narrows_with_rounds_and_is_the_same_for_the_same_seed():
+def test_speedup_interval_narrows_with_rounds_and_is_reproducible():
     def width(rounds: int) -> float:
         noise = np.random.default_rng(0).normal(10, 1, (2, rounds))
         result = Measurement("m", 1, 1, tuple(noise[0]), tuple(noise[1]), None, 0)
@@ -190,7 +188,7 @@ def test_the_interval_narrows_with_rounds_and_is_the_same_for_the_same_seed():
     assert width(400) < width(25) / 2
 
 
-def test_progress_ends_at_its_total(folder: Path):
+def test_bench_progress_ends_at_its_total(folder: Path):
     seen: list[tuple[int, int]] = []
     bench(
         [folder / "small.onnx"],
@@ -202,7 +200,7 @@ def test_progress_ends_at_its_total(folder: Path):
 
 
 @pytest.mark.process
-def test_a_script_without_a_main_guard_can_call_it(folder: Path):
+def test_bench_runs_in_a_script_without_main_guard(folder: Path):
     """The child imports attnserve, never the caller's script."""
     script = (
         "from attnserve.checks.benchmark import bench\n"
@@ -213,21 +211,21 @@ def test_a_script_without_a_main_guard_can_call_it(folder: Path):
     assert (done.stdout, done.stderr, done.returncode) == ("1\n", "", 0)
 
 
-def test_longer_than_the_positions_is_an_error_with_model_and_shape(folder: Path):
+def test_bench_too_long_sequence_names_model_and_shape(folder: Path):
     with pytest.raises(InvalidArgument) as refused:
         bench([folder / "small.onnx"], sequences=(POSITIONS + 1,), rounds=1)
     assert "small.onnx: does not run at batch 1, sequence 49: " in refused.value.what
     assert refused.value.fix == "use a shorter sequence or a smaller batch"
 
 
-def test_the_longest_text_is_named_where_the_artifact_knows_it(folder: Path, tmp_path: Path):
+def test_bench_too_long_sequence_names_the_maximum_length(folder: Path, tmp_path: Path):
     (tmp_path / "model.onnx").write_bytes((folder / "small.onnx").read_bytes())
     (tmp_path / "attnserve.json").write_text(json.dumps({"max_length": POSITIONS}))
     with raises(InvalidArgument, "benchmark.shape", "at most 48"):
         bench([tmp_path], sequences=(64,), rounds=1)
 
 
-def test_a_process_that_dies_is_an_error_with_its_model(folder: Path):
+def test_bench_process_that_dies_names_its_model(folder: Path):
     subject = measure._examine(folder / "small.onnx", [(1, 8)], 0)
     with measure._child(subject, "cpu", 1) as child:
         child.worker.process.kill()
@@ -248,16 +246,14 @@ def test_a_process_that_dies_is_an_error_with_its_model(folder: Path):
         ({"models": ["absent.onnx"]}, "artifact.missing", "absent.onnx"),
     ],
 )
-def test_bad_arguments_are_refused_in_at_most_three_lines(
-    folder: Path, options: dict, code: str, value: str
-):
+def test_bench_invalid_arguments_are_refused(folder: Path, options: dict, code: str, value: str):
     arguments = {"models": [folder / "small.onnx"], **options}
     with raises(AttnserveError, code, value) as refused:
         bench(**arguments)
     assert refused.value.exit_code == 2 and len(str(refused.value).splitlines()) <= 3
 
 
-def test_a_graph_that_onnx_runtime_refuses_is_named(folder: Path, tmp_path: Path):
+def test_bench_refused_graph_is_named(folder: Path, tmp_path: Path):
     model = onnx.load(folder / "small.onnx")
     model.graph.node[-1].op_type = "NoSuchOperator"
     onnx.save(model, tmp_path / "bad.onnx")

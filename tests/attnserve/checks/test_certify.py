@@ -1,4 +1,4 @@
-"""The certificate: what is read right passes, and every reading that is wrong is caught."""
+"""Certification: correct matches pass, and every wrong match is detected."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def prove(
     ]
     block = dataclasses.replace(block, **changes)
     given = [(lambda: facts, evaluate) for evaluate in runs]
-    return certify(block, given, dict(model.opset_imports), model.ir_version)
+    return certify(model, block, given)
 
 
 @pytest.fixture
@@ -58,7 +58,9 @@ def graph(tiny: Path) -> ir.Model:
 
 
 @pytest.mark.parametrize("export", EXPORTS, ids=lambda export: "-".join(map(str, export)))
-def test_plain_and_fused_attention_is_certified(tiny_export: Callable[..., Path], export: tuple):
+def test_read_attention_certifies_plain_and_fused_blocks(
+    tiny_export: Callable[..., Path], export: tuple
+):
     reading = read_attention(load_model(tiny_export(*export) / "model.onnx"))
     assert len(reading.blocks) == 2 and reading.unmatched == ()
     assert [(b.num_heads, b.head_size, b.input_size) for b in reading.blocks] == [(4, 8, 32)] * 2
@@ -66,13 +68,13 @@ def test_plain_and_fused_attention_is_certified(tiny_export: Callable[..., Path]
     assert all(certified.max_abs_error <= TOLERANCE for certified in reading.certified)
 
 
-def test_a_right_reading_is_certified_with_a_small_error(graph: ir.Model):
+def test_certify_correct_match_has_small_error(graph: ir.Model):
     result = prove(graph, find_attention(graph)[0][0])
     assert isinstance(result, Certified) and 0 <= result.max_abs_error <= TOLERANCE
 
 
 @pytest.mark.parametrize("factor", [1.001, -1.0, 8**0.5, 0.0])
-def test_a_wrong_scale_is_caught(graph: ir.Model, factor: float):
+def test_certify_wrong_scale_is_unmatched(graph: ir.Model, factor: float):
     block = find_attention(graph)[0][0]
     result = prove(graph, block, scale=block.scale * factor)
     assert isinstance(result, Unmatched)
@@ -80,14 +82,14 @@ def test_a_wrong_scale_is_caught(graph: ir.Model, factor: float):
     assert "at most 1e-04 allowed" in result.reason and block.name in result.reason
 
 
-def test_queries_and_keys_may_not_be_told_apart_wrongly(graph: ir.Model):
+def test_certify_swapped_projections_are_unmatched(graph: ir.Model):
     block = find_attention(graph)[0][0]
     # softmax(k q^T) is not softmax(q k^T): the reading must say which is which.
     assert isinstance(prove(graph, block, q=block.k, k=block.q), Unmatched)
     assert isinstance(prove(graph, block, v=block.k), Unmatched)
 
 
-def test_heads_in_another_order_are_caught(graph: ir.Model):
+def test_certify_reordered_heads_are_unmatched(graph: ir.Model):
     block = find_attention(graph)[0][0]
     columns = block.q.columns[::-1].copy()
     assert isinstance(
@@ -95,20 +97,20 @@ def test_heads_in_another_order_are_caught(graph: ir.Model):
     )
 
 
-def test_a_forgotten_mask_is_caught(graph: ir.Model):
+def test_certify_missing_mask_is_unmatched(graph: ir.Model):
     block = find_attention(graph)[0][0]
     assert block.steps
     assert isinstance(prove(graph, block, steps=()), Unmatched)
 
 
-def test_the_output_projection_is_part_of_the_certificate(graph: ir.Model):
+def test_certify_wrong_output_projection_is_unmatched(graph: ir.Model):
     one, other = find_attention(graph)[0]
     assert one.output is not None and other.output is not None
     wrong = dataclasses.replace(one.output, weight=other.output.weight)
     assert isinstance(prove(graph, one, output=wrong), Unmatched)
 
 
-def test_a_wrong_query_bias_is_caught_and_a_key_bias_does_not_matter(graph: ir.Model):
+def test_certify_wrong_query_bias_is_unmatched_and_key_bias_has_no_effect(graph: ir.Model):
     block = find_attention(graph)[0][0]
     # Softmax ignores what is the same for all keys: q b_K^T is.
     offset = block.q.offset + np.linspace(-3, 3, 32).reshape(4, 8)
@@ -116,7 +118,7 @@ def test_a_wrong_query_bias_is_caught_and_a_key_bias_does_not_matter(graph: ir.M
     assert isinstance(prove(graph, block, k=dataclasses.replace(block.k, offset=offset)), Certified)
 
 
-def test_weights_that_are_nan_are_never_certified(graph: ir.Model):
+def test_read_attention_nan_weights_are_unmatched(graph: ir.Model):
     weight = find_attention(graph)[0][0].q.weight
     assert weight.const_value is not None
     array = weight.const_value.numpy().copy()
@@ -126,7 +128,7 @@ def test_weights_that_are_nan_are_never_certified(graph: ir.Model):
     assert len(reading.blocks) == 1 and len(reading.unmatched) == 1
 
 
-def test_a_graph_that_the_runtime_refuses_is_run_by_onnx_itself(graph: ir.Model):
+def test_read_attention_falls_back_to_reference_evaluator(graph: ir.Model):
     graph.opset_imports[""] = 9999
     with raises(InvalidModel, "session.graph_refused"):
         open_session(graph)
@@ -135,7 +137,7 @@ def test_a_graph_that_the_runtime_refuses_is_run_by_onnx_itself(graph: ir.Model)
     assert all(certified.max_abs_error <= TOLERANCE for certified in reading.certified)
 
 
-def test_a_wrong_reading_is_caught_by_onnx_itself_too(graph: ir.Model):
+def test_certify_reference_evaluator_detects_wrong_scale(graph: ir.Model):
     block = find_attention(graph)[0][0]
     (result, wrong) = (
         prove(graph, block, runs=[onnx_reference], scale=block.scale * factor) for factor in (1, 2)
@@ -148,7 +150,7 @@ def refuses(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray
     raise RuntimeError(f"no kernel for {len(feeds)} inputs\nand a long trace")
 
 
-def test_the_first_that_can_run_a_graph_decides(graph: ir.Model):
+def test_certify_first_evaluator_that_runs_decides(graph: ir.Model):
     block = find_attention(graph)[0][0]
     result = prove(graph, block, runs=[refuses, onnx_runtime])
     assert isinstance(result, Certified)
@@ -156,7 +158,7 @@ def test_the_first_that_can_run_a_graph_decides(graph: ir.Model):
     assert isinstance(wrong, Unmatched) and "the graph computes something else" in wrong.reason
 
 
-def test_a_graph_that_nobody_runs_is_a_miss_with_the_first_reason(graph: ir.Model):
+def test_certify_without_working_evaluator_reports_first_reason(graph: ir.Model):
     block = find_attention(graph)[0][0]
     result = prove(graph, block, runs=[refuses, refuses])
     assert isinstance(result, Unmatched)
@@ -166,7 +168,7 @@ def test_a_graph_that_nobody_runs_is_a_miss_with_the_first_reason(graph: ir.Mode
     )
 
 
-def test_a_run_that_makes_no_number_is_never_certified(graph: ir.Model):
+def test_certify_nan_result_is_unmatched(graph: ir.Model):
     def nothing(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         return [np.full_like(array, np.nan) for array in onnx_runtime(model, feeds)]
 
@@ -174,7 +176,7 @@ def test_a_run_that_makes_no_number_is_never_certified(graph: ir.Model):
     assert isinstance(result, Unmatched) and "difference inf" in result.reason
 
 
-def test_graphs_of_one_sequence_at_a_time_are_certified_at_one_sequence():
+def test_certify_graph_limited_to_batch_one_uses_single_shapes():
     """ONNX Runtime wants a row of angles for each sequence; PyTorch's exporter writes one."""
     scores = "\n q9 = RotaryEmbedding(q, cos, sin)\n s0 = MatMul(q9, kT)\n s = Mul(s0, scale)"
     angles = "float[1, sequence, 2] cos, float[1, sequence, 2] sin"
@@ -186,7 +188,7 @@ def test_graphs_of_one_sequence_at_a_time_are_certified_at_one_sequence():
     assert len(read_attention(model).blocks) == 1
 
 
-def test_an_operator_without_a_kernel_is_a_miss_that_names_it():
+def test_read_attention_names_operator_without_kernel():
     softmax = "\n p = com.microsoft.BiasSoftmax <axis = 3, is_inner_broadcast = 0> (s, mask)"
     inputs = "float[batch, sequence, 12] x, float[batch, 3, sequence, sequence] mask"
     reading = read_attention(attention(mask="", softmax=softmax, inputs=inputs))
@@ -194,19 +196,19 @@ def test_an_operator_without_a_kernel_is_a_miss_that_names_it():
     assert "BiasSoftmax" in reading.unmatched[0].reason
 
 
-def test_the_same_seed_gives_the_same_certificate(graph: ir.Model):
+def test_read_attention_is_reproducible_by_seed(graph: ir.Model):
     one, two = (read_attention(graph, seed=3).certified[0].max_abs_error for _ in range(2))
     assert one == two
 
 
-def test_reading_changes_nothing(graph: ir.Model):
+def test_read_attention_leaves_the_graph_unchanged(graph: ir.Model):
     read_attention(graph)  # gives some constants the names of their values
     before = ir.to_onnx_text(graph)
     read_attention(graph, seed=1)
     assert ir.to_onnx_text(graph) == before
 
 
-def test_a_graph_without_attention_needs_no_runtime():
+def test_read_attention_without_attention_is_empty():
     model = ir.from_onnx_text(
         '<ir_version: 8, opset_import: ["" : 17]> g (float[n] x) => (float[n] y) { y = Exp(x) }'
     )

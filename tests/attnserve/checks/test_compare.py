@@ -1,4 +1,4 @@
-"""verify: errors and cosines by hand, padding, shapes, and models that do not belong together."""
+"""Comparison of two models: errors, cosines, padding, shapes and refusals."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def measured(first: Path, second: Path, *batches: dict[str, np.ndarray]):
     return compare(load_model(first), load_model(second), batches, "test")
 
 
-def test_a_model_agrees_with_itself_exactly(tiny: Path):
+def test_verify_model_with_itself_is_exact(tiny: Path):
     report = verify(tiny, tiny)
     (output,) = report.outputs
     assert output.name == "last_hidden_state" and report.data == "random inputs"
@@ -48,7 +48,7 @@ def test_a_model_agrees_with_itself_exactly(tiny: Path):
     assert (report.mean_cosine, report.min_cosine) == (1, 1)
 
 
-def test_errors_and_cosines_are_those_computed_by_hand(tmp_path: Path):
+def test_compare_errors_and_cosines_of_swapped_numbers(tmp_path: Path):
     # Swapping the two numbers of a token: (3, 4) -> (4, 3), cosine 24/25; (1, 0) -> (0, 1), 0.
     first, second = pair(tmp_path, "i = Constant<value_ints = [1, 0]>() y = Gather<axis = 2>(x, i)")
     (output,) = measured(first, second, feed([[[3, 4], [1, 0]]], [[1, 1]])).outputs
@@ -59,7 +59,7 @@ def test_errors_and_cosines_are_those_computed_by_hand(tmp_path: Path):
     assert output.min_cosine == pytest.approx(0, abs=1e-12)
 
 
-def test_batches_weigh_by_their_tokens(tmp_path: Path):
+def test_compare_weights_batches_by_tokens(tmp_path: Path):
     first, second = pair(tmp_path, "i = Constant<value_ints = [1, 0]>() y = Gather<axis = 2>(x, i)")
     report = measured(
         first, second, feed([[[1, 1], [1, 1], [1, 1]]], [[1, 1, 1]]), feed([[[1, 0]]], [[1]])
@@ -68,7 +68,7 @@ def test_batches_weigh_by_their_tokens(tmp_path: Path):
     assert report.min_cosine == 0
 
 
-def test_padding_does_not_count(tmp_path: Path):
+def test_compare_ignores_padding(tmp_path: Path):
     # y = x * mask: wrong at padding only.
     first, second = pair(
         tmp_path, "a = Constant<value_ints = [2]>() m = Unsqueeze(attention_mask, a)"
@@ -82,7 +82,7 @@ def test_padding_does_not_count(tmp_path: Path):
     assert measured(first, second, batch).min_cosine == 1
 
 
-def test_padding_of_one_number_a_token_does_not_count(tmp_path: Path):
+def test_compare_ignores_padding_of_scalar_tokens(tmp_path: Path):
     signature = "(float[batch, seq] x, int64[batch, seq] attention_mask) => (float[batch, seq] y)"
     first = model(tmp_path / "a.onnx", signature + "{ y = Identity(x) }")
     second = model(
@@ -103,28 +103,28 @@ def test_padding_of_one_number_a_token_does_not_count(tmp_path: Path):
     ],
     ids=["opposite", "zero", "twice", "nan"],
 )
-def test_the_extremes_of_a_cosine(tmp_path: Path, body: str, cosine: float):
+def test_compare_extreme_cosines(tmp_path: Path, body: str, cosine: float):
     report = measured(*pair(tmp_path, body), feed([[[3, 4], [1, 2]]], [[1, 1]]))
     assert report.mean_cosine == pytest.approx(cosine, abs=1e-12)
     assert json.loads(json.dumps(report.to_json(), allow_nan=False)), "JSON has no infinity"
 
 
-def test_zero_against_zero_agrees(tmp_path: Path):
+def test_compare_equal_zeros_agree(tmp_path: Path):
     report = measured(*pair(tmp_path, "y = Neg(x)"), feed([[[0, 0]]], [[1]]))
     assert (report.mean_cosine, report.outputs[0].relative_error) == (1, 0)
 
 
-def test_the_same_infinity_agrees(tmp_path: Path):
+def test_compare_equal_infinities_agree(tmp_path: Path):
     report = measured(*pair(tmp_path, "y = Add(x, x)"), feed([[[-np.inf, 0]]], [[1]]))
     assert (report.min_cosine, report.outputs[0].max_abs_error) == (1, 0)
 
 
-def test_real_text_is_measured_where_it_is_given(tiny: Path, sentences: Path):
+def test_verify_uses_text_data(tiny: Path, sentences: Path):
     report = verify(tiny, tiny, data=sentences)
     assert (report.data, report.min_cosine) == ("sentences.txt", 1)
 
 
-def test_the_json_has_the_keys_of_the_contract(tiny: Path):
+def test_fidelity_json_has_the_keys_of_the_contract(tiny: Path):
     content = verify(tiny, tiny).to_json()
     assert {"outputs", "mean_cosine", "min_cosine"} <= content.keys()
     assert list(content["outputs"][0]) == [
@@ -161,7 +161,7 @@ def test_outputs_of_another_shape_are_refused(tmp_path: Path):
 # Random inputs
 
 
-def test_random_inputs_are_the_same_for_a_seed(tiny: Path):
+def test_random_batches_are_reproducible_by_seed(tiny: Path):
     graph = load_model(tiny / "model.onnx")
     one, two, other = (random_batches(graph, seed) for seed in (7, 7, 8))
     assert [b["input_ids"].shape for b in one] == [(1, 4), (1, 8), (2, 16), (4, 32)]
@@ -184,13 +184,13 @@ def positions(path: Path, count: int) -> Path:
 
 
 @pytest.mark.parametrize(("count", "shapes"), [(32, 4), (31, 3), (9, 2), (4, 1)])
-def test_shapes_longer_than_the_model_are_left_out(tmp_path: Path, count: int, shapes: int):
+def test_random_batches_omit_shapes_longer_than_the_model(tmp_path: Path, count: int, shapes: int):
     path = positions(tmp_path / "m.onnx", count)
     assert len(random_batches(load_model(path))) == shapes
     assert verify(path, path).min_cosine == 1
 
 
-def test_a_model_that_runs_at_no_shape_is_refused(tmp_path: Path):
+def test_verify_model_that_runs_at_no_shape_is_refused(tmp_path: Path):
     with raises(InvalidData, "session.inputs_refused"):
         verify(positions(tmp_path / "m.onnx", 2), tmp_path / "m.onnx")
 
@@ -199,7 +199,7 @@ def test_a_model_that_runs_at_no_shape_is_refused(tmp_path: Path):
     ("axes", "shape"),
     [("2, 8", (2, 8)), ("batch, 8", (1, 8)), ("3, seq", (3, 4))],
 )
-def test_fixed_axes_keep_their_size(tmp_path: Path, axes: str, shape: tuple[int, int]):
+def test_random_batches_keep_fixed_axes(tmp_path: Path, axes: str, shape: tuple[int, int]):
     path = model(
         tmp_path / "m.onnx", f"(int64[{axes}] ids) => (int64[{axes}] y) {{ y = Neg(ids) }}"
     )
@@ -207,7 +207,7 @@ def test_fixed_axes_keep_their_size(tmp_path: Path, axes: str, shape: tuple[int,
     assert verify(path, path).min_cosine == 1
 
 
-def test_a_model_without_inputs_is_compared(tmp_path: Path):
+def test_verify_model_without_inputs(tmp_path: Path):
     path = model(
         tmp_path / "m.onnx", "() => (float[2] y) { y = Constant<value_floats = [1.0, 2.0]>() }"
     )
@@ -215,17 +215,17 @@ def test_a_model_without_inputs_is_compared(tmp_path: Path):
 
 
 @pytest.mark.parametrize("bound", [1.01, -1.01, float("nan"), float("inf")])
-def test_a_bound_that_is_no_cosine_is_refused(bound: float):
+def test_check_cosine_bound_outside_range_is_refused(bound: float):
     with raises(InvalidArgument, "compare.min_cosine", bound):
         check_cosine_bound(bound)
 
 
 @pytest.mark.parametrize("bound", [None, -1, 0, 0.98, 1])
-def test_a_bound_that_is_a_cosine_is_not(bound: float | None):
+def test_check_cosine_bound_inside_range_passes(bound: float | None):
     check_cosine_bound(bound)
 
 
-def test_the_standard_error_counts_texts_not_tokens():
+def test_tally_standard_error_counts_texts():
     """Four texts whose cosines are 1, 1, 0 and 0: a mean of 0.5, known to 0.29."""
     a = np.zeros((4, 50, 2))
     a[..., 0] = 1.0
@@ -238,7 +238,7 @@ def test_the_standard_error_counts_texts_not_tokens():
     assert tally.standard_error == pytest.approx((0.25 / 4 * 4 / 3) ** 0.5)
 
 
-def test_longer_texts_weigh_more_and_padding_nothing():
+def test_tally_weights_texts_by_unpadded_tokens():
     a = np.ones((2, 30, 2))
     b = a.copy()
     b[1, 10:] = -1.0
@@ -250,7 +250,7 @@ def test_longer_texts_weigh_more_and_padding_nothing():
     assert tally.standard_error == pytest.approx(0.0, abs=1e-12)
 
 
-def test_one_text_tells_nothing_of_others():
+def test_tally_one_text_has_no_standard_error():
     tally = Tally()
     tally.add(np.ones((1, 5, 2)), -np.ones((1, 5, 2)), {})
     assert tally.standard_error == 0.0

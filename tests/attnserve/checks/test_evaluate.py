@@ -1,4 +1,4 @@
-"""The task scores: by hand, against scipy where it is here, and on the real model."""
+"""Task scores: computed by hand, against scipy, and of the real model."""
 
 from __future__ import annotations
 
@@ -86,13 +86,13 @@ STS = "score\tsentence1\tsentence2"
 # --- correlation --------------------------------------------------------------------------------
 
 
-def test_spearman_with_ties_by_hand() -> None:
+def test_spearman_with_ties() -> None:
     # Ranks 1, 2.5, 2.5, 4 and 1, 2, 3, 4: covariance 4.5, variances 4.5 and 5.
     x, y = np.array([1.0, 2.0, 2.0, 9.0]), np.array([1.0, 2.0, 3.0, 4.0])
     assert spearman(x, y) == pytest.approx(4.5 / np.sqrt(4.5 * 5), abs=1e-15)
 
 
-def test_a_monotone_relation_is_one_for_spearman_and_less_for_pearson() -> None:
+def test_correlations_of_monotone_relation() -> None:
     x = np.arange(1.0, 10.0)
     assert spearman(x, x**5) == pytest.approx(1, abs=1e-12)
     assert spearman(x, -x) == pytest.approx(-1, abs=1e-12)
@@ -101,7 +101,7 @@ def test_a_monotone_relation_is_one_for_spearman_and_less_for_pearson() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(-3, 3), st.integers(-3, 3)), min_size=3, max_size=40))
-def test_both_agree_with_scipy(pairs: list[tuple[int, int]]) -> None:
+def test_correlations_equal_scipy(pairs: list[tuple[int, int]]) -> None:
     stats = pytest.importorskip("scipy.stats")
     x, y = np.array(pairs, np.float64).T
     if np.ptp(x) and np.ptp(y):
@@ -112,7 +112,7 @@ def test_both_agree_with_scipy(pairs: list[tuple[int, int]]) -> None:
 # --- sts ----------------------------------------------------------------------------------------
 
 
-def test_sts_is_the_correlation_of_cosines_with_scores(tokens: Path) -> None:
+def test_evaluate_sts_correlates_cosines_with_scores(tokens: Path) -> None:
     data = table(
         tokens,
         STS,
@@ -132,7 +132,7 @@ def test_sts_is_the_correlation_of_cosines_with_scores(tokens: Path) -> None:
     assert (content["task"], content["rows"], len(content["spearman_ci95"])) == ("sts", 4, 2)
 
 
-def test_columns_come_in_any_order_among_others_and_quotes_are_text(tokens: Path) -> None:
+def test_evaluate_columns_in_any_order_and_quotes_are_text(tokens: Path) -> None:
     data = table(
         tokens,
         "id\tSentence2\tsplit\tscore\tsentence1",
@@ -143,7 +143,7 @@ def test_columns_come_in_any_order_among_others_and_quotes_are_text(tokens: Path
     assert evaluate(tokens, task="sts", data=data).to_json()["rows"] == 2
 
 
-def test_batches_and_padding_do_not_change_the_score(tokens: Path) -> None:
+def test_evaluate_batch_size_does_not_change_the_score(tokens: Path) -> None:
     words = ["east", "north", "northeast", "west"]
     rng = np.random.default_rng(0)
     lines = [
@@ -164,7 +164,7 @@ def test_batches_and_padding_do_not_change_the_score(tokens: Path) -> None:
     assert one.spearman_ci95 == seven.spearman_ci95
 
 
-def test_the_seed_decides_the_interval_and_nothing_else(tokens: Path) -> None:
+def test_evaluate_seed_changes_the_interval_only(tokens: Path) -> None:
     lines = ["5\teast\teast", "1\teast\twest", "3\teast\tnorth", "2\tnorth\tnortheast"]
     data = table(tokens, STS, *lines)
     first, again, other = (evaluate(tokens, task="sts", data=data, seed=s) for s in (0, 0, 1))
@@ -176,7 +176,7 @@ def _correlate(x: np.ndarray, y: np.ndarray, rows: np.ndarray) -> np.ndarray:
     return spearman(x[rows], y[rows])
 
 
-def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
+def test_bootstrap_interval_has_its_nominal_coverage() -> None:
     """Normal pairs of correlation 0.5: Spearman's is 6/pi asin(0.25), Pearson 1907."""
     from attnserve.checks.evaluate import _interval
 
@@ -209,7 +209,7 @@ def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
         ([STS, "2\teast\teast", "2\teast\twest"], "constant_scores", 2),
     ],
 )
-def test_a_table_that_cannot_be_scored_is_refused_where_it_is_wrong(
+def test_evaluate_invalid_table_names_the_line(
     lines: list[str], cause: str, value: object, tokens: Path
 ) -> None:
     with raises(InvalidData, f"evaluate.{cause}", value) as caught:
@@ -217,7 +217,7 @@ def test_a_table_that_cannot_be_scored_is_refused_where_it_is_wrong(
     assert len(str(caught.value).splitlines()) <= 3
 
 
-def test_a_file_that_is_missing_or_not_text_is_refused(tokens: Path) -> None:
+def test_evaluate_missing_or_binary_file_is_refused(tokens: Path) -> None:
     with raises(InvalidData, "text.unreadable"):
         evaluate(tokens, task="sts", data=tokens / "absent.tsv")
     (tokens / "data.tsv").write_bytes(b"score\tsentence1\xff")
@@ -225,14 +225,14 @@ def test_a_file_that_is_missing_or_not_text_is_refused(tokens: Path) -> None:
         evaluate(tokens, task="sts", data=tokens / "data.tsv")
 
 
-def test_a_model_that_answers_nan_or_always_the_same_fails_the_check(tokens: Path) -> None:
+def test_evaluate_nan_or_constant_output_fails(tokens: Path) -> None:
     with raises(CheckFailed, "text.not_finite", "text 1"):
         evaluate(tokens, task="sts", data=table(tokens, STS, "1\teast\teast", "2\tnan\teast"))
     with raises(CheckFailed, "evaluate.constant_cosines"):
         evaluate(tokens, task="sts", data=table(tokens, STS, "1\teast\teast", "2\twest\twest"))
 
 
-def test_pooling_is_the_artifacts_unless_it_is_given(tokens: Path) -> None:
+def test_evaluate_pooling_defaults_to_the_artifact(tokens: Path) -> None:
     data = table(tokens, STS, "5\teast west west\teast", "1\tnorth\teast", "0\twest\teast")
     (tokens / "attnserve.json").write_text('{"pooling": "cls"}', encoding="utf-8")
     for pooling, cosine in ((None, 1), ("cls", 1), ("mean", -1)):
@@ -243,7 +243,7 @@ def test_pooling_is_the_artifacts_unless_it_is_given(tokens: Path) -> None:
         evaluate(tokens, task="sts", data=data, pooling="none")
 
 
-def test_longer_texts_are_cut_at_the_artifacts_length_unless_it_is_given(tokens: Path) -> None:
+def test_evaluate_max_length_defaults_to_the_artifact(tokens: Path) -> None:
     data = table(tokens, STS, "5\teast west west\teast", "1\tnorth\teast", "0\twest\teast")
     (tokens / "attnserve.json").write_text('{"max_length": 1}', encoding="utf-8")
     for length, cosine in ((None, 1), (3, -1)):
@@ -256,9 +256,7 @@ def test_longer_texts_are_cut_at_the_artifacts_length_unless_it_is_given(tokens:
 
 
 @pytest.mark.parametrize("column", ["text", "sentence"])
-def test_classification_counts_the_rows_whose_largest_logit_is_the_label(
-    column: str, classes: Path
-) -> None:
+def test_evaluate_classification_accuracy(column: str, classes: Path) -> None:
     lines = ["0\teast", "1\tnorth", "1\teast north north", "0\teast north"]
     data = table(classes, f"label\t{column}", *lines)
     score = evaluate(classes, task="classification", data=data)
@@ -271,7 +269,7 @@ def test_classification_counts_the_rows_whose_largest_logit_is_the_label(
     assert 0 <= low < 0.75 < high <= 1
 
 
-def test_a_perfect_score_has_no_spread(classes: Path) -> None:
+def test_evaluate_perfect_accuracy_has_no_spread(classes: Path) -> None:
     data = table(classes, "label\ttext", "0\teast", "1\tnorth")
     assert evaluate(classes, task="classification", data=data).to_json() == {
         "task": "classification",
@@ -281,7 +279,7 @@ def test_a_perfect_score_has_no_spread(classes: Path) -> None:
     }
 
 
-def test_labels_may_be_the_names_in_the_models_config(classes: Path) -> None:
+def test_evaluate_labels_may_be_names_of_config(classes: Path) -> None:
     (classes / "config.json").write_text('{"id2label": {"0": "E", "1": "N"}}', encoding="utf-8")
     data = table(classes, "text\tlabel", "east\tE", "north\tN", "north\t1")
     assert evaluate(classes, task="classification", data=data).to_json()["accuracy"] == 1
@@ -290,19 +288,19 @@ def test_labels_may_be_the_names_in_the_models_config(classes: Path) -> None:
 
 
 @pytest.mark.parametrize("label", ["-1", "0.5", "yes", "²"])
-def test_a_label_that_is_no_class_is_refused(label: str, classes: Path) -> None:
+def test_evaluate_unknown_label_is_refused(label: str, classes: Path) -> None:
     with raises(InvalidData, "evaluate.unknown_label", "line 2: label", "(none)"):
         evaluate(classes, task="classification", data=table(classes, "label\ttext", f"{label}\tx"))
 
 
 @pytest.mark.parametrize("label", ["2", "9" * 30])
-def test_a_label_beyond_the_classes_is_refused(label: str, classes: Path) -> None:
+def test_evaluate_label_beyond_the_classes_is_refused(label: str, classes: Path) -> None:
     data = table(classes, "label\ttext", "1\teast", f"{label}\teast")
     with raises(InvalidData, "evaluate.label_range", f"line 3: label '{label}'", "2 classes"):
         evaluate(classes, task="classification", data=data)
 
 
-def test_a_model_without_logits_is_refused(tokens: Path) -> None:
+def test_evaluate_classification_without_logits_is_refused(tokens: Path) -> None:
     with raises(InvalidArgument, "evaluate.no_logits"):
         evaluate(tokens, task="classification", data=table(tokens, "label\ttext", "0\teast"))
 
@@ -310,7 +308,7 @@ def test_a_model_without_logits_is_refused(tokens: Path) -> None:
 # --- what the model and the options may be ------------------------------------------------------
 
 
-def test_an_unknown_task_a_missing_model_and_a_missing_tokenizer_are_refused(
+def test_evaluate_unknown_task_missing_model_or_tokenizer_is_refused(
     tokens: Path, tmp_path: Path
 ) -> None:
     data = table(tokens, STS, "1\teast\teast", "2\tnorth\teast")
@@ -326,7 +324,7 @@ def test_an_unknown_task_a_missing_model_and_a_missing_tokenizer_are_refused(
     evaluate(tokens, task="sts", data=data, tokenizer=tokens / "moved.json")
 
 
-def test_a_text_that_the_model_cannot_take_is_refused_with_its_size(tokens: Path) -> None:
+def test_embed_texts_refused_batch_names_its_size(tokens: Path) -> None:
     model = onnx.load(tokens / "model.onnx")
     for value in model.graph.input:
         for axis, size in zip(value.type.tensor_type.shape.dim, (1, 4), strict=True):
@@ -342,7 +340,7 @@ def test_a_text_that_the_model_cannot_take_is_refused_with_its_size(tokens: Path
 # --- the real model -----------------------------------------------------------------------------
 
 
-def test_minilm_scores_what_it_is_known_to_score(
+def test_evaluate_minilm_has_its_published_score(
     minilm_export: Callable[[str, str, int], Path], shared: Path
 ) -> None:
     data = shared / "data" / "sts" / "stsb_dev.tsv"

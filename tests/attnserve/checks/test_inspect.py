@@ -1,4 +1,4 @@
-"""inspect: what a model holds, what it costs, and why the rest was not read."""
+"""Attention blocks, cost and unmatched attention of a model."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ FIRST = "no attention comes before it, whose probabilities it could take"
 
 
 @named
-def test_every_export_of_the_tiny_bert_is_read_and_counted(
-    tiny_export: Callable[..., Path], export: tuple
-):
+def test_inspect_tiny_bert_blocks_and_macs(tiny_export: Callable[..., Path], export: tuple):
     content = inspect(tiny_export(*export), batch=2, sequence=16).to_json()
     assert content["missed"] == []
     first, second = content["attention"]
@@ -67,7 +65,7 @@ def test_every_export_of_the_tiny_bert_is_read_and_counted(
 
 
 @named
-def test_every_layer_of_every_export_of_minilm_is_certified(
+def test_inspect_minilm_certifies_every_layer(
     minilm_export: Callable[[str, str, int], Path], export: tuple
 ):
     content = inspect(minilm_export(*export)).to_json()
@@ -80,13 +78,13 @@ def test_every_layer_of_every_export_of_minilm_is_certified(
     assert content["macs"]["attention"] == 6 * 128 * (4 * 384**2 + 2 * 128 * 384)
 
 
-def test_parameters_count_the_elements_of_float_weights(tiny: Path):
+def test_inspect_parameters_are_elements_of_float_weights(tiny: Path):
     proto = onnx.load(tiny / "model.onnx")
     sizes = [numpy_helper.to_array(t).size for t in proto.graph.initializer if t.data_type == 1]
     assert inspect(tiny).parameters == sum(sizes)
 
 
-def test_a_model_without_attention_is_read_all_the_same():
+def test_inspect_model_without_attention_counts_macs():
     model = ir.from_onnx_text(
         '<ir_version: 8, opset_import: ["" : 17]> g (float[n, 4] x, float[4, 5] w)'
         " => (float[n, 5] y) { y = MatMul(x, w) }"
@@ -96,7 +94,7 @@ def test_a_model_without_attention_is_read_all_the_same():
     assert content["macs"] == {"batch": 3, "sequence": 7, "total": 60, "attention": 0}
 
 
-def test_a_softmax_that_is_no_attention_is_missed_with_a_reason():
+def test_inspect_softmax_without_attention_is_missed_with_reason():
     model = ir.from_onnx_text(
         '<ir_version: 8, opset_import: ["" : 17]> g (float[n, 4] x) => (float[n, 4] y)'
         " { [last] y = Softmax<axis = -1>(x) }"
@@ -105,7 +103,7 @@ def test_a_softmax_that_is_no_attention_is_missed_with_a_reason():
     assert miss["node"] == "last" and miss["reason"]
 
 
-def test_what_cannot_be_counted_is_named_and_the_total_left_open(tiny: Path):
+def test_inspect_uncounted_operator_is_named_and_total_is_none(tiny: Path):
     model = load_model(tiny / "model.onnx")
     output = model.graph.outputs[0]
     node = ir.node("Mystery", [output], domain="unknown.domain", name="mystery")
@@ -119,11 +117,11 @@ def test_what_cannot_be_counted_is_named_and_the_total_left_open(tiny: Path):
     assert len(content["attention"]) == 2, "what is before it is read"
 
 
-def test_a_model_is_the_same_read_twice(tiny: Path):
+def test_inspect_is_reproducible(tiny: Path):
     assert inspect(tiny, seed=1).to_json() == inspect(tiny, seed=1).to_json()
 
 
-def test_a_rewritten_model_is_read_as_what_it_is(tiny: Path, tmp_path: Path):
+def test_inspect_rewritten_model_has_its_form(tiny: Path, tmp_path: Path):
     from attnserve.planning.optimize import optimize
 
     optimize(tiny, tmp_path / "new", collab_dk=16, mixing="dense", layers=["0"])

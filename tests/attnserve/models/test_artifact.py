@@ -1,4 +1,4 @@
-"""What is on disk: hostile files are refused, and nothing is half written."""
+"""Read and write artifacts: records, hostile files, external data, outputs and staging."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def plain(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def external(plain: Path, tmp_path: Path) -> Path:
-    """The same, its weights in model.onnx.data."""
+    """The same model with its weights in model.onnx.data."""
     path = tmp_path / "external" / "model.onnx"
     path.parent.mkdir()
     save_model(load_model(plain), path, external=True)
@@ -63,11 +63,11 @@ def tree(folder: Path) -> dict[str, bytes | None]:
 
 
 def relocate(path: Path, **entries: str) -> Path:
-    """Change what a model says of its external data."""
+    """Change the external data entries of a model."""
     proto = onnx.load(path, load_external_data=False)
-    facts = {e.key: e.value for e in proto.graph.initializer[0].external_data} | entries
+    changed = {e.key: e.value for e in proto.graph.initializer[0].external_data} | entries
     del proto.graph.initializer[0].external_data[:]
-    for key, value in facts.items():
+    for key, value in changed.items():
         proto.graph.initializer[0].external_data.add(key=key, value=value)
     path.write_bytes(proto.SerializeToString())
     return path
@@ -76,78 +76,72 @@ def relocate(path: Path, **entries: str) -> Path:
 # Finding the model
 
 
-def test_a_folder_is_its_model_onnx_and_takes_the_folders_name(plain: Path):
+def test_open_artifact_folder_uses_model_onnx_or_the_only_model(plain: Path):
     artifact = open_artifact(plain.parent)
     assert (artifact.model, artifact.name, artifact.folder) == (plain, "plain", plain.parent)
-
-
-def test_a_folder_with_one_other_model_is_that_model(plain: Path):
     other = plain.rename(plain.with_name("encoder.onnx"))
-    assert open_artifact(plain.parent).model == other
-    assert open_artifact(plain.parent).name == "encoder"
+    assert (open_artifact(plain.parent).model, open_artifact(plain.parent).name) == (
+        other,
+        "encoder",
+    )
 
 
-def test_of_two_models_none_is_chosen(plain: Path):
+def test_open_artifact_folder_without_one_model_is_refused(plain: Path):
     shutil.copy(plain, plain.with_name("a.onnx"))
     plain.rename(plain.with_name("b.onnx"))
     with raises(InvalidModel, "artifact.model_count", "found 2 "):
         open_artifact(plain.parent)
+    for path in plain.parent.iterdir():
+        path.unlink()
+    with raises(InvalidModel, "artifact.model_count", "found 0"):
+        open_artifact(plain.parent)
 
 
 @pytest.mark.parametrize("where", ["nothing", "nothing.onnx"])
-def test_a_path_without_anything_is_refused(tmp_path: Path, where: str):
+def test_open_artifact_missing_path_is_refused(tmp_path: Path, where: str):
     with raises(InvalidModel, "artifact.missing"):
         open_artifact(tmp_path / where)
-
-
-def test_an_empty_folder_is_refused(tmp_path: Path):
-    with raises(InvalidModel, "artifact.model_count", "found 0"):
-        open_artifact(tmp_path)
 
 
 # The record
 
 
-def test_the_record_tells_pooling_length_and_lineage(plain: Path):
-    record = {"pooling": "cls", "normalize": True, "max_length": 64, "lineage": [{"rewrite": "x"}]}
-    write_record(plain.parent, record)
-    artifact = open_artifact(plain)
-    assert (artifact.pooling, artifact.normalize, artifact.max_length) == ("cls", True, 64)
-    assert artifact.lineage == [{"rewrite": "x"}]
-
-
-def test_without_a_record_everything_has_its_default(plain: Path):
+def test_record_properties_and_defaults(plain: Path):
     artifact = open_artifact(plain)
     assert (artifact.pooling, artifact.normalize, artifact.max_length) == ("mean", False, None)
     assert artifact.lineage == [] and artifact.tokenizer is None
+    record = {"pooling": "cls", "normalize": True, "max_length": 64, "lineage": [{"rewrite": "x"}]}
+    write_record(plain.parent, record)
+    (plain.parent / "tokenizer.json").write_text("{}")
+    artifact = open_artifact(plain)
+    assert (artifact.pooling, artifact.normalize, artifact.max_length) == ("cls", True, 64)
+    assert artifact.lineage == [{"rewrite": "x"}]
+    assert artifact.tokenizer == plain.parent / "tokenizer.json"
 
 
 @pytest.mark.parametrize(
-    ("text", "value"),
+    ("content", "value"),
     [
-        ("{", "not valid JSON"),
-        ("", "not valid JSON"),
-        ('{"loss": NaN}', "NaN is not a JSON number"),
-        ("[1]", "expected a JSON object"),
-        ("null", "expected a JSON object"),
-        ('{"lineage": 3}', "'lineage': expected a JSON list"),
-        ('{"files": []}', "'files': expected a JSON object"),
-        ("[" * 100_000, "not valid JSON"),
+        (b"{", "not valid JSON"),
+        (b"", "not valid JSON"),
+        (b"\xff\xfe\x00", "not valid JSON"),
+        (b'{"loss": NaN}', "NaN"),
+        (b"[1]", "JSON object"),
+        (b"null", "JSON object"),
+        (b'{"lineage": 3}', "'lineage'"),
+        (b'{"files": []}', "'files'"),
+        (b'{"others": []}', "'others'"),
+        (b'{"others": {"a.onnx": {"files": 3}}}', "'files'"),
+        (b"[" * 100_000, "not valid JSON"),
     ],
 )
-def test_a_broken_record_is_refused(plain: Path, text: str, value: str):
-    (plain.parent / "attnserve.json").write_text(text)
+def test_open_artifact_invalid_record_is_refused(plain: Path, content: bytes, value: str):
+    (plain.parent / "attnserve.json").write_bytes(content)
     with raises(InvalidModel, "artifact.record", value):
         open_artifact(plain)
 
 
-def test_a_record_that_is_not_text_is_refused(plain: Path):
-    (plain.parent / "attnserve.json").write_bytes(b"\xff\xfe\x00")
-    with raises(InvalidModel, "artifact.record"):
-        open_artifact(plain)
-
-
-def test_a_record_speaks_for_the_model_it_names(plain: Path):
+def test_open_artifact_record_applies_to_its_model(plain: Path):
     write_record(plain.parent, {"pooling": "cls", "files": {"other.onnx": "0"}})
     assert open_artifact(plain).pooling == "cls"  # renamed: there is no other
     shutil.copy(plain, plain.with_name("other.onnx"))
@@ -155,7 +149,7 @@ def test_a_record_speaks_for_the_model_it_names(plain: Path):
     assert open_artifact(plain.with_name("other.onnx")).pooling == "cls"
 
 
-# Files that are no models
+# Invalid model files
 
 
 @pytest.mark.parametrize(
@@ -163,14 +157,14 @@ def test_a_record_speaks_for_the_model_it_names(plain: Path):
     [b"", b"hello, this is a text\n" * 20, b"\xff\xd8\xff\xe0\x00\x10JFIF" + bytes(range(256)) * 8],
     ids=["empty", "text", "jpeg"],
 )
-def test_what_is_not_onnx_is_refused(tmp_path: Path, content: bytes):
+def test_load_model_other_file_is_refused(tmp_path: Path, content: bytes):
     path = tmp_path / "model.onnx"
     path.write_bytes(content)
     with raises(InvalidModel, "artifact.not_onnx"):
         load_model(path)
 
 
-def test_every_truncation_of_a_file_is_refused(plain: Path):
+def test_load_model_truncated_file_is_refused(plain: Path):
     content = plain.read_bytes()
     for length in [*range(0, 200, 7), *range(200, len(content), 997), len(content) - 1]:
         plain.write_bytes(content[:length])
@@ -178,7 +172,7 @@ def test_every_truncation_of_a_file_is_refused(plain: Path):
             load_model(plain)
 
 
-def test_a_model_without_an_opset_is_refused(plain: Path):
+def test_load_model_without_opset_is_refused(plain: Path):
     proto = onnx.load(plain)
     del proto.opset_import[:]
     onnx.save(proto, plain)
@@ -195,7 +189,7 @@ def test_a_model_without_an_opset_is_refused(plain: Path):
         ({"data_type": 99}, "type", ""),
     ],
 )
-def test_weights_that_are_not_what_they_say_are_refused(
+def test_load_model_inconsistent_weight_is_refused(
     plain: Path, change: dict, cause: str, shown: object
 ):
     proto = onnx.load(plain)
@@ -214,7 +208,7 @@ def test_weights_that_are_not_what_they_say_are_refused(
 # External data
 
 
-def test_external_data_is_read_from_the_models_folder(external: Path, plain: Path):
+def test_load_model_reads_external_data(external: Path, plain: Path):
     one, other = (load_model(path).graph.initializers["w"] for path in (external, plain))
     assert other.const_value is not None and one.const_value is not None
     np.testing.assert_array_equal(one.const_value.numpy(), other.const_value.numpy())
@@ -226,33 +220,33 @@ def test_external_data_is_read_from_the_models_folder(external: Path, plain: Pat
     "location",
     ["/etc/passwd", "../plain/model.onnx", "a/../../x", "..\\x", "a\\b", "C:x", "", "a\0b"],
 )
-def test_external_data_outside_the_folder_is_refused(external: Path, location: str):
+def test_load_model_external_data_outside_folder_is_refused(external: Path, location: str):
     with raises(InvalidModel, "artifact.external_outside"):
         load_model(relocate(external, location=location))
 
 
-def test_external_data_through_a_link_out_of_the_folder_is_refused(external: Path, tmp_path: Path):
+@pytest.mark.parametrize("inside", [True, False])
+def test_load_model_external_data_link_must_stay_in_folder(
+    external: Path, tmp_path: Path, inside: bool
+):
     (tmp_path / "secret").write_bytes(bytes(16384))
-    (external.parent / "link").symlink_to(tmp_path / "secret")
+    link = external.parent / "link"
+    link.symlink_to("model.onnx.data" if inside else tmp_path / "secret")
+    relocate(external, location="link", offset="0")
+    if inside:
+        assert load_model(external).graph.initializers["w"] is not None
+        return
     with raises(InvalidModel, "artifact.external_outside"):
-        load_model(relocate(external, location="link", offset="0"))
-
-
-def test_a_link_that_stays_in_the_folder_is_followed(external: Path):
-    (external.parent / "link").symlink_to("model.onnx.data")
-    assert load_model(relocate(external, location="link")).graph.initializers["w"] is not None
-
-
-def test_missing_external_data_is_named(external: Path):
-    external.with_name("model.onnx.data").unlink()
-    with raises(InvalidModel, "artifact.external_missing", "model.onnx.data"):
         load_model(external)
 
 
-def test_external_data_that_is_too_short_is_refused(external: Path):
+def test_load_model_missing_or_short_external_data_is_refused(external: Path):
     data = external.with_name("model.onnx.data")
     data.write_bytes(data.read_bytes()[:-1])
     with raises(InvalidModel, "artifact.external_truncated", 16384, 16383):
+        load_model(external)
+    data.unlink()
+    with raises(InvalidModel, "artifact.external_missing", "model.onnx.data"):
         load_model(external)
 
 
@@ -266,14 +260,14 @@ def test_external_data_that_is_too_short_is_refused(external: Path):
         ({"offset": "1"}, "truncated", 16385),
     ],
 )
-def test_external_data_with_a_false_place_is_refused(
+def test_load_model_invalid_external_range_is_refused(
     external: Path, entries: dict[str, str], cause: str, value: object
 ):
     with raises(InvalidModel, f"artifact.external_{cause}", value):
         load_model(relocate(external, **entries))
 
 
-def test_external_data_hidden_in_a_subgraph_an_attribute_or_a_function_is_found(plain: Path):
+def test_load_model_checks_tensors_of_subgraphs_attributes_and_functions(plain: Path):
     hidden = TensorProto(name="hidden", dims=[1], data_type=TensorProto.FLOAT)
     hidden.data_location = TensorProto.EXTERNAL
     hidden.external_data.add(key="location", value="/etc/passwd")
@@ -282,11 +276,13 @@ def test_external_data_hidden_in_a_subgraph_an_attribute_or_a_function_is_found(
     branch = helper.make_node("If", ["c"], ["d"], then_branch=body, else_branch=body)
     function = helper.make_function("f", "F", [], ["c"], [constant], [])
     sparse = onnx.SparseTensorProto(values=hidden, indices=hidden, dims=[1])
+    sparse_constant = helper.make_node("Constant", [], ["c"], sparse_value=sparse)
     for change in (
         lambda proto: proto.graph.node.append(constant),
         lambda proto: proto.graph.node.append(branch),
         lambda proto: proto.functions.append(function),
         lambda proto: proto.graph.sparse_initializer.append(sparse),
+        lambda proto: proto.graph.node.append(sparse_constant),
     ):
         proto = onnx.load(plain)
         change(proto)
@@ -296,7 +292,7 @@ def test_external_data_hidden_in_a_subgraph_an_attribute_or_a_function_is_found(
             load_model(path)
 
 
-def test_an_external_model_is_saved_whole_either_way(external: Path, tmp_path: Path):
+def test_save_model_external_model_inside_or_beside(external: Path, tmp_path: Path):
     x = np.ones((2, 64), np.float32)
     expected = open_session(external).run(None, {"x": x})[0]
     for folder, beside in (("whole", False), ("beside", True)):
@@ -315,46 +311,32 @@ def target(output: Path, source: Path, *, force: bool = False) -> Path:
     return check_target(output, open_artifact(source), load_model(source), force=force)
 
 
-def test_a_folder_receives_model_onnx_and_a_file_is_itself(plain: Path, tmp_path: Path):
+def test_check_target_folder_is_model_onnx_in_it(plain: Path, tmp_path: Path):
     assert target(tmp_path / "new", plain) == tmp_path / "new" / "model.onnx"
     assert target(tmp_path / "new" / "a.onnx", plain) == tmp_path / "new" / "a.onnx"
     assert not (tmp_path / "new").exists()
+    (tmp_path / "new.onnx").mkdir()
+    assert target(tmp_path / "new.onnx", plain) == tmp_path / "new.onnx" / "model.onnx"
 
 
-@pytest.mark.parametrize("name", ["", "model.onnx"])
-def test_the_input_is_no_output_even_by_force(plain: Path, name: str):
-    with raises(InvalidOutput, "output.is_input"):
-        target(plain.parent / name if name else plain.parent, plain, force=True)
-
-
-def test_the_folder_of_a_model_with_another_name_is_no_output(plain: Path):
+def test_check_target_input_under_any_name_is_refused(plain: Path, external: Path, tmp_path: Path):
+    (tmp_path / "soft.onnx").symlink_to(plain)
+    (tmp_path / "hard.onnx").hardlink_to(plain)
+    (tmp_path / "folder").symlink_to(plain.parent)
+    names = ("plain", "plain/model.onnx", "soft.onnx", "hard.onnx", "folder")
+    for name in (*names, "plain/../plain/model.onnx"):
+        with raises(InvalidOutput, "output.is_input"):
+            target(tmp_path / name, plain, force=True)
     other = plain.rename(plain.with_name("encoder.onnx"))
     with raises(InvalidOutput, "output.is_input"):
         target(plain.parent, other, force=True)
-
-
-def test_the_input_by_another_name_is_no_output(plain: Path, tmp_path: Path):
-    for name, make in (
-        ("soft.onnx", lambda path: path.symlink_to(plain)),
-        ("hard.onnx", lambda path: path.hardlink_to(plain)),
-    ):
-        make(tmp_path / name)
-        with raises(InvalidOutput, "output.is_input"):
-            target(tmp_path / name, plain, force=True)
-    (tmp_path / "folder").symlink_to(plain.parent)
-    for path in (tmp_path / "folder", tmp_path / "plain" / ".." / "plain" / "model.onnx"):
-        with raises(InvalidOutput, "output.is_input"):
-            target(path, plain, force=True)
-
-
-def test_the_inputs_external_data_is_no_output(external: Path):
     renamed = external.rename(external.with_name("source.onnx"))
     with raises(InvalidOutput, "output.is_input", "model.onnx.data"):
         target(external.with_name("model.onnx"), renamed, force=True)
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "attnserve.json"])
-def test_what_exists_is_replaced_by_force_only(plain: Path, tmp_path: Path, name: str):
+def test_check_target_existing_file_needs_force(plain: Path, tmp_path: Path, name: str):
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / name).write_text("{}")
     with raises(InvalidOutput, "output.exists"):
@@ -362,15 +344,15 @@ def test_what_exists_is_replaced_by_force_only(plain: Path, tmp_path: Path, name
     assert target(tmp_path / "new", plain, force=True) == tmp_path / "new" / "model.onnx"
 
 
-def test_a_record_that_speaks_for_no_model_is_replaced_by_force_only(plain: Path, tmp_path: Path):
+def test_check_target_record_without_model_needs_force(plain: Path, tmp_path: Path):
     (tmp_path / "new").mkdir()
     write_record(tmp_path / "new", {"pooling": "cls"})
     with raises(InvalidOutput, "output.exists", "attnserve.json"):
         target(tmp_path / "new" / "other.onnx", plain)
 
 
-def test_models_in_one_folder_keep_a_record_each(plain: Path):
-    """The newest stands at the top level, its neighbours under "others"; none is lost."""
+def test_merged_record_keeps_the_records_of_other_models(plain: Path):
+    """The newest record is at the top level, the others are under "others"."""
     folder = plain.parent
     write_record(folder, {"pooling": "cls"})
     for name in ("a.onnx", "b.onnx", "a.onnx"):
@@ -384,39 +366,34 @@ def test_models_in_one_folder_keep_a_record_each(plain: Path):
         assert open_artifact(folder / name).record["pooling"] == pooling
 
 
-def test_another_models_tokenizer_is_replaced_by_force_only(plain: Path, tmp_path: Path):
+def test_check_target_different_tokenizer_needs_force(plain: Path, tmp_path: Path):
     (plain.parent / "tokenizer.json").write_text("ours")
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "tokenizer.json").write_text("ours")
-    target(tmp_path / "new", plain)  # the same: nothing is lost
+    target(tmp_path / "new", plain)  # equal content is not lost
     (tmp_path / "new" / "tokenizer.json").write_text("theirs")
     with raises(InvalidOutput, "output.exists", "tokenizer.json"):
         target(tmp_path / "new", plain)
 
 
 @pytest.mark.parametrize("path", ["/dev/null/x", "/dev/null/x/model.onnx", "/proc/none/a.onnx"])
-def test_a_place_that_cannot_be_written_is_refused(plain: Path, path: str):
+def test_output_that_cannot_be_written_is_refused(plain: Path, path: str):
     with pytest.raises(InvalidOutput):
         output = target(Path(path), plain)
-        with staged(output.parent):  # a file system that refuses only when it is asked
+        with staged(output.parent):  # some file systems refuse only the write
             pass
 
 
-def test_a_path_below_a_file_is_refused(plain: Path, tmp_path: Path):
+def test_check_output_below_a_file_is_refused(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with raises(InvalidOutput, "output.not_writable"):
         check_output(tmp_path / "file" / "new.onnx")
 
 
-def test_a_folder_called_like_a_model_is_a_folder(plain: Path, tmp_path: Path):
-    (tmp_path / "new.onnx").mkdir()
-    assert target(tmp_path / "new.onnx", plain) == tmp_path / "new.onnx" / "model.onnx"
-
-
 # Writing
 
 
-def test_staged_files_arrive_together(tmp_path: Path):
+def test_staged_success_moves_all_files(tmp_path: Path):
     with staged(tmp_path / "a" / "b") as stage:
         (stage / "model.onnx").write_text("m")
         (stage / "attnserve.json").write_text("{}")
@@ -430,26 +407,18 @@ def test_staged_files_arrive_together(tmp_path: Path):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, SystemExit])
-def test_work_that_fails_leaves_nothing_not_even_folders(
-    tmp_path: Path, error: type[BaseException]
-):
+@pytest.mark.parametrize("folder", ["", "kept/a/b"])
+def test_staged_failure_changes_nothing(tmp_path: Path, folder: str, error: type[BaseException]):
     (tmp_path / "kept").mkdir()
+    (tmp_path / "model.onnx").write_text("old")
     before = tree(tmp_path)
-    with pytest.raises(error), staged(tmp_path / "kept" / "a" / "b") as stage:
+    with pytest.raises(error), staged(tmp_path / folder) as stage:
         (stage / "model.onnx").write_text("half")
         raise error
     assert tree(tmp_path) == before
 
 
-def test_work_that_fails_leaves_what_was_there(tmp_path: Path):
-    (tmp_path / "model.onnx").write_text("old")
-    with pytest.raises(RuntimeError), staged(tmp_path) as stage:
-        (stage / "model.onnx").write_text("half")
-        raise RuntimeError
-    assert tree(tmp_path) == {"model.onnx": b"old"}
-
-
-def test_a_full_disk_is_an_error_of_the_output(tmp_path: Path):
+def test_staged_full_disk_is_invalid_output(tmp_path: Path):
     before = tree(tmp_path)
     with (
         raises(InvalidOutput, "output.write_failed", "No space left on device"),
@@ -459,17 +428,10 @@ def test_a_full_disk_is_an_error_of_the_output(tmp_path: Path):
     assert tree(tmp_path) == before
 
 
-def test_companions_are_copied_and_nothing_else(plain: Path, tmp_path: Path):
+def test_copy_companions_copies_known_files_only(plain: Path, tmp_path: Path):
     for name in ("tokenizer.json", "vocab.txt", "notes.txt"):
         (plain.parent / name).write_text(name)
     (tmp_path / "new").mkdir()
     copy_companions(Artifact(plain), tmp_path / "new")
-    assert tree(tmp_path / "new") == {
-        "tokenizer.json": b"tokenizer.json",
-        "vocab.txt": b"vocab.txt",
-    }
-
-
-def test_a_tokenizer_beside_the_model_is_found(plain: Path):
-    (plain.parent / "tokenizer.json").write_text("{}")
-    assert open_artifact(plain).tokenizer == plain.parent / "tokenizer.json"
+    names = ("tokenizer.json", "vocab.txt")
+    assert tree(tmp_path / "new") == {name: name.encode() for name in names}

@@ -1,4 +1,4 @@
-"""Calibration data and its moments, held against what numpy computes sentence by sentence."""
+"""Calibration data, and its moments against numpy computations of single sentences."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def rows(batches: list | tuple | object) -> int:
 # Text
 
 
-def test_every_tenth_sentence_is_held_out(tiny: Path, sentences: Path):
+def test_load_inputs_holds_out_every_tenth_sentence(tiny: Path, sentences: Path):
     data = read(sentences, open_artifact(tiny))
     assert (rows(data.fit), rows(data.held_out)) == (54, 6)
     assert {"file": "sentences.txt", "rows": 60}.items() <= data.source.items()
@@ -47,7 +47,7 @@ def test_every_tenth_sentence_is_held_out(tiny: Path, sentences: Path):
     assert max(len(batch["input_ids"]) for batch in data.fit) == BATCH_SIZE
 
 
-def test_held_out_sentences_are_not_fitted(tiny: Path, tmp_path: Path):
+def test_load_inputs_held_out_sentences_are_not_in_fit(tiny: Path, tmp_path: Path):
     words = ["a", "the", "man", "woman", "dog", "cat", "child", "is", "are", "was"]
     (tmp_path / "ten.txt").write_text("\n".join(words))
     data = read(tmp_path / "ten.txt", open_artifact(tiny))
@@ -57,13 +57,13 @@ def test_held_out_sentences_are_not_fitted(tiny: Path, tmp_path: Path):
     assert last.ids not in np.concatenate([b["input_ids"] for b in data.fit]).tolist()
 
 
-def test_without_a_split_all_rows_are_in_both(tiny: Path, sentences: Path):
+def test_load_inputs_without_split_has_all_rows_in_both(tiny: Path, sentences: Path):
     data = read(sentences, open_artifact(tiny), split=False)
     assert rows(data.fit) == rows(data.held_out) == 60
 
 
 @pytest.mark.parametrize(("count", "fit", "held"), [(1, 1, 1), (2, 1, 1), (10, 9, 1), (20, 18, 2)])
-def test_few_sentences_still_serve_both_ends(
+def test_load_inputs_few_sentences_fill_both_parts(
     tiny: Path, tmp_path: Path, count: int, fit: int, held: int
 ):
     (tmp_path / "few.txt").write_text("a man\n" * count)
@@ -71,17 +71,17 @@ def test_few_sentences_still_serve_both_ends(
     assert (rows(data.fit), rows(data.held_out)) == (fit, held)
 
 
-def test_the_length_is_the_median_of_the_text(tiny: Path, tmp_path: Path):
+def test_load_inputs_length_is_the_median(tiny: Path, tmp_path: Path):
     (tmp_path / "text.txt").write_text("a\na b\na b c\n")
     assert read(tmp_path / "text.txt", open_artifact(tiny)).length == 4  # [CLS] a b [SEP]
 
 
-def test_long_sentences_are_cut_to_the_artifacts_length(tiny: Path, tmp_path: Path):
+def test_load_inputs_truncates_to_max_length(tiny: Path, tmp_path: Path):
     (tmp_path / "long.txt").write_text("dog " * 500)
     assert read(tmp_path / "long.txt", open_artifact(tiny)).length == 64
 
 
-def test_a_tokenizer_elsewhere_can_be_named(tiny: Path, sentences: Path, tmp_path: Path):
+def test_load_inputs_tokenizer_path(tiny: Path, sentences: Path, tmp_path: Path):
     bare = tmp_path / "bare.onnx"
     bare.write_bytes((tiny / "model.onnx").read_bytes())
     artifact = open_artifact(bare)
@@ -90,7 +90,7 @@ def test_a_tokenizer_elsewhere_can_be_named(tiny: Path, sentences: Path, tmp_pat
     assert rows(read(sentences, artifact, tokenizer=tiny / "tokenizer.json").fit) == 54
 
 
-def test_a_model_without_a_mask_gets_one_sentence_at_a_time(tiny: Path, sentences: Path):
+def test_load_inputs_without_mask_has_batches_of_one(tiny: Path, sentences: Path):
     model = ir.from_onnx_text(
         f"{HEADER} (int64[batch, seq] input_ids) => (int64[batch, seq] y) {{ y = Neg(input_ids) }}"
     )
@@ -98,7 +98,7 @@ def test_a_model_without_a_mask_gets_one_sentence_at_a_time(tiny: Path, sentence
     assert {len(batch["input_ids"]) for batch in data.fit} == {1}
 
 
-def test_a_fixed_batch_is_kept(tiny: Path, sentences: Path):
+def test_load_inputs_keeps_fixed_batch(tiny: Path, sentences: Path):
     model = ir.from_onnx_text(COPY.replace("batch", "2"))
     data = load_inputs(sentences, model, open_artifact(tiny))
     assert {len(batch["input_ids"]) for batch in data.fit} == {2}
@@ -112,18 +112,20 @@ def test_a_fixed_batch_is_kept(tiny: Path, sentences: Path):
         (b"\xff\xfe\x00\x01" * 40, "text.not_utf8"),
     ],
 )
-def test_a_text_without_sentences_is_refused(tiny: Path, tmp_path: Path, content: bytes, code: str):
+def test_load_inputs_text_without_sentences_is_refused(
+    tiny: Path, tmp_path: Path, content: bytes, code: str
+):
     (tmp_path / "calib.txt").write_bytes(content)
     with raises(InvalidData, code):
         read(tmp_path / "calib.txt", open_artifact(tiny))
 
 
-def test_a_missing_file_is_refused(tiny: Path, tmp_path: Path):
+def test_load_inputs_missing_file_is_refused(tiny: Path, tmp_path: Path):
     with raises(InvalidData, "data.missing", "nothing.txt"):
         read(tmp_path / "nothing.txt", open_artifact(tiny))
 
 
-def test_a_broken_tokenizer_is_refused(model: Path, sentences: Path):
+def test_load_inputs_damaged_tokenizer_is_refused(model: Path, sentences: Path):
     (model / "tokenizer.json").write_text("{}")
     with raises(InvalidModel, "text.not_tokenizer"):
         read(sentences, open_artifact(model))
@@ -146,7 +148,7 @@ def artifact(tiny: Path) -> Artifact:
     return open_artifact(tiny)
 
 
-def test_an_npz_is_rows_by_input_name(artifact: Artifact, tmp_path: Path):
+def test_load_inputs_npz_rows_by_input_name(artifact: Artifact, tmp_path: Path):
     np.savez(tmp_path / "calib.npz", **arrays(20, 7))
     data = read(tmp_path / "calib.npz", artifact)
     assert (rows(data.fit), rows(data.held_out), data.length) == (18, 2, 7)
@@ -154,7 +156,7 @@ def test_an_npz_is_rows_by_input_name(artifact: Artifact, tmp_path: Path):
     np.testing.assert_array_equal(data.held_out[0]["input_ids"], arrays(20, 7)["input_ids"][9::10])
 
 
-def test_a_folder_of_npz_may_hold_several_lengths(artifact: Artifact, tmp_path: Path):
+def test_load_inputs_npz_folder_with_several_lengths(artifact: Artifact, tmp_path: Path):
     for length in (4, 9, 12):
         np.savez(tmp_path / f"{length}.npz", **arrays(3, length))
     data = read(tmp_path, artifact, split=False)
@@ -162,7 +164,7 @@ def test_a_folder_of_npz_may_hold_several_lengths(artifact: Artifact, tmp_path: 
     assert data.length == 9
 
 
-def test_integers_of_another_width_are_converted(artifact: Artifact, tmp_path: Path):
+def test_load_inputs_converts_integer_width(artifact: Artifact, tmp_path: Path):
     np.savez(tmp_path / "c.npz", **{k: v.astype(np.int32) for k, v in arrays().items()})
     assert read(tmp_path / "c.npz", artifact).fit[0]["input_ids"].dtype == np.int64
 
@@ -179,7 +181,7 @@ def test_integers_of_another_width_are_converted(artifact: Artifact, tmp_path: P
         ({key: np.ones((0, 5), int) for key in arrays()}, "rows", "0"),
     ],
 )
-def test_arrays_that_do_not_fit_are_refused(
+def test_load_inputs_mismatched_arrays_are_refused(
     artifact: Artifact, tmp_path: Path, change: dict, cause: str, value: str
 ):
     given = {key: value for key, value in (arrays() | change).items() if value is not None}
@@ -188,20 +190,20 @@ def test_arrays_that_do_not_fit_are_refused(
         read(tmp_path / "calib.npz", artifact)
 
 
-def test_an_archive_of_objects_is_never_unpickled(artifact: Artifact, tmp_path: Path):
+def test_load_inputs_never_unpickles_objects(artifact: Artifact, tmp_path: Path):
     np.savez(tmp_path / "c.npz", **(arrays() | {"input_ids": np.array([{}], dtype=object)}))
     with raises(InvalidData, "data.not_npz"):
         read(tmp_path / "c.npz", artifact)
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 no archive", b"text"])
-def test_what_is_no_archive_is_refused(artifact: Artifact, tmp_path: Path, content: bytes):
+def test_load_inputs_damaged_archive_is_refused(artifact: Artifact, tmp_path: Path, content: bytes):
     (tmp_path / "c.npz").write_bytes(content)
     with raises(InvalidData, "data.not_npz"):
         read(tmp_path / "c.npz", artifact)
 
 
-def test_a_folder_without_arrays_is_refused(artifact: Artifact, tmp_path: Path):
+def test_load_inputs_folder_without_npz_is_refused(artifact: Artifact, tmp_path: Path):
     with raises(InvalidData, "data.no_npz"):
         read(tmp_path, artifact)
 
@@ -215,7 +217,7 @@ def test_a_folder_without_arrays_is_refused(artifact: Artifact, tmp_path: Path):
     ],
     ids=["vocabulary", "rank", "positions"],
 )
-def test_arrays_that_the_model_refuses_are_an_error_of_the_data(
+def test_collect_moments_refused_arrays_are_invalid_data(
     artifact: Artifact, tmp_path: Path, change: dict
 ):
     np.savez(tmp_path / "c.npz", **(arrays() | change))
@@ -228,7 +230,7 @@ def test_arrays_that_the_model_refuses_are_an_error_of_the_data(
 # Masks
 
 
-def test_the_mask_of_a_batch_is_found_by_name_and_shape():
+def test_token_mask_is_selected_by_name_and_shape():
     mask = np.array([[1, 0], [1, 1]])
     found = token_mask({"input_ids": mask, "attention_mask": mask}, (2, 2))
     np.testing.assert_array_equal(found, mask.astype(bool))
@@ -277,7 +279,7 @@ def by_hand(graph: ir.Model, block: AttentionBlock, texts: list[dict[str, np.nda
     [("eager", "torchscript", 17), ("sdpa", "dynamo", 18)],
     ids=["eager-torchscript", "sdpa-dynamo"],
 )
-def test_moments_are_those_of_the_sentences_without_their_padding(
+def test_collect_moments_equals_single_sentences(
     tiny_export: Callable[..., Path], sentences: Path, export: tuple
 ):
     folder = tiny_export(*export)
@@ -307,7 +309,7 @@ def test_moments_are_those_of_the_sentences_without_their_padding(
             np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
 
 
-def test_moments_do_not_depend_on_how_rows_are_batched(tiny: Path, sentences: Path):
+def test_collect_moments_is_independent_of_batching(tiny: Path, sentences: Path):
     artifact = open_artifact(tiny)
     graph = load_model(artifact)
     data = load_inputs(sentences, graph, artifact, split=False)
@@ -324,7 +326,7 @@ def test_moments_do_not_depend_on_how_rows_are_batched(tiny: Path, sentences: Pa
     np.testing.assert_allclose(one.query_covariance, two.query_covariance, rtol=0, atol=1e-5)
 
 
-def test_collecting_leaves_the_graph_as_it_was_and_reports_progress(tiny: Path, sentences: Path):
+def test_collect_moments_leaves_graph_unchanged_and_reports_progress(tiny: Path, sentences: Path):
     artifact = open_artifact(tiny)
     graph = load_model(artifact)
     data, blocks = load_inputs(sentences, graph, artifact), read_attention(graph).blocks
@@ -336,7 +338,7 @@ def test_collecting_leaves_the_graph_as_it_was_and_reports_progress(tiny: Path, 
     assert seen == [(i + 1, len(data.fit)) for i in range(len(data.fit))]
 
 
-def test_data_that_is_all_padding_is_refused(tiny: Path):
+def test_collect_moments_padding_only_is_refused(tiny: Path):
     graph = load_model(open_artifact(tiny))
     batch = arrays() | {"attention_mask": np.zeros((3, 5), int)}
     with raises(InvalidData, "calibration.no_token"):
@@ -367,7 +369,7 @@ def bare() -> ir.Model:
     return ir.from_proto(proto)
 
 
-def test_attention_that_reads_the_graphs_input_is_calibrated():
+def test_collect_moments_of_graph_input():
     graph = bare()
     (block,) = read_attention(graph).blocks
     x = np.random.default_rng(1).standard_normal((3, 6, 4)).astype(np.float32)
@@ -375,7 +377,7 @@ def test_attention_that_reads_the_graphs_input_is_calibrated():
     np.testing.assert_allclose(moments.query_mean, x.reshape(-1, 4).mean(0), atol=1e-6)
 
 
-def test_activations_that_are_not_finite_are_refused():
+def test_collect_moments_infinite_activations_are_refused():
     graph = bare()
     x = np.ones((1, 3, 4), np.float32)
     x[0, 0, 0] = np.inf
@@ -386,7 +388,7 @@ def test_activations_that_are_not_finite_are_refused():
         collect_moments(graph, read_attention(graph).blocks, [{"x": x}])
 
 
-def test_the_source_can_be_written_down(tiny: Path, sentences: Path, tmp_path: Path):
+def test_load_inputs_source_is_json_with_checksum(tiny: Path, sentences: Path, tmp_path: Path):
     assert json.dumps(dict(read(sentences, open_artifact(tiny)).source), allow_nan=False)
     np.savez(tmp_path / "c.npz", **arrays())
     first = read(tmp_path, open_artifact(tiny)).source["sha256"]

@@ -1,4 +1,4 @@
-"""Example inputs: valid for the graph, the same for the same seed."""
+"""Example inputs: valid for the graph and reproducible by seed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BERT = (
 )
 
 
-def test_an_encoder_gets_ids_of_its_vocabulary_a_full_mask_and_one_segment():
+def test_example_inputs_of_encoder():
     inputs = example_inputs(model(BERT, "y = Gather(w, input_ids)"), 4, 64)
     assert {name: array.shape for name, array in inputs.items()} == dict.fromkeys(inputs, (4, 64))
     assert list(inputs) == ["input_ids", "attention_mask", "token_type_ids"]
@@ -33,7 +33,7 @@ def test_an_encoder_gets_ids_of_its_vocabulary_a_full_mask_and_one_segment():
     assert all(array.dtype == np.int64 for array in inputs.values())
 
 
-def test_the_same_seed_gives_the_same_inputs_and_another_seed_others():
+def test_example_inputs_are_reproducible_by_seed():
     graph = model(BERT)
     one, same, other = (example_inputs(graph, 2, 32, seed) for seed in (1, 1, 2))
     assert (one["input_ids"] == same["input_ids"]).all()
@@ -49,7 +49,7 @@ def test_the_same_seed_gives_the_same_inputs_and_another_seed_others():
         "y = com.microsoft.EmbedLayerNormalization(ids, , w, w, , w, w)",
     ],
 )
-def test_the_vocabulary_is_read_from_the_table(body: str):
+def test_id_bound_is_the_size_of_the_table(body: str):
     assert id_bound(model("int64[b,s] ids", body).graph.inputs[0]) == 3
 
 
@@ -61,11 +61,11 @@ def test_the_vocabulary_is_read_from_the_table(body: str):
         "c = Add(ids, ids) y = Gather(w, c)",  # no longer the ids that came in
     ],
 )
-def test_what_is_no_table_of_the_ids_gives_no_bound(body: str):
+def test_id_bound_without_table_is_none(body: str):
     assert id_bound(model("int64[b,s] ids", body).graph.inputs[0]) is None
 
 
-def test_the_smaller_of_two_tables_bounds_the_ids():
+def test_id_bound_of_two_tables_is_the_smaller():
     graph = ir.from_onnx_text(
         """<ir_version: 10, opset_import: ["" : 18]>
         g (int64[b,s] ids) => (float[b,s] y)
@@ -75,7 +75,7 @@ def test_the_smaller_of_two_tables_bounds_the_ids():
     assert id_bound(graph.graph.inputs[0]) == 2
 
 
-def test_types_and_fixed_axes_are_the_graph_s():
+def test_example_inputs_types_and_fixed_axes():
     inputs = example_inputs(
         model("float16[n,3,8,8] pixels, bool[n,1,s,t] keep, int32[s] lengths, float scale"), 2, 5
     )
@@ -85,19 +85,19 @@ def test_types_and_fixed_axes_are_the_graph_s():
     assert inputs["scale"].shape == ()
 
 
-def test_an_initializer_that_is_also_an_input_is_not_asked_for():
+def test_example_inputs_omit_initializers():
     graph = model("int64[b,s] ids, float[3,2] w")
     assert list(example_inputs(graph, 1, 2)) == ["ids"]
 
 
-def test_padded_masks_end_in_zeros_and_the_first_row_is_full():
+def test_example_inputs_padded_masks():
     mask = example_inputs(model(BERT), 16, 33, padded=True)["attention_mask"]
     lengths = mask.sum(axis=1)
     assert lengths[0] == 33 and lengths.min() >= 17 and lengths.min() < 33
     assert (np.diff(mask, axis=1) <= 0).all()
 
 
-def test_positions_count_up_and_may_not_outrun_their_table():
+def test_example_inputs_positions_count_up_within_their_table():
     graph = model("int64[b,s] position_ids", "y = Gather(w, position_ids)")
     assert example_inputs(graph, 2, 3)["position_ids"].tolist() == [[0, 1, 2]] * 2
     with raises(InvalidArgument, "inputs.too_long", 4, 3):
@@ -111,18 +111,18 @@ def test_positions_count_up_and_may_not_outrun_their_table():
         ("int64[b,128] ids", "`sequence` is 7"),
     ],
 )
-def test_a_fixed_axis_of_another_size_is_refused(inputs: str, value: str):
+def test_example_inputs_other_size_of_fixed_axis_is_refused(inputs: str, value: str):
     with raises(InvalidArgument, "inputs.fixed_axis", value):
         example_inputs(model(inputs), 2, 7)
 
 
 @pytest.mark.parametrize(("batch", "sequence"), [(0, 1), (1, 0), (-1, 8)])
-def test_an_empty_shape_is_refused(batch: int, sequence: int):
+def test_example_inputs_empty_shape_is_refused(batch: int, sequence: int):
     with raises(InvalidArgument, "inputs.range"):
         example_inputs(model(BERT), batch, sequence)
 
 
-def test_text_and_unknown_shapes_are_refused():
+def test_example_inputs_strings_and_unknown_shapes_are_refused():
     with raises(InvalidModel, "inputs.type", "'words'", "STRING"):
         example_inputs(model("string[b,s] words"), 1, 1)
     graph = model("int64[b,s] ids")

@@ -1,4 +1,4 @@
-"""Weights that lie in a model's own file stay there until they are read."""
+"""Weights inside an .onnx file are memory-mapped."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def square(width: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((width, width)).astype(np.float32)
 
 
-def test_a_large_weight_is_a_range_of_the_file(tmp_path: Path):
+def test_read_in_place_large_weight_is_external(tmp_path: Path):
     weights = [square(128), square(128, seed=1)[:, :4]]
     path = model_of(tmp_path / "m.onnx", *weights)
     large, small = read_in_place(path).graph.initializer
@@ -52,25 +52,25 @@ def test_a_large_weight_is_a_range_of_the_file(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("size", "left"), [(LARGE // 4, True), (LARGE // 4 - 1, False)])
-def test_the_limit_is_exact(tmp_path: Path, size: int, left: bool):
+def test_read_in_place_limit_is_exact(tmp_path: Path, size: int, left: bool):
     weight = np.ones((1, size), np.float32)
     (tensor,) = read_in_place(model_of(tmp_path / "m.onnx", weight)).graph.initializer
     assert (tensor.data_location == TensorProto.EXTERNAL) == left
 
 
-def test_everything_else_is_as_the_library_reads_it(tiny: Path):
+def test_read_in_place_equals_onnx_load_without_weights(tiny: Path):
     whole, in_place = onnx.load(tiny / "model.onnx"), read_in_place(tiny / "model.onnx")
     del whole.graph.initializer[:], in_place.graph.initializer[:]
     assert whole == in_place
 
 
-def test_inspection_is_the_same(tiny: Path):
+def test_inspect_in_place_is_the_same(tiny: Path):
     whole = inspect_graph(load_model(tiny / "model.onnx"), batch=1, sequence=16)
     assert inspect(tiny, sequence=16).to_json() == whole.to_json()
 
 
 @pytest.mark.parametrize("keep", [1, 40, 70_000])
-def test_a_truncated_file_is_refused_in_words(tmp_path: Path, keep: int):
+def test_read_in_place_truncated_file_is_refused(tmp_path: Path, keep: int):
     path = model_of(tmp_path / "m.onnx", square(192))
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(Exception, match=r"field|number|Error parsing|wire"):
@@ -90,7 +90,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 
 @pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux")
-def test_memory_stays_below_twice_the_file(tmp_path: Path):
+def test_inspect_memory_is_below_the_file_size(tmp_path: Path):
     small = model_of(tmp_path / "small.onnx", square(8))
     large = model_of(tmp_path / "large.onnx", *(square(2048, seed) for seed in range(12)))
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""raise_opset: the same function in a newer opset, or nothing at all."""
+"""Conversion to a newer opset: equal results, or an unchanged model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def mean(opset: int, body: str) -> ir.Model:
 
 
 @pytest.mark.parametrize("opset", [13, 17, 18, 22])
-def test_attention_computes_the_same_under_the_same_names(opset: int) -> None:
+def test_raise_opset_keeps_results_and_names(opset: int) -> None:
     model, before = attention(opset=opset), attention(opset=opset)
     raise_opset(model, 23)
     assert model.opset_imports[""] == 23
@@ -33,7 +33,7 @@ def test_attention_computes_the_same_under_the_same_names(opset: int) -> None:
     np.testing.assert_array_equal(run(model, feeds(before)), run(before, feeds(before)))
 
 
-def test_an_attribute_becomes_an_input_where_the_operator_says_so() -> None:
+def test_raise_opset_converts_attribute_to_input() -> None:
     """ReduceMean names its axes by an attribute up to opset 17, by an input from 18 on."""
     model = mean(17, "y = ReduceMean <axes = [-1]> (x)")
     x = np.arange(12, dtype=np.float32).reshape(1, 3, 4)
@@ -45,14 +45,14 @@ def test_an_attribute_becomes_an_input_where_the_operator_says_so() -> None:
 
 
 @pytest.mark.parametrize("opset", [23, 24])
-def test_what_is_as_new_is_left_alone(opset: int) -> None:
+def test_raise_opset_newer_model_is_unchanged(opset: int) -> None:
     model = attention(opset=opset)
     before = text_of(model)
     raise_opset(model, 23)
     assert text_of(model) == before
 
 
-def test_what_no_converter_knows_is_refused_and_left_alone(
+def test_raise_opset_unknown_operator_is_refused_and_unchanged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = mean(17, "y = Nonsense(x)")

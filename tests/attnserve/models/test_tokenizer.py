@@ -1,4 +1,4 @@
-"""Texts in, vectors out: what tokenizing, batching and pooling promise."""
+"""Tokenization, batches, pooling and text files."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def ids(encodings: list[Encoding]) -> list[list[int]]:
 # --- encode -------------------------------------------------------------------------------------
 
 
-def test_a_text_at_the_limit_is_whole_and_one_beyond_keeps_its_special_tokens(
+def test_encode_truncation_keeps_special_tokens(
     encoder: TextEncoder,
 ) -> None:
     assert ids(encoder.encode(["a b", "a b c"])) == [[CLS, 5, 6, SEP], [CLS, 5, 6, SEP]]
 
 
-def test_without_truncation_a_long_text_is_refused_with_count_and_limit(
+def test_encode_without_truncation_long_text_is_refused(
     encoder: TextEncoder,
 ) -> None:
     assert len(encoder.encode(["a b"], truncate=False)[0]) == 4
@@ -63,13 +63,13 @@ def test_without_truncation_a_long_text_is_refused_with_count_and_limit(
         encoder.encode(["a", "a b c"], truncate=False)
 
 
-def test_a_call_may_ask_for_its_own_length(encoder: TextEncoder) -> None:
+def test_encode_max_length_overrides_the_default(encoder: TextEncoder) -> None:
     assert ids(encoder.encode(["a b c"], max_length=3)) == [[CLS, 5, SEP]]
     assert ids(encoder.encode(["a b c"], max_length=9)) == [[CLS, 5, 6, 7, SEP]]
 
 
 @pytest.mark.parametrize("length", [2, 1, 0, -1])
-def test_a_length_without_room_for_text_is_refused(
+def test_encode_length_of_special_tokens_only_is_refused(
     length: int, encoder: TextEncoder, tokenizer: Tokenizer
 ) -> None:
     with raises(InvalidArgument, "text.max_length", "at least 3"):
@@ -78,19 +78,19 @@ def test_a_length_without_room_for_text_is_refused(
         TextEncoder(tokenizer, pad_id=PAD, max_length=length)
 
 
-def test_special_tokens_inside_a_text_are_cut_like_others(tokenizer: Tokenizer) -> None:
+def test_encode_truncates_special_tokens_inside_a_text(tokenizer: Tokenizer) -> None:
     tokenizer.add_special_tokens(["[SEP]"])
     encoder = TextEncoder(tokenizer, pad_id=PAD)
     assert ids(encoder.encode(["a [SEP] [SEP] b"], max_length=4)) == [[CLS, 5, SEP, SEP]]
 
 
-def test_the_tokenizers_own_truncation_and_padding_are_switched_off(tokenizer: Tokenizer) -> None:
+def test_encoder_disables_truncation_and_padding_of_the_tokenizer(tokenizer: Tokenizer) -> None:
     tokenizer.enable_truncation(3)
     tokenizer.enable_padding(length=16)
     assert ids(TextEncoder(tokenizer, pad_id=PAD).encode(["a b c"])) == [[CLS, 5, 6, 7, SEP]]
 
 
-def test_the_empty_text_is_its_special_tokens_and_without_any_it_is_refused(
+def test_encode_empty_text_is_special_tokens_or_refused(
     encoder: TextEncoder, tokenizer: Tokenizer
 ) -> None:
     assert ids(encoder.encode([""])) == [[CLS, SEP]]
@@ -101,7 +101,7 @@ def test_the_empty_text_is_its_special_tokens_and_without_any_it_is_refused(
 
 
 @pytest.mark.parametrize("text", ["\ud800", 7, None, b"a"])
-def test_what_is_not_unicode_text_is_refused(text: str, encoder: TextEncoder) -> None:
+def test_encode_other_than_unicode_text_is_refused(text: str, encoder: TextEncoder) -> None:
     with raises(InvalidData, "text.not_unicode"):
         encoder.encode(["a", text])
 
@@ -150,7 +150,7 @@ def test_load_tokenizer_that_panics_is_invalid_model(
 
 
 @given(st.lists(st.sampled_from("abc"), max_size=12), st.integers(3, 9))
-def test_truncation_is_what_tokenizers_own_would_do(words: list[str], limit: int) -> None:
+def test_encode_truncation_equals_tokenizers(words: list[str], limit: int) -> None:
     vocabulary = {"[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "a": 5, "b": 6, "c": 7}
     ours, theirs = (Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]")) for _ in range(2))
     for tokenizer in (ours, theirs):
@@ -164,7 +164,7 @@ def test_truncation_is_what_tokenizers_own_would_do(words: list[str], limit: int
     assert encoder.encode([text])[0].ids == theirs.encode(text).ids
 
 
-def test_threads_with_different_lengths_do_not_meet(encoder: TextEncoder) -> None:
+def test_encode_is_thread_safe_for_different_lengths(encoder: TextEncoder) -> None:
     wrong: list[int] = []
 
     def work(length: int) -> None:
@@ -183,7 +183,7 @@ def test_threads_with_different_lengths_do_not_meet(encoder: TextEncoder) -> Non
 # --- batches ------------------------------------------------------------------------------------
 
 
-def test_a_batch_is_padded_to_its_longest_text_in_the_types_of_the_model(
+def test_batch_inputs_are_padded_in_the_types_of_the_model(
     encoder: TextEncoder,
 ) -> None:
     batch = encoder.batch_inputs(encoder.encode(["a", "a b"]), INPUTS)
@@ -193,17 +193,17 @@ def test_a_batch_is_padded_to_its_longest_text_in_the_types_of_the_model(
     assert {name: array.dtype for name, array in batch.items()} == INPUTS
 
 
-def test_only_the_inputs_that_the_model_has_are_filled(encoder: TextEncoder) -> None:
+def test_batch_inputs_fills_inputs_of_the_model_only(encoder: TextEncoder) -> None:
     wanted = {"input_ids": INPUTS["input_ids"], "attention_mask": INPUTS["attention_mask"]}
     assert encoder.batch_inputs(encoder.encode(["a"]), wanted).keys() == wanted.keys()
 
 
-def test_an_input_that_no_tokenizer_provides_is_named(encoder: TextEncoder) -> None:
+def test_batch_inputs_unknown_input_is_refused(encoder: TextEncoder) -> None:
     with raises(InvalidData, "text.unknown_input", "'pixel_values'"):
         encoder.batch_inputs(encoder.encode(["a"]), {"pixel_values": np.dtype(np.int64)})
 
 
-def test_without_an_attention_mask_only_equal_lengths_share_a_batch(encoder: TextEncoder) -> None:
+def test_batch_inputs_without_mask_need_equal_lengths(encoder: TextEncoder) -> None:
     wanted = {"input_ids": INPUTS["input_ids"]}
     assert encoder.batch_inputs(encoder.encode(["a", "b"]), wanted)["input_ids"].shape == (2, 3)
     with raises(InvalidData, "text.no_mask"):
@@ -211,7 +211,7 @@ def test_without_an_attention_mask_only_equal_lengths_share_a_batch(encoder: Tex
 
 
 @given(st.lists(st.integers(1, 9), max_size=20), st.integers(1, 7))
-def test_batches_cover_every_text_once_longest_first(lengths: list[int], size: int) -> None:
+def test_batches_cover_every_text_longest_first(lengths: list[int], size: int) -> None:
     tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
     encoder = TextEncoder(tokenizer, pad_id=PAD)
     encodings = [Encoding([n] * n, [0] * n) for n in lengths]
@@ -226,7 +226,7 @@ def test_batches_cover_every_text_once_longest_first(lengths: list[int], size: i
     assert widths == sorted(widths, reverse=True)
 
 
-def test_a_batch_size_below_one_is_refused(encoder: TextEncoder) -> None:
+def test_batches_size_below_one_is_refused(encoder: TextEncoder) -> None:
     with raises(InvalidArgument, "text.batch_size", 0):
         list(encoder.batches(encoder.encode(["a"]), 0, INPUTS))
 
@@ -240,9 +240,7 @@ def save(tokenizer: Tokenizer, folder: Path, **config: object) -> Path:
     return folder
 
 
-def test_the_file_and_its_folder_are_the_same_tokenizer(
-    tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_load_tokenizer_of_file_and_folder_are_equal(tokenizer: Tokenizer, tmp_path: Path) -> None:
     save(tokenizer, tmp_path, model_max_length=4)
     for path in (tmp_path, tmp_path / "tokenizer.json"):
         encoder = load_tokenizer(path)
@@ -252,14 +250,14 @@ def test_the_file_and_its_folder_are_the_same_tokenizer(
 
 
 @pytest.mark.parametrize("stated", [10**30, 1e30, None, "512", 0])
-def test_a_limit_that_is_none_is_no_limit(
+def test_load_tokenizer_invalid_max_length_is_no_limit(
     stated: object, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     assert load_tokenizer(save(tokenizer, tmp_path, model_max_length=stated)).max_length is None
 
 
 @pytest.mark.parametrize("pad", ["b", {"content": "b"}])
-def test_the_pad_token_is_the_one_that_is_stated(
+def test_load_tokenizer_pad_token_of_config_and_tokenizer(
     pad: object, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     assert load_tokenizer(save(tokenizer, tmp_path, pad_token=pad)).pad_id == 6
@@ -267,7 +265,7 @@ def test_the_pad_token_is_the_one_that_is_stated(
     assert load_tokenizer(save(tokenizer, tmp_path, pad_token=pad)).pad_id == 7
 
 
-def test_a_missing_tokenizer_is_invalid_data_and_a_broken_one_an_invalid_model(
+def test_load_tokenizer_missing_or_damaged_is_refused(
     tmp_path: Path,
 ) -> None:
     with raises(InvalidData, "text.no_tokenizer", "tokenizer.json"):
@@ -285,42 +283,42 @@ HIDDEN = np.array([[[1.0, 2.0], [3.0, 6.0], [1e9, np.pi]]], np.float32)  # B S D
 MASK = np.array([[1, 1, 0]])
 
 
-def test_the_mean_leaves_padding_out() -> None:
+def test_pool_mean_ignores_padding() -> None:
     assert pool(HIDDEN, MASK, "mean", False).tolist() == [[2.0, 4.0]]
 
 
-def test_cls_is_the_first_token() -> None:
+def test_pool_cls_is_the_first_token() -> None:
     assert pool(HIDDEN, MASK, "cls", False).tolist() == [[1.0, 2.0]]
 
 
-def test_one_vector_a_text_is_pooled_already() -> None:
+def test_pool_pooled_output_is_unchanged() -> None:
     for pooling in ("mean", "cls", "none"):
         assert pool(HIDDEN[:, 0], MASK, pooling, False).tolist() == [[1.0, 2.0]]
 
 
-def test_none_is_refused_for_one_vector_a_token() -> None:
+def test_pool_none_of_tokens_is_refused() -> None:
     with raises(InvalidArgument, "text.pooling", "[1, 3, 2]"):
         pool(HIDDEN, MASK, "none", False)
 
 
-def test_an_output_of_another_rank_is_refused() -> None:
+def test_pool_other_rank_is_refused() -> None:
     with raises(InvalidArgument, "text.pool_shape", "(2,)"):
         pool(HIDDEN[0, 0], MASK, "mean", False)
 
 
-def test_normalized_vectors_have_length_one_and_zero_stays_zero() -> None:
+def test_pool_normalize_keeps_zero() -> None:
     vectors = pool(np.array([[3.0, 4.0], [0.0, 0.0]], np.float32), MASK, "none", True)
     np.testing.assert_allclose(vectors, [[0.6, 0.8], [0.0, 0.0]], rtol=1e-6)
 
 
-def test_half_precision_is_summed_in_single() -> None:
+def test_pool_float16_is_summed_in_float32() -> None:
     hidden = np.full((1, 8, 1), 60000, np.float16)
     pooled = pool(hidden, np.ones((1, 8)), "mean", False)
     assert pooled.dtype == np.float32
     np.testing.assert_allclose(pooled, [[60000]], rtol=1e-3)
 
 
-def test_a_row_without_any_token_is_zero_not_nan() -> None:
+def test_pool_row_without_tokens_is_zero() -> None:
     assert pool(HIDDEN, np.zeros((1, 3)), "mean", True).tolist() == [[0.0, 0.0]]
 
 
@@ -336,7 +334,7 @@ def test_a_row_without_any_token_is_zero_not_nan() -> None:
     ],
     ids=["plain", "mark-blank-crlf", "separators-inside"],
 )
-def test_a_sentence_is_a_line_that_is_not_blank(
+def test_read_sentences_are_non_blank_lines(
     content: bytes, sentences: list[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "text.txt"
@@ -348,20 +346,22 @@ def test_a_sentence_is_a_line_that_is_not_blank(
     ("content", "code"),
     [(b"", "text.empty_file"), (b"\n \n", "text.empty_file"), (b"ok\n\xff", "text.not_utf8")],
 )
-def test_a_file_without_sentences_is_refused(content: bytes, code: str, tmp_path: Path) -> None:
+def test_read_sentences_empty_or_binary_file_is_refused(
+    content: bytes, code: str, tmp_path: Path
+) -> None:
     path = tmp_path / "text.txt"
     path.write_bytes(content)
     with raises(InvalidData, code):
         read_sentences(path)
 
 
-def test_a_path_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_read_sentences_unreadable_path_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent.txt"):
         with raises(InvalidData, "text.unreadable"):
             read_sentences(path)
 
 
-def test_the_calibration_text_of_the_project_is_varied() -> None:
+def test_calibration_text_is_varied() -> None:
     sentences = read_sentences(Path(__file__).parents[3] / "benchmarks" / "calibration.txt")
     words = [len(sentence.split()) for sentence in sentences]
     assert len(sentences) >= 320
@@ -373,7 +373,7 @@ def test_the_calibration_text_of_the_project_is_varied() -> None:
 # --- against transformers -----------------------------------------------------------------------
 
 
-def test_ids_are_those_of_transformers(tiny_bert: Callable[..., Path]) -> None:
+def test_encode_equals_transformers(tiny_bert: Callable[..., Path]) -> None:
     import transformers
 
     folder = tiny_bert()

@@ -1,4 +1,4 @@
-"""Parts are timed as they stand in the whole: in float16 without casts at their borders."""
+"""Timed parts in float16 have no casts at their inputs and outputs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import onnx_ir as ir
 import pytest
 
 from attnserve.models.example_inputs import example_inputs
-from attnserve.models.precision import LARGEST, convert
-from attnserve.planning.search import block_timing as block_times
-from attnserve.planning.search.block_timing import time_blocks, without_casts
+from attnserve.models.precision import LARGEST, Precision, convert
+from attnserve.planning.search.block_timing import BlockTimer, without_casts
 from attnserve.planning.search.candidates import group_blocks
 from attnserve.runtime.part_latency import LatencyTable, Part
 from attnserve.runtime.session import open_session
@@ -45,7 +44,7 @@ def border(part: Part) -> tuple[list[str | None], list[ir.DataType | None]]:
     return [value.name for value in values], [value.dtype for value in values]
 
 
-def test_casts_at_the_borders_go_and_what_is_fed_is_float16():
+def test_without_casts_removes_casts_of_inputs_and_outputs():
     given = part("z = MatMul(x, w) y = Tanh(z)")
     assert operators(given)["Cast"] == 2
     made = without_casts(given)
@@ -56,7 +55,7 @@ def test_casts_at_the_borders_go_and_what_is_fed_is_float16():
     assert operators(given)["Cast"] == 2 and given.feeds[0]["x"].dtype == np.float32
 
 
-def test_it_computes_what_it_computed():
+def test_without_casts_computes_the_same():
     given = part("z = MatMul(x, w) y = Tanh(z)")
     feed = {"x": np.float32([[1, -2, 0.5, 3]])}
     made = without_casts(Part(given.model, (feed,)))
@@ -66,12 +65,12 @@ def test_it_computes_what_it_computed():
     np.testing.assert_allclose(found, expected, rtol=2**-10)  # a CPU casts as late as it can
 
 
-def test_casts_inside_a_part_stay_for_they_are_in_the_whole_too():
+def test_without_casts_keeps_inner_casts():
     made = without_casts(part("z = MatMul(x, w) m = Max(z, z) y = MatMul(m, w)"))
     assert operators(made)["Cast"] == 2  # around Max, which the tool leaves in float32
 
 
-def test_what_is_read_or_made_in_float32_stays_float32():
+def test_without_casts_keeps_float32_inputs_and_outputs():
     """Of another's making: the tool casts every input, and every output."""
     model = ir.from_onnx_text(
         """<ir_version: 10, opset_import: ["" : 17]>
@@ -87,7 +86,7 @@ def test_what_is_read_or_made_in_float32_stays_float32():
     assert open_session(made.model).run(None, dict(made.feeds[0]))[0].tolist() == [[1.0] * 4]
 
 
-def test_integers_stay_what_they_are():
+def test_without_casts_keeps_integers():
     given = part("i = Gather(w, k) z = Add(x, i) y = MatMul(z, w)", "float[b, 4] x, int64[b] k")
     feed = {"x": np.ones((2, 4), np.float32), "k": np.array([1, 3])}
     made = without_casts(Part(given.model, (feed,)))
@@ -96,7 +95,9 @@ def test_integers_stay_what_they_are():
 
 
 @pytest.mark.parametrize("precision", ["float16", "float32"])
-def test_every_form_of_every_block_is_timed_so(precision: str, monkeypatch: pytest.MonkeyPatch):
+def test_block_timer_forms_and_configs_use_precision(
+    precision: Precision, monkeypatch: pytest.MonkeyPatch
+):
     """Original, forms and configs alike: their masks are fed in float16 too."""
     seen: list[Part] = []
 
@@ -108,8 +109,7 @@ def test_every_form_of_every_block_is_timed_so(precision: str, monkeypatch: pyte
     model = random_encoder(layers=1, hidden=32, heads=4, positions=16)
     groups = group_blocks(model, find_attention(model)[0], ffn=True)
     feeds = [example_inputs(model, 1, 8)]
-    time_blocks(model, groups, feeds, LatencyTable(None), target=1, precision=precision,  # type: ignore[arg-type]
-                report=lambda what, done, total: None)  # fmt: skip
+    BlockTimer(model, feeds, LatencyTable(None), 1, precision).time_blocks(groups)
     assert len(seen) > 8
     expected = np.float16 if precision == "float16" else np.float32
     for each in seen:
@@ -118,10 +118,11 @@ def test_every_form_of_every_block_is_timed_so(precision: str, monkeypatch: pyte
         assert operators(each)["Cast"] == 0
 
 
-def test_a_part_that_cannot_be_converted_is_timed_as_it_is():
+def test_block_timer_part_that_cannot_be_converted_is_unchanged():
     model = ir.from_onnx_text(
         '<ir_version: 10, opset_import: ["" : 17]> g (float[b, 4] x) => (float[b, 4] y)'
         " { y = Tanh(x) }"
     )
     given = Part(model, ({"x": np.ones((1, 4), np.float32)},))
-    assert block_times._converted(given, "float16") is given
+    timer = BlockTimer(model, given.feeds, LatencyTable(None), 1, "float16")
+    assert timer._converted(given) is given

@@ -1,8 +1,7 @@
-"""What each block could become: how long it takes, and what the output loses."""
+"""Candidates of each block: groups, latencies, losses and options."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -15,11 +14,12 @@ import pytest
 
 from attnserve.calibration.elimination import eliminate_neurons
 from attnserve.checks.certify import read_attention
+from attnserve.context import RunContext
 from attnserve.models.artifact import load_model, open_artifact
 from attnserve.models.datasets import load_inputs
 from attnserve.models.example_inputs import example_inputs
-from attnserve.planning.search.block_loss import loss_curves
-from attnserve.planning.search.block_timing import time_blocks, time_pairs
+from attnserve.planning.search.block_loss import Losses, loss_curves
+from attnserve.planning.search.block_timing import BlockTimer
 from attnserve.planning.search.candidates import (
     Block,
     BlockConfig,
@@ -33,6 +33,7 @@ from attnserve.planning.search.candidates import (
     options_of,
     units_of,
 )
+from attnserve.planning.search.checkpoint import Checkpoint
 from attnserve.runtime.part_latency import LatencyTable
 from attnserve.runtime.session import Batch, open_session
 from graph_passes.errors import InvalidModel
@@ -42,8 +43,7 @@ from tests.attnserve.costs import measure
 Build = Callable[..., Path]
 
 
-def silent(what: str, done: int, total: int) -> None:
-    """No progress."""
+CONTEXT = RunContext(threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -63,13 +63,13 @@ def groups(bert: ir.Model) -> list[TiedBlocks]:
 
 @pytest.fixture(scope="module")
 def curves(bert: ir.Model, groups: list[TiedBlocks], data: list[Batch]) -> dict[str, LossCurve]:
-    return loss_curves(bert, groups, data, threads=1, report=silent).curves
+    return loss_curves(bert, groups, data, context=CONTEXT).curves
 
 
 # Groups
 
 
-def test_every_block_is_a_group_of_its_own(groups: list[TiedBlocks]):
+def test_group_blocks_is_one_group_per_block(groups: list[TiedBlocks]):
     assert [(g.kind, g.count, len(g.blocks), g.refusal) for g in groups] == [
         ("attention", 4, 1, None),
         ("attention", 4, 1, None),
@@ -84,7 +84,7 @@ def test_group_blocks_without_ffn_keeps_all_neurons(bert: ir.Model):
     assert codes == {"attention": None, "feed_forward": "not_allowed"}
 
 
-def test_layers_that_share_their_weights_are_one_group(
+def test_group_blocks_shared_weights_are_one_group(
     exported: Callable[[Cell], tuple[Path, str]],
 ):
     """ALBERT: rewritten alike, or the model would grow."""
@@ -107,11 +107,10 @@ def timed(
 ) -> dict[Block, BlockLatency]:
     monkeypatch.setattr(LatencyTable, "measure", measure)
     feeds = [example_inputs(bert, 1, length) for length in (16, 32)]
-    table = LatencyTable(None, threads=1)
-    return time_blocks(bert, groups, feeds, table, target=1, report=silent)
+    return BlockTimer(bert, feeds, LatencyTable(None, threads=1), 1).time_blocks(groups)
 
 
-def test_every_size_of_every_block_is_timed(
+def test_time_blocks_times_every_configuration(
     timed: dict[Block, BlockLatency], groups: list[TiedBlocks]
 ):
     for group in groups:
@@ -125,7 +124,7 @@ def test_every_size_of_every_block_is_timed(
         assert first == sorted(first)
 
 
-def test_attention_is_written_as_is_fastest(
+def test_time_blocks_selects_fastest_implementation(
     timed: dict[Block, BlockLatency], groups: list[TiedBlocks]
 ):
     for group in groups:
@@ -138,7 +137,7 @@ def test_attention_is_written_as_is_fastest(
             assert found.configs[BlockConfig(64)][0] < found.original[0]
 
 
-def test_an_operator_that_the_provider_lacks_is_not_taken(
+def test_time_blocks_skips_operator_without_kernel(
     bert: ir.Model, groups: list[TiedBlocks], monkeypatch: pytest.MonkeyPatch
 ):
     """ONNX Runtime says so when a session is opened."""
@@ -151,12 +150,12 @@ def test_an_operator_that_the_provider_lacks_is_not_taken(
     monkeypatch.setattr(LatencyTable, "measure", measure)
     monkeypatch.setattr("attnserve.planning.search.block_timing.open_session", lacks)
     feeds = [example_inputs(bert, 1, 16)]
-    found = time_blocks(bert, groups, feeds, LatencyTable(None), target=1, report=silent)
+    found = BlockTimer(bert, feeds, LatencyTable(None), 1).time_blocks(groups)
     forms = {found[g.blocks[0]].implementation for g in groups if g.kind == "attention"}
     assert forms == {"multi_head"}
 
 
-def test_a_form_that_is_slower_at_any_length_is_not_taken(
+def test_time_blocks_skips_implementation_slower_at_any_length(
     bert: ir.Model, groups: list[TiedBlocks], monkeypatch: pytest.MonkeyPatch
 ):
     """One operator is faster at the length asked for, and 1.2 times as slow at another."""
@@ -169,7 +168,7 @@ def test_a_form_that_is_slower_at_any_length_is_not_taken(
 
     monkeypatch.setattr(LatencyTable, "measure", slow_at_length)
     feeds = [example_inputs(bert, 1, length) for length in (16, 32)]
-    found = time_blocks(bert, groups, feeds, LatencyTable(None), target=1, report=silent)
+    found = BlockTimer(bert, feeds, LatencyTable(None), 1).time_blocks(groups)
     for group in groups:
         assert found[group.blocks[0]].implementation == "as exported"
         options = options_of((group,), found, {}, target=1)
@@ -180,7 +179,7 @@ def test_a_form_that_is_slower_at_any_length_is_not_taken(
 # Losses
 
 
-def test_taking_more_out_loses_more(curves: dict[str, LossCurve], groups: list[TiedBlocks]):
+def test_loss_curve_rises_with_removals(curves: dict[str, LossCurve], groups: list[TiedBlocks]):
     for group in groups:
         curve = curves[group.key]
         losses = [curve.at(gone) for gone in range(group.count)]
@@ -189,13 +188,13 @@ def test_taking_more_out_loses_more(curves: dict[str, LossCurve], groups: list[T
         assert sorted(curve.order) == list(range(group.count))
 
 
-def test_a_probe_is_what_was_measured(curves: dict[str, LossCurve]):
+def test_loss_curve_equals_measurements_at_probes(curves: dict[str, LossCurve]):
     for curve in curves.values():
         for gone, loss in zip(curve.gone, curve.loss, strict=True):
             assert curve.at(gone) == pytest.approx(loss, rel=1e-6)
 
 
-def test_a_mask_keeps_what_goes_last(curves: dict[str, LossCurve]):
+def test_loss_curve_mask_keeps_last_removals(curves: dict[str, LossCurve]):
     for curve in curves.values():
         kept = len(curve.order) // 4
         mask = np.array(curve.mask(kept))
@@ -203,22 +202,37 @@ def test_a_mask_keeps_what_goes_last(curves: dict[str, LossCurve]):
         assert set(np.flatnonzero(mask)) == set(curve.order[-kept:])
 
 
-def test_a_curve_survives_being_written(curves: dict[str, LossCurve]):
-    for curve in curves.values():
-        written = replace(curve, changed=((BlockConfig(0), 0.1), (BlockConfig(4, 4, 8), 0.2)))
-        again = LossCurve.from_json(json.loads(json.dumps(written.to_json())))
-        assert vars(again) == vars(written)
+def test_checkpoint_losses_round_trip(
+    curves: dict[str, LossCurve], groups: list[TiedBlocks], monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+):  # fmt: skip
+    monkeypatch.setenv("ATTNSERVE_CACHE", str(tmp_path))
+    changes = ((BlockConfig(0), 0.1), (BlockConfig(4, 4, 8), 0.2))
+    written = {key: replace(curve, changed=changes) for key, curve in curves.items()}
+    timed, other = ReusePair(*groups[:2], {}, 1.0), ReusePair(*groups[1::-1], {}, 1.0)
+    pair = replace(timed, heads=(2, 3, 0, 1), loss=0.1)
+    assert Checkpoint("x").losses([timed]) is None
+    Checkpoint("x").put_losses(Losses(written, (pair,)))
+    Checkpoint("x").add_build("a", 0.1, 0.9)
+    again = Checkpoint("x")
+    losses = again.losses([timed, other])
+    assert losses is not None
+    assert {k: vars(v) for k, v in losses.curves.items()} == {
+        k: vars(v) for k, v in written.items()
+    }
+    assert [vars(each) for each in losses.pairs] == [vars(pair)]
+    assert again.build("a") == (0.1, 0.9) and again.build("b") is None
 
 
-def test_one_text_is_enough_to_fit_and_to_ask(bert: ir.Model, groups: list[TiedBlocks], data: Any):
-    found = loss_curves(bert, groups, data[:1], threads=1, report=silent).curves
+def test_loss_curves_of_one_text(bert: ir.Model, groups: list[TiedBlocks], data: Any):
+    found = loss_curves(bert, groups, data[:1], context=CONTEXT).curves
     assert set(found) == {group.key for group in groups}
 
 
 # Options
 
 
-def test_options_get_faster_and_lose_more(
+def test_options_of_group_are_faster_at_more_loss(
     timed: dict[Block, BlockLatency], groups: list[TiedBlocks], curves: dict[str, LossCurve]
 ):
     for group in groups:
@@ -232,7 +246,7 @@ def test_options_get_faster_and_lose_more(
 # Neurons that go, and what the others take over
 
 
-def test_a_neuron_that_another_repeats_goes_first_and_costs_nothing():
+def test_eliminate_neurons_removes_redundant_neuron_first():
     random = np.random.default_rng(0)
     tokens = random.standard_normal((500, 6))
     tokens[:, 4] = 2 * tokens[:, 1]
@@ -242,7 +256,7 @@ def test_a_neuron_that_another_repeats_goes_first_and_costs_nothing():
     assert found.losses[1] < 1e-3 < 0.04 < found.losses[2]
 
 
-def test_the_loss_is_that_of_the_best_map_of_what_is_left():
+def test_eliminate_neurons_loss_is_that_of_least_squares():
     """Against ridge regression on the neurons that stay."""
     random = np.random.default_rng(1)
     tokens = random.standard_normal((400, 8)) @ random.standard_normal((8, 8))
@@ -257,7 +271,7 @@ def test_the_loss_is_that_of_the_best_map_of_what_is_left():
     assert found.losses[4] == pytest.approx(lost / total, rel=0.05)  # a small ridge apart
 
 
-def test_steps_that_do_not_divide_the_neurons_take_all_of_them():
+def test_eliminate_neurons_uneven_steps_remove_all():
     found = eliminate_neurons(np.eye(7), np.ones((7, 2)), 3)
     assert sorted(found.order.tolist()) == list(range(7))
     assert len(found.losses) == 8
@@ -277,7 +291,7 @@ def cut_attention(group: TiedBlocks) -> bool:
     return group.kind == "attention"
 
 
-def test_shorter_heads_are_timed_in_every_number(
+def test_time_blocks_times_truncated_heads(
     short_enough: None, timed: dict[Block, BlockLatency], groups: list[TiedBlocks]
 ):
     for group in filter(cut_attention, groups):
@@ -288,7 +302,7 @@ def test_shorter_heads_are_timed_in_every_number(
 
 
 @pytest.mark.parametrize("export", [("eager", "dynamo", 18), ("sdpa", "dynamo", 23)], ids=str)
-def test_their_loss_is_measured_at_the_output(
+def test_loss_curves_of_other_changes(
     short_enough: None, tiny_export: Build, sentences: Path, export: tuple[Any, ...]
 ):
     """However the attention is written; and heads that are gone lose nothing by being cut."""
@@ -298,7 +312,7 @@ def test_their_loss_is_measured_at_the_output(
     groups = group_blocks(model, read_attention(model).blocks, ffn=False)
     configs = BlockConfig(4, 4), BlockConfig(4, 4, 8), BlockConfig(0)
     changes = {group.key: configs for group in filter(cut_attention, groups)}
-    found = loss_curves(model, groups, batches, changes=changes, threads=1, report=silent).curves
+    found = loss_curves(model, groups, batches, changes=changes, context=CONTEXT).curves
     for group in filter(cut_attention, groups):
         curve = found[group.key]
         losses = dict(curve.changed)
@@ -318,13 +332,13 @@ def test_their_loss_is_measured_at_the_output(
         assert curve.of(BlockConfig(0)) == losses[BlockConfig(0)]
 
 
-def test_what_was_not_weighed_is_no_option(curves: dict[str, LossCurve]):
+def test_loss_curve_unmeasured_change_is_none(curves: dict[str, LossCurve]):
     for curve in curves.values():
         assert curve.changed == ()
         assert curve.of(BlockConfig(2, 4)) is None and curve.of(BlockConfig(0)) is None
 
 
-def test_heads_of_a_size_that_kernels_do_not_like_stay(groups: list[TiedBlocks]):
+def test_configs_of_small_heads_are_not_truncated(groups: list[TiedBlocks]):
     """Half of 8 dimensions is no multiple of 8."""
     for group in filter(cut_attention, groups):
         assert all(config.head_size is None for config in configs_of(group.blocks[0]))
@@ -333,7 +347,7 @@ def test_heads_of_a_size_that_kernels_do_not_like_stay(groups: list[TiedBlocks])
 # Dimensions that heads share, and layers that are left out
 
 
-def test_sharing_is_weighed_only_where_it_is_faster_than_as_many_dimensions_of_ones_own(
+def test_changes_to_measure_sharing_only_if_faster_than_separate(
     timed: dict[Block, BlockLatency], groups: list[TiedBlocks]
 ):
     group = next(filter(cut_attention, groups))
@@ -351,7 +365,7 @@ def test_sharing_is_weighed_only_where_it_is_faster_than_as_many_dimensions_of_o
     assert changes_to_measure(group, with_skip, target=1) == [own, BlockConfig(0)]
 
 
-def test_fewer_heads_share_fewer_dimensions():
+def test_block_config_of_fewer_heads_shares_fewer_dimensions():
     """In proportion, in multiples of 8, and never none."""
     assert BlockConfig(12, 16, 120).of(6) == BlockConfig(6, 16, 56)
     assert BlockConfig(12, 16, 120).of(12) == BlockConfig(12, 16, 120)
@@ -365,7 +379,7 @@ def test_fewer_heads_share_fewer_dimensions():
      (BlockConfig(8, 16, 80), "8 x 16 of 80 shared"),
      (BlockConfig(8, source="first"), "8 as first")],
 )  # fmt: skip
-def test_a_size_says_what_is_left(config: BlockConfig, text: str):
+def test_block_config_text(config: BlockConfig, text: str):
     assert str(config) == text
 
 
@@ -380,12 +394,12 @@ def handed_on(
     if implementation == "as exported":
         monkeypatch.setattr("attnserve.planning.search.block_timing.FORMS", ())
     feeds = [example_inputs(bert, 1, length) for length in (16, 32)]
-    table = LatencyTable(None, threads=1)
-    timed = time_blocks(bert, groups, feeds, table, target=1, report=silent)
-    return timed, time_pairs(bert, groups, feeds, table, timed, target=1, report=silent)
+    timer = BlockTimer(bert, feeds, LatencyTable(None, threads=1), 1)
+    timed = timer.time_blocks(groups)
+    return timed, timer.time_pairs(groups, timed)
 
 
-def test_a_layer_may_take_the_probabilities_of_the_one_before(
+def test_time_pairs_and_options_of_reuse(
     bert: ir.Model, groups: list[TiedBlocks], data: list[Batch], monkeypatch: pytest.MonkeyPatch
 ):
     timed, (pair,) = handed_on(bert, groups, monkeypatch, "as exported")
@@ -394,7 +408,7 @@ def test_a_layer_may_take_the_probabilities_of_the_one_before(
     assert sorted(pair.times) == [1, 2, 3, 4] and pair.saved_ms > 0
     both = sum(timed[group.blocks[0]].configs[BlockConfig(4)][0] for group in attention)
     assert pair.times[4][0] == pytest.approx(both - pair.saved_ms)
-    found = loss_curves(bert, groups, data, pairs=[pair], threads=1, report=silent)
+    found = loss_curves(bert, groups, data, pairs=[pair], context=CONTEXT)
     (pair_losses,) = found.pairs
     assert sorted(pair_losses.heads) == [0, 1, 2, 3]  # each head of the source is taken by one
     assert 0 < pair_losses.loss < 1
@@ -409,7 +423,7 @@ def test_a_layer_may_take_the_probabilities_of_the_one_before(
         assert a.ms > b.ms and a.loss <= b.loss
 
 
-def test_the_heads_of_a_pair_go_together(groups: list[TiedBlocks], curves: dict[str, LossCurve]):
+def test_reuse_pair_masks_and_edges(groups: list[TiedBlocks], curves: dict[str, LossCurve]):
     source, reader = (group for group in groups if group.kind == "attention")
     pair = ReusePair(source, reader, {}, 1.0, heads=(2, 3, 0, 1), loss=0.1)
     curve = replace(curves[source.key], order=(3, 0, 1, 2))
@@ -419,26 +433,26 @@ def test_the_heads_of_a_pair_go_together(groups: list[TiedBlocks], curves: dict[
     assert pair.edges(theirs) == {0: (source.names[0], 2), 3: (source.names[0], 1)}
 
 
-def test_reuse_that_is_slower_than_fused_operators_is_timed_once_and_not_weighed(
+def test_time_pairs_slow_reuse_is_timed_once_and_not_measured(
     bert: ir.Model, groups: list[TiedBlocks], data: list[Batch], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("tests.attnserve.costs.FUSED", 0.1)
     _, (pair,) = handed_on(bert, groups, monkeypatch, "attention")
     assert list(pair.times) == [4] and pair.saved_ms < 0
-    assert loss_curves(bert, groups, data, pairs=[pair], threads=1, report=silent).pairs == ()
+    assert loss_curves(bert, groups, data, pairs=[pair], context=CONTEXT).pairs == ()
     assert all(len(unit) == 1 for unit, _ in units_of(groups, [pair]))
 
 
-def test_a_pair_whose_heads_have_nothing_in_common_is_left_out(
+def test_loss_curves_pair_without_edges_is_left_out(
     bert: ir.Model, groups: list[TiedBlocks], data: list[Batch], monkeypatch: pytest.MonkeyPatch
 ):
     """Where no similarity could be measured there are no edges."""
     _, (pair,) = handed_on(bert, groups, monkeypatch, "as exported")
     monkeypatch.setattr("attnserve.planning.search.block_loss.edges_of", lambda *_, **__: {})
-    assert loss_curves(bert, groups, data, pairs=[pair], threads=1, report=silent).pairs == ()
+    assert loss_curves(bert, groups, data, pairs=[pair], context=CONTEXT).pairs == ()
 
 
-def test_no_group_is_in_two_pairs(groups: list[TiedBlocks]):
+def test_units_of_overlapping_pairs_take_the_best(groups: list[TiedBlocks]):
     """The pair that loses least is taken first."""
     first, second = (group for group in groups if group.kind == "attention")
     third = replace(second, blocks=())

@@ -1,4 +1,4 @@
-"""What the output loses if a block wrote something else, without any rewriting."""
+"""Loss estimates equal the loss of rewritten models."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def data(tiny: Path, sentences: Path, bert: ir.Model) -> list[Batch]:
 @pytest.fixture(scope="module")
 def estimator(bert: ir.Model, data: list[Batch]) -> LossEstimator:
     names = [block.name for block in (*find_attention(bert)[0], *find_feed_forward(bert))]
-    return LossEstimator(bert, names, data, threads=1)
+    return LossEstimator(bert, names, data, RunContext(threads=1))
 
 
-def test_nothing_else_loses_nothing(estimator: LossEstimator):
+def test_loss_without_changes_is_zero(estimator: LossEstimator):
     assert estimator.cosine_loss({}) == pytest.approx(0, abs=1e-6)
 
 
@@ -74,7 +74,7 @@ def test_rows_of_zeros_are_neurons_that_are_gone(
     )
 
 
-def test_any_other_maps_are_what_a_rewritten_model_would_compute(
+def test_loss_of_changed_maps_equals_rewritten_model(
     estimator: LossEstimator, bert: ir.Model, data: list[Batch]
 ):
     """Both at once, with what others take over: a full map of an attention and of a feed-forward,
@@ -97,7 +97,7 @@ def test_any_other_maps_are_what_a_rewritten_model_would_compute(
     assert all(1e-4 < loss < expected for loss in alone)
 
 
-def test_what_is_asked_once_leaves_no_trace(estimator: LossEstimator):
+def test_loss_estimator_keeps_no_state(estimator: LossEstimator):
     name = next(iter(estimator.maps))
     weight, bias = estimator.maps[name]
     first = estimator.cosine_loss({name: (0.5 * weight, bias)})
@@ -107,16 +107,16 @@ def test_what_is_asked_once_leaves_no_trace(estimator: LossEstimator):
     )
 
 
-def test_more_of_a_change_loses_more(estimator: LossEstimator, bert: ir.Model):
+def test_loss_grows_with_the_change(estimator: LossEstimator, bert: ir.Model):
     name = find_feed_forward(bert)[1].name
     weight, bias = estimator.maps[name]
     losses = [estimator.cosine_loss({name: (share * weight, bias)}) for share in (0.9, 0.6, 0.1)]
     assert losses == sorted(losses) and losses[0] > 1e-5
 
 
-def test_the_model_itself_is_left_alone(bert: ir.Model, data: list[Batch]):
+def test_loss_estimator_leaves_the_model_unchanged(bert: ir.Model, data: list[Batch]):
     before = ir.to_proto(bert).SerializeToString()
     name = find_feed_forward(bert)[0].name
-    estimator = LossEstimator(bert, [name], data[:1], threads=1)
+    estimator = LossEstimator(bert, [name], data[:1], RunContext(threads=1))
     estimator.cosine_loss({name: (0 * estimator.maps[name][0], estimator.maps[name][1])})
     assert ir.to_proto(bert).SerializeToString() == before

@@ -1,4 +1,4 @@
-"""The front: every choice that no other beats in both loss and time."""
+"""Pareto front of loss and time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def part(*pairs: tuple[float, float]) -> list[Option]:
     return [Option((BlockConfig(kept),), loss, ms) for kept, (loss, ms) in enumerate(pairs)]
 
 
-def test_each_choice_takes_one_option_of_each_part():
+def test_pareto_front_choices_take_one_option_per_part():
     front = pareto_front([part((0.0, 3.0), (0.1, 1.0)), part((0.0, 2.0), (0.3, 1.0))])
     assert [(choice.picks, choice.loss, choice.ms) for choice in front] == [
         ((0, 0), 0.0, 5.0),
@@ -25,18 +25,18 @@ def test_each_choice_takes_one_option_of_each_part():
     ]
 
 
-def test_an_option_that_loses_more_and_is_slower_is_never_taken():
+def test_pareto_front_skips_dominated_options():
     """Seven heads that run slower than eight: a greedy step would stop there."""
     front = pareto_front([part((0.0, 4.0), (0.1, 4.5), (0.2, 2.0))])
     assert [choice.picks for choice in front] == [(0,), (2,)]
 
 
-def test_without_parts_there_is_one_choice_that_changes_nothing():
+def test_pareto_front_without_parts_is_one_empty_choice():
     (only,) = pareto_front([])
     assert only.picks == () and only.loss == only.ms == 0.0
 
 
-def test_a_part_without_options_is_an_error():
+def test_pareto_front_part_without_options_is_an_error():
     with pytest.raises(ValueError, match="a part without options"):
         pareto_front([part((0.0, 1.0)), []])
 
@@ -46,7 +46,7 @@ parts = st.lists(st.lists(st.tuples(numbers, numbers), min_size=1, max_size=4), 
 
 
 @given(parts)
-def test_it_is_the_front_of_all_combinations(pairs: list[list[tuple[float, float]]]):
+def test_pareto_front_equals_exhaustive_search(pairs: list[list[tuple[float, float]]]):
     given_parts = [part(*each) for each in pairs]
     everything = [
         (sum(o.loss for o in chosen), sum(o.ms for o in chosen)) for chosen in product(*given_parts)
@@ -65,7 +65,7 @@ def test_it_is_the_front_of_all_combinations(pairs: list[list[tuple[float, float
         assert choice.ms == sum(o.ms for o in chosen)
 
 
-def test_a_thinned_front_still_starts_exact_and_ends_fastest():
+def test_pareto_front_thinned_keeps_both_ends():
     many = [part(*((i**1.7 / 977, 50.0 - i) for i in range(40))) for _ in range(4)]
     whole, thin = pareto_front(many), pareto_front(many, most=60)
     assert len(thin) <= 60 < len(whole)

@@ -1,7 +1,7 @@
-"""The planner: the fastest model that keeps what it must, found by measurement.
+"""Search for a plan: goals, results, plan.json, interruption and refusals.
 
-Times are counted here, not measured (``costs``): what is decided is then the same everywhere. One
-slow test plans the real encoder by a real clock; ``benchmarks/planner.py`` measures what it gives.
+Times are counted, not measured (``costs``), so that results are the same everywhere. One slow test
+plans the real encoder with a real clock; ``benchmarks/planner.py`` measures its results.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from graph_passes.errors import (
     CheckFailed,
     InvalidArgument,
     InvalidData,
+    InvalidOutput,
     Refusal,
 )
 from graph_passes.passes.collaborate import Collaborate
@@ -57,24 +58,52 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def _counted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "minilm_export" not in request.fixturenames:
+        count_instead_of_timing(monkeypatch)
+
+
+Planner = Callable[..., PlanReport]
+Optimizer = Callable[..., Any]
+
+
 @pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    count_instead_of_timing(monkeypatch)
+def planned(model: Path, sentences: Path, tmp_path: Path) -> Planner:
+    """Plan the tiny model; the output is a name in ``tmp_path``."""
+
+    def plan(output: str = "p.json", **options: Any) -> PlanReport:
+        keep = {} if "target_speedup" in options else {"keep": 0.97}
+        request = {"calib": sentences, "sequence": 32, "threads": 1, **keep, **options}
+        return attnserve.plan(model, tmp_path / output, **request)
+
+    return plan
 
 
-def planned(model: Path, sentences: Path, output: Path, **how: Any) -> PlanReport:
-    asked = {"calib": sentences, "keep": 0.97, "sequence": 32, "threads": 1, **how}
-    if "target_speedup" in how:
-        del asked["keep"]
-    return attnserve.plan(model, output, **asked)
+@pytest.fixture
+def optimized(model: Path, sentences: Path, tmp_path: Path) -> Optimizer:
+    """Optimize the tiny model; the output is a name in ``tmp_path``."""
+
+    def optimize(output: str = "out.onnx", **options: Any) -> Any:
+        request = {"calib": sentences, "sequence": 32, "threads": 1, **options}
+        return attnserve.optimize(model, tmp_path / output, **request)
+
+    return optimize
 
 
-def optimized(model: Path, sentences: Path, output: Path, **how: Any) -> Any:
-    asked = {"calib": sentences, "sequence": 32, "threads": 1, **how}
-    return attnserve.optimize(model, output, **asked)
+@pytest.fixture
+def replays(optimized: Optimizer, tmp_path: Path) -> Callable[[], bool]:
+    """Whether applying p.json twice gives the same bytes, in a.onnx and b.onnx."""
+
+    def replay() -> bool:
+        for name in ("a.onnx", "b.onnx"):
+            optimized(name, plan=tmp_path / "p.json")
+        return (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
+
+    return replay
 
 
-# What is asked for
+# Goals
 
 
 @pytest.mark.parametrize(
@@ -111,44 +140,36 @@ def test_goal_that_is_impossible_is_refused(
     ],
 )
 def test_optimize_contradicting_parameters_are_refused(
-    how: dict[str, Any], code: str, value: str, model: Path, sentences: Path, tmp_path: Path
+    optimized: Optimizer, how: dict[str, Any], code: str, value: str, tmp_path: Path
 ):
     with raises(InvalidArgument, code, value):
-        optimized(model, sentences, tmp_path / "out.onnx", **how)
+        optimized(**how)
     assert not (tmp_path / "out.onnx").exists()
 
 
-# What is found
+# Results
 
 
-def test_queries_and_keys_are_cut_where_that_costs_least(
-    model: Path, sentences: Path, tmp_path: Path, counted: None, monkeypatch: pytest.MonkeyPatch
+def test_search_truncates_queries_and_keys(
+    replays: Callable[[], bool], planned: Planner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """And the plan says so, is carried out again to the same bytes, and is read as attention."""
     monkeypatch.setattr("attnserve.planning.search.candidates.MULTIPLE", 4)
-    report = planned(model, sentences, tmp_path / "plan.json", keep=0.9)
+    report = planned(keep=0.9)
     cut = [decision for decision in report.decisions if decision.head_size is not None]
     assert cut and all(decision.head_size == 4 for decision in cut)
     assert all("queries and keys of 4 dimensions lose" in decision.why for decision in cut)
     shared = report.rewrites.targets(Collaborate)
     assert {n: params.head_size for n, params in shared.items()} == {d.block: 3 for d in cut}
     assert report.fidelity.mean_cosine >= 0.9
-    for name in ("a.onnx", "b.onnx"):
-        optimized(model, sentences, tmp_path / name, plan=tmp_path / "plan.json")
-    assert (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
+    assert replays()
     again = {row.block.name: row.block.head_size
              for row in attnserve.inspect(tmp_path / "a.onnx").reading.certified}  # fmt: skip
     assert again == {d.block: d.head_size or 8 for d in report.decisions if d.kind == "attention"}
 
 
 @pytest.mark.timing
-def test_the_promise_is_kept_and_used_up(
-    model: Path, sentences: Path, tmp_path: Path, counted: None
-):
-    found = {
-        keep: planned(model, sentences, tmp_path / f"{keep}.json", keep=keep, allow=["ffn"])
-        for keep in (0.999, 0.97, 0.9)
-    }
+def test_search_keeps_the_requested_cosine_and_uses_the_allowance(planned: Planner):
+    found = {keep: planned(f"{keep}.json", keep=keep, allow=["ffn"]) for keep in (0.999, 0.97, 0.9)}
     for keep, report in found.items():
         assert report.gain
         assert report.fidelity.mean_cosine >= keep
@@ -159,52 +180,42 @@ def test_the_promise_is_kept_and_used_up(
 
 
 @pytest.mark.timing
-def test_without_allowance_nothing_is_taken_out(
-    model: Path, sentences: Path, tmp_path: Path, counted: None
-):
-    report = planned(model, sentences, tmp_path / "p.json", keep=1.0, allow=["ffn"])
+def test_search_keep_one_is_lossless(planned: Planner):
+    report = planned(keep=1.0, allow=["ffn"])
     assert report.gain and not report.rewrites.changed
     assert report.fidelity.mean_cosine > 1 - 1e-5
     assert {d.written for d in report.decisions} == {"attention", "gelu"}
 
 
-def replays(model: Path, sentences: Path, folder: Path, plan: Path) -> bool:
-    """Whether a plan is carried out twice to the same bytes."""
-    for name in ("a.onnx", "b.onnx"):
-        optimized(model, sentences, folder / name, plan=plan)
-    return (folder / "a.onnx").read_bytes() == (folder / "b.onnx").read_bytes()
-
-
 @pytest.mark.timing
-def test_an_attention_that_hardly_matters_is_left_out(
-    model: Path, sentences: Path, tmp_path: Path, counted: None
+def test_search_removes_unimportant_attention(
+    replays: Callable[[], bool], planned: Planner, model: Path, tmp_path: Path
 ):
-    """An affine map stands for it, which costs less than any number of its heads."""
+    """An affine map replaces it."""
     graph = load_model(open_artifact(model))
     last = attnserve.inspect(model).reading.blocks[-1]
     weight = graph.graph.initializers[last.output.weight.name]
     weight.const_value = ir.tensor(weight.const_value.numpy() * np.float32(1e-3))
     ir.save(graph, model / "model.onnx")
-    report = planned(model, sentences, tmp_path / "p.json", keep=0.999)
+    report = planned(keep=0.999)
     decision = next(d for d in report.decisions if d.block == last.name)
     assert (decision.kept, decision.written) == (0, "skip")
     assert report.rewrites.targets(SkipAttention)[last.name].kind == "affine"
     assert "affine map" in decision.why
     assert report.gain and report.fidelity.mean_cosine >= 0.999
-    assert replays(model, sentences, tmp_path, tmp_path / "p.json")
+    assert replays()
     left = attnserve.inspect(tmp_path / "a.onnx").reading
     assert last.name not in {row.block.name for row in left.certified}
 
 
 @pytest.mark.timing
-def test_probabilities_are_handed_on_where_no_operator_holds_an_attention(
-    model: Path, sentences: Path, tmp_path: Path, counted: None, monkeypatch: pytest.MonkeyPatch
+def test_search_reuses_probabilities_without_fused_operators(
+    replays: Callable[[], bool], planned: Planner, monkeypatch: pytest.MonkeyPatch
 ):
-    """Both layers with the same number of heads, in plain operators."""
     monkeypatch.setattr("attnserve.planning.search.block_timing.FORMS", ())
     refusal = Refusal("test", "not here")
     monkeypatch.setattr("attnserve.planning.search.candidates.skip_refusal", lambda *_: refusal)
-    report = planned(model, sentences, tmp_path / "p.json", keep=0.8)
+    report = planned(keep=0.8)
     source, reader = (d for d in report.decisions if d.kind == "attention")
     assert reader.source == source.block and source.source is None
     assert reader.kept == source.kept > 0
@@ -212,88 +223,77 @@ def test_probabilities_are_handed_on_where_no_operator_holds_an_attention(
     edges = report.rewrites.targets(ReuseAttention)[reader.block]
     assert len(edges) == reader.kept and {layer for layer, _ in edges.values()} == {source.block}
     assert report.gain and report.fidelity.mean_cosine >= 0.8
-    assert replays(model, sentences, tmp_path, tmp_path / "p.json")
+    assert replays()
 
 
 @pytest.mark.timing
-def test_a_newer_operator_brings_its_opset(
-    model: Path, sentences: Path, tmp_path: Path, counted: None, monkeypatch: pytest.MonkeyPatch
+def test_search_raises_the_opset_for_a_newer_operator(
+    optimized: Optimizer,
+    planned: Planner,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    """The plan is carried out again to the same bytes."""
     monkeypatch.setattr("tests.attnserve.costs.STANDARD", 0.8)
     assert load_model(open_artifact(model)).opset_imports[""] < 23
-    found = optimized(model, sentences, tmp_path / "a.onnx", keep=0.95)
+    found = optimized("a.onnx", keep=0.95)
     fused = [d.block for d in found.found.decisions if d.written == "onnx"]
     written = load_model(open_artifact(tmp_path / "a.onnx"))
     assert written.opset_imports[""] == 23
     assert [n.op_type for n in written.graph].count("Attention") == len(fused) > 0
-    planned(model, sentences, tmp_path / "p.json", keep=0.95)
-    optimized(model, sentences, tmp_path / "b.onnx", plan=tmp_path / "p.json")
+    planned(keep=0.95)
+    optimized("b.onnx", plan=tmp_path / "p.json")
     assert (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
 
 
-def test_a_model_that_cannot_be_raised_is_written_in_older_operators(
-    model: Path, sentences: Path, tmp_path: Path, counted: None, monkeypatch: pytest.MonkeyPatch
+def test_search_without_newer_opset_uses_older_operators(
+    planned: Planner, monkeypatch: pytest.MonkeyPatch
 ):
     def refuse(model: ir.Model, opset: int) -> None:
         raise CannotRewrite("no", "no")
 
     monkeypatch.setattr("tests.attnserve.costs.STANDARD", 0.8)
     monkeypatch.setattr(search, "raise_opset", refuse)
-    report = planned(model, sentences, tmp_path / "p.json", keep=1.0)
+    report = planned(keep=1.0)
     assert {d.written for d in report.decisions if d.kind == "attention"} == {"attention"}
 
 
-def test_neurons_stay_unless_allowed(model: Path, sentences: Path, tmp_path: Path, counted: None):
-    report = planned(model, sentences, tmp_path / "p.json", keep=0.9)
+def test_search_without_ffn_keeps_neurons(planned: Planner):
+    report = planned(keep=0.9)
     assert report.rewrites.changed and not report.rewrites.targets(PruneNeurons)
     kinds = {d.kind: d for d in report.decisions}
     assert "`allow`" in kinds["feed_forward"].why
-
-
-@pytest.mark.timing
-def test_every_block_says_why(model: Path, sentences: Path, tmp_path: Path, counted: None):
-    report = planned(model, sentences, tmp_path / "p.json", keep=0.9, allow=["ffn"])
-    assert len(report.decisions) == 4
-    for decision in report.decisions:
-        assert decision.why
-        assert decision.ms_after <= decision.ms_before
+    assert len(report.decisions) == 4 and all(decision.why for decision in report.decisions)
+    assert all(decision.ms_after <= decision.ms_before for decision in report.decisions)
     assert any("others cannot reproduce" in decision.why for decision in report.decisions)
 
 
 @pytest.mark.timing
-def test_a_speed_is_reached_at_less_loss_than_a_higher_one(
-    model: Path, sentences: Path, tmp_path: Path, counted: None
-):
-    found = [
-        planned(model, sentences, tmp_path / f"{speed}.json", target_speedup=speed, allow=["ffn"])
-        for speed in (1.2, 1.6)
-    ]
+def test_search_lower_target_speedup_loses_less(planned: Planner):
+    found = [planned(f"{speed}.json", target_speedup=speed, allow=["ffn"]) for speed in (1.2, 1.6)]
     for wanted, report in zip((1.2, 1.6), found, strict=True):
         assert wanted <= report.speedup < 1.25 * wanted
     assert found[0].fidelity.mean_cosine > found[1].fidelity.mean_cosine
 
 
-def test_a_speed_out_of_reach_fails_and_writes_nothing(
-    model: Path, sentences: Path, tmp_path: Path, counted: None
-):
+def test_search_unreachable_speedup_fails_and_writes_nothing(planned: Planner, tmp_path: Path):
     with raises(CheckFailed, "search.target_speedup", "`target_speedup` is 900.0"):
-        planned(model, sentences, tmp_path / "p.json", target_speedup=900.0)
+        planned(target_speedup=900.0)
     assert not list(tmp_path.glob("p.*"))
 
 
 @pytest.mark.timing
-def test_no_gain_returns_the_original_and_says_so(
-    model: Path, sentences: Path, tmp_path: Path, counted: None, monkeypatch: pytest.MonkeyPatch
+def test_search_without_gain_returns_the_original(
+    optimized: Optimizer, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Whatever is done, the whole model is no faster at 64 tokens."""
+    """Every model is slower at 64 tokens."""
 
     def slow(judge: Judge, model: ir.Model, lengths: Any) -> list[Speed]:
         return [Speed(1, n, 1.0, 1.1 if n == 64 else 0.8, 0.91 if n == 64 else 1.25)
                 for n in lengths]  # fmt: skip
 
     monkeypatch.setattr(Judge, "compare_speed", slow)
-    report = optimized(model, sentences, tmp_path / "out.onnx", keep=0.9)
+    report = optimized(keep=0.9)
     assert report.found is not None and not report.found.gain
     assert report.found.verdict.startswith("no gain: ")
     assert "0.91x" in report.found.verdict and "64 tokens" in report.found.verdict
@@ -304,11 +304,11 @@ def test_no_gain_returns_the_original_and_says_so(
 
 
 @pytest.mark.timing
-def test_a_task_is_kept_by_its_lower_bound(
-    model: Path, sentences: Path, tmp_path: Path, counted: None
+def test_search_keeps_the_lower_bound_of_a_task_score(
+    planned: Planner, sentences: Path, tmp_path: Path
 ):
     rows = pairs(tmp_path / "pairs.tsv", sentences)
-    report = planned(model, sentences, tmp_path / "p.json", keep=0.9, eval_data=rows, task="sts",
+    report = planned(keep=0.9, eval_data=rows, task="sts",
                      allow=["ffn"])  # fmt: skip
     share = report.share
     assert share is not None and share.lower >= 0.9
@@ -317,7 +317,7 @@ def test_a_task_is_kept_by_its_lower_bound(
 
 
 def pairs(path: Path, sentences: Path) -> Path:
-    """Sentences that share many words are scored high."""
+    """Write sentence pairs, scored by the share of common words."""
     lines = sentences.read_text(encoding="utf-8").splitlines()
     rows = ["score\tsentence1\tsentence2"]
     for a, b in pairwise(lines):
@@ -327,14 +327,12 @@ def pairs(path: Path, sentences: Path) -> Path:
     return path
 
 
-# plan.json, and carrying it out
+# plan.json and its application
 
 
 @pytest.mark.timing
-def test_the_file_says_all_and_the_plot_shows_it(
-    model: Path, sentences: Path, tmp_path: Path, counted: None
-):
-    report = planned(model, sentences, tmp_path / "new" / "p.json", keep=0.95, allow=["ffn"])
+def test_plan_json_and_plot_contain_the_report(planned: Planner, tmp_path: Path):
+    report = planned("new/p.json", keep=0.95, allow=["ffn"])
     content = json.loads((tmp_path / "new" / "p.json").read_text(encoding="utf-8"))
     assert content == json.loads(json.dumps(report.to_json()))
     assert content["format"] == 2
@@ -347,42 +345,32 @@ def test_the_file_says_all_and_the_plot_shows_it(
 
 
 def test_plan_without_matplotlib_writes_the_plan_and_warns(
-    model: Path, sentences: Path, tmp_path: Path, counted: None,
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-):  # fmt: skip
+    planned: Planner,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
     monkeypatch.setattr("attnserve.reports.drawing.find_spec", lambda name: None)
-    planned(model, sentences, tmp_path / "p.json", keep=0.95)
+    planned(keep=0.95)
     assert (tmp_path / "p.json").exists() and not (tmp_path / "p.svg").exists()
     assert "attnserve[report]" in caplog.text
 
 
-@pytest.mark.timing
-def test_the_same_asked_twice_is_the_same_plan(
-    model: Path, sentences: Path, tmp_path: Path, counted: None
-):
-    texts = []
-    for name in ("a", "b"):
-        planned(model, sentences, tmp_path / f"{name}.json", keep=0.95, allow=["ffn"])
-        texts.append((tmp_path / f"{name}.json").read_text(encoding="utf-8"))
-    assert texts[0] == texts[1]
-
-
-def test_carrying_a_plan_out_gives_the_same_bytes(
-    model: Path, sentences: Path, tmp_path: Path, counted: None
-):
-    planned(model, sentences, tmp_path / "p.json", keep=0.95, allow=["ffn"])
-    asked = {"keep": 0.95, "allow": ["ffn"]}
-    optimized(model, sentences, tmp_path / "searched.onnx", **asked)
-    optimized(model, sentences, tmp_path / "again.onnx", plan=tmp_path / "p.json")
-    contents = {path.read_bytes() for path in tmp_path.glob("*.onnx")}
-    assert len(contents) == 1 < len(list(tmp_path.glob("*.onnx")))
+def test_plan_and_optimize_are_reproducible(planned: Planner, optimized: Optimizer, tmp_path: Path):
+    """Equal requests give equal plans; a search and its plan give the same bytes."""
+    for name in ("a.json", "b.json"):
+        planned(name, keep=0.95, allow=["ffn"])
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+    optimized("searched.onnx", keep=0.95, allow=["ffn"])
+    optimized("again.onnx", plan=tmp_path / "a.json")
+    assert (tmp_path / "searched.onnx").read_bytes() == (tmp_path / "again.onnx").read_bytes()
 
 
 @pytest.mark.timing
-def test_what_was_written_keeps_what_was_promised(
-    model: Path, sentences: Path, tmp_path: Path, counted: None
+def test_optimize_keep_writes_report_and_lineage(
+    optimized: Optimizer, model: Path, sentences: Path, tmp_path: Path
 ):
-    report = optimized(model, sentences, tmp_path / "out.onnx", keep=0.95, allow=["ffn"])
+    report = optimized(keep=0.95, allow=["ffn"])
     assert report.fidelity.mean_cosine >= 0.95
     assert report.after.parameters < report.before.parameters
     record = json.loads((tmp_path / "attnserve.json").read_text(encoding="utf-8"))
@@ -394,27 +382,21 @@ def test_what_was_written_keeps_what_was_promised(
 
 
 @pytest.mark.timing
-def test_int8_comes_after_the_rewrites_and_counts(
-    model: Path, sentences: Path, tmp_path: Path, counted: None
-):
-    report = optimized(
-        model, sentences, tmp_path / "out.onnx", keep=0.9, allow=["ffn"], precision="int8"
-    )
+def test_optimize_int8_is_part_of_the_loss(optimized: Optimizer, tmp_path: Path):
+    report = optimized(keep=0.9, allow=["ffn"], precision="int8")
     assert report.fidelity.mean_cosine >= 0.9
     assert report.after.bytes < 0.6 * report.before.bytes
     kinds = {node.op_type for node in load_model(tmp_path / "out.onnx").graph}
     assert kinds & {"MatMulInteger", "DynamicQuantizeLinear", "QAttention"}
 
 
-def test_a_precision_that_loses_too_much_alone_fails(
-    model: Path, sentences: Path, tmp_path: Path, counted: None
-):
+def test_optimize_precision_that_loses_too_much_fails(optimized: Optimizer, tmp_path: Path):
     with raises(CheckFailed, "search.precision", "int8 weights alone keep 0."):
-        optimized(model, sentences, tmp_path / "out.onnx", keep=1.0, precision="int8")
+        optimized(keep=1.0, precision="int8")
     assert not (tmp_path / "out.onnx").exists()
 
 
-def test_a_precision_may_be_asked_for_alone(model: Path, sentences: Path, tmp_path: Path):
+def test_optimize_precision_alone_converts_only(model: Path, sentences: Path, tmp_path: Path):
     report = attnserve.optimize(model, tmp_path / "out.onnx", precision="int8", calib=sentences)
     assert report.after.bytes < 0.6 * report.before.bytes
     assert report.after.parameters == report.before.parameters
@@ -424,8 +406,8 @@ def test_a_precision_may_be_asked_for_alone(model: Path, sentences: Path, tmp_pa
     assert entry["int8_weight_bits"] == report.int8_weight_bits == 7
 
 
-def test_int8_full_by_hand_records_8_bits(
-    model: Path, sentences: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_optimize_int8_full_records_8_bits(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("attnserve.models.precision.has_int8_dot_product", lambda: True)
     arguments = ["optimize", str(model), "--int8-full", "-o", str(tmp_path / "out.onnx")]
@@ -435,18 +417,18 @@ def test_int8_full_by_hand_records_8_bits(
     assert entry["int8_weight_bits"] == 8
 
 
-def test_int8_full_without_a_dot_product_is_refused_before_anything_is_read(
+def test_int8_full_without_dot_product_is_refused_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("attnserve.models.precision.has_int8_dot_product", lambda: False)
-    with pytest.raises(InvalidArgument, match="int8-full"):
+    with raises(InvalidArgument, "precision.cpu", "int8-full"):
         attnserve.optimize(tmp_path / "none", tmp_path / "out.onnx", precision="int8-full")
-    with pytest.raises(InvalidArgument, match="int8-full"):
+    with raises(InvalidArgument, "precision.cpu", "int8-full"):
         attnserve.plan(tmp_path / "none", tmp_path / "p.json", calib=tmp_path / "none", keep=0.9,
                        precision="int8-full")  # fmt: skip
 
 
-def test_bfloat16_is_proved_on_a_cpu_which_is_told_that_it_cannot_run_it(
+def test_optimize_bfloat16_is_verified_on_cpu_and_warns(
     model: Path, sentences: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     output = tmp_path / "out.onnx"
@@ -481,13 +463,12 @@ def test_bfloat16_is_proved_on_a_cpu_which_is_told_that_it_cannot_run_it(
     ],
 )  # fmt: skip
 def test_optimize_plan_file_that_is_no_plan_is_refused(
-    content: str, error: type[AttnserveError], code: str, model: Path, sentences: Path,
-    tmp_path: Path,
-):  # fmt: skip
+    optimized: Optimizer, content: str, error: type[AttnserveError], code: str, tmp_path: Path
+):
     path = tmp_path / "p.json"
     path.write_text(content)
     with raises(error, code, path):
-        optimized(model, sentences, tmp_path / "out.onnx", plan=path)
+        optimized(plan=path)
 
 
 @pytest.mark.parametrize(
@@ -501,7 +482,12 @@ def test_optimize_plan_file_that_is_no_plan_is_refused(
     ],
 )
 def test_optimize_plan_file_with_invalid_content_is_refused(
-    changes: dict[str, Any], code: str, model: Path, sentences: Path, tmp_path: Path
+    optimized: Optimizer,
+    changes: dict[str, Any],
+    code: str,
+    model: Path,
+    sentences: Path,
+    tmp_path: Path,
 ):
     artifact = open_artifact(model)
     data = load_inputs(sentences, load_model(artifact), artifact)
@@ -511,15 +497,15 @@ def test_optimize_plan_file_with_invalid_content_is_refused(
     }  # fmt: skip
     path = tmp_path / "p.json"
     path.write_text(json.dumps(content))
-    optimized(model, sentences, tmp_path / "same.onnx", plan=path)
+    optimized("same.onnx", plan=path)
     path.write_text(json.dumps(content | changes))
     with raises(AttnserveError, code, path):
-        optimized(model, sentences, tmp_path / "out.onnx", plan=path)
+        optimized(plan=path)
 
 
-def test_optimize_plan_that_is_a_folder_is_refused(model: Path, sentences: Path, tmp_path: Path):
+def test_optimize_plan_that_is_a_folder_is_refused(optimized: Optimizer, tmp_path: Path):
     with raises(InvalidData, "plan.file", tmp_path):
-        optimized(model, sentences, tmp_path / "out.onnx", plan=tmp_path)
+        optimized(plan=tmp_path)
 
 
 class Front:
@@ -566,31 +552,26 @@ def test_front_search_uses_up_the_allowed_loss_in_few_builds(
 
 
 @pytest.mark.timing
-def test_a_plan_of_other_data_is_refused(
-    model: Path, sentences: Path, tmp_path: Path, counted: None
+def test_optimize_plan_of_other_data_is_refused(
+    optimized: Optimizer, planned: Planner, model: Path, sentences: Path, tmp_path: Path
 ):
-    planned(model, sentences, tmp_path / "p.json")
+    planned()
     other = tmp_path / "other.txt"
     other.write_text(sentences.read_text(encoding="utf-8") + "one more\n", encoding="utf-8")
     with raises(InvalidArgument, "plan.other_input", "calibration"):
-        optimized(model, other, tmp_path / "out.onnx", plan=tmp_path / "p.json")
+        optimized(calib=other, plan=tmp_path / "p.json")
     with raises(InvalidData, "plan.file", "none.json"):
-        optimized(model, sentences, tmp_path / "out.onnx", plan=tmp_path / "none.json")
+        optimized(plan=tmp_path / "none.json")
 
 
-# Interrupted
+# Interruption
 
 
 @pytest.mark.timing
-def test_a_search_goes_on_where_it_was_interrupted(
-    model: Path,
-    sentences: Path,
-    tmp_path: Path,
-    cache: Path,
-    counted: None,
-    monkeypatch: pytest.MonkeyPatch,
+def test_search_continues_after_interruption(
+    planned: Planner, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    whole = planned(model, sentences, tmp_path / "whole.json", keep=0.95)
+    whole = planned("whole.json", keep=0.95)
     original = judge.compare
     calls: list[int] = []
 
@@ -602,7 +583,7 @@ def test_a_search_goes_on_where_it_was_interrupted(
 
     monkeypatch.setattr(judge, "compare", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        planned(model, sentences, tmp_path / "p.json", keep=0.95)
+        planned(keep=0.95)
     assert len(list((cache / "plans").glob("*.json"))) == 1
     assert not (tmp_path / "p.json").exists()
 
@@ -610,71 +591,64 @@ def test_a_search_goes_on_where_it_was_interrupted(
         raise AssertionError("the losses are known")
 
     monkeypatch.setattr(search, "loss_curves", measured_again)
-    report = planned(model, sentences, tmp_path / "p.json", keep=0.95)
+    report = planned(keep=0.95)
     assert report.to_json()["plan"] == whole.to_json()["plan"]
     assert not list((cache / "plans").glob("*.json"))  # done: nothing is left behind
 
 
 @pytest.mark.timing
 @pytest.mark.parametrize("content", ["", '{"curves": {"a": 1}, "builds": []}'])
-def test_a_damaged_journal_is_begun_anew(
-    content: str,
-    model: Path,
-    sentences: Path,
-    tmp_path: Path,
-    counted: None,
-    monkeypatch: pytest.MonkeyPatch,
+def test_search_ignores_damaged_checkpoint(
+    planned: Planner, content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    opened = Checkpoint.open.__func__
-
-    def damaged(cls: Any, name: str) -> Any:
+    def damaged(name: str) -> Checkpoint:
         path = tmp_path / "cache" / "plans" / f"{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
-        return opened(cls, name)
+        return Checkpoint(name)
 
-    monkeypatch.setattr(Checkpoint, "open", classmethod(damaged))
-    assert planned(model, sentences, tmp_path / "p.json", keep=0.97).gain
-
-
-# Models that cannot be planned, and little to go by
+    monkeypatch.setattr(search, "Checkpoint", damaged)
+    assert planned(keep=0.97).gain
 
 
-def test_a_length_that_the_model_does_not_take_is_refused(
-    model: Path, sentences: Path, tmp_path: Path
-):
+# Refusals and defaults
+
+
+def test_search_unsupported_length_is_refused(planned: Planner):
     with raises(InvalidArgument, "search.shape", "batch 1, 65 tokens"):
-        planned(model, sentences, tmp_path / "p.json", sequence=65)
+        planned(sequence=65)
 
 
 @pytest.mark.timing
-def test_without_a_length_the_texts_say(
-    model: Path, sentences: Path, tmp_path: Path, counted: None
+def test_search_default_lengths_are_quantiles_of_the_data(
+    planned: Planner, model: Path, sentences: Path
 ):
-    report = planned(model, sentences, tmp_path / "p.json", sequence=None)
+    report = planned(sequence=None)
     graph = load_model(model / "model.onnx")
     lengths = load_inputs(sentences, graph, open_artifact(model)).lengths
     low, *_, high = report.asked["sequences"]
     assert np.quantile(lengths, 0.1) <= low < high <= np.quantile(lengths, 0.9)
 
 
-def test_an_output_of_one_number_needs_a_task(tiny_bert: Build, sentences: Path, tmp_path: Path):
+def test_search_scalar_output_without_task_is_refused(
+    planned: Planner, tiny_bert: Build, sentences: Path, tmp_path: Path
+):
     source = tiny_bert(cls="BertForSequenceClassification", num_labels=1)
     attnserve.export(str(source), tmp_path / "model", task="sequence-classification")
     with raises(InvalidArgument, "search.scalar_output"):
-        planned(tmp_path / "model", sentences, tmp_path / "p.json")
+        attnserve.plan(tmp_path / "model", tmp_path / "p.json", calib=sentences, keep=0.97)
 
 
-def test_an_output_that_exists_is_left_alone(model: Path, sentences: Path, tmp_path: Path):
+def test_plan_existing_output_is_refused_and_unchanged(planned: Planner, tmp_path: Path):
     (tmp_path / "p.svg").write_text("mine")
-    with pytest.raises(AttnserveError, match="exists"):
-        planned(model, sentences, tmp_path / "p.json")
+    with raises(InvalidOutput, "output.exists"):
+        planned()
     assert (tmp_path / "p.svg").read_text() == "mine"
 
 
 @pytest.mark.parametrize("name", ["p.json", "p.svg"])
-def test_a_folder_in_the_way_is_refused_before_the_search(
-    name: str, model: Path, sentences: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_plan_output_that_is_a_folder_is_refused_before_the_search(
+    planned: Planner, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(
         import_module("attnserve.planning.make_plan"),
@@ -683,31 +657,25 @@ def test_a_folder_in_the_way_is_refused_before_the_search(
     )
     (tmp_path / name).mkdir()
     with raises(InvalidArgument, "plan.output", name):
-        planned(model, sentences, tmp_path / "p.json", force=True)
+        planned(force=True)
 
 
-def test_a_share_of_no_score_is_an_error(model: Path, sentences: Path, tmp_path: Path):
-    score = attnserve.evaluate(model, task="sts", data=pairs(tmp_path / "p.tsv", sentences))
-    with raises(CheckFailed, "evaluate.score_not_positive", "-0.1"):
-        share_kept(replace(score, spearman=-0.1), score)  # type: ignore[type-var]
-
-
-def test_the_same_score_is_kept_whole(model: Path, sentences: Path, tmp_path: Path):
+def test_share_kept_of_equal_scores_is_one_and_of_negative_score_fails(
+    model: Path, sentences: Path, tmp_path: Path
+):
     score = attnserve.evaluate(model, task="sts", data=pairs(tmp_path / "p.tsv", sentences))
     share = share_kept(score, score)
     assert share.value == 1 and share.standard_error == 0 and share.lower == 1
+    with raises(CheckFailed, "evaluate.score_not_positive", "-0.1"):
+        share_kept(replace(score, spearman=-0.1), score)  # type: ignore[type-var]
 
 
 # The command line
 
 
 @pytest.mark.timing
-def test_plan_prints_the_table_the_front_and_the_verdict(
-    model: Path,
-    sentences: Path,
-    tmp_path: Path,
-    counted: None,
-    capsys: pytest.CaptureFixture[str],
+def test_cli_plan_prints_table_front_and_verdict(
+    model: Path, sentences: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     output = tmp_path / "p.json"
     arguments = ["plan", str(model), "--calib", str(sentences), "-o", str(output), "--keep", "0.95",
@@ -728,12 +696,8 @@ def test_plan_prints_the_table_the_front_and_the_verdict(
     assert "bfloat16 cannot be timed on a CPU" in capsys.readouterr().err
 
 
-def test_a_goal_that_cannot_be_reached_exits_with_1(
-    model: Path,
-    sentences: Path,
-    tmp_path: Path,
-    counted: None,
-    capsys: pytest.CaptureFixture[str],
+def test_cli_unreachable_goal_exits_with_1(
+    model: Path, sentences: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     arguments = ["optimize", str(model), "--calib", str(sentences), "-o", str(tmp_path / "o.onnx"),
                  "--target-speedup", "500", "--seq", "32"]  # fmt: skip
@@ -743,10 +707,10 @@ def test_a_goal_that_cannot_be_reached_exits_with_1(
 
 
 @pytest.mark.timing(seconds=240)
-def test_a_real_encoder_gets_faster_by_a_real_clock(
+def test_optimize_real_encoder_is_faster_by_the_clock(
     minilm_export: Any, shared: Path, tmp_path: Path
 ):
-    """The promise holds on sentences of another file within 0.003."""
+    """The requested cosine holds on sentences of another file within 0.003."""
     lines = (shared / "data/sts/stsb_train.tsv").read_text(encoding="utf-8").splitlines()[1:]
     calib = tmp_path / "calib.txt"
     calib.write_text("\n".join(line.split("\t")[1] for line in lines[::20]), encoding="utf-8")
