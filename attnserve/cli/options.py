@@ -14,48 +14,6 @@ import typer
 from attnserve.choices import Precision, TaskName
 from attnserve.context import Provider
 
-__all__ = [
-    "CALIBRATION",
-    "CHECK",
-    "COMPRESS",
-    "DEPLOY",
-    "OUTPUT",
-    "RUN",
-    "Allow",
-    "Batch",
-    "Bf16",
-    "Calib",
-    "DataTokenizer",
-    "EvalData",
-    "Force",
-    "Fp16",
-    "Host",
-    "Int8",
-    "Int8Full",
-    "Json",
-    "Keep",
-    "Length",
-    "Model",
-    "OptionalCalib",
-    "ProviderName",
-    "Quiet",
-    "Seed",
-    "ServerProvider",
-    "ServerThreads",
-    "TargetSpeedup",
-    "Task",
-    "Threads",
-    "Tokenizer",
-    "Verbose",
-    "flag",
-    "output_option",
-    "parse_integers",
-    "parse_names",
-    "parse_precision",
-    "rewrite_option",
-    "search_option",
-]
-
 # Panels of commands in `attnserve --help`
 COMPRESS = "Compress"
 CHECK = "Inspect and check"

@@ -121,7 +121,7 @@ def edges_of(
     Raises:
         InvalidArgument: A layer has fewer heads than requested.
     """
-    heads = _Heads(masks)
+    heads = _Heads(masks, similarity)
     for index, block in enumerate(blocks):
         if block.name not in chosen:
             continue
@@ -137,9 +137,9 @@ def edges_of(
         if similarity is None:
             edges = heads.by_index(sources, kept[len(kept) - min(count, len(kept)) :])
         elif count >= len(kept):
-            edges = heads.whole_layer(block, sources, kept, similarity)
+            edges = heads.whole_layer(block, sources, kept)
         else:
-            edges = dict(heads.nearest(block, sources, kept, similarity)[:count])
+            edges = dict(heads.nearest(block, sources, kept)[:count])
         if edges:
             heads.edges[block.name] = edges
     return heads.edges
@@ -147,9 +147,10 @@ def edges_of(
 
 @dataclass(frozen=True, eq=False)
 class _Heads:
-    """The heads that masks keep, and the edges chosen so far."""
+    """The heads that masks keep, their similarity, and the edges chosen so far."""
 
     masks: Mapping[str, Sequence[int]]
+    similarity: HeadSimilarity | None
     edges: MutableEdges = field(default_factory=MutableEdges)
 
     def kept(self, block: AttentionBlock) -> list[int]:
@@ -162,17 +163,18 @@ class _Heads:
         own = set(block.own_heads.tolist())
         return [head for head in self.kept(block) if head not in reused and head in own]
 
+    def between(self, block: AttentionBlock, source: AttentionBlock) -> np.ndarray:
+        """The similarity of each head of a block to each head of a source."""
+        assert self.similarity is not None
+        return self.similarity.between(block.name, source.name)
+
     def nearest(
-        self,
-        block: AttentionBlock,
-        sources: Sequence[AttentionBlock],
-        heads: Sequence[int],
-        similarity: HeadSimilarity,
+        self, block: AttentionBlock, sources: Sequence[AttentionBlock], heads: Sequence[int]
     ) -> list[tuple[int, tuple[str, int]]]:
         """Each head and its most similar exact head, best first."""
         best: dict[int, tuple[float, tuple[str, int]]] = {}
         for source in sources:
-            between = similarity.between(block.name, source.name)
+            between = self.between(block, source)
             for source_head in self.exact(source):
                 for head in heads:
                     alike = float(between[head, source_head])
@@ -182,11 +184,7 @@ class _Heads:
         return [(head, best[head][1]) for head in ranked]
 
     def whole_layer(
-        self,
-        block: AttentionBlock,
-        sources: Sequence[AttentionBlock],
-        heads: Sequence[int],
-        similarity: HeadSimilarity,
+        self, block: AttentionBlock, sources: Sequence[AttentionBlock], heads: Sequence[int]
     ) -> dict[int, tuple[str, int]]:
         """A one-to-one assignment to the heads of a single layer with as many exact heads, if any.
 
@@ -201,7 +199,7 @@ class _Heads:
             exact = self.exact(source)
             if len(exact) != len(heads) or len(exact) != len(self.kept(source)):
                 continue
-            between = similarity.between(block.name, source.name)[np.ix_(heads, exact)]
+            between = self.between(block, source)[np.ix_(heads, exact)]
             if np.isnan(between).any():
                 continue
             rows, columns = linear_sum_assignment(-between)
@@ -211,7 +209,7 @@ class _Heads:
                 best = alike, {heads[row]: (source.name, exact[column]) for row, column in pairs}
         if best[1]:
             return best[1]
-        edges = dict(self.nearest(block, sources, heads, similarity))
+        edges = dict(self.nearest(block, sources, heads))
         return edges if len(edges) == len(heads) else {}
 
     def by_index(
@@ -249,13 +247,13 @@ def edges_by_damage(
         effect: Relative squared change of the output when a head is removed, by layer.
         budget: The allowed sum of estimated changes.
     """
-    heads = _Heads(masks)
+    heads = _Heads(masks, similarity)
     candidates: list[tuple[float, int, int, tuple[str, int]]] = []
     for index, block in enumerate(blocks):
         if block.name in chosen:
             sources = [b for b in blocks[:index] if reuse_refusal(block, [b]) is None]
             for source in sources:
-                between = similarity.between(block.name, source.name)
+                between = heads.between(block, source)
                 for head in heads.kept(block):
                     for source_head in heads.exact(source):
                         apart = 1 - between[head, source_head]

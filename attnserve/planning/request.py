@@ -35,8 +35,8 @@ from attnserve.planning.head_selection import (
     parse_reuse,
     reused_layers,
 )
-from attnserve.planning.mixing import choose_head_size, widest_head
 from attnserve.planning.plan import Plan
+from attnserve.planning.sharing import SharingChooser, refused
 from attnserve.runtime.session import Batch
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.context import GraphContext
@@ -44,7 +44,7 @@ from graph_passes.errors import CannotRewrite, InvalidArgument, InvalidModel, Re
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.base import AttentionPass
-from graph_passes.passes.collaborate import Collaborate, SharedDimensions, sharing_refusal
+from graph_passes.passes.collaborate import Collaborate, SharedDimensions
 from graph_passes.passes.decompose_attention import decompose_fused
 from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.prune_neurons import PruneNeurons, neurons_refusal
@@ -272,7 +272,7 @@ class _PlanBuilder:
             block = self.by_name[name]
             refusal = SkipAttention.refusal(block, None, self.graph_context) or self._in_body(block)
             if refusal is not None:
-                raise _refused(name, refusal, "leave this layer out of `skip`")
+                raise refused(name, refusal, "leave this layer out of `skip`")
             skipped[name] = "constant" if kind == "constant" else "affine"
         if skipped:
             self._batches("`skip` fits the replacement of an attention to data", "leave `skip` out")
@@ -309,7 +309,7 @@ class _PlanBuilder:
             if block.name in masks and (
                 refusal := PruneHeads.refusal(block, None, self.graph_context)
             ):
-                raise _refused(block.name, refusal, "take this layer out of the mask")
+                raise refused(block.name, refusal, "take this layer out of the mask")
         return masks
 
     def _measured_masks(
@@ -409,114 +409,35 @@ class _PlanBuilder:
                 refusal = reuse_refusal(block, [self.by_name[source]])
                 refusal = refusal or ReuseAttention.refusal(block, None, self.graph_context)
                 if refusal is not None:
-                    raise _refused(f"{name} cannot reuse {source}", refusal, "take this edge out")
+                    raise refused(f"{name} cannot reuse {source}", refusal, "take this edge out")
         return edges
 
     # ---- collaborate -----------------------------------------------------------------------------
 
     def _shared(self) -> dict[str, SharedDimensions]:
         """The shared dimensions of each layer."""
-        collab_dk, head_dk = self.request.collab_dk, self.request.head_dk
-        if collab_dk is None and head_dk is None:
+        if self.request.collab_dk is None and self.request.head_dk is None:
             return {}
-        is_named = self.request.layers is not None or isinstance(collab_dk, Mapping)
-        ranks = self._ranks(collab_dk)
-        shared: dict[str, SharedDimensions] = {}
-        for block in self.blocks:
-            rank, name = ranks.get(block.name), block.name
-            if rank is None:
-                continue
-            refusal = self._sharing_refusal(block)
-            if refusal is None:
-                self._check_sizes(block, rank)
-            mask, reused = self.masks.get(name, [1] * block.num_heads), self.edges.get(name, {})
-            own = sum(1 for head in block.own_heads.tolist() if mask[head] and head not in reused)
-            if collab_dk is None and head_dk is not None:
-                rank = max(own, 1) * head_dk  # nothing is shared: each head is truncated
-            if name in self.removed or not (own or refusal):
-                continue  # no head is left to factor
-            if refusal is not None and is_named:
-                raise _refused(name, refusal, "leave this layer out of `layers`")
-            if refusal is None and own < block.num_heads and rank >= own * block.head_size:
-                refusal = Refusal(
-                    "nothing_shared",
-                    f"R = {rank} >= {own} heads x head size = {own * block.head_size}: nothing to "
-                    "compress",
-                )
-            if refusal is not None:
-                self._leave(block, refusal)
-                continue
-            size = block.num_heads * block.head_size
-            if self.data is not None and rank < size and self._in_body(block):
-                self.warnings.append(
-                    f"{name} lies in the body of another node, which calibration cannot observe: "
-                    "it is factored by its weights alone"
-                )
-            shared[name] = SharedDimensions(
-                rank=rank, head_size=self._head_size(block, own, rank),
-                cache=self.request.collab_cache,
-            )  # fmt: skip
+        chooser = SharingChooser(
+            self.request,
+            own_heads={b.name: self._own_heads(b) for b in self.blocks
+                       if b.name not in self.removed},
+            unobserved=[b.name for b in self.blocks if self.data is not None and self._in_body(b)],
+            length=self.length,
+            longest=self.longest,
+        )  # fmt: skip
+        ranks = self._ranks(self.request.collab_dk)
+        shared = chooser.choose([(b, ranks[b.name]) for b in self.blocks if b.name in ranks])
+        self.warnings += chooser.warnings
         if not (shared or self.skipped or self.masks or self.edges):
             raise self._nothing("factored")
         return shared
 
-    def _sharing_refusal(self, block: AttentionBlock) -> Refusal | None:
-        caches = self.request.collab_cache
-        refusal = sharing_refusal(block, caches=caches)
-        if refusal is not None and not caches and sharing_refusal(block, caches=True) is None:
-            return Refusal(
-                refusal.code,
-                "its cached keys are an input of the graph: `collab_cache` rewrites the cache too",
-            )
-        return refusal
-
-    def _check_sizes(self, block: AttentionBlock, rank: int) -> None:
-        collab_dk, head_dk = self.request.collab_dk, self.request.head_dk
-        size = block.num_heads * block.head_size
-        if head_dk is not None and not 1 <= head_dk <= block.head_size:
-            raise InvalidArgument(
-                f"`head_dk` is {head_dk}: expected 1 to {block.head_size} for {block.name}",
-                f"{block.head_size} is the size of its heads",
-                code="request.range",
-            )
-        if collab_dk is not None and head_dk is not None and head_dk > rank:
-            raise InvalidArgument(
-                f"`head_dk` is {head_dk}: {block.name} has {rank} shared dimensions that a head "
-                "can read",
-                f"choose `head_dk` from 1 to {rank}, or a larger `collab_dk`",
-                code="request.range",
-            )
-        if not 1 <= rank <= size:
-            raise InvalidArgument(
-                f"`collab_dk` is {rank}: expected 1 to {size} for {block.name}, which has "
-                f"{block.num_heads} heads x {block.head_size}",
-                f"choose R from 1 to {size}; {size} is exact",
-                code="request.range",
-            )
-
-    def _head_size(self, block: AttentionBlock, own: int, rank: int) -> int | None:
-        """The mean number of dimensions that a head reads; None for dense mixing."""
-        mixing, head_dk = self.request.mixing, self.request.head_dk
-        if mixing == "dense":
-            return None
-        if block.k.past is not None:
-            if mixing == "sparse" or head_dk is not None:
-                self.warnings.append(
-                    f"{block.name} gets dense mixing: its cache holds what all heads share"
-                )
-            return None
-        if head_dk is not None:
-            return head_dk
-        if mixing == "sparse":
-            return min(rank, widest_head(block.head_size) or block.head_size)
-        return choose_head_size(
-            rank,
-            heads=own,
-            head_size=block.head_size,
-            widths=(block.input_size, block.k.matrix().shape[0]),
-            length=self.length,
-            longest=self.longest,
-        )
+    def _own_heads(self, block: AttentionBlock) -> int:
+        """The number of heads that compute their own probabilities after pruning and reuse."""
+        mask = self.masks.get(block.name, [1] * block.num_heads)
+        reused = self.edges.get(block.name, {})
+        return sum(1 for head in block.own_heads.tolist() if mask[head] and head not in reused)
 
     def _ranks(self, collab_dk: Ranks | None) -> dict[str, int]:
         if collab_dk is None:
@@ -575,7 +496,7 @@ class _PlanBuilder:
             if refusal is None:
                 able.append(block)
             elif self.request.layers is not None:
-                raise _refused(block.name, refusal, "leave this layer out of `layers`")
+                raise refused(block.name, refusal, "leave this layer out of `layers`")
             else:
                 self._leave(block, refusal)
         return able
@@ -629,7 +550,3 @@ class _PlanBuilder:
             and block.probabilities is not None
             and block.graph is model.graph
         ]
-
-
-def _refused(name: str, refusal: Refusal, fix: str) -> CannotRewrite:
-    return CannotRewrite(f"{name}: {refusal}", fix, code=f"rewrite.{refusal.code}")

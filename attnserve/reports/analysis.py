@@ -32,9 +32,10 @@ from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.models.artifact import versions
 from attnserve.models.datasets import Dataset
 from graph_passes.blocks import AttentionBlock
+from graph_passes.context import GraphContext
 from graph_passes.errors import InvalidArgument, InvalidModel, Refusal
 from graph_passes.passes.collaborate import sharing_refusal
-from graph_passes.passes.decompose_attention import DecomposeAttention, decomposition_refusal
+from graph_passes.passes.decompose_attention import decompose_fused, decomposition_refusal
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -280,13 +281,9 @@ def _measurable(
     report = read_attention(model, seed=seed)
     indices = {block.name: index for index, block in enumerate(report.blocks)}
     fused = {b.name: decomposition_refusal(b) for b in report.blocks if b.logits is None}
-    names = [
-        b.name
-        for b in report.blocks
-        if b.name in fused and fused[b.name] is None and b.graph is model.graph
-    ]
-    if names:
-        DecomposeAttention(names)(model)
+    if fused:
+        with GraphContext.of(model) as graph_context:
+            decompose_fused(graph_context, fused)
         report = read_attention(model, seed=seed)
     left_out = [
         NotAnalyzed(unmatched.node.name or unmatched.node.op_type, unmatched.reason)
