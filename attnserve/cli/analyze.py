@@ -25,20 +25,14 @@ app = typer.Typer()
 
 
 @app.command(
-    epilog="Example: attnserve analyze model.onnx --calib sentences.txt",
-    rich_help_panel=opt.CHECK,
+    epilog="Example: attnserve analyze model.onnx --calib sentences.txt", rich_help_panel=opt.CHECK
 )
 def analyze(
     model: opt.Model,
     calib: opt.Calib,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="DIR",
-            help="Output folder (default: NAME-analysis beside the model).",
-        ),
+        opt.output_option("DIR", "Output folder (default: NAME-analysis beside the model)."),
     ] = None,
     groups: Annotated[
         int | None,
@@ -92,7 +86,7 @@ def analyze(
     out.print(table)
     if legend:
         print_line(legend)
-    for each in analysis.not_analyzed:
-        print_line(f"not analyzed: {each.name}: {each.reason}")
+    for block in analysis.not_analyzed:
+        print_line(f"not analyzed: {block.name}: {block.reason}")
     assert analysis.output is not None
     print_line(f"wrote {analysis.output / 'report.html'}")

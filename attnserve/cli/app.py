@@ -65,13 +65,13 @@ def _options(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, and print an error in at most three lines; returns the exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        result = app(args=given, prog_name="attnserve", standalone_mode=False)
+        result = app(args=arguments, prog_name="attnserve", standalone_mode=False)
     except KeyboardInterrupt:
         return _interrupted()
     except Exception as error:
-        return _failed(error, given)
+        return _failed(error, arguments)
     if result == INTERRUPTED:  # the result of typer after Ctrl-C
         return _interrupted()
     return result if isinstance(result, int) else 0
@@ -82,8 +82,7 @@ def _failed(error: Exception, arguments: Sequence[str]) -> int:
     from graph_passes.errors import AttnserveError
 
     if (usage := getattr(error, "format_message", None)) is not None:  # an error of Typer
-        context = getattr(error, "ctx", None)
-        command = getattr(context, "command_path", "attnserve")
+        command = getattr(getattr(error, "ctx", None), "command_path", "attnserve")
         if message := usage():
             _show(AttnserveError(message, f"see `{command} --help`"), arguments)
         return 2

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from attnserve.cli import options as opt
-from attnserve.cli.display import print_json, print_line, set_log_level
+from attnserve.cli.display import log_level, print_json, print_line, set_log_level
 
 __all__ = ["app"]
 
 app = typer.Typer(help="Deploy a model to Triton or Ray Serve.", no_args_is_help=True)
 
-SCALING = "Scaling"
+scaling_option = partial(typer.Option, rich_help_panel="Scaling")
 
 
 @app.command(epilog="Example: attnserve deploy triton repository --model model-optimized")
@@ -90,44 +91,26 @@ def ray(
     ] = None,
     replicas: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Minimum number of replicas (default: 1).",
-            rich_help_panel=SCALING,
-        ),
+        scaling_option(min=1, metavar="N", help="Minimum number of replicas (default: 1)."),
     ] = None,
     max_replicas: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Maximum number of replicas (default: no scaling).",
-            rich_help_panel=SCALING,
+        scaling_option(
+            min=1, metavar="N", help="Maximum number of replicas (default: no scaling)."
         ),
     ] = None,
     target_ongoing: Annotated[
         float | None,
-        typer.Option(
+        scaling_option(
             metavar="N",
             help="Concurrent requests per replica above which replicas are added (default: 16).",
-            rich_help_panel=SCALING,
         ),
     ] = None,
     cpus: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            metavar="N",
-            help="CPU cores per replica (default: 1).",
-            rich_help_panel=SCALING,
-        ),
+        float | None, scaling_option(min=0, metavar="N", help="CPU cores per replica (default: 1).")
     ] = None,
     gpus: Annotated[
-        float | None,
-        typer.Option(
-            min=0, metavar="N", help="GPUs per replica (default: 0).", rich_help_panel=SCALING
-        ),
+        float | None, scaling_option(min=0, metavar="N", help="GPUs per replica (default: 0).")
     ] = None,
     threads: opt.ServerThreads = None,
     provider: opt.ServerProvider = None,
@@ -144,7 +127,7 @@ def ray(
 
     settings = read_settings(
         model=model.resolve(), host=host, port=port, threads=threads, provider=provider,
-        log_level="error" if quiet else "debug" if verbose else None,
+        log_level=log_level(quiet, verbose)
     )  # fmt: skip
     scaling = {
         "replicas": replicas, "max_replicas": max_replicas, "target_ongoing": target_ongoing,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # imported on use, because `--help` must start fast
 
 __all__ = [
     "format_ranges",
+    "log_level",
     "make_table",
     "option_names",
     "out",
@@ -38,22 +39,19 @@ err = Console(stderr=True, soft_wrap=True, highlight=False)
 RENAMED = {"sequence": "seq", "sequences": "seq", "batches": "batch"}
 """Parameters of the Python functions whose options have another name."""
 
-SPELLED = {"precision": "--fp16/--bf16/--int8", "refit": "--no-refit"}
-"""Parameters without an option of their own, or whose first option string is the default."""
+SPELLED = {"precision": ("fp16", "--fp16/--bf16/--int8"), "refit": ("refit", "--no-refit")}
+"""Text for parameters that have no option of their own, or whose first option is the default: by
+parameter, an option of the commands that have it, and the text."""
 
 
 def option_names(command: Any) -> dict[str, str]:
     """The option (or argument) of a Typer command for each parameter of its Python function."""
     names: dict[str, str] = {}
-    for each in command.params:
-        is_argument = each.param_type_name == "argument"
-        names[each.name] = (each.metavar or each.name.upper()) if is_argument else each.opts[0]
+    for param in command.params:
+        is_argument = param.param_type_name == "argument"
+        names[param.name] = (param.metavar or param.name.upper()) if is_argument else param.opts[0]
     names |= {name: names[own] for name, own in RENAMED.items() if own in names}
-    if "fp16" in names:
-        names["precision"] = SPELLED["precision"]
-    if "refit" in names:
-        names["refit"] = SPELLED["refit"]
-    return names
+    return names | {name: text for name, (option, text) in SPELLED.items() if option in names}
 
 
 def with_options(text: str, options: Mapping[str, str]) -> str:
@@ -61,9 +59,14 @@ def with_options(text: str, options: Mapping[str, str]) -> str:
     return re.sub(r"`(\w+)`", lambda match: options.get(match[1], match[0]), text)
 
 
+def log_level(quiet: bool, verbose: bool) -> str | None:
+    """The log level that ``--quiet`` and ``--verbose`` request."""
+    return "error" if quiet else "debug" if verbose else None
+
+
 def set_log_level(quiet: bool, verbose: bool) -> None:
-    level = logging.ERROR if quiet else logging.DEBUG if verbose else logging.WARNING
-    logging.getLogger("attnserve").setLevel(level)
+    level = log_level(quiet, verbose) or "warning"
+    logging.getLogger("attnserve").setLevel(level.upper())
 
 
 def print_message(text: str) -> None:

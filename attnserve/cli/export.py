@@ -25,7 +25,7 @@ def export(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="A Hugging Face id or a local folder.")
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Output folder.")],
+    output: Annotated[Path, opt.output_option("DIR", "Output folder.")],
     task: Annotated[
         str | None,
         typer.Option(
@@ -51,13 +51,7 @@ def export(
     """Export a Hugging Face model to ONNX and compare it with PyTorch."""
     set_log_level(quiet, verbose)
     report = attnserve.export(
-        model,
-        output,
-        task=task,
-        exporter=exporter,
-        opset=opset,
-        attention=attention,
-        force=force,
+        model, output, task=task, exporter=exporter, opset=opset, attention=attention, force=force
     )
     if json:
         print_json(report.to_json())

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 import attnserve
-from attnserve.choices import Alignment, Importance, Mixing, Precision
+from attnserve.choices import Alignment, Importance, Mixing
 from attnserve.cli import options as opt
 from attnserve.cli.display import (
     make_table,
@@ -23,10 +23,10 @@ from attnserve.cli.display import (
     shorten_names,
     with_options,
 )
-from attnserve.cli.options import parse_integers, parse_names
 
 if TYPE_CHECKING:
     from attnserve.planning.optimize import OptimizeReport
+    from attnserve.planning.search.goal import Allowed
     from attnserve.planning.search.report import PlanReport, Point
 
 __all__ = ["app"]
@@ -39,7 +39,7 @@ app = typer.Typer()
     rich_help_panel=opt.COMPRESS,
 )
 def optimize(
-    context: typer.Context,
+    command: typer.Context,
     model: opt.Model,
     keep: opt.Keep = None,
     collab_dk: Annotated[
@@ -53,12 +53,9 @@ def optimize(
     calib: opt.OptionalCalib = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="PATH",
-            help="Output .onnx file or folder (default: the folder NAME-optimized beside the"
-            " model).",
+        opt.output_option(
+            "PATH",
+            "Output .onnx file or folder (default: the folder NAME-optimized beside the model).",
         ),
     ] = None,
     target_speedup: opt.TargetSpeedup = None,
@@ -67,103 +64,84 @@ def optimize(
     allow: opt.Allow = None,
     plan: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Apply a plan that `attnserve plan` wrote.",
-            rich_help_panel=opt.SEARCH,
-        ),
+        opt.search_option(metavar="FILE", help="Apply a plan that `attnserve plan` wrote."),
     ] = None,
     mixing: Annotated[
         Mixing,
-        typer.Option(
+        opt.rewrite_option(
             help="Dimensions that a head with --collab-dk reads: all R (dense), some (sparse), or"
-            " the form with fewer MACs (auto).",
-            rich_help_panel=opt.REWRITES,
+            " the form with fewer MACs (auto)."
         ),
     ] = "auto",
     head_dk: Annotated[
         int | None,
-        typer.Option(
+        opt.rewrite_option(
             metavar="K",
             help="Average number of Q/K dimensions per head (sparse mixing). Without --collab-dk,"
             " each head keeps its own dimensions.",
-            rich_help_panel=opt.REWRITES,
         ),
     ] = None,
     collab_cache: Annotated[
         bool,
-        typer.Option(
+        opt.flag(
             "--collab-cache",
-            metavar="",
+            panel=opt.REWRITES,
             help="Store the shared dimensions in a decoder's KV cache. The cache becomes smaller"
             " and changes its shape.",
-            rich_help_panel=opt.REWRITES,
         ),
     ] = False,
     reuse: Annotated[
         str | None,
-        typer.Option(
+        opt.rewrite_option(
             metavar="FORM",
             help="Reuse attention probabilities of earlier layers: partial:K[:P], full:P,"
             " alternate, all-end, auto, or a .json file of edges.",
-            rich_help_panel=opt.REWRITES,
         ),
     ] = None,
     align: Annotated[
         Alignment,
-        typer.Option(
+        opt.rewrite_option(
             help="Heads whose probabilities --reuse takes: the most similar ones, or those with"
-            " the same index.",
-            rich_help_panel=opt.REWRITES,
+            " the same index."
         ),
     ] = "similarity",
     prune: Annotated[
         float | None,
-        typer.Option(
-            metavar="SHARE",
-            help="Share of the heads to remove, least important first.",
-            rich_help_panel=opt.REWRITES,
+        opt.rewrite_option(
+            metavar="SHARE", help="Share of the heads to remove, least important first."
         ),
     ] = None,
     importance: Annotated[
         Importance,
-        typer.Option(
+        opt.rewrite_option(
             help="Head-importance criterion: output energy not recoverable from other heads"
-            " (energy), leave-one-out loss (loo), or Voting-to-Stay (voting).",
-            rich_help_panel=opt.REWRITES,
+            " (energy), leave-one-out loss (loo), or Voting-to-Stay (voting)."
         ),
     ] = "energy",
     prune_heads: Annotated[
         Path | None,
-        typer.Option(
+        opt.rewrite_option(
             metavar="FILE",
             help='Heads to keep (1) and to remove (0), as .json: {"layer": [1, 0, ...]}.',
-            rich_help_panel=opt.REWRITES,
         ),
     ] = None,
     skip: Annotated[
         str | None,
-        typer.Option(
+        opt.rewrite_option(
             metavar="LAYERS",
             help="Layers whose attention is replaced by an affine map, or by a constant"
             " (LAYER:constant).",
-            rich_help_panel=opt.REWRITES,
         ),
     ] = None,
     ffn: Annotated[
         float | None,
-        typer.Option(
-            metavar="SHARE",
-            help="Share of the feed-forward neurons to remove.",
-            rich_help_panel=opt.REWRITES,
-        ),
+        opt.rewrite_option(metavar="SHARE", help="Share of the feed-forward neurons to remove."),
     ] = None,
     layers: Annotated[
         str | None,
-        typer.Option(
+        opt.rewrite_option(
             metavar="LAYERS",
             help="Layers to rewrite: comma-separated names or indices (default: all).",
-            rich_help_panel=opt.REWRITES,
         ),
     ] = None,
     fp16: opt.Fp16 = False,
@@ -173,11 +151,10 @@ def optimize(
     tokenizer: opt.Tokenizer = None,
     refit: Annotated[
         bool,
-        typer.Option(
+        opt.flag(
             "--refit/--no-refit",
-            metavar="",
             help="Fit the output projections of rewritten layers to the calibration data.",
-            rich_help_panel=opt.CALIBRATION,
+            panel=opt.CALIBRATION,
         ),
     ] = True,
     min_cosine: Annotated[
@@ -190,20 +167,16 @@ def optimize(
     ] = None,
     external_data: Annotated[
         bool,
-        typer.Option(
+        opt.flag(
             "--external-data",
-            metavar="",
             help="Write the weights to a file beside the model.",
-            rich_help_panel=opt.OUTPUT,
+            panel=opt.OUTPUT,
         ),
     ] = False,
     dry_run: Annotated[
         bool,
-        typer.Option(
-            "--dry-run",
-            metavar="",
-            help="Compute and report everything, and write nothing.",
-            rich_help_panel=opt.OUTPUT,
+        opt.flag(
+            "--dry-run", help="Compute and report everything, and write nothing.", panel=opt.OUTPUT
         ),
     ] = False,
     force: opt.Force = False,
@@ -222,7 +195,7 @@ def optimize(
     (attnserve.json) and the tokenizer files.
     """
     set_log_level(quiet, verbose)
-    ranks = None if collab_dk is None else parse_integers("--collab-dk", collab_dk)
+    ranks = None if collab_dk is None else opt.parse_integers("--collab-dk", collab_dk)
     with progress_bars(quiet) as progress:
         report = attnserve.optimize(
             model,
@@ -236,19 +209,19 @@ def optimize(
             prune=prune,
             importance=importance,
             prune_heads=prune_heads,
-            skip=() if skip is None else parse_names(skip),
+            skip=opt.parse_names(skip),
             ffn=ffn,
             keep=keep,
             target_speedup=target_speedup,
             eval_data=eval_data,
             task=task,
-            allow=_allowed(allow),
+            allow=cast("list[Allowed]", opt.parse_names(allow)),
             plan=plan,
-            precision=_precision(fp16, bf16, int8, int8_full),
+            precision=opt.parse_precision(fp16, bf16, int8, int8_full),
             refit=refit,
             calib=calib,
             tokenizer=tokenizer,
-            layers=None if layers is None else parse_names(layers),
+            layers=opt.parse_names(layers) or None,
             batch=batch,
             sequence=seq,
             min_cosine=min_cosine,
@@ -260,7 +233,7 @@ def optimize(
             dry_run=dry_run,
             progress=progress,
         )
-    options = option_names(context.command)
+    options = option_names(command.command)
     warnings = [with_options(warning, options) for warning in report.warnings]
     if not quiet:
         for warning in warnings:
@@ -272,7 +245,8 @@ def optimize(
 
 
 def _show_report(report: OptimizeReport, dry_run: bool) -> None:
-    steps = [step for step in report.steps if not step.rewrite.startswith("fuse_")]
+    lossy = {rewrite.name for rewrite in report.plan.passes if rewrite.lossy}
+    steps = [step for step in report.steps if step.rewrite in lossy]
     names, legend = shorten_names([step.block for step in steps], width=out.width - 66)
     table = make_table(
         f"{report.output} (dry run: nothing was written)" if dry_run else f"wrote {report.output}",
@@ -322,12 +296,10 @@ def plan(
     keep: opt.Keep = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            help="Output .json file; a plot (.svg) is written beside it (default: plan.json beside"
-            " the model).",
+        opt.output_option(
+            "FILE",
+            "Output .json file; a plot (.svg) is written beside it (default: plan.json beside the"
+            " model).",
         ),
     ] = None,
     target_speedup: opt.TargetSpeedup = None,
@@ -363,8 +335,8 @@ def plan(
             target_speedup=target_speedup,
             eval_data=eval_data,
             task=task,
-            allow=_allowed(allow),
-            precision=_precision(fp16, bf16, int8, int8_full),
+            allow=cast("list[Allowed]", opt.parse_names(allow)),
+            precision=opt.parse_precision(fp16, bf16, int8, int8_full),
             tokenizer=tokenizer,
             batch=batch,
             sequence=seq,
@@ -381,25 +353,6 @@ def plan(
     assert report.output is not None
     plot = report.output.with_suffix(".svg")
     print_line(f"wrote {report.output}" + (f", {plot}" if plot.exists() else ""))
-
-
-def _allowed(text: str | None) -> list[Any]:
-    return [] if text is None else parse_names(text)
-
-
-def _precision(fp16: bool, bf16: bool, int8: bool, int8_full: bool) -> Precision:
-    flags: dict[str, tuple[bool, Precision]] = {
-        "--fp16": (fp16, "float16"), "--bf16": (bf16, "bfloat16"), "--int8": (int8, "int8"),
-        "--int8-full": (int8_full, "int8-full"),
-    }  # fmt: skip
-    given = [name for name, (is_given, _) in flags.items() if is_given]
-    if len(given) > 1:
-        from graph_passes.errors import InvalidArgument
-
-        raise InvalidArgument(
-            f"{' and '.join(given)} exclude each other", "give one of them", code="cli.precision"
-        )
-    return flags[given[0]][1] if given else "float32"
 
 
 def _show_plan(report: PlanReport) -> None:

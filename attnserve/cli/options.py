@@ -5,53 +5,14 @@ An option whose value is None leaves the choice to the library.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from attnserve.choices import TaskName
+from attnserve.choices import Precision, TaskName
 from attnserve.context import Provider
-
-__all__ = [
-    "CALIBRATION",
-    "CHECK",
-    "COMPRESS",
-    "DEPLOY",
-    "OUTPUT",
-    "PRECISION",
-    "REWRITES",
-    "RUN",
-    "SEARCH",
-    "Allow",
-    "Batch",
-    "Bf16",
-    "Calib",
-    "DataTokenizer",
-    "EvalData",
-    "Force",
-    "Fp16",
-    "Host",
-    "Int8",
-    "Int8Full",
-    "Json",
-    "Keep",
-    "Length",
-    "Model",
-    "OptionalCalib",
-    "ProviderName",
-    "Quiet",
-    "Seed",
-    "ServerProvider",
-    "ServerThreads",
-    "TargetSpeedup",
-    "Task",
-    "Threads",
-    "Tokenizer",
-    "Verbose",
-    "parse_integers",
-    "parse_names",
-]
 
 # Panels of commands in `attnserve --help`
 COMPRESS = "Compress"
@@ -65,6 +26,21 @@ PRECISION = "Precision"
 CALIBRATION = "Calibration"
 OUTPUT = "Output"
 RUN = "Run"
+
+search_option = partial(typer.Option, rich_help_panel=SEARCH)
+rewrite_option = partial(typer.Option, rich_help_panel=REWRITES)
+run_option = partial(typer.Option, rich_help_panel=RUN)
+
+
+def flag(*names: str, help: str, panel: str) -> Any:
+    """An option without a value."""
+    return typer.Option(*names, metavar="", help=help, rich_help_panel=panel)
+
+
+def output_option(metavar: str, help: str) -> Any:
+    """``--output``, which names a file or a folder."""
+    return typer.Option("--output", "-o", metavar=metavar, help=help)
+
 
 Model = Annotated[
     Path, typer.Argument(metavar="MODEL", help="An .onnx file or an artifact folder.")
@@ -87,121 +63,63 @@ Keep = Annotated[
 ]
 TargetSpeedup = Annotated[
     float | None,
-    typer.Option(
+    search_option(
         metavar="FACTOR",
         help="Minimum speed-up; minimizes the quality loss subject to it. Excludes --keep.",
-        rich_help_panel=SEARCH,
     ),
 ]
 EvalData = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE", help="A .tsv file: --keep applies to its score.", rich_help_panel=SEARCH
-    ),
+    Path | None, search_option(metavar="FILE", help="A .tsv file: --keep applies to its score.")
 ]
-Task = Annotated[
-    TaskName | None, typer.Option(help="The score of --eval-data.", rich_help_panel=SEARCH)
-]
+Task = Annotated[TaskName | None, search_option(help="The score of --eval-data.")]
 Allow = Annotated[
-    str | None,
-    typer.Option(
-        metavar="ffn", help="Let the search remove feed-forward neurons.", rich_help_panel=SEARCH
-    ),
+    str | None, search_option(metavar="ffn", help="Let the search remove feed-forward neurons.")
 ]
 
-Fp16 = Annotated[
-    bool,
-    typer.Option("--fp16", metavar="", help="Convert to float16.", rich_help_panel=PRECISION),
-]
-Bf16 = Annotated[
-    bool,
-    typer.Option(
-        "--bf16", metavar="", help="Convert to bfloat16 (GPU only).", rich_help_panel=PRECISION
-    ),
-]
+Fp16 = Annotated[bool, flag("--fp16", help="Convert to float16.", panel=PRECISION)]
+Bf16 = Annotated[bool, flag("--bf16", help="Convert to bfloat16 (GPU only).", panel=PRECISION)]
 Int8 = Annotated[
-    bool,
-    typer.Option(
-        "--int8",
-        metavar="",
-        help="Quantize to int8 with 7-bit weights (every CPU).",
-        rich_help_panel=PRECISION,
-    ),
+    bool, flag("--int8", help="Quantize to int8 with 7-bit weights (every CPU).", panel=PRECISION)
 ]
 Int8Full = Annotated[
     bool,
-    typer.Option(
+    flag(
         "--int8-full",
-        metavar="",
         help="Quantize to int8 with 8-bit weights (CPUs with VNNI, AMX or ARM dot products).",
-        rich_help_panel=PRECISION,
+        panel=PRECISION,
     ),
 ]
 
 _TOKENIZER = "tokenizer.json (default: the file beside the model)."
 Tokenizer = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help=_TOKENIZER, rich_help_panel=CALIBRATION),
+    Path | None, typer.Option(metavar="FILE", help=_TOKENIZER, rich_help_panel=CALIBRATION)
 ]
 DataTokenizer = Annotated[Path | None, typer.Option(metavar="FILE", help=_TOKENIZER)]
 
-Force = Annotated[
-    bool,
-    typer.Option(
-        "--force", metavar="", help="Overwrite an existing output.", rich_help_panel=OUTPUT
-    ),
-]
-Json = Annotated[
-    bool,
-    typer.Option(
-        "--json", metavar="", help="Print one JSON object on stdout.", rich_help_panel=OUTPUT
-    ),
-]
-Quiet = Annotated[
-    bool,
-    typer.Option(
-        "--quiet", "-q", metavar="", help="Hide progress and warnings.", rich_help_panel=OUTPUT
-    ),
-]
+Force = Annotated[bool, flag("--force", help="Overwrite an existing output.", panel=OUTPUT)]
+Json = Annotated[bool, flag("--json", help="Print one JSON object on stdout.", panel=OUTPUT)]
+Quiet = Annotated[bool, flag("--quiet", "-q", help="Hide progress and warnings.", panel=OUTPUT)]
 Verbose = Annotated[
     bool,
-    typer.Option(
-        "--verbose",
-        "-v",
-        metavar="",
-        help="Print details, and the traceback of an error.",
-        rich_help_panel=OUTPUT,
-    ),
+    flag("--verbose", "-v", help="Print details, and the traceback of an error.", panel=OUTPUT),
 ]
 
-Batch = Annotated[
-    int,
-    typer.Option(min=1, metavar="N", help="Batch size to optimize for.", rich_help_panel=RUN),
-]
+Batch = Annotated[int, run_option(min=1, metavar="N", help="Batch size to optimize for.")]
 Length = Annotated[
     int | None,
-    typer.Option(
+    run_option(
         "--seq",
         min=1,
         metavar="N",
         help="Sequence length to optimize for and to report costs at (default: the lengths of the"
         " calibration data, else 128).",
-        rich_help_panel=RUN,
     ),
 ]
 Threads = Annotated[
-    int,
-    typer.Option(
-        min=0,
-        metavar="N",
-        help="Threads of ONNX Runtime; 0: ONNX Runtime chooses.",
-        rich_help_panel=RUN,
-    ),
+    int, run_option(min=0, metavar="N", help="Threads of ONNX Runtime; 0: ONNX Runtime chooses.")
 ]
-ProviderName = Annotated[Provider, typer.Option(help="Execution provider.", rich_help_panel=RUN)]
-Seed = Annotated[
-    int, typer.Option(min=0, metavar="N", help="Seed of random choices.", rich_help_panel=RUN)
-]
+ProviderName = Annotated[Provider, run_option(help="Execution provider.")]
+Seed = Annotated[int, run_option(min=0, metavar="N", help="Seed of random choices.")]
 
 # `serve` and `deploy ray` share these. None leaves the choice to the environment
 # (service/settings.py).
@@ -210,26 +128,44 @@ Host = Annotated[
 ]
 ServerProvider = Annotated[
     str | None,
-    typer.Option(
+    run_option(
         metavar="auto|cpu|cuda",
         help="Execution provider (default: auto, which is cuda if a GPU can be used).",
-        rich_help_panel=RUN,
     ),
 ]
 ServerThreads = Annotated[
     int | None,
-    typer.Option(
+    run_option(
         min=0,
         metavar="N",
         help="Threads of ONNX Runtime per run (default: 0, ONNX Runtime chooses).",
-        rich_help_panel=RUN,
     ),
 ]
 
 
-def parse_names(text: str) -> list[str]:
-    """Split comma-separated names."""
-    return [name.strip() for name in text.split(",")]
+def parse_precision(fp16: bool, bf16: bool, int8: bool, int8_full: bool) -> Precision:
+    """The precision that the flags request.
+
+    Raises:
+        InvalidArgument: More than one flag is set.
+    """
+    precisions: dict[str, tuple[bool, Precision]] = {
+        "--fp16": (fp16, "float16"), "--bf16": (bf16, "bfloat16"), "--int8": (int8, "int8"),
+        "--int8-full": (int8_full, "int8-full"),
+    }  # fmt: skip
+    flags = [name for name, (is_set, _) in precisions.items() if is_set]
+    if len(flags) > 1:
+        from graph_passes.errors import InvalidArgument
+
+        raise InvalidArgument(
+            f"{' and '.join(flags)} exclude each other", "give one of them", code="cli.precision"
+        )
+    return precisions[flags[0]][1] if flags else "float32"
+
+
+def parse_names(text: str | None) -> list[str]:
+    """Split comma-separated names; an option that is not given has none."""
+    return [] if text is None else [name.strip() for name in text.split(",")]
 
 
 def parse_integers(option: str, text: str, *, minimum: int | None = None) -> list[int]:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from attnserve.cli import options as opt
+from attnserve.cli.display import log_level
 
 __all__ = ["app"]
 
 app = typer.Typer()
 
-BATCHING = "Batching and limits"
-ACCESS = "Access"
-LOADING = "Loading of models"
+batching_option = partial(typer.Option, rich_help_panel="Batching and limits")
+access_option = partial(typer.Option, rich_help_panel="Access")
+loading_option = partial(typer.Option, rich_help_panel="Loading of models")
 
 
 @app.command(
@@ -47,93 +49,69 @@ def serve(
     ] = None,
     max_batch_tokens: Annotated[
         int | None,
-        typer.Option(
+        batching_option(
             min=1,
             metavar="N",
             help="Maximum padded tokens of a batch: rows x longest row (default: 512 on a CPU,"
             " 16384 on a GPU).",
-            rich_help_panel=BATCHING,
         ),
     ] = None,
     max_wait_ms: Annotated[
         float | None,
-        typer.Option(
-            min=0,
-            metavar="MS",
-            help="Maximum wait for a batch to fill (default: 0).",
-            rich_help_panel=BATCHING,
-        ),
+        batching_option(min=0, metavar="MS", help="Maximum wait for a batch to fill (default: 0)."),
     ] = None,
     max_queue: Annotated[
         int | None,
-        typer.Option(
+        batching_option(
             min=0,
             metavar="N",
             help="Maximum rows in the queue (default: 512); the server answers 429 when it is"
             " full.",
-            rich_help_panel=BATCHING,
         ),
     ] = None,
     timeout_ms: Annotated[
         float | None,
-        typer.Option(
+        batching_option(
             metavar="MS",
             help="Default request timeout (default: 30000); the server answers 504 when it is"
             " exceeded.",
-            rich_help_panel=BATCHING,
         ),
     ] = None,
     api_keys_file: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="API keys, one per line (default: no key is required).",
-            rich_help_panel=ACCESS,
-        ),
+        access_option(metavar="FILE", help="API keys, one per line (default: no key is required)."),
     ] = None,
     cors_origins: Annotated[
         str | None,
-        typer.Option(
-            metavar="URL,...",
-            help="Allowed CORS origins, separated by commas.",
-            rich_help_panel=ACCESS,
-        ),
+        access_option(metavar="URL,...", help="Allowed CORS origins, separated by commas."),
     ] = None,
     probe: Annotated[
         bool | None,
-        typer.Option(
+        loading_option(
             "--probe/--no-probe",
             metavar="",
             help="Load and run each model in a separate process first (default: --probe).",
-            rich_help_panel=LOADING,
         ),
     ] = None,
     probe_timeout_s: Annotated[
-        float | None,
-        typer.Option(
-            metavar="S",
-            help="Timeout of that process (default: 300).",
-            rich_help_panel=LOADING,
-        ),
+        float | None, loading_option(metavar="S", help="Timeout of that process (default: 300).")
     ] = None,
     rewrite: Annotated[
         bool | None,
-        typer.Option(
+        loading_option(
             "--rewrite/--no-rewrite",
             metavar="",
             help="Use faster equivalent operators, if the separate process confirms equal outputs"
             " (default: --rewrite).",
-            rich_help_panel=LOADING,
         ),
     ] = None,
     drain_delay_s: Annotated[
         float | None,
-        typer.Option(
+        opt.run_option(
             min=0,
             metavar="S",
             help="Delay at shutdown between not ready and closing the port, for load balancers"
             " (default: 0).",
-            rich_help_panel=opt.RUN,
         ),
     ] = None,
     threads: opt.ServerThreads = None,
@@ -168,6 +146,6 @@ def serve(
             probe_timeout_s=probe_timeout_s,
             rewrite=rewrite,
             drain_delay_s=drain_delay_s,
-            log_level="error" if quiet else "debug" if verbose else None,
+            log_level=log_level(quiet, verbose),
         )
     )

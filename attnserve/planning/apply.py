@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import onnx_ir as ir
 
 from attnserve.calibration.moments import collect_moments
 from attnserve.calibration.refit import refit
-from attnserve.checks.certify import MatchReport, read_attention
+from attnserve.checks.certify import read_attention
 from attnserve.checks.compare import empty_axes, random_batches, shaped_for
 from attnserve.context import RunContext
 from attnserve.models.datasets import Dataset
 from attnserve.models.opset import raise_opset
-from attnserve.planning.plan import Plan
+from attnserve.planning.plan import Plan, targets_of
 from graph_passes.analysis.cost import macs_at
 from graph_passes.analysis.shapes import bind_axes, infer_shapes_at
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
@@ -26,8 +25,8 @@ from graph_passes.errors import InvalidModel
 from graph_passes.factorize.moments import TokenMoments
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
-from graph_passes.passes.base import BlockPass, RewritePass
-from graph_passes.passes.collaborate import Collaborate
+from graph_passes.passes.base import RewritePass
+from graph_passes.passes.collaborate import Collaborate, SharedDimensions
 from graph_passes.passes.fuse_attention import FuseAttention
 from graph_passes.passes.skip_attention import skipped
 
@@ -57,8 +56,8 @@ class Step:
 
     rewrite: str
     block: str
-    relative_error: float | None
-    macs_after: int | None
+    relative_error: float | None = None
+    macs_after: int | None = None
     fitted_error: float | None = None
     rank: int | None = None
     heads: int | None = None
@@ -101,31 +100,36 @@ def apply_plan(
         InvalidData: The model refuses the data, or its activations are not finite.
         InvalidModel: A rewritten block fails certification.
     """
-    forms = plan.targets(FuseAttention).values()
-    if needed := max((OPSETS.get(form, 0) for form in forms), default=0):
+    operators = plan.targets(FuseAttention).values()
+    if needed := max((OPSETS.get(operator, 0) for operator in operators), default=0):
         raise_opset(model, needed)
-    with GraphContext.of(model) as graph:
-        applied = _Application(graph, context, original, data, fit and data is not None, shape)
-        for each in plan.passes:
-            applied.run(each)
-        applied.finish()
-        return ApplyReport(tuple(applied.steps), applied.is_exact)
+    with GraphContext.of(model) as graph_context:
+        application = _Application(
+            graph_context, context, original, data, fit and data is not None, shape
+        )
+        for rewrite in plan.passes:
+            application.run(rewrite)
+        return application.finish()
 
 
 @dataclass(eq=False)
 class _Application:
     """A model that a plan is being applied to."""
 
-    graph: GraphContext
+    graph_context: GraphContext
     context: RunContext
     original: ir.Model
     data: Dataset | None
     fit: bool
     shape: tuple[int, int]
     steps: list[Step] = field(default_factory=list[Step])
-    is_exact: bool = True
+    """Without errors, which ``finish`` adds."""
+    errors: dict[int, float] = field(default_factory=dict[int, float])
+    """``Step.relative_error`` by the index of the step."""
+    fitted_errors: dict[int, float] = field(default_factory=dict[int, float])
+    """``Step.fitted_error`` by the index of the step."""
     changed: list[str] = field(default_factory=list[str])
-    """Blocks whose outputs differ from the original's, in the order of their rewrites."""
+    """Blocks whose outputs differ from the original's."""
     is_measured: bool = True
     """Whether the changed blocks were measured, and refitted, since the last of them changed."""
     uncertified: set[str] = field(default_factory=set[str])
@@ -133,99 +137,78 @@ class _Application:
 
     @property
     def model(self) -> ir.Model:
-        return self.graph.model
+        return self.graph_context.model
 
-    def run(self, each: RewritePass) -> None:
-        if isinstance(each, Collaborate):
-            self._collaborate(each)
-        elif not each.lossy:
-            self._measure()
-            self._run_exact(each)
+    def run(self, rewrite: RewritePass) -> None:
+        if isinstance(rewrite, Collaborate) and rewrite.targets:
+            rewrite = self._with_factors(rewrite)
+        if rewrite.lossy:
+            self._run_lossy(rewrite)
         else:
-            self._rewrite(cast("BlockPass[Any, Any]", each))
+            self._run_exact(rewrite)
 
-    def finish(self) -> None:
+    def finish(self) -> ApplyReport:
         self._measure()
         self._certify()
+        steps = tuple(
+            replace(
+                step,
+                relative_error=self.errors.get(index),
+                fitted_error=self.fitted_errors.get(index),
+            )
+            for index, step in enumerate(self.steps)
+        )
+        return ApplyReport(steps, is_exact=not self.changed)
 
-    def _rewrite(self, each: BlockPass[Any, Any]) -> None:
-        """Run a lossy pass, and record a step for each of its blocks."""
-        if not each.targets:
-            return
-        before, macs = self._macs_by_block(), self._macs()
-        each(self.model)
-        self._record(each, before, macs)
-        self.changed += each.targets
-        self.uncertified |= each.targets.keys()
-        self.is_measured, self.is_exact = False, False
-
-    def _record(
-        self, each: BlockPass[Any, Any], before: Mapping[str, int], macs: int | None
-    ) -> None:
-        after, total = self._macs_by_block(), self._macs()
-        blocks = self._blocks()
-        for index, name in enumerate(each.targets, start=1):
-            macs = None if macs is None else macs + after.get(name, 0) - before.get(name, 0)
-            last = index == len(each.targets)  # with what other blocks go on reading
-            block = blocks.get(name)
-            step = Step(str(each.name), name, None, total if last else macs)
-            if isinstance(block, FeedForwardBlock):
-                step = replace(step, neurons=block.num_neurons)
-            else:
-                step = replace(step, heads=0 if block is None else block.q.num_heads)
-            self.steps.append(step)
-
-    def _collaborate(self, each: Collaborate) -> None:
-        if not each.targets:
-            return
-        each.check(self.graph)
-        dense = any(not params.is_sparse for params in each.targets.values())
-        if dense or not self.fit:  # shorter heads are refitted once, after sharing
+    def _with_factors(self, rewrite: Collaborate) -> Collaborate:
+        """Factor queries and keys, weighted by the tokens of the model as rewritten so far."""
+        rewrite.check(self.graph_context)
+        is_dense = any(not params.is_sparse for params in rewrite.targets.values())
+        if is_dense or not self.fit:  # shorter heads are refitted once, after sharing
             self._measure()
         self._certify()
         moments: dict[str, TokenMoments] = {}
-        lossy = [b for b in each.lossy_blocks(self.graph) if b.graph is self.model.graph]
+        lossy = [block for block in rewrite.lossy_blocks(self.graph_context)
+                 if block.graph is self.model.graph]  # fmt: skip
         if self.data is not None and lossy:  # a session cannot observe the body of an If
             moments = collect_moments(self.model, lossy, self.data.fit, context=self.context)
-        each = each.factored(self.graph, moments, self.context.stage("factor"))
-        blocks = [b for b in self.graph.get(find_attention)[0] if b.name in each.targets]
-        before, macs = self._macs_by_block(), self._macs()
-        each(self.model)
-        self._record(each, before, macs)
-        for block in blocks:
-            params = each.targets[block.name]
-            found = params.factors
-            assert found is not None
-            place = next(i for i, step in enumerate(self.steps)
-                         if (step.rewrite, step.block) == (each.name, block.name))  # fmt: skip
-            self.steps[place] = replace(
-                self.steps[place],
-                relative_error=found.relative_error,
-                rank=found.rank,
-                heads=block.q.num_heads,
-                head_size=params.head_size,
-                cache_width=None if block.k.past is None else cache_width(found),
-            )
-            if found.relative_error:
-                self.changed.append(block.name)
-                self.is_exact = False
-                self.is_measured = self.is_measured and not self.fit
-        self.uncertified |= each.targets.keys()
+        return rewrite.factored(self.graph_context, moments, self.context.stage("factor"))
 
-    def _run_exact(self, each: RewritePass) -> None:
-        """Run an exact pass; a pass of the whole graph edits no attention."""
-        each(self.model)
-        if not isinstance(each, BlockPass):
+    def _run_lossy(self, rewrite: RewritePass) -> None:
+        targets = targets_of(rewrite)
+        if not targets:
             return
-        targets = cast("BlockPass[Any, Any]", each).targets
-        macs = self._macs() if targets else None
-        self.steps += [Step(str(each.name), name, None, macs) for name in targets]
-        self.uncertified |= targets.keys() & {b.name for b in self.graph.get(find_attention)[0]}
+        before, macs = self._macs_by_block(), self._macs()
+        rewrite(self.model)
+        after, total = self._macs_by_block(), self._macs()
+        blocks = self._blocks()
+        for place, (name, params) in enumerate(targets.items(), start=1):
+            macs = None if macs is None else macs + after.get(name, 0) - before.get(name, 0)
+            last = place == len(targets)  # the whole model: other blocks may have changed too
+            factors = params.factors if isinstance(params, SharedDimensions) else None
+            error = None if factors is None else factors.relative_error
+            if error is not None:
+                self.errors[len(self.steps)] = error
+            if error != 0:
+                self.changed.append(name)
+                self.is_measured = self.is_measured and error is not None and not self.fit
+            facts = _facts(blocks.get(name), params)
+            self.steps.append(Step(rewrite.name, name, macs_after=total if last else macs, **facts))
+        self.uncertified |= targets.keys()
+
+    def _run_exact(self, rewrite: RewritePass) -> None:
+        """Run an exact pass; a pass of the whole graph edits no attention."""
+        self._measure()
+        rewrite(self.model)
+        if targets := targets_of(rewrite):
+            macs = self._macs()
+            self.steps += [Step(rewrite.name, name, macs_after=macs) for name in targets]
+            attention = {block.name for block in self.graph_context.get(find_attention)[0]}
+            self.uncertified |= targets.keys() & attention
 
     def _measure(self) -> None:
-        """Measure the changed blocks' distance to the original, and refit them if asked to."""
-        names = list(dict.fromkeys(self.changed))
-        if self.is_measured or not names:
+        """Measure the changed blocks' distance to the original, and refit them if requested."""
+        if self.is_measured:
             return
         self.is_measured = True
         empty = empty_axes(self.original, self.model)
@@ -233,62 +216,69 @@ class _Application:
             batches = self.data.fit
         else:
             batches = random_batches(self.original, self.context.seed, empty=empty)
-        found = refit(
-            self.model, self.original, names, batches, context=self.context,
-            fit=self.fit, feed=lambda batch: shaped_for(self.model, batch, empty),
+        refits = refit(
+            self.model, self.original, list(dict.fromkeys(self.changed)), batches,
+            context=self.context, fit=self.fit,
+            feed=lambda batch: shaped_for(self.model, batch, empty),
         )  # fmt: skip
-        self.graph.invalidate()
-        last = {step.block: place for place, step in enumerate(self.steps)}
-        for place, step in enumerate(self.steps):
-            if step.relative_error is None and step.block in found:
-                error = found[step.block].relative_error_before
-                self.steps[place] = replace(step, relative_error=error)
-        for name, done in found.items() if self.fit else ():
-            if done.ridge is not None:
-                step = self.steps[last[name]]
-                self.steps[last[name]] = replace(step, fitted_error=done.relative_error)
+        self.graph_context.invalidate()
+        latest = {step.block: index for index, step in enumerate(self.steps)}
+        for index, step in enumerate(self.steps):
+            if step.block in refits:
+                self.errors.setdefault(index, refits[step.block].relative_error_before)
+        for name, result in refits.items():
+            if result.ridge is not None:
+                self.fitted_errors[latest[name]] = result.relative_error
         self._certify()
 
     def _certify(self) -> None:
         """Certify every block that was rewritten since the last time.
 
         Raises:
-            InvalidModel: One is not found any more, or does not compute what was read.
+            InvalidModel: A block is not matched any more, or does not compute what was matched.
         """
         if not self.uncertified:
             return
-        feed_forwards = {block.name for block in self.graph.get(find_feed_forward)}
-        gone = {gap.name for gap in skipped(self.model)} | feed_forwards
-        report = self.graph.get(read_attention, seed=self.context.seed)
-        _require(report, self.uncertified - gone)
+        feed_forwards = {block.name for block in self.graph_context.get(find_feed_forward)}
+        removed = {gap.name for gap in skipped(self.model)} | feed_forwards
+        report = self.graph_context.get(read_attention, seed=self.context.seed)
+        certified = {block.name for block in report.blocks}
+        if lost := sorted(self.uncertified - removed - certified):
+            reason = report.unmatched[0].reason if report.unmatched else "it is not found any more"
+            raise InvalidModel(
+                f"{lost[0]} is not certified after its rewrite: {reason}",
+                DEFECT,
+                code="internal.certificate",
+            )
         self.uncertified.clear()
 
     def _blocks(self) -> dict[str, AttentionBlock | FeedForwardBlock]:
-        found: dict[str, AttentionBlock | FeedForwardBlock] = {
-            block.name: block for block in self.graph.get(find_feed_forward)
+        blocks: dict[str, AttentionBlock | FeedForwardBlock] = {
+            block.name: block for block in self.graph_context.get(find_feed_forward)
         }
-        return found | {block.name: block for block in self.graph.get(find_attention)[0]}
+        return blocks | {block.name: block for block in self.graph_context.get(find_attention)[0]}
 
     def _macs_by_block(self) -> dict[str, int]:
-        shapes = self.graph.get(_shapes, *self.shape)
-        found = {b.name: macs_at(shapes, (*b.products, b.product))[0]
-                 for b in self.graph.get(find_feed_forward)}  # fmt: skip
-        attention = [*self.graph.get(find_attention)[0], *skipped(self.model)]
-        return found | {place.name: macs_at(shapes, place.nodes)[0] for place in attention}
+        shapes = self.graph_context.get(_shapes, *self.shape)
+        macs = {b.name: macs_at(shapes, (*b.products, b.product))[0]
+                for b in self.graph_context.get(find_feed_forward)}  # fmt: skip
+        attention = [*self.graph_context.get(find_attention)[0], *skipped(self.model)]
+        return macs | {place.name: macs_at(shapes, place.nodes)[0] for place in attention}
 
     def _macs(self) -> int | None:
-        return self.graph.get(count_macs, *self.shape)
+        return self.graph_context.get(count_macs, *self.shape)
 
 
-def _require(report: MatchReport, names: Collection[str]) -> None:
-    lost = sorted(set(names) - {block.name for block in report.blocks})
-    if lost:
-        reason = report.unmatched[0].reason if report.unmatched else "it is not found any more"
-        raise InvalidModel(
-            f"{lost[0]} is not certified after its rewrite: {reason}",
-            DEFECT,
-            code="internal.certificate",
-        )
+def _facts(block: AttentionBlock | FeedForwardBlock | None, params: Any) -> dict[str, int | None]:
+    """The sizes of a rewritten block, as ``Step`` names them; None is a removed attention."""
+    if isinstance(block, FeedForwardBlock):
+        return {"neurons": block.num_neurons}
+    facts: dict[str, int | None] = {"heads": 0 if block is None else block.q.num_heads}
+    factors = params.factors if isinstance(params, SharedDimensions) else None
+    if block is not None and factors is not None:
+        facts |= {"rank": factors.rank, "head_size": params.head_size}
+        facts["cache_width"] = None if block.k.past is None else cache_width(factors)
+    return facts
 
 
 def _shapes(model: ir.Model, batch: int, sequence: int) -> Any:

@@ -82,33 +82,33 @@ class FusionReport:
     speedup: float
 
 
-def fusion_plan(graph: ir.Model, forms: Sequence[FusedOperator] = FORMS) -> Plan:
+def fusion_plan(model: ir.Model, forms: Sequence[FusedOperator] = FORMS) -> Plan:
     """The plan that fuses every possible block, attention in the first of ``forms`` that applies.
 
     Raises:
         CannotRewrite: No block can be fused.
     """
-    shapes, opsets = infer_shapes_small(graph, batch=2, sequence=5), dict(graph.opset_imports)
+    shapes, opsets = infer_shapes_small(model, batch=2, sequence=5), dict(model.opset_imports)
     with suppress(CannotRewrite):
-        newest = graph.clone()
+        newest = model.clone()
         raise_opset(newest, max(OPSETS.values()))
         opsets = dict(newest.opset_imports)
-    reading = read_attention(graph)
-    reasons = [miss.reason for miss in reading.unmatched]
+    report = read_attention(model)
+    reasons = [unmatched.reason for unmatched in report.unmatched]
     chosen: dict[str, FusedOperator] = {}
-    for block in reading.blocks:
-        if block.graph is not graph.graph or block.idiom in IDIOMS.values():
+    for block in report.blocks:
+        if block.graph is not model.graph or block.idiom in IDIOMS.values():
             continue
         for form in forms:
-            found = fusion_refusal(block, form, shapes, opsets)
-            if found is None:
+            refusal = fusion_refusal(block, form, shapes, opsets)
+            if refusal is None:
                 chosen[block.name] = form
                 break
-            reasons.append(found.reason)
+            reasons.append(refusal.reason)
     gelu = [
         block.name
-        for block in find_feed_forward(graph)
-        if block.graph is graph.graph and gelu_refusal(block, shapes, graph.opset_imports) is None
+        for block in find_feed_forward(model)
+        if block.graph is model.graph and gelu_refusal(block, shapes, model.opset_imports) is None
     ]
     if not chosen and not gelu:
         raise CannotRewrite(
@@ -139,39 +139,39 @@ def fuse_lossless(
         CannotRewrite: Nothing can be fused, or the result differs or is not faster.
         AttnserveError: The model cannot be read, or does not run.
     """
-    graph = load_model(source)
-    plan = fusion_plan(graph)
+    model = load_model(source)
+    plan = fusion_plan(model)
     try:
-        return _fuse_and_check(source, graph, plan, path, provider, threads)
+        return _fuse_and_check(source, model, plan, path, provider, threads)
     except AttnserveError:
-        older = fusion_plan(graph, [form for form in FORMS if form not in OPSETS])
+        older = fusion_plan(model, [form for form in FORMS if form not in OPSETS])
         if older.targets(FuseAttention) == plan.targets(FuseAttention):
             raise
         # Some versions of ONNX Runtime have no fast kernel for the newest operator.
-        return _fuse_and_check(source, graph, older, path, provider, threads)
+        return _fuse_and_check(source, model, older, path, provider, threads)
 
 
 def _fuse_and_check(
-    source: Artifact, graph: ir.Model, plan: Plan, path: Path, provider: Provider, threads: int
+    source: Artifact, model: ir.Model, plan: Plan, path: Path, provider: Provider, threads: int
 ) -> FusionReport:
     """Apply one plan, and check the result; see ``fuse_lossless``."""
-    new = graph.clone()
-    apply_plan(plan, new, RunContext(), original=graph, fit=False)
+    new = model.clone()
+    apply_plan(plan, new, RunContext(), original=model, fit=False)
     save_model(new, path)
     pair = tuple(
         open_session(file, provider=provider, threads=threads) for file in (source.model, path)
     )
-    min_cosine, max_error = _compare(graph, pair)
+    min_cosine, max_error = _compare(model, pair)
     return FusionReport(
         len(plan.targets(FuseAttention)),
         len(plan.targets(FuseGelu)),
         min_cosine,
         max_error,
-        _speedup(graph, pair),
+        _speedup(model, pair),
     )
 
 
-def _compare(graph: ir.Model, pair: Sequence[Any]) -> tuple[float, float]:
+def _compare(model: ir.Model, pair: Sequence[Any]) -> tuple[float, float]:
     """(least cosine, largest error) of the second session to the first.
 
     Raises:
@@ -185,9 +185,8 @@ def _compare(graph: ir.Model, pair: Sequence[Any]) -> tuple[float, float]:
             )
     outputs = [output.name for output in pair[0].get_outputs()]
     distances: list[tuple[float, float]] = []
-    for feed, expected in _runnable(graph, COMPARED, pair[0], padded=True):
-        found = run(pair[1], feed)
-        for name, before, after in zip(outputs, expected, found, strict=True):
+    for feed, expected in _runnable(model, COMPARED, pair[0], padded=True):
+        for name, before, after in zip(outputs, expected, run(pair[1], feed), strict=True):
             cosine, error = _distance(before, after)
             if not (cosine >= LEAST_COSINE and error <= MOST_ERROR):  # also if NaN
                 raise CannotRewrite(
@@ -215,14 +214,14 @@ def _distance(before: np.ndarray, after: np.ndarray) -> tuple[float, float]:
         return float(cosines.min()), float(np.abs(a - b).max() / np.abs(a).max())
 
 
-def _speedup(graph: ir.Model, pair: Sequence[Any]) -> float:
+def _speedup(model: ir.Model, pair: Sequence[Any]) -> float:
     """The speed-up of the second session over the first.
 
     Raises:
         CannotRewrite: It is too low.
     """
     gains: dict[str, float] = {}
-    for feed, _ in _runnable(graph, TIMED, pair[0]):
+    for feed, _ in _runnable(model, TIMED, pair[0]):
         run(pair[1], feed)  # allocates, and picks kernels
         gains[_shape(feed)] = _gain(pair, feed, TIMED_S / len(TIMED))
     mean = float(np.exp(np.mean(np.log(list(gains.values())))))
@@ -250,7 +249,7 @@ def _gain(pair: Sequence[Any], feed: Batch, seconds: float) -> float:
 
 
 def _runnable(
-    graph: ir.Model, shapes: Sequence[tuple[int, int]], session: Any, *, padded: bool = False
+    model: ir.Model, shapes: Sequence[tuple[int, int]], session: Any, *, padded: bool = False
 ) -> Iterator[tuple[Batch, list[np.ndarray]]]:
     """Example inputs and the session's outputs, at the shapes that the model accepts.
 
@@ -260,7 +259,7 @@ def _runnable(
     taken, why = 0, ""
     for seed, (batch, sequence) in enumerate(shapes):
         try:
-            feed = example_inputs(graph, batch, sequence, seed, padded=padded)
+            feed = example_inputs(model, batch, sequence, seed, padded=padded)
             outputs = run(session, feed)
         except AttnserveError as error:  # fixed axes, fewer positions, inputs without examples
             why = why or error.what

@@ -92,16 +92,16 @@ def plan(
         check_output(path, source=artifact.model, force=force)
     graph = load_model(artifact)
     data = load_inputs(calib, graph, artifact, tokenizer=tokenizer)
-    found = search(
+    report = search(
         goal, artifact, graph, data, tokenizer=tokenizer, batch=batch, sequence=sequence,
         context=RunContext(provider, threads, seed, progress),
-    )  # fmt: skip
+    ).report  # fmt: skip
     output.parent.mkdir(parents=True, exist_ok=True)
     with staged(output.parent) as stage:
-        text = json.dumps(found.report.to_json(), indent=1)
+        text = json.dumps(report.to_json(), indent=1)
         (stage / output.name).write_text(text + "\n", encoding="utf-8")
         try:
-            (stage / plot.name).write_text(draw_front(found.report), encoding="utf-8")
+            (stage / plot.name).write_text(draw_front(report), encoding="utf-8")
         except MissingExtra as error:
             log.warning("no plot was written: %s (%s)", error.what, error.fix)
-    return replace(found.report, output=output)
+    return replace(report, output=output)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -20,7 +19,7 @@ from attnserve.checks.compare import (
     random_batches,
     require_empty,
 )
-from attnserve.checks.evaluate import TaskName
+from attnserve.choices import Alignment, Importance, Mixing, TaskName
 from attnserve.context import Progress, Provider, RunContext, ignore_progress
 from attnserve.models.artifact import (
     Artifact,
@@ -28,7 +27,6 @@ from attnserve.models.artifact import (
     check_target,
     copy_companions,
     default_output,
-    fingerprint,
     load_model,
     merged_record,
     open_artifact,
@@ -41,16 +39,15 @@ from attnserve.models.artifact import (
 from attnserve.models.datasets import Dataset, load_inputs
 from attnserve.models.precision import Precision, check_cpu, convert, int8_weight_bits
 from attnserve.planning.apply import ApplyReport, Step, apply_plan, count_macs
-from attnserve.planning.head_selection import Alignment
-from attnserve.planning.mixing import Mixing
-from attnserve.planning.plan import FORMAT, HOW_TO_PLAN, Plan
-from attnserve.planning.request import Importance, Ranks, Request, plan_request
+from attnserve.planning.plan import Plan
+from attnserve.planning.plan_file import read_plan
+from attnserve.planning.request import Ranks, Request, plan_request
 from attnserve.planning.search.goal import Allowed, Goal
 from attnserve.planning.search.report import PlanReport
 from attnserve.planning.search.search import search
 from graph_passes.analysis.cost import Cost, break_even, model_cost, parameter_bytes
 from graph_passes.blocks import AttentionBlock
-from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
+from graph_passes.errors import CheckFailed, InvalidArgument
 from graph_passes.passes.collaborate import Collaborate
 from graph_passes.passes.prune_neurons import PruneNeurons
 
@@ -224,13 +221,13 @@ def optimize(
     rewrites: dict[str, Any] = {
         "collab_dk": collab_dk, "collab_cache": collab_cache, "mixing": mixing, "head_dk": head_dk,
         "reuse": reuse, "align": align, "prune": prune, "importance": importance,
-        "prune_heads": prune_heads, "skip": skip, "ffn": ffn, "layers": layers,
+        "prune_heads": prune_heads, "skip": tuple(skip), "ffn": ffn, "layers": layers,
     }  # fmt: skip
     searched: dict[str, Any] = {
         "keep": keep, "target_speedup": target_speedup, "task": task, "eval_data": eval_data,
         "allow": tuple(allow),
     }  # fmt: skip
-    wanted = _wanted(rewrites, searched, plan, precision, refit=refit, has_data=calib is not None)
+    mode = _mode(rewrites, searched, plan, precision, refit=refit, has_data=calib is not None)
     check_cosine_bound(min_cosine)
     artifact = open_artifact(model)
     original = load_model(artifact)
@@ -247,63 +244,63 @@ def optimize(
     shape = (batch, length)
     before = model_cost(original)
     before_cost = _cost(before, original, shape)
-    if isinstance(wanted, Goal):
+    if isinstance(mode, Goal):
         assert data is not None
-        found = search(
-            wanted, artifact, original, data, tokenizer=tokenizer, batch=batch, sequence=sequence,
+        result = search(
+            mode, artifact, original, data, tokenizer=tokenizer, batch=batch, sequence=sequence,
             context=context,
         )  # fmt: skip
-        done = _Rewritten(
-            found.report.rewrites, found.float32_model, found.applied, found=found.report
+        rewritten = _Rewritten(
+            result.report.rewrites, result.float32_model, result.applied, found=result.report
         )
-    elif isinstance(wanted, Path):
+    elif isinstance(mode, Path):
         assert data is not None
-        read, fit_context = _read_plan(wanted, artifact, data, context)
-        done = _apply(read, original, report, data, fit_context, shape, fit=True)
+        read, fit_context = read_plan(mode, artifact, data, context)
+        rewritten = _apply(read, original, report, data, fit_context, shape, fit=True)
     else:
         planned = plan_request(
-            wanted, original, report, data, context, length=length, longest=artifact.max_length
+            mode, original, report, data, context, length=length, longest=artifact.max_length
         )
-        done = _apply(planned.plan, original, report, data, context, shape, fit=refit)
-        done = replace(done, warnings=planned.warnings)
-    converted = convert(done.model, done.plan.precision)
+        rewritten = _apply(planned.plan, original, report, data, context, shape, fit=refit)
+        rewritten = replace(rewritten, warnings=planned.warnings)
+    converted = convert(rewritten.model, rewritten.plan.precision)
     if data is not None:
         batches = data.held_out
     else:
-        batches = random_batches(original, seed, empty=empty_axes(original, done.model))
+        batches = random_batches(original, seed, empty=empty_axes(original, rewritten.model))
     source = f"held out of {calib.name}" if calib is not None else "random inputs"
     fidelity = compare(original, converted, batches, source, context=context)
-    after = model_cost(done.model)
+    after = model_cost(rewritten.model)
     even = break_even(before.macs, after.macs) if before.macs and after.macs else None
-    result = OptimizeReport(
+    optimized = OptimizeReport(
         output=target,
         before=before_cost,
-        after=replace(_cost(after, done.model, shape), bytes=parameter_bytes(converted)),
-        steps=done.applied.steps,
+        after=replace(_cost(after, rewritten.model, shape), bytes=parameter_bytes(converted)),
+        steps=rewritten.applied.steps,
         fidelity=fidelity,
         break_even_sequence=even,
         batch=batch,
         sequence=length,
         warnings=(
-            *done.warnings,
-            *((done.found.verdict,) if done.found and not done.found.gain else ()),
+            *rewritten.warnings,
+            *((rewritten.found.verdict,) if rewritten.found and not rewritten.found.gain else ()),
             *_cost_warnings(even, length, artifact.max_length),
-            *(() if done.applied.is_exact else _data_warnings(done.plan, report, data, length)),
-            *_cache_warnings(report.blocks, done.applied.steps),
+            *_data_warnings(rewritten, report, data, length),
+            *_cache_warnings(report.blocks, rewritten.applied.steps),
             *_fidelity_warnings(fidelity),
-            *((GPU_ONLY,) if done.plan.precision == "bfloat16" else ()),
+            *((GPU_ONLY,) if rewritten.plan.precision == "bfloat16" else ()),
         ),
-        plan=done.plan,
-        found=done.found,
+        plan=rewritten.plan,
+        found=rewritten.found,
         int8_weight_bits=int8_weight_bits(converted),
     )
-    _require_cosine(result, min_cosine)
+    _require_cosine(optimized, min_cosine)
     if not dry_run:
-        _write(artifact, converted, result, data, external_data, seed)
-    return result
+        _write(artifact, converted, optimized, data, external_data, seed)
+    return optimized
 
 
-def _wanted(
+def _mode(
     rewrites: Mapping[str, Any],
     searched: Mapping[str, Any],
     plan: Path | None,
@@ -365,13 +362,11 @@ class _Rewritten:
     found: PlanReport | None = None
 
 
-def _require_no_rewrites(given: Mapping[str, Any], mode: str) -> None:
+def _require_no_rewrites(parameters: Mapping[str, Any], mode: str) -> None:
     """Raises: InvalidArgument: A parameter of rewrites by hand is given beside a plan or search."""
-    defaults = {"collab_cache": False, "mixing": "auto", "align": "similarity",
-                "importance": "energy", "refit": True, "skip": ()}  # fmt: skip
-    for name, value in given.items():
-        default = defaults.get(name)
-        if value != default and not (name == "skip" and not value):
+    defaults = {field.name: field.default for field in fields(Request)} | {"refit": True}
+    for name, value in parameters.items():
+        if value != defaults[name]:
             raise InvalidArgument(
                 f"`{name}` requests a rewrite, and a {mode} chooses its own",
                 f"leave `{name}` out, or `plan`, `keep` and `target_speedup`",
@@ -400,59 +395,6 @@ def _apply(
     return _Rewritten(plan, model, applied)
 
 
-def _read_plan(
-    path: Path, artifact: Artifact, data: Dataset, context: RunContext
-) -> tuple[Plan, RunContext]:
-    """The plan of a file that was made for this model and data, and the context it was fitted in.
-
-    Raises:
-        InvalidData: The file cannot be read, or is not a plan.
-        InvalidArgument: It was made for another model or other data.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise InvalidData(f"{path}: no such file", "check the path", code="plan.file") from error
-    except OSError as error:
-        raise InvalidData(
-            f"{path}: cannot be read: {error.strerror}", "check the path", code="plan.file"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise InvalidData(f"{path}: not JSON: {error}", HOW_TO_PLAN, code="plan.invalid") from error
-    parts = cast(dict[str, Any], content) if isinstance(content, dict) else {}
-    if parts.get("format") != FORMAT:
-        raise InvalidData(
-            f"{path}: plan of format {parts.get('format')!r}, expected {FORMAT}",
-            HOW_TO_PLAN,
-            code="plan.format",
-        )
-    ours = {"model": fingerprint(artifact), "calibration": data.source["sha256"]}
-    for what, mine in ours.items():
-        theirs = parts.get(what)
-        made_with = cast(dict[str, Any], theirs) if isinstance(theirs, dict) else {}
-        if made_with.get("sha256") != mine:
-            raise InvalidArgument(
-                f"{path}: it was made with another {what} ({made_with.get('file')}, sha256 "
-                f"{str(made_with.get('sha256'))[:12]}; this one is {str(mine)[:12]})",
-                "give the file that it was made with, or make a new plan",
-                code="plan.other_input",
-            )
-    given = parts.get("asked")
-    asked = cast(dict[str, Any], given) if isinstance(given, dict) else {}
-    seed, provider = asked.get("seed", 0), asked.get("provider", "cpu")
-    if type(seed) is not int or seed < 0 or provider not in get_args(Provider):
-        raise InvalidData(
-            f"{path}: seed {seed!r}, provider {provider!r}", HOW_TO_PLAN, code="plan.invalid"
-        )
-    try:
-        plan = Plan.from_json(parts.get("plan"))
-    except InvalidArgument as error:
-        raise InvalidArgument(f"{path}: {error.what}", error.fix, code=error.code) from error
-    check_cpu(plan.precision)
-    fitted = replace(context, provider=provider, seed=seed, threads=0)  # as the search runs it
-    return plan, fitted
-
-
 def _cost(cost: Cost, graph: ir.Model, shape: tuple[int, int]) -> ModelCost:
     return ModelCost(cost.parameters, count_macs(graph, *shape), cost.bytes)
 
@@ -477,9 +419,11 @@ def _cost_warnings(even: int | None, sequence: int, longest: int | None) -> list
 
 
 def _data_warnings(
-    plan: Plan, report: MatchReport, data: Dataset | None, sequence: int
+    rewritten: _Rewritten, report: MatchReport, data: Dataset | None, sequence: int
 ) -> list[str]:
     """Warnings about calibration data that is missing, short or scarce."""
+    if rewritten.applied.is_exact:
+        return []
     if data is None:
         return ["not calibrated: calibration data cuts the error several times"]
     warnings: list[str] = []
@@ -489,8 +433,8 @@ def _data_warnings(
             f"calibrated and verified on texts of {usual} tokens (median), for {sequence}: longer "
             "texts may lose more; calibrate on texts of the length to be served"
         )
-    widths = [block.input_size for block in report.blocks if block.name in plan.changed]
-    widths += [sum(mask) for mask in plan.targets(PruneNeurons).values()]
+    widths = [block.input_size for block in report.blocks if block.name in rewritten.plan.changed]
+    widths += [sum(mask) for mask in rewritten.plan.targets(PruneNeurons).values()]
     if widths and data.source["fit_tokens"] < max(widths):
         warnings.append(
             f"calibrated on {data.source['fit_tokens']} tokens, fewer than the "
@@ -501,8 +445,8 @@ def _data_warnings(
 
 def _cache_warnings(blocks: Sequence[AttentionBlock], steps: Sequence[Step]) -> list[str]:
     """Warnings about caches, which the original cannot share and which may even grow."""
-    held = {block.name: block.num_heads * block.head_size for block in blocks}
-    sizes = [(held[step.block], step.cache_width) for step in steps if step.cache_width is not None]
+    widths = {block.name: block.num_heads * block.head_size for block in blocks}
+    sizes = [(widths[s.block], s.cache_width) for s in steps if s.cache_width is not None]
     if not sizes:
         return []
     before, after = (sum(column) for column in zip(*sizes, strict=True))

@@ -5,13 +5,15 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, TypeVar, cast
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from attnserve.choices import Precision
 from graph_passes.errors import InvalidArgument
 from graph_passes.passes.base import BlockPass, RewritePass, pass_named
 
-__all__ = ["FORMAT", "HOW_TO_PLAN", "ORDER", "Plan"]
+__all__ = ["FORMAT", "HOW_TO_PLAN", "ORDER", "Plan", "first_problem", "targets_of"]
 
 FORMAT = 2
 """Of plan.json. Format 1 (attnserve 0.1) described rewrites by other names and is refused."""
@@ -53,42 +55,43 @@ class Plan:
             passes: Those without targets are dropped.
         """
         merged: dict[type[RewritePass], RewritePass] = {}
-        for each in passes:
-            if isinstance(each, BlockPass):
-                block_pass = cast("BlockPass[Any, Any]", each)
-                before = cast("BlockPass[Any, Any] | None", merged.get(type(each)))
-                targets = {**(before.targets if before else {}), **block_pass.targets}
+        for rewrite in passes:
+            if isinstance(rewrite, BlockPass):
+                kind = type(cast("BlockPass[Any, Any]", rewrite))
+                before = merged.get(kind)
+                targets = {**(targets_of(before) if before else {}), **targets_of(rewrite)}
                 if targets:
-                    merged[type(each)] = type(block_pass)(targets)
+                    merged[kind] = kind(targets)
             else:
-                merged[type(each)] = each
+                merged[type(rewrite)] = rewrite
         place = {name: index for index, name in enumerate(ORDER)}
-        found = sorted(merged.values(), key=lambda each: place.get(each.name, len(ORDER)))
-        return cls(tuple(found), precision)
+        ordered = sorted(merged.values(), key=lambda rewrite: place.get(rewrite.name, len(ORDER)))
+        return cls(tuple(ordered), precision)
 
     def find(self, kind: type[Kind]) -> Kind | None:
         """The first pass of a kind."""
-        return next((each for each in self.passes if isinstance(each, kind)), None)
+        return next((rewrite for rewrite in self.passes if isinstance(rewrite, kind)), None)
 
     def targets(self, kind: type[RewritePass]) -> Mapping[str, Any]:
         """The parameters of all passes of a kind, by block; empty if there is none."""
-        found: dict[str, Any] = {}
-        for each in self.passes:
-            if isinstance(each, kind) and isinstance(each, BlockPass):
-                block_pass = cast("BlockPass[Any, Any]", each)
-                found |= block_pass.targets
-        return found
+        targets: dict[str, Any] = {}
+        for rewrite in self.passes:
+            if isinstance(rewrite, kind):
+                targets |= targets_of(rewrite)
+        return targets
 
     @property
     def changed(self) -> list[str]:
         """Every block that a lossy pass rewrites, once, in the order of the passes."""
-        lossy = [each for each in self.passes if each.lossy and isinstance(each, BlockPass)]
-        names = [name for each in lossy for name in cast("BlockPass[Any, Any]", each).targets]
+        names = [name for rewrite in self.passes if rewrite.lossy for name in targets_of(rewrite)]
         return list(dict.fromkeys(names))
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plan.json holds it."""
-        return {"passes": [each.to_json() for each in self.passes], "precision": self.precision}
+        return {
+            "passes": [rewrite.to_json() for rewrite in self.passes],
+            "precision": self.precision,
+        }
 
     @classmethod
     def from_json(cls, content: Any) -> Plan:
@@ -97,28 +100,44 @@ class Plan:
         Raises:
             InvalidArgument: The content is not a plan.
         """
-        if not isinstance(content, Mapping):
-            raise _invalid(f"plan is {reprlib.repr(content)}, expected an object")
-        fields = cast(Mapping[str, Any], content)
-        if unknown := sorted(map(str, fields.keys() - {"passes", "precision"})):
-            raise _invalid(f"plan has the unknown key {unknown[0][:100]!r}")
-        precision = fields.get("precision", "float32")
-        if not isinstance(precision, str) or precision not in get_args(Precision):
-            known = ", ".join(get_args(Precision))
-            raise _invalid(f"precision is {reprlib.repr(precision)}, expected one of {known}")
-        entries = fields.get("passes", [])
-        if not isinstance(entries, list):
-            raise _invalid(f"passes is {reprlib.repr(entries)}, expected a list")
-        passes = [_read_pass(entry) for entry in cast(list[Any], entries)]
-        return cls(tuple(passes), cast(Precision, precision))
+        try:
+            plan = _PlanContent.model_validate(content)
+        except ValidationError as error:
+            raise InvalidArgument(
+                f"plan: {first_problem(error)}", HOW_TO_PLAN, code="plan.invalid"
+            ) from error
+        passes = [
+            pass_named(entry.name).from_json({"pass": entry.name, **(entry.model_extra or {})})
+            for entry in plan.passes
+        ]
+        return cls(tuple(passes), plan.precision)
 
 
-def _read_pass(entry: Any) -> RewritePass:
-    name = cast(Mapping[str, Any], entry).get("pass") if isinstance(entry, Mapping) else None
-    if not isinstance(name, str):
-        raise _invalid(f"an entry of passes is {reprlib.repr(entry)}, expected an object with pass")
-    return pass_named(name).from_json(cast(Mapping[str, Any], entry))
+class _Entry(BaseModel):
+    """The JSON of a pass, which the pass itself validates."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str = Field(alias="pass")
 
 
-def _invalid(what: str) -> InvalidArgument:
-    return InvalidArgument(what, HOW_TO_PLAN, code="plan.invalid")
+class _PlanContent(BaseModel):
+    """The JSON of a plan."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    passes: list[_Entry] = []
+    precision: Precision = "float32"
+
+
+def targets_of(rewrite: RewritePass) -> Mapping[str, Any]:
+    """The parameters of a pass by block; empty for a pass of the whole graph."""
+    is_block_pass = isinstance(rewrite, BlockPass)
+    return cast("BlockPass[Any, Any]", rewrite).targets if is_block_pass else {}
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first error of a validation: place, value, and the expected value."""
+    first = error.errors(include_url=False)[0]
+    place = ".".join(map(str, first["loc"]))[:100] or "content"
+    return f"{place} is {reprlib.repr(first['input'])}: {first['msg']}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,22 +19,24 @@ from attnserve.checks.certify import MatchReport
 from attnserve.choices import Alignment, Importance, Mixing, Precision
 from attnserve.context import RunContext
 from attnserve.models.datasets import Dataset
-from attnserve.planning.head_selection import (
+from attnserve.planning.head_files import (
     Masks,
     MutableEdges,
+    layer_name,
+    read_edges,
+    read_masks,
+)
+from attnserve.planning.head_selection import (
     Reuse,
     edges_by_damage,
     edges_of,
-    layer_name,
     masks_by_loss,
     masks_by_score,
     parse_reuse,
-    read_edges,
-    read_masks,
     reused_layers,
 )
-from attnserve.planning.mixing import choose_head_size, widest_head
 from attnserve.planning.plan import Plan
+from attnserve.planning.sharing import SharingChooser, refused
 from attnserve.runtime.session import Batch
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.context import GraphContext
@@ -41,7 +44,7 @@ from graph_passes.errors import CannotRewrite, InvalidArgument, InvalidModel, Re
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.base import AttentionPass
-from graph_passes.passes.collaborate import Collaborate, SharedDimensions, sharing_refusal
+from graph_passes.passes.collaborate import Collaborate, SharedDimensions
 from graph_passes.passes.decompose_attention import decompose_fused
 from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.prune_neurons import PruneNeurons, neurons_refusal
@@ -70,7 +73,7 @@ KINDS = (":affine", ":constant")
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """The rewrites that a user asks for; ``optimize`` describes each field.
+    """The rewrites that a user requests; ``optimize`` describes each field.
 
     ``layers`` restricts the rewrites that do not name layers themselves.
     """
@@ -92,8 +95,15 @@ class Request:
     @property
     def has_rewrites(self) -> bool:
         """Whether any rewrite is requested."""
-        given = (self.collab_dk, self.head_dk, self.reuse, self.prune, self.prune_heads, self.ffn)
-        return any(value is not None for value in given) or bool(self.skip)
+        rewrites = (
+            self.collab_dk,
+            self.head_dk,
+            self.reuse,
+            self.prune,
+            self.prune_heads,
+            self.ffn,
+        )
+        return any(value is not None for value in rewrites) or bool(self.skip)
 
     def __post_init__(self) -> None:
         if not self.has_rewrites and self.precision == "float32":
@@ -175,23 +185,7 @@ def plan_request(
     if request.has_rewrites:
         require_attention(report)
     builder = _PlanBuilder(request, GraphContext(model), report, data, context, length, longest)
-    skip = builder.skip()
-    masks = builder.masks(skip)
-    edges = builder.edges(skip, masks)
-    shared = builder.shared(skip, masks, edges)
-    neurons = builder.neurons()
-    passes = [SkipAttention(skip), PruneHeads(masks), ReuseAttention(renumbered(edges, masks)),
-              PruneNeurons(neurons), Collaborate(shared)]  # fmt: skip
-    plan = Plan.of(passes, request.precision)
-    warnings = builder.warnings
-    if request.has_rewrites and not plan.passes:
-        raise CannotRewrite(
-            f"none of the {len(report.blocks)} attention blocks can be rewritten as requested"
-            + (f" ({warnings[0]})" if warnings else ""),
-            "`attnserve inspect` lists the reasons by block",
-            code="request.nothing",
-        )
-    return PlannedRequest(plan, tuple(warnings))
+    return builder.build()
 
 
 def require_attention(report: MatchReport) -> None:
@@ -214,18 +208,34 @@ class _PlanBuilder:
     """Chooses the targets of each rewrite of a request, one kind after the other."""
 
     request: Request
-    graph: GraphContext
+    graph_context: GraphContext
     report: MatchReport
     data: Dataset | None
     context: RunContext
     length: int
     longest: int | None
+    skipped: dict[str, Literal["affine", "constant"]] = field(default_factory=dict[str, Any])
+    masks: Masks = field(default_factory=Masks)
+    edges: MutableEdges = field(default_factory=MutableEdges)
+    """Reused heads and their sources, numbered as in the original model."""
     warnings: list[str] = field(default_factory=list[str])
-    _decomposed: ir.Model | None = None
+
+    def build(self) -> PlannedRequest:
+        self.skipped = self._skipped()
+        self.masks = self._masks()
+        self.edges = self._edges()
+        shared = self._shared()
+        passes = [SkipAttention(self.skipped), PruneHeads(self.masks),
+                  ReuseAttention(renumbered(self.edges, self.masks)),
+                  PruneNeurons(self._neurons()), Collaborate(shared)]  # fmt: skip
+        plan = Plan.of(passes, self.request.precision)
+        if self.request.has_rewrites and not plan.passes:
+            raise self._nothing("rewritten as requested")
+        return PlannedRequest(plan, tuple(self.warnings))
 
     @property
     def model(self) -> ir.Model:
-        return self.graph.model
+        return self.graph_context.model
 
     @property
     def blocks(self) -> tuple[AttentionBlock, ...]:
@@ -236,6 +246,10 @@ class _PlanBuilder:
         return [block.name for block in self.blocks]
 
     @property
+    def by_name(self) -> dict[str, AttentionBlock]:
+        return {block.name: block for block in self.blocks}
+
+    @property
     def requested(self) -> list[str]:
         """The layers that the request names; all if it names none."""
         layers = self.request.layers
@@ -243,34 +257,41 @@ class _PlanBuilder:
             return self.names
         return list(dict.fromkeys(layer_name(layer, self.names) for layer in layers))
 
+    @property
+    def removed(self) -> set[str]:
+        """Layers that lose all heads."""
+        return {name for name, mask in self.masks.items() if not any(mask)} | set(self.skipped)
+
     # ---- skip, prune -----------------------------------------------------------------------------
 
-    def skip(self) -> dict[str, Literal["affine", "constant"]]:
-        chosen: dict[str, Literal["affine", "constant"]] = {}
+    def _skipped(self) -> dict[str, Literal["affine", "constant"]]:
+        skipped: dict[str, Literal["affine", "constant"]] = {}
         for entry in self.request.skip:
             layer, _, kind = entry.rpartition(":") if entry.endswith(KINDS) else (entry, "", "")
             name = layer_name(layer, self.names, "skip")
-            block = self.blocks[self.names.index(name)]
-            if found := SkipAttention.refusal(block, None, self.graph) or self._in_body(block):
-                raise _refused(name, found, "leave this layer out of `skip`")
-            chosen[name] = "constant" if kind == "constant" else "affine"
-        if chosen and self.data is None:
-            raise InvalidArgument(
-                "`skip` fits the replacement of an attention to data, and there is none",
-                "give `calib`",
-                code="request.no_data",
-            )
-        return chosen
+            block = self.by_name[name]
+            refusal = SkipAttention.refusal(block, None, self.graph_context) or self._in_body(block)
+            if refusal is not None:
+                raise refused(name, refusal, "leave this layer out of `skip`")
+            skipped[name] = "constant" if kind == "constant" else "affine"
+        if skipped:
+            self._batches("`skip` fits the replacement of an attention to data", "leave `skip` out")
+        return skipped
 
-    def masks(self, skip: Mapping[str, str]) -> Masks:
+    def _masks(self) -> Masks:
         request = self.request
         if request.prune_heads is not None:
-            return self._given_masks(request.prune_heads, skip)
+            return self._explicit_masks(request.prune_heads)
         if request.prune is None:
             return {}
         batches = self._batches("`prune` measures the importance of heads", "give `prune_heads`")
-        blocks = self._able([name for name in self.requested if name not in skip], PruneHeads)
-        blocks = [block for block in blocks if self._can_be_observed(block)]
+        names = [name for name in self.requested if name not in self.skipped]
+        blocks: list[AttentionBlock] = []
+        for block in self._able(names, PruneHeads):
+            if refusal := self._in_body(block):
+                self._leave(block, refusal)
+            else:
+                blocks.append(block)
         masks = self._measured_masks(blocks, request.prune, batches) if blocks else {}
         masks = {name: mask for name, mask in masks.items() if not all(mask)}
         if blocks and not masks:
@@ -278,15 +299,17 @@ class _PlanBuilder:
             self.warnings.append(f"prune {request.prune} of {heads} heads is none")
         return masks
 
-    def _given_masks(self, given: Path | Mapping[str, Any], skip: Mapping[str, str]) -> Masks:
-        masks = read_masks(given, self.blocks)
+    def _explicit_masks(self, source: Path | Mapping[str, Any]) -> Masks:
+        masks = read_masks(source, self.blocks)
         masks = {name: mask for name, mask in masks.items() if not all(mask)}
         if not masks:
             self.warnings.append("prune_heads removes no head")
-        self._require_not_skipped("prune_heads", masks, skip)
+        self._require_not_skipped("prune_heads", masks)
         for block in self.blocks:
-            if block.name in masks and (found := PruneHeads.refusal(block, None, self.graph)):
-                raise _refused(block.name, found, "take this layer out of the mask")
+            if block.name in masks and (
+                refusal := PruneHeads.refusal(block, None, self.graph_context)
+            ):
+                raise refused(block.name, refusal, "take this layer out of the mask")
         return masks
 
     def _measured_masks(
@@ -294,8 +317,8 @@ class _PlanBuilder:
     ) -> Masks:
         match self.request.importance:
             case "energy":
-                found = elimination_order(self.model, blocks, batches, context=self.context)
-                orders = {name: (e.order.tolist(), e.losses) for name, e in found.items()}
+                eliminated = elimination_order(self.model, blocks, batches, context=self.context)
+                orders = {name: (e.order.tolist(), e.losses) for name, e in eliminated.items()}
                 effects = leave_one_out(
                     self.model, blocks, batches, most_rows=WEIGHING_ROWS,
                     most_heads=WEIGHING_HEADS, context=self.context,
@@ -311,47 +334,44 @@ class _PlanBuilder:
                 votes = voting_to_stay(
                     self.decomposed, plain, batches, groups=groups, context=self.context
                 )
-                return {name: [int(x) for x in found.mask] for name, found in votes.items()}
+                return {name: [int(x) for x in vote.mask] for name, vote in votes.items()}
 
     # ---- reuse -----------------------------------------------------------------------------------
 
-    def edges(self, skip: Mapping[str, str], masks: Masks) -> MutableEdges:
-        """Reused heads and their sources, numbered as in the original model."""
-        given = self.request.reuse
-        if given is None:
+    def _edges(self) -> MutableEdges:
+        form = self.request.reuse
+        if form is None:
             return {}
-        if not isinstance(given, str) or given.endswith(".json"):
-            source = Path(given) if isinstance(given, str) else given
-            return self._given_edges(read_edges(source, self.blocks), skip, masks)
-        reuse = parse_reuse(given)
+        if not isinstance(form, str):
+            return self._explicit_edges(form)
+        if form.endswith(".json"):
+            return self._explicit_edges(Path(form))
+        reuse = parse_reuse(form)
         within = reused_layers(reuse, len(self.blocks))
         wanted = [self.names[i] for i in within if self.names[i] in self.requested]
         if not wanted:
             raise InvalidArgument(
-                f"`reuse` {given} applies to layers {within.start} to {within[-1]}, "
+                f"`reuse` {form} applies to layers {within.start} to {within[-1]}, "
                 "of which `layers` names none",
                 "name some of them in `layers`",
                 code="request.conflict",
             )
-        removed = {name for name, mask in masks.items() if not any(mask)} | set(skip)
-        able = self._able([name for name in wanted if name not in removed], ReuseAttention)
+        able = self._able([name for name in wanted if name not in self.removed], ReuseAttention)
         if not able:
             return {}
-        remaining = [block for block in self.blocks if block.name not in removed]
-        edges = self._configured(reuse, [block.name for block in able], remaining, masks)
+        edges = self._configured_edges(reuse, [block.name for block in able])
         if reuse.kind == "auto":
             if not edges:
                 self.warnings.append("reuse auto: every reuse would change the output too much")
             return edges
-        reason = "no head of an earlier layer can be compared with its heads"
-        self.warnings += [
-            f"{block.name} is left as it is: {reason}" for block in able if block.name not in edges
-        ]
+        for block in able:
+            if block.name not in edges:
+                self._leave(block, "no head of an earlier layer can be compared with its heads")
         return edges
 
-    def _configured(
-        self, reuse: Reuse, names: Sequence[str], blocks: Sequence[AttentionBlock], masks: Masks
-    ) -> MutableEdges:
+    def _configured_edges(self, reuse: Reuse, names: Sequence[str]) -> MutableEdges:
+        masks = self.masks
+        blocks = [block for block in self.blocks if block.name not in self.removed]
         if self.request.align == "index" and reuse.kind != "auto":
             return edges_of(reuse, blocks, names, masks=masks, similarity=None)
         batches = self._batches(
@@ -359,9 +379,9 @@ class _PlanBuilder:
             "give `align` index, the alignment of the paper",
         )
         plain = self._decomposed_blocks()
-        seen = {block.name for block in plain}
-        names = [name for name in names if name in seen]
-        blocks = [block for block in blocks if block.name in seen]
+        observed = {block.name for block in plain}
+        names = [name for name in names if name in observed]
+        blocks = [block for block in blocks if block.name in observed]
         similarity = measure_similarity(self.decomposed, plain, batches, context=self.context)
         if reuse.kind != "auto":
             return edges_of(reuse, blocks, names, masks=masks, similarity=similarity)
@@ -371,139 +391,53 @@ class _PlanBuilder:
             blocks, names, masks=masks, similarity=similarity, effect=effect, budget=AUTO_BUDGET
         )
 
-    def _given_edges(
-        self, edges: MutableEdges, skip: Mapping[str, str], masks: Masks
-    ) -> MutableEdges:
-        self._require_not_skipped("reuse", edges, skip)
-        by_name = {block.name: block for block in self.blocks}
+    def _explicit_edges(self, form: Path | Mapping[str, Any]) -> MutableEdges:
+        edges = read_edges(form, self.blocks)
+        self._require_not_skipped("reuse", edges)
         for name, heads in edges.items():
             for head, (source, source_head) in heads.items():
                 for layer, number in ((name, head), (source, source_head)):
-                    if layer in skip or not masks.get(layer, (1,) * (number + 1))[number]:
+                    mask = self.masks.get(layer)
+                    if layer in self.skipped or (mask and not mask[number]):
                         raise InvalidArgument(
                             f"`reuse`: the edge {name}[{head}] <- {source}[{source_head}] needs "
                             f"head {number} of {layer}, which is removed",
                             "take this edge out, or keep the head",
                             code="request.conflict",
                         )
-                found = reuse_refusal(by_name[name], [by_name[source]])
-                if found := found or ReuseAttention.refusal(by_name[name], None, self.graph):
-                    raise _refused(f"{name} cannot reuse {source}", found, "take this edge out")
+                block = self.by_name[name]
+                refusal = reuse_refusal(block, [self.by_name[source]])
+                refusal = refusal or ReuseAttention.refusal(block, None, self.graph_context)
+                if refusal is not None:
+                    raise refused(f"{name} cannot reuse {source}", refusal, "take this edge out")
         return edges
 
     # ---- collaborate -----------------------------------------------------------------------------
 
-    def shared(
-        self, skip: Mapping[str, str], masks: Masks, edges: MutableEdges
-    ) -> dict[str, SharedDimensions]:
+    def _shared(self) -> dict[str, SharedDimensions]:
         """The shared dimensions of each layer."""
-        collab_dk, head_dk = self.request.collab_dk, self.request.head_dk
-        if collab_dk is None and head_dk is None:
+        if self.request.collab_dk is None and self.request.head_dk is None:
             return {}
-        ranks = self._ranks(collab_dk)
-        shared: dict[str, SharedDimensions] = {}
-        removed = {name for name, mask in masks.items() if not any(mask)} | set(skip)
-        for block in self.blocks:
-            rank, name = ranks.get(block.name), block.name
-            if rank is None:
-                continue
-            found = self._sharing_refusal(block)
-            if found is None:
-                self._check_sizes(block, rank)
-            mask, reused = masks.get(name, [1] * block.num_heads), edges.get(name, {})
-            own = sum(1 for head in block.own_heads.tolist() if mask[head] and head not in reused)
-            if collab_dk is None and head_dk is not None:
-                rank = max(own, 1) * head_dk  # nothing is shared: each head is truncated
-            if name in removed or not (own or found):
-                continue  # no head is left to factor
-            if found is not None and (self.request.layers is not None
-                                      or isinstance(collab_dk, Mapping)):  # fmt: skip
-                raise _refused(name, found, "leave this layer out of `layers`")
-            if found is None and own < block.num_heads and rank >= own * block.head_size:
-                found = Refusal(
-                    "nothing_shared",
-                    f"R = {rank} >= {own} heads x head size = {own * block.head_size}: nothing to "
-                    "compress",
-                )
-            if found is not None:
-                self.warnings.append(f"{name} is left as it is: {found}")
-                continue
-            size = block.num_heads * block.head_size
-            if self.data is not None and rank < size and self._in_body(block):
-                self.warnings.append(
-                    f"{name} lies in the body of another node, which calibration cannot observe: "
-                    "it is factored by its weights alone"
-                )
-            shared[name] = SharedDimensions(
-                rank=rank, head_size=self._head_size(block, own, rank),
-                cache=self.request.collab_cache,
-            )  # fmt: skip
-        if not shared and not (skip or masks or edges):
-            raise CannotRewrite(
-                f"none of the {len(self.blocks)} attention blocks can be factored"
-                + (f" ({self.warnings[0]})" if self.warnings else ""),
-                "`attnserve inspect` lists the reasons by block",
-                code="request.nothing",
-            )
-        return shared
-
-    def _sharing_refusal(self, block: AttentionBlock) -> Refusal | None:
-        caches = self.request.collab_cache
-        found = sharing_refusal(block, caches=caches)
-        if found is not None and not caches and sharing_refusal(block, caches=True) is None:
-            return Refusal(
-                found.code,
-                "its cached keys are an input of the graph: `collab_cache` rewrites the cache too",
-            )
-        return found
-
-    def _check_sizes(self, block: AttentionBlock, rank: int) -> None:
-        collab_dk, head_dk = self.request.collab_dk, self.request.head_dk
-        size = block.num_heads * block.head_size
-        if head_dk is not None and not 1 <= head_dk <= block.head_size:
-            raise InvalidArgument(
-                f"`head_dk` is {head_dk}: expected 1 to {block.head_size} for {block.name}",
-                f"{block.head_size} is the size of its heads",
-                code="request.range",
-            )
-        if collab_dk is not None and head_dk is not None and head_dk > rank:
-            raise InvalidArgument(
-                f"`head_dk` is {head_dk}: {block.name} has {rank} shared dimensions that a head "
-                "can read",
-                f"choose `head_dk` from 1 to {rank}, or a larger `collab_dk`",
-                code="request.range",
-            )
-        if not 1 <= rank <= size:
-            raise InvalidArgument(
-                f"`collab_dk` is {rank}: expected 1 to {size} for {block.name}, which has "
-                f"{block.num_heads} heads x {block.head_size}",
-                f"choose R from 1 to {size}; {size} is exact",
-                code="request.range",
-            )
-
-    def _head_size(self, block: AttentionBlock, own: int, rank: int) -> int | None:
-        """The mean number of dimensions that a head reads; None for dense mixing."""
-        mixing, head_dk = self.request.mixing, self.request.head_dk
-        if mixing == "dense":
-            return None
-        if block.k.past is not None:
-            if mixing == "sparse" or head_dk is not None:
-                self.warnings.append(
-                    f"{block.name} gets dense mixing: its cache holds what all heads share"
-                )
-            return None
-        if head_dk is not None:
-            return head_dk
-        if mixing == "sparse":
-            return min(rank, widest_head(block.head_size) or block.head_size)
-        return choose_head_size(
-            rank,
-            heads=own,
-            head_size=block.head_size,
-            widths=(block.input_size, block.k.matrix().shape[0]),
+        chooser = SharingChooser(
+            self.request,
+            own_heads={b.name: self._own_heads(b) for b in self.blocks
+                       if b.name not in self.removed},
+            unobserved=[b.name for b in self.blocks if self.data is not None and self._in_body(b)],
             length=self.length,
             longest=self.longest,
-        )
+        )  # fmt: skip
+        ranks = self._ranks(self.request.collab_dk)
+        shared = chooser.choose([(b, ranks[b.name]) for b in self.blocks if b.name in ranks])
+        self.warnings += chooser.warnings
+        if not (shared or self.skipped or self.masks or self.edges):
+            raise self._nothing("factored")
+        return shared
+
+    def _own_heads(self, block: AttentionBlock) -> int:
+        """The number of heads that compute their own probabilities after pruning and reuse."""
+        mask = self.masks.get(block.name, [1] * block.num_heads)
+        reused = self.edges.get(block.name, {})
+        return sum(1 for head in block.own_heads.tolist() if mask[head] and head not in reused)
 
     def _ranks(self, collab_dk: Ranks | None) -> dict[str, int]:
         if collab_dk is None:
@@ -524,7 +458,7 @@ class _PlanBuilder:
 
     # ---- neurons ---------------------------------------------------------------------------------
 
-    def neurons(self) -> Masks:
+    def _neurons(self) -> Masks:
         """1 for each neuron that stays, by feed-forward."""
         share = self.request.ffn
         if share is None:
@@ -533,10 +467,9 @@ class _PlanBuilder:
         if self.request.layers is not None:
             self.warnings.append("layers names attention blocks: ffn removes neurons of any layer")
         blocks: list[FeedForwardBlock] = []
-        for block in self.graph.get(find_feed_forward):
-            inside = block.graph is not self.model.graph
-            if found := IN_BODY if inside else neurons_refusal(block):
-                self.warnings.append(f"{block.name} keeps all its neurons: {found}")
+        for block in self.graph_context.get(find_feed_forward):
+            if refusal := self._in_body(block) or neurons_refusal(block):
+                self.warnings.append(f"{block.name} keeps all its neurons: {refusal}")
             else:
                 blocks.append(block)
         if not blocks:
@@ -559,31 +492,33 @@ class _PlanBuilder:
         for block in self.blocks:
             if block.name not in names:
                 continue
-            found = rewrite.refusal(block, None, self.graph)
-            if found is None:
+            refusal = rewrite.refusal(block, None, self.graph_context)
+            if refusal is None:
                 able.append(block)
             elif self.request.layers is not None:
-                raise _refused(block.name, found, "leave this layer out of `layers`")
+                raise refused(block.name, refusal, "leave this layer out of `layers`")
             else:
-                self.warnings.append(f"{block.name} is left as it is: {found}")
+                self._leave(block, refusal)
         return able
 
-    def _can_be_observed(self, block: AttentionBlock) -> bool:
-        """Whether a session can return what the block computes."""
-        if found := self._in_body(block):
-            self.warnings.append(f"{block.name} is left as it is: {found}")
-        return found is None
+    def _leave(self, block: AttentionBlock, reason: Refusal | str) -> None:
+        self.warnings.append(f"{block.name} is left as it is: {reason}")
 
-    def _in_body(self, block: AttentionBlock) -> Refusal | None:
+    def _in_body(self, block: AttentionBlock | FeedForwardBlock) -> Refusal | None:
         return None if block.graph is self.model.graph else IN_BODY
 
-    def _require_not_skipped(
-        self, parameter: str, layers: Mapping[str, Any], skip: Mapping[str, str]
-    ) -> None:
-        both = next((name for name in layers if name in skip), None)
-        if both is not None:
+    def _nothing(self, rewritten: str) -> CannotRewrite:
+        return CannotRewrite(
+            f"none of the {len(self.blocks)} attention blocks can be {rewritten}"
+            + (f" ({self.warnings[0]})" if self.warnings else ""),
+            "`attnserve inspect` lists the reasons by block",
+            code="request.nothing",
+        )
+
+    def _require_not_skipped(self, parameter: str, layers: Mapping[str, Any]) -> None:
+        if both := [name for name in layers if name in self.skipped]:
             raise InvalidArgument(
-                f"`{parameter}` names {both}, which `skip` removes",
+                f"`{parameter}` names {both[0]}, which `skip` removes",
                 "take it out of one of them",
                 code="request.conflict",
             )
@@ -596,14 +531,14 @@ class _PlanBuilder:
             )  # fmt: skip
         return self.data.fit
 
-    @property
+    @cached_property
     def decomposed(self) -> ir.Model:
         """A copy of the model whose fused operators are decomposed where possible."""
-        if self._decomposed is None:
-            self._decomposed = self.model.clone()
-            with GraphContext.of(self._decomposed) as context:
-                decompose_fused(context, [b.name for b in context.get(find_attention)[0]])
-        return self._decomposed
+        model = self.model.clone()
+        with GraphContext.of(model) as graph_context:
+            names = [block.name for block in graph_context.get(find_attention)[0]]
+            decompose_fused(graph_context, names)
+        return model
 
     def _decomposed_blocks(self) -> list[AttentionBlock]:
         """Certified blocks of the decomposed model whose probabilities can be observed."""
@@ -615,7 +550,3 @@ class _PlanBuilder:
             and block.probabilities is not None
             and block.graph is model.graph
         ]
-
-
-def _refused(name: str, refusal: Refusal, fix: str) -> CannotRewrite:
-    return CannotRewrite(f"{name}: {refusal}", fix, code=f"rewrite.{refusal.code}")

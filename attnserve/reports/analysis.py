@@ -32,9 +32,10 @@ from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.models.artifact import versions
 from attnserve.models.datasets import Dataset
 from graph_passes.blocks import AttentionBlock
+from graph_passes.context import GraphContext
 from graph_passes.errors import InvalidArgument, InvalidModel, Refusal
 from graph_passes.passes.collaborate import sharing_refusal
-from graph_passes.passes.decompose_attention import DecomposeAttention, decomposition_refusal
+from graph_passes.passes.decompose_attention import decompose_fused, decomposition_refusal
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -209,7 +210,7 @@ class Analysis:
                 "tokens": self.lengths.tolist(),
             },
             "mask": self.mask,
-            "not_analyzed": [asdict(each) for each in self.not_analyzed],
+            "not_analyzed": [asdict(block) for block in self.not_analyzed],
         }
 
 
@@ -277,29 +278,26 @@ def _measurable(
     model: ir.Model, seed: int
 ) -> tuple[list[AttentionBlock], dict[str, int], tuple[NotAnalyzed, ...]]:
     """The blocks whose attention is observable, the index of every block, and the other blocks."""
-    reading = read_attention(model, seed=seed)
-    indices = {block.name: index for index, block in enumerate(reading.blocks)}
-    fused = {b.name: decomposition_refusal(b) for b in reading.blocks if b.logits is None}
-    names = [
-        b.name
-        for b in reading.blocks
-        if b.name in fused and fused[b.name] is None and b.graph is model.graph
-    ]
-    if names:
-        DecomposeAttention(names)(model)
-        reading = read_attention(model, seed=seed)
+    report = read_attention(model, seed=seed)
+    indices = {block.name: index for index, block in enumerate(report.blocks)}
+    fused = {b.name: decomposition_refusal(b) for b in report.blocks if b.logits is None}
+    if fused:
+        with GraphContext.of(model) as graph_context:
+            decompose_fused(graph_context, fused)
+        report = read_attention(model, seed=seed)
     left_out = [
-        NotAnalyzed(each.node.name or each.node.op_type, each.reason) for each in reading.unmatched
+        NotAnalyzed(unmatched.node.name or unmatched.node.op_type, unmatched.reason)
+        for unmatched in report.unmatched
     ]
     blocks: list[AttentionBlock] = []
-    for block in reading.blocks:
+    for block in report.blocks:
         reason = _unobservable(block, model, fused.get(block.name))
         if reason:
             left_out.append(NotAnalyzed(block.name, reason))
         else:
             blocks.append(block)
     if not blocks:
-        reasons = "; ".join(f"{each.name}: {each.reason}" for each in left_out[:2])
+        reasons = "; ".join(f"{block.name}: {block.reason}" for block in left_out[:2])
         raise InvalidModel(
             "no attention can be analyzed"
             + (f" ({reasons[:400]})" if reasons else ": the graph has no softmax"),
@@ -422,9 +420,9 @@ def _numbers(array: np.ndarray, digits: int = DIGITS) -> Any:
 
 def _rounded(value: Any, digits: int = DIGITS) -> Any:
     if isinstance(value, dict):
-        return {key: _rounded(each, digits) for key, each in value.items()}
+        return {key: _rounded(entry, digits) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_rounded(each, digits) for each in value]
+        return [_rounded(entry, digits) for entry in value]
     if isinstance(value, float):
         return float(f"{value:.{digits}g}") if np.isfinite(value) else None
     return value

@@ -99,7 +99,7 @@ def analyze(
     output = output or default_output(model, "analysis")
     if output.exists() and not output.is_dir():
         raise InvalidOutput(
-            f"{output}: expected a folder, found a file",
+            f"{output}: expected a folder, it is a file",
             "choose another `output`",
             code="output.not_folder",
         )
@@ -281,6 +281,6 @@ def _readable(value: Any, indent: str = "") -> str:
         ]
         return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
     if isinstance(value, list) and any(isinstance(v, list | dict) for v in cast(list[Any], value)):
-        lines = [inner + _readable(each, inner) for each in cast(list[Any], value)]
+        lines = [inner + _readable(entry, inner) for entry in cast(list[Any], value)]
         return "[\n" + ",\n".join(lines) + f"\n{indent}]"
     return json.dumps(value, ensure_ascii=False, allow_nan=False)

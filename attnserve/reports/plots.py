@@ -195,10 +195,10 @@ def layer_ranks(analysis: Analysis) -> Figure | None:
         for part, label, color in PARTS:
             shift = 0.22 * ([p for p, *_ in PARTS].index(part) - 1)
             for metric, filled in (("weights", False), ("calibrated", True)):
-                found = [_rank_of(layer, metric, part) for layer in rows]
+                ranks = [_rank_of(layer, metric, part) for layer in rows]
                 style: dict[str, Any] = {"facecolor": color if filled else "none"}
                 axes.scatter(
-                    x + shift, found, s=34, edgecolor=color, linewidth=1.3, **style,
+                    x + shift, ranks, s=34, edgecolor=color, linewidth=1.3, **style,
                     label=f"{label}, {METRICS[metric]}",
                 )  # fmt: skip
         for row, layer in enumerate(rows):

@@ -108,8 +108,8 @@ def append(name: str, content: bytes) -> Spoil:
     return lambda model: (model / name).write_bytes(content) and None
 
 
-def options(*given: object) -> Spoil:
-    return lambda model: given
+def options(*arguments: object) -> Spoil:
+    return lambda model: arguments
 
 
 def text(content: str | bytes) -> Spoil:
@@ -121,9 +121,9 @@ def text(content: str | bytes) -> Spoil:
     return spoil
 
 
-def arrays(**given: Any) -> Spoil:
+def arrays(**content: Any) -> Spoil:
     def spoil(model: Path) -> Sequence[object]:
-        np.savez(model / "calib.npz", **given)
+        np.savez(model / "calib.npz", **content)
         return ["--calib", model / "calib.npz"]
 
     return spoil

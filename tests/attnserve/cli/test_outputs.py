@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-import attnserve
 from attnserve.models.artifact import open_artifact
 from tests.attnserve.cli.commands import Cli, refused, tree
 
@@ -130,15 +129,6 @@ def test_output_path_is_not_recorded_in_the_artifact(cli: Cli, model: Path, tmp_
 def test_failed_check_without_output_leaves_no_folder(cli: Cli, model: Path, tmp_path: Path):
     done = cli("optimize", model, "--collab-dk", 1, "--min-cosine", 1)
     assert done.code == 1 and list(tmp_path.iterdir()) == [model]
-
-
-def test_functions_without_output_return_where_they_wrote(
-    model: Path, sentences: Path, tmp_path: Path
-):
-    optimized = attnserve.optimize(model, collab_dk=16)
-    assert optimized.output == tmp_path / "model-optimized" / "model.onnx"
-    assert attnserve.analyze(model, calib=sentences).output == tmp_path / "model-analysis"
-    assert attnserve.plan(model, calib=sentences, keep=0.9).output == tmp_path / "plan.json"
 
 
 def test_second_model_in_a_folder_keeps_the_record_of_the_first(

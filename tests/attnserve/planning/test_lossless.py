@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,37 +31,36 @@ def bert(tiny_bert: Callable[..., Path], tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture
 def any_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is tiny is not faster: speed is another test's affair."""
+    """Skip the timing: a tiny model is not faster."""
     monkeypatch.setattr(lossless, "_gain", lambda pair, feed, seconds: 2.0)
 
 
-def changed(change: Callable[[ir.Model], None]) -> Callable[..., Any]:
-    """A rewriting that does something else besides."""
-    apply_plan = lossless.apply_plan
-
-    def both(plan: Any, graph: ir.Model, *args: Any, **kwargs: Any) -> Any:
-        done = apply_plan(plan, graph, *args, **kwargs)
-        change(graph)
-        return done
-
-    return both
-
-
 def scaled(by: float) -> Callable[[ir.Model], None]:
-    """Of the last norm: it goes into every number of the output in proportion."""
+    """Scale the weight of the last norm, and so every number of the output."""
 
-    def change(graph: ir.Model) -> None:
-        norm = [node for node in graph.graph if node.op_type == "LayerNormalization"][-1]
+    def change(model: ir.Model) -> None:
+        norm = [node for node in model.graph if node.op_type == "LayerNormalization"][-1]
         weight = constant_array(norm.inputs[1]) * np.float64(by)  # type: ignore[arg-type]
         value = ir.val("scaled", const_value=ir.tensor(weight.astype(np.float32)))
-        graph.graph.register_initializer(value)
+        model.graph.register_initializer(value)
         norm.replace_input_with(1, value)
 
     return change
 
 
+def unmasked(model: ir.Model) -> None:
+    """Remove the mask, which changes padded rows only."""
+    for node in model.graph:
+        if node.op_type == "Attention":
+            node.replace_input_with(5 if node.domain else 3, None)
+
+
+def renamed(model: ir.Model) -> None:
+    model.graph.outputs[0].name = "other"
+
+
 @pytest.mark.usefixtures("any_speed")
-def test_every_block_is_one_operator_and_the_numbers_are_the_same(
+def test_fuse_lossless_writes_one_operator_per_block_and_equal_outputs(
     bert: Artifact, tmp_path: Path
 ) -> None:
     before = bert.model.read_bytes()
@@ -82,7 +81,7 @@ def test_every_block_is_one_operator_and_the_numbers_are_the_same(
 
 
 @pytest.mark.usefixtures("any_speed")
-def test_what_is_written_so_already_is_left_alone(bert: Artifact, tmp_path: Path) -> None:
+def test_fuse_lossless_fused_model_is_refused(bert: Artifact, tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     lossless.fuse_lossless(bert, tmp_path / "one" / "model.onnx", threads=1)
     again = open_artifact(tmp_path / "one")
@@ -92,33 +91,34 @@ def test_what_is_written_so_already_is_left_alone(bert: Artifact, tmp_path: Path
 
 
 @pytest.mark.usefixtures("any_speed")
-@pytest.mark.parametrize(("off", "error"), [(1 + 5e-5, "cosine 1.0"), (np.nan, "nan")])
-def test_fuse_lossless_other_numbers_are_refused(
-    bert: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, off: float, error: str
-) -> None:
-    monkeypatch.setattr(lossless, "apply_plan", changed(scaled(off)))
-    with raises(CannotRewrite, "fusion.differs", "'last_hidden_state'", "1 x 1", error):
+@pytest.mark.parametrize(
+    ("change", "code", "values"),
+    [
+        (scaled(1 + 5e-5), "differs", ("'last_hidden_state'", "1 x 1", "cosine 1.0")),
+        (scaled(np.nan), "differs", ("'last_hidden_state'", "1 x 1", "nan")),
+        (unmasked, "differs", ("3 x 16",)),
+        (renamed, "interface", ("'other'", "'last_hidden_state'")),
+    ],
+    ids=["small error", "nan", "padded rows", "output name"],
+)
+def test_fuse_lossless_different_result_is_refused(
+    bert: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[ir.Model], None], code: str, values: Sequence[str],
+) -> None:  # fmt: skip
+    apply_plan = lossless.apply_plan
+
+    def apply_and_change(plan: Any, model: ir.Model, *args: Any, **kwargs: Any) -> Any:
+        report = apply_plan(plan, model, *args, **kwargs)
+        change(model)
+        return report
+
+    monkeypatch.setattr(lossless, "apply_plan", apply_and_change)
+    with raises(CannotRewrite, f"fusion.{code}", *values):
         lossless.fuse_lossless(bert, tmp_path / "new.onnx", threads=1)
 
 
 @pytest.mark.usefixtures("any_speed")
-def test_what_differs_in_padded_rows_alone_is_refused(
-    bert: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A rewriting that forgets the mask: the same for every text that stands alone."""
-
-    def forget(graph: ir.Model) -> None:
-        for node in graph.graph:
-            if node.op_type == "Attention":
-                node.replace_input_with(5 if node.domain else 3, None)
-
-    monkeypatch.setattr(lossless, "apply_plan", changed(forget))
-    with raises(CannotRewrite, "fusion.differs", "3 x 16"):
-        lossless.fuse_lossless(bert, tmp_path / "new.onnx", threads=1)
-
-
-@pytest.mark.usefixtures("any_speed")
-def test_where_the_newest_operator_has_no_kernel_an_older_one_is_taken(
+def test_fuse_lossless_without_kernel_falls_back_to_older_operator(
     bert: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lacks(source: Path, **how: Any) -> Any:
@@ -134,18 +134,6 @@ def test_where_the_newest_operator_has_no_kernel_an_older_one_is_taken(
     assert [n.domain for n in nodes if n.op_type == "Attention"] == ["com.microsoft"] * LAYERS
 
 
-@pytest.mark.usefixtures("any_speed")
-def test_another_interface_is_refused(
-    bert: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def rename(graph: ir.Model) -> None:
-        graph.graph.outputs[0].name = "other"
-
-    monkeypatch.setattr(lossless, "apply_plan", changed(rename))
-    with raises(CannotRewrite, "fusion.interface", "'other'", "'last_hidden_state'"):
-        lossless.fuse_lossless(bert, tmp_path / "new.onnx", threads=1)
-
-
 @pytest.mark.parametrize(
     ("gains", "why"),
     [
@@ -155,7 +143,7 @@ def test_another_interface_is_refused(
         ({16: 1.5, 128: 0.97}, None),
     ],
 )
-def test_only_what_is_faster_is_worth_it(
+def test_fuse_lossless_slow_result_is_refused(
     bert: Artifact,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -184,14 +172,14 @@ plain (float[n, 4] x) => (float[n, 4] y) { y = Relu(x) }
 """
 
 
-def test_a_model_without_attention_is_left_alone(tmp_path: Path) -> None:
+def test_fuse_lossless_without_attention_is_refused(tmp_path: Path) -> None:
     ir.save(ir.from_onnx_text(NO_ATTENTION), tmp_path / "model.onnx")
     with raises(CannotRewrite, "fusion.nothing"):
         lossless.fuse_lossless(open_artifact(tmp_path), tmp_path / "new.onnx")
 
 
 @pytest.mark.usefixtures("any_speed")
-def test_a_model_that_cannot_be_tried_is_left_alone(
+def test_fuse_lossless_without_runnable_inputs_is_refused(
     bert: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lossless, "COMPARED", ((1, 100_000),))  # it has fewer positions
@@ -199,7 +187,7 @@ def test_a_model_that_cannot_be_tried_is_left_alone(
         lossless.fuse_lossless(bert, tmp_path / "new.onnx", threads=1)
 
 
-def test_distances() -> None:
+def test_distance_cosine_and_error() -> None:
     a = np.array([[3.0, 4.0], [0.0, 0.0]], np.float32)
     assert lossless._distance(a, a) == (1.0, 0.0)
     assert lossless._distance(a, a[:1]) == (0.0, np.inf)

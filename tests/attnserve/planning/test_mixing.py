@@ -27,25 +27,25 @@ BERT: dict[str, Any] = {"heads": 12, "head_size": 64, "widths": (768, 768)}
 
 
 @pytest.mark.parametrize(("K", "widest"), [(1, 0), (2, 1), (8, 7), (12, 7), (16, 15), (32, 31)])
-def test_the_widest_head_leaves_room_for_its_content(K: int, widest: int):
+def test_widest_head_leaves_room_for_content(K: int, widest: int):
     """The content takes one dimension; above 8, heads are padded to multiples of 8."""
     assert widest_head(K) == widest
 
 
 @pytest.mark.parametrize("longest", [128, 512, None])
-def test_dense_scores_of_more_dimensions_than_a_head_has_are_never_chosen(longest: int | None):
+def test_choose_head_size_prefers_sparse_above_head_size(longest: int | None):
     """MiniLM at R = 128, BERT at R = 256: where the paper's form costs less than the original
     (up to 171 and 341 tokens), sparse mixing costs less again."""
     assert choose_head_size(128, **MINILM, length=32, longest=longest) == 31
     assert choose_head_size(256, **BERT, length=128, longest=longest) == 63
 
 
-def test_fewer_shared_dimensions_than_a_head_has_are_all_read():
+def test_choose_head_size_prefers_dense_up_to_head_size():
     """R <= K: dense scores cost no more than the original's, at any length."""
     assert choose_head_size(32, **MINILM, length=512, longest=None) is None
 
 
-def test_where_nothing_is_saved_the_papers_form_is_what_was_asked_for():
+def test_choose_head_size_full_rank_is_dense():
     assert choose_head_size(384, **MINILM, length=128, longest=512) is None
 
 
@@ -54,7 +54,9 @@ def test_where_nothing_is_saved_the_papers_form_is_what_was_asked_for():
     length=st.integers(1, 512),
     longest=st.one_of(st.none(), st.integers(1, 4096)),
 )
-def test_what_is_chosen_is_never_above_the_original(rank: int, length: int, longest: int | None):
+def test_choose_head_size_never_costs_more_than_the_original(
+    rank: int, length: int, longest: int | None
+):
     """By the counts of the module's docstring, up to the longest text."""
     D = E = 384
     H, K = 12, 32
@@ -88,7 +90,7 @@ def forms(tiny: Path, sentences: Path, tmp_path: Path) -> Any:
     return made
 
 
-def test_forms_are_as_asked(forms: Any):
+def test_optimize_mixing_and_head_dk_set_the_form(forms: Any):
     """Heads of 8 that read 7 shared dimensions and their content; R = 12 of 32."""
     assert forms(collab_dk=12, mixing="dense") == [("collaborative", 12)] * 2
     assert forms(collab_dk=12, mixing="sparse") == [("sparse", 8)] * 2
@@ -97,17 +99,17 @@ def test_forms_are_as_asked(forms: Any):
     assert forms(collab_dk=[12, 28], mixing="sparse") == [("sparse", 8), ("standard", 8)]
 
 
-def test_by_default_the_longest_text_decides(forms: Any):
+def test_optimize_auto_mixing_is_decided_at_longest_text(forms: Any):
     """The tiny model takes 64 tokens; R = 16 of 32 breaks even before, R = 8 never."""
     assert forms(collab_dk=16) == [("sparse", 8)] * 2
     assert forms(collab_dk=8) == [("collaborative", 8)] * 2
 
 
-def test_the_full_size_is_exact_and_dense(forms: Any):
+def test_optimize_auto_mixing_of_full_rank_is_dense(forms: Any):
     assert forms(collab_dk=32) == [("collaborative", 32)] * 2
 
 
-def test_steps_say_how_many_dimensions_a_head_reads(tiny: Path, sentences: Path, tmp_path: Path):
+def test_optimize_steps_report_rank_and_head_size(tiny: Path, sentences: Path, tmp_path: Path):
     report = optimize(tiny, tmp_path / "new", collab_dk=12, head_dk=6, calib=sentences)
     assert [(step.rank, step.head_size) for step in report.steps] == [(12, 6)] * 2
     assert all(0 < (step.relative_error or 0) < 1 for step in report.steps)
@@ -115,7 +117,7 @@ def test_steps_say_how_many_dimensions_a_head_reads(tiny: Path, sentences: Path,
     assert [params.head_size for params in shared] == [6, 6]
 
 
-def test_sparse_heads_come_close_to_dense_ones(tiny: Path, sentences: Path, tmp_path: Path):
+def test_optimize_sparse_mixing_is_close_to_dense(tiny: Path, sentences: Path, tmp_path: Path):
     for mixing in ("dense", "sparse"):
         optimize(tiny, tmp_path / mixing, collab_dk=16, mixing=mixing, calib=sentences, refit=False)
     dense, sparse = (
@@ -144,7 +146,7 @@ def test_optimize_impossible_mixing_is_refused(
     assert not any(tmp_path.iterdir())
 
 
-def test_heads_that_are_left_share_or_are_cut(tiny: Path, sentences: Path, tmp_path: Path):
+def test_optimize_head_dk_counts_remaining_heads(tiny: Path, sentences: Path, tmp_path: Path):
     """After pruning, R and the sizes count for the heads that stay."""
     report = optimize(
         tiny, tmp_path / "new", prune_heads={"0": [1, 0, 1, 1]}, head_dk=4, calib=sentences
@@ -155,7 +157,7 @@ def test_heads_that_are_left_share_or_are_cut(tiny: Path, sentences: Path, tmp_p
     assert [(b.num_heads, b.head_size) for b in blocks] == [(3, 5), (4, 5)]
 
 
-def test_sparse_heads_stay_quantizable(tiny: Path, sentences: Path, tmp_path: Path):
+def test_optimize_sparse_model_can_be_quantized(tiny: Path, sentences: Path, tmp_path: Path):
     """Every product with a weight becomes one of integers, at a mean cosine of 0.99."""
     from onnxruntime.quantization import quantize_dynamic
 

@@ -57,12 +57,12 @@ def stack() -> tuple[ir.Model, MatchReport]:
 
 
 def request_of(
-    *, model: ir.Model | None = None, calibrated: bool = True, given: Dataset | None = None,
+    *, model: ir.Model | None = None, calibrated: bool = True, dataset: Dataset | None = None,
     **request: Any,
 ) -> PlannedRequest:  # fmt: skip
     graph, report = stack() if model is None else (model, read_attention(model))
     return plan_request(
-        Request(**request), graph, report, given or (data() if calibrated else None),
+        Request(**request), graph, report, dataset or (data() if calibrated else None),
         RunContext(threads=1),
     )  # fmt: skip
 
@@ -108,11 +108,7 @@ def test_request_prune_and_prune_heads_is_refused():
 def test_request_share_out_of_range_is_refused(name: str, share: float):
     with raises(InvalidArgument, "request.range", f"`{name}` is {share}"):
         Request(**{name: share})
-
-
-@pytest.mark.parametrize("share", [1e-9, 0.5, 1 - 1e-9])
-def test_request_share_between_0_and_1_is_kept(share: float):
-    assert Request(prune=share).prune == share
+    assert all(Request(**{name: inside}) for inside in (1e-9, 0.5, 1 - 1e-9))
 
 
 def test_require_attention_without_attention_is_refused_with_reasons():
@@ -155,78 +151,78 @@ def test_plan_request_explicit_rewrite_needs_no_data(request_: dict[str, Any]):
     assert planned(calibrated=False, **request_).changed
 
 
-# Each kind of request
+# Each rewrite
 
 
 def only(plan: Plan, name: str) -> None:
     assert [each.name for each in plan.passes] == [name]
 
 
-def test_pruning_by_energy_is_by_what_others_cannot_write():
-    found = planned(prune=0.25)
-    only(found, "prune_heads")
+def test_plan_request_prune_by_energy_follows_elimination_order():
+    plan = planned(prune=0.25)
+    only(plan, "prune_heads")
     model, reading = stack()
     orders = elimination_order(model, reading.blocks, data().fit)
-    assert sum(mask.count(0) for mask in masks_of(found).values()) == 3  # of 12
-    for name, mask in masks_of(found).items():
-        gone = [head for head, stays in enumerate(mask) if not stays]
-        assert gone and set(gone) == set(orders[name].order[: len(gone)].tolist())
+    assert sum(mask.count(0) for mask in masks_of(plan).values()) == 3  # of 12
+    for name, mask in masks_of(plan).items():
+        removed = [head for head, stays in enumerate(mask) if not stays]
+        assert removed and set(removed) == set(orders[name].order[: len(removed)].tolist())
 
 
-def test_pruning_by_leaving_out_takes_the_least_loss():
-    found = planned(prune=0.25, importance="loo")
+def test_plan_request_prune_by_loo_removes_least_loss():
+    plan = planned(prune=0.25, importance="loo")
     model, reading = stack()
     loss = leave_one_out(model, reading.blocks, data().fit)
     ranked = sorted((float(loss[name][h]), name, h) for name in NAMES for h in range(H))
-    gone = {(name, h) for name, mask in masks_of(found).items() for h in range(H) if not mask[h]}
-    assert gone == {(name, h) for _, name, h in ranked[:3]}  # no layer loses all here
+    removed = {(name, h) for name, mask in masks_of(plan).items() for h in range(H) if not mask[h]}
+    assert removed == {(name, h) for _, name, h in ranked[:3]}  # no layer loses all here
 
 
-def test_pruning_by_voting_takes_the_same_number_of_every_layer():
-    found = planned(prune=1 / 3, importance="voting")
-    assert [mask.count(0) for mask in masks_of(found).values()] == [1] * L
+def test_plan_request_prune_by_voting_removes_equal_numbers_per_layer():
+    plan = planned(prune=1 / 3, importance="voting")
+    assert [mask.count(0) for mask in masks_of(plan).values()] == [1] * L
     model, reading = stack()
     votes = voting_to_stay(model, reading.blocks, data().fit, groups=dict.fromkeys(NAMES, 2))
-    assert masks_of(found) == {name: [int(x) for x in votes[name].mask] for name in NAMES}
+    assert masks_of(plan) == {name: [int(x) for x in votes[name].mask] for name in NAMES}
 
 
-def test_pruning_keeps_to_the_layers_that_are_named():
-    found = planned(prune=0.34, layers=["1", "attention_2"])
-    assert set(masks_of(found)) <= {NAMES[1], NAMES[2]}
-    assert sum(mask.count(0) for mask in masks_of(found).values()) == 2  # of 6
+def test_plan_request_prune_is_restricted_to_layers():
+    plan = planned(prune=0.34, layers=["1", "attention_2"])
+    assert set(masks_of(plan)) <= {NAMES[1], NAMES[2]}
+    assert sum(mask.count(0) for mask in masks_of(plan).values()) == 2  # of 6
 
 
 @pytest.mark.parametrize("importance", ["energy", "loo"])
-def test_every_layer_keeps_a_head_however_much_goes(importance: Any):
-    found = planned(prune=0.99, importance=importance)
-    assert [sum(mask) for mask in masks_of(found).values()] == [1] * L
+def test_plan_request_large_prune_keeps_one_head_per_layer(importance: Any):
+    plan = planned(prune=0.99, importance=importance)
+    assert [sum(mask) for mask in masks_of(plan).values()] == [1] * L
 
 
-def test_plan_request_share_below_one_head_is_refused_alone_and_else_warned_of():
+def test_plan_request_share_below_one_head_is_refused_or_warned_of():
     with raises(CannotRewrite, "request.nothing", "prune 0.01 of 12 heads"):
         planned(prune=0.01)
-    found = request_of(prune=0.01, collab_dk=6)
-    assert not masks_of(found.plan)
-    assert any("prune 0.01 of 12 heads" in warning for warning in found.warnings)
+    result = request_of(prune=0.01, collab_dk=6)
+    assert not masks_of(result.plan)
+    assert any("prune 0.01 of 12 heads" in warning for warning in result.warnings)
 
 
-def test_masks_that_are_given_are_taken():
-    found = planned(prune_heads={"0": [1, 1, 1], "1": [0, 1, 0], "attention_3": [0, 0, 0]})
-    only(found, "prune_heads")
-    assert masks_of(found) == {NAMES[1]: [0, 1, 0], NAMES[3]: [0, 0, 0]}
+def test_plan_request_prune_heads_applies_masks():
+    plan = planned(prune_heads={"0": [1, 1, 1], "1": [0, 1, 0], "attention_3": [0, 0, 0]})
+    only(plan, "prune_heads")
+    assert masks_of(plan) == {NAMES[1]: [0, 1, 0], NAMES[3]: [0, 0, 0]}
     with raises(CannotRewrite, "request.nothing", "prune_heads"):
         planned(prune_heads={"0": [1, 1, 1]})
 
 
-def test_reuse_takes_the_most_similar_head():
-    found = planned(reuse="partial:1")
-    only(found, "reuse_attention")
+def test_plan_request_reuse_takes_most_similar_head():
+    plan = planned(reuse="partial:1")
+    only(plan, "reuse_attention")
     model, reading = stack()
     similarity = measure_similarity(model, reading.blocks, data().fit)
-    (head, source), *more = edges_of(found)[NAMES[1]].items()
+    (head, source), *more = edges_of(plan)[NAMES[1]].items()
     between = similarity.between(NAMES[1], NAMES[0])
     assert not more and between[head, source[1]] == between.max()
-    assert list(edges_of(found)) == [NAMES[1], NAMES[2]]
+    assert list(edges_of(plan)) == [NAMES[1], NAMES[2]]
 
 
 @pytest.mark.parametrize(
@@ -234,81 +230,83 @@ def test_reuse_takes_the_most_similar_head():
     [("partial:2", [1, 2]), ("full:2", [1, 2]), ("alternate", [1, 3]), ("all-end:1", [2])],
 )
 @pytest.mark.parametrize("align", ["index", "similarity"])
-def test_configurations_reuse_the_layers_of_the_paper(reuse: str, reused: list[int], align: Any):
-    found = planned(reuse=reuse, align=align)
-    assert list(edges_of(found)) == [NAMES[layer] for layer in reused]
-    check_edges(edges_of(found), stack()[1].blocks)
+def test_plan_request_reuse_forms_choose_layers_of_the_paper(
+    reuse: str, reused: list[int], align: Any
+):
+    plan = planned(reuse=reuse, align=align)
+    assert list(edges_of(plan)) == [NAMES[layer] for layer in reused]
+    check_edges(edges_of(plan), stack()[1].blocks)
     heads = 2 if reuse.startswith("partial") else H
-    assert all(len(taken) == heads for taken in edges_of(found).values())
+    assert all(len(taken) == heads for taken in edges_of(plan).values())
 
 
-def test_reuse_keeps_to_the_layers_that_are_named():
+def test_plan_request_reuse_is_restricted_to_layers():
     assert list(edges_of(planned(reuse="full:3", layers=["2"]))) == [NAMES[2]]
     with raises(InvalidArgument, "request.conflict", "`reuse` full:1", "`layers`"):
         planned(reuse="full:1", layers=["0", "2"])
 
 
-def test_auto_reuses_where_it_does_no_damage():
+def test_plan_request_reuse_auto_reuses_equal_heads():
     """All layers attend nearly alike: their queries and keys are the same, and x changes little."""
     same = ("Wq", "Wk", "bq", "bk")
     quiet = {"Wo": np.full((H * V, D), 1e-3, np.float32), "bo": np.zeros(D, np.float32)}
     model = layers(L, same=same, constants=quiet)
-    found = planned(model=model, reuse="auto")
-    assert edges_of(found) and set(edges_of(found)) <= {NAMES[1], NAMES[2]}
-    for taken in edges_of(found).values():
+    plan = planned(model=model, reuse="auto")
+    assert edges_of(plan) and set(edges_of(plan)) <= {NAMES[1], NAMES[2]}
+    for taken in edges_of(plan).values():
         assert all(theirs == head for head, (_, theirs) in taken.items())
 
 
-def test_auto_that_finds_nothing_says_so():
+def test_plan_request_reuse_auto_without_edges_is_refused():
     with raises(CannotRewrite, "request.nothing", "reuse auto"):
         planned(reuse="auto")
 
 
-def test_a_layer_with_nothing_to_compare_it_with_is_left_and_told(monkeypatch: pytest.MonkeyPatch):
+def test_plan_request_layer_without_comparable_source_is_left_with_warning(
+    monkeypatch: pytest.MonkeyPatch,
+):
     def incomparable(*_: Any, **__: Any) -> Any:
         model, reading = stack()
-        found = measure_similarity(model, reading.blocks, data().fit)
-        found.matrix[: 2 * H, 2 * H :] = found.matrix[2 * H :, : 2 * H] = np.nan
-        return found
+        result = measure_similarity(model, reading.blocks, data().fit)
+        result.matrix[: 2 * H, 2 * H :] = result.matrix[2 * H :, : 2 * H] = np.nan
+        return result
 
     monkeypatch.setattr("attnserve.planning.request.measure_similarity", incomparable)
-    found = request_of(reuse="partial:1")
-    assert list(edges_of(found.plan)) == [NAMES[1]]
-    assert any(NAMES[2] in warning and "be compared" in warning for warning in found.warnings)
+    result = request_of(reuse="partial:1")
+    assert list(edges_of(result.plan)) == [NAMES[1]]
+    assert any(NAMES[2] in warning and "be compared" in warning for warning in result.warnings)
 
 
 @pytest.mark.parametrize(
-    ("given", "kind"),
+    ("entry", "kind"),
     [("1", "affine"), ("attention_1", "affine"), ("1:affine", "affine"),
      ("1:constant", "constant"), ("attention_1:constant", "constant")],
 )  # fmt: skip
-def test_a_layer_is_skipped_by_an_affine_map_or_a_constant(given: str, kind: str):
-    found = planned(skip=[given])
-    only(found, "skip_attention")
-    assert skipped_of(found) == {NAMES[1]: kind}
+def test_plan_request_skip_reads_layer_and_kind(entry: str, kind: str):
+    plan = planned(skip=[entry])
+    only(plan, "skip_attention")
+    assert skipped_of(plan) == {NAMES[1]: kind}
 
 
 @pytest.mark.parametrize(
-    "given", ["9", "", ":", "1:", "1:linear", ":constant", "1:constant:affine"]
+    "entry", ["9", "", ":", "1:", "1:linear", ":constant", "1:constant:affine"]
 )
-def test_an_unknown_layer_or_kind_is_not_skipped(given: str):
+def test_plan_request_skip_unknown_layer_or_kind_is_refused(entry: str):
     with raises(InvalidArgument, "request.unknown_layer", "`skip`"):
-        planned(skip=[given])
+        planned(skip=[entry])
 
 
-# Requests together
+# Combined rewrites
 
 
-def test_every_rewrite_in_one_plan():
-    found = planned(skip=["2"], prune=0.25, reuse="partial:1", collab_dk=6)
-    assert skipped_of(found) == {NAMES[2]: "affine"}
-    assert (
-        NAMES[2] not in masks_of(found) and sum(m.count(0) for m in masks_of(found).values()) == 2
-    )
-    assert list(edges_of(found)) == [NAMES[1]], "layer 2 is gone"
-    assert ranks_of(found).keys() <= {NAMES[0], NAMES[1], NAMES[3]}
-    masks = masks_of(found)
-    for name, heads in edges_of(found).items():  # in the numbers of the heads that are kept
+def test_plan_request_combines_all_rewrites():
+    plan = planned(skip=["2"], prune=0.25, reuse="partial:1", collab_dk=6)
+    assert skipped_of(plan) == {NAMES[2]: "affine"}
+    assert NAMES[2] not in masks_of(plan) and sum(m.count(0) for m in masks_of(plan).values()) == 2
+    assert list(edges_of(plan)) == [NAMES[1]], "layer 2 has no heads"
+    assert ranks_of(plan).keys() <= {NAMES[0], NAMES[1], NAMES[3]}
+    masks = masks_of(plan)
+    for name, heads in edges_of(plan).items():  # in the numbers of the heads that are kept
         for head, (source, theirs) in heads.items():
             assert head < sum(masks.get(name, [1] * H))
             assert theirs < sum(masks.get(source, [1] * H))
@@ -334,41 +332,47 @@ def test_plan_request_skipped_layer_rewritten_otherwise_is_refused(request_: dic
 
 
 @pytest.mark.parametrize(
-    ("edges", "gone"),
+    ("edges", "removed"),
     [({"1": {"0": ["0", 1]}}, "head 1 of attention_0"),
      ({"1": {"2": ["0", 0]}}, "head 2 of attention_1")],
     ids=["source", "reused"],
 )  # fmt: skip
-def test_an_edge_of_a_pruned_head_is_refused(edges: dict[str, Any], gone: str):
+def test_plan_request_edge_of_pruned_head_is_refused(edges: dict[str, Any], removed: str):
     masks = {"0": [1, 0, 1], "1": [1, 1, 0]}
-    with raises(InvalidArgument, "request.conflict", "`reuse`", gone):
+    with raises(InvalidArgument, "request.conflict", "`reuse`", removed):
         planned(prune_heads=masks, reuse=edges)
 
 
 def test_plan_request_edges_are_numbered_as_pruning_leaves_the_heads():
     masks = {"0": [1, 0, 1], "1": [0, 1, 1]}
-    found = planned(prune_heads=masks, reuse={"1": {"2": ["0", 2]}})
-    assert edges_of(found) == {NAMES[1]: {1: (NAMES[0], 1)}}
-    found = planned(prune_heads=masks, reuse="partial:1", layers=["1"])
-    ((head, (_, source)),) = edges_of(found)[NAMES[1]].items()
+    plan = planned(prune_heads=masks, reuse={"1": {"2": ["0", 2]}})
+    assert edges_of(plan) == {NAMES[1]: {1: (NAMES[0], 1)}}
+    plan = planned(prune_heads=masks, reuse="partial:1", layers=["1"])
+    ((head, (_, source)),) = edges_of(plan)[NAMES[1]].items()
     assert head in (0, 1) and source in (0, 1)
 
 
-def test_a_layer_that_is_pruned_away_is_no_source():
-    found = planned(prune_heads={"0": [0, 0, 0]}, reuse="partial:1")
+def test_plan_request_layer_without_heads_is_no_source():
+    plan = planned(prune_heads={"0": [0, 0, 0]}, reuse="partial:1")
     assert (
-        list(edges_of(found)) == [NAMES[2]]
-        and edges_of(found)[NAMES[2]].popitem()[1][0] == NAMES[1]
+        list(edges_of(plan)) == [NAMES[2]] and edges_of(plan)[NAMES[2]].popitem()[1][0] == NAMES[1]
     )
 
 
-# Shared dimensions, of the heads that are left
+# Shared dimensions of the remaining heads
 
 
-@pytest.mark.parametrize("R", [0, -1, SIZE + 1])
-def test_a_size_out_of_range_is_refused(R: int):
-    with raises(InvalidArgument, "request.range", f"`collab_dk` is {R}", f"1 to {SIZE}"):
+@pytest.mark.parametrize("R", [0, -1, SIZE + 1, 10**12])
+def test_plan_request_rank_out_of_range_is_refused(R: int):
+    values = f"`collab_dk` is {R}", f"1 to {SIZE}", f"{H} heads x {K}"
+    with raises(InvalidArgument, "request.range", *values):
         planned(collab_dk=R, prune_heads={"0": [1, 0, 1]})
+
+
+@pytest.mark.parametrize("ranks", [[], [6] * 3])
+def test_plan_request_wrong_number_of_ranks_is_refused(ranks: list[int]):
+    with raises(InvalidArgument, "request.range", f"{len(ranks)} sizes for {L}"):
+        planned(collab_dk=ranks)
 
 
 @pytest.mark.parametrize(("R", "factored"), [(2 * K - 1, True), (2 * K, False), (SIZE, False)])
@@ -377,15 +381,15 @@ def test_a_size_out_of_range_is_refused(R: int):
     [{"prune_heads": {"1": [1, 0, 1]}}, {"reuse": {"1": {"1": ["0", 0]}}}],
     ids=["pruned", "reused"],
 )
-def test_a_layer_is_factored_where_its_own_heads_hold_more(
+def test_plan_request_layer_is_factored_if_own_heads_hold_more(
     request_: dict[str, Any], R: int, factored: bool
 ):
     """Two of three heads are left: from 2 x K on R shares nothing among them."""
-    found = request_of(collab_dk=R, **request_)
-    assert (NAMES[1] in ranks_of(found.plan)) is factored
-    assert ranks_of(found.plan).keys() >= {NAMES[0], NAMES[2], NAMES[3]}
-    told = [w for w in found.warnings if w.startswith(NAMES[1]) and f"R = {R}" in w]
-    assert len(told) == (not factored)
+    result = request_of(collab_dk=R, **request_)
+    assert (NAMES[1] in ranks_of(result.plan)) is factored
+    assert ranks_of(result.plan).keys() >= {NAMES[0], NAMES[2], NAMES[3]}
+    warned = [w for w in result.warnings if w.startswith(NAMES[1]) and f"R = {R}" in w]
+    assert len(warned) == (not factored)
 
 
 @pytest.mark.parametrize(
@@ -394,22 +398,22 @@ def test_a_layer_is_factored_where_its_own_heads_hold_more(
      {"skip": ["1:constant"]}],
     ids=str,
 )  # fmt: skip
-def test_a_layer_without_heads_of_its_own_is_not_factored(request_: dict[str, Any]):
-    found = request_of(collab_dk=6, **request_)
-    assert list(ranks_of(found.plan)) == [NAMES[0], NAMES[2], NAMES[3]] and not found.warnings
+def test_plan_request_layer_without_own_heads_is_not_factored(request_: dict[str, Any]):
+    result = request_of(collab_dk=6, **request_)
+    assert list(ranks_of(result.plan)) == [NAMES[0], NAMES[2], NAMES[3]] and not result.warnings
 
 
-def test_nothing_left_to_factor_is_no_error_where_something_else_is_done():
-    found = planned(collab_dk=6, skip=["1"], layers=["1"])
-    assert found.changed == [NAMES[1]] and not ranks_of(found)
+def test_plan_request_nothing_to_factor_beside_other_rewrites_is_no_error():
+    plan = planned(collab_dk=6, skip=["1"], layers=["1"])
+    assert plan.changed == [NAMES[1]] and not ranks_of(plan)
 
 
-def test_sizes_of_no_layer_are_nothing_to_do():
+def test_plan_request_empty_ranks_are_refused():
     with raises(CannotRewrite, "request.nothing", "4 attention blocks"):
         planned(collab_dk={})
 
 
-# Layers that cannot be rewritten
+# Refused layers
 
 
 def other_mask() -> ir.Model:
@@ -433,24 +437,24 @@ def other_length() -> ir.Model:
 
 
 @pytest.mark.parametrize("build", [other_mask, other_length])
-def test_layers_that_attend_otherwise_are_no_source(build: Callable[[], ir.Model]):
+def test_plan_request_layer_with_other_mask_or_length_is_no_source(build: Callable[[], ir.Model]):
     edges = {"2": {"0": ["1", 0]}}
     with raises(CannotRewrite, "rewrite.masks_differ", "attention_2 cannot reuse attention_1"):
         planned(model=build(), calibrated=False, reuse=edges)
-    found = request_of(model=build(), calibrated=False, reuse="full:2", align="index")
-    assert list(edges_of(found.plan)) == [NAMES[1]]
-    assert any(warning.startswith("attention_2 is left as it is") for warning in found.warnings)
+    result = request_of(model=build(), calibrated=False, reuse="full:2", align="index")
+    assert list(edges_of(result.plan)) == [NAMES[1]]
+    assert any(warning.startswith("attention_2 is left as it is") for warning in result.warnings)
     with raises(CannotRewrite, "rewrite.masks_differ", "attention_2", "`layers`"):
         planned(model=build(), calibrated=False, reuse="full:2", align="index", layers=["2"])
 
 
-def test_a_model_of_two_layers_has_no_middle():
+def test_plan_request_partial_reuse_of_two_layers_needs_a_count():
     with raises(InvalidArgument, "reuse.layers", "at most 0"):
         planned(model=layers(2), reuse="partial:1")
     assert edges_of(planned(model=layers(2), reuse="partial:1:1")).keys() == {NAMES[1]}
 
 
-def test_the_first_layer_has_nothing_to_take():
+def test_plan_request_reuse_of_single_layer_is_refused():
     with raises(InvalidArgument, "reuse.layers", "1 of 1 layers"):
         planned(model=attention(), reuse="full:1", align="index", calibrated=False)
 
@@ -460,12 +464,12 @@ NESTED = Dataset(
 )
 
 
-def test_what_lies_in_a_body_is_not_measured():
+def test_plan_request_block_in_body_is_not_measured():
     model = if_model()
     names = [block.name for block in read_attention(model).blocks]
     with raises(CannotRewrite, "rewrite.in_body", names[0], "`skip`"):
-        planned(model=model, given=NESTED, skip=["0"])
+        planned(model=model, dataset=NESTED, skip=["0"])
     with raises(CannotRewrite, "request.nothing", "body of another node"):
-        planned(model=model, given=NESTED, prune=0.5)
+        planned(model=model, dataset=NESTED, prune=0.5)
     pruned = planned(model=model, calibrated=False, prune_heads={"0": [1, 0, 1]})
     assert masks_of(pruned) == {names[0]: [1, 0, 1]}

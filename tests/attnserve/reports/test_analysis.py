@@ -81,7 +81,7 @@ def shares(matrix: np.ndarray) -> np.ndarray:
 # Captured variance
 
 
-def test_the_spectra_are_those_of_singular_values():
+def test_captured_variance_equals_singular_values():
     q, k = heads(0, (3, 10, 2)), heads(1, (3, 8, 2))
     found = captured_variance(q, k)
     together = np.concatenate(list(q), axis=1), np.concatenate(list(k), axis=1)
@@ -95,7 +95,7 @@ def test_the_spectra_are_those_of_singular_values():
         np.testing.assert_allclose(found.product.heads[head], shares(q[head] @ k[head].T)[:2])
 
 
-def test_moments_weigh_directions_by_how_much_tokens_vary_along_them():
+def test_captured_variance_is_weighted_by_moments():
     q, k, x, y = heads(0, (3, 10, 2)), heads(1, (3, 8, 2)), covariance(2, 10), covariance(3, 8)
     found = captured_variance(q, k, TokenMoments(np.ones(10), x, y))
     left, right = (
@@ -105,40 +105,27 @@ def test_moments_weigh_directions_by_how_much_tokens_vary_along_them():
     np.testing.assert_allclose(found.query.layer, shares(left), **EXACT)
     np.testing.assert_allclose(found.key.layer, shares(right), **EXACT)
     np.testing.assert_allclose(found.product.layer, shares(left @ right.T)[:6], **EXACT)
+    white = captured_variance(q, k, TokenMoments(np.zeros(10), np.eye(10), np.eye(8)))
+    np.testing.assert_allclose(white.query.layer, captured_variance(q, k).query.layer, **EXACT)
 
 
-def test_white_tokens_weigh_nothing():
-    q, k = heads(0, (2, 6, 3)), heads(1, (2, 6, 3))
-    white = TokenMoments(np.zeros(6), np.eye(6), np.eye(6))
-    plain, weighted = captured_variance(q, k), captured_variance(q, k, white)
-    np.testing.assert_allclose(plain.query.layer, weighted.query.layer, **EXACT)
-
-
-def test_a_rank_is_the_fewest_directions_that_hold_a_share():
+def test_rank_is_least_number_of_directions_for_a_share():
     q = np.diag(np.sqrt([80.0, 15.0, 4.0, 1.0]))[None]  # one head of size 4
     query = captured_variance(q, q).query
     assert [query.rank(share) for share in (0.8, 0.9, 0.95, 0.99, 1.0)] == [1, 2, 2, 3, 4]
     assert query.head_ranks(0.9).tolist() == [2]
 
 
-def test_no_more_directions_than_tokens_have():
-    wide = captured_variance(heads(0, (4, 6, 3)), heads(1, (4, 5, 3)))  # HK = 12
+def test_captured_variance_rank_is_limited():
+    wide = captured_variance(heads(0, (4, 6, 3)), heads(1, (4, 5, 3)))  # HK = 12, 5 inputs
     assert len(wide.query.layer) == 5 and wide.query.rank(1.0) <= 5
+    copies = captured_variance(np.repeat(heads(0, (1, 10, 3)), 4, axis=0), heads(1, (4, 10, 3)))
+    assert copies.query.rank(1.0) == 3 and copies.key.rank(1.0) == 10
+    zeros = captured_variance(np.zeros((2, 4, 2)), np.zeros((2, 4, 2)))
+    assert zeros.query.rank(0.99) == 1 and zeros.query.head_ranks(0.99).tolist() == [1, 1]
 
 
-def test_copies_of_a_head_add_no_direction():
-    q = np.repeat(heads(0, (1, 10, 3)), 4, axis=0)
-    found = captured_variance(q, heads(1, (4, 10, 3)))
-    assert found.query.rank(1.0) == 3 and found.key.rank(1.0) == 10
-
-
-def test_weights_of_zeros_are_held_by_one_direction():
-    zero = np.zeros((2, 4, 2))
-    found = captured_variance(zero, zero)
-    assert found.query.rank(0.99) == 1 and found.query.head_ranks(0.99).tolist() == [1, 1]
-
-
-def test_the_layers_spectra_come_from_its_own_weights_and_moments(
+def test_analyze_spectra_use_weights_and_moments_of_the_layer(
     analysis: Analysis, tiny: Path, sentences: Path
 ):
     artifact = open_artifact(tiny)
@@ -158,7 +145,7 @@ def test_the_layers_spectra_come_from_its_own_weights_and_moments(
 # Lengths and ranks
 
 
-def test_lengths_count_real_tokens(analysis: Analysis, tiny: Path, sentences: Path):
+def test_analyze_lengths_count_unmasked_tokens(analysis: Analysis, tiny: Path, sentences: Path):
     artifact = open_artifact(tiny)
     graph = load_model(artifact)
     data = load_inputs(sentences, graph, artifact, split=False)
@@ -169,7 +156,7 @@ def test_lengths_count_real_tokens(analysis: Analysis, tiny: Path, sentences: Pa
     assert text_lengths(graph, first, data.fit[:1]).tolist() == expected[:16].tolist()
 
 
-def test_ranks_are_those_of_the_graph_s_scores(tiny: Path, tmp_path: Path):
+def test_measure_ranks_equals_matrix_rank_of_the_scores(tiny: Path, tmp_path: Path):
     """Text by text, with numpy's own rank at the tolerance that is documented."""
     (tmp_path / "two.txt").write_text("a man is playing with the dog and the ball .\nthe cat\n")
     artifact = open_artifact(tiny)
@@ -192,28 +179,23 @@ def test_ranks_are_those_of_the_graph_s_scores(tiny: Path, tmp_path: Path):
         assert found.probabilities[row].tolist() == np.linalg.matrix_rank(p, rtol=0.01).tolist()
 
 
-def test_scores_have_no_more_rank_than_a_head_is_wide(analysis: Analysis):
+def test_analyze_ranks_are_bounded_and_use_a_part_of_the_data(analysis: Analysis):
     for layer in analysis.layers:
-        assert layer.ranks is not None
-        bound = np.minimum(layer.ranks.sizes, layer.head_size)[:, None]
-        assert (layer.ranks.scores <= bound).all() and (layer.ranks.scores >= 1).all()
-        assert (layer.ranks.probabilities <= layer.ranks.sizes[:, None]).all()
-        assert (layer.ranks.used > 0).all() and (layer.ranks.used <= 1).all()
-        assert (layer.ranks.spanned > 0).all() and (layer.ranks.spanned <= 1).all()
+        ranks = layer.ranks
+        assert ranks is not None
+        bound = np.minimum(ranks.sizes, layer.head_size)[:, None]
+        assert (ranks.scores <= bound).all() and (ranks.scores >= 1).all()
+        assert (ranks.probabilities <= ranks.sizes[:, None]).all()
+        assert all((part > 0).all() and (part <= 1).all() for part in (ranks.used, ranks.spanned))
+        assert len(ranks.sizes) == MOST_TEXTS < len(analysis.lengths)
+        assert ranks.sizes.max() <= MOST_TOKENS
+        assert len(set(ranks.sizes.tolist())) > 5  # short and long ones
 
 
-def test_ranks_are_measured_on_a_bounded_part_of_the_data(analysis: Analysis, sentences: Path):
-    for layer in analysis.layers:
-        assert layer.ranks is not None
-        assert len(layer.ranks.sizes) == MOST_TEXTS < len(analysis.lengths)
-        assert layer.ranks.sizes.max() <= MOST_TOKENS
-        assert len(set(layer.ranks.sizes.tolist())) > 5  # short and long ones
+# Analysis of a model
 
 
-# The whole
-
-
-def test_the_json_has_these_keys(content: dict[str, Any]):
+def test_analysis_json_has_documented_keys(content: dict[str, Any]):
     assert list(content) == [
         "format", "model", "calibration", "seed", "versions", "layers", "summary", "similarity",
         "lengths", "mask", "not_analyzed",
@@ -237,7 +219,7 @@ def test_the_json_has_these_keys(content: dict[str, Any]):
     assert content["not_analyzed"] == [] and "attnserve" in content["versions"]
 
 
-def test_the_summary_is_what_the_rest_says(content: dict[str, Any]):
+def test_analysis_summary_agrees_with_layers(content: dict[str, Any]):
     first, second = content["summary"]
     assert first["nearest"] is None and first["similarity"] is None
     assert second["nearest"] == 0
@@ -249,16 +231,14 @@ def test_the_summary_is_what_the_rest_says(content: dict[str, Any]):
     assert second["rank"] == max(variance[side]["rank_99"] for side in ("query", "key"))
 
 
-def test_similarity_is_symmetric_and_every_head_is_itself(content: dict[str, Any]):
+def test_analysis_similarity_is_symmetric_with_ones(content: dict[str, Any]):
     matrix = np.array(content["similarity"]["matrix"])
     assert matrix.shape == (8, 8) and sum(content["similarity"]["heads"]) == 8
     np.testing.assert_allclose(matrix, matrix.T, atol=1e-9)
     np.testing.assert_allclose(np.diag(matrix), 1, atol=1e-4)
 
 
-def test_half_of_the_heads_are_voted_to_stay_unless_said_otherwise(
-    analysis: Analysis, tiny: Path, sentences: Path
-):
+def test_analyze_groups_set_the_kept_heads(analysis: Analysis, tiny: Path, sentences: Path):
     assert [sum(mask) for mask in analysis.mask.values()] == [2, 2]
     one = analysis_of(tiny, sentences, groups=1)
     assert [sum(mask) for mask in one.mask.values()] == [1, 1]
@@ -267,22 +247,15 @@ def test_half_of_the_heads_are_voted_to_stay_unless_said_otherwise(
         assert sorted(layer.votes.groups[layer.votes.mask == 1].tolist()) == [0, 1]
 
 
-def test_the_same_seed_gives_the_same_numbers(content: dict[str, Any], tiny: Path, sentences: Path):
-    again = json.loads(json.dumps(analysis_of(tiny, sentences).to_json()))
-    assert again == content
-
-
 @pytest.mark.parametrize("groups", [0, 5, -1])
-def test_more_groups_than_heads_are_refused_before_anything_runs(
-    tiny: Path, sentences: Path, groups: int
-):
+def test_analyze_groups_out_of_range_are_refused_first(tiny: Path, sentences: Path, groups: int):
     stages: list[str] = []
     with raises(InvalidArgument, "analysis.groups", groups, "1 to 4"):
         analysis_of(tiny, sentences, groups=groups, progress=lambda *at: stages.append(at[0]))
     assert stages == []
 
 
-def test_progress_names_every_stage(tiny: Path, sentences: Path):
+def test_analyze_progress_names_every_stage(tiny: Path, sentences: Path):
     stages: dict[str, tuple[int, int]] = {}
     analysis_of(
         tiny, sentences, progress=lambda what, done, total: stages.update({what: (done, total)})
@@ -297,7 +270,7 @@ def test_progress_names_every_stage(tiny: Path, sentences: Path):
 @pytest.mark.parametrize(
     "export", [("sdpa", "torchscript", 17), ("sdpa", "dynamo", 23)], ids=["sdpa-17", "operator-23"]
 )
-def test_every_way_of_writing_attention_gives_the_same_numbers(
+def test_analyze_other_exports_give_same_numbers(
     content: dict[str, Any], tiny_export: Build, export: Sequence[Any], sentences: Path
 ):
     """A fused operator is decomposed first. 1e-3: the exports differ by their rounding."""
@@ -332,7 +305,7 @@ NORM = "no captured variance: q/k normalization is between"
     ],
     ids=["rope", "norm", "cross", "half precision", "images"],
 )
-def test_other_architectures_are_analysed_as_far_as_they_can_be(
+def test_analyze_other_architectures_have_notes_where_unsupported(
     cell: Cell, layers: int, note: str, tmp_path: Path
 ):
     found = analysis_of(cell.committed, inputs_of(cell, tmp_path / "inputs.npz"))
@@ -352,7 +325,7 @@ def test_other_architectures_are_analysed_as_far_as_they_can_be(
     json.dumps(found.to_json(), allow_nan=False)
 
 
-def test_an_operator_that_cannot_be_taken_apart_is_refused_with_its_reason():
+def test_analyze_operator_that_cannot_be_decomposed_is_refused():
     nothing_to_run = Dataset((), (), length=8, source={})
     with raises(InvalidModel, "analysis.no_attention", "reads cached keys"):
         analyze_graph(OPERATORS["ai.onnx: past"].model(), nothing_to_run, source={})
@@ -369,7 +342,7 @@ def inputs_of(cell: Cell, path: Path) -> Path:
 
 
 @pytest.mark.parametrize("mixing", ["dense", "sparse"])
-def test_collaborative_heads_are_analysed_but_for_their_spectra(
+def test_analyze_collaborative_heads_have_no_spectra(
     tiny: Path, sentences: Path, tmp_path: Path, mixing: Any
 ):
     optimize(tiny, tmp_path / "new", collab_dk=16, mixing=mixing, layers=["1"])
@@ -379,7 +352,7 @@ def test_collaborative_heads_are_analysed_but_for_their_spectra(
     assert second.ranks is not None and second.ranks.scores.max() <= second.ranks.sizes.max()
 
 
-def test_a_model_without_attention_is_an_error_that_says_so(tmp_path: Path):
+def test_analyze_without_attention_is_refused(tmp_path: Path):
     text = (
         '<ir_version: 8, opset_import: ["" : 17]> g (float[n, 4] x) => (float[n, 4] y)'
         " { [last] y = Softmax<axis = -1>(x) }"
@@ -390,7 +363,7 @@ def test_a_model_without_attention_is_an_error_that_says_so(tmp_path: Path):
         analysis_of(tmp_path / "m.onnx", tmp_path / "x.npz")
 
 
-def test_activations_that_are_not_finite_are_an_error(tiny: Path, sentences: Path):
+def test_analyze_activations_not_finite_are_refused(tiny: Path, sentences: Path):
     artifact = open_artifact(tiny)
     graph = load_model(artifact)
     data = load_inputs(sentences, graph, artifact, split=False)

@@ -30,6 +30,7 @@ from graph_passes.errors import (
     InvalidOutput,
     MissingExtra,
 )
+from tests.attnserve.cli.commands import tree
 from tests.errors import raises
 
 pytest.importorskip("jinja2", reason="pip install 'attnserve[report]'")
@@ -99,59 +100,45 @@ def parameters(analysis: Analysis) -> list[dict[str, str]]:
     return [dict(finding.parameters) for finding in findings(analysis, Path("out"))]
 
 
-def tree(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+# Output
 
 
-# What is written
-
-
-def test_three_files_are_written_and_missing_parents_made(written: Path):
-    assert tree(written) == ["analysis.json", "mask.json", "report.html"]
-
-
-def test_the_json_is_readable_and_has_no_nan(written: Path):
+def test_analyze_writes_readable_json_the_mask_and_the_page(written: Path):
+    assert list(tree(written)) == ["analysis.json", "mask.json", "report.html"]
     text = (written / "analysis.json").read_text(encoding="utf-8")
     content = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
     assert content["format"] == 1 and re.fullmatch("[0-9a-f]{64}", content["model"]["sha256"])
     row = next(line for line in text.splitlines() if '"energy_share"' in line)
     assert row.count(",") >= 4  # a row of numbers stays on one line
-
-
-def test_the_mask_has_each_layer_by_name(written: Path):
-    content = json.loads((written / "analysis.json").read_text(encoding="utf-8"))
     mask = json.loads((written / "mask.json").read_text(encoding="utf-8"))
-    assert (
-        mask
-        == content["mask"]
-        == {layer["name"]: layer["votes"]["mask"] for layer in content["layers"]}
-    )
+    votes = {layer["name"]: layer["votes"]["mask"] for layer in content["layers"]}
+    assert mask == content["mask"] == votes
     assert all(len(bits) == 4 and sum(bits) == 2 for bits in mask.values())
 
 
-def test_the_same_call_writes_the_same_bytes(written: Path, tiny: Path, sentences: Path, tmp_path):
+def test_analyze_same_call_writes_same_bytes(written: Path, tiny: Path, sentences: Path, tmp_path):
     analyze(tiny, tmp_path / "there yet", calib=sentences, threads=1)
     for name in ("analysis.json", "mask.json"):
         assert (tmp_path / "there yet" / name).read_bytes() == (written / name).read_bytes()
 
 
-# When nothing is
+# Refused input
 
 
-def test_a_folder_that_holds_something_is_refused_without_force(
-    tiny: Path, sentences: Path, tmp_path: Path
-):
+def test_analyze_nonempty_folder_needs_force(tiny: Path, sentences: Path, tmp_path: Path):
     (tmp_path / "mine.txt").write_text("keep me")
     with raises(InvalidOutput, "output.exists"):
         analyze(tiny, tmp_path, calib=sentences)
-    assert tree(tmp_path) == ["mine.txt"]
+    assert list(tree(tmp_path)) == ["mine.txt"]
     analyze(tiny, tmp_path, calib=sentences, force=True)
-    assert tree(tmp_path) == ["analysis.json", "mask.json", "mine.txt", "report.html"]
+    assert list(tree(tmp_path)) == ["analysis.json", "mask.json", "mine.txt", "report.html"]
     assert (tmp_path / "mine.txt").read_text() == "keep me"
 
 
 @pytest.mark.parametrize("force", [False, True])
-def test_a_file_is_no_folder(tiny: Path, sentences: Path, tmp_path: Path, force: bool):
+def test_analyze_output_that_is_a_file_is_refused(
+    tiny: Path, sentences: Path, tmp_path: Path, force: bool
+):
     (tmp_path / "file").write_text("mine")
     with raises(InvalidOutput, "output.not_folder"):
         analyze(tiny, tmp_path / "file", calib=sentences, force=force)
@@ -164,7 +151,7 @@ def refused(error: type[AttnserveError], code: str, model: Path, output: Path, *
     assert not output.exists() and not output.parent.exists()
 
 
-def test_broken_input_is_one_error_and_writes_nothing(tiny: Path, sentences: Path, tmp_path: Path):
+def test_analyze_invalid_input_writes_nothing(tiny: Path, sentences: Path, tmp_path: Path):
     out = tmp_path / "a" / "b"
     empty, binary = tmp_path / "empty.txt", tmp_path / "binary.txt"
     empty.write_text("\n")
@@ -179,9 +166,7 @@ def test_broken_input_is_one_error_and_writes_nothing(tiny: Path, sentences: Pat
     refused(InvalidData, "data.no_tokenizer", bare, out, calib=sentences)
 
 
-def test_weights_that_are_not_finite_are_refused_by_name(
-    model: Path, sentences: Path, tmp_path: Path
-):
+def test_analyze_weights_not_finite_are_refused(model: Path, sentences: Path, tmp_path: Path):
     graph = ir.load(model / "model.onnx")
     name, value = next(
         (n, v) for n, v in graph.graph.initializers.items() if "word_embeddings" in n
@@ -193,10 +178,10 @@ def test_weights_that_are_not_finite_are_refused_by_name(
     refused(InvalidModel, "model.not_finite", model, tmp_path / "a" / "b", calib=sentences)
 
 
-# The page
+# Page
 
 
-def test_the_page_loads_nothing_from_anywhere(written: Path):
+def test_page_has_no_external_references(written: Path):
     content = (written / "report.html").read_text(encoding="utf-8")
     assert "http://" not in content and "https://" not in content and "@import" not in content
     for tag, name, value in Page(content).attributes:
@@ -207,7 +192,7 @@ def test_the_page_loads_nothing_from_anywhere(written: Path):
         assert target.startswith("#"), target
 
 
-def test_the_page_is_well_formed_and_has_its_parts(written: Path):
+def test_page_is_well_formed_and_complete(written: Path):
     content = (written / "report.html").read_text(encoding="utf-8")
     page = Page(content)
     assert page.open == [] and "script" not in page.tags
@@ -218,7 +203,7 @@ def test_the_page_is_well_formed_and_has_its_parts(written: Path):
     assert len(content) < 500_000
 
 
-def test_a_plot_speaks_in_the_page_s_colours_and_its_axes_are_named(analysis: Analysis):
+def test_figures_use_page_colors_and_axis_labels(analysis: Analysis):
     for draw in FIGURES:
         figure = draw(analysis)
         assert figure is not None
@@ -229,7 +214,7 @@ def test_a_plot_speaks_in_the_page_s_colours_and_its_axes_are_named(analysis: An
         assert any(axis in words for axis in ("layer", "tokens, n", "directions, % of all"))
 
 
-def test_hostile_names_are_text(analysis: Analysis):
+def test_page_escapes_hostile_names(analysis: Analysis):
     first, *rest = analysis.layers
     similarity = analysis.similarity
     hostile = replace(
@@ -245,13 +230,13 @@ def test_hostile_names_are_text(analysis: Analysis):
     assert page.text.count(HOSTILE) >= 6
 
 
-def test_paths_in_commands_are_quoted_for_the_shell(analysis: Analysis):
+def test_page_commands_quote_paths_for_the_shell(analysis: Analysis):
     lines = commands(analysis, model="my model; rm -rf x", calib="a'b.txt")
     assert lines and all("'my model; rm -rf x'" in line for line in lines)
     assert all("""'a'"'"'b.txt'""" in line for line in lines)
 
 
-def test_commands_name_options_of_parameters(analysis: Analysis):
+def test_page_commands_use_options_of_optimize(analysis: Analysis):
     names = [name for each in parameters(analysis) for name in each]
     lines = " ".join(commands(analysis))
     assert set(names) <= set(inspect.signature(optimize).parameters)
@@ -263,7 +248,7 @@ def test_commands_name_options_of_parameters(analysis: Analysis):
 # Findings
 
 
-def test_the_findings_name_dimensions_heads_and_lengths(analysis: Analysis):
+def test_findings_name_dimensions_heads_and_lengths(analysis: Analysis):
     text = " ".join(finding.text for finding in findings(analysis, Path("out")))
     rows = analysis.summary()
     assert f"{min(row.rank or 0 for row in rows)} of 32 " in text
@@ -272,7 +257,7 @@ def test_the_findings_name_dimensions_heads_and_lengths(analysis: Analysis):
     assert f"{share:.0f} % of the texts" in text and "head size (8)" in text
 
 
-def test_the_shared_dimensions_that_are_tried_hold_99_percent(analysis: Analysis):
+def test_findings_shared_dimensions_hold_99_percent(analysis: Analysis):
     (given,) = [each["collab_dk"] for each in parameters(analysis) if "collab_dk" in each]
     sizes = [int(size) for size in given.split(",")]
     for size, row in zip(sizes, analysis.summary(), strict=True):
@@ -286,7 +271,7 @@ def alike(analysis: Analysis, value: float) -> Analysis:
     return replace(analysis, similarity=HeadSimilarity(names, (4, 4), matrix, 100))
 
 
-def test_reuse_is_offered_where_layers_attend_alike_and_only_there(analysis: Analysis):
+def test_findings_suggest_reuse_for_similar_layers_only(analysis: Analysis):
     for value, offered in ((0.9, True), (0.3, False)):
         found = findings(alike(analysis, value), Path("out"))
         (text,) = [each.text for each in found if "Layers 0 and 1" in each.text]
@@ -294,7 +279,7 @@ def test_reuse_is_offered_where_layers_attend_alike_and_only_there(analysis: Ana
         assert any("reuse" in each.parameters for each in found) is offered
 
 
-def test_layers_that_cannot_be_compared_leave_a_gap_not_an_error(analysis: Analysis):
+def test_analysis_layers_that_cannot_be_compared_are_null(analysis: Analysis):
     apart = alike(analysis, 0.5)
     apart.similarity.matrix[:4, 4:] = np.nan
     apart.similarity.matrix[4:, :4] = np.nan
@@ -305,7 +290,7 @@ def test_layers_that_cannot_be_compared_leave_a_gap_not_an_error(analysis: Analy
     assert page_of(apart).open == []
 
 
-def test_what_was_not_measured_is_said(analysis: Analysis):
+def test_page_names_missing_measurements(analysis: Analysis):
     first, second = analysis.layers
     without = replace(
         analysis,
@@ -320,7 +305,7 @@ def test_what_was_not_measured_is_said(analysis: Analysis):
     assert not any("collab_dk" in each for each in parameters(without))
 
 
-def test_one_layer_of_one_head_is_enough(tiny_bert: Build, sentences: Path, tmp_path: Path):
+def test_analyze_one_layer_of_one_head(tiny_bert: Build, sentences: Path, tmp_path: Path):
     from attnserve.models.export import export
 
     small = tiny_bert(num_hidden_layers=1, num_attention_heads=1, initializer_range=0.3)

@@ -1,0 +1,92 @@
+"""Read plan.json, and check that it was made for the same model and data."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError
+
+from attnserve.context import Provider, RunContext
+from attnserve.models.artifact import Artifact, fingerprint
+from attnserve.models.datasets import Dataset
+from attnserve.models.precision import check_cpu
+from attnserve.planning.plan import HOW_TO_PLAN, Plan, first_problem
+from graph_passes.errors import InvalidArgument, InvalidData
+
+__all__ = ["read_plan"]
+
+
+class _Source(BaseModel):
+    """A file that the plan was made with."""
+
+    file: Any = None
+    sha256: Any = None
+
+
+class _Settings(BaseModel):
+    """The settings of the search that refitting repeats."""
+
+    seed: Annotated[int, Field(strict=True, ge=0)] = 0
+    provider: Provider = "cpu"
+
+
+class _PlanFile(BaseModel):
+    """The keys of plan.json that are read; a report of the search is beside them."""
+
+    format: Literal[2]  # plan.FORMAT
+    model: _Source = _Source()
+    calibration: _Source = _Source()
+    asked: _Settings = _Settings()
+    plan: Any = None
+
+
+def read_plan(
+    path: Path, artifact: Artifact, data: Dataset, context: RunContext
+) -> tuple[Plan, RunContext]:
+    """The plan of a file that was made for this model and data, and the context it was fitted in.
+
+    Raises:
+        InvalidData: The file cannot be read, or is not a plan.
+        InvalidArgument: It was made for another model or other data.
+    """
+    file = _read(path)
+    expected = {"model": fingerprint(artifact), "calibration": data.source["sha256"]}
+    for what, digest in expected.items():
+        source: _Source = getattr(file, what)
+        if source.sha256 != digest:
+            raise InvalidArgument(
+                f"{path}: it was made with another {what} ({source.file}, sha256 "
+                f"{str(source.sha256)[:12]}; this one is {str(digest)[:12]})",
+                "give the file that it was made with, or make a new plan",
+                code="plan.other_input",
+            )
+    try:
+        plan = Plan.from_json(file.plan)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{path}: {error.what}", error.fix, code=error.code) from error
+    check_cpu(plan.precision)
+    # With the threads of the search.
+    return plan, replace(context, provider=file.asked.provider, seed=file.asked.seed, threads=0)
+
+
+def _read(path: Path) -> _PlanFile:
+    try:
+        return _PlanFile.model_validate(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError as error:
+        raise InvalidData(f"{path}: no such file", "check the path", code="plan.file") from error
+    except OSError as error:
+        raise InvalidData(
+            f"{path}: cannot be read: {error.strerror}", "check the path", code="plan.file"
+        ) from error
+    except ValidationError as error:  # a ValueError too
+        is_format = error.errors()[0]["loc"] in ((), ("format",))
+        raise InvalidData(
+            f"{path}: {first_problem(error)}",
+            HOW_TO_PLAN,
+            code="plan.format" if is_format else "plan.invalid",
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidData(f"{path}: not JSON: {error}", HOW_TO_PLAN, code="plan.invalid") from error

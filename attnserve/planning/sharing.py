@@ -1,0 +1,145 @@
+"""Choose R and the mixing of collaborative heads for each layer of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from attnserve.planning.mixing import choose_head_size, widest_head
+from graph_passes.blocks import AttentionBlock
+from graph_passes.errors import CannotRewrite, InvalidArgument, Refusal
+from graph_passes.passes.collaborate import SharedDimensions, sharing_refusal
+
+if TYPE_CHECKING:
+    from attnserve.planning.request import Request
+
+__all__ = ["SharingChooser", "refused"]
+
+
+@dataclass(eq=False)
+class SharingChooser:
+    """Chooses the shared dimensions of layers, as a request describes them.
+
+    Attributes:
+        own_heads: By layer, the number of heads that compute their own probabilities once other
+            rewrites are applied. Layers that lose all heads are missing.
+        unobserved: Layers that the calibration data cannot reach.
+        length, longest: See ``plan_request``.
+        warnings: Receives the reasons of layers that are left as they are.
+    """
+
+    request: Request
+    own_heads: Mapping[str, int]
+    unobserved: Collection[str]
+    length: int
+    longest: int | None
+    warnings: list[str] = field(default_factory=list[str])
+
+    def choose(self, layers: Sequence[tuple[AttentionBlock, int]]) -> dict[str, SharedDimensions]:
+        """The parameters of each layer that can be factored.
+
+        Args:
+            layers: Each layer with its R, which is ignored if only ``head_dk`` is requested.
+
+        Raises:
+            InvalidArgument: A size is out of range.
+            CannotRewrite: A layer that the request names cannot be factored.
+        """
+        request = self.request
+        is_named = request.layers is not None or isinstance(request.collab_dk, Mapping)
+        shared: dict[str, SharedDimensions] = {}
+        for block, rank in layers:
+            name = block.name
+            refusal = self._refusal(block)
+            if refusal is None:
+                self._check_sizes(block, rank)
+            own = self.own_heads.get(name)
+            if own is None or not (own or refusal):
+                continue  # no head is left to factor
+            if request.collab_dk is None and request.head_dk is not None:
+                rank = max(own, 1) * request.head_dk  # nothing is shared: each head is truncated
+            if refusal is not None and is_named:
+                raise refused(name, refusal, "leave this layer out of `layers`")
+            if refusal is None and own < block.num_heads and rank >= own * block.head_size:
+                refusal = Refusal(
+                    "nothing_shared",
+                    f"R = {rank} >= {own} heads x head size = {own * block.head_size}: nothing to "
+                    "compress",
+                )
+            if refusal is not None:
+                self.warnings.append(f"{name} is left as it is: {refusal}")
+                continue
+            if name in self.unobserved and rank < block.num_heads * block.head_size:
+                self.warnings.append(
+                    f"{name} lies in the body of another node, which calibration cannot observe: "
+                    "it is factored by its weights alone"
+                )
+            head_size = self._head_size(block, own, rank)
+            shared[name] = SharedDimensions(
+                rank=rank, head_size=head_size, cache=request.collab_cache
+            )
+        return shared
+
+    def _refusal(self, block: AttentionBlock) -> Refusal | None:
+        caches = self.request.collab_cache
+        refusal = sharing_refusal(block, caches=caches)
+        if refusal is not None and not caches and sharing_refusal(block, caches=True) is None:
+            return Refusal(
+                refusal.code,
+                "its cached keys are an input of the graph: `collab_cache` rewrites the cache too",
+            )
+        return refusal
+
+    def _check_sizes(self, block: AttentionBlock, rank: int) -> None:
+        collab_dk, head_dk = self.request.collab_dk, self.request.head_dk
+        size = block.num_heads * block.head_size
+        if head_dk is not None and not 1 <= head_dk <= block.head_size:
+            raise InvalidArgument(
+                f"`head_dk` is {head_dk}: expected 1 to {block.head_size} for {block.name}",
+                f"{block.head_size} is the size of its heads",
+                code="request.range",
+            )
+        if collab_dk is not None and head_dk is not None and head_dk > rank:
+            raise InvalidArgument(
+                f"`head_dk` is {head_dk}: {block.name} has {rank} shared dimensions that a head "
+                "can read",
+                f"choose `head_dk` from 1 to {rank}, or a larger `collab_dk`",
+                code="request.range",
+            )
+        if not 1 <= rank <= size:
+            raise InvalidArgument(
+                f"`collab_dk` is {rank}: expected 1 to {size} for {block.name}, which has "
+                f"{block.num_heads} heads x {block.head_size}",
+                f"choose R from 1 to {size}; {size} is exact",
+                code="request.range",
+            )
+
+    def _head_size(self, block: AttentionBlock, own: int, rank: int) -> int | None:
+        """The mean number of dimensions that a head reads; None for dense mixing."""
+        mixing, head_dk = self.request.mixing, self.request.head_dk
+        if mixing == "dense":
+            return None
+        if block.k.past is not None:
+            if mixing == "sparse" or head_dk is not None:
+                self.warnings.append(
+                    f"{block.name} gets dense mixing: its cache holds what all heads share"
+                )
+            return None
+        if head_dk is not None:
+            return head_dk
+        if mixing == "sparse":
+            return min(rank, widest_head(block.head_size) or block.head_size)
+        return choose_head_size(
+            rank,
+            heads=own,
+            head_size=block.head_size,
+            widths=(block.input_size, block.k.matrix().shape[0]),
+            length=self.length,
+            longest=self.longest,
+        )
+
+
+def refused(name: str, refusal: Refusal, fix: str) -> CannotRewrite:
+    """The error of a requested rewrite that does not apply to a layer."""
+    return CannotRewrite(f"{name}: {refusal}", fix, code=f"rewrite.{refusal.code}")
