@@ -23,7 +23,7 @@ from starlette.testclient import TestClient
 
 import service
 from graph_passes.errors import InvalidArgument
-from service.api.routes import cancel_on_disconnect
+from service.api.requests import cancel_on_disconnect
 from service.app import create_app
 from service.auth import read_keys
 from service.engine.model import Model
@@ -202,7 +202,7 @@ def test_a_request_larger_than_a_batch_is_split_and_rejoined(
     answer = client.post(INFER, json=ids_request(*rows.tolist()))
     hidden = np.reshape(answer.json()["outputs"][0]["data"], (7, 4, 4))
     np.testing.assert_array_equal(hidden, hidden_states(rows))
-    stats = client.app.state.repository.engine().statistics()  # type: ignore[attr-defined]
+    stats = client.app.state.repository.engine().metrics.statistics()  # type: ignore[attr-defined]
     assert (stats["inference_count"], stats["execution_count"]) == (7, 4)
     assert [batch["batch_size"] for batch in stats["batch_stats"]] == [1, 2]
     assert int(answer.headers["x-macs"]) == 7 * 4 * 4 * 4
@@ -236,7 +236,7 @@ def test_a_deadline_is_504_and_not_computed(
         assert first.result().status_code == 200
     assert late.status_code == 504
     assert "deadline" in late.json()["error"]
-    stats = client.app.state.repository.engine().statistics()  # type: ignore[attr-defined]
+    stats = client.app.state.repository.engine().metrics.statistics()  # type: ignore[attr-defined]
     assert stats["execution_count"] == 1
     assert stats["inference_stats"]["fail"]["count"] == 1
     assert 'reason="deadline"' in client.get("/metrics").text
@@ -318,7 +318,7 @@ def test_statistics_are_exact(start: Callable[..., TestClient], encoder: Path) -
     for _ in range(3):
         client.post(INFER, json=ids_request([2, 3], [2, 4]))
     client.post(INFER, json=ids_request([99]))
-    stats = engine.statistics()
+    stats = engine.metrics.statistics()
     told = stats["inference_stats"]
     assert (stats["name"], stats["version"]) == ("tiny", "1")
     assert (stats["inference_count"], stats["execution_count"]) == (6, 3)

@@ -14,8 +14,15 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from graph_passes.errors import InvalidData
-from service.api.schemas import InputTensor
-from service.api.tensors import DATATYPES, decode, decode_all, encode, encode_all, split
+from service.api.tensors import (
+    DATATYPES,
+    InputTensor,
+    decode,
+    decode_all,
+    encode,
+    encode_all,
+    split,
+)
 from service.errors import MalformedRequest
 
 

@@ -591,7 +591,7 @@ def test_a_session_that_recovers_is_not_reloaded(
             break
         threading.Event().wait(0.02)
     assert client.post("/embed", json={"inputs": "a"}).status_code == 200
-    assert engine.statistics()["inference_stats"]["fail"]["count"] == 1
+    assert engine.metrics.statistics()["inference_stats"]["fail"]["count"] == 1
 
 
 # -- int8 on CPUs whose kernels saturate ----------------------------------------------------------
