@@ -11,13 +11,13 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from attnserve import __version__
 from service.api import open_inference, openai, texts, triton
-from service.api.routes import ObserveRequests, json_response
-from service.api.schemas import Error
+from service.api.observe import ObserveRequests
+from service.api.responses import json_response
 from service.auth import RequireKey, read_keys
 from service.dashboard import router as dashboard
 from service.dashboard.stats import report
 from service.engine.repository import Repository
-from service.errors import install_handlers
+from service.errors import Error, install_handlers
 from service.metrics import Metrics
 from service.settings import Settings, read_settings
 

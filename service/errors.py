@@ -1,18 +1,5 @@
 """Errors of the service, and one table with the HTTP status of every error.
 
-    AttnserveError                 (graph_passes/errors.py)
-    └── ServiceError
-        ├── MalformedRequest       the body is not valid JSON, or not decodable
-        ├── NotFound               unknown model or version, or the model has no such task
-        ├── Unauthorized           the API key is missing or unknown
-        ├── TooLarge               too many bytes, texts or tokens in one request
-        ├── Overloaded             the queue is full
-        ├── DeadlineExceeded       the deadline passed before the answer
-        ├── NotReady               the model is not loaded, or cannot run now
-        │   ├── OutOfMemory        the run does not fit into memory
-        │   └── ModelFailed        the session or its device is broken
-        └── ClientGone             the client disconnected before its answer
-
 The body of an error is ``{"error": "text"}``, unless the protocol of its path has an
 ``ErrorRenderer`` of its own (``install_handlers``).
 """
@@ -26,6 +13,7 @@ from typing import Any, NamedTuple
 import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Scope
@@ -36,6 +24,7 @@ __all__ = [
     "HTTP_ERRORS",
     "ClientGone",
     "DeadlineExceeded",
+    "Error",
     "ErrorRenderer",
     "InvalidField",
     "MalformedRequest",
@@ -136,6 +125,12 @@ class ClientGone(ServiceError):
     """The client disconnected before its answer."""
 
     default_code = "request.client_gone"
+
+
+class Error(BaseModel):
+    """The body of an error."""
+
+    error: str
 
 
 class HttpError(NamedTuple):

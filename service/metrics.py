@@ -14,31 +14,35 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    Metric,
-    generate_latest,
-)
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from service.memory import gpu_bytes, rss_bytes
 
-__all__ = ["WINDOW_S", "Metrics", "ModelMetrics", "Second"]
+__all__ = ["WINDOW_S", "Metrics", "ModelMetrics", "Second", "VersionState"]
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+OF_MODEL = ("model", "version")
 STAGES = ("queue", "compute_input", "compute_infer", "compute_output")
 WINDOW_S = 60
 """Seconds covered by the window of /stats.json."""
+
+
+class VersionState(NamedTuple):
+    """State of one loaded version: rows waiting, requests in flight, and whether it can run."""
+
+    model: str
+    version: str
+    waiting: int
+    in_flight: int
+    ready: bool
 
 
 class Metrics:
@@ -52,73 +56,52 @@ class Metrics:
         self._folder = folder
         self.registry = CollectorRegistry()
         self._models: dict[tuple[str, str], ModelMetrics] = {}
-        self._requests = self._counter("requests", "Requests answered.", "route", "status")
-        of_model = ("model", "version")
+        self._requests = Counter(
+            "attnserve_requests", "Requests answered.", ("route", "status"), registry=self.registry
+        )
         self.latency = self._histogram(
             "request_seconds",
             "Time of inference requests, from the last byte of the body to the answer.",
             SECONDS,
-            *of_model,
         )
         self.stages = self._histogram(
             "stage_seconds",
             "Time of inference requests by stage: queue, tokenize or compute.",
             SECONDS,
-            *of_model,
             "stage",
         )
         self.lengths = self._histogram(
-            "request_tokens",
-            "Tokens of inference requests, without padding.",
-            TOKENS,
-            *of_model,
+            "request_tokens", "Tokens of inference requests, without padding.", TOKENS
         )
-        self.batch_rows = self._histogram("batch_rows", "Rows of a batch.", ROWS, *of_model)
+        self.batch_rows = self._histogram("batch_rows", "Rows of a batch.", ROWS)
         self.batch_tokens = self._histogram(
-            "batch_tokens", "Tokens of a batch, with padding.", TOKENS, *of_model
+            "batch_tokens", "Tokens of a batch, with padding.", TOKENS
         )
-        self.padding = self._counter("padding_tokens", "Padding tokens of batches.", *of_model)
+        self.padding = self._counter("padding_tokens", "Padding tokens of batches.")
         self.macs = self._counter(
-            "macs",
-            "Multiply-accumulates at the shapes that ran, for graphs that can be counted.",
-            *of_model,
+            "macs", "Multiply-accumulates at the shapes that ran, for graphs that can be counted."
         )
-        self.rejects = self._counter(
-            "rejects", "Failed inference requests by reason.", *of_model, "reason"
-        )
+        self.rejects = self._counter("rejects", "Failed inference requests by reason.", "reason")
         self.counts = self._counter(
-            "inferences", "Requests, rows and batches (v2 statistics).", *of_model, "what"
+            "inferences", "Requests, rows and batches (v2 statistics).", "what"
         )
         self.nanoseconds = self._counter(
-            "inference_ns", "Time of requests by stage (v2 statistics).", *of_model, "what"
+            "inference_ns", "Time of requests by stage (v2 statistics).", "what"
         )
-        self.sizes = self._counter(
-            "batches", "Batches by number of rows (v2 statistics).", *of_model, "rows"
-        )
+        self.sizes = self._counter("batches", "Batches by number of rows (v2 statistics).", "rows")
         self.size_ns = self._counter(
-            "batch_ns",
-            "Time of batches by rows and stage (v2 statistics).",
-            *of_model,
-            "rows",
-            "what",
+            "batch_ns", "Time of batches by rows and stage (v2 statistics).", "rows", "what"
         )
-        self.last_inference = Gauge(
-            "attnserve_last_inference_timestamp_seconds",
-            "End of the last batch; 0 before the first.",
-            of_model,
-            registry=self.registry,
-            multiprocess_mode="max",
+        self.last_inference = self._gauge(
+            "last_inference_timestamp_seconds", "End of the last batch; 0 before the first."
         )
-        self.gpu_peak = Gauge(
-            "attnserve_gpu_memory_peak_bytes",
+        self.gpu_peak = self._gauge(
+            "gpu_memory_peak_bytes",
             "Peak memory in use on the GPU, by all its processes, sampled at each answer of this"
             " version; absent before the first answer.",
-            of_model,
-            registry=self.registry,
-            multiprocess_mode="max",
         )
-        self.watch: Callable[[], list[tuple[str, str, int, int, bool]]] = list
-        """(model, version, rows waiting, requests in flight, ready) of each loaded version."""
+        self.watch: Callable[[], list[VersionState]] = list
+        """The state of each loaded version."""
         self.rss: Callable[[], int] = rss_bytes
         """Resident memory of all serving processes."""
         self.workers: Callable[[], int] | None = None
@@ -182,12 +165,20 @@ class Metrics:
     def _own_seconds(self, of: tuple[str, str]) -> dict[int, Second]:
         return {second.second: second for second in self._models[of].recent_seconds()}
 
+    # Series of each model version. The gauge of several workers is that of the highest.
+
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"attnserve_{name}", text, labels, registry=self.registry)
+        return Counter(f"attnserve_{name}", text, (*OF_MODEL, *labels), registry=self.registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(
+            f"attnserve_{name}", text, OF_MODEL, registry=self.registry, multiprocess_mode="max"
+        )
 
     def _histogram(
         self, name: str, text: str, buckets: tuple[float, ...], *labels: str
     ) -> Histogram:
+        labels = (*OF_MODEL, *labels)
         return Histogram(f"attnserve_{name}", text, labels, buckets=buckets, registry=self.registry)
 
 
@@ -217,21 +208,18 @@ class _LiveGauges(Collector):
         self._metrics = metrics
 
     def collect(self) -> Iterator[Metric]:
-        of_model = ("model", "version")
-        queue = GaugeMetricFamily(
-            "attnserve_queue_rows", "Rows waiting for a batch.", labels=of_model
-        )
-        in_flight = GaugeMetricFamily(
-            "attnserve_in_flight", "Requests waiting or running.", labels=of_model
-        )
-        runs = GaugeMetricFamily(
-            "attnserve_model_ready", "1 if the model can run.", labels=of_model
-        )
-        for model, version, waiting, flying, ready in self._metrics.watch():
-            queue.add_metric((model, version), waiting)
-            in_flight.add_metric((model, version), flying)
-            runs.add_metric((model, version), ready)
-        yield from (queue, in_flight, runs)
+        gauges = [
+            GaugeMetricFamily(f"attnserve_{name}", text, labels=OF_MODEL)
+            for name, text in (
+                ("queue_rows", "Rows waiting for a batch."),
+                ("in_flight", "Requests waiting or running."),
+                ("model_ready", "1 if the model can run."),
+            )
+        ]
+        for model, version, *values in self._metrics.watch():
+            for gauge, value in zip(gauges, values, strict=True):
+                gauge.add_metric((model, version), value)
+        yield from gauges
         yield GaugeMetricFamily(
             "process_resident_memory_bytes",
             "Resident memory of all serving processes.",
@@ -260,15 +248,15 @@ class Second:
     batch_rows: Tally[int] = field(default_factory=Tally)
     rejects: Tally[str] = field(default_factory=Tally)
 
-    def add(self, payload: Mapping[str, Any]) -> None:
-        """Add the same second of another worker, read from JSON."""
-        self.latencies_ms += payload["latencies_ms"]
-        self.rows += payload["rows"]
-        self.tokens += payload["tokens"]
-        self.padded_tokens += payload["padded_tokens"]
-        self.macs += payload["macs"]
-        self.batch_rows.update({int(rows): runs for rows, runs in payload["batch_rows"].items()})
-        self.rejects.update(payload["rejects"])
+    def add(self, other: Second) -> None:
+        """Add the totals of another second, or of the same second in another worker."""
+        self.latencies_ms += other.latencies_ms
+        self.rows += other.rows
+        self.tokens += other.tokens
+        self.padded_tokens += other.padded_tokens
+        self.macs += other.macs
+        self.batch_rows.update(other.batch_rows)
+        self.rejects.update(other.rejects)
 
 
 class ModelMetrics:
@@ -412,13 +400,9 @@ class ModelMetrics:
         end = int(time()) - self._metrics.delay_s
         recorded = self._metrics.seconds(self._of)
         seconds = [recorded.get(at) or Second(at) for at in range(end - WINDOW_S, end)]
-        every = [ms for second in seconds for ms in second.latencies_ms]
-        tokens = sum(second.tokens for second in seconds)
-        padded = sum(second.padded_tokens for second in seconds)
-        rows, rejects = Tally[int](), Tally[str]()
+        total = Second(end)
         for second in seconds:
-            rows.update(second.batch_rows)
-            rejects.update(second.rejects)
+            total.add(second)
         return {
             "seconds": [
                 {
@@ -432,14 +416,14 @@ class ModelMetrics:
                 }
                 for second in seconds
             ],
-            **_percentiles(every),
-            "requests_per_second": len(every) / WINDOW_S,
-            "rows_per_second": sum(second.rows for second in seconds) / WINDOW_S,
-            "tokens_per_second": tokens / WINDOW_S,
-            "macs_per_second": sum(second.macs for second in seconds) / WINDOW_S,
-            "padding_waste": 1 - tokens / padded if padded else 0.0,
-            "batch_rows": {str(size): rows[size] for size in sorted(rows)},
-            "rejects": dict(sorted(rejects.items())),
+            **_percentiles(total.latencies_ms),
+            "requests_per_second": len(total.latencies_ms) / WINDOW_S,
+            "rows_per_second": total.rows / WINDOW_S,
+            "tokens_per_second": total.tokens / WINDOW_S,
+            "macs_per_second": total.macs / WINDOW_S,
+            "padding_waste": 1 - total.tokens / total.padded_tokens if total.padded_tokens else 0.0,
+            "batch_rows": {str(size): runs for size, runs in sorted(total.batch_rows.items())},
+            "rejects": dict(sorted(total.rejects.items())),
         }
 
     def _current_second(self) -> Second:

@@ -9,33 +9,36 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
 from fastapi import APIRouter, Request, Response
+from pydantic import ConfigDict, FailFast, Field
 
 from attnserve import __version__
 from graph_passes.errors import InvalidData
-from service.api.routes import (
+from service.api.requests import (
+    Body,
+    Extensible,
     JsonRoute,
+    Name,
     acquire_engine,
     cancel_on_disconnect,
     deadline,
     get_engine,
-    json_response,
     read_body,
-    respond,
 )
-from service.api.schemas import (
-    InferRequest,
-    InferResponse,
-    Live,
-    ModelMetadata,
-    ModelReady,
-    Ready,
-    ServerMetadata,
+from service.api.responses import json_response, respond
+from service.api.tensors import (
+    HEADER_LENGTH,
+    NAMES,
+    Datatype,
+    InputTensor,
+    OutputTensor,
+    decode_all,
+    encode_all,
+    split,
 )
-from service.api.tensors import HEADER_LENGTH, NAMES, decode_all, encode_all, split
 from service.engine.model import Tensor
 from service.engine.repository import Repository
 
@@ -54,6 +57,90 @@ EXTENSIONS = (
 
 BINARY = {"schema": {"type": "string", "format": "binary"}}
 """A body of JSON followed by raw tensors."""
+
+
+class OutputParameters(Extensible):
+    binary_data: bool | None = Field(
+        default=None,
+        description="Send raw bytes after the JSON; overrides ``binary_data_output``.",
+    )
+
+
+class RequestedOutput(Body):
+    name: Name
+    parameters: OutputParameters = OutputParameters()
+
+
+class InferParameters(Extensible):
+    binary_data_output: bool | None = Field(
+        default=None,
+        description="Send outputs as raw bytes after the JSON, unless they set ``binary_data``.",
+    )
+    timeout: int | None = Field(
+        default=None,
+        ge=0,
+        description="Time limit in microseconds (504 when exceeded); 0 for none.",
+    )
+    priority: int | None = Field(
+        default=None, ge=0, description="Ignored: all requests have the same priority."
+    )
+
+
+class InferRequest(Body):
+    """Open Inference Protocol v2, inference request. Unknown fields are ignored."""
+
+    id: str | None = Field(None, max_length=1024)
+    parameters: InferParameters = InferParameters()
+    inputs: Annotated[list[InputTensor], FailFast()] = Field(min_length=1)
+    outputs: Annotated[list[RequestedOutput], FailFast()] = Field(
+        [], description="All outputs if omitted."
+    )
+
+
+class InferResponse(Body):
+    """Open Inference Protocol v2, inference response; ``parameters`` holds its cost."""
+
+    model_config = ConfigDict(protected_namespaces=())
+
+    model_name: str
+    model_version: str
+    id: str | None = None
+    parameters: dict[str, Any]
+    outputs: list[OutputTensor]
+
+
+class TensorMetadata(Body):
+    name: str
+    datatype: Datatype
+    shape: list[int] = Field(description="-1 for axes of any size.")
+
+
+class ModelMetadata(Body):
+    name: str
+    versions: list[str]
+    platform: str
+    inputs: list[TensorMetadata]
+    outputs: list[TensorMetadata]
+
+
+class ModelReady(Body):
+    name: str
+    ready: bool
+
+
+class ServerMetadata(Body):
+    name: str
+    version: str
+    extensions: list[str]
+
+
+class Live(Body):
+    live: bool
+
+
+class Ready(Body):
+    ready: bool
+
 
 INFER: dict[str, Any] = {
     "response_model": InferResponse,
@@ -172,7 +259,7 @@ def _describe(tensors: Sequence[Tensor]) -> list[dict[str, Any]]:
         {
             "name": tensor.name,
             "datatype": NAMES[tensor.dtype],
-            "shape": [axis if isinstance(axis, int) else -1 for axis in tensor.axes],
+            "shape": tensor.shape,
         }
         for tensor in tensors
     ]

@@ -10,29 +10,25 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import orjson
 from fastapi import APIRouter, Request, Response
+from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 from graph_passes.errors import InvalidArgument, InvalidData
-from service.api.routes import (
+from service.api.requests import (
+    Body,
     JsonRoute,
+    Name,
     acquire_engine,
     cancel_on_disconnect,
     deadline,
     get_engine,
-    json_response,
-    respond,
 )
-from service.api.schemas import (
-    EmbeddingsRequest,
-    EmbeddingsResponse,
-    ModelCard,
-    ModelCards,
-    OpenAIError,
-)
+from service.api.responses import json_response, respond
 from service.engine.engine import Engine
 from service.engine.repository import Repository
 from service.errors import InvalidField, UnknownModel
@@ -44,6 +40,104 @@ ERRORS: dict[int, tuple[str, str | None]] = {
     429: ("requests", "rate_limit_exceeded"),
 }
 """OpenAI's type and code of a status; other statuses have the type of their class."""
+
+
+def _one_kind(value: Any) -> Any:
+    """Validate all forms of an input at once: a union would report an error for each form."""
+    items = value if type(value) is list else [value]
+    if type(value) is list and value and set(map(type, value)) <= {int}:
+        items = [value]  # the ids of one text
+    kinds = set(map(type, items))
+    ids = kinds == {list} and all(one and set(map(type, one)) == {int} for one in items)
+    if kinds == {str} or ids:
+        return items
+    raise PydanticCustomError(
+        "input", "expected a text, texts, or one or several non-empty lists of token ids"
+    )
+
+
+# After validation: a list of texts, or a list of lists of token ids.
+Inputs = Annotated[
+    list[str] | list[list[int]],
+    BeforeValidator(_one_kind),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1},
+                {"type": "array", "items": {"type": "integer"}, "minItems": 1},
+                {
+                    "type": "array",
+                    "items": {"type": "array", "items": {"type": "integer"}, "minItems": 1},
+                    "minItems": 1,
+                },
+            ],
+            "examples": ["What is attention?", ["a text", "another"], [101, 7592, 102]],
+        }
+    ),
+]
+
+
+class EmbeddingsRequest(Body):
+    """OpenAI's request for embeddings. Unknown fields are refused, as in OpenAI's API."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: Name
+    input: Inputs
+    encoding_format: Literal["float", "base64"] = Field(
+        "float", description="base64 encodes little-endian float32."
+    )
+    dimensions: int | None = Field(
+        None, ge=1, description="Must be the size of the model's vectors."
+    )
+    user: str | None = Field(None, description="Ignored.")
+
+
+class Embedding(Body):
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class OpenAIUsage(Body):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingsResponse(Body):
+    """Vectors in the order of the inputs."""
+
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: OpenAIUsage
+
+
+class ModelCard(Body):
+    id: str
+    object: Literal["model"] = "model"
+    created: int = Field(description="Modification time of the file, in seconds since 1970.")
+    owned_by: str
+
+
+class ModelCards(Body):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class OpenAIErrorDetail(Body):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class OpenAIError(Body):
+    """The body of an error below /v1."""
+
+    error: OpenAIErrorDetail
+
 
 router = APIRouter(
     prefix="/v1",

@@ -15,18 +15,23 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from graph_passes.errors import InvalidData
-from service.api.schemas import InputTensor
+from service.api.requests import Body, Extensible, Name
 from service.errors import MalformedRequest
 
 __all__ = [
     "DATATYPES",
     "HEADER_LENGTH",
     "NAMES",
+    "Datatype",
+    "InputTensor",
+    "OutputTensor",
     "decode",
     "decode_all",
     "encode",
@@ -37,23 +42,56 @@ __all__ = [
 HEADER_LENGTH = "inference-header-content-length"
 """The header with the length of the JSON in bytes, if raw tensors follow it."""
 
+Datatype = Literal[
+    "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64",
+    "FP16", "FP32", "FP64",
+]  # fmt: skip
+
 DATATYPES: dict[str, np.dtype[Any]] = {
-    "BOOL": np.dtype(np.bool_),
-    "UINT8": np.dtype(np.uint8),
-    "UINT16": np.dtype(np.uint16),
-    "UINT32": np.dtype(np.uint32),
-    "UINT64": np.dtype(np.uint64),
-    "INT8": np.dtype(np.int8),
-    "INT16": np.dtype(np.int16),
-    "INT32": np.dtype(np.int32),
-    "INT64": np.dtype(np.int64),
-    "FP16": np.dtype(np.float16),
-    "FP32": np.dtype(np.float32),
-    "FP64": np.dtype(np.float64),
+    name: np.dtype(name.lower().replace("fp", "float")) for name in get_args(Datatype)
 }
 NAMES = {dtype: name for name, dtype in DATATYPES.items()}
 JSON_TYPES = {"b": {bool}, "u": {int}, "i": {int}, "f": {int, float}}
 """Python types of JSON values that are valid for each numpy kind."""
+
+
+def _no_bytes(value: Any) -> Any:
+    if value == "BYTES":
+        raise PydanticCustomError(
+            "bytes", "BYTES is not supported; send texts to /embed or /predict"
+        )
+    return value
+
+
+class TensorParameters(Extensible):
+    binary_data_size: int | None = Field(
+        default=None,
+        ge=0,
+        description="Size in bytes of this tensor after the JSON, instead of ``data``.",
+    )
+
+
+class InputTensor(Body):
+    """One input: ``data`` flat in row-major order, or nested like ``shape``, or raw bytes."""
+
+    name: Name
+    shape: list[Annotated[int, Field(ge=0)]] = Field(max_length=32, examples=[[1, 3]])
+    datatype: Annotated[Datatype, BeforeValidator(_no_bytes)]
+    data: list[Any] | None = Field(default=None, examples=[[101, 7592, 102]])
+    parameters: TensorParameters = TensorParameters()
+
+
+class OutputTensor(Body):
+    """One output: ``data`` flat in row-major order; NaN and infinities are null.
+
+    If ``parameters`` has a ``binary_data_size``, raw bytes after the JSON replace ``data``.
+    """
+
+    name: str
+    shape: list[int]
+    datatype: Datatype
+    data: list[Any] | None = None
+    parameters: TensorParameters | None = None
 
 
 def split(body: bytes | bytearray, header_length: str | None) -> tuple[memoryview, memoryview]:
@@ -204,8 +242,5 @@ def _flatten(data: list[Any], what: str) -> tuple[list[int], list[Any]]:
 def _reshape(array: np.ndarray, shape: tuple[int, ...], what: str) -> np.ndarray:
     try:
         return array.reshape(shape)
-    except (
-        OverflowError,
-        ValueError,
-    ) as error:  # next to an axis of 0, another may have any length
+    except (OverflowError, ValueError) as error:  # next to an axis of 0, any length is possible
         raise InvalidData(f"{what}: an axis of shape {list(shape)} is too long") from error

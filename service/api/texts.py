@@ -4,36 +4,128 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
+from pydantic import BeforeValidator, ConfigDict, FailFast, Field, WithJsonSchema
 
 from graph_passes.errors import InvalidData
-from service.api.routes import (
+from service.api.requests import (
+    Body,
     JsonRoute,
+    Name,
     acquire_engine,
     cancel_on_disconnect,
     deadline,
-    json_response,
-    respond,
 )
-from service.api.schemas import (
-    EmbedRequest,
-    EmbedResponse,
-    PredictRequest,
-    PredictResponse,
-    SimilarityRequest,
-    SimilarityResponse,
-    TokenizeRequest,
-    TokenizeResponse,
-)
-from service.engine.answer import Answer
-from service.engine.engine import Engine
+from service.api.responses import json_response, respond
+from service.engine.engine import Answer, Engine
 
 __all__ = ["router"]
 
 router = APIRouter(tags=["Texts"], route_class=JsonRoute)
+
+
+Pair = Annotated[list[str], FailFast(), Field(min_length=2, max_length=2)]
+
+# A single text becomes a list. (A union would report the error of the wrong alternative.)
+Texts = Annotated[
+    list[str],
+    FailFast(),
+    Field(min_length=1),
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1},
+            ],
+            "examples": ["What is attention?", ["a text", "another"]],
+        }
+    ),
+]
+
+
+class TextBody(Body):
+    """Shared fields of requests with texts. Unknown fields are refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: Name | None = Field(None, description="Required if several models are served.")
+    version: Name | None = Field(None, description="Version of the model; the highest if omitted.")
+    truncate: bool = Field(
+        True, description="Truncate texts that are too long; false refuses them."
+    )
+
+
+class EmbedRequest(TextBody):
+    """Texts to embed."""
+
+    inputs: Texts
+
+
+class PredictRequest(TextBody):
+    """Texts to classify."""
+
+    inputs: Texts
+    top_k: int | None = Field(
+        None, ge=1, description="Number of most likely classes to return; all if omitted."
+    )
+
+
+class SimilarityRequest(TextBody):
+    """Texts to compare: ``pairs``, or ``source`` with each of ``targets``."""
+
+    pairs: list[Pair] | None = Field(None, min_length=1)
+    source: str | None = None
+    targets: list[str] | None = Field(None, min_length=1)
+
+
+class TokenizeRequest(TextBody):
+    """Texts to tokenize."""
+
+    inputs: Texts
+    truncate: bool = Field(False, description="Truncate texts that are too long.")
+
+
+class Usage(Body):
+    tokens: int = Field(description="Including special tokens, excluding padding.")
+
+
+class Prediction(Body):
+    label: str
+    score: float
+
+
+class PredictResponse(Body):
+    predictions: list[list[Prediction]] = Field(
+        description="For each text, most likely class first."
+    )
+    model: str
+    usage: Usage
+
+
+class SimilarityResponse(Body):
+    similarities: list[float] = Field(
+        description="Cosine similarities, in the order of the request."
+    )
+    model: str
+    usage: Usage
+
+
+class TokenizeResponse(Body):
+    tokens: list[list[int]] = Field(description="Token ids of each text, including special tokens.")
+    model: str
+    usage: Usage
+
+
+class EmbedResponse(Body):
+    embeddings: list[list[float]] = Field(
+        description="One vector per text, in the order of the request."
+    )
+    model: str
+    usage: Usage
 
 
 @router.post("/embed", response_model=EmbedResponse)

@@ -5,20 +5,15 @@ https://github.com/triton-inference-server/server/tree/main/docs/protocol
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
 
 from graph_passes.errors import InvalidData
-from service.api.routes import JsonRoute, get_engine, json_response
-from service.api.schemas import (
-    IndexEntry,
-    IndexRequest,
-    ModelConfig,
-    ModelStatistics,
-    RepositoryRequest,
-)
+from service.api.requests import Body, JsonRoute, get_engine
+from service.api.responses import json_response
 from service.api.tensors import NAMES
 from service.engine.engine import Engine
 from service.engine.model import Tensor
@@ -27,6 +22,73 @@ from service.engine.repository import Repository
 __all__ = ["router"]
 
 router = APIRouter(prefix="/v2", tags=["Triton's extensions of v2"], route_class=JsonRoute)
+
+
+class ModelConfig(BaseModel):
+    """The supported fields of Triton's ModelConfig."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str
+    platform: str
+    backend: str
+    max_batch_size: int = Field(description="0 if requests cannot be batched.")
+    input: list[dict[str, Any]]
+    output: list[dict[str, Any]]
+
+
+class Duration(Body):
+    count: int
+    ns: int
+
+
+class InferStatistics(Body):
+    success: Duration
+    fail: Duration
+    queue: Duration
+    compute_input: Duration
+    compute_infer: Duration
+    compute_output: Duration
+    cache_hit: Duration = Field(description="Always 0, like cache_miss: there is no cache.")
+    cache_miss: Duration
+
+
+class BatchStatistics(Body):
+    batch_size: int
+    compute_input: Duration
+    compute_infer: Duration
+    compute_output: Duration
+
+
+class VersionStatistics(Body):
+    name: str
+    version: str
+    last_inference: int = Field(description="Milliseconds since 1970; 0 if there was none.")
+    inference_count: int = Field(description="Number of answered rows.")
+    execution_count: int = Field(description="Number of runs of the model.")
+    inference_stats: InferStatistics
+    batch_stats: list[BatchStatistics]
+
+
+class ModelStatistics(Body):
+    """Exact counts and times in nanoseconds."""
+
+    model_stats: list[VersionStatistics]
+
+
+class IndexRequest(Body):
+    ready: bool = Field(default=False, description="Only versions that are ready.")
+
+
+class IndexEntry(Body):
+    name: str
+    version: str
+    state: Literal["READY", "LOADING", "UNAVAILABLE"]
+    reason: str = Field(description="Why the version is not ready.")
+
+
+class RepositoryRequest(Body):
+    parameters: dict[str, Any] = Field(default={})
 
 
 @router.get("/models/stats", response_model=ModelStatistics)
@@ -69,18 +131,8 @@ NO_PARAMETERS = RepositoryRequest()
 async def index(request: Request, body: IndexRequest = NO_FILTER) -> Response:
     """All versions of all models, on disk or loaded; with ``ready`` only those that are ready."""
     repository: Repository = request.app.state.repository
-    return json_response(
-        [
-            {
-                "name": entry.name,
-                "version": entry.version,
-                "state": entry.state,
-                "reason": entry.reason,
-            }
-            for entry in repository.index()
-            if entry.state == "READY" or not body.ready
-        ]
-    )
+    entries = repository.index()
+    return json_response([one for one in entries if one.state == "READY" or not body.ready])
 
 
 @router.post("/repository/models/{name}/load", response_class=Response)
@@ -154,13 +206,12 @@ def configuration(engine: Engine) -> dict[str, Any]:
 
 
 def _tensor(tensor: Tensor, batches: bool) -> dict[str, Any]:
-    dims = [axis if isinstance(axis, int) else -1 for axis in tensor.axes]
     return {
         "name": tensor.name,
         "data_type": f"TYPE_{NAMES[tensor.dtype]}",
-        "dims": dims[1:] if batches else dims,
+        "dims": tensor.shape[1:] if batches else tensor.shape,
     }
 
 
 def _statistics(engines: list[Engine]) -> Response:
-    return json_response({"model_stats": [engine.statistics() for engine in engines]})
+    return json_response({"model_stats": [engine.metrics.statistics() for engine in engines]})

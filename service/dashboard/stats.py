@@ -24,16 +24,16 @@ def report(repository: Repository) -> dict[str, Any]:
 
 
 def _model(repository: Repository, engine: Engine) -> dict[str, Any]:
-    statistics = engine.statistics()
-    key = (engine.name, engine.version)
-    waiting, in_flight = {state[:2]: state[2:4] for state in repository.metrics.watch()}[key]
+    statistics = engine.metrics.statistics()
+    of = (engine.name, engine.version)
+    state = next(one for one in repository.metrics.watch() if one[:2] == of)
     return {
         "name": engine.name,
         "version": engine.version,
         "ready": repository.runs(engine),
         "reason": engine.reason,
-        "queue_rows": waiting,
-        "in_flight": in_flight,
+        "queue_rows": state.waiting,
+        "in_flight": state.in_flight,
         "requests": statistics["inference_stats"]["success"]["count"],
         "failures": statistics["inference_stats"]["fail"]["count"],
         "rows": statistics["inference_count"],

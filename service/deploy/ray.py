@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import time
 from importlib import import_module
 from types import FrameType
@@ -20,6 +19,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from graph_passes.errors import InvalidArgument, InvalidModel, MissingExtra
 from service.app import create_app
+from service.server import configure_log
 from service.settings import Settings
 
 __all__ = ["RaySettings", "application", "deployment_options", "run"]
@@ -118,9 +118,7 @@ def run(settings: Settings, ray: RaySettings | None = None) -> None:
         InvalidArgument: No cluster answers at the address, ``max_replicas`` is less than
             ``replicas``, or the replicas did not start.
     """
-    logging.basicConfig(
-        stream=sys.stderr, level=settings.log_level.upper(), format="%(message)s", force=True
-    )
+    configure_log(settings)
     chosen = ray or RaySettings()
     app = application(settings, chosen)
     if chosen.address is None and not settings.model.exists():

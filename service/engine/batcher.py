@@ -459,7 +459,7 @@ class Batcher:
                 requests.setdefault(row.request, []).append(row)
             if len(requests) == 1:
                 return [(rows, _as_exception(error))]
-            return [done for each in requests.values() for done in self._compute(each)]
+            return [outcome for own in requests.values() for outcome in self._compute(own)]
         ended = perf_counter()
         self._expected_run_s = max(ended - started, self._expected_run_s * RUN_TIME_DECAY)
         tokens = sum(row.tokens for row in rows)

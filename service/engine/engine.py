@@ -14,6 +14,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any
 
@@ -21,14 +22,13 @@ import numpy as np
 
 from attnserve.models.tokenizer import Encoding
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
-from service.engine.answer import Answer
 from service.engine.batcher import Batch, Batcher, BatchResult, RequestResult, Row
 from service.engine.model import Model, TextTask
 from service.errors import DeadlineExceeded, NotFound, NotReady, Overloaded, TooLarge
 from service.metrics import Metrics, ModelMetrics
 from service.settings import Settings
 
-__all__ = ["Engine", "Text"]
+__all__ = ["Answer", "Engine", "Text"]
 
 Text = str | Sequence[int]
 """A text, or its token ids including special tokens."""
@@ -57,6 +57,29 @@ free (``Batcher.submit_from``). Tokenizing them takes about a millisecond."""
 MACS_CACHE_SIZE = 1024
 
 log = logging.getLogger("attnserve")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """Outputs and cost of a request.
+
+    ``compute_ms`` is the time in which a part of the request ran, ``queue_ms`` the time in which it
+    only waited. ``tokens`` excludes padding, ``padded_tokens`` includes it. ``macs`` is the share
+    of the request in the MACs of its padded batches, None if they cannot be counted.
+    """
+
+    outputs: dict[str, np.ndarray]
+    queue_ms: float
+    tokenize_ms: float
+    compute_ms: float
+    tokens: int
+    padded_tokens: int
+    macs: int | None
+
+    @property
+    def padding_waste(self) -> float:
+        """The fraction of ``padded_tokens`` that was padding."""
+        return 1 - self.tokens / self.padded_tokens if self.padded_tokens else 0.0
 
 
 class Engine:
@@ -91,7 +114,8 @@ class Engine:
             on_failure=self._failed,
         )
         self._reload = reload
-        self._in_flight = 0
+        self.in_flight = 0
+        """Number of open requests."""
         self._users = 0
         self._unused: asyncio.Event | None = None
         self._broken: str | None = None
@@ -107,11 +131,6 @@ class Engine:
         return self.model.version
 
     @property
-    def in_flight(self) -> int:
-        """Number of open requests."""
-        return self._in_flight
-
-    @property
     def ready(self) -> bool:
         """Whether the model can run; a full queue does not matter."""
         return self._broken is None
@@ -120,10 +139,6 @@ class Engine:
     def reason(self) -> str:
         """Why the engine is not ready; empty if it is."""
         return self._broken or ""
-
-    def statistics(self) -> dict[str, Any]:
-        """Exact statistics, in the format of the v2 protocol."""
-        return self.metrics.statistics()
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -159,7 +174,7 @@ class Engine:
             started = perf_counter_ns()
             parts = result.results
             joined = parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts, strict=True))
-            answer = self._answer(
+            answer = _answer(
                 dict(zip(names, joined, strict=True)),
                 result,
                 tokens=model.tokens(inputs),
@@ -224,13 +239,13 @@ class Engine:
 
     def release(self) -> None:
         self._users -= 1
-        if not self._users and not self._in_flight and self._unused is not None:
+        if not self._users and self._unused is not None:
             self._unused.set()
 
     async def retire(self) -> None:
         """Answer the accepted requests, then free the session."""
         self._unused = asyncio.Event()
-        while self._users or self._in_flight:
+        while self._users:
             self._unused.clear()
             await self._unused.wait()
         if self._recovering is not None:
@@ -249,7 +264,8 @@ class Engine:
         """Count a request; the caller fills in the yielded durations of its stages."""
         started = perf_counter_ns()
         stages: dict[str, int] = {}
-        self._in_flight += 1
+        self.in_flight += 1
+        self.acquire()
         try:
             if self._broken is not None:
                 raise NotReady(f"{self.name} is not ready: {self._broken}", "try again later")
@@ -261,9 +277,8 @@ class Engine:
         else:
             self.metrics.record_success(perf_counter_ns() - started, stages)
         finally:
-            self._in_flight -= 1
-            if not self._users and not self._in_flight and self._unused is not None:
-                self._unused.set()
+            self.in_flight -= 1
+            self.release()
 
     async def _texts(
         self,
@@ -297,7 +312,7 @@ class Engine:
                 rows, len(texts), deadline, is_short=sum(map(len, texts)) <= SHORT_CHARACTERS
             )
             started = perf_counter_ns()
-            answer = self._answer(
+            answer = _answer(
                 {output: np.stack(result.results)},
                 result,
                 tokens=tokens,
@@ -384,31 +399,6 @@ class Engine:
                 self._macs.popitem(last=False)
         return self._macs.get(shapes)
 
-    def _answer(
-        self,
-        outputs: dict[str, np.ndarray],
-        result: RequestResult,
-        *,
-        tokens: int,
-        padded: int,
-    ) -> Answer:
-        macs: int | None = 0
-        for batch, count in result.batches:
-            if batch.result.macs is None or macs is None:
-                macs = None
-            else:
-                macs += batch.result.macs * count // batch.rows
-        return Answer(
-            outputs=outputs,
-            queue_ms=result.queue_ms,
-            tokenize_ms=result.prepare_ms,
-            compute_ms=result.compute_ms,
-            tokens=tokens,
-            padded_tokens=padded,
-            macs=macs,
-            batch_rows=tuple(batch.rows for batch, _ in result.batches),
-        )
-
     def _check_size(self, inputs: Mapping[str, np.ndarray]) -> None:
         size = sum(array.nbytes for array in inputs.values())
         if size > self.settings.max_tensor_bytes:
@@ -486,6 +476,26 @@ class Engine:
             except Exception as error:
                 self._broken = str(error).splitlines()[0]
                 log.error("%s version %s: %s", self.name, self.version, self._broken)
+
+
+def _answer(
+    outputs: dict[str, np.ndarray], result: RequestResult, *, tokens: int, padded: int
+) -> Answer:
+    macs: int | None = 0
+    for batch, count in result.batches:
+        if batch.result.macs is None or macs is None:
+            macs = None
+        else:
+            macs += batch.result.macs * count // batch.rows
+    return Answer(
+        outputs=outputs,
+        queue_ms=result.queue_ms,
+        tokenize_ms=result.prepare_ms,
+        compute_ms=result.compute_ms,
+        tokens=tokens,
+        padded_tokens=padded,
+        macs=macs,
+    )
 
 
 def _add_stages(stages: dict[str, int], result: RequestResult, *, output_ns: int) -> None:

@@ -16,9 +16,9 @@ import shutil
 import signal
 import tempfile
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -62,22 +62,15 @@ class CheckResult:
 
     Attributes:
         identity: A checksum of all its files.
+        external: Its external data files with their checksums.
         rewritten: The model with fused operators; None if the original is run.
         operators: The fusion report, or why there was no fusion.
     """
 
     identity: str
-    rewritten: Path | None = None
-    operators: Mapping[str, Any] = field(default_factory=lambda: NOT_REWRITTEN)
-
-
-@dataclass(frozen=True)
-class _Record:
-    """Result of a check: external data files with their checksums, and the fused model."""
-
     external: tuple[tuple[Path, str], ...]
-    rewritten: Path | None = None
-    operators: Mapping[str, Any] = field(default_factory=lambda: NOT_REWRITTEN)
+    rewritten: Path | None
+    operators: Mapping[str, Any]
 
     @property
     def is_current(self) -> bool:
@@ -112,7 +105,9 @@ class IsolationChecker:
     ) -> None:
         self._provider, self._threads, self._timeout_s = provider, threads, timeout_s
         self._rewrite, self._folder, self._in_use = rewrite, folder, in_use
-        self._records: dict[str, _Record] = {}
+        self.results: dict[str, CheckResult] = {}
+        """Results by checksum of the content; those of a checker with the same settings are valid
+        here too."""
 
     def check(self, artifact: Artifact) -> CheckResult:
         """Run ``artifact`` in a child process.
@@ -122,11 +117,11 @@ class IsolationChecker:
             InvalidArgument: The provider is not available.
         """
         content = self._content(artifact)
-        record = self._records.get(content)
-        if record is None or not record.is_current:
+        result = self.results.get(content)
+        if result is None or not result.is_current:
             self._delete_unused()
-            record = self._records[content] = self._try(artifact, content)
-        return CheckResult(self._identity(content, record), record.rewritten, record.operators)
+            result = self.results[content] = self._try(artifact, content)
+        return result
 
     def identify(self, artifact: Artifact) -> CheckResult:
         """The result for a trusted model, without a check and without fusion.
@@ -136,37 +131,16 @@ class IsolationChecker:
         """
         content = self._content(artifact)
         external = sorted(external_files(load_model(artifact)))
-        record = _Record(tuple((path, _sha256(path)) for path in external))
-        return CheckResult(
-            self._identity(content, record), None, {"rewritten": False, "why": "it is not probed"}
-        )
-
-    def export_results(self) -> dict[str, dict[str, Any]]:
-        """All results as JSON, for ``import_results`` in another process."""
-        return {
-            content: {
-                "external": [(str(path), checksum) for path, checksum in record.external],
-                "rewritten": None if record.rewritten is None else str(record.rewritten),
-                "operators": dict(record.operators),
-            }
-            for content, record in self._records.items()
-        }
-
-    def import_results(self, results: Mapping[str, Mapping[str, Any]]) -> None:
-        """Add the results of another checker with the same settings."""
-        for content, result in results.items():
-            external = tuple((Path(path), checksum) for path, checksum in result["external"])
-            rewritten = None if result["rewritten"] is None else Path(result["rewritten"])
-            self._records.setdefault(content, _Record(external, rewritten, result["operators"]))
+        return _result(content, external, None, {"rewritten": False, "why": "it is not probed"})
 
     def _delete_unused(self) -> None:
         """Delete the fused files of models that are not loaded."""
         in_use = self._in_use()
         if in_use is None:  # other models are being loaded
             return
-        for content, record in list(self._records.items()):
-            if record.rewritten is not None and self._identity(content, record) not in in_use:
-                record.rewritten.unlink(missing_ok=True)
+        for result in list(self.results.values()):
+            if result.rewritten is not None and result.identity not in in_use:
+                result.rewritten.unlink(missing_ok=True)
 
     def _content(self, artifact: Artifact) -> str:
         """A checksum without external data: listing its files needs the graph, which may crash."""
@@ -176,22 +150,15 @@ class IsolationChecker:
             digest.update(f" {name} {path and _sha256(path)}".encode())
         return digest.hexdigest()
 
-    def _identity(self, content: str, record: _Record) -> str:
-        digest = hashlib.sha256(content.encode())
-        for path, checksum in record.external:
-            digest.update(f" {path.name} {checksum}".encode())
-        return digest.hexdigest()
-
-    def _try(self, artifact: Artifact, content: str) -> _Record:
+    def _try(self, artifact: Artifact, content: str) -> CheckResult:
         new = self._new_file(content) if self._rewrite else None
         paths, operators = self._run_child(artifact, new)
-        external = tuple((Path(path), _sha256(Path(path))) for path in paths)
         rewritten = None
         if new is not None and operators["rewritten"] and new.is_file():
             rewritten = new.replace(new.with_suffix(".onnx"))
         elif new is not None:
             new.unlink(missing_ok=True)
-        return _Record(external, rewritten, operators)
+        return _result(content, map(Path, paths), rewritten, operators)
 
     def _new_file(self, content: str) -> Path | None:
         """The file for the fused model; None if its folder cannot be written."""
@@ -248,6 +215,17 @@ class IsolationChecker:
             return child.call("fuse", new, timeout_s=timeout_s)
         except AttnserveError as error:
             return {"rewritten": False, "why": error.what}
+
+
+def _result(
+    content: str, external: Iterable[Path], rewritten: Path | None, operators: Mapping[str, Any]
+) -> CheckResult:
+    """The result for a model; ``content`` is its checksum without the ``external`` data."""
+    checksums = tuple((path, _sha256(path)) for path in external)
+    digest = hashlib.sha256(content.encode())
+    for path, checksum in checksums:
+        digest.update(f" {path.name} {checksum}".encode())
+    return CheckResult(digest.hexdigest(), checksums, rewritten, operators)
 
 
 def _sha256(path: Path) -> str:

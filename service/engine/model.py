@@ -42,19 +42,15 @@ NOT_REWRITTEN: Mapping[str, Any] = {"rewritten": False, "why": "rewriting is swi
 """The operator report of a model that runs as it was exported."""
 
 DTYPES: Mapping[str, np.dtype[Any]] = {
-    "tensor(bool)": np.dtype(np.bool_),
-    "tensor(uint8)": np.dtype(np.uint8),
-    "tensor(uint16)": np.dtype(np.uint16),
-    "tensor(uint32)": np.dtype(np.uint32),
-    "tensor(uint64)": np.dtype(np.uint64),
-    "tensor(int8)": np.dtype(np.int8),
-    "tensor(int16)": np.dtype(np.int16),
-    "tensor(int32)": np.dtype(np.int32),
-    "tensor(int64)": np.dtype(np.int64),
-    "tensor(float16)": np.dtype(np.float16),
+    **{
+        f"tensor({name})": np.dtype(name)
+        for name in (
+            "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
+            "float16", "double",
+        )
+    },
     "tensor(float)": np.dtype(np.float32),
-    "tensor(double)": np.dtype(np.float64),
-}
+}  # fmt: skip
 """Types that can be served, by their names in ONNX Runtime."""
 
 LARGE_BYTES = 10_000_000
@@ -79,6 +75,11 @@ class Tensor:
     name: str
     dtype: np.dtype[Any]
     axes: tuple[int | str | None, ...]
+
+    @property
+    def shape(self) -> list[int]:
+        """The sizes of the axes, -1 for free ones."""
+        return [axis if isinstance(axis, int) else -1 for axis in self.axes]
 
 
 class Model:
@@ -162,15 +163,11 @@ class Model:
             InvalidData: The inputs do not fit the model.
         """
         expected = [tensor.name for tensor in self.inputs]
-        for name in inputs:
-            if name not in expected:
+        for name in (*inputs, *expected):
+            if name not in expected or name not in inputs:
+                fault = "missing" if name in expected else "unknown"
                 raise InvalidData(
-                    f"unknown input {name!r}: {self.name} takes {', '.join(expected)}"
-                )
-        for name in expected:
-            if name not in inputs:
-                raise InvalidData(
-                    f"missing input {name!r}: {self.name} takes {', '.join(expected)}"
+                    f"{fault} input {name!r}: {self.name} takes {', '.join(expected)}"
                 )
         sizes: dict[str, tuple[int, str]] = {}
         for tensor in self.inputs:
@@ -274,15 +271,15 @@ class Model:
             mask = inputs.get("attention_mask")
             if mask is None:  # without a mask there is no padding
                 mask = np.ones(output.shape[:2], dtype=np.bool_)
-            found = pool(output, mask, self.artifact.pooling, self.artifact.normalize)
+            vectors = pool(output, mask, self.artifact.pooling, self.artifact.normalize)
         else:
-            found = _scores(output)
-        if not np.isfinite(found).all():
+            vectors = _scores(output)
+        if not np.isfinite(vectors).all():
             raise CheckFailed(
                 f"the output of {self.name} holds NaN or infinite numbers for these texts",
                 "check its weights, and that it does not overflow in half precision",
             )
-        return found
+        return vectors
 
     @property
     def plan_id(self) -> str | None:
@@ -364,7 +361,12 @@ class Model:
             alone = self.run({name: array[index : index + 1] for name, array in inputs.items()})
         except InvalidData:
             return False
-        return _same_row(together, alone, index)
+        return all(
+            row.shape[:1] == (1,)
+            and together[name].shape == (WARM_UP_ROWS, *row.shape[1:])
+            and _close(together[name][index], row[0])
+            for name, row in alone.items()
+        )
 
     def _ignores_padding(self, inputs: Mapping[str, np.ndarray]) -> bool:
         """Whether padding (zeros in the tokens and in the mask) leaves the outputs unchanged."""
@@ -377,10 +379,10 @@ class Model:
                 short[tensor.name] = inputs[tensor.name][:, : length // 2]
                 padded[tensor.name][:, length // 2 :] = 0
         try:
-            expected, found = self.run(short), self.run(padded)
+            expected, outputs = self.run(short), self.run(padded)
         except InvalidData:
             return False
-        return all(_starts_with(found[name], array) for name, array in expected.items())
+        return all(_starts_with(outputs[name], array) for name, array in expected.items())
 
     @property
     def _fixed_rows(self) -> int | None:
@@ -393,7 +395,7 @@ class Model:
         what = f"input {tensor.name!r}"
         if array.dtype != tensor.dtype:
             raise InvalidData(f"{what} is {array.dtype}: expected {tensor.dtype}")
-        fixed = [axis if isinstance(axis, int) else -1 for axis in tensor.axes]
+        fixed = tensor.shape
         if fixed and (
             array.ndim != len(fixed)
             or any(want not in (-1, got) for want, got in zip(fixed, array.shape, strict=True))
@@ -425,42 +427,24 @@ class _Closed:
 
 def _examples(graph: ir.Model) -> list[dict[str, np.ndarray]]:
     """Inputs of the first run at several lengths; empty if none can be made."""
-    found: list[dict[str, np.ndarray]] = []
+    examples: list[dict[str, np.ndarray]] = []
     first = next((value.shape for value in graph.graph.inputs if value.shape is not None), None)
-    rows = first[0] if first is not None and len(first) else WARM_UP_ROWS
+    axis = first[0] if first is not None and len(first) else None
+    rows = axis if isinstance(axis, int) else WARM_UP_ROWS
     for length in WARM_UP_LENGTHS:
-        try:
-            found.append(
-                example_inputs(graph, rows if isinstance(rows, int) else WARM_UP_ROWS, length)
-            )
-        except AttnserveError:  # fixed axes of another length, or unsupported types
-            continue
-    return found
-
-
-def _same_row(
-    together: Mapping[str, np.ndarray], alone: Mapping[str, np.ndarray], index: int
-) -> bool:
-    for name, batch in together.items():
-        row = alone[name]
-        if row.shape[:1] != (1,) or batch.shape != (WARM_UP_ROWS, *row.shape[1:]):
-            return False
-        if not _close(batch[index], row[0]):
-            return False
-    return True
+        with suppress(AttnserveError):  # fixed axes of another length, or unsupported types
+            examples.append(example_inputs(graph, rows, length))
+    return examples
 
 
 def _starts_with(longer: np.ndarray, array: np.ndarray) -> bool:
     """Whether ``array`` is the beginning of ``longer`` along every axis."""
-    if longer.ndim != array.ndim or any(
-        a < b for a, b in zip(longer.shape, array.shape, strict=True)
-    ):
-        return False
-    return _close(longer[tuple(map(slice, array.shape))], array)
+    start = longer[tuple(map(slice, array.shape))] if longer.ndim == array.ndim else longer
+    return start.shape == array.shape and _close(start, array)
 
 
-def _close(found: np.ndarray, expected: np.ndarray) -> bool:
-    one, other = (np.nan_to_num(array.astype(np.float64)) for array in (found, expected))
+def _close(array: np.ndarray, expected: np.ndarray) -> bool:
+    one, other = (np.nan_to_num(values.astype(np.float64)) for values in (array, expected))
     return bool(np.linalg.norm(one - other) <= ROW_TOLERANCE * np.linalg.norm(other) + 1e-9)
 
 
@@ -481,20 +465,20 @@ def _scores(logits: np.ndarray) -> np.ndarray:
 
 def _labels(artifact: Artifact) -> dict[int, str]:
     """Names of the classes: ``id2label`` in attnserve.json, else in config.json, else none."""
-    given: Any = artifact.record.get("id2label")
-    if given is None:
+    labels: Any = artifact.record.get("id2label")
+    if labels is None:
         path = artifact.companion("config.json")
         try:
             config: Any = json.loads(path.read_text(encoding="utf-8")) if path else {}
         except (OSError, ValueError) as error:
             raise InvalidModel(f"{path}: not valid JSON: {error}", "copy it again") from error
-        given = config.get("id2label") if isinstance(config, dict) else None
-    if isinstance(given, list):
-        given = dict(enumerate(given))
-    if not isinstance(given, dict):
+        labels = config.get("id2label") if isinstance(config, dict) else None
+    if isinstance(labels, list):
+        labels = dict(enumerate(labels))
+    if not isinstance(labels, dict):
         return {}
     try:
-        return {int(key): str(label) for key, label in given.items()}
+        return {int(key): str(label) for key, label in labels.items()}
     except ValueError as error:
         raise InvalidModel(
             f"{artifact.folder}: a key of id2label is not a number", "correct it"

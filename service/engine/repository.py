@@ -25,7 +25,7 @@ from service.engine.engine import Engine
 from service.engine.isolation import CheckResult, IsolationChecker
 from service.engine.model import Model
 from service.errors import NotFound, NotReady, UnknownModel
-from service.metrics import Metrics
+from service.metrics import Metrics, VersionState
 from service.settings import Settings
 
 __all__ = ["Entry", "Repository", "State", "say_operators"]
@@ -308,10 +308,10 @@ class Repository:
             return current
 
         def reload() -> Model:
-            found, again = self._load(name, version, place, force=True)
-            if found != content or again is None:
+            current_content, reloaded = self._load(name, version, place, force=True)
+            if current_content != content or reloaded is None:
                 raise NotReady(f"the files of {name} have changed", "load it again")
-            return again
+            return reloaded
 
         engine = Engine(model, self.settings, self.metrics.of(name, version), reload)
         self._contents[engine] = content
@@ -330,12 +330,12 @@ class Repository:
         artifact = open_artifact(place.path, place.shared)
         before = _state(artifact)
         check_files(artifact)
-        trusted = not self.settings.probe
-        checked = (self._checker.identify if trusted else self._checker.check)(artifact)
+        checker = self._checker
+        checked = checker.check(artifact) if self.settings.probe else checker.identify(artifact)
         content = checked.identity
         current = self._engines.get(name, {}).get(version)
-        unchanged = current is not None and self._contents.get(current) == content
-        if unchanged and not force and current is not None and current.ready:
+        is_served = current is not None and self._contents.get(current) == content
+        if current is not None and current.ready and is_served and not force:
             return content, None
         model = self._open(artifact, name, version, checked)
         if _state(artifact) != before:
@@ -388,9 +388,11 @@ class Repository:
         self._retiring.add(task)
         task.add_done_callback(self._retiring.discard)
 
-    def _watch(self) -> list[tuple[str, str, int, int, bool]]:
+    def _watch(self) -> list[VersionState]:
         return [
-            (engine.name, engine.version, engine.batcher.waiting, engine.in_flight, engine.ready)
+            VersionState(
+                engine.name, engine.version, engine.batcher.waiting, engine.in_flight, engine.ready
+            )
             for engine in self.engines()
         ]
 

@@ -21,7 +21,7 @@ from service.engine.engine import Engine
 from service.engine.repository import Entry, Repository
 from service.errors import NotFound, NotReady
 from service.memory import rss_bytes
-from service.metrics import Metrics, Second
+from service.metrics import Metrics, Second, VersionState
 from service.settings import Settings
 from service.workers.shared_state import (
     SharedState,
@@ -217,7 +217,7 @@ class SharedRepository(Repository):
 
     async def _apply(self, target: TargetState) -> None:
         """Load and unload models until they equal ``target``; store the first error."""
-        self._checker.import_results(target.checked)
+        self._checker.results = {**target.checked, **self._checker.results}
         first: AttnserveError | None = None
         for name, model in target.models.items():
             try:
@@ -273,7 +273,7 @@ class SharedRepository(Repository):
             for name in names
         }
         generation = before.generation + 1
-        self._state.set_target(TargetState(generation, models, self._checker.export_results()))
+        self._state.set_target(TargetState(generation, models, self._checker.results))
         self._generation = generation
         if all(self._contents_of(name) == model.contents for name, model in models.items()):
             self._error = None
@@ -326,21 +326,22 @@ class SharedRepository(Repository):
 
     def _seconds(self, of: tuple[str, str]) -> dict[int, Second]:
         merged: dict[int, Second] = {}
-        for payload in self._state.seconds(*of):
-            second = payload["second"]
-            merged.setdefault(second, Second(second)).add(payload)
+        for second in self._state.seconds(*of):
+            merged.setdefault(second.second, Second(second.second)).add(second)
         return merged
 
-    def _watch(self) -> list[tuple[str, str, int, int, bool]]:
+    def _watch(self) -> list[VersionState]:
         """The versions that are loaded here, with the queue and requests of all workers."""
-        peers = self._peers()
-        merged: list[tuple[str, str, int, int, bool]] = []
-        for name, version, waiting, in_flight, ready in super()._watch():
-            for peer in peers:
-                for of, number, their_waiting, their_in_flight, their_ready in peer.models:
-                    if (of, number) == (name, version):
-                        waiting += their_waiting
-                        in_flight += their_in_flight
-                        ready = ready and their_ready
-            merged.append((name, version, waiting, in_flight, ready))
-        return merged
+        theirs = [state for peer in self._peers() for state in peer.models]
+
+        def merged(state: VersionState) -> VersionState:
+            every = [state, *(other for other in theirs if other[:2] == state[:2])]
+            return VersionState(
+                state.model,
+                state.version,
+                sum(one.waiting for one in every),
+                sum(one.in_flight for one in every),
+                all(one.ready for one in every),
+            )
+
+        return [merged(state) for state in super()._watch()]

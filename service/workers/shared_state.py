@@ -17,24 +17,40 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from time import time
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
+from pydantic import TypeAdapter
 
 from graph_passes.errors import AttnserveError, InvalidArgument, InvalidModel, MissingExtra
+from service.engine.isolation import CheckResult
 from service.errors import NotReady
+from service.metrics import Second, VersionState
 
-__all__ = ["SharedState", "Status", "TargetModel", "TargetState", "error_from_json"]
+__all__ = [
+    "SharedState",
+    "Status",
+    "TargetModel",
+    "TargetState",
+    "error_from_json",
+    "error_to_json",
+]
 
 HANGING_S = 15
 """A worker without a new status for this time hangs; a busy worker is late by a second or two."""
 
 LOCK_POLL_S = 0.02
+
+ModelSeconds = tuple[str, str, list[Second]]
+"""(model, version, recent seconds)."""
+
+T = TypeVar("T")
 
 ERRORS: Mapping[str, type[AttnserveError]] = {
     kind.__name__: kind for kind in (InvalidModel, InvalidArgument, MissingExtra, NotReady)
@@ -54,12 +70,12 @@ class TargetModel:
 class TargetState:
     """The models that every worker must load.
 
-    ``checked`` are the results of the isolation check: one check serves all workers.
+    ``checked`` are the results of the isolation check by content: one check serves all workers.
     """
 
     generation: int
     models: dict[str, TargetModel]
-    checked: dict[str, dict[str, Any]]
+    checked: dict[str, CheckResult]
 
 
 @dataclass(frozen=True)
@@ -71,7 +87,7 @@ class Status:
         ready: It has reached the target state, and all its models can run.
         generation: Of the target state that it last tried to reach.
         error: Why it could not reach that state, or could not start.
-        models: (model, version, rows waiting, requests in flight, ready) of each loaded version.
+        models: State of each loaded version.
         at: Time of this status, in seconds since 1970.
     """
 
@@ -81,9 +97,7 @@ class Status:
     ready: bool = False
     generation: int = 0
     error: dict[str, str] | None = None
-    models: list[tuple[str, str, int, int, bool]] = field(
-        default_factory=list[tuple[str, str, int, int, bool]]
-    )
+    models: list[VersionState] = field(default_factory=list[VersionState])
     rss_bytes: int = field(default=0, compare=False)
     at: float = field(default=0.0, compare=False)
 
@@ -93,10 +107,7 @@ class Status:
 
     def runs(self, name: str, version: str) -> bool:
         """Whether this worker can run a version."""
-        return any(
-            (model, number) == (name, version) and ready
-            for model, number, _, _, ready in self.models
-        )
+        return any(one[:2] == (name, version) and one.ready for one in self.models)
 
 
 @dataclass(frozen=True)
@@ -146,11 +157,7 @@ class SharedState:
 
     def target(self) -> TargetState | None:
         """The target state; None until the first worker has loaded its models."""
-        payload = self._read("target.json")
-        if payload is None:
-            return None
-        models = {name: TargetModel(**model) for name, model in payload["models"].items()}
-        return TargetState(payload["generation"], models, payload["checked"])
+        return self._read("target.json", TargetState)
 
     def set_target(self, target: TargetState) -> None:
         """Replace the target state; the caller holds the lock."""
@@ -160,8 +167,7 @@ class SharedState:
 
     def status(self, worker: int) -> Status | None:
         """The status of a worker; None if it is not running, or has none yet."""
-        payload = self._read(f"worker-{worker}.json")
-        return None if payload is None else Status(**payload)
+        return self._read(f"worker-{worker}.json", Status)
 
     def serving(self, *, but: int | None = None) -> list[Status]:
         """The status of each worker that accepts connections, except worker ``but``."""
@@ -177,30 +183,41 @@ class SharedState:
 
     # -- the last minute --------------------------------------------------------------------------
 
-    def set_seconds(self, seconds: Sequence[Any]) -> None:
+    def set_seconds(self, seconds: list[ModelSeconds]) -> None:
         """Store (model, version, recent seconds) of this process."""
         self._write(f"seconds-{os.getpid()}.json", seconds)
 
-    def seconds(self, model: str, version: str) -> Iterator[dict[str, Any]]:
+    def seconds(self, model: str, version: str) -> Iterator[Second]:
         """The recent seconds of a version in all workers, including those that have exited."""
         for path in self.path.glob("seconds-*.json"):
-            for name, number, seconds in self._read(path.name) or ():
+            for name, number, seconds in self._read(path.name, list[ModelSeconds]) or ():
                 if (name, number) == (model, version):
                     yield from seconds
 
     # -- files ------------------------------------------------------------------------------------
 
-    def _read(self, name: str) -> Any:
+    def _read(self, name: str, kind: type[T]) -> T | None:
         try:
-            return orjson.loads((self.path / name).read_bytes())
+            return _adapter(kind).validate_json((self.path / name).read_bytes())
         except FileNotFoundError:
             return None
 
     def _write(self, name: str, content: Any) -> None:
         new = self.path / f".{name}.{os.getpid()}"
         with suppress(FileNotFoundError):  # the server has stopped and removed the folder
-            new.write_bytes(orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS))
+            new.write_bytes(orjson.dumps(content, _plain, orjson.OPT_NON_STR_KEYS))
             new.replace(self.path / name)
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    """The parser of ``kind``, which takes milliseconds to build."""
+    return TypeAdapter(kind)
+
+
+def _plain(value: Any) -> Any:
+    """Named tuples and paths, for orjson."""
+    return tuple(value) if isinstance(value, tuple) else str(value)
 
 
 def error_to_json(error: AttnserveError) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The tiny encoder, served."""
+"""Fixtures of the service: the served tiny encoder, held runs, servers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
@@ -14,14 +15,14 @@ import uvicorn
 from starlette.testclient import TestClient
 
 from service.app import create_app
+from service.engine.model import Model
 from service.settings import Settings
 from tests.service.tiny import write_encoder
 
 
 @pytest.fixture(autouse=True)
 def log_as_it_was() -> Iterator[None]:
-    """A server that a test starts here sets the log up for its process, and takes this one's
-    stderr of the moment for it."""
+    """Restore the log handlers: a server that a test starts here replaces them."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield
@@ -29,19 +30,54 @@ def log_as_it_was() -> Iterator[None]:
     root.setLevel(level)
 
 
+def until(condition: Callable[[], Any], seconds: float = 30) -> Any:
+    """The value of ``condition()`` once it is true."""
+    end = monotonic() + seconds
+    while not (value := condition()):
+        assert monotonic() < end, "the condition was not met in time"
+        sleep(0.01)
+    return value
+
+
+class HeldRuns:
+    """Runs of all models, which wait for ``go``; ``started`` counts them."""
+
+    def __init__(self) -> None:
+        self.started, self.go = 0, threading.Event()
+
+    def wait(self, runs: int = 1) -> None:
+        """Wait until this number of runs has started."""
+        until(lambda: self.started >= runs, 10)
+
+
+@pytest.fixture
+def hold(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], HeldRuns]]:
+    """Hold the runs from now on; call it after the models are warmed up."""
+    held, run = HeldRuns(), Model.run
+
+    def wait_and_run(*args: Any) -> Any:
+        held.started += 1
+        assert held.go.wait(20)
+        return run(*args)
+
+    def install() -> HeldRuns:
+        monkeypatch.setattr(Model, "run", wait_and_run)
+        return held
+
+    yield install
+    held.go.set()
+
+
 @contextmanager
 def listening(app: Any) -> Iterator[str]:
     """The address of ``app`` behind uvicorn, on a free port of this machine."""
-    config = uvicorn.Config(
-        app, port=0, log_config=None, access_log=False, timeout_keep_alive=600
-    )  # a client that a busy machine holds up for seconds keeps its connection
+    # On a busy machine, a client may keep a connection idle for seconds.
+    config = uvicorn.Config(app, port=0, log_config=None, access_log=False, timeout_keep_alive=600)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        while not server.started:
-            assert thread.is_alive(), "the server does not come up"
-            thread.join(0.01)
+        until(lambda: server.started or not thread.is_alive())
         port = server.servers[0].sockets[0].getsockname()[1]
         yield f"http://127.0.0.1:{port}"
     finally:
@@ -53,7 +89,7 @@ def listening(app: Any) -> Iterator[str]:
 def start() -> Iterator[Callable[..., TestClient]]:
     """Start an application on the given settings; it stops with the test.
 
-    Models that are made here are trusted: a process of its own for each takes seconds.
+    Models are not probed: a child process for each takes seconds.
     """
     started: list[TestClient] = []
 
@@ -75,7 +111,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def client(encoder: Path) -> Iterator[TestClient]:
-    """The tiny encoder, served."""
+    """Fixtures of the service: the served tiny encoder, held runs, servers."""
     app = create_app(Settings(model=encoder, probe=False))
     with TestClient(app) as client:
         yield client

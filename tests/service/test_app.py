@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
+import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +18,19 @@ import httpx2
 import numpy as np
 import orjson
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 import service
 from graph_passes.errors import InvalidArgument
 from service.app import create_app
-from service.engine.model import Model
 from service.launch import serve
 from service.settings import Settings
+from tests.service.conftest import until
 from tests.service.fake_nvml import FakeNvml, use_nvml
-from tests.service.tiny import hidden_states, ids_request, write_encoder
+from tests.service.tiny import ids_request, write_encoder
 
 INFER = "/v2/models/tiny/infer"
 TIMES = ("x-queue-ms", "x-tokenize-ms", "x-compute-ms")
-
-
-def samples(client: TestClient) -> dict[str, float]:
-    """Every sample of /metrics, as name{label="value"}."""
-    text = client.get("/metrics").text
-    return {
-        sample.name + "".join(f" {key}={value}" for key, value in sorted(sample.labels.items())): (
-            sample.value
-        )
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
 
 
 @pytest.mark.parametrize(
@@ -102,32 +91,6 @@ def test_answer_with_gpu_has_gpu_memory(
     assert "x-gpu-bytes" not in client.post(INFER, json=ids_request([2, 3])).headers
 
 
-def test_gpu_memory_peak_is_kept_per_model_and_absent_before_first_answer(
-    start: Callable[..., TestClient], encoder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client = start(encoder)
-    engine = client.app.state.repository.engine()  # type: ignore[attr-defined]
-
-    def peaks() -> tuple[int | None, list[str]]:
-        lines = client.get("/metrics").text.splitlines()
-        series = [line for line in lines if line.startswith("attnserve_gpu_memory_peak_bytes{")]
-        return client.get("/stats.json").json()["models"][0]["gpu_peak_bytes"], series
-
-    client.post(INFER, json=ids_request([2, 3]))
-    assert peaks() == (None, [])
-    monkeypatch.setattr(engine, "settings", engine.settings.model_copy(update={"provider": "cuda"}))
-    nvml = FakeNvml()
-    use_nvml(monkeypatch, nvml)
-    for used, peak in ((7, 7), (50, 50), (9, 50), (50, 50), (51, 51)):
-        nvml.used = used
-        client.post(INFER, json=ids_request([2, 3]))
-        series = 'attnserve_gpu_memory_peak_bytes{model="tiny",version="1"}'
-        assert peaks() == (peak, [f"{series} {peak:.1f}"])
-    use_nvml(monkeypatch, None)  # the driver is gone
-    client.post(INFER, json=ids_request([2, 3]))
-    assert peaks()[0] == 51
-
-
 @pytest.mark.parametrize("sent", ["abc-123", "550e8400-e29b-41d4-a716-446655440000"])
 def test_valid_request_id_is_returned(client: TestClient, sent: str) -> None:
     answer = client.get("/v2", headers={"x-request-id": sent})
@@ -138,63 +101,6 @@ def test_valid_request_id_is_returned(client: TestClient, sent: str) -> None:
 def test_invalid_request_id_is_replaced(client: TestClient, sent: str | None) -> None:
     answer = client.get("/v2", headers={} if sent is None else {"x-request-id": sent})
     assert re.fullmatch(r"[0-9a-f]{32}", answer.headers["x-request-id"])
-
-
-def test_metrics_count_requests_per_application(
-    start: Callable[..., TestClient], encoder: Path
-) -> None:
-    client, other = start(encoder), start(encoder)
-    client.post("/embed", json={"inputs": "a"})
-    client.post(INFER, json=ids_request([2, 3]))
-    client.post(INFER, json={})
-    client.get("/made-up")
-    values = samples(client)
-    assert values["attnserve_requests_total route=/embed status=200"] == 1
-    assert values["attnserve_requests_total route=/v2/models/{name}/infer status=422"] == 1
-    assert values["attnserve_requests_total route=unknown status=404"] == 1
-    assert values["attnserve_request_seconds_count model=tiny version=1"] == 2
-    for stage in ("queue", "tokenize", "compute"):
-        assert values[f"attnserve_stage_seconds_count model=tiny stage={stage} version=1"] == 2
-    assert values["attnserve_request_tokens_sum model=tiny version=1"] == 5
-    assert values["attnserve_macs_total model=tiny version=1"] == 5 * 4 * 4
-    assert values["attnserve_in_flight model=tiny version=1"] == 0
-    assert values["process_resident_memory_bytes"] > 1_000_000
-    assert not any("route=/embed" in key for key in samples(other))
-
-
-def test_concurrent_requests_get_their_own_answers(client: TestClient) -> None:
-    rows = np.random.default_rng(0).integers(0, 8, (50, 5))
-
-    def ask(row: np.ndarray) -> list[float]:
-        answer = client.post(INFER, json=ids_request(row.tolist()))
-        assert answer.status_code == 200
-        return answer.json()["outputs"][0]["data"]
-
-    with ThreadPoolExecutor(16) as threads:
-        answers = list(threads.map(ask, rows))
-    np.testing.assert_array_equal(np.reshape(answers, (50, 5, 4)), hidden_states(rows))
-
-
-def test_full_queue_answers_429_with_retry_after(
-    start: Callable[..., TestClient], encoder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go, running, run = threading.Event(), threading.Event(), Model.run
-
-    def held(*args: Any) -> Any:
-        running.set()
-        assert go.wait(10)
-        return run(*args)
-
-    client = start(encoder, max_queue=0)
-    monkeypatch.setattr(Model, "run", held)
-    with ThreadPoolExecutor(1) as thread:
-        first = thread.submit(client.post, INFER, json=ids_request([2, 3]))
-        assert running.wait(10)
-        refused = client.post(INFER, json=ids_request([2, 3]))
-        go.set()
-        assert first.result().status_code == 200
-    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-    assert refused.json() == {"error": "0 rows wait already, and at most 0 may; try again later"}
 
 
 def test_model_name_is_percent_encoded_in_header(
@@ -246,26 +152,41 @@ def test_openapi_document_describes_bodies(client: TestClient) -> None:
     assert client.get("/docs").status_code == 200
 
 
-@pytest.fixture(scope="module")
-def server(encoder: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """(address, process) of a real server on a free port."""
+@contextmanager
+def serving(
+    model: Path, prelude: str = "", **environment: str
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """(address, process) of a real server on a free port, whose program starts with ``prelude``."""
     program = (
-        "from pathlib import Path; from service.launch import serve; from service.settings import"
-        f" Settings; serve(Settings(model=Path({str(encoder)!r}), port=0))"
+        f"{prelude}\n"
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from service.launch import serve\n"
+        "from service.settings import Settings\n"
+        "serve(Settings(model=Path(sys.argv[1]), port=0))"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", program, str(model)],
         cwd=Path(service.__file__).parents[1],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env=os.environ | environment,
     ) as process:
         assert process.stderr is not None
         line = process.stderr.readline()
-        found = re.fullmatch(r"serving tiny at (http://127\.0\.0\.1:\d+)\n", line)
-        assert found, line + process.stderr.read()
-        yield found[1], process
-        process.terminate()
+        ready = re.fullmatch(r"serving tiny at (http://127\.0\.0\.1:\d+)\n", line)
+        assert ready, line + process.stderr.read()
+        try:
+            yield ready[1], process
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def server(encoder: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    with serving(encoder) as server:
+        yield server
 
 
 def exchange(address: str, *parts: bytes) -> bytes:
@@ -295,6 +216,7 @@ def test_server_accepts_requests_once_ready_is_logged(
     assert httpx2.get(f"{server[0]}/v2/health/ready").json() == {"ready": True}
 
 
+@pytest.mark.process
 def test_server_over_http_answers(server: tuple[str, subprocess.Popen[str]]) -> None:
     address, _ = server
     with httpx2.Client(base_url=address) as client:
@@ -401,3 +323,60 @@ def test_log_goes_to_stderr_and_nothing_to_stdout(
     lines = [orjson.loads(line) for line in stderr.splitlines() if line.startswith("{")]
     assert lines[-1]["request_id"] == "last"
     assert "Traceback" not in stderr
+
+
+SLOW = """
+import time
+from service.engine.model import Model
+run, warm_up = Model.run, Model.warm_up
+def slow(*args):
+    time.sleep(1)
+    return run(*args)
+def warm(self):
+    warm_up(self)
+    Model.run = slow
+Model.warm_up = warm
+"""
+"""Runs after the warm-up take 1 s."""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_server_signaled_answers_accepted_requests_and_exits(
+    encoder: Path, number: signal.Signals
+) -> None:
+    limits = {"ATTNSERVE_MAX_BATCH_TOKENS": "3", "ATTNSERVE_PROBE": "false"}
+    with serving(encoder, SLOW, **limits) as (address, process):
+        with ThreadPoolExecutor(4) as threads:
+            accepted = [
+                threads.submit(httpx2.post, f"{address}/embed", json={"inputs": "a"}, timeout=20)
+                for _ in range(4)
+            ]
+            series = 'attnserve_in_flight{model="tiny",version="1"} 4.0'
+            until(lambda: series in httpx2.get(f"{address}/metrics").text)
+            process.send_signal(number)
+            assert [one.result().status_code for one in accepted] == [200] * 4
+        assert process.wait(20) == 0
+        with pytest.raises(httpx2.TransportError):
+            httpx2.get(f"{address}/v2/health/live")
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
+
+
+@pytest.mark.process
+def test_server_drain_delay_reports_not_ready_and_still_answers(encoder: Path) -> None:
+    with serving(encoder, ATTNSERVE_DRAIN_DELAY_S="2", ATTNSERVE_PROBE="false") as server:
+        address, process = server
+        assert httpx2.get(f"{address}/v2/health/ready").status_code == 200
+        process.send_signal(signal.SIGTERM)
+        until(lambda: httpx2.get(f"{address}/v2/health/ready").status_code == 503)
+        assert httpx2.get(f"{address}/v2/health/live").status_code == 200
+        assert httpx2.post(f"{address}/embed", json={"inputs": "a"}).status_code == 200
+        assert process.wait(20) == 0
+
+
+def test_application_can_start_again(encoder: Path) -> None:
+    app = create_app(Settings(model=encoder, probe=False))
+    for _ in range(2):
+        with TestClient(app) as client:
+            assert client.post("/embed", json={"inputs": "a"}).status_code == 200

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import re
-import socket
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-import uvicorn
 from starlette.testclient import TestClient
 
 from service.app import create_app
 from service.dashboard import PAGE, POLICY
 from service.settings import Settings
 from tests.service.browser import Browser, chromium
+from tests.service.conftest import listening
 from tests.service.tiny import write_encoder
 
 KEY = "open-sesame"
@@ -45,28 +42,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(models: Path) -> Iterator[str]:
-    yield from served(Settings(model=models, probe=False))
+    with listening(create_app(Settings(model=models, probe=False))) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")
 def locked(models: Path) -> Iterator[str]:
     settings = Settings.model_validate({"model": models / "small", "probe": False, "api_keys": KEY})
-    yield from served(settings)
-
-
-def served(settings: Settings) -> Iterator[str]:
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.bind(("127.0.0.1", 0))
-    config = uvicorn.Config(create_app(settings), log_config=None, log_level="error")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server.should_exit = True
-    thread.join()
-    listener.close()
+    with listening(create_app(settings)) as url:
+        yield url
 
 
 @pytest.fixture
@@ -165,7 +149,6 @@ def test_every_control_is_reachable_by_tab(page: Browser):
 
 
 def test_page_escapes_texts(page: Browser):
-    """What a model or a user is called does not become a part of the page."""
     page.run("document.querySelector('#texts').value = '<img src=x onerror=document.title=1>'")
     page.click("#send")
     page.until(lambda: "cosine" in page.text("#answer"))
@@ -174,12 +157,10 @@ def test_page_escapes_texts(page: Browser):
 
 
 def test_page_of_stopped_server_shows_unreachable(models: Path):
-    serving = served(Settings(model=models / "small", probe=False))
-    address = next(serving)
     with chromium() as browser:
-        browser.open(address)
-        browser.until(lambda: browser.text("#state") == "ready")
-        next(serving, None)
+        with listening(create_app(Settings(model=models / "small", probe=False))) as address:
+            browser.open(address)
+            browser.until(lambda: browser.text("#state") == "ready")
         browser.until(lambda: browser.text("#state") == "unreachable")
         assert "the last values received" in browser.text("#notice")
 

@@ -1,4 +1,4 @@
-"""Whatever a client sends, it gets a 4xx that says what is wrong with it."""
+"""Invalid requests get a 4xx answer that says what is wrong."""
 
 from __future__ import annotations
 
@@ -160,17 +160,23 @@ def check(answer: Any, status: int, text: str) -> None:
 
 @pytest.mark.parametrize("route", [INFER, "/embed"])
 @pytest.mark.parametrize(("content", "status", "text"), BODIES.values(), ids=BODIES)
-def test_bodies(client: TestClient, route: str, content: bytes, status: int, text: str) -> None:
+def test_malformed_body_is_refused(
+    client: TestClient, route: str, content: bytes, status: int, text: str
+) -> None:
     check(client.post(route, content=content), status, text)
 
 
 @pytest.mark.parametrize(("request_", "status", "text"), REQUESTS.values(), ids=REQUESTS)
-def test_infer(client: TestClient, request_: Any, status: int, text: str) -> None:
+def test_infer_invalid_request_is_refused(
+    client: TestClient, request_: Any, status: int, text: str
+) -> None:
     check(client.post(INFER, content=orjson.dumps(request_)), status, text)
 
 
 @pytest.mark.parametrize(("request_", "status", "text"), EMBEDDINGS.values(), ids=EMBEDDINGS)
-def test_embed(client: TestClient, request_: Any, status: int, text: str) -> None:
+def test_embed_invalid_request_is_refused(
+    client: TestClient, request_: Any, status: int, text: str
+) -> None:
     check(client.post("/embed", content=orjson.dumps(request_)), status, text)
 
 
@@ -189,7 +195,9 @@ def test_embed(client: TestClient, request_: Any, status: int, text: str) -> Non
         ("POST", "/v2/models/tiny/versions/x/infer", 404, "unknown version 'x'"),
     ],
 )
-def test_routes(client: TestClient, method: str, path: str, status: int, text: str) -> None:
+def test_unknown_path_or_method_is_refused(
+    client: TestClient, method: str, path: str, status: int, text: str
+) -> None:
     check(client.request(method, path), status, text)
 
 
@@ -204,7 +212,7 @@ def test_routes(client: TestClient, method: str, path: str, status: int, text: s
         ("all", b"\0" * 4, 422, "4 bytes follow the last tensor; set binary_data_size"),
     ],
 )
-def test_binary(
+def test_infer_invalid_header_length_is_refused(
     client: TestClient, header: str | None, tail: bytes, status: int, text: str
 ) -> None:
     body = orjson.dumps(GOOD)
@@ -213,7 +221,7 @@ def test_binary(
     check(client.post(INFER, content=body + tail, headers=sent), status, text)
 
 
-def test_a_large_body_is_refused(start: Callable[..., TestClient], encoder: Path) -> None:
+def test_body_above_limit_is_refused(start: Callable[..., TestClient], encoder: Path) -> None:
     client = start(encoder, max_body_bytes=1000)
 
     def chunks() -> Iterator[bytes]:  # sent without a Content-Length
@@ -243,20 +251,24 @@ PACKED: dict[str, tuple[str, bytes, int, str]] = {
 
 
 @pytest.mark.parametrize(("encoding", "content", "status", "text"), PACKED.values(), ids=PACKED)
-def test_packed(client: TestClient, encoding: str, content: bytes, status: int, text: str) -> None:
+def test_invalid_compressed_body_is_refused(
+    client: TestClient, encoding: str, content: bytes, status: int, text: str
+) -> None:
     headers = {"content-encoding": encoding}
     check(client.post(INFER, content=content, headers=headers), status, text)
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, zlib.compress], ids=["as gzip", "as zlib"])
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
-def test_packed_well(client: TestClient, pack: Callable[[bytes], bytes], encoding: str) -> None:
+def test_compressed_body_is_accepted(
+    client: TestClient, pack: Callable[[bytes], bytes], encoding: str
+) -> None:
     headers = {"content-encoding": encoding}
     answer = client.post(INFER, content=pack(orjson.dumps(GOOD)), headers=headers)
     assert answer.status_code == 200
 
 
-def test_nothing_is_served_before_it_is_loaded(encoder: Path) -> None:
+def test_requests_before_loading_are_not_ready(encoder: Path) -> None:
     client = TestClient(create_app(Settings(model=encoder)))  # not entered: never started
     assert client.get("/v2/health/live").json() == {"live": True}
     ready = client.get("/v2/health/ready")
@@ -266,7 +278,7 @@ def test_nothing_is_served_before_it_is_loaded(encoder: Path) -> None:
     assert answer.headers["retry-after"] == "5"
 
 
-def test_a_defect_is_told_to_the_log_and_not_to_the_client(
+def test_unexpected_exception_is_logged_and_hidden_from_client(
     client: TestClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("service.api.texts.respond", lambda *_: 1 / 0)

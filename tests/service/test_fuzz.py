@@ -186,7 +186,7 @@ def ask(encoder: Path) -> Iterator[Ask]:
 
 
 @pytest.mark.fuzz
-def test_any_bytes_are_answered(ask: Ask) -> None:
+def test_infer_any_bytes_are_answered(ask: Ask) -> None:
     seen: Counter[int] = Counter()
 
     @settings(max_examples=CASES, suppress_health_check=list(HealthCheck), deadline=None)
@@ -215,7 +215,7 @@ def test_any_bytes_are_answered(ask: Ask) -> None:
 @pytest.mark.parametrize("ids_binary", [True, False])
 @pytest.mark.parametrize("mask_binary", [True, False])
 @pytest.mark.parametrize("outputs", OUTPUTS)
-def test_what_the_fuzzer_starts_from_is_right(
+def test_infer_unmodified_fuzz_requests_succeed(
     ask: Ask, ids_binary: bool, mask_binary: bool, outputs: Any
 ) -> None:
     tree, raw = good(ids_binary=ids_binary, mask_binary=mask_binary, outputs=outputs)

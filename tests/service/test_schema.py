@@ -1,4 +1,4 @@
-"""The OpenAPI document at its word: what it allows and what it forbids is sent to each route."""
+"""Each route conforms to the OpenAPI document, for valid and invalid requests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def error_has_its_protocols_form(path: str, content: bytes) -> None:
 
 
 @pytest.mark.fuzz
-def test_every_route_keeps_to_its_description(
+def test_routes_conform_to_openapi_document(
     start: Callable[..., TestClient], encoder: Path
 ) -> None:
     client = start(encoder)
@@ -83,7 +83,7 @@ def test_every_route_keeps_to_its_description(
     assert ("POST /v2/repository/models/{name}/unload", 200) in tried
 
 
-def test_good_answers_are_what_the_document_says(
+def test_successful_answers_conform_to_openapi_document(
     start: Callable[..., TestClient], encoder: Path
 ) -> None:
     """What is made up is seldom good."""

@@ -19,7 +19,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     return seen
 
 
-def test_options_win_over_the_environment_and_that_over_defaults(
+def test_settings_options_override_environment_and_defaults(
     told: list[Settings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ATTNSERVE_PORT", "9000")
@@ -33,7 +33,7 @@ def test_options_win_over_the_environment_and_that_over_defaults(
     assert Settings(model=Path("model")).rewrite
 
 
-def test_every_option(told: list[Settings], tmp_path: Path) -> None:
+def test_serve_options_set_their_settings(told: list[Settings], tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "host": "0.0.0.0",
         "port": 1,

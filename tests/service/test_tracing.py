@@ -1,4 +1,4 @@
-"""Spans, for those who have OpenTelemetry."""
+"""OpenTelemetry spans of requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[Readabl
     provider.shutdown()
 
 
-def test_a_span_says_what_the_answer_cost_and_not_what_was_asked(client: TestClient, spans: Spans):
+def test_span_has_cost_and_no_request_text(client: TestClient, spans: Spans):
     answer = client.post("/embed", json={"inputs": "a b secret"})
     (span,) = spans()
     told = dict(span.attributes or {})
@@ -40,25 +40,25 @@ def test_a_span_says_what_the_answer_cost_and_not_what_was_asked(client: TestCli
     assert span.status.is_ok or span.status.is_unset
 
 
-def test_the_trace_of_the_client_goes_on(client: TestClient, spans: Spans):
+def test_span_continues_trace_of_client(client: TestClient, spans: Spans):
     client.get("/v2/health/live", headers={"traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"})
     (span,) = spans()
     assert span.context is not None and f"{span.context.trace_id:032x}" == TRACE
 
 
 @pytest.mark.parametrize("header", ["", "00-0-0-00", "nonsense", "ÿ" * 200])
-def test_a_broken_trace_is_a_new_one(client: TestClient, spans: Spans, header: str):
+def test_span_invalid_traceparent_starts_new_trace(client: TestClient, spans: Spans, header: str):
     headers = {b"traceparent": header.encode("latin-1")}
     assert client.get("/v2/health/live", headers=headers).status_code == 200
     (span,) = spans()
     assert span.context is not None and span.context.trace_id
 
 
-def test_paths_that_are_made_up_share_one_name(client: TestClient, spans: Spans):
+def test_span_unknown_paths_share_one_name(client: TestClient, spans: Spans):
     for path in ("/nothing", "/nowhere"):
         assert client.get(path).status_code == 404
     assert {span.name for span in spans()} == {"GET unknown"}
 
 
-def test_without_a_provider_nothing_is_traced(client: TestClient):
+def test_request_without_tracer_provider_is_answered(client: TestClient):
     assert client.get("/v2/health/live").status_code == 200

@@ -1,4 +1,4 @@
-"""Tiny models and a tiny tokenizer, made here: nothing is downloaded."""
+"""Tiny models and a tiny tokenizer; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ tiny (int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask)
 }
 """
 
-# Every datatype in, the same out: what the codec reads is what the codec writes.
+# Outputs equal inputs, for every datatype.
 ECHO = """
 <ir_version: 10, opset_import: ["": 18]>
 echo (bool[n] b, uint8[n] u8, uint64[n] u64, int8[n] i8, int64[n] i64, float16[n] f16,
@@ -63,6 +63,11 @@ def hidden_states(ids: np.ndarray) -> np.ndarray:
     table = tables()
     places = table["places_table"][:, : ids.shape[1]]
     return (table["words_table"][ids] + places) @ table["dense"]
+
+
+def mean(ids: list[int]) -> np.ndarray:
+    """The mean-pooled vector of one text."""
+    return hidden_states(np.array([ids]))[0].mean(axis=0)
 
 
 def write_encoder(folder: Path, *, tokenizer: bool = True, **record: object) -> Path:

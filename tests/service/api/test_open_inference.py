@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 from tests.service.tiny import ECHO, hidden_states, ids_request, write_model
 
 
-def test_metadata(client: TestClient) -> None:
+def test_metadata_describes_server_and_model(client: TestClient) -> None:
     assert client.get("/v2").json()["name"] == "attnserve"
     expected = {
         "name": "tiny",
@@ -35,7 +35,7 @@ def test_metadata(client: TestClient) -> None:
 
 
 @pytest.mark.parametrize("route", ["/v2/models/tiny/infer", "/v2/models/tiny/versions/1/infer"])
-def test_infer(client: TestClient, route: str) -> None:
+def test_infer_returns_outputs_and_id(client: TestClient, route: str) -> None:
     ids = [[2, 4, 5, 3], [2, 6, 7, 3]]
     answer = client.post(route, json=ids_request(*ids) | {"id": "seven"})
     assert answer.status_code == 200
@@ -51,7 +51,7 @@ def test_infer(client: TestClient, route: str) -> None:
     assert (kept["name"], kept["datatype"], kept["data"]) == ("kept", "BOOL", [True] * 8)
 
 
-def test_outputs_are_those_asked_for_in_their_order(client: TestClient) -> None:
+def test_infer_returns_requested_outputs_in_order(client: TestClient) -> None:
     asked = [{"name": "kept"}, {"name": "last_hidden_state"}]
     answer = client.post("/v2/models/tiny/infer", json=ids_request([2, 3]) | {"outputs": asked})
     assert [output["name"] for output in answer.json()["outputs"]] == ["kept", "last_hidden_state"]
@@ -81,7 +81,7 @@ def read_binary(answer: Any) -> tuple[dict[str, Any], bytes]:
 
 
 @pytest.mark.parametrize("spaces", range(8))
-def test_raw_tensors_go_in_and_come_out(client: TestClient, spaces: int) -> None:
+def test_infer_raw_tensors_at_any_address(client: TestClient, spaces: int) -> None:
     """Wherever in memory they lie."""
     ids = np.array([[2, 4, 5, 3], [2, 6, 7, 3]])
     asked = {"id": " " * spaces, "parameters": {"binary_data_output": True}}
@@ -111,7 +111,7 @@ def test_raw_tensors_go_in_and_come_out(client: TestClient, spaces: int) -> None
     assert answer.headers["x-tokens"] == "8"
 
 
-def test_an_outputs_own_word_comes_before_that_of_the_request(client: TestClient) -> None:
+def test_infer_binary_data_of_output_overrides_request(client: TestClient) -> None:
     asked = {
         "parameters": {"binary_data_output": True},
         "outputs": [
@@ -128,7 +128,7 @@ def test_an_outputs_own_word_comes_before_that_of_the_request(client: TestClient
     assert raw == b"\1\1"
 
 
-def test_raw_tensors_in_json_out(client: TestClient) -> None:
+def test_infer_raw_inputs_json_outputs(client: TestClient) -> None:
     body, headers = binary_request(np.array([[2, 4, 3]]))
     answer = client.post("/v2/models/tiny/infer", content=body, headers=headers)
     assert answer.headers["content-type"] == "application/json"
@@ -136,7 +136,7 @@ def test_raw_tensors_in_json_out(client: TestClient) -> None:
     assert answer.json()["outputs"][1]["data"] == [True] * 3
 
 
-def test_what_cannot_be_told_in_json_can_be_told_in_bytes(
+def test_infer_infinity_is_null_in_json_and_exact_in_bytes(
     start: Callable[..., TestClient], tmp_path: Path
 ) -> None:
     text = """
@@ -144,20 +144,24 @@ def test_what_cannot_be_told_in_json_can_be_told_in_bytes(
     log (float[n] x) => (float[n] y) { y = Log(x) }
     """
     client = start(write_model(tmp_path / "log.onnx", text))
-    inputs = [{"name": "x", "datatype": "FP32", "shape": [3], "data": [0, -1, 1]}]
-    asked = {"inputs": inputs, "parameters": {"binary_data_output": True}}
-    _, raw = read_binary(client.post("/v2/models/log/infer", json=asked))
+    tensor = {"name": "x", "datatype": "FP32", "shape": [3], "data": [0, -1, 1]}
+    answer = client.post("/v2/models/log/infer", json={"inputs": [tensor]})
+    assert answer.json()["outputs"][0]["data"] == [None, None, 0.0]
+    body = {"inputs": [tensor], "parameters": {"binary_data_output": True}}
+    _, raw = read_binary(client.post("/v2/models/log/infer", json=body))
     np.testing.assert_array_equal(np.frombuffer(raw, "<f4"), [-np.inf, np.nan, 0])
 
 
-def test_no_content_type_is_needed(client: TestClient) -> None:
+def test_infer_needs_no_content_type(client: TestClient) -> None:
     body = orjson.dumps(ids_request([2, 3]))
     assert client.post("/v2/models/tiny/infer", content=body).status_code == 200
     form = {"content-type": "application/x-www-form-urlencoded"}  # what curl -d says
     assert client.post("/v2/models/tiny/infer", content=body, headers=form).status_code == 200
 
 
-def test_every_datatype_survives(start: Callable[..., TestClient], tmp_path: Path) -> None:
+def test_infer_every_datatype_is_returned_unchanged(
+    start: Callable[..., TestClient], tmp_path: Path
+) -> None:
     values: dict[str, tuple[str, list[int], list[Any]]] = {
         "b": ("BOOL", [2], [True, False]),
         "u8": ("UINT8", [2], [0, 255]),
@@ -179,17 +183,6 @@ def test_every_datatype_survives(start: Callable[..., TestClient], tmp_path: Pat
         datatype, shape, data = values[output["name"].removesuffix("_out")]
         assert (output["datatype"], output["shape"]) == (datatype, shape)
         assert output["data"] == data
-
-
-def test_infinity_is_null(start: Callable[..., TestClient], tmp_path: Path) -> None:
-    text = """
-    <ir_version: 10, opset_import: ["": 18]>
-    log (float[n] x) => (float[n] y) { y = Log(x) }
-    """
-    client = start(write_model(tmp_path / "log.onnx", text))
-    inputs = [{"name": "x", "datatype": "FP32", "shape": [3], "data": [0, -1, 1]}]
-    answer = client.post("/v2/models/log/infer", json={"inputs": inputs})
-    assert answer.json()["outputs"][0]["data"] == [None, None, 0.0]
 
 
 IMAGE = """

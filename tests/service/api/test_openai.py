@@ -28,7 +28,7 @@ def vectors(answer: Any) -> np.ndarray:
     return np.array([one["embedding"] for one in answer.json()["data"]])
 
 
-def test_a_vector_for_each_text(client: TestClient) -> None:
+def test_embeddings_returns_vector_per_text(client: TestClient) -> None:
     body = ask(client, ["a b c", "d"]).json()
     assert body["object"] == "list"
     assert body["model"] == "tiny"
@@ -42,39 +42,39 @@ def test_a_vector_for_each_text(client: TestClient) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_every_form_of_input_means_the_same(client: TestClient) -> None:
+def test_embeddings_forms_of_input_are_equivalent(client: TestClient) -> None:
     text = vectors(ask(client, "a b"))
     np.testing.assert_array_equal(vectors(ask(client, ["a b"])), text)
     np.testing.assert_array_equal(vectors(ask(client, [2, 4, 5, 3])), text)
     np.testing.assert_array_equal(vectors(ask(client, [[2, 4, 5, 3]])), text)
 
 
-def test_token_ids_go_to_the_model_as_they_are(client: TestClient) -> None:
+def test_embeddings_token_ids_are_passed_unchanged(client: TestClient) -> None:
     answer = ask(client, [[4, 5], [6], [7, 7, 7, 7, 7, 7, 7, 7]])
     expected = [mean([4, 5]), mean([6]), mean([7] * 8)]
     np.testing.assert_allclose(vectors(answer), expected, rtol=1e-6, atol=1e-6)
     assert answer.json()["usage"] == {"prompt_tokens": 11, "total_tokens": 11}
 
 
-def test_base64_is_little_endian_float32(client: TestClient) -> None:
+def test_embeddings_base64_is_little_endian_float32(client: TestClient) -> None:
     (one,) = ask(client, "a b", encoding_format="base64").json()["data"]
     found = np.frombuffer(base64.b64decode(one["embedding"]), "<f4")
     np.testing.assert_array_equal(found, vectors(ask(client, "a b"))[0].astype("<f4"))
 
 
-def test_the_models_own_dimensions_may_be_asked_for(client: TestClient) -> None:
+def test_embeddings_dimensions_must_be_those_of_model(client: TestClient) -> None:
     assert vectors(ask(client, "a", dimensions=4, user="someone")).shape == (1, 4)
     assert ask(client, "a", dimensions=3).status_code == 400
 
 
-def test_what_it_cost_is_in_the_headers(client: TestClient) -> None:
+def test_embeddings_headers_have_cost(client: TestClient) -> None:
     headers = ask(client, ["a", "a b c"]).headers
     assert headers["x-tokens"] == "8"
     assert float(headers["x-total-ms"]) > 0
     assert headers["x-model"] == "tiny"
 
 
-def test_models(client: TestClient) -> None:
+def test_models_lists_loaded_models(client: TestClient) -> None:
     listed = client.get("/v1/models").json()
     assert listed["object"] == "list"
     (card,) = listed["data"]
@@ -141,7 +141,9 @@ def check(answer: Any, status: int, text: str, kind: str, param: Any, code: Any)
 
 
 @pytest.mark.parametrize(("body", "text", "param"), REFUSED.values(), ids=REFUSED)
-def test_what_is_refused(client: TestClient, body: Any, text: str, param: Any) -> None:
+def test_embeddings_invalid_body_is_refused(
+    client: TestClient, body: Any, text: str, param: Any
+) -> None:
     answer = client.post("/v1/embeddings", content=orjson.dumps(body))
     check(answer, 400, text, "invalid_request_error", param, None)
 
@@ -166,7 +168,7 @@ def test_what_is_refused(client: TestClient, body: Any, text: str, param: Any) -
         ("POST", "/v1/embeddings", b" " * 2_000_001, 413, "larger than 2000000 bytes", None),
     ],
 )
-def test_every_error_has_openais_body(
+def test_errors_have_openai_body(
     client: TestClient, method: str, path: str, body: bytes, status: int, text: str, code: Any
 ) -> None:
     answer = client.request(method, path, content=body)
@@ -175,12 +177,12 @@ def test_every_error_has_openais_body(
     assert answer.headers["x-request-id"]
 
 
-def test_the_others_keep_theirs(client: TestClient) -> None:
+def test_errors_of_other_paths_keep_their_body(client: TestClient) -> None:
     assert client.get("/v10").json() == {"error": "GET /v10: Not Found"}
     assert client.get("/v2/nothing").json() == {"error": "GET /v2/nothing: Not Found"}
 
 
-def test_a_model_without_a_tokenizer_says_so(
+def test_embeddings_without_tokenizer_is_not_found(
     start: Callable[..., TestClient], tmp_path: Path
 ) -> None:
     client = start(write_encoder(tmp_path / "tiny", tokenizer=False))
@@ -189,7 +191,7 @@ def test_a_model_without_a_tokenizer_says_so(
         check(answer, 404, "has no tokenizer.json", "invalid_request_error", None, None)
 
 
-def test_a_model_that_embeds_nothing_says_so(
+def test_embeddings_model_without_token_ids_is_refused(
     start: Callable[..., TestClient], encoder: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "tokenizer.json").write_bytes((encoder / "tokenizer.json").read_bytes())
@@ -199,6 +201,8 @@ def test_a_model_that_embeds_nothing_says_so(
         check(answer, 400, "expected int64 or int32", "invalid_request_error", "input", None)
 
 
-def test_a_defect_is_a_server_error(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embeddings_unexpected_exception_is_a_server_error(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("service.api.openai.respond", lambda *_: 1 / 0)
     check(ask(client, "a"), 500, "internal error", "server_error", None, None)

@@ -1,4 +1,4 @@
-"""The codec: what is encoded decodes to itself, and nothing is bent, guessed or allocated."""
+"""Tensor codec: round trips, and invalid data without rounding, guessing or allocation."""
 
 from __future__ import annotations
 
@@ -14,8 +14,15 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from graph_passes.errors import InvalidData
-from service.api.schemas import InputTensor
-from service.api.tensors import DATATYPES, decode, decode_all, encode, encode_all, split
+from service.api.tensors import (
+    DATATYPES,
+    InputTensor,
+    decode,
+    decode_all,
+    encode,
+    encode_all,
+    split,
+)
 from service.errors import MalformedRequest
 
 
@@ -45,7 +52,7 @@ def binary(datatype: str, shape: list[int], size: Any) -> InputTensor:
 
 
 @given(array=any_array(finite=True), nested=st.booleans())
-def test_json_decodes_to_what_was_encoded(array: np.ndarray, nested: bool) -> None:
+def test_decode_json_restores_encoded_array(array: np.ndarray, nested: bool) -> None:
     tensor = orjson.loads(orjson.dumps(encode("x", array), option=orjson.OPT_SERIALIZE_NUMPY))
     if nested and array.ndim and array.size:
         tensor["data"] = array.tolist()
@@ -60,7 +67,7 @@ def test_json_decodes_to_what_was_encoded(array: np.ndarray, nested: bool) -> No
     offset=st.integers(0, 8),
     order=st.sampled_from("CF"),
 )
-def test_bytes_decode_to_what_was_encoded(
+def test_decode_bytes_restore_encoded_arrays(
     arrays: list[np.ndarray], as_bytes: set[int], offset: int, order: Any
 ) -> None:
     """Any mixture of JSON and bytes, at any address; bytes carry NaN and infinity."""
@@ -80,7 +87,7 @@ def test_bytes_decode_to_what_was_encoded(
         np.testing.assert_array_equal(decoded[name], array, strict=True)
 
 
-def test_bytes_are_little_endian_row_major_without_padding() -> None:
+def test_encode_bytes_are_little_endian_row_major_without_padding() -> None:
     (tensor,), raw = encode_all({"x": np.array([[1, 2], [3, 4]], np.uint16, order="F")}, {"x"})
     assert tensor == {
         "name": "x",
@@ -91,7 +98,7 @@ def test_bytes_are_little_endian_row_major_without_padding() -> None:
     assert b"".join(raw) == struct.pack("<4H", 1, 2, 3, 4)
 
 
-def test_aligned_bytes_are_not_copied() -> None:
+def test_decode_aligned_bytes_are_not_copied() -> None:
     body = bytearray(64)
     text, raw = split(body, "32")
     assert (len(text), len(raw)) == (32, 32)
@@ -103,12 +110,12 @@ def test_aligned_bytes_are_not_copied() -> None:
 @pytest.mark.parametrize(
     "header", ["", "-1", "+1", "1.0", "0x1", " 1", "\u0661", "9" * 20, "x" * 99]
 )
-def test_a_header_that_is_no_length(header: str) -> None:
+def test_split_invalid_header_is_refused(header: str) -> None:
     with pytest.raises(MalformedRequest, match="expected the length of the JSON"):
         split(b"{}", header)
 
 
-def test_the_json_ends_at_the_end_of_the_body_at_the_latest() -> None:
+def test_split_header_longer_than_body_is_refused() -> None:
     assert [bytes(part) for part in split(b"{}", "2")] == [b"{}", b""]
     assert [bytes(part) for part in split(b"{}", None)] == [b"{}", b""]
     with pytest.raises(MalformedRequest, match="is 3, but the body has 2 bytes"):
@@ -128,14 +135,14 @@ def test_the_json_ends_at_the_end_of_the_body_at_the_latest() -> None:
         ("INT8", [0, 2**63], b"", "an axis of shape .* is too long"),
     ],
 )
-def test_bytes_that_do_not_fit_their_shape(
+def test_decode_bytes_of_another_size_are_refused(
     datatype: str, shape: list[int], raw: bytes, error: str
 ) -> None:
     with pytest.raises(InvalidData, match=error):
         decode_all([binary(datatype, shape, len(raw))], memoryview(raw))
 
 
-def test_a_tensor_takes_no_more_bytes_than_are_there() -> None:
+def test_decode_all_checks_number_of_bytes() -> None:
     raw = memoryview(bytes(4))
     with pytest.raises(InvalidData, match="binary_data_size is 5, but 4 bytes are left"):
         decode_all([binary("INT8", [5], 5)], raw)
@@ -146,12 +153,12 @@ def test_a_tensor_takes_no_more_bytes_than_are_there() -> None:
 
 
 @pytest.mark.parametrize("size", [-1, 1.0, "4", True])
-def test_a_size_that_is_none(size: Any) -> None:
+def test_input_tensor_invalid_binary_size_is_refused(size: Any) -> None:
     with pytest.raises(ValueError, match="binary_data_size"):
         binary("INT8", [4], size)
 
 
-def test_data_is_given_once() -> None:
+def test_decode_missing_or_repeated_data_is_refused() -> None:
     twice = binary("INT8", [1], 1).model_copy(update={"data": [1]})
     with pytest.raises(InvalidData, match="input 'x' has data twice"):
         decode_all([twice], memoryview(b"\0"))
@@ -159,12 +166,12 @@ def test_data_is_given_once() -> None:
         decode_all([binary("INT8", [1], None)], memoryview(b""))
 
 
-def test_text_is_sent_elsewhere() -> None:
+def test_input_tensor_bytes_datatype_is_refused() -> None:
     with pytest.raises(ValueError, match="BYTES is not supported; send texts to /embed"):
         binary("BYTES", [1], 8)
 
 
-def test_a_great_shape_costs_no_memory() -> None:
+def test_decode_huge_shape_allocates_no_memory() -> None:
     tracemalloc.start()
     try:
         for _ in range(10):
@@ -183,7 +190,7 @@ def test_a_great_shape_costs_no_memory() -> None:
         lambda inner: st.lists(inner, max_size=4),
     ),
 )
-def test_any_other_data_is_refused_or_is_what_it_says(
+def test_decode_any_data_is_refused_or_matches_shape(
     datatype: Any, shape: list[int], data: Any
 ) -> None:
     tensor = InputTensor.model_construct(
@@ -214,13 +221,13 @@ def test_any_other_data_is_refused_or_is_what_it_says(
         ("FP64", None),
     ],
 )
-def test_a_number_is_never_bent_to_its_datatype(datatype: Any, value: Any) -> None:
+def test_decode_number_out_of_datatype_is_refused(datatype: Any, value: Any) -> None:
     tensor = InputTensor.model_construct(name="x", shape=[1], datatype=datatype, data=[value])
     with pytest.raises(InvalidData, match=r"not all of|out of the range of"):
         decode(tensor)
 
 
-def test_a_long_string_among_short_ones_costs_no_memory() -> None:
+def test_decode_long_string_allocates_no_memory() -> None:
     """numpy would give each of them the width of the longest: 400 GB."""
     data = ["x" * 1_000_000, *[""] * 100_000]
     tensor = InputTensor.model_construct(name="x", shape=[len(data)], datatype="FP32", data=data)

@@ -9,34 +9,34 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from tests.service.tiny import ECHO, hidden_states, ids_request, write_encoder, write_model
+from tests.service.tiny import (
+    ECHO,
+    hidden_states,
+    ids_request,
+    make_tokenizer,
+    mean,
+    write_encoder,
+    write_model,
+)  # fmt: skip
 
 
-def mean(ids: list[int]) -> np.ndarray:
-    return hidden_states(np.array([ids]))[0].mean(axis=0)
-
-
-def test_texts_are_tokenized_run_and_averaged_without_padding(client: TestClient) -> None:
+def test_embed_averages_tokens_without_padding(client: TestClient) -> None:
     body = client.post("/embed", json={"inputs": ["a b c", "d"], "truncate": True}).json()
     assert body["model"] == "tiny"
-    assert body["usage"] == {"tokens": 8}  # two special tokens a text
+    assert body["usage"] == {"tokens": 8}  # with two special tokens per text
     expected = [mean([2, 4, 5, 6, 3]), mean([2, 7, 3])]
     np.testing.assert_allclose(body["embeddings"], expected, rtol=1e-6, atol=1e-6)
+    single = client.post("/embed", json={"inputs": "d"}).json()
+    assert single["embeddings"] == body["embeddings"][1:]
 
 
-def test_one_text_is_a_list_of_one(client: TestClient) -> None:
-    one = client.post("/embed", json={"inputs": "a b"}).json()
-    many = client.post("/embed", json={"inputs": ["a b"]}).json()
-    assert one["embeddings"] == many["embeddings"]
-
-
-def test_an_empty_text_is_its_special_tokens(client: TestClient) -> None:
+def test_embed_empty_text_is_its_special_tokens(client: TestClient) -> None:
     body = client.post("/embed", json={"inputs": ""}).json()
     assert body["usage"] == {"tokens": 2}
     np.testing.assert_allclose(body["embeddings"], [mean([2, 3])], rtol=1e-6, atol=1e-6)
 
 
-def test_long_texts_are_cut_or_refused(client: TestClient) -> None:
+def test_embed_long_text_is_truncated_or_refused(client: TestClient) -> None:
     long = " ".join("abcd" * 5)
     cut = client.post("/embed", json={"inputs": long})
     assert cut.json()["usage"] == {"tokens": 8}
@@ -49,7 +49,7 @@ def test_long_texts_are_cut_or_refused(client: TestClient) -> None:
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-def test_pooling_is_the_artifacts(
+def test_embed_uses_pooling_of_artifact(
     start: Callable[..., TestClient], tmp_path: Path, normalize: bool
 ) -> None:
     model = write_encoder(tmp_path / "model", pooling="cls", normalize=normalize)
@@ -59,28 +59,11 @@ def test_pooling_is_the_artifacts(
     np.testing.assert_allclose(vector, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_too_many_texts(start: Callable[..., TestClient], encoder: Path) -> None:
-    client = start(encoder, max_inputs=2)
-    assert client.post("/embed", json={"inputs": ["a", "b"]}).status_code == 200
-    refused = client.post("/embed", json={"inputs": ["a", "b", "c"]})
-    assert refused.status_code == 413
-    assert refused.json()["error"].startswith("3 texts in one request: at most 2")
-
-
-def test_too_many_tokens(start: Callable[..., TestClient], encoder: Path) -> None:
-    client = start(encoder, max_tokens=9)
-    assert client.post("/embed", json={"inputs": ["a", "b", "c"]}).status_code == 200
-    refused = client.post("/embed", json={"inputs": ["a b c", "a b c"]})
-    assert refused.status_code == 413
-    assert refused.json()["error"].startswith("10 tokens in one request")
-
-
-def test_a_model_without_a_tokenizer_says_so(
+def test_embed_without_tokenizer_is_not_found(
     start: Callable[..., TestClient], tmp_path: Path
 ) -> None:
-    answer = start(write_encoder(tmp_path / "bare", tokenizer=False)).post(
-        "/embed", json={"inputs": "a"}
-    )
+    client = start(write_encoder(tmp_path / "bare", tokenizer=False))
+    answer = client.post("/embed", json={"inputs": "a"})
     assert answer.status_code == 404
     assert answer.json() == {
         "error": "bare has no tokenizer.json, which texts need;"
@@ -88,10 +71,10 @@ def test_a_model_without_a_tokenizer_says_so(
     }
 
 
-def test_a_model_that_takes_no_text_says_so(
-    start: Callable[..., TestClient], encoder: Path, tmp_path: Path
+def test_embed_model_without_token_ids_is_refused(
+    start: Callable[..., TestClient], tmp_path: Path
 ) -> None:
-    (tmp_path / "tokenizer.json").write_bytes((encoder / "tokenizer.json").read_bytes())
+    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
     client = start(write_model(tmp_path / "echo.onnx", ECHO))
     answer = client.post("/embed", json={"inputs": "a"})
     assert answer.status_code == 422
@@ -115,18 +98,16 @@ counts (int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask)
 """
 
 
-def write_classifier(folder: Path, encoder: Path, **record: object) -> Path:
+def write_classifier(folder: Path, **record: object) -> Path:
     folder.mkdir()
     write_model(folder / "model.onnx", CLASSIFIER)
-    (folder / "tokenizer.json").write_bytes((encoder / "tokenizer.json").read_bytes())
+    make_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "attnserve.json").write_text(json.dumps(record))
     return folder
 
 
-def test_classes_the_likeliest_first(
-    start: Callable[..., TestClient], encoder: Path, tmp_path: Path
-) -> None:
-    folder = write_classifier(tmp_path / "c", encoder, id2label={"0": "A", "1": "B", "2": "C"})
+def test_predict_orders_classes_by_score(start: Callable[..., TestClient], tmp_path: Path) -> None:
+    folder = write_classifier(tmp_path / "c", id2label={"0": "A", "1": "B", "2": "C"})
     answer = start(folder).post("/predict", json={"inputs": ["b b c", "a"]})
     assert answer.status_code == 200, answer.text
     first, second = answer.json()["predictions"]
@@ -138,10 +119,10 @@ def test_classes_the_likeliest_first(
     assert int(answer.headers["x-tokens"]) == 8
 
 
-def test_labels_of_config_json_or_numbers(
-    start: Callable[..., TestClient], encoder: Path, tmp_path: Path
+def test_predict_labels_come_from_config_or_are_numbers(
+    start: Callable[..., TestClient], tmp_path: Path
 ) -> None:
-    folder = write_classifier(tmp_path / "c", encoder)
+    folder = write_classifier(tmp_path / "c")
     body = {"inputs": "c", "top_k": 1}
     (found,) = start(folder).post("/predict", json=body).json()["predictions"]
     assert [one["label"] for one in found] == ["2"]
@@ -150,7 +131,7 @@ def test_labels_of_config_json_or_numbers(
     assert [one["label"] for one in found] == ["sea"]
 
 
-def test_a_model_without_classes_says_so(client: TestClient) -> None:
+def test_predict_model_without_classes_is_not_found(client: TestClient) -> None:
     answer = client.post("/predict", json={"inputs": "a"})
     assert answer.status_code == 404
     assert answer.json()["error"].startswith("tiny has no classes")
@@ -164,11 +145,11 @@ def cosine(one: list[int], other: list[int]) -> float:
     return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
 
 
-def test_one_text_with_many_and_pairs(client: TestClient) -> None:
+def test_similarity_of_pairs_and_of_one_source(client: TestClient) -> None:
     expected = [1.0, cosine([2, 4, 3], [2, 5, 6, 3])]
     many = client.post("/similarity", json={"source": "a", "targets": ["a", "b c"]})
     np.testing.assert_allclose(many.json()["similarities"], expected, rtol=1e-5)
-    assert many.json()["usage"] == {"tokens": 7}  # a text that comes twice is run once
+    assert many.json()["usage"] == {"tokens": 7}  # repeated texts are run once
     pairs = client.post("/similarity", json={"pairs": [["a", "a"], ["b c", "a"]]})
     np.testing.assert_allclose(pairs.json()["similarities"], expected, rtol=1e-5)
 
@@ -186,7 +167,7 @@ def test_one_text_with_many_and_pairs(client: TestClient) -> None:
         ({"source": "a", "targets": []}, "targets: List should have at least 1 item"),
     ],
 )
-def test_what_cannot_be_compared(client: TestClient, body: Any, text: str) -> None:
+def test_similarity_invalid_body_is_refused(client: TestClient, body: Any, text: str) -> None:
     answer = client.post("/similarity", json=body)
     assert answer.status_code == 422
     assert text in answer.json()["error"]
@@ -195,7 +176,7 @@ def test_what_cannot_be_compared(client: TestClient, body: Any, text: str) -> No
 # -- /tokenize ------------------------------------------------------------------------------------
 
 
-def test_tokens(client: TestClient) -> None:
+def test_tokenize_returns_ids_with_special_tokens(client: TestClient) -> None:
     body = client.post("/tokenize", json={"inputs": ["a b", ""]}).json()
     assert body == {"tokens": [[2, 4, 5, 3], [2, 3]], "model": "tiny", "usage": {"tokens": 6}}
     long = client.post("/tokenize", json={"inputs": "a " * 9})
@@ -207,7 +188,9 @@ def test_tokens(client: TestClient) -> None:
 # -- which model ----------------------------------------------------------------------------------
 
 
-def test_a_model_and_a_version_by_name(start: Callable[..., TestClient], tmp_path: Path) -> None:
+def test_embed_selects_model_and_version_by_name(
+    start: Callable[..., TestClient], tmp_path: Path
+) -> None:
     (tmp_path / "one").mkdir()
     write_encoder(tmp_path / "one" / "1")
     write_encoder(tmp_path / "one" / "2", normalize=True)
@@ -230,10 +213,10 @@ def test_a_model_and_a_version_by_name(start: Callable[..., TestClient], tmp_pat
 # -- rows that may not share ----------------------------------------------------------------------
 
 
-def test_a_model_that_mixes_its_rows_never_shares_a_batch(
-    start: Callable[..., TestClient], encoder: Path, tmp_path: Path
+def test_embed_model_that_mixes_rows_runs_texts_alone(
+    start: Callable[..., TestClient], tmp_path: Path
 ) -> None:
-    """It takes the mean of the whole batch away: in company a text would have another vector."""
+    """The graph subtracts the mean of the batch: in a batch, a text would have another vector."""
     text = """
     <ir_version: 10, opset_import: ["": 18]>
     mixer (int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask)
@@ -246,19 +229,19 @@ def test_a_model_that_mixes_its_rows_never_shares_a_batch(
     }
     """
     write_model(tmp_path / "mixer.onnx", text)
-    (tmp_path / "tokenizer.json").write_bytes((encoder / "tokenizer.json").read_bytes())
+    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
     client = start(tmp_path / "mixer.onnx")
     model = client.app.state.repository.engine().model  # type: ignore[attr-defined]
     assert (model.rows_are_independent, model.max_rows) == (False, 1)
     answer = client.post("/embed", json={"inputs": ["a", "b", "c"]})
     assert answer.json()["embeddings"] == [[0.0], [0.0], [0.0]]
-    # Tensors that come together run together: that is what their sender asked for.
+    # The rows of one request of tensors run together.
     y = client.post("/v2/models/mixer/infer", json=ids_request([2], [4])).json()["outputs"][0]
     assert y["data"] == [-1.0, 1.0]
 
 
 @pytest.mark.parametrize("route", ["/embed", "/tokenize"])
-def test_text_that_makes_the_tokenizer_panic_is_refused_and_others_are_served(
+def test_tokenizer_panic_is_refused_and_others_are_served(
     start: Callable[..., TestClient], tmp_path: Path, route: str
 ) -> None:
     path = write_encoder(tmp_path / "m") / "tokenizer.json"

@@ -1,4 +1,4 @@
-"""The application on Ray Serve. What needs Ray runs where it is installed ([ray] extra)."""
+"""The application on Ray Serve. Tests of replicas are skipped without the [ray] extra."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,24 +20,19 @@ from attnserve.cli.app import main
 from graph_passes.errors import InvalidArgument
 from service.deploy.ray import RaySettings, deployment_options
 from service.settings import Settings
-from tests.service.tiny import write_encoder
+from tests.service.conftest import until
 
 ROOT = Path(__file__).parents[3]
 HAS_RAY = importlib.util.find_spec("ray") is not None
 
 
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_encoder(tmp_path_factory.mktemp("models") / "tiny")
-
-
-def test_a_fixed_number_of_replicas(encoder: Path):
+def test_deployment_options_replicas_are_fixed_by_default(encoder: Path):
     options = deployment_options(Settings(model=encoder), RaySettings(replicas=3, cpus=2, gpus=1))
     assert options["num_replicas"] == 3 and "autoscaling_config" not in options
     assert options["ray_actor_options"] == {"num_cpus": 2, "num_gpus": 1}
 
 
-def test_autoscaling(encoder: Path):
+def test_deployment_options_max_replicas_enables_autoscaling(encoder: Path):
     settings = RaySettings(replicas=1, max_replicas=4, target_ongoing=8)
     options = deployment_options(Settings(model=encoder), settings)
     assert "num_replicas" not in options
@@ -47,7 +41,7 @@ def test_autoscaling(encoder: Path):
     }  # fmt: skip
 
 
-def test_by_environment(monkeypatch: pytest.MonkeyPatch):
+def test_ray_settings_are_read_from_environment(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ATTNSERVE_RAY_REPLICAS", "5")
     assert RaySettings().replicas == 5
 
@@ -58,19 +52,21 @@ def test_deployment_options_max_replicas_below_replicas_is_refused(encoder: Path
     assert caught.value.code == "ray.replicas"
 
 
-def test_our_own_queue_bound_answers_before_ray_s(encoder: Path):
+def test_deployment_options_ray_limit_exceeds_own_queue(encoder: Path):
     settings = Settings(model=encoder, max_queue=100)
     assert deployment_options(settings, RaySettings())["max_ongoing_requests"] > 100
 
 
-def test_a_wrong_value_is_one_error(encoder: Path, capsys: pytest.CaptureFixture[str]):
+def test_deploy_ray_invalid_value_names_option_and_variable(
+    encoder: Path, capsys: pytest.CaptureFixture[str]
+):
     assert main(["deploy", "ray", str(encoder), "--target-ongoing", "-1"]) == 2
-    told = capsys.readouterr().err
-    assert "target_ongoing -1.0" in told and "ATTNSERVE_RAY_TARGET_ONGOING" in told
+    shown = capsys.readouterr().err
+    assert "target_ongoing -1.0" in shown and "ATTNSERVE_RAY_TARGET_ONGOING" in shown
 
 
 @pytest.mark.skipif(HAS_RAY, reason="Ray is installed")
-def test_without_ray_the_error_names_the_extra(encoder: Path, capsys: pytest.CaptureFixture[str]):
+def test_deploy_ray_without_ray_names_the_extra(encoder: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["deploy", "ray", str(encoder)]) == 2
     assert "pip install 'attnserve[ray]'" in capsys.readouterr().err
 
@@ -89,7 +85,7 @@ def url(encoder: Path) -> Iterator[str]:
     process = subprocess.Popen([*command, *options], env=environment, cwd=ROOT)
     url = f"http://127.0.0.1:{port}"
     try:
-        eventually(lambda: ready(url) and len(replicas(process)) == 2, 120)
+        until(lambda: ready(url) and len(replicas(process)) == 2, 120)
         yield f"{process.pid} {url}"
     finally:
         process.send_signal(signal.SIGTERM)
@@ -111,15 +107,8 @@ def replicas(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     return found
 
 
-def eventually(holds: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "it did not come about in time"
-        time.sleep(0.2)
-
-
 @pytest.mark.process
-def test_two_replicas_answer_and_a_killed_one_is_replaced(url: str):
+def test_deploy_ray_killed_replica_is_replaced(url: str):
     pid, _, address = url.partition(" ")
     process = psutil.Process(int(pid))
 
@@ -141,12 +130,12 @@ def test_two_replicas_answer_and_a_killed_one_is_replaced(url: str):
                     good += 1
         assert good >= 90
         # Ray notices by its health checks, 10 s apart.
-        eventually(lambda: len(running()) == 2 and victim not in running(), 60)
+        until(lambda: len(running()) == 2 and victim not in running(), 60)
         assert survivor in running()
 
 
 @pytest.mark.process
-def test_errors_keep_their_form(url: str):
+def test_deploy_ray_errors_have_the_body_of_the_service(url: str):
     address = url.partition(" ")[2]
     answer = httpx.post(f"{address}/v2/models/nobody/infer", json={"inputs": []}, timeout=30)
     assert answer.status_code in (404, 422) and set(answer.json()) == {"error"}

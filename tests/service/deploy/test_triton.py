@@ -24,14 +24,14 @@ from attnserve.models.precision import convert
 from benchmarks.gpu.encoder import random_encoder
 from graph_passes.errors import InvalidArgument, InvalidModel, InvalidOutput
 from service.deploy.triton import write_repository
-from tests.service.tiny import ECHO, write_encoder, write_model
+from tests.service.tiny import ECHO, write_model
 
 NUMPY = {"TYPE_INT64": np.int64, "TYPE_FP32": np.float32, "TYPE_BOOL": np.bool_}
 
 
 @pytest.fixture(scope="module")
 def config_pb2() -> Any:
-    """tritonclient.grpc.model_config_pb2, without the rest of that package, which wants grpcio."""
+    """tritonclient.grpc.model_config_pb2, without the rest of that package, which needs grpcio."""
     package = importlib.util.find_spec("tritonclient")
     if package is None or not package.submodule_search_locations:
         pytest.skip("tritonclient is not installed")
@@ -41,11 +41,6 @@ def config_pb2() -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_encoder(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture

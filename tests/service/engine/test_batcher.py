@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.engine.batcher import Batch, Batcher, BatchResult, Queue, Row
+from service.engine.batcher import Batch, Batcher, BatchResult, Queue, RequestResult, Row
 from service.errors import DeadlineExceeded, ModelFailed, NotReady, OutOfMemory, Overloaded
 
 LENGTHS = st.integers(1, 40)
@@ -30,11 +30,7 @@ def drained(queue: Queue) -> list[list[Row]]:
     return batches
 
 
-def lengths(batches: list[list[Row]]) -> list[list[int]]:
-    return [[one.tokens for one in batch] for batch in batches]
-
-
-# -- which rows run together ----------------------------------------------------------------------
+# -- selection of rows -----------------------------------------------------------------------------
 
 
 def filled(*tokens: int, budget: int = 100, overhead: int = 10, rows: int | None = None) -> Queue:
@@ -44,24 +40,24 @@ def filled(*tokens: int, budget: int = 100, overhead: int = 10, rows: int | None
     return queue
 
 
-def test_queue_take_equal_rows_fill_the_budget() -> None:
-    assert lengths(drained(filled(*[25] * 9))) == [[25] * 4, [25] * 4, [25]]
+TAKEN: dict[str, tuple[Queue, list[list[int]]]] = {
+    "equal rows fill the budget": (filled(*[25] * 9), [[25] * 4, [25] * 4, [25]]),
+    "a row above the budget runs alone": (filled(101, 100, 1), [[101], [100], [1]]),
+    "oldest row and neighbors by length": (
+        filled(20, 90, 21, 1, 19),
+        [[19, 20, 21], [90], [1]],
+    ),
+    "padding equal to the overhead": (filled(20, 30), [[20, 30]]),
+    "padding above the overhead": (filled(20, 31), [[20], [31]]),
+    "padding of two rows (6 each) above the overhead": (filled(20, 20, 26), [[20, 20], [26]]),
+    "two rows at most": (filled(1, 1, 1, rows=2), [[1, 1], [1]]),
+    "one row at most": (filled(1, 1, rows=1), [[1], [1]]),
+}
 
 
-def test_queue_take_row_above_the_budget_runs_alone() -> None:
-    assert lengths(drained(filled(101, 100, 1))) == [[101], [100], [1]]
-
-
-def test_queue_take_returns_oldest_row_and_neighbors_by_length() -> None:
-    assert lengths(drained(filled(20, 90, 21, 1, 19))) == [[19, 20, 21], [90], [1]]
-
-
-def test_queue_take_padding_above_overhead_splits_batch() -> None:
-    """A row joins where its padding costs no more than a run of its own: exactly that, still."""
-    assert lengths(drained(filled(20, 30))) == [[20, 30]]
-    assert lengths(drained(filled(20, 31))) == [[20], [31]]
-    # Two rows of 20 would each be padded by 6: 12 tokens, more than a run costs.
-    assert lengths(drained(filled(20, 20, 26))) == [[20, 20], [26]]
+@pytest.mark.parametrize(("queue", "batches"), TAKEN.values(), ids=TAKEN)
+def test_queue_take_chooses_batches(queue: Queue, batches: list[list[int]]) -> None:
+    assert [[one.tokens for one in batch] for batch in drained(queue)] == batches
 
 
 def test_queue_take_separates_keys() -> None:
@@ -71,18 +67,13 @@ def test_queue_take_separates_keys() -> None:
     assert [{one.key for one in batch} for batch in drained(queue)] == [{"a"}, {"b"}]
 
 
-def test_queue_take_max_rows_bounds_batch() -> None:
-    assert lengths(drained(filled(1, 1, 1, rows=2))) == [[1, 1], [1]]
-    assert lengths(drained(filled(1, 1, rows=1))) == [[1], [1]]
-
-
 def test_queue_discard_twice_removes_row_once() -> None:
     queue = filled(3, 4, 5)
     middle = list(queue)[1]
     queue.discard(middle)
     queue.discard(middle)
     assert queue.tokens == 8
-    assert lengths(drained(queue)) == [[3, 5]]
+    assert [[one.tokens for one in batch] for batch in drained(queue)] == [[3, 5]]
     queue.discard(middle)
     assert (len(queue), queue.tokens) == (0, 0)
 
@@ -137,12 +128,14 @@ def echo(key: Hashable, payloads: list[Any]) -> BatchResult:
     return BatchResult([(key, payload) for payload in payloads])
 
 
-class Gate:
-    """A run that waits until it is let go, and remembers what it ran."""
+class Recorder:
+    """A run that records its payloads, and waits for ``go`` if it is held."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, held: bool = True) -> None:
         self.ran: list[list[Any]] = []
         self.go = threading.Event()
+        if not held:
+            self.go.set()
 
     def __call__(self, key: Hashable, payloads: list[Any]) -> BatchResult:
         self.ran.append(payloads)
@@ -152,6 +145,24 @@ class Gate:
     async def reached(self, runs: int) -> None:
         while len(self.ran) < runs:
             await asyncio.sleep(0.001)
+
+
+class Preparation:
+    """Makes rows in a thread, whose name it records, after ``go``."""
+
+    def __init__(self, *, held: bool = False) -> None:
+        self.threads: list[str] = []
+        self.go = threading.Event()
+        if not held:
+            self.go.set()
+
+    def of(self, *payloads: Any) -> Callable[[], list[Row]]:
+        def make() -> list[Row]:
+            assert self.go.wait(10)
+            self.threads.append(threading.current_thread().name.partition("_")[0])
+            return rows(*payloads)
+
+        return make
 
 
 def play(
@@ -168,6 +179,10 @@ def play(
 
 def rows(*payloads: Any, tokens: int = 5) -> list[Row]:
     return [row(tokens, payload=payload) for payload in payloads]
+
+
+start = asyncio.ensure_future
+either_thread = pytest.mark.parametrize("is_short", [True, False])
 
 
 @given(
@@ -198,132 +213,108 @@ def test_submit_concurrent_requests_get_their_own_results(
 
 
 def test_submit_while_slot_is_busy_forms_one_batch() -> None:
-    gate = Gate()
+    run = Recorder()
 
     async def script(batcher: Batcher) -> None:
-        waiting = [asyncio.ensure_future(batcher.submit(rows(n))) for n in range(5)]
-        await gate.reached(1)
-        gate.go.set()
+        waiting = [start(batcher.submit(rows(n))) for n in range(5)]
+        await run.reached(1)
+        run.go.set()
         await asyncio.gather(*waiting)
 
-    play(script, gate)
-    assert gate.ran == [[0], [1, 2, 3, 4]]
+    play(script, run)
+    assert run.ran == [[0], [1, 2, 3, 4]]
 
 
 def test_submit_max_wait_fills_batch_up_to_limit() -> None:
-    ran: list[list[Any]] = []
-
-    def run(key: Hashable, payloads: list[Any]) -> BatchResult:
-        ran.append(payloads)
-        return echo(key, payloads)
+    run = Recorder(held=False)
 
     async def script(batcher: Batcher) -> None:
-        first = asyncio.ensure_future(batcher.submit(rows(1)))
+        first = start(batcher.submit(rows(1)))
         await asyncio.sleep(0.01)
-        assert not ran
+        assert not run.ran
         outcome, _ = await asyncio.gather(first, batcher.submit(rows(2)))
-        assert ran == [[1, 2]]
+        assert run.ran == [[1, 2]]
         assert 350 <= outcome.queue_ms < 5000
-        # A full budget waits for nobody.
         started = perf_counter()
-        await batcher.submit(rows(*range(20)))
+        await batcher.submit(rows(*range(20)))  # a full budget does not wait
         assert perf_counter() - started < 0.35
+        started = perf_counter()
+        await batcher.submit_from(lambda: rows(1), 1, is_short=True)
+        assert perf_counter() - started >= 0.4
 
     play(script, run, max_wait_ms=400)
 
 
 def test_check_room_full_queue_refuses_whole_request() -> None:
-    gate = Gate()
+    run, preparation = Recorder(), Preparation(held=True)
 
     async def script(batcher: Batcher) -> None:
-        batcher.check_room(100)  # nothing waits: any request may
-        waiting = [asyncio.ensure_future(batcher.submit(rows(n))) for n in range(3)]
-        await gate.reached(1)
+        batcher.check_room(100)  # an idle batcher takes any request
+        waiting = [start(batcher.submit(rows(n))) for n in range(3)]
+        await run.reached(1)
         batcher.check_room(1)
-        with pytest.raises(Overloaded, match="2 rows wait already, and at most 3 may"):
+        with pytest.raises(Overloaded, match=r"2 rows .* 3 may"):
             batcher.check_room(2)
-        making = threading.Event()
-        made = asyncio.ensure_future(batcher.submit_from(made_after(making, "made"), 1))
+        prepared = start(batcher.submit_from(preparation.of("prepared"), 1))
         await asyncio.sleep(0.01)
-        with pytest.raises(Overloaded, match="3 rows wait already"):
+        with pytest.raises(Overloaded, match="3 rows"):
             batcher.check_room(1)
-        with pytest.raises(Overloaded, match="3 rows wait already"):
+        with pytest.raises(Overloaded, match="3 rows"):
             await batcher.submit_from(lambda: rows("more"), 1)
-        making.set()
-        gate.go.set()
-        await asyncio.gather(*waiting, made)
+        preparation.go.set()
+        run.go.set()
+        await asyncio.gather(*waiting, prepared)
         batcher.check_room(3)
 
-    play(script, gate, max_queue=3)
+    play(script, run, max_queue=3)
 
 
-# -- rows that are made ---------------------------------------------------------------------------
-
-
-def made_after(event: threading.Event, *payloads: Any) -> Callable[[], list[Row]]:
-    def make() -> list[Row]:
-        assert event.wait(10)
-        return rows(*payloads)
-
-    return make
-
-
-def made_in(threads: list[str], *payloads: Any) -> Callable[[], list[Row]]:
-    def make() -> list[Row]:
-        threads.append(threading.current_thread().name.partition("_")[0])
-        return rows(*payloads)
-
-    return make
+# -- preparation of rows --------------------------------------------------------------------------
 
 
 def test_submit_from_short_and_alone_prepares_in_run_thread() -> None:
-    gate, where = Gate(), list[str]()
+    run, preparation = Recorder(), Preparation()
 
     async def script(batcher: Batcher) -> None:
-        first = asyncio.ensure_future(batcher.submit_from(made_in(where, 1), 1, is_short=True))
-        await gate.reached(1)
-        # The slot is busy: these are made meanwhile, and share a batch.
-        others = [
-            asyncio.ensure_future(batcher.submit_from(made_in(where, n), 1, is_short=True))
-            for n in (2, 3)
-        ]
+        def submit(payload: int, **options: bool) -> asyncio.Future[RequestResult]:
+            return start(batcher.submit_from(preparation.of(payload), 1, **options))
+
+        first = submit(1, is_short=True)
+        await run.reached(1)
+        # The slot is busy: these are prepared meanwhile, and share a batch.
+        others = [submit(n, is_short=True) for n in (2, 3)]
         while len(batcher.queue) < 2:
             await asyncio.sleep(0.001)
-        gate.go.set()
+        run.go.set()
         outcomes = await asyncio.gather(first, *others)
         assert [outcome.results for outcome in outcomes] == [[("text", n)] for n in (1, 2, 3)]
-        await batcher.submit_from(made_in(where, 4), 1)  # it says nothing of how long it takes
-        await batcher.submit_from(made_in(where, 5), 1, is_short=True)
+        await submit(4)
+        await submit(5, is_short=True)
 
-    play(script, gate)
-    assert gate.ran == [[1], [2, 3], [4], [5]]
-    assert where == ["run", "prepare", "prepare", "prepare", "run"]
+    play(script, run)
+    assert run.ran == [[1], [2, 3], [4], [5]]
+    assert preparation.threads == ["run", "prepare", "prepare", "prepare", "run"]
 
 
 def test_submit_from_second_request_prepares_outside_run_thread() -> None:
-    """A slot that took the first to make it would run it alone."""
-    ran: list[list[Any]] = []
-    making = threading.Event()
-
-    def run(key: Hashable, payloads: list[Any]) -> BatchResult:
-        ran.append(payloads)
-        return echo(key, payloads)
+    """In the run thread its rows could not share a batch with those of the first."""
+    run, slow, preparation = Recorder(held=False), Preparation(held=True), Preparation()
 
     async def script(batcher: Batcher) -> None:
-        slow = asyncio.ensure_future(batcher.submit_from(made_after(making, 0), 1))
+        first = start(batcher.submit_from(slow.of(0), 1))
         await asyncio.sleep(0.01)
-        where: list[str] = []
-        other = asyncio.ensure_future(batcher.submit_from(made_in(where, 1), 1, is_short=True))
+        other = start(batcher.submit_from(preparation.of(1), 1, is_short=True))
         await asyncio.sleep(0.01)
-        assert where == [] and ran == []  # one is made after the other
-        making.set()
-        await asyncio.gather(slow, other)
-        assert where == ["prepare"]
+        assert preparation.threads == [] and run.ran == []
+        slow.go.set()
+        await asyncio.gather(first, other)
+        assert preparation.threads == ["prepare"]
 
     play(script, run)
 
 
-def test_submit_from_reports_preparation_time_separately() -> None:
+@either_thread
+def test_submit_from_reports_preparation_time_separately(is_short: bool) -> None:
     def make() -> list[Row]:
         threading.Event().wait(0.05)
         return rows(1)
@@ -333,158 +324,122 @@ def test_submit_from_reports_preparation_time_separately() -> None:
         return echo(key, payloads)
 
     async def script(batcher: Batcher) -> None:
-        for is_short in (True, False):
-            outcome = await batcher.submit_from(make, 1, is_short=is_short)
-            assert 50 <= outcome.prepare_ms < 95 <= outcome.compute_ms
-            assert outcome.queue_ms < 45
+        outcome = await batcher.submit_from(make, 1, is_short=is_short)
+        assert 50 <= outcome.prepare_ms < 95 <= outcome.compute_ms
+        assert outcome.queue_ms < 45
 
     play(script, run)
 
 
-@pytest.mark.parametrize("is_short", [True, False])
-def test_submit_from_prepare_fails_request_gets_its_error(is_short: bool) -> None:
-    def broken() -> list[Row]:
-        raise ValueError("no text")
-
-    failed: list[Any] = []
-
-    async def script(batcher: Batcher) -> None:
-        with pytest.raises(ValueError, match="no text"):
-            await batcher.submit_from(broken, 2, is_short=is_short)
-        assert batcher.waiting == 0
-        outcome = await batcher.submit_from(
-            lambda: rows(1), 1, is_short=is_short
-        )  # the slot is free
-        assert outcome.results == [("text", 1)]
-
-    play(script, on_failure=failed.append)
-    assert failed == []
-
-
 class Panic(BaseException):
-    """What an extension module in Rust raises."""
+    """Stands for the panic of an extension module in Rust."""
 
 
-@pytest.mark.parametrize("is_short", [True, False])
-def test_submit_from_prepare_panics_request_fails_and_slot_is_free(is_short: bool) -> None:
-    def panic() -> list[Row]:
-        raise Panic("of its own")
+@pytest.mark.parametrize(
+    ("raised", "expected"), [(ValueError("cause"), ValueError), (Panic("cause"), ModelFailed)]
+)
+@pytest.mark.parametrize("stage", ["prepare in run thread", "prepare", "run"])
+def test_submit_failure_fails_its_request_and_frees_the_slot(
+    raised: BaseException, expected: type[Exception], stage: str
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise raised
 
-    failed: list[Any] = []
+    def run(key: Hashable, payloads: list[Any]) -> BatchResult:
+        return fail() if "bad" in payloads else echo(key, payloads)
+
+    failures: list[NotReady] = []
 
     async def script(batcher: Batcher) -> None:
-        with pytest.raises(ModelFailed, match="Panic: of its own"):
-            await batcher.submit_from(panic, 2, is_short=is_short)
+        is_short = stage == "prepare in run thread"
+        with pytest.raises(expected, match="cause"):
+            if stage == "run":
+                await batcher.submit(rows("bad"))
+            else:
+                await batcher.submit_from(fail, 2, is_short=is_short)
+        assert batcher.waiting == 0
         outcome = await batcher.submit_from(lambda: rows(1), 1, is_short=is_short)
         assert outcome.results == [("text", 1)]
 
-    play(script, on_failure=failed.append)
-    assert failed == []
-
-
-def test_submit_run_panics_request_fails_and_slot_is_free() -> None:
-    def run(key: Hashable, payloads: list[Any]) -> BatchResult:
-        if "bad" in payloads:
-            raise Panic("of its own")
-        return echo(key, payloads)
-
-    failed: list[Any] = []
-
-    async def script(batcher: Batcher) -> None:
-        with pytest.raises(ModelFailed, match="Panic: of its own"):
-            await batcher.submit(rows("bad"))
-        assert (await batcher.submit(rows("good"))).results == [("text", "good")]
-
-    play(script, run, on_failure=failed.append)
-    assert [type(error) for error in failed] == [ModelFailed]
+    play(script, run, on_failure=failures.append)
+    reported = [ModelFailed] if stage == "run" and expected is ModelFailed else []
+    assert [type(error) for error in failures] == reported
 
 
 def test_submit_without_rows_is_refused() -> None:
     async def script(batcher: Batcher) -> None:
-        with pytest.raises(ValueError, match="at least one row"):
-            await asyncio.wait_for(batcher.submit([]), 5)
-        for is_short in (True, False):
+        for submitted in (
+            batcher.submit([]),
+            batcher.submit_from(list, 0, is_short=True),
+            batcher.submit_from(list, 0),
+        ):
             with pytest.raises(ValueError, match="at least one row"):
-                await asyncio.wait_for(batcher.submit_from(list, 0, is_short=is_short), 5)
+                await asyncio.wait_for(submitted, 5)
         assert (await batcher.submit(rows(1))).results == [("text", 1)]
 
     play(script)
 
 
-@pytest.mark.parametrize("is_short", [True, False])
-@pytest.mark.parametrize("why", ["gone", "late"])
+@either_thread
+@pytest.mark.parametrize("end", ["cancelled", "late"])
 def test_submit_from_request_ended_during_preparation_is_not_computed(
-    is_short: bool, why: str
+    is_short: bool, end: str
 ) -> None:
-    ran: list[list[Any]] = []
-    making = threading.Event()
-
-    def run(key: Hashable, payloads: list[Any]) -> BatchResult:
-        ran.append(payloads)
-        return echo(key, payloads)
+    run, preparation = Recorder(held=False), Preparation(held=True)
 
     async def script(batcher: Batcher) -> None:
-        deadline = perf_counter() + 0.03 if why == "late" else None
-        asked = asyncio.ensure_future(
-            batcher.submit_from(made_after(making, "dead"), 1, deadline, is_short=is_short)
-        )
+        deadline = perf_counter() + 0.03 if end == "late" else None
+        prepare = preparation.of("ended")
+        ended = start(batcher.submit_from(prepare, 1, deadline, is_short=is_short))
         await asyncio.sleep(0.01)
         assert batcher.waiting == 1
-        if why == "gone":
-            asked.cancel()
-        with pytest.raises(asyncio.CancelledError if why == "gone" else DeadlineExceeded):
-            await asked
-        making.set()
+        if end == "cancelled":
+            ended.cancel()
+        with pytest.raises(asyncio.CancelledError if end == "cancelled" else DeadlineExceeded):
+            await ended
+        preparation.go.set()
         await batcher.submit_from(lambda: rows("next"), 1, is_short=is_short)
 
     play(script, run)
-    assert ran == [["next"]]
-
-
-def test_submit_from_short_and_alone_respects_max_wait() -> None:
-    async def script(batcher: Batcher) -> None:
-        started = perf_counter()
-        await batcher.submit_from(lambda: rows(1), 1, is_short=True)
-        assert perf_counter() - started >= 0.2
-
-    play(script, max_wait_ms=200)
+    assert run.ran == [["next"]]
 
 
 def test_close_refuses_requests_in_preparation() -> None:
-    making = threading.Event()
+    preparation = Preparation(held=True)
 
     async def script(batcher: Batcher) -> None:
-        asked = [
-            asyncio.ensure_future(batcher.submit_from(made_after(making, n), 1)) for n in range(2)
-        ]
+        requests = [start(batcher.submit_from(preparation.of(n), 1)) for n in range(2)]
         await asyncio.sleep(0.01)
-        asyncio.get_running_loop().call_later(0.1, making.set)
+        asyncio.get_running_loop().call_later(0.1, preparation.go.set)
         await asyncio.to_thread(batcher.close)
-        for one in asked:
-            with pytest.raises(NotReady, match="unloaded"):
-                await one
+        for request in requests:
+            with pytest.raises(NotReady):
+                await request
 
     play(script)
 
 
+# -- deadlines, cancellation and failures ---------------------------------------------------------
+
+
 def test_submit_deadline_passes_in_queue_is_not_computed() -> None:
-    gate = Gate()
+    run = Recorder()
 
     async def script(batcher: Batcher) -> None:
-        first = asyncio.ensure_future(batcher.submit(rows("runs")))
-        await gate.reached(1)
+        first = start(batcher.submit(rows("runs")))
+        await run.reached(1)
         started = perf_counter()
         with pytest.raises(DeadlineExceeded):
             await batcher.submit(rows("late", "too"), perf_counter() + 0.03)
-        assert 0.03 <= perf_counter() - started < 1  # told at once, not when the slot is free
+        assert 0.03 <= perf_counter() - started < 1  # not only when the slot is free
         with pytest.raises(DeadlineExceeded, match="has passed"):
             await batcher.submit(rows("over"), perf_counter())
-        gate.go.set()
+        run.go.set()
         await first
         await batcher.submit(rows("next"), perf_counter() + 10)
 
-    play(script, gate)
-    assert gate.ran == [["runs"], ["next"]]
+    play(script, run)
+    assert run.ran == [["runs"], ["next"]]
 
 
 def test_submit_expected_to_miss_deadline_is_not_computed() -> None:
@@ -496,13 +451,13 @@ def test_submit_expected_to_miss_deadline_is_not_computed() -> None:
         return echo(key, payloads)
 
     async def script(batcher: Batcher) -> None:
-        await batcher.submit(rows(0))  # a run is known to take 0.2 s
-        first = asyncio.ensure_future(batcher.submit(rows(1)))
+        await batcher.submit(rows(0))  # a run is expected to take 0.2 s
+        first = start(batcher.submit(rows(1)))
         await asyncio.sleep(0.01)
         with pytest.raises(DeadlineExceeded):  # it would start in time, and end 0.1 s late
             await batcher.submit(rows(2, tokens=60), perf_counter() + 0.3)
         await first
-        # What can start at once is tried, so that a run that was slow once can be fast again.
+        # With a free slot it is tried, so that the expected duration is corrected.
         with pytest.raises(DeadlineExceeded):
             await batcher.submit(rows(3), perf_counter() + 0.1)
 
@@ -511,39 +466,38 @@ def test_submit_expected_to_miss_deadline_is_not_computed() -> None:
 
 
 def test_submit_cancelled_removes_rows_from_queue() -> None:
-    gate = Gate()
+    run = Recorder()
 
     async def script(batcher: Batcher) -> None:
-        first = asyncio.ensure_future(batcher.submit(rows("runs")))
-        await gate.reached(1)
-        gone = asyncio.ensure_future(batcher.submit(rows("gone", "too")))
+        first = start(batcher.submit(rows("runs")))
+        await run.reached(1)
+        cancelled = start(batcher.submit(rows("cancelled", "too")))
         await asyncio.sleep(0.01)
-        gone.cancel()
+        cancelled.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await gone
+            await cancelled
         assert batcher.waiting == 0
-        gate.go.set()
+        run.go.set()
         await first
 
-    play(script, gate)
-    assert gate.ran == [["runs"]]
+    play(script, run)
+    assert run.ran == [["runs"]]
 
 
 def test_submit_bad_row_fails_its_own_request_only() -> None:
-    gate = Gate()
+    gate = Recorder()
 
-    def picky(key: Hashable, payloads: list[Any]) -> BatchResult:
+    def run(key: Hashable, payloads: list[Any]) -> BatchResult:
         gate(key, payloads)
         if "bad" in payloads:
             raise ValueError("bad")
         return echo(key, payloads)
 
     async def script(batcher: Batcher) -> None:
-        first = asyncio.ensure_future(batcher.submit(rows("first")))
+        first = start(batcher.submit(rows("first")))
         await gate.reached(1)
         good, bad, other = [
-            asyncio.ensure_future(batcher.submit(rows(*payloads)))
-            for payloads in (["a", "b"], ["c", "bad"], ["d"])
+            start(batcher.submit(rows(*payloads))) for payloads in (["a", "b"], ["c", "bad"], ["d"])
         ]
         await asyncio.sleep(0.01)
         gate.go.set()
@@ -553,11 +507,11 @@ def test_submit_bad_row_fails_its_own_request_only() -> None:
             await bad
         await first
 
-    play(script, picky)
+    play(script, run)
 
 
 def test_submit_model_failure_is_reported_to_on_failure() -> None:
-    told: list[NotReady] = []
+    failures: list[NotReady] = []
 
     def broken(key: Hashable, payloads: list[Any]) -> BatchResult:
         raise OutOfMemory("no memory")
@@ -566,28 +520,28 @@ def test_submit_model_failure_is_reported_to_on_failure() -> None:
         with pytest.raises(OutOfMemory):
             await batcher.submit(rows(1))
         await asyncio.sleep(0)
-        assert [error.what for error in told] == ["no memory"]
+        assert [error.what for error in failures] == ["no memory"]
         batcher.pause()
-        waiting = asyncio.ensure_future(batcher.submit(rows(2)))
+        waiting = start(batcher.submit(rows(2)))
         await asyncio.sleep(0.01)
         assert batcher.waiting == 1
         batcher.refuse_waiting(NotReady("not now"))
         with pytest.raises(NotReady, match="not now"):
             await waiting
 
-    play(script, broken, on_failure=told.append)
+    play(script, broken, on_failure=failures.append)
 
 
 def test_submit_concurrency_runs_batches_in_parallel() -> None:
-    together = threading.Barrier(3, timeout=10)
+    barrier = threading.Barrier(3, timeout=10)
 
     def run(key: Hashable, payloads: list[Any]) -> BatchResult:
-        together.wait()
+        barrier.wait()
         return echo(key, payloads)
 
     async def script(batcher: Batcher) -> None:
         outcome = await batcher.submit(rows(1, 2, 3, tokens=60))
-        # Three runs of a request side by side take the time of one.
+        # Three concurrent runs of a request take the time of one.
         assert outcome.compute_ms <= 1e3 * sum(b.ended - b.started for b, _ in outcome.batches)
 
     play(script, run, concurrency=3)

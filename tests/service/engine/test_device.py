@@ -1,4 +1,4 @@
-"""Where models are served, and what is said where there is no GPU."""
+"""Choice of the device, its log messages, and serving with captured CUDA graphs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("given", [{}, {"provider": "auto"}])
-def test_a_gpu_that_can_be_used_is(
+def test_on_device_auto_chooses_usable_gpu(
     given: Any, tmp_path: Path, runtime: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     runtime([CUDA, CPU], "")
@@ -58,7 +58,7 @@ def test_a_gpu_that_can_be_used_is(
 
 
 @pytest.mark.parametrize("given", [{}, {"provider": "auto"}])
-def test_a_gpu_that_cannot_be_used_is_told_in_one_line(
+def test_on_device_unusable_gpu_is_logged_once(
     given: Any, tmp_path: Path, runtime: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     runtime([CUDA, CPU], "no CUDA device can be used here.")
@@ -68,7 +68,7 @@ def test_a_gpu_that_cannot_be_used_is_told_in_one_line(
     ]
 
 
-def test_the_build_for_cpus_says_so_only_to_those_who_asked(
+def test_on_device_cpu_build_warns_only_if_auto_is_set(
     tmp_path: Path, runtime: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     runtime([CPU], "nobody is asked")
@@ -81,7 +81,7 @@ def test_the_build_for_cpus_says_so_only_to_those_who_asked(
 
 
 @pytest.mark.parametrize("provider", ["cpu", "cuda"])
-def test_what_is_asked_for_by_name_is_not_changed(
+def test_on_device_named_provider_is_unchanged(
     provider: str, tmp_path: Path, runtime: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     runtime([CUDA, CPU], "no GPU" if provider == "cuda" else "")
@@ -90,7 +90,7 @@ def test_what_is_asked_for_by_name_is_not_changed(
 
 
 @pytest.mark.process
-def test_the_process_that_finds_out_says_why_and_its_death_is_a_reason_too(
+def test_why_no_gpu_reports_errors_and_crashes_of_child(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if CUDA in require_runtime().get_available_providers():
@@ -113,7 +113,7 @@ def test_the_process_that_finds_out_says_why_and_its_death_is_a_reason_too(
 
 
 @pytest.mark.process
-def test_cuda_by_name_is_an_error_where_there_is_none(tmp_path: Path) -> None:
+def test_serve_cuda_without_provider_is_an_error(tmp_path: Path) -> None:
     if CUDA in require_runtime().get_available_providers():
         pytest.skip("this ONNX Runtime has the CUDA provider")
     command = [
@@ -150,7 +150,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[GraphRunner, dict[str,
     return opened
 
 
-def test_the_service_serves_from_captured_graphs_what_it_serves_without(
+def test_embed_with_cuda_graphs_gives_same_vectors(
     start: Callable[..., TestClient], tmp_path: Path, graphs: list[Any]
 ) -> None:
     encoder = write_encoder(tmp_path / "tiny")
@@ -168,7 +168,7 @@ def test_the_service_serves_from_captured_graphs_what_it_serves_without(
     assert not graphs[0][0].buckets.captured  # 0: none
 
 
-def test_padding_is_tried_before_it_is_used(tmp_path: Path, graphs: list[Any]) -> None:
+def test_warm_up_tests_whether_padding_is_allowed(tmp_path: Path, graphs: list[Any]) -> None:
     """A mean over all tokens would change with every one that is added; attention masks it."""
     encoder = Model(open_artifact(write_encoder(tmp_path / "tiny")), cuda_graphs=2)
     encoder.warm_up()
@@ -189,7 +189,7 @@ def test_padding_is_tried_before_it_is_used(tmp_path: Path, graphs: list[Any]) -
 # ---- from the first line of the log to the last --------------------------------------------------
 
 
-def test_an_application_decides_once_and_says_it_once(
+def test_create_app_auto_provider_is_logged_once(
     start: Callable[..., TestClient], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     if CUDA in require_runtime().get_available_providers():
@@ -201,7 +201,7 @@ def test_an_application_decides_once_and_says_it_once(
     assert len([line for line in lines(caplog) if "no GPU" in line]) == 1
 
 
-def test_several_workers_are_told_what_was_decided_for_all(
+def test_serve_workers_get_resolved_provider(
     tmp_path: Path, runtime: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     from service import launch

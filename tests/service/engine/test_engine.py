@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ from attnserve.models.artifact import open_artifact
 from graph_passes.errors import InvalidModel
 from service.engine.engine import Engine
 from service.engine.model import Model
-from service.errors import NotReady, Overloaded
 from service.settings import Settings
+from tests.service.conftest import HeldRuns
 from tests.service.tiny import HIDDEN, hidden_states, write_encoder, write_model
 
 
@@ -37,25 +36,7 @@ def engine(encoder: Path) -> Iterator[Engine]:
     engine.close()
 
 
-class Held:
-    """Holds every run of an engine until it is let go."""
-
-    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.runs, self.go, run = 0, threading.Event(), engine.model.run
-
-        def held(inputs: Mapping[str, np.ndarray], outputs: Sequence[str] = ()) -> dict[str, Any]:
-            self.runs += 1
-            assert self.go.wait(10)
-            return run(inputs, outputs)
-
-        monkeypatch.setattr(engine.model, "run", held)
-
-    async def reached(self, runs: int) -> None:
-        while self.runs < runs:
-            await asyncio.sleep(0.001)
-
-
-def test_every_request_gets_its_own_answer(encoder: Path) -> None:
+def test_infer_concurrent_requests_get_their_own_answers(encoder: Path) -> None:
     engine = open_engine(encoder, concurrency=4)
     rng = np.random.default_rng(0)
     requests = [rng.integers(0, 8, (1, length)) for length in rng.integers(1, 9, 50)]
@@ -69,14 +50,14 @@ def test_every_request_gets_its_own_answer(encoder: Path) -> None:
     engine.close()
 
 
-def test_tokens_are_counted_without_padding_and_macs_with_it(engine: Engine) -> None:
+def test_infer_counts_tokens_without_padding_and_macs_with_it(engine: Engine) -> None:
     inputs = tokens([2, 4, 3], [2, 3, 0], mask=[[1, 1, 1], [1, 1, 0]])
     answer = asyncio.run(engine.infer(inputs))
     assert answer.tokens == 5
     assert answer.macs == 2 * 3 * HIDDEN * HIDDEN
 
 
-def test_macs_that_cannot_be_counted_are_none(tmp_path: Path) -> None:
+def test_infer_uncountable_graph_has_no_macs(tmp_path: Path) -> None:
     path = write_model(
         tmp_path / "branch.onnx",
         """
@@ -97,60 +78,31 @@ def test_macs_that_cannot_be_counted_are_none(tmp_path: Path) -> None:
     engine.close()
 
 
-def test_past_the_queue_requests_are_refused_at_once(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+def test_infer_cancelled_in_queue_is_not_computed(
+    engine: Engine, hold: Callable[[], HeldRuns]
 ) -> None:
-    held = Held(engine, monkeypatch)
+    held = hold()
 
-    async def ask() -> None:
-        waiting = [asyncio.ensure_future(engine.infer(tokens([2, 3]))) for _ in range(3)]
-        await held.reached(1)
-        assert engine.in_flight == 3  # one runs, two wait
-        with pytest.raises(Overloaded, match="2 rows wait already, and at most 2 may"):
-            await engine.infer(tokens([2, 3]))
-        held.go.set()
-        answers = await asyncio.gather(*waiting)
-        assert answers[-1].queue_ms > 0
-        await engine.infer(tokens([2, 3]))
-
-    asyncio.run(ask())
-
-
-def test_what_is_cancelled_while_it_waits_is_never_computed(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    held = Held(engine, monkeypatch)
-
-    async def ask() -> None:
+    async def script() -> None:
         first = asyncio.ensure_future(engine.infer(tokens([2, 3])))
-        await held.reached(1)
+        await asyncio.to_thread(held.wait)
         second = asyncio.ensure_future(engine.infer(tokens([2, 3])))
         await asyncio.sleep(0.01)
+        assert engine.in_flight == 2
         second.cancel()
         with pytest.raises(asyncio.CancelledError):
             await second
         held.go.set()
         await first
-        await engine.infer(tokens([2, 3]))  # behind the cancelled one in the queue
+        answer = await engine.infer(tokens([2, 3]))
+        assert answer.queue_ms >= 0
 
-    asyncio.run(ask())
-    assert held.runs == 2
+    asyncio.run(script())
+    assert held.started == 2
     assert engine.in_flight == 0
 
 
-def test_no_memory_is_not_the_clients_fault(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Session:
-        def run(self, *_: Any) -> None:
-            raise RuntimeError("[ONNXRuntimeError] : 6 : Failed to allocate memory for 7 bytes")
-
-    monkeypatch.setattr(engine.model, "_session", Session())
-    with pytest.raises(NotReady, match="out of memory"):
-        asyncio.run(engine.infer(tokens([2, 3])))
-
-
-def test_what_cannot_be_served_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
+def test_model_unsupported_or_missing_is_refused(tmp_path: Path) -> None:
     text = """
     <ir_version: 10, opset_import: ["": 18]>
     words (string[n] x) => (string[n] y) { y = Identity(x) }
@@ -161,7 +113,7 @@ def test_what_cannot_be_served_is_refused_when_it_is_loaded(tmp_path: Path) -> N
         open_engine(tmp_path / "nothing.onnx")
 
 
-def test_a_model_is_named_for_its_folder_or_its_file(tmp_path: Path) -> None:
+def test_engine_name_is_that_of_its_file(tmp_path: Path) -> None:
     folder = write_encoder(tmp_path / "modèle 1")
     (folder / "model.onnx").rename(folder / "small.onnx")
     engine = open_engine(folder / "small.onnx")

@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from service.engine import isolation as isolation
 from service.engine.isolation import CheckResult, IsolationChecker
 from service.engine.repository import Repository, say_operators
 from service.settings import Settings
+from service.workers.shared_state import SharedState, TargetState
 from tests.fixtures.make import BERT
 from tests.service.tiny import write_encoder
 
@@ -122,8 +124,8 @@ def test_repository_unchecked_model_is_not_fused(bert: Path) -> None:
 def test_check_rewrite_off_tries_no_fusion(bert: Path, child: Child, tmp_path: Path) -> None:
     child("lossless.fuse_lossless = None")
     one = checker(tmp_path / "rewritten", rewrite=False)
-    assert one.check(open_artifact(bert)) == CheckResult(
-        one.identify(open_artifact(bert)).identity, None, isolation.NOT_REWRITTEN
+    assert one.check(open_artifact(bert)) == replace(
+        one.identify(open_artifact(bert)), operators=isolation.NOT_REWRITTEN
     )
     assert not (tmp_path / "rewritten").exists()
 
@@ -139,9 +141,12 @@ def test_check_result_is_cached_and_file_is_private(
     assert found.identity == one.identify(open_artifact(bert)).identity
     child("raise SystemExit(5)")
     assert one.check(open_artifact(bert)) == found
-    # What one worker has found the others are told, as JSON.
-    other = checker(folder)
-    other.import_results(json.loads(json.dumps(one.export_results())))
+    other = checker(folder)  # of another worker, which receives the results as JSON
+    shared = SharedState(tmp_path, 2)
+    shared.set_target(TargetState(1, {}, one.results))
+    target = shared.target()
+    assert target is not None
+    other.results = target.checked
     assert other.check(open_artifact(bert)) == found
 
 

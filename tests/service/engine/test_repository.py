@@ -1,4 +1,4 @@
-"""Models on disk and models that serve: loading, unloading, one in the place of another."""
+"""Repository: loading, unloading and replacing models, the isolation check, recovery."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,12 @@ from graph_passes.errors import InvalidModel
 from service.engine.repository import Entry, Repository
 from service.errors import NotFound, NotReady
 from service.settings import Settings
+from tests.service.conftest import until
 from tests.service.tiny import ids_request, write_encoder, write_model
 
 
 def write_scale(folder: Path, factor: float) -> Path:
-    """A model of one input x that answers ``factor`` times x."""
+    """A model that multiplies its input x by ``factor``."""
     folder.mkdir(parents=True, exist_ok=True)
     text = f"""
     <ir_version: 10, opset_import: ["": 18]>
@@ -42,8 +43,13 @@ def write_scale(folder: Path, factor: float) -> Path:
 
 
 def play(
-    path: Path, script: Callable[[Repository], Coroutine[Any, Any, None]], **settings: Any
+    path: Path,
+    script: Callable[[Repository], Coroutine[Any, Any, None]],
+    limit_s: float = 60,
+    **settings: Any,
 ) -> None:
+    """Run ``script`` with a repository of the models under ``path``."""
+
     async def whole() -> None:
         chosen = Settings.model_validate({"model": path, "probe": False, **settings})
         repository = Repository(chosen)
@@ -53,7 +59,18 @@ def play(
         finally:
             await repository.close()
 
-    asyncio.run(asyncio.wait_for(whole(), 60))
+    asyncio.run(asyncio.wait_for(whole(), limit_s))
+
+
+def load_error(path: Path, **settings: Any) -> InvalidModel:
+    """The error of a repository whose only model cannot be loaded."""
+
+    async def script(repository: Repository) -> None:
+        raise AssertionError("the model was loaded")
+
+    with pytest.raises(InvalidModel) as error:
+        play(path, script, **settings)
+    return error.value
 
 
 async def ask(repository: Repository, name: str, version: str | None = None) -> float:
@@ -62,10 +79,10 @@ async def ask(repository: Repository, name: str, version: str | None = None) -> 
     return float(answer.outputs["y"][0])
 
 
-# -- what is on disk ------------------------------------------------------------------------------
+# -- files on disk --------------------------------------------------------------------------------
 
 
-def test_names_versions_and_the_highest(tmp_path: Path) -> None:
+def test_engine_default_is_the_highest_version(tmp_path: Path) -> None:
     write_scale(tmp_path / "many" / "2", 2)
     write_scale(tmp_path / "many" / "10", 10)
     (tmp_path / "many" / "config.pbtxt").write_text("ignored")
@@ -90,7 +107,7 @@ def test_names_versions_and_the_highest(tmp_path: Path) -> None:
     play(tmp_path, script)
 
 
-def test_a_tokenizer_above_the_versions_serves_them_all(tmp_path: Path) -> None:
+def test_engine_uses_tokenizer_above_the_versions(tmp_path: Path) -> None:
     version = write_encoder(tmp_path / "1")
     folder = tmp_path / "models" / "tiny"
     folder.mkdir(parents=True)
@@ -105,18 +122,13 @@ def test_a_tokenizer_above_the_versions_serves_them_all(tmp_path: Path) -> None:
     play(tmp_path / "models", script)
 
 
-@pytest.mark.parametrize("make", [lambda path: None, lambda path: path.mkdir()])
-def test_a_path_without_models(tmp_path: Path, make: Callable[[Path], None]) -> None:
-    make(tmp_path / "models")
-
-    async def script(repository: Repository) -> None:
-        raise AssertionError
-
-    with pytest.raises(InvalidModel, match=r"models: (no such file|holds no model)"):
-        play(tmp_path / "models", script)
+def test_start_without_models_is_refused(tmp_path: Path) -> None:
+    assert "models: no such file" in load_error(tmp_path / "models").what
+    (tmp_path / "models").mkdir()
+    assert "models: holds no model" in load_error(tmp_path / "models").what
 
 
-def test_one_bad_model_does_not_stop_the_others(tmp_path: Path) -> None:
+def test_start_invalid_model_is_unavailable_and_others_serve(tmp_path: Path) -> None:
     write_scale(tmp_path / "good", 1)
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "model.onnx").write_bytes(b"no model")
@@ -134,7 +146,7 @@ def test_one_bad_model_does_not_stop_the_others(tmp_path: Path) -> None:
 # -- loading and unloading ------------------------------------------------------------------------
 
 
-def test_load_and_unload(tmp_path: Path) -> None:
+def test_load_unload_and_load_again_serves(tmp_path: Path) -> None:
     write_scale(tmp_path / "a", 1)
 
     async def script(repository: Repository) -> None:
@@ -147,7 +159,7 @@ def test_load_and_unload(tmp_path: Path) -> None:
         await repository.unload("b")
         with pytest.raises(NotReady, match="'b' is not loaded"):
             repository.engine("b")
-        await repository.unload("b")  # twice is once
+        await repository.unload("b")  # has no effect
         await repository.load("b")
         assert await ask(repository, "b") == 2
         for call in (repository.load, repository.unload):
@@ -157,7 +169,7 @@ def test_load_and_unload(tmp_path: Path) -> None:
     play(tmp_path, script)
 
 
-def test_a_replaced_model_answers_what_it_accepted(
+def test_load_replaced_engine_answers_accepted_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_scale(tmp_path / "a", 1)
@@ -165,18 +177,13 @@ def test_a_replaced_model_answers_what_it_accepted(
     async def script(repository: Repository) -> None:
         old = repository.engine("a")
         go, run = threading.Event(), old.model.run
-
-        def held(inputs: Mapping[str, Any], outputs: Sequence[str] = ()) -> Any:
-            assert go.wait(10)
-            return run(inputs, outputs)
-
-        monkeypatch.setattr(old.model, "run", held)
+        monkeypatch.setattr(old.model, "run", lambda *args: go.wait(10) and run(*args))
         waiting = [asyncio.ensure_future(ask(repository, "a")) for _ in range(3)]
         await asyncio.sleep(0.01)
         write_scale(tmp_path / "a", 5)
         await repository.load("a")
         assert await ask(repository, "a") == 5
-        old.acquire()  # a request that has found its model, and not yet asked it
+        old.acquire()  # a request that has its engine, and has not run it yet
         go.set()
         assert await asyncio.gather(*waiting) == [1, 1, 1]
         answer = await old.infer({"x": np.ones(1, np.float32)})
@@ -189,7 +196,7 @@ def test_a_replaced_model_answers_what_it_accepted(
     play(tmp_path, script)
 
 
-def test_what_did_not_change_stays(tmp_path: Path) -> None:
+def test_load_keeps_engines_of_unchanged_files(tmp_path: Path) -> None:
     write_scale(tmp_path / "a" / "1", 1)
 
     async def script(repository: Repository) -> None:
@@ -205,7 +212,7 @@ def test_what_did_not_change_stays(tmp_path: Path) -> None:
     play(tmp_path, script)
 
 
-def test_a_replacement_that_cannot_be_loaded_changes_nothing(tmp_path: Path) -> None:
+def test_load_invalid_replacement_keeps_the_old_engine(tmp_path: Path) -> None:
     write_scale(tmp_path / "a", 1)
 
     async def script(repository: Repository) -> None:
@@ -221,7 +228,7 @@ def test_a_replacement_that_cannot_be_loaded_changes_nothing(tmp_path: Path) -> 
     play(tmp_path, script)
 
 
-def test_no_request_is_dropped_while_models_come_and_go(tmp_path: Path) -> None:
+def test_load_while_requests_run_drops_none(tmp_path: Path) -> None:
     write_scale(tmp_path / "a", 0)
 
     async def script(repository: Repository) -> None:
@@ -245,10 +252,9 @@ def test_no_request_is_dropped_while_models_come_and_go(tmp_path: Path) -> None:
 
 
 @pytest.mark.timing
-def test_a_thousand_loads_leak_nothing(tmp_path: Path) -> None:
-    write_encoder(tmp_path / "models").rename(tmp_path / "tiny")
+def test_load_repeated_leaks_no_memory_and_no_threads(tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
-    (tmp_path / "tiny").rename(tmp_path / "models" / "tiny")
+    write_encoder(tmp_path / "models" / "tiny")
     write_scale(tmp_path / "models" / "other", 1)
 
     async def script(repository: Repository) -> None:
@@ -269,19 +275,13 @@ def test_a_thousand_loads_leak_nothing(tmp_path: Path) -> None:
         assert grown < 20e6
         assert threading.active_count() <= threads + 8  # asyncio's own pool grows to a bound
 
-    async def whole() -> None:
-        repository = Repository(Settings(model=tmp_path / "models"))
-        await repository.start()
-        await script(repository)
-        await repository.close()
-
-    asyncio.run(whole())
+    play(tmp_path / "models", script, limit_s=600, probe=True)
 
 
 @pytest.mark.timing
 @pytest.mark.skipif(sys.platform != "linux", reason="other C libraries return memory as they like")
-def test_weights_are_returned_to_the_system(tmp_path: Path) -> None:
-    """What is left of reading a graph is a second copy of its weights, in cycles."""
+def test_load_returns_memory_of_weights_to_the_system(tmp_path: Path) -> None:
+    """Reading a graph leaves a second copy of its weights in reference cycles."""
     folder = write_encoder(tmp_path / "large")
     model = onnx.load(folder / "model.onnx")
     (words,) = [value for value in model.graph.initializer if value.name == "words_table"]
@@ -290,57 +290,44 @@ def test_weights_are_returned_to_the_system(tmp_path: Path) -> None:
     size = words.ByteSize()
     del model, words
 
-    async def whole() -> None:
-        repository = Repository(Settings(model=folder, probe=False, threads=1))
-        await repository.start()
+    async def script(repository: Repository) -> None:
         before = psutil.Process().memory_info().rss
         for _ in range(10):
             await repository.unload("large")
             await repository.settled()
             await repository.load("large")
         grown = psutil.Process().memory_info().rss - before
-        assert grown < 2 * size  # without it: some 18 copies
-        await repository.close()
+        assert grown < 2 * size  # without it: about 18 copies
 
-    asyncio.run(whole())
-
-
-# -- models are input of strangers ----------------------------------------------------------------
+    play(folder, script, threads=1)
 
 
-def checksum(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+# -- untrusted models -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("files", "text"),
     [
         ({"model.onnx": "0" * 64}, "but attnserve.json has 000000000000"),
-        (
-            {"model.onnx": None, "model.onnx.data": "0" * 64},
-            "is listed in attnserve.json, but missing",
-        ),
-        ({"model.onnx": None, "../secret": "0" * 64}, "expected a file name and its sha256"),
-        ({"model.onnx": None, "tokenizer.json": 7}, "expected a file name and its sha256"),
+        ({"model.onnx.data": "0" * 64}, "is listed in attnserve.json, but missing"),
+        ({"../secret": "0" * 64}, "expected a file name and its sha256"),
+        ({"tokenizer.json": 7}, "expected a file name and its sha256"),
     ],
 )
-def test_artifacts_are_checked_against_their_checksums(
+def test_start_checks_files_against_recorded_checksums(
     tmp_path: Path, files: dict[str, Any], text: str
 ) -> None:
     folder = write_encoder(tmp_path / "tiny")
-    real = checksum(folder / "model.onnx")
+    checksum = hashlib.sha256((folder / "model.onnx").read_bytes()).hexdigest()
+    record = folder / "attnserve.json"
+    record.write_text(json.dumps({"files": {"model.onnx": checksum} | files}))
+    assert text in load_error(folder).what
 
     async def script(repository: Repository) -> None:
         assert repository.ready
 
-    for given, fails in ((files, True), ({"model.onnx": real}, False)):
-        told = {name: real if value is None else value for name, value in given.items()}
-        (folder / "attnserve.json").write_text(json.dumps({"files": told}))
-        if fails:
-            with pytest.raises(InvalidModel, match=text):
-                play(folder, script)
-        else:
-            play(folder, script)
+    record.write_text(json.dumps({"files": {"model.onnx": checksum}}))
+    play(folder, script)
 
 
 def with_external_data(folder: Path, location: str) -> Path:
@@ -359,21 +346,17 @@ def with_external_data(folder: Path, location: str) -> Path:
 
 
 @pytest.mark.parametrize("location", ["{outside}", "../secret.bin", "a/../../secret.bin", "link"])
-def test_external_data_stays_in_its_folder(tmp_path: Path, location: str) -> None:
+def test_load_external_data_outside_folder_is_refused(tmp_path: Path, location: str) -> None:
     secret = tmp_path / "secret.bin"
     secret.write_bytes(np.ones(4, np.float32).tobytes())
     folder = with_external_data(tmp_path / "model", location.format(outside=secret))
     (folder / "link").symlink_to(secret)
 
-    async def script(repository: Repository) -> None:
-        raise AssertionError
-
-    with pytest.raises(InvalidModel, match="expected a file inside the model's folder"):
-        play(folder, script)
+    assert "expected a file inside the model's folder" in load_error(folder).what
 
 
 @pytest.mark.process
-def test_external_data_in_its_folder_is_served(tmp_path: Path) -> None:
+def test_load_external_data_inside_folder_is_served(tmp_path: Path) -> None:
     folder = with_external_data(tmp_path / "model", "weights.bin")
     (folder / "weights.bin").write_bytes(np.full(4, 3, np.float32).tobytes())
 
@@ -385,7 +368,7 @@ def test_external_data_in_its_folder_is_served(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_operators_of_strangers_are_refused(tmp_path: Path) -> None:
+def test_load_unknown_operator_is_refused(tmp_path: Path) -> None:
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n"])
     y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n"])
     node = helper.make_node("Anything", ["x"], ["y"], domain="com.stranger")
@@ -393,49 +376,51 @@ def test_operators_of_strangers_are_refused(tmp_path: Path) -> None:
     opsets = [helper.make_opsetid("", 18), helper.make_opsetid("com.stranger", 1)]
     onnx.save(helper.make_model(graph, ir_version=10, opset_imports=opsets), tmp_path / "m.onnx")
 
-    async def script(repository: Repository) -> None:
-        raise AssertionError
-
-    with pytest.raises(InvalidModel, match="ONNX Runtime refuses the graph"):
-        play(tmp_path / "m.onnx", script, probe=True)
+    assert "ONNX Runtime refuses the graph" in load_error(tmp_path / "m.onnx", probe=True).what
 
 
-CRASHES = "import os; os.abort()"
-HANGS = "import time; time.sleep(60)"
-BABBLES = "print('no JSON'); raise SystemExit(3)"
+@pytest.fixture
+def interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Replace the interpreter of child processes by a shell command."""
+
+    def install(command: str) -> None:
+        path = tmp_path / "python"
+        path.write_text(f"#!/bin/sh\n{command}\n")
+        path.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(path))
+
+    return install
 
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("child", "text"),
+    ("command", "code", "text"),
     [
-        (CRASHES, "signal SIGABRT"),
-        (HANGS, "it did not load and run within 1 s"),
-        (BABBLES, "exit status 3"),
+        ("kill -ABRT $$", "model.crash", "signal SIGABRT"),
+        ("sleep 60", "model.timeout", "within 1 s"),
+        ("echo no JSON; exit 3", "model.crash", "exit status 3"),
     ],
 )
-def test_a_model_that_kills_its_probe_is_an_error_and_the_server_lives(
+def test_load_failed_probe_is_refused_and_others_serve(
     start: Callable[..., TestClient],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    child: str,
+    interpreter: Callable[[str], None],
+    command: str,
+    code: str,
     text: str,
 ) -> None:
     write_scale(tmp_path / "good", 2)
     client = start(tmp_path)
     repository: Repository = client.app.state.repository  # type: ignore[attr-defined]
     write_scale(tmp_path / "evil", 1)
-    program = tmp_path / "child.py"
-    program.write_text(child)
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{program}"\n')
-    python.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(python))
+    interpreter(command)
     chosen = repository.settings.model_copy(update={"probe": True})
     monkeypatch.setattr(repository, "settings", chosen)
     monkeypatch.setattr(repository._checker, "_timeout_s", 1)
-    with pytest.raises(InvalidModel, match=text):
+    with pytest.raises(InvalidModel, match=text) as error:
         client.portal.call(repository.load, "evil")  # type: ignore[union-attr]
+    assert error.value.code == code
     evil = repository.index()[0]
     assert evil.state == "UNAVAILABLE" and evil.reason
     x = {"name": "x", "shape": [1], "datatype": "FP32", "data": [1.5]}
@@ -445,7 +430,7 @@ def test_a_model_that_kills_its_probe_is_an_error_and_the_server_lives(
 
 
 @pytest.mark.process
-def test_a_graph_that_never_comes_back(tmp_path: Path) -> None:
+def test_start_endless_graph_is_unavailable_after_timeout(tmp_path: Path) -> None:
     """It loads, and its first run counts to 2 ** 62."""
     text = """
     <ir_version: 10, opset_import: ["": 18]>
@@ -472,16 +457,19 @@ def test_a_graph_that_never_comes_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_what_has_run_once_is_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_checked_files_are_not_probed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tried: list[Path] = []
 
     async def script(repository: Repository) -> None:
-        prover = repository._checker
-        attempt = prover._try
+        checker = repository._checker
         monkeypatch.setattr(
-            prover,
+            checker,
             "_try",
-            lambda artifact, content: tried.append(artifact.model) or attempt(artifact, content),
+            lambda artifact, content, attempt=checker._try: (
+                tried.append(artifact.model) or attempt(artifact, content)
+            ),
         )
         await repository.unload("a")
         await repository.load("a")
@@ -497,24 +485,18 @@ def test_what_has_run_once_is_believed(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.process
-def test_the_probe_is_told_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ATTNSERVE_API_KEYS", "hush-hush")
-    program = tmp_path / "python"
-    program.write_text(f'#!/bin/sh\nenv > "{tmp_path}/seen"\nexit 3\n')
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
-
-    async def script(repository: Repository) -> None:
-        raise AssertionError
-
-    with pytest.raises(InvalidModel, match="exit status 3"):
-        play(write_scale(tmp_path / "a", 1), script, probe=True)
-    assert "hush-hush" not in (tmp_path / "seen").read_text()
+def test_probe_environment_has_no_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interpreter: Callable[[str], None]
+) -> None:
+    monkeypatch.setenv("ATTNSERVE_API_KEYS", "secret")
+    interpreter(f'env > "{tmp_path}/seen"; exit 3')
+    assert "exit status 3" in load_error(write_scale(tmp_path / "a", 1), probe=True).what
+    assert "secret" not in (tmp_path / "seen").read_text()
     assert "PATH=" in (tmp_path / "seen").read_text()
-    assert os.environ["ATTNSERVE_API_KEYS"] == "hush-hush"
+    assert os.environ["ATTNSERVE_API_KEYS"] == "secret"
 
 
-# -- not ready, and ready again -------------------------------------------------------------------
+# -- recovery of sessions -------------------------------------------------------------------------
 
 
 class Faulty:
@@ -533,7 +515,7 @@ class Faulty:
 
 
 @pytest.mark.parametrize("text", ["Failed to allocate memory", "CUDA failure 700"])
-def test_a_failing_session_turns_readiness_off_until_it_runs_again(
+def test_failed_session_is_not_ready_until_reloaded(
     start: Callable[..., TestClient], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     monkeypatch.setattr("service.engine.engine.RETRY_S", (0.05,))
@@ -551,26 +533,23 @@ def test_a_failing_session_turns_readiness_off_until_it_runs_again(
 
     answer = client.post("/embed", json={"inputs": "a", "model": "tiny"})
     assert answer.status_code == 503 and answer.headers["retry-after"] == "5"
-    # Not ready, but alive; the model that runs is ready, and serves.
+    # Not ready, but alive; the other model is ready, and serves.
     assert client.get("/v2/health/live").status_code == 200
     assert client.get("/v2/health/ready").json() == {"ready": False}
-    told = client.get("/v2/models/tiny/ready")
-    assert (told.status_code, told.json()) == (503, {"name": "tiny", "ready": False})
+    answer = client.get("/v2/models/tiny/ready")
+    assert (answer.status_code, answer.json()) == (503, {"name": "tiny", "ready": False})
     assert client.get("/v2/models/other/ready").status_code == 200
     assert [entry.state for entry in repository.index()] == ["READY", "UNAVAILABLE"]
     refused = client.post("/v2/models/tiny/infer", json=ids_request([2, 3]))
     assert refused.status_code == 503 and "tiny is not ready" in refused.json()["error"]
 
     reload.set()
-    for _ in range(200):
-        if client.get("/v2/health/ready").status_code == 200:
-            break
-        threading.Event().wait(0.02)
+    until(lambda: client.get("/v2/health/ready").status_code == 200)
     assert client.post("/embed", json={"inputs": "a", "model": "tiny"}).status_code == 200
-    assert engine.model._session is not faulty  # it was loaded anew
+    assert engine.model._session is not faulty
 
 
-def test_a_session_that_recovers_is_not_reloaded(
+def test_failed_session_that_recovers_is_not_reloaded(
     start: Callable[..., TestClient], encoder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = start(encoder)
@@ -586,12 +565,9 @@ def test_a_session_that_recovers_is_not_reloaded(
 
     monkeypatch.setattr(model, "warm_up", recover)
     assert client.post("/embed", json={"inputs": "a"}).status_code == 503
-    for _ in range(200):
-        if client.get("/v2/health/ready").status_code == 200:
-            break
-        threading.Event().wait(0.02)
+    until(lambda: client.get("/v2/health/ready").status_code == 200)
     assert client.post("/embed", json={"inputs": "a"}).status_code == 200
-    assert engine.statistics()["inference_stats"]["fail"]["count"] == 1
+    assert engine.metrics.statistics()["inference_stats"]["fail"]["count"] == 1
 
 
 # -- int8 on CPUs whose kernels saturate ----------------------------------------------------------
@@ -624,8 +600,10 @@ def test_load_8_bit_int8_weights_without_a_dot_product_warns_in_log_and_config(
     write_model(tmp_path / "int8" / "model.onnx", text)
     with caplog.at_level("WARNING", logger="attnserve"):
         client = start(tmp_path / "int8", probe=False)
-    told = [record.getMessage() for record in caplog.records if "saturate" in record.getMessage()]
-    assert bool(told) is warns
+    warnings = [
+        record.getMessage() for record in caplog.records if "saturate" in record.getMessage()
+    ]
+    assert bool(warnings) is warns
     parameters = client.get("/v2/models/int8/config").json()["parameters"]
     assert ("int8_warning" in parameters) is warns
     assert client.get("/v2/models/int8/ready").status_code == 200

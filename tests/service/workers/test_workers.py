@@ -1,4 +1,4 @@
-"""``--workers N``: several processes that answer as one, and the parent that keeps them alive."""
+"""Several workers: shared statistics and models, supervision, and shared state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from time import monotonic, time
+from time import time
 from typing import Any
 
 import httpx2
@@ -33,6 +33,7 @@ from service.settings import Settings
 from service.workers.shared_repository import SharedRepository
 from service.workers.shared_state import SharedState, Status
 from service.workers.supervisor import threads_per_worker
+from tests.service.conftest import until
 from tests.service.tiny import write_encoder
 
 pytestmark = pytest.mark.process
@@ -54,15 +55,6 @@ except AttnserveError as error:
     print(f"error: {error.what}", file=sys.stderr)
     sys.exit(error.exit_code)
 """
-
-
-def until(holds: Callable[[], Any], seconds: float = 30) -> Any:
-    """What ``holds`` returns, once that is true."""
-    end = monotonic() + seconds
-    while not (found := holds()):
-        assert monotonic() < end, "it never came true"
-        threading.Event().wait(0.02)
-    return found
 
 
 class Server:

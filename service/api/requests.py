@@ -1,67 +1,56 @@
-"""Shared parts of all routes: reading bodies, engines, deadlines, responses, and the access log."""
+"""Read requests: bodies, JSON, engines, deadlines and disconnects."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
-import re
-import uuid
 import zlib
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from time import perf_counter
-from typing import Any, TypeVar
-from urllib.parse import quote
+from typing import Annotated, Any, TypeVar
 
-import numpy as np
 import orjson
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ValidationError
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from graph_passes.errors import InvalidData
-from service.api.cost import as_headers, cost_of
-from service.engine.answer import Answer
 from service.engine.engine import Engine
 from service.engine.repository import Repository
-from service.errors import ClientGone, InvalidField, MalformedRequest, TooLarge, error_response
-from service.metrics import Metrics
+from service.errors import ClientGone, InvalidField, MalformedRequest, TooLarge
 from service.settings import Settings
-from service.tracing import request_span
 
 __all__ = [
+    "Body",
+    "Extensible",
     "JsonRoute",
-    "ObserveRequests",
+    "Name",
     "acquire_engine",
     "cancel_on_disconnect",
     "deadline",
     "get_engine",
-    "json_response",
     "parse_json",
     "read_body",
-    "record_cost",
-    "respond",
 ]
 
 T = TypeVar("T")
 B = TypeVar("B", bound=BaseModel)
 
-log = logging.getLogger("attnserve")
-access = logging.getLogger("attnserve.access")
-
-VALID_REQUEST_ID = re.compile(rb"[\w.:/+=@-]{1,128}", re.ASCII)
-JSON = orjson.OPT_SERIALIZE_NUMPY
 DISCONNECTED = "the client disconnected"
 
+Name = Annotated[str, Field(max_length=1024)]
 
-def json_response(
-    content: Any, status: int = 200, headers: dict[str, str] | None = None
-) -> Response:
-    """A response with ``content`` as JSON; arrays become lists, NaN and infinities null."""
-    return Response(
-        orjson.dumps(content, option=JSON), status, headers, media_type="application/json"
-    )
+
+class Body(BaseModel):
+    """A JSON body. Types are strict: ``"3"`` is not a number and 1 is not a boolean."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class Extensible(Body):
+    """The supported parameters; others belong to extensions and are ignored."""
+
+    model_config = ConfigDict(extra="allow")
 
 
 def get_engine(request: Request, name: str | None = None, version: str | None = None) -> Engine:
@@ -213,49 +202,6 @@ async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -
         disconnect.cancel()
 
 
-def respond(
-    request: Request,
-    engine: Engine,
-    answer: Answer,
-    outputs: Any,
-    envelope: Callable[[orjson.Fragment, dict[str, int | float]], dict[str, Any]],
-    raw: Sequence[np.ndarray] = (),
-) -> Response:
-    """The response of an inference route; its cost goes to the headers and the metrics.
-
-    Args:
-        outputs: The computed values. Their serialization counts as time of the request.
-        envelope: Makes the body from the serialized outputs and the cost.
-        raw: Tensors whose bytes follow the JSON.
-    """
-    serialized = orjson.Fragment(orjson.dumps(outputs, option=JSON))
-    cost, headers = record_cost(request, engine, answer)
-    if not raw:
-        return json_response(envelope(serialized, cost), headers=headers)
-    head = orjson.dumps(envelope(serialized, cost), option=JSON)
-    headers["inference-header-content-length"] = str(len(head))
-    body = b"".join([head, *(tensor.data for tensor in raw)])
-    return Response(body, 200, headers, media_type="application/octet-stream")
-
-
-def record_cost(
-    request: Request, engine: Engine, answer: Answer
-) -> tuple[dict[str, int | float], dict[str, str]]:
-    """Stop the clock and record the cost of ``answer``; return the cost and its headers."""
-    total_ms = (perf_counter() - request.state.started) * 1e3
-    cost = cost_of(answer, total_ms, engine.settings.provider)
-    engine.metrics.record_request(cost)
-    # Headers are ASCII; names of models may not be.
-    headers = as_headers(cost) | {
-        "x-model": quote(engine.name),
-        "x-model-version": engine.version,
-    }
-    if engine.model.plan_id is not None:
-        headers["x-plan"] = engine.model.plan_id
-    request.scope["attnserve.cost"] = {"model": engine.name, "version": engine.version, **cost}
-    return cost, headers
-
-
 class JsonRoute(APIRoute):
     """A route whose JSON body is read here and not by FastAPI.
 
@@ -282,63 +228,3 @@ class JsonRoute(APIRoute):
     async def read(self, request: Request) -> bytes | bytearray | memoryview:
         """Return the JSON text in the body of ``request``."""
         return await read_body(request)
-
-
-class ObserveRequests:
-    """ASGI middleware: adds x-request-id to answers, counts requests and writes the access log.
-
-    It releases the engines of a request (``acquire_engine``) after the answer. A valid id of the
-    client is kept. An unexpected exception is logged with its traceback and answered with 500.
-    """
-
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app = app
-        self._metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        client_id = next((value for key, value in scope["headers"] if key == b"x-request-id"), b"")
-        request_id = (
-            client_id if VALID_REQUEST_ID.fullmatch(client_id) else uuid.uuid4().hex.encode()
-        )
-        started, status = perf_counter(), 0
-        engines: list[Engine] = []
-        scope["attnserve.engines"] = engines
-        # FastAPI's GET routes refuse HEAD. The web server omits the body of the answer.
-        routed = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
-
-        async def observed(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
-            await send(message)
-
-        with request_span(scope) as finish:
-            try:
-                await self._app(routed, receive, observed)
-            except Exception:
-                log.exception("request %s failed", request_id.decode())
-                if status:  # the answer has begun: the connection can only be closed
-                    raise
-                answer = error_response(scope, 500, "internal error")
-                await answer(scope, receive, observed)
-            finally:
-                for engine in engines:
-                    engine.release()
-                # The pattern of the route, not the path: the number of series must stay bounded.
-                route = getattr(routed.get("route"), "path", "unknown")
-                self._metrics.count_response(route, status)
-                finish(route, status)
-                if access.isEnabledFor(logging.INFO):
-                    line = {
-                        "method": scope["method"],
-                        "path": scope["path"],
-                        "status": status,
-                        "ms": round((perf_counter() - started) * 1e3, 3),
-                        "request_id": request_id.decode(),
-                        **scope.get("attnserve.cost", {}),
-                    }
-                    access.info(orjson.dumps(line).decode())

@@ -1,0 +1,83 @@
+"""Responses: JSON bodies, and the cost of every inference answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import orjson
+from fastapi import Request, Response
+
+from service.engine.engine import Answer, Engine
+from service.memory import gpu_bytes, rss_bytes
+
+__all__ = ["json_response", "respond"]
+
+JSON = orjson.OPT_SERIALIZE_NUMPY
+
+
+def json_response(
+    content: Any, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    """A response with ``content`` as JSON; arrays become lists, NaN and infinities null."""
+    return Response(
+        orjson.dumps(content, option=JSON), status, headers, media_type="application/json"
+    )
+
+
+def respond(
+    request: Request,
+    engine: Engine,
+    answer: Answer,
+    outputs: Any,
+    envelope: Callable[[orjson.Fragment, dict[str, int | float]], dict[str, Any]],
+    raw: Sequence[np.ndarray] = (),
+) -> Response:
+    """Stop the clock, and return the answer with its cost in the headers and the metrics.
+
+    Args:
+        outputs: The computed values. Their serialization counts as time of the request.
+        envelope: Makes the body from the serialized outputs and the cost.
+        raw: Tensors whose bytes follow the JSON.
+    """
+    serialized = orjson.Fragment(orjson.dumps(outputs, option=JSON))
+    total_ms = (perf_counter() - request.state.started) * 1e3
+    cost = _cost(answer, total_ms, engine.settings.provider)
+    engine.metrics.record_request(cost)
+    request.scope["attnserve.cost"] = {"model": engine.name, "version": engine.version, **cost}
+    headers = {f"x-{key.replace('_', '-')}": str(value) for key, value in cost.items()}
+    headers["x-model"] = quote(engine.name)  # headers are ASCII; names of models may not be
+    headers["x-model-version"] = engine.version
+    if engine.model.plan_id is not None:
+        headers["x-plan"] = engine.model.plan_id
+    if not raw:
+        return json_response(envelope(serialized, cost), headers=headers)
+    head = orjson.dumps(envelope(serialized, cost), option=JSON)
+    headers["inference-header-content-length"] = str(len(head))
+    body = b"".join([head, *(tensor.data for tensor in raw)])
+    return Response(body, 200, headers, media_type="application/octet-stream")
+
+
+def _cost(answer: Answer, total_ms: float, provider: str) -> dict[str, int | float]:
+    """The cost of ``answer``, by the names of the v2 parameters.
+
+    ``macs`` and ``flops`` are absent if the graph cannot be counted, ``gpu_bytes`` without a GPU.
+    ``rss_bytes`` covers this process, ``gpu_bytes`` the whole device.
+    """
+    cost: dict[str, int | float] = {
+        "queue_ms": round(answer.queue_ms, 3),
+        "tokenize_ms": round(answer.tokenize_ms, 3),
+        "compute_ms": round(answer.compute_ms, 3),
+        "total_ms": round(total_ms, 3),
+        "tokens": answer.tokens,
+        "padding_waste": round(answer.padding_waste, 4),
+    }
+    if answer.macs is not None:
+        cost |= {"macs": answer.macs, "flops": 2 * answer.macs}
+    cost["rss_bytes"] = rss_bytes()
+    if provider == "cuda" and (used := gpu_bytes()) is not None:
+        cost["gpu_bytes"] = used
+    return cost

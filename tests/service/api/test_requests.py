@@ -1,0 +1,229 @@
+"""Limits, deadlines, methods and disconnects of all routes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+
+from service.api.requests import cancel_on_disconnect
+from service.errors import ClientGone
+from tests.service.conftest import HeldRuns, until
+from tests.service.tiny import hidden_states, ids_request
+
+INFER = "/v2/models/tiny/infer"
+EMBED = {"inputs": "a"}
+
+# -- limits ---------------------------------------------------------------------------------------
+
+
+def test_limits_are_inclusive(start: Callable[..., TestClient], encoder: Path) -> None:
+    client = start(
+        encoder, max_inputs=3, max_text_chars=5, max_tensor_bytes=48, max_tokens=9, max_queue=9
+    )
+    cases: list[tuple[str, Any, Any, str]] = [
+        ("/embed", {"inputs": ["", "", ""]}, {"inputs": [""] * 4}, "4 texts"),
+        ("/embed", {"inputs": "a b c"}, {"inputs": ["a", "a b cc"]}, "text 1 has 6 characters"),
+        ("/embed", {"inputs": ["a", "a", "a"]}, {"inputs": ["a b c", "a b c"]}, "10 tokens"),
+        (INFER, ids_request([2, 4, 3]), ids_request([2, 4, 5, 3]), "64 bytes"),  # 2 x 3 x 8: 48
+    ]
+    for route, accepted, refused, text in cases:
+        assert client.post(route, json=accepted).status_code == 200
+        answer = client.post(route, json=refused)
+        assert answer.status_code == 413 and answer.json()["error"].startswith(text)
+
+
+def test_infer_request_larger_than_batch_is_split_and_joined(
+    start: Callable[..., TestClient], encoder: Path
+) -> None:
+    client = start(encoder, max_batch_tokens=10)
+    rows = np.random.default_rng(0).integers(0, 8, (7, 4))
+    answer = client.post(INFER, json=ids_request(*rows.tolist()))
+    hidden = np.reshape(answer.json()["outputs"][0]["data"], (7, 4, 4))
+    np.testing.assert_array_equal(hidden, hidden_states(rows))
+    (stats,) = client.get("/v2/models/tiny/stats").json()["model_stats"]
+    assert (stats["inference_count"], stats["execution_count"]) == (7, 4)
+    assert [batch["batch_size"] for batch in stats["batch_stats"]] == [1, 2]
+    assert int(answer.headers["x-macs"]) == 7 * 4 * 4 * 4
+
+
+@pytest.mark.parametrize(("overhead", "waste"), [(10, round(1 - 8 / 12, 4)), (0, 0)])
+def test_embed_reports_padding_of_its_batches(
+    start: Callable[..., TestClient], encoder: Path, overhead: int, waste: float
+) -> None:
+    client = start(encoder, run_overhead_tokens=overhead)
+    headers = client.post("/embed", json={"inputs": ["", "a b c d"]}).headers
+    assert (headers["x-tokens"], float(headers["x-padding-waste"])) == ("8", waste)
+
+
+# -- deadlines and a full queue -------------------------------------------------------------------
+
+
+def test_deadline_passed_answers_504_and_is_not_computed(
+    start: Callable[..., TestClient], encoder: Path, hold: Callable[[], HeldRuns]
+) -> None:
+    client = start(encoder)
+    held = hold()
+    with ThreadPoolExecutor(1) as thread:
+        first = thread.submit(client.post, "/embed", json=EMBED)
+        held.wait()
+        late = client.post("/embed", json=EMBED, headers={"x-timeout-ms": "30"})
+        held.go.set()
+        assert first.result().status_code == 200
+    assert late.status_code == 504 and "deadline" in late.json()["error"]
+    (stats,) = client.get("/v2/models/tiny/stats").json()["model_stats"]
+    assert stats["execution_count"] == 1
+    assert stats["inference_stats"]["fail"]["count"] == 1
+    assert 'reason="deadline"' in client.get("/metrics").text
+
+
+def test_deadline_defaults_to_setting(
+    start: Callable[..., TestClient], encoder: Path, hold: Callable[[], HeldRuns]
+) -> None:
+    client = start(encoder, timeout_ms=20)
+    held = hold()
+    assert client.post("/embed", json=EMBED).status_code == 504
+    held.go.set()
+    longer = client.post(INFER, json=ids_request([2, 3]), headers={"x-timeout-ms": "5000"})
+    assert longer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("settings", "accepted", "refused"),
+    [
+        ({}, ["300000"], ["300001", "0", "-1", "soon", "nan", "inf", "1e99", ""]),
+        ({"max_timeout_ms": 40_000}, ["40000"], ["40001"]),
+        ({"timeout_ms": 400_000}, ["400000"], []),
+    ],
+)
+def test_deadline_invalid_or_above_maximum_is_refused(
+    start: Callable[..., TestClient],
+    encoder: Path,
+    settings: dict[str, int],
+    accepted: list[str],
+    refused: list[str],
+) -> None:
+    client = start(encoder, **settings)
+    for timeout in accepted + refused:
+        answer = client.post("/embed", json=EMBED, headers={"x-timeout-ms": timeout})
+        assert answer.status_code == (200 if timeout in accepted else 422)
+        assert timeout in accepted or answer.json()["error"].startswith("x-timeout-ms is")
+
+
+def test_full_queue_answers_429_and_stays_live_and_ready(
+    start: Callable[..., TestClient], encoder: Path, hold: Callable[[], HeldRuns]
+) -> None:
+    client = start(encoder, max_queue=1)
+    held = hold()
+    with ThreadPoolExecutor(2) as threads:
+        accepted = [threads.submit(client.post, "/embed", json=EMBED)]
+        held.wait()
+        accepted.append(threads.submit(client.post, "/embed", json=EMBED))
+        until(lambda: 'queue_rows{model="tiny",version="1"} 1.0' in client.get("/metrics").text)
+        for refused in (
+            client.post("/embed", json=EMBED),
+            client.post(INFER, json=ids_request([2, 3])),
+        ):
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+            text = "1 rows wait already, and at most 1 may; try again later"
+            assert refused.json() == {"error": text}
+        assert client.get("/v2/health/live").status_code == 200
+        assert client.get("/v2/health/ready").status_code == 200
+        held.go.set()
+        assert [one.result().status_code for one in accepted] == [200, 200]
+    assert 'attnserve_rejects_total{model="tiny",reason="overloaded",version="1"} 2.0' in (
+        client.get("/metrics").text
+    )
+
+
+# -- methods --------------------------------------------------------------------------------------
+
+
+def test_routes_accept_exactly_the_documented_methods(client: TestClient) -> None:
+    """HEAD is accepted where GET is: many load balancers use it for health checks."""
+    for path, documented in client.get("/openapi.json").json()["paths"].items():
+        url = path.format(name="tiny", version="1")
+        for method in ("GET", "HEAD", "POST", "PUT", "DELETE"):
+            status = client.request(method, url).status_code
+            is_documented = method.lower().replace("head", "get") in documented
+            assert (status == 405) == (not is_documented), (method, url, status)
+    assert client.head("/v2/health/live").status_code == 200
+
+
+# -- disconnects ----------------------------------------------------------------------------------
+
+
+def request_with(receive: Callable[[], Awaitable[Any]]) -> Any:
+    """A request whose body was read."""
+    return SimpleNamespace(receive=receive)
+
+
+async def stay() -> Any:
+    await asyncio.sleep(60)
+
+
+def test_cancel_on_disconnect_returns_result_and_stops_watching() -> None:
+    async def work() -> int:
+        await asyncio.sleep(0.001)
+        return 5
+
+    async def script() -> None:
+        assert await cancel_on_disconnect(request_with(stay), work()) == 5
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(script())
+
+
+def test_cancel_on_disconnect_after_result_cancels_nothing() -> None:
+    disconnected = asyncio.Event()
+
+    async def disconnect() -> Any:
+        await disconnected.wait()
+
+    async def work() -> int:
+        await asyncio.sleep(0)  # the watcher has started
+        disconnected.set()
+        return 5
+
+    async def script() -> None:
+        assert await cancel_on_disconnect(request_with(disconnect), work()) == 5
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    asyncio.run(script())
+
+
+def test_cancel_on_disconnect_distinguishes_disconnect_from_cancellation() -> None:
+    cancelled: list[str] = []
+
+    async def disconnect() -> Any:
+        await asyncio.sleep(0.01)
+
+    async def work(name: str) -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(name)
+            raise
+
+    async def script() -> None:
+        with pytest.raises(ClientGone):
+            await cancel_on_disconnect(request_with(disconnect), work("disconnected"))
+        task = asyncio.current_task()
+        assert task is not None and task.cancelling() == 0
+        stopped = asyncio.ensure_future(cancel_on_disconnect(request_with(stay), work("stopped")))
+        await asyncio.sleep(0.01)
+        stopped.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stopped
+
+    asyncio.run(script())
+    assert cancelled == ["disconnected", "stopped"]

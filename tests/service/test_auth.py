@@ -1,0 +1,142 @@
+"""API keys and CORS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from graph_passes.errors import InvalidArgument
+from service.app import create_app
+from service.auth import read_keys
+from service.settings import Settings
+
+EMBED = {"inputs": "a"}
+
+
+@pytest.fixture
+def guarded(start: Callable[..., TestClient], encoder: Path, tmp_path: Path) -> TestClient:
+    (tmp_path / "keys").write_text("# a comment\nfirst-key\n\n  second-key \n")
+    return start(encoder, api_keys="third-key,fourth-key", api_keys_file=tmp_path / "keys")
+
+
+@pytest.mark.parametrize("header", ["Bearer {}", "bearer  {}", "x-api-key"])
+def test_require_key_each_key_is_accepted_in_either_header(
+    guarded: TestClient, header: str
+) -> None:
+    for key in ("first-key", "second-key", "third-key", "fourth-key"):
+        name = "x-api-key" if header == "x-api-key" else "authorization"
+        headers = {name: key if name == header else header.format(key)}
+        assert guarded.post("/embed", json=EMBED, headers=headers).status_code == 200
+        assert guarded.get("/metrics", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"authorization": "Bearer"},
+        {"authorization": "Bearer first-ke"},
+        {"authorization": "Bearer first-keyy"},
+        {"authorization": "Basic first-key"},
+        {"authorization": "first-key"},
+        {"x-api-key": ""},
+        {"x-api-key": "FIRST-KEY"},
+        {"x-api-key": "# a comment"},
+    ],
+)
+def test_require_key_other_requests_are_refused(
+    guarded: TestClient, headers: dict[str, str]
+) -> None:
+    for method, path in (
+        ("POST", "/embed"), ("GET", "/metrics"), ("GET", "/v2"), ("GET", "/docs"), ("GET", "/no"),
+    ):  # fmt: skip
+        answer = guarded.request(method, path, headers=headers)
+        assert answer.status_code == 401
+        assert answer.headers["www-authenticate"] == "Bearer"
+        assert list(answer.json()) == ["error"]
+        assert answer.headers["x-request-id"]
+
+
+def test_require_key_health_checks_need_none(guarded: TestClient) -> None:
+    assert guarded.get("/v2/health/live").json() == {"live": True}
+    assert guarded.get("/v2/health/ready").json() == {"ready": True}
+    assert guarded.get("/v2/health/ready/").status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (None, "keys.unreadable"),
+        (b"", "keys.none"),
+        (b"# only\n", "keys.none"),
+        (b"\xff\xfe", "keys.unreadable"),
+        ("schlüssel".encode(), "keys.characters"),
+    ],
+)
+def test_read_keys_unusable_file_is_refused(
+    tmp_path: Path, content: bytes | None, code: str
+) -> None:
+    path = tmp_path / "keys"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(InvalidArgument) as error:
+        read_keys(Settings(model=tmp_path, api_keys_file=path))
+    assert error.value.code == code
+
+
+def test_read_keys_empty_key_is_refused(tmp_path: Path) -> None:
+    settings = Settings.model_validate({"model": tmp_path, "api_keys": ["one", ""]})
+    with pytest.raises(InvalidArgument, match="key 2 of 2") as error:
+        read_keys(settings)
+    assert error.value.code == "keys.empty"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "code", "text"),
+    [
+        *(
+            ("ATTNSERVE_API_KEYS", empty, "settings.invalid", "api_keys")
+            for empty in ("", ",", " , ")
+        ),
+        *(
+            (name, "secret", "settings.unknown", name)
+            for name in ("ATTNSERVE_API_KEY", "ATTNSERVE_APIKEYS", "attnserve_api_key_file")
+        ),
+    ],
+)
+def test_api_keys_variable_empty_or_misspelled_is_refused(
+    encoder: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, code: str, text: str
+) -> None:
+    """A secret that a deployment forgot to set must not disable authentication."""
+    monkeypatch.setenv("ATTNSERVE_MODEL", str(encoder))
+    monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidArgument, match=text) as error:
+        create_app()
+    assert error.value.code == code and "secret" not in str(error.value)
+
+
+def test_settings_repr_hides_api_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNSERVE_API_KEYS", "one-key, other-key")
+    settings = Settings(model=tmp_path)
+    assert read_keys(settings) == (b"one-key", b"other-key")
+    assert "one-key" not in repr(settings)
+
+
+def test_cors_allows_only_configured_origins(
+    start: Callable[..., TestClient], encoder: Path
+) -> None:
+    origin = {"origin": "https://a.example"}
+    preflight = origin | {"access-control-request-method": "POST"}
+    closed = start(encoder)
+    assert closed.options("/embed", headers=preflight).status_code == 405
+    answer = closed.post("/embed", json=EMBED, headers=origin)
+    assert "access-control-allow-origin" not in answer.headers
+    opened = start(encoder, cors_origins="https://a.example, https://b.example", api_keys="k")
+    assert opened.options("/embed", headers=preflight).status_code == 200
+    answer = opened.post("/embed", json=EMBED, headers=origin | {"x-api-key": "k"})
+    assert answer.headers["access-control-allow-origin"] == "https://a.example"
+    other = opened.options("/embed", headers=preflight | {"origin": "https://c.example"})
+    assert "access-control-allow-origin" not in other.headers
