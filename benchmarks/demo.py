@@ -8,7 +8,6 @@ and serves the fastest model for one request. The exit code is 0 only if every s
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -28,7 +27,7 @@ from rich.table import Table
 import attnserve
 from attnserve.checks.benchmark import BenchReport
 from attnserve.planning.optimize import ModelCost, OptimizeReport
-from benchmarks.fidelity import minilm
+from benchmarks._common import free_port, is_ready, minilm, number_table
 from graph_passes.errors import AttnserveError, CheckFailed
 
 ROOT = Path(__file__).parents[1]
@@ -167,17 +166,16 @@ def fastest(rows: Sequence[Row], bench: BenchReport) -> Row:
 
 def summary(rows: Sequence[Row], bench: BenchReport, unseen: Path) -> Table:
     """One table with a row per model."""
-    table = Table(
-        title=f"all-MiniLM-L6-v2: speed-up at {', '.join(map(str, LENGTHS))} tokens",
+    table = number_table(
+        f"all-MiniLM-L6-v2: speed-up at {', '.join(map(str, LENGTHS))} tokens",
+        ("params", "weights", "MACs", *map(str, LENGTHS), "cosine"),
         caption=f"one CPU thread; MACs at {SEQUENCE} tokens; mean cosine of the outputs on"
         f" {unseen.name}",
         box=SIMPLE_HEAD,
         pad_edge=False,
         padding=(0, 1, 0, 0),
     )
-    table.add_column("model", no_wrap=True)
-    for heading in ("params", "weights", "MACs", *map(str, LENGTHS), "cosine"):
-        table.add_column(heading, justify="right")
+    table.columns[0].header, table.columns[0].no_wrap = "model", True
     for index, row in enumerate(rows):
         measured = {r.sequence: r for r in bench.results[index :: len(rows)]}
         table.add_row(
@@ -207,12 +205,15 @@ def show_answer(console: Console, row: Row, answer: dict[str, Any]) -> None:
 
 def ask(model: Path) -> dict[str, Any]:
     """Start `attnserve serve`, send one request, and stop the server."""
-    port = _free_port()
+    port = free_port()
     command = [sys.executable, "-m", "attnserve", "serve", str(model), "--port", str(port)]
     service = subprocess.Popen([*command, "--quiet"])
     url = f"http://127.0.0.1:{port}"
     try:
-        _wait_until_ready(f"{url}/v2/health/ready", service)
+        if not is_ready(f"{url}/v2/health/ready", service, 60):
+            raise CheckFailed(
+                "the service did not become ready", "run `attnserve serve` to see why"
+            )
         request = urllib.request.Request(f"{url}/embed", json.dumps({"inputs": PAIR}).encode())
         with urllib.request.urlopen(request, timeout=60) as response:
             return {**json.load(response), "headers": dict(response.headers.items())}
@@ -222,21 +223,6 @@ def ask(model: Path) -> dict[str, Any]:
             service.wait(timeout=10)
         except subprocess.TimeoutExpired:
             service.kill()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _wait_until_ready(url: str, service: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and service.poll() is None:
-        with suppress(OSError), urllib.request.urlopen(url, timeout=5):
-            return
-        time.sleep(0.1)
-    raise CheckFailed("the service did not become ready", "run `attnserve serve` to see why")
 
 
 def _relative(path: Path) -> Path:
