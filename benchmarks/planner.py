@@ -53,7 +53,7 @@ GOALS: dict[str, dict[str, Any]] = {
 OTHER_ROWS = 200
 """Rows of --other, which are paragraphs."""
 
-SHARED_128 = {"collab_dk": 128}
+SHARED_128: dict[str, Any] = {"collab_dk": 128}
 
 
 def main(arguments: list[str] | None = None) -> int:

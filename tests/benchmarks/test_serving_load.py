@@ -14,14 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.serving_load import (
-    PROGRAMS,
-    _recovery,
-    cosines,
-    pack,
-    percentiles,
-    unpack,
-)
+from benchmarks.serving.client import cosines, pack, percentiles, unpack
+from benchmarks.serving.programs import PROGRAMS
+from benchmarks.serving_load import recovery_seconds
 
 
 @contextmanager
@@ -161,9 +156,9 @@ def test_percentiles_and_cosines():
 )
 def test_recovery_is_when_the_last_of_the_aftermath_was_due(unwell_until: float, expected: float):
     due = np.arange(0, 5, 0.01)
-    assert _recovery(due, due < unwell_until) == pytest.approx(expected, abs=0.011)
+    assert recovery_seconds(due, due < unwell_until) == pytest.approx(expected, abs=0.011)
 
 
 def test_recovery_forgives_one_slow_answer_in_a_second():
     due = np.arange(0, 5, 0.01)
-    assert _recovery(due, np.isclose(due, 3.0)) == 0
+    assert recovery_seconds(due, np.isclose(due, 3.0)) == 0
