@@ -44,7 +44,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 """Options of each model: its folder and arguments. int8 alone keeps less than 0.99."""
 
 LEAST_COSINE = 0.95
-"""On the unseen text; the demo fails below it."""
+"""Minimum cosine on the unseen text; the demo fails below it."""
 
 PAIR = (
     "A man is playing a guitar.",
@@ -83,8 +83,8 @@ def run(folder: Path, console: Console) -> None:
     original = folder / "original"
     with step("export all-MiniLM-L6-v2"):
         attnserve.export(minilm(), original, force=True)
-        found = attnserve.inspect(original).to_json()
-        if len(found["attention"]) != 6 or found["missed"]:
+        blocks = attnserve.inspect(original).to_json()
+        if len(blocks["attention"]) != 6 or blocks["missed"]:
             raise CheckFailed("inspect did not certify all 6 attention blocks", "report this")
     reports: dict[str, OptimizeReport] = {}
     for name, (output, options) in VARIANTS.items():
@@ -97,8 +97,8 @@ def run(folder: Path, console: Console) -> None:
     rows = [Row("original", original, before, 1.0)]
     with step("compare on unseen text") as progress:
         for name, report in reports.items():
-            same = attnserve.verify(original, report.output, data=unseen, progress=progress)
-            rows.append(Row(name, report.output.parent, report.after, same.mean_cosine))
+            comparison = attnserve.verify(original, report.output, data=unseen, progress=progress)
+            rows.append(Row(name, report.output.parent, report.after, comparison.mean_cosine))
     with step("measure latency, one thread") as progress:
         bench = attnserve.bench(
             [row.model for row in rows], sequences=LENGTHS, threads=1, rounds=20, progress=progress
@@ -111,7 +111,7 @@ def run(folder: Path, console: Console) -> None:
     with step("serve the fastest model, send one request"):
         answer = ask(best.model)
     console.print(summary(rows, bench, unseen))
-    for warning in dict.fromkeys(each for report in reports.values() for each in report.warnings):
+    for warning in dict.fromkeys(w for report in reports.values() for w in report.warnings):
         console.print(f"warning: {warning}", markup=False, soft_wrap=True)
     show_answer(console, best, answer)
     page = folder / "analysis" / "report.html"

@@ -45,12 +45,9 @@ def test_choose_when_full_uses_a_bucket_that_is_large_enough():
     assert list(buckets.captured) == [(1, 64)]
 
 
-def test_choose_without_capacity_returns_none():
-    buckets = Buckets(0)
-    assert [buckets.choose(1, 8) for _ in range(3)] == [None] * 3
-
-
-def test_choose_above_the_largest_size_returns_none():
+def test_choose_without_capacity_or_above_the_largest_size_returns_none():
+    without = Buckets(0)
+    assert [without.choose(1, 8) for _ in range(3)] == [None] * 3
     buckets = Buckets(4)
     assert [buckets.choose(LARGEST // 128, 128) for _ in range(2)][1] == (LARGEST // 128, 128)
     assert [buckets.choose(LARGEST // 128 + 1, 128) for _ in range(3)] == [None] * 3

@@ -41,28 +41,31 @@ def runner_of(
     return runner, session
 
 
-def test_run_padded_tokens_equals_session(encoder: ir.Model):
-    """Within 1e-5: the order of a sum may depend on the shape."""
-    runner, session = runner_of(encoder)
+@pytest.mark.parametrize(
+    ("padding", "shapes", "captured", "graphs"),
+    [
+        (True, [(3, 20), (3, 20), (3, 17), (3, 24), (3, 20)], (3, 24), [-1, 1, 1, 1, 1]),
+        (True, [(5, 16), (6, 16), (5, 16)], (6, 16), [-1, 1, 1]),
+        (False, [(3, 20), (3, 20), (3, 19), (3, 20)], (3, 20), [-1, 1, 1]),
+    ],
+    ids=["tokens", "rows", "exact shape"],
+)
+def test_run_equals_session(
+    encoder: ir.Model, padding: bool, shapes: Any, captured: Any, graphs: list[int]
+):
+    """Within 1e-5 with padding: the order of a sum may depend on the shape.
+
+    The first run at a shape allocates buffers without capturing.
+    """
+    runner, session = runner_of(encoder, padding=padding)
     plain = open_session(encoder, threads=1)
-    for seed, (batch, length) in enumerate([(3, 20), (3, 20), (3, 17), (3, 24), (3, 20)]):
-        feed = example_inputs(encoder, batch, length, seed, padded=True)
+    for seed, (batch, length) in enumerate(shapes):
+        feed = example_inputs(encoder, batch, length, seed, padded=padding)
         (got,) = runner.run(["last_hidden_state"], feed)
         (expected,) = plain.run(None, feed)
         assert got.shape == expected.shape == (batch, length, 32)
-        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
-    assert list(runner.buckets.captured) == [(3, 24)]
-    assert session.graphs == [-1, 1, 1, 1, 1]  # the first run allocates without capturing
-
-
-def test_run_padded_rows_equals_session(encoder: ir.Model):
-    runner, session = runner_of(encoder)
-    plain = open_session(encoder, threads=1)
-    for seed, batch in enumerate((5, 6, 5)):
-        feed = example_inputs(encoder, batch, 16, seed, padded=True)
-        (got,) = runner.run(None, feed)
-        np.testing.assert_allclose(got, plain.run(None, feed)[0], rtol=0, atol=1e-5)
-    assert list(runner.buckets.captured) == [(6, 16)] and session.graphs == [-1, 1, 1]
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 if padding else 0)
+    assert list(runner.buckets.captured) == [captured] and session.graphs == graphs
 
 
 def test_run_padded_rows_repeat_valid_ids():
@@ -84,15 +87,6 @@ def test_run_outputs_survive_later_runs(encoder: ir.Model):
     kept = [runner.run(None, feed)[0] for feed in feeds]
     for feed, answer in zip(feeds, kept, strict=True):
         np.testing.assert_allclose(answer, runner.run(None, feed)[0], rtol=0, atol=1e-5)
-
-
-def test_run_without_padding_captures_exact_shape(encoder: ir.Model):
-    runner, session = runner_of(encoder, padding=False)
-    plain = open_session(encoder, threads=1)
-    for seed, length in enumerate((20, 20, 19, 20)):
-        feed = example_inputs(encoder, 3, length, seed)
-        np.testing.assert_array_equal(runner.run(None, feed)[0], plain.run(None, feed)[0])
-    assert list(runner.buckets.captured) == [(3, 20)] and session.graphs == [-1, 1, 1]
 
 
 def test_run_before_allow_padding_captures_nothing(encoder: ir.Model):
