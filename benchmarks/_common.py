@@ -129,16 +129,6 @@ def sts_parser(doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def command_line(module: str, options: argparse.Namespace) -> str:
-    """Return the command of a run, with the names of files instead of their paths."""
-    arguments = (
-        f"--{key} {value.name if isinstance(value, Path) else value}"
-        for key, value in vars(options).items()
-        if value is not None
-    )
-    return " ".join([f"python -m benchmarks.{module}", *arguments])
-
-
 def number_table(title: str, headings: Sequence[str], **style: Any) -> Table:
     """Return a table of one text column and one right-aligned column per heading."""
     table = Table(title=title, **style)
@@ -148,9 +138,19 @@ def number_table(title: str, headings: Sequence[str], **style: Any) -> Table:
     return table
 
 
-def write_result(name: str, content: Mapping[str, Any]) -> None:
-    """Write ``results/NAME.json``."""
-    write_json(RESULTS / f"{name}.json", content)
+def write_result(name: str, options: argparse.Namespace, **content: Any) -> None:
+    """Write ``results/NAME.json`` with the command, the content and the machine.
+
+    The command has the names of files instead of their paths.
+    """
+    arguments = (
+        f"--{key} {value.name if isinstance(value, Path) else value}"
+        for key, value in vars(options).items()
+        if value is not None
+    )
+    command = " ".join([f"python -m benchmarks.{name}", *arguments])
+    machine = {} if "machine" in content else {"machine": asdict(describe_machine())}
+    write_json(RESULTS / f"{name}.json", {"command": command, **content, **machine})
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -161,13 +161,8 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 # The machine
 
 
-def machine() -> dict[str, Any]:
-    """Return the description of the machine in result files."""
-    return asdict(describe_machine())
-
-
 def numpy_machine(packages: Sequence[str]) -> dict[str, Any]:
-    """Return the entries "machine" and "versions" of a benchmark without ONNX Runtime sessions."""
+    """Return the entries "machine" and "versions" of benchmarks that mostly run numpy."""
     return {
         "machine": {
             "cpu": _cpu_model(),

@@ -27,7 +27,6 @@ from rich.table import Table
 from tensorly.decomposition import parafac
 
 from benchmarks._common import (
-    command_line,
     description,
     numpy_machine,
     peak_memory,
@@ -142,7 +141,6 @@ def main() -> None:
         peak = pool.apply(memory_bytes, (0,))
     result = {
         "question": "seconds to the same error, tensorly parafac over ours; seconds a layer",
-        "command": command_line("cp_speed", arguments),
         **numpy_machine(("numpy", "tensorly")),
         "shape": {"H": H, "D": D, "K": K, "R": R},
         "weights": "synthetic: shared directions of strength i^(-1/2) and noise, float64",
@@ -155,7 +153,7 @@ def main() -> None:
         "races": races,
         "layers": layers,
     }
-    write_result("cp_speed", result)
+    write_result("cp_speed", arguments, **result)
 
     table = Table("", "tensorly parafac", "ours", "ratio", title="Seconds to the same error")
     for index, sample in enumerate(races):

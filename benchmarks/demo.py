@@ -116,11 +116,9 @@ def run(folder: Path, console: Console) -> None:
     show_answer(console, best, answer)
     page = folder / "analysis" / "report.html"
     console.print(f"report: {_relative(page)}", markup=False, soft_wrap=True)
-    console.print(
-        f"dashboard: http://127.0.0.1:8000/ after `attnserve serve {_relative(best.model)}`",
-        markup=False,
-        soft_wrap=True,
-    )
+    command = f"attnserve serve {_relative(best.model)}"
+    line = f"dashboard: http://127.0.0.1:8000/ after `{command}`"
+    console.print(line, markup=False, soft_wrap=True)
     if low := [row.name for row in rows if row.cosine < LEAST_COSINE]:
         raise CheckFailed(f"{', '.join(low)}: cosine below {LEAST_COSINE}", "report this")
 

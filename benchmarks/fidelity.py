@@ -18,14 +18,7 @@ from typing import Any
 from rich.console import Console
 
 import attnserve
-from benchmarks._common import (
-    command_line,
-    description,
-    encoder_study,
-    machine,
-    number_table,
-    write_result,
-)
+from benchmarks._common import description, encoder_study, number_table, write_result
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -59,12 +52,9 @@ def main(arguments: list[str] | None = None) -> int:
     Console().print(table)
     write_result(
         "fidelity",
-        {
-            "command": command_line("fidelity", options),
-            "baseline_spearman": study.baseline,
-            "results": results,
-            "machine": machine(),
-        },
+        options,
+        baseline_spearman=study.baseline,
+        results=results,
     )
     return 0
 

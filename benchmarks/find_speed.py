@@ -32,7 +32,6 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks._common import (
-    command_line,
     description,
     numpy_machine,
     peak_memory,
@@ -212,7 +211,6 @@ def main() -> None:
     rows = [measure(*case, arguments.rounds) for case in track(cases, "models")]
     result = {
         "question": "seconds and memory of inspect, and how they grow with the layers",
-        "command": command_line("find_speed", arguments),
         **numpy_machine(("numpy", "onnx", "onnx-ir", "onnxruntime")),
         "sizes": {name: asdict(size) for name, size in SIZES.items()},
         "weights": "random, separate for each layer, external data",
@@ -226,7 +224,7 @@ def main() -> None:
         },
         "models": rows,
     }
-    write_result("find_speed", result)
+    write_result("find_speed", arguments, **result)
 
     table = Table("size", "layers", "file, MiB", "seconds", "processor seconds", "memory, MiB",
                   "memory / file", title="inspect")  # fmt: skip

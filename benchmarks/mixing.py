@@ -18,15 +18,7 @@ from typing import Any
 from rich.console import Console
 
 import attnserve
-from benchmarks._common import (
-    LENGTHS,
-    command_line,
-    encoder_study,
-    machine,
-    number_table,
-    sts_parser,
-    write_result,
-)
+from benchmarks._common import LENGTHS, encoder_study, number_table, sts_parser, write_result
 from docs.hooks.tables import MIXING_CASES
 
 CASES: Mapping[str, dict[str, Any]] = {
@@ -77,13 +69,10 @@ def main(arguments: list[str] | None = None) -> int:
     Console().print(table)
     write_result(
         "mixing",
-        {
-            "command": command_line("mixing", options),
-            "baseline_spearman": study.baseline,
-            "threads": 1,
-            "results": results,
-            "machine": machine(),
-        },
+        options,
+        baseline_spearman=study.baseline,
+        threads=1,
+        results=results,
     )
     return 0
 

@@ -32,8 +32,6 @@ from rich.table import Table
 import attnserve
 from benchmarks._common import (
     LENGTHS,
-    command_line,
-    machine,
     minilm,
     sentences,
     sts_parser,
@@ -97,13 +95,10 @@ def main(arguments: list[str] | None = None) -> int:
     _show(plans, speeds)
     write_result(
         "planner",
-        {
-            "command": command_line("planner", options),
-            "baseline_spearman": {pairs.name: base for pairs, base in bases.items()},
-            "plans": plans,
-            "speeds": speeds,
-            "machine": machine(),
-        },
+        options,
+        baseline_spearman={pairs.name: base for pairs, base in bases.items()},
+        plans=plans,
+        speeds=speeds,
     )
     return 0
 

@@ -25,16 +25,7 @@ from rich.console import Console
 import attnserve
 from attnserve.models.artifact import load_model, open_artifact
 from attnserve.models.datasets import load_inputs
-from benchmarks._common import (
-    Study,
-    command_line,
-    encoder_study,
-    machine,
-    minilm,
-    number_table,
-    sts_parser,
-    write_result,
-)
+from benchmarks._common import Study, encoder_study, minilm, number_table, sts_parser, write_result
 
 CASES: Mapping[str, dict[str, Any]] = {
     "3 of 12 heads reused in layers 2 to 5": {"reuse": "partial:3"},
@@ -82,14 +73,11 @@ def main(arguments: list[str] | None = None) -> int:
         )
     write_result(
         "reuse_prune",
-        {
-            "command": command_line("reuse_prune", options),
-            "baseline_spearman": study.baseline,
-            "results": results,
-            "onnxsim": onnxsim or "not measured: pip install onnxsim==0.8.1",
-            "speed": speed,
-            "machine": machine(),
-        },
+        options,
+        baseline_spearman=study.baseline,
+        results=results,
+        onnxsim=onnxsim or "not measured: pip install onnxsim==0.8.1",
+        speed=speed,
     )
     return 0
 

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from attnserve.checks.benchmark import BenchReport, bench
 from attnserve.models.artifact import save_model
-from benchmarks._common import command_line, description, write_result
+from benchmarks._common import description, write_result
 from graph_passes.analysis.cost import Cost, break_even, model_cost
 from graph_passes.factorize.cp import CollaborativeFactors
 from graph_passes.matching.find import find_attention
@@ -166,12 +166,7 @@ def main(arguments: list[str] | None = None) -> int:
         ),
     )
     Console().print(table)
-    result = {
-        "command": command_line("table1", options),
-        "columns": columns,
-        "machine": asdict(report.machine),
-    }
-    write_result("table1", result)
+    write_result("table1", options, columns=columns, machine=asdict(report.machine))
     return 0
 
 
