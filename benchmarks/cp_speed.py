@@ -1,28 +1,22 @@
-"""How fast is the CP decomposition of stacked heads, beside tensorly's parafac?
+"""Time and memory of the CP decomposition of stacked heads, compared with tensorly's parafac.
 
-    python benchmarks/cp_speed.py --rounds 3 --layers 3
+    python -m benchmarks.cp_speed --rounds 3 --layers 3
 
-BERT-base shape (H 12, D 768, K 64) at R = 256. The weights are synthetic and only look trained: all
-heads read shared directions of decaying strength, each with a rotation and some noise of its own.
+BERT-base shape (H 12, D 768, K 64) at R = 256. The weights are synthetic and resemble trained
+weights: all heads read shared directions of decaying strength, with a rotation and noise per head.
 
-Every round runs parafac for a few iterations, then ours until it is at parafac's error or below.
-parafac is given the stack: forming it is not counted. Whole decompositions follow, one a layer, and
-the growth of resident memory that one brings, in a process of its own.
+Every round runs parafac for a few iterations, then ours until its error is at most that of parafac.
+parafac receives the stack; building it is not timed. Then complete decompositions are timed, one
+per layer, and the growth of resident memory is measured in a separate process.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
-import os
-import platform
 import statistics
-import sys
 import time
 import warnings
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,18 +26,24 @@ from rich.progress import track
 from rich.table import Table
 from tensorly.decomposition import parafac
 
+from benchmarks._common import (
+    description,
+    numpy_machine,
+    peak_memory,
+    reset_peak_memory,
+    write_result,
+)
 from graph_passes.factorize.cp import collaborative_factors
 
-RESULT = Path(__file__).parent / "results" / "cp_speed.json"
 H, D, K, R = 12, 768, 64, 256
 
 
 class Reached(Exception):
-    """Ours is at the error that it was raced to."""
+    """The target error of the race is reached."""
 
 
-def trained_looking(seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Queries and keys (H, D, K): 400 shared directions of strength i^(-1/2), and noise."""
+def synthetic_weights(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return queries and keys (H, D, K): 400 shared directions of strength i^(-1/2), and noise."""
     rng = np.random.default_rng(seed)
     shared = rng.standard_normal((D, 400)) / np.sqrt(np.arange(1, 401))
     queries, keys = (
@@ -54,22 +54,22 @@ def trained_looking(seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def race(seed: int, iterations: int) -> dict[str, Any]:
-    """Seconds to the same relative error, parafac first; both from their own start."""
-    queries, keys = trained_looking(seed)
+    """Measure the seconds to the same relative error; each uses its own initialization."""
+    queries, keys = synthetic_weights(seed)
     stack = tl.tensor(queries @ keys.swapaxes(1, 2))
-    theirs, ours = Stopwatch(), Stopwatch()
-    with warnings.catch_warnings(action="ignore"):  # its svd start says that H < R
+    parafac_watch, watch = Stopwatch(), Stopwatch()
+    with warnings.catch_warnings(action="ignore"):  # its SVD initialization warns that H < R
         _, errors = parafac(
             stack, R, n_iter_max=iterations, tol=0, return_errors=True,
-            callback=lambda *_: theirs.lap(),
+            callback=lambda *_: parafac_watch.lap(),
         )  # fmt: skip
 
     def stop(iteration: int, error: float) -> None:
-        ours.lap()
-        if error <= errors[-1] and iteration > 1:  # the second, so that one sweep can be timed
+        watch.lap()
+        if error <= errors[-1] and iteration > 1:  # two sweeps, so that one can be timed
             raise Reached
 
-    ours.restart()
+    watch.restart()
     try:
         reached = collaborative_factors(queries, keys, R, progress=stop).relative_error
         raise RuntimeError(f"parafac's error {errors[-1]:.4f} was not reached: {reached:.4f}.")
@@ -78,17 +78,20 @@ def race(seed: int, iterations: int) -> dict[str, Any]:
     return {
         "seed": seed,
         "error": float(errors[-1]),
-        "parafac_wall_s": theirs.wall_s,
-        "parafac_cpu_s": theirs.cpu_s,
-        "ours_wall_s": ours.wall_s,
-        "ours_cpu_s": ours.cpu_s,
-        "wall_ratio": theirs.wall_s[-1] / ours.wall_s[-1],
-        "cpu_ratio": theirs.cpu_s[-1] / ours.cpu_s[-1],
+        "parafac_wall_s": parafac_watch.wall_s,
+        "parafac_cpu_s": parafac_watch.cpu_s,
+        "ours_wall_s": watch.wall_s,
+        "ours_cpu_s": watch.cpu_s,
+        "wall_ratio": parafac_watch.wall_s[-1] / watch.wall_s[-1],
+        "cpu_ratio": parafac_watch.cpu_s[-1] / watch.cpu_s[-1],
     }
 
 
 class Stopwatch:
-    """Wall and processor seconds since the start, one entry a lap; parafac's first is its start."""
+    """Wall and processor seconds since the start, one entry per lap.
+
+    The first lap of parafac is its initialization.
+    """
 
     def __init__(self) -> None:
         self.restart()
@@ -103,9 +106,9 @@ class Stopwatch:
         self.cpu_s.append(time.process_time() - self.start[1])
 
 
-def whole(seed: int) -> dict[str, Any]:
-    """One layer to convergence, with the error after every sweep."""
-    queries, keys = trained_looking(seed)
+def decompose_layer(seed: int) -> dict[str, Any]:
+    """Time one layer to convergence and record the error after every sweep."""
+    queries, keys = synthetic_weights(seed)
     errors: list[float] = []
     watch = Stopwatch()
     collaborative_factors(queries, keys, R, progress=lambda _, error: errors.append(error))
@@ -114,50 +117,31 @@ def whole(seed: int) -> dict[str, Any]:
 
 
 def memory_bytes(seed: int) -> int:
-    """Growth of the peak resident set over three sweeps (the peak is in every sweep); Linux."""
-    queries, keys = trained_looking(seed)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
-    before = resident_bytes("VmRSS")
+    """Return the growth of the peak resident memory over three sweeps (Linux).
+
+    Every sweep reaches the peak.
+    """
+    queries, keys = synthetic_weights(seed)
+    before = reset_peak_memory()
     collaborative_factors(queries, keys, R, max_iterations=3)
-    return resident_bytes("VmHWM") - before
-
-
-def resident_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
-
-
-def cpu_model() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+    return peak_memory() - before
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=description(__doc__))
     parser.add_argument("--rounds", type=int, default=3, help="races against parafac")
-    parser.add_argument("--iterations", type=int, default=10, help="of parafac in each race")
-    parser.add_argument("--layers", type=int, default=3, help="whole decompositions")
+    parser.add_argument("--iterations", type=int, default=10, help="iterations of parafac per race")
+    parser.add_argument("--layers", type=int, default=3, help="complete decompositions")
     arguments = parser.parse_args()
 
     rounds = range(arguments.rounds)
     races = [race(seed, arguments.iterations) for seed in track(rounds, "races")]
-    layers = [whole(seed) for seed in track(range(arguments.layers), "layers")]
+    layers = [decompose_layer(seed) for seed in track(range(arguments.layers), "layers")]
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         peak = pool.apply(memory_bytes, (0,))
     result = {
         "question": "seconds to the same error, tensorly parafac over ours; seconds a layer",
-        "command": " ".join(["python", "benchmarks/cp_speed.py", *sys.argv[1:]]),
-        "machine": {
-            "cpu": cpu_model(),
-            "cores": os.cpu_count(),
-            "threads": os.environ.get("OPENBLAS_NUM_THREADS", "default"),
-            "load_1min": os.getloadavg()[0],
-        },
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("numpy", "tensorly")},
-        },
+        **numpy_machine(("numpy", "tensorly")),
         "shape": {"H": H, "D": D, "K": K, "R": R},
         "weights": "synthetic: shared directions of strength i^(-1/2) and noise, float64",
         "median_wall_ratio": statistics.median(sample["wall_ratio"] for sample in races),
@@ -169,7 +153,7 @@ def main() -> None:
         "races": races,
         "layers": layers,
     }
-    RESULT.write_text(json.dumps(result, indent=2) + "\n")
+    write_result("cp_speed", arguments, **result)
 
     table = Table("", "tensorly parafac", "ours", "ratio", title="Seconds to the same error")
     for index, sample in enumerate(races):
@@ -185,10 +169,10 @@ def main() -> None:
     console.print(table)
     for layer in layers:
         console.print(
-            f"a layer to convergence: {layer['wall_s']:.2f} s wall, {layer['cpu_s']:.2f} s cpu, "
+            f"one layer to convergence: {layer['wall_s']:.2f} s wall, {layer['cpu_s']:.2f} s cpu, "
             f"{len(layer['errors'])} sweeps, error {layer['errors'][-1]:.4f}"
         )
-    console.print(f"peak extra memory of a layer: {peak / 2**20:.0f} MiB")
+    console.print(f"peak extra memory of one layer: {peak / 2**20:.0f} MiB")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,19 @@
-"""All on an NVIDIA GPU, in one command: parity, kernels, times, memory, CUDA graphs, the service.
+"""Measurements on an NVIDIA GPU: parity, kernels, latency, memory, CUDA graphs and the service.
 
-    python -m benchmarks.cuda                                  all of it, in less than 8 minutes
-    python -m benchmarks.cuda ORIGINAL.onnx OPTIMIZED.onnx [--batch 1 --seq 128]        this pair
+    python -m benchmarks.cuda                                  everything, in less than 8 minutes
+    python -m benchmarks.cuda ORIGINAL.onnx OPTIMIZED.onnx [--batch 1 --seq 128]    one pair
 
-Parity comes first: float32 without TF32, where other graphs of the same function must agree. Then
-encoders of the sizes of MiniLM, BERT-base and BERT-large, with random weights of which half can be
-spared, in the forms of benchmarks/gpu/forms.py, at texts x tokens; what the time does not reach is
-"not measured" in the result file, benchmarks/results/cuda-<card>.json. Where there is no GPU, it
-writes cuda.json, which says so, and exits 0; it exits 1 where parity is lost.
+Parity is measured first, in float32 without TF32: graphs of the same function must agree. Then
+encoders of the sizes of MiniLM, BERT-base and BERT-large are measured at several shapes (texts x
+tokens) in the forms of benchmarks/gpu/forms.py. Their weights are random, and half of them can be
+pruned. Cells without enough time are "not measured" in the result file,
+benchmarks/results/cuda-<card>.json. Without a GPU, cuda.json states the reason, and the exit code
+is 0. The exit code is 1 if parity fails.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 import tempfile
@@ -31,6 +31,7 @@ from attnserve.checks.compare import verify
 from attnserve.context import Provider
 from attnserve.models.artifact import load_model, open_artifact, save_model
 from attnserve.runtime.session import why_no_cuda
+from benchmarks._common import RESULTS, description, write_json
 from benchmarks.gpu.encoder import random_encoder, to_half
 from benchmarks.gpu.forms import ORIGINAL, OURS, SIZES, THEIRS, Size, collaborative
 from benchmarks.gpu.measure import (
@@ -48,33 +49,32 @@ from graph_passes.errors import AttnserveError
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.fuse_attention import FuseAttention
 
-RESULTS = Path(__file__).parent / "results"
 PARITY = 1e-3
-"""The largest difference of graphs of one function, in float32."""
+"""Largest difference of graphs of the same function, in float32."""
 SECONDS = 440.0
 SHARES = {"BERT-base": 0.45, "MiniLM": 0.6, "BERT-large": 0.9}
-"""By when a size is done, of all seconds; what is left is for one short text."""
+"""Deadline of each size as a share of all seconds; the rest is for one short text."""
 SHAPES: Sequence[Shape] = (
     (32, 128), (32, 512), (1, 32), (1, 128), (8, 128),
     *(s for s in product((1, 8, 32, 128), (32, 128, 512))
       if s not in {(32, 128), (32, 512), (1, 32), (1, 128), (8, 128)}),
 )  # fmt: skip
-"""Texts and tokens a text, what is asked about most first."""
+"""Texts and tokens per text, the most important first."""
 SHORT = (1, 32)
 TINY = {"tiny": Size(2, 64, 4)}
 TINY_SHAPES: Sequence[Shape] = ((1, 8), (2, 8), (2, 32))
 TORCH = "torch.compile, SDPA, fp16"
 CONDITIONS = (
-    "random weights of which half can be spared; runs on memory of the device, waited for, in"
-    " interleaved rounds; float32 with TF32; peaks and shares by ONNX Runtime's profile, in other"
-    " sessions, a peak that of all shapes of fewer tokens too"
+    "random weights of which half can be pruned; synchronous runs on device memory in interleaved"
+    " rounds; float32 with TF32; peaks and shares from ONNX Runtime's profile, in separate"
+    " sessions; a peak includes all shapes of fewer tokens"
 )
 
 
 def compare(
     original: Path, optimized: Path, *, batch: int, sequence: int, provider: Provider = "cuda"
 ) -> dict[str, Any]:
-    """Parity and latency of one pair."""
+    """Measure parity and latency of one pair."""
     report = bench(
         [original, optimized], batches=(batch,), sequences=(sequence,), provider=provider
     )
@@ -85,19 +85,19 @@ def compare(
 
 
 def parity(provider: Provider, folder: Path, size: Size, positions: int) -> dict[str, float]:
-    """The largest difference of each other graph of the same function, in float32 without TF32."""
+    """Return the largest difference of each rewritten graph, in float32 without TF32."""
     original = random_encoder(
         layers=size.layers, hidden=size.hidden, heads=size.heads, positions=positions
     )
-    one = original.clone(deep_copy=True)
-    FuseAttention({block.name: "multi_head" for block in find_attention(one)[0]})(one)
+    fused = original.clone(deep_copy=True)
+    FuseAttention({block.name: "multi_head" for block in find_attention(fused)[0]})(fused)
     save_model(original, folder / "original.onnx")
-    found: dict[str, float] = {}
-    for name, model in {"collaborative": collaborative(original), "fused": one}.items():
+    errors: dict[str, float] = {}
+    for name, model in {"collaborative": collaborative(original), "fused": fused}.items():
         save_model(model, folder / f"{name}.onnx")
-        told = verify(folder / "original.onnx", folder / f"{name}.onnx", provider=provider)
-        found[name] = max(output.max_abs_error for output in told.outputs)
-    return found
+        report = verify(folder / "original.onnx", folder / f"{name}.onnx", provider=provider)
+        errors[name] = max(output.max_abs_error for output in report.outputs)
+    return errors
 
 
 def everything(
@@ -110,13 +110,13 @@ def everything(
     ranks: Sequence[int] = (128, 256),
     requests: int = 300,
 ) -> dict[str, Any]:
-    """The content of the result file.
+    """Measure everything and return the content of the result file.
 
     Args:
-        seconds: In which all is to be done.
-        matrix: Rows and columns of the product that is the ceiling.
-        ranks: R of the collaborative attention whose expressions are compared.
-        requests: To the service.
+        seconds: Time limit.
+        matrix: Rows and columns of the matrix product that gives the ceiling.
+        ranks: R of the compared expressions of collaborative attention.
+        requests: Requests to the service.
     """
     begin = perf_counter()
     positions = max(tokens for _, tokens in shapes)
@@ -127,17 +127,17 @@ def everything(
     }
     with tempfile.TemporaryDirectory(prefix="attnserve-") as name:
         folder = Path(name)
-        content["parity"] = _tried(
+        content["parity"] = _result_or_reason(
             lambda: parity(provider, folder, Size(4, *_widths(sizes)), positions)
         )
-        _say("parity", content["parity"])
+        _log("parity", content["parity"])
         ceiling = matrix_ceiling(provider, matrix, min(2.0, seconds / 50))
         content["matrix_tflops"] = ceiling
-        _say("TFLOP/s of a product", ceiling)
-        content["collaborative_attention"] = _tried(
+        _log("TFLOP/s of a matrix product", ceiling)
+        content["collaborative_attention"] = _result_or_reason(
             lambda: expressions(provider, shapes[:3], ranks, min(8.0, seconds / 40))
         )
-        _say("collaborative attention", content["collaborative_attention"])
+        _log("collaborative attention", content["collaborative_attention"])
         content["sizes"] = {}
         short: Sized | None = None
         for label, size in sizes.items():
@@ -145,7 +145,7 @@ def everything(
             place = folder / label
             place.mkdir()
             done = build(size, shapes, place, (perf_counter() + deadline) / 2)
-            torch = _tried(lambda size=size: compiled(size, positions))
+            torch = _result_or_reason(lambda size=size: compiled(size, positions))
             if isinstance(torch, str):
                 done.not_built[TORCH] = torch
             more = {} if isinstance(torch, str) else {TORCH: torch}
@@ -155,30 +155,32 @@ def everything(
             _print(label, done)
             if label in ("MiniLM", *TINY):
                 short = done
-                content["attention_kernels"] = _tried(
+                content["attention_kernels"] = _result_or_reason(
                     lambda done=done: _kernels(done, shapes[0], provider, seconds / 8)
                 )
         form = next((f for f in short.forms if f.name == "fused fp16"), None) if short else None
         if form is None:
-            content["cuda_graphs"] = content["service"] = "not measured: there is no such graph"
+            content["cuda_graphs"] = content["service"] = "not measured: the fused graph is missing"
         else:
             left = max(1.0, (begin + seconds - perf_counter()) / 4)
-            content["cuda_graphs"] = _tried(lambda: captured(form, SHORT, provider, min(left, 5.0)))
-            content["service"] = _tried(lambda: served(form, SHORT, provider, requests))
+            content["cuda_graphs"] = _result_or_reason(
+                lambda: captured(form, SHORT, provider, min(left, 5.0))
+            )
+            content["service"] = _result_or_reason(lambda: served(form, SHORT, provider, requests))
     content["bounds"] = bounds(content)
     content["seconds"] = round(perf_counter() - begin, 1)
     return content
 
 
 def bounds(content: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What must hold, what was found, and whether it does; None where it was not measured."""
-    found: list[dict[str, Any]] = []
+    """Return the goals, the measured values and whether they hold; None if not measured."""
+    results: list[dict[str, Any]] = []
 
     def note(what: str, least: float | None, most: float | None, value: float | None) -> None:
         holds = None
         if value is not None:
             holds = (least is None or value >= least) and (most is None or value <= most)
-        found.append({"what": what, "at_least": least, "at_most": most, "value": value,
+        results.append({"what": what, "at_least": least, "at_most": most, "value": value,
                       "holds": holds})  # fmt: skip
 
     base = content["sizes"].get("BERT-base")
@@ -196,11 +198,11 @@ def bounds(content: Mapping[str, Any]) -> list[dict[str, Any]]:
          graphs["captured_p50_ms"] if isinstance(graphs, dict) else None)  # fmt: skip
     note("milliseconds that the service adds", None, 1.0,
          service["overhead_p50_ms"] if isinstance(service, dict) else None)  # fmt: skip
-    return found
+    return results
 
 
 def _by_shape(size: Mapping[str, Any], key: str) -> dict[Shape, dict[str, float]]:
-    """A number of every form that was measured, by shape."""
+    """Return one value of the cells, by shape and form."""
     rows: dict[Shape, dict[str, float]] = {}
     for cell in size["cells"]:
         if cell.get(key) is not None:
@@ -213,45 +215,45 @@ def _faithful(size: Mapping[str, Any]) -> list[str]:
 
 
 def _speedups(size: Mapping[str, Any]) -> dict[Shape, float]:
-    """Their best time over our best of those that are faithful, where both were measured."""
-    found: dict[Shape, float] = {}
+    """Return the best time of other tools over our best time with a cosine of at least 0.98."""
+    speedups: dict[Shape, float] = {}
     for shape, times in _by_shape(size, "p50_ms").items():
         theirs = [times[name] for name in THEIRS if name in times]
         ours = [times[name] for name in _faithful(size) if name in times]
         if theirs and ours:
-            found[shape] = round(min(theirs) / min(ours), 4)
-    return found
+            speedups[shape] = round(min(theirs) / min(ours), 4)
+    return speedups
 
 
 def _memory(size: Mapping[str, Any]) -> list[float]:
-    """The peak of our fastest form over that of the original in half precision, by shape."""
+    """Return the peak memory of our fastest form over that of the original in fp16, by shape."""
     peaks, times = _by_shape(size, "peak_bytes"), _by_shape(size, "p50_ms")
-    found: list[float] = []
+    ratios: list[float] = []
     for shape, of_forms in peaks.items():
         ours = [
             name for name in _faithful(size) if name in of_forms and name in times.get(shape, {})
         ]
         if ours and THEIRS[0] in of_forms:
             best = min(ours, key=lambda name: times[shape][name])
-            found.append(round(of_forms[best] / of_forms[THEIRS[0]], 4))
-    return found
+            ratios.append(round(of_forms[best] / of_forms[THEIRS[0]], 4))
+    return ratios
 
 
 def _kernels(done: Sized, shape: Shape, provider: Provider, seconds: float) -> dict[str, Any]:
-    """What each form's attention runs in: how many operators in which kernel."""
-    found: dict[str, Any] = {}
+    """Count the attention operators of each form by kernel."""
+    counts: dict[str, Any] = {}
     forms = [form for form in done.forms if form.name != ORIGINAL]
-    for form, told in kernels(forms, shape, provider, seconds).items():
-        names = [f"{each.operator} {each.dtype} {each.kernel}" for each in told]
-        found[form] = {name: names.count(name) for name in dict.fromkeys(names)}
-    return found
+    for form, used in kernels(forms, shape, provider, seconds).items():
+        names = [f"{kernel.operator} {kernel.dtype} {kernel.kernel}" for kernel in used]
+        counts[form] = {name: names.count(name) for name in dict.fromkeys(names)}
+    return counts
 
 
-def _tried(work: Any) -> Any:
-    """What it returns, or a line that says why not."""
+def _result_or_reason(work: Any) -> Any:
+    """Return the result of ``work``, or one line with the reason of its failure."""
     try:
         return work()
-    except Exception as error:  # one part that fails leaves the others
+    except Exception as error:  # a failed part does not stop the others
         first = str(error).strip().partition("\n")[0]
         return f"not measured: {type(error).__name__}: {first[:200]}"
 
@@ -262,14 +264,14 @@ def _widths(sizes: Mapping[str, Size]) -> tuple[int, int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description=description(__doc__))
     parser.add_argument("models", nargs="*", type=Path, help="ORIGINAL OPTIMIZED")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--seq", type=int, default=128)
-    parser.add_argument("--min-cosine", type=float, default=0.9, help="of a pair: exit 1 below it")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="in which all is done")
+    parser.add_argument("--min-cosine", type=float, default=0.9, help="minimum cosine of a pair")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="time limit")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result file")
-    # To try this program without a GPU; what it writes then says so.
+    # To test this program without a GPU.
     parser.add_argument("--tiny-on-cpu", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if len(options.models) not in (0, 2):
@@ -279,8 +281,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"benchmarks/cuda.py: nothing measured: {why}")
         if not options.models:
             nothing = {"sizes": {}, "cuda_graphs": why, "service": why}
-            told = {"measured": False, "why": why, "bounds": bounds(nothing)}
-            _write(options.results / "cuda.json", told)
+            content = {"measured": False, "why": why, "bounds": bounds(nothing)}
+            write_json(options.results / "cuda.json", content)
         return 0
     if options.models:
         return _pair(options, provider)
@@ -292,7 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else everything(provider, SIZES, SHAPES, options.seconds)
     )
     card = content["machine"]["gpu"] if provider == "cuda" else "tiny on cpu"
-    _write(options.results / f"cuda-{slug(card or 'unknown')}.json", content)
+    write_json(options.results / f"cuda-{slug(card or 'unknown')}.json", content)
     for bound in content["bounds"]:
         print(f"{'not measured' if bound['holds'] is None else bound['holds']}: {bound['what']}: "
               f"{bound['value']}")  # fmt: skip
@@ -301,19 +303,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def slug(card: str) -> str:
-    """The name of the first card, as a file may be called: "NVIDIA L40S, ..." -> "l40s"."""
+    """Return the name of the first card for a file name: "NVIDIA L40S, ..." -> "l40s"."""
     words = re.findall(r"[a-z0-9]+", card.partition(",")[0].lower())
     return "-".join(word for word in words if word != "nvidia") or "unknown"
 
 
 def _pair(options: argparse.Namespace, provider: Provider) -> int:
-    """Two models, in float32 and in float16."""
+    """Measure two models in float32 and in float16."""
     precisions: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="attnserve-") as folder:
         for precision in ("fp32", "fp16"):
             paths = [Path(folder) / f"{n}-{precision}.onnx" for n in ("original", "optimized")]
-            for path, given in zip(paths, options.models, strict=True):
-                model: ir.Model = load_model(open_artifact(given))
+            for path, source in zip(paths, options.models, strict=True):
+                model: ir.Model = load_model(open_artifact(source))
                 if precision == "fp16":
                     to_half(model)
                 save_model(model, path)
@@ -321,26 +323,21 @@ def _pair(options: argparse.Namespace, provider: Provider) -> int:
             precisions[precision] = result
             _print_pair(precision, result)
     content = {"machine": asdict(describe_machine(provider)), "precisions": precisions}
-    _write(options.results / "cuda-pair.json", content)
+    write_json(options.results / "cuda-pair.json", content)
     least = min(result["parity"]["min_cosine"] for result in precisions.values())
     return 0 if least >= options.min_cosine else 1
 
 
-def _write(path: Path, content: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def _say(what: str, value: Any) -> None:
+def _log(what: str, value: Any) -> None:
     print(f"{what}: {value}", file=sys.stderr)
 
 
 def _print(label: str, done: Sized) -> None:
     for name, why in done.not_built.items():
-        _say(f"{label}, {name}: not measured", why)
+        _log(f"{label}, {name}: not measured", why)
     for cell in done.cells:
         at = f"{label} {cell['batch']} x {cell['sequence']}, {cell['form']}"
-        _say(at, cell.get("not_measured") or f"{cell['p50_ms']:.3f} ms")
+        _log(at, cell.get("not_measured") or f"{cell['p50_ms']:.3f} ms")
 
 
 def _print_pair(precision: str, result: dict[str, Any]) -> None:
@@ -350,7 +347,7 @@ def _print_pair(precision: str, result: dict[str, Any]) -> None:
     print(
         f"{precision}: {original['p50_ms']:.3f} -> {optimized['p50_ms']:.3f} ms, "
         f"speed-up {optimized['speedup_vs_first']:.3f} [{low:.3f}, {high:.3f}], "
-        f"least cosine {result['parity']['min_cosine']:.6f}, largest error {worst:.2e}"
+        f"minimum cosine {result['parity']['min_cosine']:.6f}, largest error {worst:.2e}"
     )
 
 

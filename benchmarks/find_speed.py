@@ -1,31 +1,26 @@
-"""How long does inspect take, and how much memory, as a model grows?
+"""Time and memory of ``inspect`` for models of 1 to 96 layers.
 
-    python benchmarks/find_speed.py
+    python -m benchmarks.find_speed
 
-Encoders of BERT-base's layers (D 768, H 12, feed-forward 3072, vocabulary 30522), and narrow ones
-(D 384, H 6, feed-forward 1536, vocabulary 1000) up to 96 layers, which would not fit at full width.
-Every layer has random weights of its own, in a file of external data, and the nodes that PyTorch's
-TorchScript exporter writes, shape program included.
+Encoders with the layers of BERT-base (D 768, H 12, feed-forward 3072, vocabulary 30522), and narrow
+encoders (D 384, H 6, feed-forward 1536, vocabulary 1000) up to 96 layers, which would not fit in
+memory at full width. The weights are random and in external data. The nodes are those of a
+TorchScript export, including the computation of shapes.
 
-Each model is inspected in a process of its own. Seconds are those of ``inspect``, from the path to
-the JSON, by the clock and of processor time; memory is the peak of the process over what it held
-after its imports, files that are mapped included. The slope is that of log(seconds) over
-log(layers) from 12 layers on: 1 is linear.
+Each model is inspected in a separate process. The time covers ``inspect`` from the path to the
+JSON, as wall time and processor time. The memory is the growth of the peak resident set since the
+imports, including mapped files. The slope is that of log(seconds) over log(layers) from 12 layers
+on; 1 is linear.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
-import os
-import platform
 import statistics
-import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -36,15 +31,22 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-RESULT = Path(__file__).parent / "results" / "find_speed.json"
+from benchmarks._common import (
+    description,
+    numpy_machine,
+    peak_memory,
+    reset_peak_memory,
+    write_result,
+)
+
 LAYERS = {"BERT-base": (1, 2, 4, 12, 24), "narrow": (1, 2, 4, 12, 24, 48, 96)}
-FROM = 12
-"""Layers from which the slope counts: below, what every model needs once is most of the time."""
+SLOPE_FROM = 12
+"""Smallest number of layers for the slope; below it, constant costs dominate."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """D, H, the neurons of the feed-forward network and the rows of the embedding."""
+    """D, H, the neurons of the feed-forward network and the rows of the embedding table."""
 
     width: int
     heads: int
@@ -109,7 +111,7 @@ LAYER = f"""{"".join(HEADS.format(part=part) for part in "qkv")}
 
 
 def write_encoder(path: Path, size: Size, layers: int) -> int:
-    """An encoder at ``path``, its weights beside it, written one by one; bytes of both files."""
+    """Write an encoder and its external data, weight by weight; return the bytes of both files."""
     texts = [LAYER.replace("NEXT", str(i + 1)).replace("xL", f"x{i}").replace("_L", f"_{i}")
              for i in range(layers)]  # fmt: skip
     model = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["" : 17]>
@@ -152,40 +154,34 @@ def _external(name: str, array: np.ndarray, data: BinaryIO) -> onnx.TensorProto:
     return tensor
 
 
-def inspected(path: Path) -> dict[str, Any]:
-    """Inspect one model in this process; Linux tells the peak of its memory."""
+def inspect_model(path: Path) -> dict[str, Any]:
+    """Inspect one model in this process, and measure time and memory (Linux)."""
     from attnserve.checks.inspect import inspect
     from attnserve.runtime.session import require_runtime
 
     require_runtime()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
-    before, start, started = resident_bytes("VmRSS"), time.perf_counter(), time.process_time()
+    before, start, cpu_start = reset_peak_memory(), time.perf_counter(), time.process_time()
     content = inspect(path).to_json()
-    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - started
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
     assert content["missed"] == [], content["missed"]
     return {
         "found": len(content["attention"]),
         "wall_s": seconds,
         "cpu_s": cpu_seconds,
         "baseline_rss_bytes": before,
-        "peak_extra_bytes": resident_bytes("VmHWM") - before,
+        "peak_extra_bytes": peak_memory() - before,
     }
 
 
-def resident_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
-
-
-def measured(name: str, layers: int, rounds: int) -> dict[str, Any]:
-    """One model, inspected in a fresh process each round."""
+def measure(name: str, layers: int, rounds: int) -> dict[str, Any]:
+    """Inspect one model in a new process per round."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
         size = write_encoder(path, SIZES[name], layers)
         samples = []
         for _ in range(rounds):
             with multiprocessing.get_context("spawn").Pool(1) as pool:
-                samples.append(pool.apply(inspected, (path,)))
+                samples.append(pool.apply(inspect_model, (path,)))
     assert all(sample["found"] == layers for sample in samples)
     return {
         "size": name,
@@ -200,53 +196,37 @@ def measured(name: str, layers: int, rounds: int) -> dict[str, Any]:
 
 
 def slope(rows: list[dict[str, Any]], clock: str) -> float:
-    """Of the line through log(seconds) over log(layers), from ``FROM`` layers on."""
-    long = [row for row in rows if row["layers"] >= FROM]
+    """Return the slope of log(seconds) over log(layers) from ``SLOPE_FROM`` layers on."""
+    long = [row for row in rows if row["layers"] >= SLOPE_FROM]
     x, y = (np.log([row[key] for row in long]) for key in ("layers", f"median_{clock}_s"))
     return float(np.polyfit(x, y, 1)[0])
 
 
-def cpu_model() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3, help="processes for each model")
-    parser.add_argument("--most", type=int, default=96, help="leave larger models out")
+    parser = argparse.ArgumentParser(description=description(__doc__))
+    parser.add_argument("--rounds", type=int, default=3, help="processes per model")
+    parser.add_argument("--most", type=int, default=96, help="largest number of layers")
     arguments = parser.parse_args()
     cases = [(name, n) for name, counts in LAYERS.items() for n in counts if n <= arguments.most]
-    rows = [measured(*case, arguments.rounds) for case in track(cases, "models")]
+    rows = [measure(*case, arguments.rounds) for case in track(cases, "models")]
     result = {
         "question": "seconds and memory of inspect, and how they grow with the layers",
-        "command": " ".join(["python", "benchmarks/find_speed.py", *sys.argv[1:]]),
-        "machine": {
-            "cpu": cpu_model(),
-            "cores": os.cpu_count(),
-            "threads": os.environ.get("OPENBLAS_NUM_THREADS", "default"),
-            "load_1min": os.getloadavg()[0],
-        },
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("numpy", "onnx", "onnx-ir", "onnxruntime")},
-        },
+        **numpy_machine(("numpy", "onnx", "onnx-ir", "onnxruntime")),
         "sizes": {name: asdict(size) for name, size in SIZES.items()},
-        "weights": "random, of its own for each layer, external data",
+        "weights": "random, separate for each layer, external data",
         "slope": {
             name: {
                 clock: slope([row for row in rows if row["size"] == name], clock)
                 for clock in ("wall", "cpu")
             }
             for name, counts in LAYERS.items()
-            if sum(FROM <= n <= arguments.most for n in counts) > 1
+            if sum(SLOPE_FROM <= n <= arguments.most for n in counts) > 1
         },
         "models": rows,
     }
-    RESULT.write_text(json.dumps(result, indent=2) + "\n")
+    write_result("find_speed", arguments, **result)
 
-    table = Table("size", "layers", "file, MiB", "seconds", "of processor", "memory, MiB",
+    table = Table("size", "layers", "file, MiB", "seconds", "processor seconds", "memory, MiB",
                   "memory / file", title="inspect")  # fmt: skip
     for row in rows:
         table.add_row(
@@ -260,10 +240,11 @@ def main() -> None:
         )
     console = Console()
     console.print(table)
-    for name, of in result["slope"].items():
+    for name, slopes in result["slope"].items():
         console.print(
-            f"{name}: seconds grow as layers^{of['wall']:.2f} (of processor: ^{of['cpu']:.2f}), "
-            f"from {FROM} layers on"
+            f"{name}: time grows as layers^{slopes['wall']:.2f} "
+            f"(processor time: ^{slopes['cpu']:.2f}), "
+            f"from {SLOPE_FROM} layers on"
         )
 
 

@@ -1,23 +1,19 @@
-"""What reuse and pruning keep of a sentence encoder, with and without the fit, and how fast it is.
+"""Quality and speed of attention reuse, head pruning and FFN pruning, with and without the refit.
 
     python -m benchmarks.reuse_prune --train STSB_TRAIN.tsv --dev STSB_DEV.tsv [--rows 900]
 
-Exports all-MiniLM-L6-v2 (from the [demo] extra), rewrites it with heads reused, heads and neurons
-pruned, calibrated on the first sentences of --train, and compares the token outputs on 500
-sentences of --dev and the score on its pairs. Each rewrite is made with the closed-form fit of the
-outputs and without it. Some of them are timed against the original, interleaved, on one thread.
-Where onnxsim is installed, its head pruning runs beside ours, at the same number of heads.
+Exports all-MiniLM-L6-v2 (from the [demo] extra), compresses it with calibration on the first
+sentences of --train, and compares the token outputs on 500 sentences of --dev and the score on its
+pairs. Each case runs with the closed-form refit of the output projections and without it. Some
+cases are timed against the original in interleaved rounds on one thread. If onnxsim is installed,
+its head pruning is measured at the same numbers of heads.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import shutil
 import sys
-import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,15 +21,11 @@ from typing import Any
 
 import onnx
 from rich.console import Console
-from rich.table import Table
 
 import attnserve
-from attnserve.checks.benchmark import describe_machine
 from attnserve.models.artifact import load_model, open_artifact
 from attnserve.models.datasets import load_inputs
-from benchmarks.fidelity import minilm, score, texts
-
-RESULT = Path(__file__).parent / "results" / "reuse_prune.json"
+from benchmarks._common import Study, encoder_study, minilm, number_table, sts_parser, write_result
 
 CASES: Mapping[str, dict[str, Any]] = {
     "3 of 12 heads reused in layers 2 to 5": {"reuse": "partial:3"},
@@ -53,7 +45,7 @@ CASES: Mapping[str, dict[str, Any]] = {
         "mixing": "dense",
     },
 }
-"""What is asked of ``optimize``; layers count from 1 in words and from 0 in code."""
+"""Arguments of ``optimize`` by the name in the result file, where layers count from 1."""
 
 TIMED = (
     ("50 % of heads pruned", 128),
@@ -62,108 +54,80 @@ TIMED = (
     ("50 % of heads and a third of neurons pruned", 128),
     ("50 % of heads and a third of neurons pruned", 512),
 )
-"""Which are timed, and at which length."""
+"""Cases that are timed, and their sequence lengths."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--train", type=Path, required=True, help="score, sentence1, sentence2")
-    parser.add_argument("--dev", type=Path, required=True, help="score, sentence1, sentence2")
-    parser.add_argument("--rows", type=int, default=900)
-    parser.add_argument("--rounds", type=int, default=None, help="of each timing; by time")
-    options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        calibration, unseen = texts(folder, options.train, options.dev, options.rows)
-        original = folder / "original"
-        attnserve.export(minilm(), original)
-        baseline = score(original, options.dev)
-        results = [
-            measured(name, asked, original, folder, calibration, unseen, options.dev, baseline)
-            for name, asked in CASES.items()
-        ]
-        beside = beside_onnxsim(folder, calibration, unseen)
-        speed = [
-            timed(name, original, folder / slug(name), length, options.rounds)
-            for name, length in TIMED
-        ]
-    show(results, baseline)
-    for row in beside:
+    options = sts_parser(__doc__).parse_args(arguments)
+    with encoder_study(options.train, options.dev, options.rows) as study:
+        results = [measure_case(name, parameters, study) for name, parameters in CASES.items()]
+        onnxsim = compare_with_onnxsim(study)
+        speed = [measure_speed(name, length, study, options.rounds) for name, length in TIMED]
+    show(results, study.baseline)
+    for row in onnxsim:
         Console().print(", ".join(f"{key} {value}" for key, value in row.items()))
     for row in speed:
         Console().print(
             f"{row['case']}: {row['speedup']:.2f}x at {row['sequence']} tokens "
             f"({row['speedup_ci95'][0]:.2f} to {row['speedup_ci95'][1]:.2f}), one thread"
         )
-    content = {
-        "command": f"python -m benchmarks.reuse_prune --train {options.train.name} "
-        f"--dev {options.dev.name} --rows {options.rows}",
-        "baseline_spearman": baseline,
-        "results": results,
-        "onnxsim": beside or "not measured: pip install onnxsim==0.8.1",
-        "speed": speed,
-        "machine": asdict(describe_machine()),
-    }
-    RESULT.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_result(
+        "reuse_prune",
+        options,
+        baseline_spearman=study.baseline,
+        results=results,
+        onnxsim=onnxsim or "not measured: pip install onnxsim==0.8.1",
+        speed=speed,
+    )
     return 0
 
 
-def slug(name: str) -> str:
-    return "".join(letter if letter.isalnum() else "-" for letter in name)
+def output_folder(name: str, study: Study) -> Path:
+    return study.folder / "".join(letter if letter.isalnum() else "-" for letter in name)
 
 
-def measured(
-    name: str,
-    asked: Mapping[str, Any],
-    original: Path,
-    folder: Path,
-    calibration: Path,
-    unseen: Path,
-    dev: Path,
-    baseline: float,
-) -> dict[str, Any]:
-    """One rewrite, fitted and not: cosine of tokens and share of the score that is kept."""
-    found: dict[str, Any] = {"case": name}
-    for key, fit in (("without_refit", False), ("refit", True)):
-        output = folder / slug(name)
+def measure_case(name: str, parameters: Mapping[str, Any], study: Study) -> dict[str, Any]:
+    """Measure the quality of one case without the refit and with it; the latter stays on disk."""
+    row: dict[str, Any] = {"case": name}
+    output = output_folder(name, study)
+    for key, refit in (("without_refit", False), ("refit", True)):
         report = attnserve.optimize(
-            original, output, calib=calibration, refit=fit, force=True, **asked
+            study.original, output, calib=study.calibration, refit=refit, force=True, **parameters
         )
-        found[key] = {
-            "mean_cosine": attnserve.verify(original, output, data=unseen).mean_cosine,
-            "kept": score(output, dev) / baseline,
-        }
-        found["parameters"] = report.after.parameters
-        found["macs_128"] = attnserve.inspect(output / "model.onnx").total_macs
-    Console(stderr=True).print(f"{name}: {found['refit']['mean_cosine']:.4f}")
-    return found
+        row[key] = study.quality(output)
+        row["parameters"] = report.after.parameters
+        row["macs_128"] = attnserve.inspect(output / "model.onnx").total_macs
+    Console(stderr=True).print(f"{name}: cosine {row['refit']['mean_cosine']:.4f}")
+    return row
 
 
-def beside_onnxsim(folder: Path, calibration: Path, unseen: Path) -> list[dict[str, Any]]:
-    """Both tools on a graph that onnxsim can read: com.microsoft Attention, as ONNX Runtime's own
-    optimizer fuses it. Nothing where onnxsim is not installed."""
+def compare_with_onnxsim(study: Study) -> list[dict[str, Any]]:
+    """Prune heads with both tools; return no rows if onnxsim is not installed.
+
+    onnxsim reads com.microsoft Attention, which ONNX Runtime's transformer optimizer writes.
+    """
     if find_spec("onnxsim") is None:
         return []
     onnxsim = import_module("onnxsim")
-    fused = fused_model(folder)
+    fused = fused_model(study.folder)
     artifact = open_artifact(fused)
-    data = load_inputs(calibration, load_model(artifact), artifact, split=False)
+    data = load_inputs(study.calibration, load_model(artifact), artifact, split=False)
     path, rows = str(artifact.model), list[dict[str, Any]]()
     for share in (0.25, 0.5):
-        theirs = {
+        pruned = {
             "weights": onnxsim.apply_attention_head_pruning(onnx.load(path), share),
             "Wanda": onnxsim.apply_attention_head_wanda_pruning(
                 onnx.load(path), calibration_data=[dict(b) for b in data.fit], sparsity=share
             ),
         }
-        made: dict[str, Path] = {}
-        for kind, model in theirs.items():
-            made[f"onnxsim, {kind}"] = folder / f"onnxsim-{kind}-{share}.onnx"
-            onnx.save(model, made[f"onnxsim, {kind}"])
-        made["attnserve"] = folder / f"ours-{share}" / "model.onnx"
-        attnserve.optimize(fused, made["attnserve"], prune=share, calib=calibration)
-        for tool, output in made.items():
-            cosine = attnserve.verify(fused, output, data=unseen).mean_cosine
+        outputs: dict[str, Path] = {}
+        for kind, model in pruned.items():
+            outputs[f"onnxsim, {kind}"] = study.folder / f"onnxsim-{kind}-{share}.onnx"
+            onnx.save(model, outputs[f"onnxsim, {kind}"])
+        outputs["attnserve"] = study.folder / f"attnserve-{share}" / "model.onnx"
+        attnserve.optimize(fused, outputs["attnserve"], prune=share, calib=study.calibration)
+        for tool, output in outputs.items():
+            cosine = attnserve.verify(fused, output, data=study.unseen).mean_cosine
             inspected = attnserve.inspect(output)
             heads = [block.num_heads for block in inspected.reading.blocks]
             rows.append({"tool": tool, "share": share, "heads": sum(heads),
@@ -172,7 +136,7 @@ def beside_onnxsim(folder: Path, calibration: Path, unseen: Path) -> list[dict[s
 
 
 def fused_model(folder: Path) -> Path:
-    """The encoder with its attention in one operator a layer."""
+    """Export the encoder and fuse the attention of each layer into one operator."""
     from onnxruntime.transformers.optimizer import optimize_model
 
     plain, fused = folder / "eager", folder / "fused"
@@ -185,29 +149,26 @@ def fused_model(folder: Path) -> Path:
     return fused / "model.onnx"
 
 
-def timed(
-    name: str, original: Path, optimized: Path, sequence: int, rounds: int | None
-) -> dict[str, Any]:
-    report = attnserve.bench(
-        [original, optimized], batches=[1], sequences=[sequence], threads=1, rounds=rounds
-    )
-    shown = report.to_json()["results"][1]
+def measure_speed(name: str, sequence: int, study: Study, rounds: int | None) -> dict[str, Any]:
+    models = [study.original, output_folder(name, study)]
+    report = attnserve.bench(models, batches=[1], sequences=[sequence], threads=1, rounds=rounds)
+    rows = report.to_json()["results"]
     return {
         "case": name,
         "batch": 1,
         "sequence": sequence,
         "threads": 1,
-        "speedup": shown["speedup_vs_first"],
-        "speedup_ci95": shown["speedup_ci95"],
-        "p50_ms": [result["p50_ms"] for result in report.to_json()["results"]],
+        "speedup": rows[1]["speedup_vs_first"],
+        "speedup_ci95": rows[1]["speedup_ci95"],
+        "p50_ms": [row["p50_ms"] for row in rows],
     }
 
 
 def show(results: list[dict[str, Any]], baseline: float) -> None:
-    table = Table(title=f"all-MiniLM-L6-v2 on stsb_dev (Spearman {baseline:.4f})")
-    table.add_column("")
-    for heading in ("cosine", "score kept", "without the fit", "score kept", "M parameters"):
-        table.add_column(heading, justify="right")
+    table = number_table(
+        f"all-MiniLM-L6-v2 on stsb_dev (Spearman {baseline:.4f})",
+        ("cosine", "score kept", "no refit: cosine", "score kept", "M parameters"),
+    )
     for row in results:
         cells = [
             text

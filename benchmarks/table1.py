@@ -1,17 +1,17 @@
 """Table 1 of "Multi-Head Attention: Collaborate Instead of Concatenate" (arXiv 2006.16362).
 
-    python benchmarks/table1.py [--rounds 40]
+    python -m benchmarks.table1 [--rounds 40]
 
-One attention layer at 128 tokens, concatenated and collaborative: real ONNX graphs, bias-free as in
-the paper, rewritten by ``Collaborate`` and counted by ``analysis.cost``. The paper counts the
-mixing product twice and one multiply-accumulate as one FLOP; we count mixing once. Beside its
-milliseconds (on a GPU of 2020) stand ours, measured here in interleaved rounds on one thread.
+One attention layer at 128 tokens, with concatenated and with collaborative heads: ONNX graphs
+without biases as in the paper, rewritten by ``Collaborate`` and counted by ``analysis.cost``. The
+paper counts the mixing product twice and one multiply-accumulate as one FLOP; mixing is counted
+once here. The milliseconds of the paper (a GPU of 2020) are printed next to those of this machine,
+measured in interleaved rounds on one thread.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from dataclasses import asdict
@@ -26,12 +26,12 @@ from rich.table import Table
 
 from attnserve.checks.benchmark import BenchReport, bench
 from attnserve.models.artifact import save_model
+from benchmarks._common import description, write_result
 from graph_passes.analysis.cost import Cost, break_even, model_cost
 from graph_passes.factorize.cp import CollaborativeFactors
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.collaborate import Collaborate
 
-RESULT = Path(__file__).parent / "results" / "table1.json"
 TOKENS = 128
 COLUMNS = (
     {"name": "FairSeq, section 4.1", "size": 512, "heads": 8, "rank": 128,
@@ -42,7 +42,7 @@ COLUMNS = (
 
 
 def attention_layer(size: int, heads: int, seed: int = 0) -> ir.Model:
-    """One bias-free layer of ``heads`` concatenated heads over x (batch, sequence, size)."""
+    """Return one layer of concatenated heads over x (batch, sequence, size), without biases."""
     model = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["" : 17]>
     layer (float[batch, sequence, {size}] x) => (float[batch, sequence, {size}] y)
     <int64[4] split = {{0, 0, {heads}, {size // heads}}}, int64[3] merge = {{0, 0, {size}}},
@@ -70,7 +70,7 @@ def attention_layer(size: int, heads: int, seed: int = 0) -> ir.Model:
 
 
 def collaborative_layer(size: int, heads: int, rank: int) -> ir.Model:
-    """The same layer as ``Collaborate`` writes it; counts and speed do not depend on the values."""
+    """Return the layer as ``Collaborate`` writes it; cost and speed do not depend on the values."""
     layer = attention_layer(size, heads)
     random = np.random.default_rng(1)
     factors = CollaborativeFactors(
@@ -85,19 +85,19 @@ def collaborative_layer(size: int, heads: int, rank: int) -> ir.Model:
     return layer
 
 
-def at_table_length(cost: Cost) -> int:
-    """MACs of one sequence of ``TOKENS``."""
+def macs_of_one_sequence(cost: Cost) -> int:
+    """Return the MACs of one sequence of ``TOKENS`` tokens."""
     macs = cost.macs_of({"x": (1, TOKENS, 1)})
     assert macs is not None, cost.uncounted
     return macs
 
 
 def column(name: str, size: int, heads: int, rank: int, paper: dict[str, Any]) -> dict[str, Any]:
-    """One column of the table: ours counted, the paper's beside it."""
+    """Count one column of the table; ``paper`` holds the numbers of the paper."""
     before = model_cost(attention_layer(size, heads))
     after = model_cost(collaborative_layer(size, heads, rank))
     assert before.macs is not None and after.macs is not None
-    macs = at_table_length(before), at_table_length(after)
+    macs = macs_of_one_sequence(before), macs_of_one_sequence(after)
     mixing = TOKENS * heads * rank
     return {
         "name": name,
@@ -114,7 +114,7 @@ def column(name: str, size: int, heads: int, rank: int, paper: dict[str, Any]) -
 
 
 def measure(rounds: int | None) -> tuple[list[list[float]], list[list[float]], BenchReport]:
-    """p50 milliseconds and speed-ups of each column's two layers."""
+    """Return p50 milliseconds and speed-ups of the two layers of each column."""
     milliseconds, ratios, report = [], [], None
     for entry in COLUMNS:
         size, heads, rank = (int(entry[key]) for key in ("size", "heads", "rank"))  # type: ignore[call-overload]
@@ -130,8 +130,8 @@ def measure(rounds: int | None) -> tuple[list[list[float]], list[list[float]], B
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--rounds", type=int, help="interleaved rounds; by time if not given")
+    parser = argparse.ArgumentParser(description=description(__doc__))
+    parser.add_argument("--rounds", type=int, help="interleaved rounds; default: by time")
     options = parser.parse_args(arguments)
     columns = [column(**entry) for entry in COLUMNS]  # type: ignore[arg-type]
     milliseconds, ratios, report = measure(options.rounds)
@@ -166,12 +166,7 @@ def main(arguments: list[str] | None = None) -> int:
         ),
     )
     Console().print(table)
-    result = {
-        "command": "python benchmarks/table1.py",
-        "columns": columns,
-        "machine": asdict(report.machine),
-    }
-    RESULT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_result("table1", options, columns=columns, machine=asdict(report.machine))
     return 0
 
 

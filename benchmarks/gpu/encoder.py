@@ -1,4 +1,4 @@
-"""A random encoder of any size, and the same in half precision: nothing is downloaded."""
+"""Random encoders of any size, and their conversion to half precision."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def random_encoder(
     spare: bool = False,
     seed: int = 0,
 ) -> ir.Model:
-    """A BERT-like encoder with random weights, as a TorchScript export writes it, at opset 17.
+    """Return a BERT-like encoder with random weights, as a TorchScript export writes it (opset 17).
 
     Args:
-        spare: Every second head, and the second half of what each head compares, is worth ``WEAK``
-            of the others: trained heads can be spared, those of plain noise cannot.
+        spare: Scale every second head, and the second half of the query and key dimensions, by
+            ``WEAK``, so that they can be pruned. Heads of plain noise cannot.
     """
     random = np.random.default_rng(seed)
     weights: dict[str, np.ndarray] = {}
@@ -46,7 +46,7 @@ def random_encoder(
         lines.append(f"{out} = LayerNormalization<axis = -1>({out}_sum, ones, zeros)")
 
     def weaken(name: str, axis: int, group: int) -> None:
-        """Every second group of rows or columns."""
+        """Scale every second group of rows or columns."""
         factor = np.where(np.arange(hidden) // group % 2, WEAK, 1.0).astype(np.float32)
         weights[name] *= factor[:, None] if axis == 0 and weights[name].ndim == 2 else factor
 
@@ -102,24 +102,24 @@ def random_encoder(
 
 
 def to_half(model: ir.Model, half: ir.DataType = FLOAT16) -> None:
-    """Compute in float16 or bfloat16 what ``model`` computes in float32; its interface stays.
+    """Convert a float32 model to float16 or bfloat16; inputs and outputs stay float32.
 
-    Weights, constants, casts and value types change; floats beyond the range of the half (a mask's
-    lowest float) become its largest finite ones: an infinity would make a row without keys NaN.
-    Not for graphs whose operators demand float32 (Resize, quantization scales).
+    Weights, constants, casts and value types change. Numbers out of range (the lowest float of a
+    mask) become the largest finite ones, because an infinity makes a row without keys NaN. Not for
+    graphs with operators that need float32 (Resize, quantization scales).
     """
     InlinePass()(model)
     for graph in model.graphs():
         for value in graph.initializers.values():
-            tensor = value.const_value  # its type is a fact, the value's own may be unstated
+            tensor = value.const_value  # the value itself may have no type
             if tensor is not None and tensor.dtype == FLOAT:
                 value.const_value, value.type = _half(tensor, half), ir.TensorType(half)
         for value in (*graph.inputs, *(out for node in graph for out in node.outputs)):
             if value.dtype == FLOAT and not (graph is model.graph and value.is_graph_input()):
-                value.type = ir.TensorType(half)  # a clone's type is its original's
+                value.type = ir.TensorType(half)  # a clone shares the type object
         for node in graph:
             _make_half(node, half)
-    _cast_at_the_borders(model.graph, half)
+    _cast_inputs_and_outputs(model.graph, half)
 
 
 def _half(tensor: ir.TensorProtocol | float | Sequence[float], half: ir.DataType) -> ir.Tensor:
@@ -143,7 +143,7 @@ def _make_half(node: ir.Node, half: ir.DataType) -> None:
             attributes.add(ir.AttrTensor("value", _half(attribute.value, half)))
 
 
-def _cast_at_the_borders(graph: ir.Graph, half: ir.DataType) -> None:
+def _cast_inputs_and_outputs(graph: ir.Graph, half: ir.DataType) -> None:
     first = graph[0]
     for value in graph.inputs:
         if value.dtype == FLOAT and value.name not in graph.initializers:

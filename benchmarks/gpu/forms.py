@@ -1,4 +1,4 @@
-"""The same encoder in every form that is measured, each built by those who offer it."""
+"""All measured forms of an encoder: the original, other tools, and attnserve."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from graph_passes.passes.reuse_attention import ReuseAttention
 
 @dataclass(frozen=True)
 class Size:
-    """An encoder: its layers, the width of a token, the heads of a layer."""
+    """The size of an encoder: layers, hidden size, heads per layer."""
 
     layers: int
     hidden: int
     heads: int
 
     def build(self, positions: int) -> ir.Model:
-        """With random weights, of which half can be spared."""
+        """Return an encoder with random weights, of which half can be pruned."""
         return random_encoder(
             layers=self.layers,
             hidden=self.hidden,
@@ -49,7 +49,7 @@ SIZES = {
 
 ORIGINAL, FP16 = "fp32", "fp16"
 THEIRS = (FP16, "ONNX Runtime fp16", "onnxscript fp16")
-"""What ONNX Runtime runs without us, in half precision."""
+"""Forms of ONNX Runtime and onnxscript, in half precision."""
 
 
 def as_exported(model: ir.Model, size: Size) -> ir.Model:
@@ -62,13 +62,13 @@ def in_float16(model: ir.Model, size: Size) -> ir.Model:
 
 
 def by_onnxruntime(model: ir.Model, size: Size) -> ir.Model:
-    """ONNX Runtime's own optimizer of transformers, and its conversion to float16."""
+    """Apply ONNX Runtime's transformer optimizer and its conversion to float16."""
     from onnxruntime.transformers.optimizer import optimize_model
 
     with tempfile.TemporaryDirectory(prefix="attnserve-") as folder:
         path = Path(folder) / "model.onnx"
         save_model(model, path)
-        made = optimize_model(
+        optimized = optimize_model(
             str(path),
             model_type="bert",
             num_heads=size.heads,
@@ -76,28 +76,28 @@ def by_onnxruntime(model: ir.Model, size: Size) -> ir.Model:
             opt_level=0,
             use_gpu=True,
         )
-    fused = made.get_fused_operator_statistics()
+    fused = optimized.get_fused_operator_statistics()
     if fused["Attention"] + fused["MultiHeadAttention"] < size.layers:
         raise CannotRewrite(f"ONNX Runtime fused {fused['Attention']} layers of {size.layers}")
-    made.convert_float_to_float16(keep_io_types=True)
-    return ir.from_proto(made.model)
+    optimized.convert_float_to_float16(keep_io_types=True)
+    return ir.from_proto(optimized.model)
 
 
 def by_onnxscript(model: ir.Model, size: Size) -> ir.Model:
-    """onnxscript's optimize_for_ort, in float16."""
+    """Apply onnxscript's optimize_for_ort, in float16."""
     from onnxscript.rewriter.ort_fusions import optimize_for_ort
 
-    made, _ = optimize_for_ort(model)
-    if sum(node.op_type == "MultiHeadAttention" for node in made.graph) < size.layers:
+    optimized, _ = optimize_for_ort(model)
+    if sum(node.op_type == "MultiHeadAttention" for node in optimized.graph) < size.layers:
         raise CannotRewrite(f"onnxscript did not fuse all of {size.layers} layers")
-    to_half(made)
-    return made
+    to_half(optimized)
+    return optimized
 
 
 def fused(
     model: ir.Model, size: Size, half: ir.DataType = FLOAT16, form: FusedOperator = "multi_head"
 ) -> ir.Model:
-    """Ours, and exact: attention and GELU in operators of ONNX Runtime."""
+    """Fuse attention and GELU into operators of ONNX Runtime (lossless)."""
     forms = {b.name: form for b in find_attention(model)[0] if fusion_refusal(b, form) is None}
     if forms:
         FuseAttention(forms)(model)
@@ -111,23 +111,23 @@ def fused_in_bfloat16(model: ir.Model, size: Size) -> ir.Model:
 
 
 def projecting_inside(model: ir.Model, size: Size) -> ir.Model:
-    """One product for queries, keys and values, inside the operator."""
+    """Fuse with one projection for queries, keys and values inside the operator."""
     return fused(model, size, form="attention")
 
 
 def merged(model: ir.Model, size: Size) -> ir.Model:
-    """One product for queries, keys and values, split in front of the operator."""
+    """Fuse with one projection for queries, keys and values before the operator."""
     return fused(model, size, form="merged")
 
 
 def pruned(model: ir.Model, size: Size) -> ir.Model:
-    """Without the heads that can be spared."""
+    """Prune every second head, and fuse."""
     _prune(model)
     return fused(model, size)
 
 
 def sparse(model: ir.Model, size: Size) -> ir.Model:
-    """With half of what a head compares: sparse mixing of which nothing is shared."""
+    """Halve the head size by sparse mixing without sharing, and fuse."""
     _shorten(model)
     return fused(model, size)
 
@@ -139,7 +139,7 @@ def pruned_and_sparse(model: ir.Model, size: Size) -> ir.Model:
 
 
 def reused(model: ir.Model, size: Size) -> ir.Model:
-    """Every second layer takes the probabilities of the one before: no operator holds either."""
+    """Reuse the probabilities of one layer in the next; no fused operator supports that."""
     blocks = find_attention(model)[0]
     ReuseAttention(
         {
@@ -164,13 +164,13 @@ FORMS: Mapping[str, Callable[[ir.Model, Size], ir.Model]] = {
     "pruned and sparse fp16": pruned_and_sparse,
     "reused fp16": reused,
 }
-"""Each changes the model that it is given. Ours are all that come after ``THEIRS``."""
+"""Functions that change a model, by form; those after ``THEIRS`` belong to attnserve."""
 
 OURS = tuple(name for name in FORMS if name not in (ORIGINAL, *THEIRS))
 
 
 def collaborative(model: ir.Model) -> ir.Model:
-    """Every layer in collaborative form at R = H*K: another graph of the same function."""
+    """Return a copy with all layers in collaborative form at R = H*K, which is exact."""
     new = model.clone(deep_copy=True)
     factors = {b.name: factor(b, b.num_heads * b.head_size) for b in find_attention(new)[0]}
     Collaborate.with_factors(factors)(new)
@@ -183,7 +183,7 @@ def _prune(model: ir.Model) -> None:
 
 
 def _shorten(model: ir.Model) -> None:
-    """One dimension of each head is that of the content term."""
+    """Halve the head size; one dimension of each head holds the content term."""
     blocks = find_attention(model)[0]
     factors = {
         b.name: factor(b, b.num_heads * b.head_size, head_size=b.head_size // 2 - 1) for b in blocks

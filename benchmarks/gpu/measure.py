@@ -1,8 +1,8 @@
-"""Forms side by side, shape by shape, until the time is up: what was left out says so.
+"""Measure all forms of an encoder, shape by shape, within a time limit.
 
-Times are of runs that read and write memory of the device and wait for it, in interleaved rounds.
-Memory and shares of operators come from ONNX Runtime's profile, in sessions of their own: profiling
-costs time.
+Runs read and write device memory and wait for the device, in interleaved rounds. Memory and the
+shares of operators come from ONNX Runtime's profile, in separate sessions because profiling costs
+time. Cells without enough time state that as their reason.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from benchmarks.gpu.forms import FORMS, ORIGINAL, Size
 from graph_passes.errors import AttnserveError
 
 Shape = tuple[int, int]
-"""Texts and tokens a text."""
+"""Texts and tokens per text."""
 
 SPEED = Cuda(tf32=True)
 SLICE_S = 4.0
-"""The most that one shape of one size takes."""
+"""Maximum seconds for one shape of one size."""
 PROFILES = 20
-"""Each profile takes at most one of so many parts of the time that is left."""
+"""A profile takes at most this fraction, one in ``PROFILES``, of the remaining time."""
 SMALL = (1, 8)
 TOP = 6
-"""Operators that are told of, by their share of the time."""
+"""Number of reported operators, by their share of the time."""
 BUDGET = "budget: no time was left"
 
 
@@ -56,12 +56,12 @@ class Form:
 
 @dataclass
 class Sized:
-    """What is measured of one size.
+    """The measurements of one size.
 
     Attributes:
-        cells: One for each shape and form, in the shape of the result file.
-        not_built: Why a form is missing, by its name.
-        fidelity: Least cosine of a token to the original's, by form.
+        cells: One entry per shape and form of the result file.
+        not_built: The reason why a form is missing, by form.
+        fidelity: Minimum cosine of tokens to the original, by form.
     """
 
     forms: list[Form] = field(default_factory=list[Form])
@@ -74,7 +74,7 @@ class Sized:
 
 
 def build(size: Size, shapes: Sequence[Shape], folder: Path, deadline: float) -> Sized:
-    """Every form of a size; one that cannot be built, or in time, says why."""
+    """Build every form of a size; record the reason for those that fail or have no time."""
     done = Sized()
     original = size.build(max(tokens for _, tokens in shapes))
     for name, make in FORMS.items():
@@ -87,7 +87,7 @@ def build(size: Size, shapes: Sequence[Shape], folder: Path, deadline: float) ->
             save_model(model, path)
             macs = {shape: count_macs(model, *shape) for shape in shapes}
             done.forms.append(Form(name, path, macs))
-        except Exception as error:  # tools of others raise whatever they stumble over
+        except Exception as error:  # other tools raise any exception
             done.not_built[name] = _why(error)
     return done
 
@@ -100,11 +100,11 @@ def measure(
     more: Mapping[str, Callable[[Mapping[str, np.ndarray]], Callable[[], object]]] | None = None,
     ceiling: float | None = None,
 ) -> None:
-    """Times, memory and shares of all forms at all shapes, the first shapes first.
+    """Measure latency, memory and operator shares of all forms, in the order of ``shapes``.
 
     Args:
-        more: Forms that no session of ONNX Runtime runs: inputs to a run.
-        ceiling: TFLOP/s of a matrix product in half precision, as it was measured.
+        more: Forms without a session of ONNX Runtime: functions from inputs to a run.
+        ceiling: Measured TFLOP/s of a matrix product in half precision.
     """
     graph = ir.load(done.forms[0].path)
     feeds = {shape: example_inputs(graph, *shape) for shape in {*shapes, SMALL}}
@@ -131,36 +131,36 @@ def measure(
         runs |= {name: make(feeds[shape]) for name, make in (more or {}).items()}
         times = timed(runs, seconds)
         for form in done.forms:
-            told = profiles[form.name].get(shape, {"peak_bytes": None, "not_profiled": BUDGET})
+            profile = profiles[form.name].get(shape, {"peak_bytes": None, "not_profiled": BUDGET})
             done.cells.append(cell(shape, form.name, times[form.name], form.macs[shape], ceiling)
-                              | told)  # fmt: skip
+                              | profile)  # fmt: skip
         done.cells += [cell(shape, name, times[name], None, ceiling) for name in more or {}]
         for session in sessions.values():
             shrink_arena(session, feeds[SMALL])
 
 
 def timed(runs: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, np.ndarray | str]:
-    """Milliseconds, a sample a round; or why there are none, by form."""
-    found: dict[str, np.ndarray | str] = {}
+    """Return milliseconds per round, or the reason why there are none, by form."""
+    results: dict[str, np.ndarray | str] = {}
     able: dict[str, Callable[[], object]] = {}
     spent = 0.0
     for name, run in runs.items():
         if spent * QUICK.min_rounds > seconds or seconds <= 0:
-            found[name] = BUDGET
+            results[name] = BUDGET
             continue
         try:
-            run()  # allocates, and picks kernels
+            run()  # allocates memory and selects kernels
             start = perf_counter()
             run()
             spent += perf_counter() - start
             able[name] = run
-        except Exception as error:  # no memory, mostly
-            found[name] = _why(error)
+        except Exception as error:  # usually out of memory
+            results[name] = _why(error)
     if able and spent * QUICK.min_rounds > 2 * seconds:
-        found |= dict.fromkeys(able, BUDGET)
+        results |= dict.fromkeys(able, BUDGET)
     elif able:
-        found |= zip(able, time_functions(list(able.values()), seconds), strict=True)
-    return found
+        results |= zip(able, time_functions(list(able.values()), seconds), strict=True)
+    return results
 
 
 def cell(
@@ -170,13 +170,13 @@ def cell(
     macs: int | None,
     ceiling: float | None,
 ) -> dict[str, Any]:
-    """One row of the result file."""
-    told: dict[str, Any] = {"batch": shape[0], "sequence": shape[1], "form": form}
+    """Return one entry of the result file."""
+    row: dict[str, Any] = {"batch": shape[0], "sequence": shape[1], "form": form}
     if isinstance(times, str):
-        return told | {"not_measured": times}
+        return row | {"not_measured": times}
     p50, p99 = np.percentile(times, (50, 99))
     tflops = None if macs is None else 2 * macs / p50 / 1e9
-    return told | {
+    return row | {
         "p50_ms": round(float(p50), 4),
         "p99_ms": round(float(p99), 4),
         "rounds": len(times),
@@ -193,7 +193,7 @@ def profiled(
     provider: Provider,
     deadline: float,
 ) -> dict[Shape, dict[str, Any]]:
-    """Peak memory and shares of operators, by shape: a peak is that of all smaller shapes too."""
+    """Return peak memory and operator shares by shape; a peak includes all smaller shapes."""
     order = sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape[1]))
     prefix = form.path.with_suffix("")
     session: Any = open_session(form.path, provider=provider, cuda=SPEED, profile=prefix)
@@ -203,7 +203,7 @@ def profiled(
         if perf_counter() > deadline:
             break
         try:
-            for _ in range(2):  # the first allocates
+            for _ in range(2):  # the first run allocates
                 session.run(None, dict(feeds[shape]))
             ran.append(shape)
         except Exception as error:
@@ -238,10 +238,10 @@ def _cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def compiled(
     size: Size, positions: int, *, device: str = "cuda", backend: str = "inductor"
 ) -> Callable[[Mapping[str, np.ndarray]], Callable[[], object]]:
-    """The same encoder by PyTorch: compiled, scaled_dot_product_attention, float16.
+    """Return the encoder in PyTorch: compiled, scaled_dot_product_attention, float16.
 
     Raises:
-        ImportError, RuntimeError: There is no PyTorch, or it has no such device.
+        ImportError, RuntimeError: PyTorch is missing, or has no such device.
     """
     import torch
     from transformers import BertConfig, BertModel
@@ -265,10 +265,10 @@ def compiled(
 
         def run() -> object:
             with torch.inference_mode():
-                made = fast(**inputs)
+                output = fast(**inputs)
             if device == "cuda":
                 torch.cuda.synchronize()
-            return made
+            return output
 
         return run
 
@@ -276,8 +276,8 @@ def compiled(
 
 
 def matrix_ceiling(provider: Provider, n: int, seconds: float) -> dict[str, float]:
-    """TFLOP/s of one n x n x n product: the most that any graph of this card could reach."""
-    found: dict[str, float] = {}
+    """Measure TFLOP/s of one n x n x n product, the maximum for any graph on this card."""
+    ceilings: dict[str, float] = {}
     for dtype, name in ((ir.DataType.FLOAT16, "fp16"), (ir.DataType.FLOAT, "fp32, TF32 allowed")):
         kind = "float16" if dtype == ir.DataType.FLOAT16 else "float"
         graph = ir.from_onnx_text(
@@ -288,8 +288,8 @@ def matrix_ceiling(provider: Provider, n: int, seconds: float) -> dict[str, floa
         feed = {x: random.standard_normal((n, n)).astype(dtype.numpy()) for x in "ab"}
         session = open_session(graph, provider=provider, cuda=SPEED)
         (times,) = time_functions([bound(session, feed)], seconds)
-        found[name] = round(2 * n**3 / float(np.median(times)) / 1e9, 3)
-    return found
+        ceilings[name] = round(2 * n**3 / float(np.median(times)) / 1e9, 3)
+    return ceilings
 
 
 KERNELS = """
@@ -312,9 +312,10 @@ for path in paths:
 def kernels(
     forms: Sequence[Form], shape: Shape, provider: Provider, seconds: float
 ) -> dict[str, tuple[AttentionKernel, ...]]:
-    """The kernels of attention that ONNX Runtime chooses, by form.
+    """Return the attention kernels that ONNX Runtime selects, by form.
 
-    It prints them only in a process that was started so, and runs all forms in one.
+    ONNX Runtime prints them if an environment variable is set when the process starts. One child
+    process runs all forms.
 
     Raises:
         AttnserveError: The process failed.
@@ -334,11 +335,11 @@ def kernels(
     )
     if done.returncode:
         raise AttnserveError(f"attention kernels: {done.stderr.strip()[-300:]}")
-    found: dict[str, tuple[AttentionKernel, ...]] = {}
+    selected: dict[str, tuple[AttentionKernel, ...]] = {}
     for form in forms:
         own = done.stdout.partition(f"{form.path} begins\n")[2].partition(" begins\n")[0]
-        found[form.name] = attention_kernels(own)
-    return found
+        selected[form.name] = attention_kernels(own)
+    return selected
 
 
 def _why(error: Exception) -> str:

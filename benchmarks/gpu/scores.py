@@ -1,11 +1,11 @@
-"""Collaborative attention with dense mixing, in every expression that stock operators have for it.
+"""Latency of collaborative attention with dense mixing, in different operators.
 
-No operator takes keys that all heads share beside values of their own. What there is:
+No operator takes keys that all heads share and separate values per head. The alternatives:
 
-    broadcast   the mixed queries of each head by the shared keys, softmax, by the values
-    folded      the same with the heads as further queries: one product a text, keys read once
+    broadcast   product of the mixed queries of each head and the shared keys, softmax, values
+    folded      the same with heads as additional queries: one product per text, keys read once
     expanded    the shared keys copied for each head, and one fused operator of head size R
-    own heads   ordinary attention of head size K, fused: what collaborative heads stand for
+    own heads   fused attention of head size K, the baseline
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ EXPRESSIONS: Mapping[str, str] = {
 
 
 def graph(name: str, rank: int, *, heads: int = HEADS, size: int = SIZE) -> ir.Model:
-    """q, k (B, S, R), m (H, 1, R) and v (B, S, H*V) to the context (B, S, H*V), in float16.
+    """Return a graph from q, k (B, S, R), m (H, 1, R) and v (B, S, H*V) to (B, S, H*V), in float16.
 
     ``OWN`` takes q and k (B, S, H*K), and no m.
     """
@@ -74,7 +74,7 @@ def graph(name: str, rank: int, *, heads: int = HEADS, size: int = SIZE) -> ir.M
 def feeds(
     name: str, batch: int, tokens: int, rank: int, *, heads: int = HEADS, size: int = SIZE
 ) -> dict[str, np.ndarray]:
-    """The same numbers for all that compute the same."""
+    """Return inputs; expressions of the same function get the same numbers."""
     random = np.random.default_rng(0)
 
     def normal(*shape: int) -> np.ndarray:
@@ -89,8 +89,8 @@ def feeds(
 def expressions(
     provider: Provider, shapes: Sequence[tuple[int, int]], ranks: Sequence[int], seconds: float
 ) -> list[dict[str, Any]]:
-    """Milliseconds of each expression, side by side, at texts x tokens and shared dimensions R."""
-    found: list[dict[str, Any]] = []
+    """Measure all expressions in interleaved rounds, at texts x tokens and shared dimensions R."""
+    rows: list[dict[str, Any]] = []
     for rank in ranks:
         sessions: dict[str, Any] = {
             name: open_session(graph(name, rank), provider=provider) for name in EXPRESSIONS
@@ -98,11 +98,11 @@ def expressions(
         for batch, tokens in shapes:
             runs = [bound(s, feeds(name, batch, tokens, rank)) for name, s in sessions.items()]
             times = time_functions(runs, seconds / len(ranks) / len(shapes))
-            found.append(
+            rows.append(
                 {"batch": batch, "sequence": tokens, "R": rank}
                 | {
                     f"{name.replace(' ', '_')}_p50_ms": round(float(np.median(ms)), 4)
                     for name, ms in zip(sessions, times, strict=True)
                 }
             )
-    return found
+    return rows

@@ -1,4 +1,4 @@
-"""One short text: what CUDA graphs save, and what the service adds."""
+"""Latency of one short text with CUDA graphs, and over the service."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ START_S = 60
 
 
 def captured(form: Form, shape: Shape, provider: Provider, seconds: float) -> dict[str, Any]:
-    """Milliseconds of a run with and without a CUDA graph, copies from and to the host included."""
+    """Measure a run with and without a CUDA graph, including copies from and to the host."""
     feed = example_inputs(ir.load(form.path), *shape)
     plain: Any = open_session(form.path, provider=provider, cuda=SPEED)
     graphs = replace(SPEED, graphs=provider == "cuda")
     session: Any = open_session(form.path, provider=provider, cuda=graphs)
     runner = GraphRunner(session, Buckets(GRAPHS), place=provider)
     runner.allow_padding(rows=True, tokens=True)
-    answers = [runner.run(None, feed)[0] for _ in range(3)]  # the second captures
+    answers = [runner.run(None, feed)[0] for _ in range(3)]  # the second run captures
     error = np.abs(answers[-1] - plain.run(None, dict(feed))[0]).max()
     runs: dict[str, Callable[[], object]] = {
         "run": lambda: plain.run(None, dict(feed)),
@@ -50,19 +50,19 @@ def captured(form: Form, shape: Shape, provider: Provider, seconds: float) -> di
         "captured": lambda: runner.run(None, feed),
     }
     times = time_functions(list(runs.values()), seconds)
-    told = {f"{name}_p50_ms": float(np.median(ms)) for name, ms in zip(runs, times, strict=True)}
+    p50_ms = {f"{name}_p50_ms": float(np.median(ms)) for name, ms in zip(runs, times, strict=True)}
     return {
         "form": form.name, "batch": shape[0], "sequence": shape[1],
-        **{name: round(value, 4) for name, value in told.items()},
+        **{name: round(value, 4) for name, value in p50_ms.items()},
         "largest_difference": float(error), "graphs": len(runner.buckets.captured),
     }  # fmt: skip
 
 
 def served(form: Form, shape: Shape, provider: Provider, requests: int) -> dict[str, Any]:
-    """Milliseconds of a request to the service, over HTTP on this machine, and of its run.
+    """Measure requests to the service over HTTP on this machine, and the runs of the model.
 
     Raises:
-        AttnserveError: The service does not start, or does not answer.
+        AttnserveError: The service does not start or answer.
     """
     feed = example_inputs(ir.load(form.path), *shape)
     body = json.dumps({
@@ -73,11 +73,13 @@ def served(form: Form, shape: Shape, provider: Provider, requests: int) -> dict[
         "parameters": {"binary_data_output": True},
     })  # fmt: skip
     with tempfile.TemporaryFile("w+") as log:
-        process = _started(form, provider, log)
+        process = _start(form, provider, log)
         try:
-            connection = http.client.HTTPConnection(*_address(process, log), timeout=60)
+            connection = http.client.HTTPConnection(*_wait_for_address(process, log), timeout=60)
             path = f"/v2/models/{form.path.stem}/infer"
-            samples = [_asked(connection, path, body) for _ in range(requests + WARM_UP)][WARM_UP:]
+            samples = [_request(connection, path, body) for _ in range(requests + WARM_UP)][
+                WARM_UP:
+            ]
             connection.close()
         finally:
             process.terminate()
@@ -91,23 +93,14 @@ def served(form: Form, shape: Shape, provider: Provider, requests: int) -> dict[
     }  # fmt: skip
 
 
-def _started(form: Form, provider: Provider, log: IO[str]) -> subprocess.Popen[bytes]:
+def _start(form: Form, provider: Provider, log: IO[str]) -> subprocess.Popen[bytes]:
     environment: Mapping[str, str] = {
         **{k: v for k, v in os.environ.items() if not k.startswith("ATTNSERVE_")},
         "PYTHONPATH": os.pathsep.join(path or os.curdir for path in sys.path),
         "ATTNSERVE_CUDA_GRAPHS": str(GRAPHS),
         "ATTNSERVE_TF32": "true",
     }
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "attnserve",
-        "serve",
-        str(form.path),
-        "--port",
-        "0",
-    ]
+    command = [sys.executable, "-P", "-m", "attnserve", "serve", str(form.path), "--port", "0"]
     return subprocess.Popen(
         [*command, "--no-probe", "--provider", provider],
         stdout=subprocess.DEVNULL,
@@ -116,24 +109,24 @@ def _started(form: Form, provider: Provider, log: IO[str]) -> subprocess.Popen[b
     )
 
 
-def _address(process: subprocess.Popen[bytes], log: IO[str]) -> tuple[str, int]:
-    said = ""
+def _wait_for_address(process: subprocess.Popen[bytes], log: IO[str]) -> tuple[str, int]:
+    text = ""
     for _ in range(10 * START_S):
         log.seek(0)
-        said = log.read()
-        found = re.search(r"^serving .* at http://([\d.]+):(\d+)$", said, re.MULTILINE)
-        if found:
-            with suppress(ConnectionRefusedError):  # it says so just before it listens
-                socket.create_connection((found[1], int(found[2]))).close()
-                return found[1], int(found[2])
+        text = log.read()
+        match = re.search(r"^serving .* at http://([\d.]+):(\d+)$", text, re.MULTILINE)
+        if match:
+            with suppress(ConnectionRefusedError):  # the line is printed just before listening
+                socket.create_connection((match[1], int(match[2]))).close()
+                return match[1], int(match[2])
         if process.poll() is not None:
             break
         sleep(0.1)
-    raise AttnserveError(f"the service did not start: {said[-300:]}")
+    raise AttnserveError(f"the service did not start: {text[-300:]}")
 
 
-def _asked(connection: http.client.HTTPConnection, path: str, body: str) -> tuple[float, float]:
-    """Milliseconds of one request, and of its run."""
+def _request(connection: http.client.HTTPConnection, path: str, body: str) -> tuple[float, float]:
+    """Send one request; return its milliseconds and those of the run."""
     start = perf_counter()
     connection.request("POST", path, body, {"Content-Type": "application/json"})
     response = connection.getresponse()

@@ -1,5 +1,5 @@
-"""What serving_load.py starts: the load generator, a bare session, and the peers.
+"""Parts of serving_load.py: load generator, bare session, peers, and how they are started.
 
-Each file is a program of its own. The peers run in their own virtual environments, so they import
-nothing of this project.
+The load generator, the bare session and the peers are programs. The peers run in separate virtual
+environments, so they import nothing of this project.
 """

@@ -1,14 +1,14 @@
-"""A bare session: what the numbers of every server are compared with.
+"""An ONNX Runtime session without a server, as the baseline of all servers.
 
     python bare.py MODEL_FOLDER THREADS [FILE]
 
-With FILE, an .onnx file, its graph is run in the place of the folder's (``exact.py`` writes the one
-that our service runs).
+With FILE, an .onnx file, that graph runs instead of the one of the folder (``exact.py`` writes the
+graph that attnserve serves).
 
-A line of JSON in, a line out. A list of texts: {"run_ms": [...], "vectors": [[...]]} of
-``session.run`` alone, on prepared inputs, one text at a time. {"texts": [...], "batch": N,
-"seconds": S}: {"texts_per_s"}, of runs of N texts of like length, tokenized and pooled, which is
-what a server without any cost of its own could do.
+Reads one line of JSON and answers with one. A list of texts: {"run_ms": [...], "vectors": [[...]]}
+of ``session.run`` alone, on prepared inputs, one text at a time. {"texts": [...], "batch": N,
+"seconds": S}: {"texts_per_s"} of runs of N texts of similar length, including tokenization and
+pooling, which is the rate of a server without overhead.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ def main() -> None:
 
     def one_by_one(texts: list[str]) -> dict[str, Any]:
         times: list[float] = []
-        found: list[list[float]] = []
+        results: list[list[float]] = []
         for encoding in encoder.encode(texts):
             feed = encoder.batch_inputs([encoding], inputs)
             started = perf_counter()
             (hidden,) = session.run([output], feed)
             times.append((perf_counter() - started) * 1e3)
-            found.append(vectors(feed, hidden)[0].tolist())
-        return {"run_ms": times, "vectors": found}
+            results.append(vectors(feed, hidden)[0].tolist())
+        return {"run_ms": times, "vectors": results}
 
     def in_batches(texts: list[str], batch: int, seconds: float) -> dict[str, float]:
         done, started = 0, perf_counter()
         while perf_counter() - started < seconds:
             encodings = sorted(encoder.encode(texts), key=len)
-            # Every length in turn, whenever the time is up.
+            # All lengths in random order, because the time limit may end a round.
             starts = np.random.default_rng(0).permutation(range(0, len(texts), batch))
             for at in starts:
                 some = encodings[at : at + batch]
@@ -65,8 +65,9 @@ def main() -> None:
         return {"texts_per_s": done / (perf_counter() - started)}
 
     for line in sys.stdin:
-        asked = json.loads(line)
-        answer = one_by_one(asked) if isinstance(asked, list) else in_batches(**asked)
+        question = json.loads(line)
+        batched = not isinstance(question, list)
+        answer = in_batches(**question) if batched else one_by_one(question)
         print(json.dumps(answer), flush=True)
 
 

@@ -16,7 +16,7 @@ from attnserve.models.artifact import open_artifact
 from attnserve.planning.lossless import fuse_lossless
 
 if __name__ == "__main__":
-    found = fuse_lossless(
+    report = fuse_lossless(
         open_artifact(Path(sys.argv[1])), Path(sys.argv[3]), threads=int(sys.argv[2])
     )
-    print(json.dumps(asdict(found)))
+    print(json.dumps(asdict(report)))

@@ -1,18 +1,17 @@
-"""The load generator: a process of its own that speaks HTTP/1.1 over kept connections.
+"""Load generator: a process that sends HTTP/1.1 requests over persistent connections.
 
     python generator.py < plan.json > samples.json
 
 The plan: {"port", "path", "bodies": [text, ...], "headers": {...}, "connections", "seed",
 "phases": [{"rate", "seconds"} or {"concurrency", "seconds" or "requests"}]}. A phase with a rate is
-open loop: requests are due at Poisson times whatever the answers do, and latency counts from the
-time a request was due. A phase with a concurrency is closed loop: so many are always in flight.
-Bodies are taken in their order, again from the first after the last.
+open loop: requests are due at Poisson times, independent of the answers, and latency counts from
+the time a request was due. A phase with a concurrency is closed loop: that many requests are always
+in flight. Bodies are used in order and repeated.
 
-Each phase answers parallel lists: when a request was due (seconds from the start of the phase),
-latency (ms), how late it was sent (ms), status (0: the connection failed or nothing came), and the
-queue, tokenize and compute milliseconds, tokens, padding waste and MACs that the answer's headers
-name.
-Only the standard library: what is measured is the server, not this.
+Each phase returns rows: when a request was due (seconds from the start of the phase), latency (ms),
+how late it was sent (ms), status (0: the connection failed or timed out), and the queue, tokenize
+and compute milliseconds, tokens, padding waste and MACs from the headers of the answer.
+Only the standard library is used, to keep the generator fast.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 ANSWER_TIMEOUT_S = 30.0
-"""How long the last answers of a phase are waited for; what has not come then is a failure."""
+"""Time limit for the last answers of a phase; missing answers count as failures."""
 
 NUMBERS = {
     b"x-queue-ms": "queue_ms",
@@ -42,7 +41,7 @@ NUMBERS = {
 
 
 class Due(NamedTuple):
-    """A request of a phase, and when it should have been sent."""
+    """A request of a phase, and the time when it is due."""
 
     phase: int
     at: float
@@ -158,7 +157,7 @@ class Load:
         await self._settle()
 
     async def _settle(self) -> None:
-        """Wait for what is in flight; what does not come is a failure."""
+        """Wait for requests in flight; missing answers are failures."""
         deadline = perf_counter() + ANSWER_TIMEOUT_S
         while self.in_flight and perf_counter() < deadline:
             await asyncio.sleep(0.005)

@@ -1,4 +1,4 @@
-"""A plain FastAPI + ONNX Runtime handler, as one writes it: a request is a run.
+"""A plain FastAPI + ONNX Runtime handler: one run per request.
 
     python peer_plain.py MODEL_FOLDER PORT THREADS sync|async
 

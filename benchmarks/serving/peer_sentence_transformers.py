@@ -1,11 +1,10 @@
-"""sentence-transformers' ONNX backend: encode() in the process, without a server.
+"""The ONNX backend of sentence-transformers: encode() in the process, without a server.
 
     python peer_sentence_transformers.py MODEL_FOLDER THREADS
 
-Reads {"texts": [...], "seconds": S, "batch": 32 or null} a line; encodes the texts in their order,
-a batch a call (null: all of them in one call, which sorts them by length itself), again and again
-for S seconds, and answers {"texts": how many, "seconds": in which time, "vectors": of the first
-batch}.
+Reads lines {"texts": [...], "seconds": S, "batch": 32 or null}. Encodes the texts in order, one
+batch per call (null: all texts in one call, which sorts them by length), repeatedly for S seconds.
+Answers {"texts": number of texts, "seconds": duration, "vectors": those of the first batch}.
 """
 
 import json
@@ -34,11 +33,11 @@ def main() -> None:
     model.encode(["warm", "up"])
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
-        asked = json.loads(line)
-        texts, batch = asked["texts"], asked["batch"] or len(asked["texts"])
+        question = json.loads(line)
+        texts, batch = question["texts"], question["batch"] or len(question["texts"])
         vectors = model.encode(texts[:32], batch_size=32, normalize_embeddings=True)
         done, started = 0, perf_counter()
-        while perf_counter() - started < asked["seconds"]:
+        while perf_counter() - started < question["seconds"]:
             for at in range(0, len(texts), batch):
                 model.encode(
                     texts[at : at + batch],
@@ -47,7 +46,7 @@ def main() -> None:
                     normalize_embeddings=True,
                 )
                 done += len(texts[at : at + batch])
-                if perf_counter() - started >= asked["seconds"]:
+                if perf_counter() - started >= question["seconds"]:
                     break
         taken = perf_counter() - started
         print(

@@ -1,4 +1,4 @@
-"""A tiny BERT in each of its exports, and what is needed to calibrate it."""
+"""A tiny BERT in several exports, and calibration text."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ Build = Callable[..., Path]
 def tiny_export(made_once: Build) -> Build:
     """(attention, exporter, opset, layers) -> the artifact folder: 4 heads x 8, 64 positions.
 
-    A copy of what ``tests/fixtures/make.py`` exported, shared by all tests: copy it before changing
-    it.
+    A copy of an export of ``tests/fixtures/make.py``. It is shared: copy it before changing it.
     """
 
     def build(
@@ -40,7 +39,7 @@ def tiny(tiny_export: Build) -> Path:
 
 @pytest.fixture
 def model(tiny: Path, tmp_path: Path) -> Path:
-    """A copy of the tiny artifact that a test may spoil."""
+    """A copy of the tiny artifact that a test may change."""
     return Path(shutil.copytree(tiny, tmp_path / "model"))
 
 

@@ -38,12 +38,12 @@ def measure(
 
 
 def compare_speed(judge: Judge, model: ir.Model, lengths: Sequence[int]) -> list[Speed]:
-    given, found = judge.given, list[Speed]()
+    given, speeds = judge.given, list[Speed]()
     for length in lengths:
         feed = example_inputs(given.model, given.batch, length, given.context.seed)
-        before, after = (milliseconds(each, feed) for each in (given.model, model))
-        found.append(Speed(given.batch, length, before, after, before / after))
-    return found
+        before, after = (milliseconds(graph, feed) for graph in (given.model, model))
+        speeds.append(Speed(given.batch, length, before, after, before / after))
+    return speeds
 
 
 def count_instead_of_timing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""optimize --collab-cache: a GPT-2 that decodes from a cache of what its heads share."""
+"""optimize with ``collab_cache``: decoding of a GPT-2 with a collaborative key cache."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def gpt2() -> Path:
 
 
 def decode(model: Path, steps: tuple[int, ...] = (5, 1, 1, 1)) -> list[np.ndarray]:
-    """The states of a prefill and of single tokens, each fed what the last one returned."""
+    """Return the states of a prefill and of single-token steps; each step uses the last cache."""
     session, rng = open_session(model), np.random.default_rng(0)
     shapes = {value.name: value.shape for value in session.get_inputs()}
     past = {name: np.zeros((2, shapes[name][1], 0, shapes[name][3]), np.float32) for name in CACHES}
@@ -65,15 +65,15 @@ def sequences(path: Path, past: int = 0, rows: int = 12, length: int = 9) -> Pat
     return path
 
 
-def test_at_full_rank_decoding_step_by_step_is_unchanged(gpt2: Path, tmp_path: Path):
+def test_optimize_full_rank_cache_keeps_decoding_exact(gpt2: Path, tmp_path: Path):
     report = optimized(gpt2, tmp_path, EXACT)
-    for ours, theirs in zip(decode(report.output), decode(gpt2), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-4, rtol=0)
+    for new, old in zip(decode(report.output), decode(gpt2), strict=True):
+        np.testing.assert_allclose(new, old, atol=1e-4, rtol=0)
     assert report.fidelity.min_cosine >= 1 - 1e-6
     assert any("shrinks only if R" in warning for warning in report.warnings)
 
 
-def test_the_cache_shrinks_and_the_error_falls_with_the_size(gpt2: Path, tmp_path: Path):
+def test_optimize_cache_shrinks_and_error_falls_with_rank(gpt2: Path, tmp_path: Path):
     expected, errors = decode(gpt2), []
     for R in (2, 10, 20):
         report = optimized(gpt2, tmp_path, R)
@@ -82,19 +82,19 @@ def test_the_cache_shrinks_and_the_error_falls_with_the_size(gpt2: Path, tmp_pat
         assert any(f"from 48 to {2 * (R + H)} numbers" in warning for warning in report.warnings)
         assert not any("shrinks only" in warning for warning in report.warnings)
         pairs = zip(decode(report.output), expected, strict=True)
-        errors.append(float(sum(np.linalg.norm(ours - theirs) for ours, theirs in pairs)))
+        errors.append(float(sum(np.linalg.norm(new - old) for new, old in pairs)))
     assert errors == sorted(errors, reverse=True)
 
 
-def test_the_record_and_inspect_tell_what_the_cache_is(gpt2: Path, tmp_path: Path):
+def test_optimize_cache_is_recorded_and_inspected(gpt2: Path, tmp_path: Path):
     report = optimized(gpt2, tmp_path, 10)
     (entry,) = open_artifact(report.output).lineage
     assert [step["cache_width"] for step in entry["steps"]] == [10 + H] * LAYERS
     assert entry["fidelity"]["data"] == "random inputs, empty caches"
-    read = inspect(report.output)
-    assert [block.form for block in read.reading.blocks] == ["collaborative"] * LAYERS
-    assert all(block.k.past is not None for block in read.reading.blocks)
-    assert read.reading.unmatched == ()
+    reading = inspect(report.output).reading
+    assert [block.form for block in reading.blocks] == ["collaborative"] * LAYERS
+    assert all(block.k.past is not None for block in reading.blocks)
+    assert reading.unmatched == ()
 
 
 def test_optimize_cached_keys_without_collab_cache_is_refused(gpt2: Path, tmp_path: Path):
@@ -104,14 +104,14 @@ def test_optimize_cached_keys_without_collab_cache_is_refused(gpt2: Path, tmp_pa
         optimize(gpt2, tmp_path / "new.onnx", collab_dk=10, layers=["0"])
 
 
-def test_one_layer_may_keep_its_cache(gpt2: Path, tmp_path: Path):
+def test_optimize_cache_of_selected_layers(gpt2: Path, tmp_path: Path):
     report = optimized(gpt2, tmp_path, EXACT, layers=["1"])
     assert cache_shape(report.output) == ["batch", str(H), "past", str(K)]
-    for ours, theirs in zip(decode(report.output), decode(gpt2), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-4, rtol=0)
+    for new, old in zip(decode(report.output), decode(gpt2), strict=True):
+        np.testing.assert_allclose(new, old, atol=1e-4, rtol=0)
 
 
-def test_whole_sequences_calibrate_and_verify(gpt2: Path, tmp_path: Path):
+def test_optimize_cache_is_calibrated_on_whole_sequences(gpt2: Path, tmp_path: Path):
     calib = sequences(tmp_path / "calib.npz")
     plain, fitted = (
         verify(gpt2, optimized(gpt2, tmp_path, 12, calib=data, force=True).output, data=calib)
@@ -124,16 +124,18 @@ def test_whole_sequences_calibrate_and_verify(gpt2: Path, tmp_path: Path):
     assert fitted.outputs[0].relative_error < plain.outputs[0].relative_error
 
 
-def test_filled_caches_are_refused(gpt2: Path, tmp_path: Path):
+def test_optimize_filled_caches_are_refused(gpt2: Path, tmp_path: Path):
     filled = sequences(tmp_path / "filled.npz", past=4)
-    with pytest.raises(InvalidData, match=r"the cache .* has shape .*expected length 0"):
+    with raises(InvalidData, "compare.cache_not_empty"):
         optimized(gpt2, tmp_path, 12, calib=filled)
     report = optimized(gpt2, tmp_path, 12)
-    with pytest.raises(InvalidData, match=r"the cache .* has shape .*expected length 0"):
+    with raises(InvalidData, "compare.cache_not_empty"):
         verify(gpt2, report.output, data=filled)
 
 
-def test_on_the_command_line(gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_optimize_collab_cache_option_warns(
+    gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     new = tmp_path / "new.onnx"
     assert main(["optimize", str(gpt2), "-o", str(new), "--collab-dk", "24", "--collab-cache"]) == 0
     assert "this model reads only caches that it made itself" in " ".join(

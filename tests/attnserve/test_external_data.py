@@ -1,4 +1,4 @@
-"""Models that keep weights in files beside them, as PyTorch's exporter writes them by default."""
+"""Models with external data, which PyTorch's exporter writes by default."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from graph_passes.errors import InvalidOutput
 from service.deploy.triton import write_repository
 from tests.attnserve.costs import count_instead_of_timing
 
-HOW: dict[str, dict[str, Any]] = {
+REQUESTS: dict[str, dict[str, Any]] = {
     "by hand": {"collab_dk": 16},
     "search": {"keep": 0.9, "sequence": 32},
     "float16": {"collab_dk": 16, "precision": "float16"},
@@ -105,12 +105,12 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 def test_torch_files_hold_their_weights_where_the_fixture_says(torch_files: Path):
-    """PyTorch's default is external data, with an integer table in it."""
-    found: dict[str, set[bool]] = {}
+    """PyTorch writes external data by default, including an integer table."""
+    external: dict[str, set[bool]] = {}
     for name in SOURCES:
         model = load_model(torch_files / name / "model.onnx")
         values = model.graph.initializers.values()
-        found[name] = {
+        external[name] = {
             isinstance(value.const_value, ir.ExternalTensor)
             for value in values
             if value.dtype == ir.DataType.FLOAT
@@ -118,7 +118,7 @@ def test_torch_files_hold_their_weights_where_the_fixture_says(torch_files: Path
         if name == "beside":
             table = model.graph.initializers["bert.embeddings.position_ids"].const_value
             assert isinstance(table, ir.ExternalTensor)
-    assert found == {
+    assert external == {
         "inside": {False},
         "beside": {False, True},
         "all beside": {True},
@@ -134,7 +134,7 @@ def arrays(model: ir.Model) -> dict[str, np.ndarray]:
 SEARCH = pytest.param("search", marks=pytest.mark.timing(seconds=15))
 
 
-@pytest.mark.parametrize("how", [*sorted(HOW.keys() - {"search"}), SEARCH])
+@pytest.mark.parametrize("how", [*sorted(REQUESTS.keys() - {"search"}), SEARCH])
 def test_optimize_writes_the_same_weights_for_every_place_of_weights(
     how: str, torch_files: Path, sentences: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -151,20 +151,20 @@ def test_optimize_writes_the_same_weights_for_every_place_of_weights(
                 calib=sentences if how == "search" else None,
                 external_data=external_data,
                 threads=1,
-                **HOW[how],
+                **REQUESTS[how],
             )
             assert tree(source) == before
             assert (output / "model.onnx.data").exists() == external_data
             assert bool(external_files(load_model(output / "model.onnx"))) == external_data
             onnx.checker.check_model(output / "model.onnx")
             moved = Path(shutil.move(output, tmp_path / f"{output.name} moved"))
-            found = arrays(load_model(moved / "model.onnx"))
-            expected = expected or found
-            assert found.keys() == expected.keys()
-            for key, array in found.items():
+            weights = arrays(load_model(moved / "model.onnx"))
+            expected = expected or weights
+            assert weights.keys() == expected.keys()
+            for key, array in weights.items():
                 np.testing.assert_array_equal(array, expected[key], err_msg=f"{output.name} {key}")
             assert report.fidelity.mean_cosine > 0.5
-            if how != "bfloat16":  # which no CPU runs
+            if how != "bfloat16":  # no CPU runs it
                 assert verify(source, moved, threads=1).mean_cosine > 0.5
 
 
@@ -201,7 +201,7 @@ def test_optimize_with_relative_paths_writes_beside_the_input(
     before = tree(folder)
     monkeypatch.chdir(folder)
     command = ["optimize", "model.onnx", "-o", "new.onnx", "--collab-dk", "16", *options]
-    for force in ([], ["--force"]):  # once more over what is there
+    for force in ([], ["--force"]):  # the second time over existing files
         assert main([*command, *force]) == 0
         after = tree(folder)
         assert {key: after[key] for key in before} == before
@@ -221,9 +221,7 @@ def test_optimize_that_fails_to_write_leaves_the_earlier_output(
     def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(
-        "attnserve.planning.optimize.write_record", fail
-    )  # once the weights are written
+    monkeypatch.setattr("attnserve.planning.optimize.write_record", fail)  # after the weights
     for external_data in (False, True):
         with pytest.raises(InvalidOutput):
             attnserve.optimize(
@@ -236,7 +234,7 @@ def test_optimize_that_fails_to_write_leaves_the_earlier_output(
         assert tree(tmp_path) == before
 
 
-# The functions themselves
+# Functions
 
 ADD = """<ir_version: 10, opset_import: ["" : 13]>
 add (float[n, 64] x) => (float[n, 64] y) {
@@ -308,7 +306,7 @@ def test_save_model_over_its_own_files_writes_the_same_weights(torch_files: Path
 
 
 def test_raise_opset_keeps_small_external_tensors(attribute: Path):
-    """onnx's converter is given them by reference, without their folder."""
+    """onnx's converter receives them by reference, without their folder."""
     model = load_model(attribute)
     raise_opset(model, 23)
     np.testing.assert_array_equal(open_session(model).run(None, {"x": X})[0], Y)

@@ -1,4 +1,4 @@
-"""Attention in the body of a node, or in a function, goes through every command."""
+"""Attention in subgraphs and functions, and graphs that need repair."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from attnserve.models.artifact import load_model
 from attnserve.planning.optimize import optimize
 from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidModel
+from tests.errors import raises
 from tests.graph_passes.graphs import D, H, K, attention
 from tests.graph_passes.test_bodies import if_model
 
 
 @pytest.fixture
 def branches(tmp_path: Path) -> Path:
-    """One attention in each branch of an If."""
+    """An If with attention in both branches."""
     path = tmp_path / "if.onnx"
     ir.save(if_model(), path)
     return path
@@ -31,16 +32,16 @@ def both(path: Path, x: np.ndarray) -> list[np.ndarray]:
     return [np.asarray(session.run(None, {"x": x, "flag": np.array(f)})[0]) for f in (True, False)]
 
 
-def test_both_branches_of_an_if_are_optimized(branches: Path, tmp_path: Path):
+def test_optimize_rewrites_both_branches_of_an_if(branches: Path, tmp_path: Path):
     optimize(branches, tmp_path / "new.onnx", collab_dk=H * K)
-    read = inspect(tmp_path / "new.onnx").to_json()["attention"]
-    assert [block["form"] for block in read] == ["collaborative"] * 2
+    blocks = inspect(tmp_path / "new.onnx").to_json()["attention"]
+    assert [block["form"] for block in blocks] == ["collaborative"] * 2
     x = np.random.default_rng(0).standard_normal((2, 5, D)).astype(np.float32)
     for before, after in zip(both(branches, x), both(tmp_path / "new.onnx", x), strict=True):
         np.testing.assert_allclose(after, before, rtol=0, atol=1e-5)
 
 
-def test_calibration_cannot_see_into_a_body_and_says_so(branches: Path, tmp_path: Path):
+def test_optimize_calibration_of_subgraphs_warns(branches: Path, tmp_path: Path):
     rng = np.random.default_rng(0)
     rows = {"x": rng.standard_normal((8, 5, D)).astype(np.float32), "flag": np.ones(8, bool)}
     np.savez(tmp_path / "rows.npz", **rows)
@@ -48,7 +49,7 @@ def test_calibration_cannot_see_into_a_body_and_says_so(branches: Path, tmp_path
     assert sum("by its weights alone" in warning for warning in report.warnings) == 2
 
 
-def test_functions_are_inlined(tmp_path: Path):
+def test_inspect_inlines_functions(tmp_path: Path):
     whole = ir.to_proto(attention())
     names = [i.name for i in whole.graph.initializer] + ["x", "mask"]
     function = helper.make_function(
@@ -65,7 +66,7 @@ def test_functions_are_inlined(tmp_path: Path):
     assert (block["num_heads"], block["head_size"]) == (H, K)
 
 
-def test_nodes_out_of_order_are_put_in_order(tmp_path: Path):
+def test_inspect_sorts_nodes(tmp_path: Path):
     whole = ir.to_proto(attention())
     nodes = list(whole.graph.node)
     del whole.graph.node[:]
@@ -75,11 +76,11 @@ def test_nodes_out_of_order_are_put_in_order(tmp_path: Path):
     assert len(inspect(path).reading.blocks) == 1
 
 
-def test_a_cycle_is_refused(tmp_path: Path):
+def test_load_model_cycle_is_refused(tmp_path: Path):
     text = """<ir_version: 9, opset_import: ["": 17]>
     g (float[n, 4] x) => (float[n, 4] y) { a = Add(x, y)
         y = Add(a, x) }"""
     path = tmp_path / "cycle.onnx"
     path.write_bytes(parser.parse_model(text).SerializeToString())
-    with pytest.raises(InvalidModel, match=r"not well formed.*cycle"):
+    with raises(InvalidModel, "artifact.malformed", "cycle"):
         load_model(path)

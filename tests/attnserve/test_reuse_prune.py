@@ -1,4 +1,4 @@
-"""optimize with `skip`, `prune` and `reuse`, alone and together."""
+"""optimize with ``skip``, ``prune`` and ``reuse``, alone and combined."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import logging
 import random
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,11 +25,7 @@ from attnserve.planning.optimize import OptimizeReport, optimize
 from attnserve.planning.plan import Plan
 from attnserve.runtime.session import open_session
 from graph_passes.blocks import AttentionBlock
-from graph_passes.errors import (
-    CannotRewrite,
-    CheckFailed,
-    InvalidData,
-)
+from graph_passes.errors import CannotRewrite, InvalidData
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.reuse_attention import ReuseAttention
@@ -72,18 +69,18 @@ def text(path: Path, count: int, seed: int) -> Path:
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What models are calibrated on: 200 sentences, about 2400 tokens."""
-    return text(tmp_path_factory.mktemp("seen") / "seen.txt", 200, seed=0)
+def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """200 sentences, about 2400 tokens."""
+    return text(tmp_path_factory.mktemp("text") / "calibration.txt", 200, seed=0)
 
 
 @pytest.fixture(scope="module")
 def unseen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Other sentences of the same words."""
+    """Other sentences of the same vocabulary."""
     return text(tmp_path_factory.mktemp("unseen") / "unseen.txt", 60, seed=7)
 
 
-class Done(NamedTuple):
+class Optimized(NamedTuple):
     folder: Path
     report: OptimizeReport
 
@@ -97,51 +94,51 @@ CASES: Mapping[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def made(
-    bert: Path, seen: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str, bool], Done]:
-    """(case, refit) -> what optimize made of the BERT; each is made once."""
-    done: dict[tuple[str, bool], Done] = {}
-    base = tmp_path_factory.mktemp("made")
+def optimized(
+    bert: Path, calibration: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Optimized]:
+    """(case, refit) -> the optimized BERT; each is computed once."""
+    base = tmp_path_factory.mktemp("optimized")
 
-    def build(case: str, refit: bool = True) -> Done:
-        if (case, refit) not in done:
-            folder = base / f"{case}-{refit}"
-            report = optimize(bert, folder, calib=seen, refit=refit, **CASES[case])
-            done[case, refit] = Done(folder, report)
-        return done[case, refit]
+    @cache
+    def build(case: str, refit: bool) -> Optimized:
+        folder = base / f"{case}-{refit}"
+        report = optimize(bert, folder, calib=calibration, refit=refit, **CASES[case])
+        return Optimized(folder, report)
 
-    return build
+    return lambda case, refit=True: build(case, refit)
 
 
-Made = Callable[..., Done]
+Cases = Callable[..., Optimized]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_steps_come_in_the_order_of_the_plan_and_their_costs_add_up(made: Made, case: str):
-    report = made(case).report
+def test_optimize_steps_follow_the_plan_and_add_up(optimized: Cases, case: str):
+    report = optimized(case).report
     kinds = list(dict.fromkeys(step.rewrite for step in report.steps))
     assert kinds == [kind for kind in ORDER if kind in kinds]
-    last = {step.block: step for step in report.steps}  # where a layer's fit is told
+    last = {
+        step.block: step for step in report.steps
+    }  # the last step of a layer holds its fitted error
     assert any(step.fitted_error is not None for step in last.values())
     assert report.steps[-1].macs_after == report.after.macs
     macs = [report.before.macs, *(step.macs_after for step in report.steps)]
     assert None not in macs
-    if case != "all":  # more MACs than before are possible with shared dimensions alone
+    if case != "all":  # sharing alone may add MACs
         assert macs == sorted(macs, reverse=True)  # pyright: ignore
     assert {step.block for step in report.steps} == set(report.plan.changed)
 
 
-def test_all_of_them_at_once_is_one_plan_in_one_file(made: Made):
-    folder, report = made("all")
+def test_optimize_all_rewrites_are_one_plan_in_one_file(optimized: Cases):
+    folder, report = optimized("all")
     kinds = [step.rewrite for step in report.steps]
     runs = [kind for i, kind in enumerate(kinds) if i == 0 or kinds[i - 1] != kind]
     assert runs == ORDER
     plan = report.plan
-    assert [each.name for each in plan.passes] == ORDER
+    assert [rewrite.name for rewrite in plan.passes] == ORDER
     masks, edges = plan.targets(PruneHeads), plan.targets(ReuseAttention)
     read = inspect(folder).reading
-    assert len(read.blocks) == 2 and not read.unmatched, "the third layer has no attention any more"
+    assert len(read.blocks) == 2 and not read.unmatched, "the third layer has no attention"
     for block in read.blocks:
         mask = masks.get(block.name, [1, 1, 1, 1])
         assert block.num_heads == sum(mask)
@@ -149,34 +146,31 @@ def test_all_of_them_at_once_is_one_plan_in_one_file(made: Made):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_costs_are_those_of_the_file(made: Made, case: str):
-    folder, report = made(case)
+def test_optimize_reported_costs_equal_those_of_the_file(optimized: Cases, case: str):
+    folder, report = optimized(case)
     read = inspect(folder, batch=report.batch, sequence=report.sequence)
     assert (read.parameters, read.total_macs) == (report.after.parameters, report.after.macs)
     assert report.after.parameters < report.before.parameters
     assert report.after.bytes < report.before.bytes
     session = open_session(folder / "model.onnx")
-    for shape in ((1, 1), (3, 11), (2, 64)):  # any shape still runs
+    for shape in ((1, 1), (3, 11), (2, 64)):  # the model accepts any shape
         feeds = {value.name: np.ones(shape, np.int64) for value in session.get_inputs()}
         assert np.asarray(session.run(None, feeds)[0]).shape == (*shape, 32)
 
 
-def test_a_pruned_head_takes_its_parameters_along(made: Made):
-    report = made("prune", False).report
-    gone = sum(mask.count(0) for mask in report.plan.targets(PruneHeads).values())
-    assert gone == 3  # of 12
-    of_head = 4 * 32 * 8  # of W_Q, W_K, W_V and W_O; its biases are 0, one constant for all
-    assert report.before.parameters - report.after.parameters == gone * of_head
-
-
-def test_a_reused_head_takes_its_queries_and_keys_along(made: Made):
-    report = made("reuse").report
+def test_optimize_removes_parameters_of_pruned_and_reused_heads(optimized: Cases):
+    report = optimized("prune", False).report
+    removed = sum(mask.count(0) for mask in report.plan.targets(PruneHeads).values())
+    assert removed == 3  # of 12
+    head = 4 * 32 * 8  # W_Q, W_K, W_V and W_O; the biases are 0, one constant for all heads
+    assert report.before.parameters - report.after.parameters == removed * head
+    report = optimized("reuse").report
     assert [len(heads) for heads in report.plan.targets(ReuseAttention).values()] == [2]
     assert report.before.parameters - report.after.parameters == 2 * (2 * 32 * 8) - 32  # a new bias
 
 
-def test_the_json_has_the_keys_of_the_contract(made: Made):
-    folder, report = made("all")
+def test_report_json_has_the_keys_of_the_contract(optimized: Cases):
+    folder, report = optimized("all")
     content = report.to_json()
     keys = {"before", "after", "steps", "fidelity", "break_even_sequence", "warnings", "plan"}
     assert keys <= content.keys()
@@ -184,7 +178,7 @@ def test_the_json_has_the_keys_of_the_contract(made: Made):
         assert {"rewrite", "block", "relative_error", "macs_after", "rank", "heads"} <= step.keys()
         assert step["relative_error"] is None or 0 <= step["relative_error"] < 100
     assert list(content["plan"]) == ["passes", "precision"]
-    assert [each["pass"] for each in content["plan"]["passes"]] == ORDER
+    assert [entry["pass"] for entry in content["plan"]["passes"]] == ORDER
     assert json.loads(json.dumps(content, allow_nan=False)) == content
     (entry,) = record(folder)["lineage"]
     assert entry["rewrite"] == "+".join(ORDER)
@@ -192,45 +186,49 @@ def test_the_json_has_the_keys_of_the_contract(made: Made):
 
 
 @pytest.mark.parametrize("case", ["prune", pytest.param("reuse", marks=pytest.mark.timing)])
-def test_the_fit_is_closer_on_text_it_has_not_seen(made: Made, bert: Path, unseen: Path, case: str):
+def test_optimize_refit_improves_unseen_text(optimized: Cases, bert: Path, unseen: Path, case: str):
     fitted, plain = (
-        verify(bert, made(case, refit).folder, data=unseen).outputs[0] for refit in (True, False)
+        verify(bert, optimized(case, refit).folder, data=unseen).outputs[0]
+        for refit in (True, False)
     )
     assert fitted.mean_cosine > plain.mean_cosine
     assert fitted.relative_error < plain.relative_error
-    assert made(case, True).report.plan.to_json() == made(case, False).report.plan.to_json()
+    plans = [optimized(case, refit).report.plan.to_json() for refit in (True, False)]
+    assert plans[0] == plans[1]
 
 
-def test_steps_say_how_far_each_layer_was_and_is(made: Made):
-    plain = made("prune", False).report.steps
-    assert [step.fitted_error for step in plain] == [None] * len(plain)
+def test_steps_have_errors_before_and_after_the_refit(optimized: Cases):
+    assert all(step.fitted_error is None for step in optimized("prune", False).report.steps)
     for case in ("prune", "reuse"):
-        for step in made(case).report.steps:
+        for step in optimized(case).report.steps:
             assert step.relative_error is not None and step.fitted_error is not None
             assert step.fitted_error < step.relative_error
 
 
-def test_without_the_fit_no_weight_that_stays_changes(made: Made, bert: Path):
-    folder, report = made("prune", False)
-    old = {block.name: block for block in blocks_of(bert)}
+def test_optimize_without_refit_keeps_remaining_weights(optimized: Cases, bert: Path):
+    folder, report = optimized("prune", False)
+    originals = {block.name: block for block in blocks_of(bert)}
     for block in blocks_of(folder):
-        was = old[block.name]
+        original = originals[block.name]
         kept = np.flatnonzero(report.plan.targets(PruneHeads).get(block.name, [1] * 4))
-        for mine, theirs in ((block.k, was.k), (block.v, was.v)):
-            np.testing.assert_array_equal(mine.heads(), theirs.heads()[kept])
-        queries = was.q.heads()[kept] * (was.scale / block.scale)  # scalars join the weights
+        for new, old in ((block.k, original.k), (block.v, original.v)):
+            np.testing.assert_array_equal(new.heads(), old.heads()[kept])
+        queries = original.q.heads()[kept] * (original.scale / block.scale)
         np.testing.assert_allclose(block.q.heads(), queries, rtol=1e-6)
-        assert block.output is not None and was.output is not None
+        assert block.output is not None and original.output is not None
         np.testing.assert_array_equal(
-            block.output.matrix()[block.output.rows], was.output.matrix()[was.output.rows[kept]]
+            block.output.matrix()[block.output.rows],
+            original.output.matrix()[original.output.rows[kept]],
         )
-        assert not np.any(block.output.offset()) and not np.any(was.output.offset())
+        assert not np.any(block.output.offset()) and not np.any(original.output.offset())
 
 
-def test_a_second_call_goes_on_from_the_first(made: Made, bert: Path, seen: Path, tmp_path: Path):
-    first, _ = made("prune")
+def test_optimize_second_call_continues_from_the_first(
+    optimized: Cases, bert: Path, calibration: Path, tmp_path: Path
+):
+    first, _ = optimized("prune")
     before = tree(first)
-    report = optimize(first, tmp_path / "two", reuse="partial:1", calib=seen)
+    report = optimize(first, tmp_path / "two", reuse="partial:1", calib=calibration)
     assert tree(first) == before
     lineage = record(tmp_path / "two")["lineage"]
     assert [entry["rewrite"] for entry in lineage] == ["prune_heads", "reuse_attention"]
@@ -240,25 +238,27 @@ def test_a_second_call_goes_on_from_the_first(made: Made, bert: Path, seen: Path
     assert [block.form for block in read.blocks] == ["standard", "reuse", "standard"]
     heads = [block.num_heads for block in inspect(first).reading.blocks]
     assert [block.num_heads for block in read.blocks] == heads and sum(heads) == 9
-    assert verify(bert, tmp_path / "two", data=seen).mean_cosine > 0.5
+    assert verify(bert, tmp_path / "two", data=calibration).mean_cosine > 0.5
 
 
-def test_fused_exports_are_rewritten_too(tiny_bert: Build, seen: Path, made: Made, tmp_path: Path):
-    """The same plan, and nearly the same model, from an export that fuses attention."""
+def test_optimize_fused_export_gives_the_same_plan(
+    tiny_bert: Build, calibration: Path, optimized: Cases, tmp_path: Path
+):
+    """The plan equals that of the unfused export, and the model nearly does."""
     from attnserve.models.export import export
 
     source = tiny_bert(num_hidden_layers=3, initializer_range=0.3)
     export(str(source), tmp_path / "fused", attention="sdpa", exporter="dynamo", opset=23)
     new = tmp_path / "new"
-    report = optimize(tmp_path / "fused", new, calib=seen, **CASES["all"])
+    report = optimize(tmp_path / "fused", new, calib=calibration, **CASES["all"])
     assert report.steps[-1].macs_after == report.after.macs
-    theirs = made("all").report
-    ours, masks = (each.plan.targets(PruneHeads).values() for each in (report, theirs))
-    assert list(ours) == list(masks)
-    assert report.fidelity.mean_cosine == pytest.approx(theirs.fidelity.mean_cosine, abs=1e-3)
+    other = optimized("all").report
+    masks = [list(r.plan.targets(PruneHeads).values()) for r in (report, other)]
+    assert masks[0] == masks[1]
+    assert report.fidelity.mean_cosine == pytest.approx(other.fidelity.mean_cosine, abs=1e-3)
 
 
-# A small graph, and arrays: what can be asked for, and what is refused
+# A small graph and arrays: requests and their errors
 
 
 @pytest.fixture(scope="module")
@@ -281,12 +281,13 @@ def forms(path: Path) -> list[str]:
     return [block.form for block in inspect(path).reading.blocks]
 
 
-def test_a_mask_alone_needs_no_data(small: Path, tmp_path: Path):
+def test_optimize_mask_or_index_needs_no_data(small: Path, tmp_path: Path):
+    report = optimize(small, tmp_path / "index.onnx", reuse="alternate", align="index")
+    assert [step.heads for step in report.steps] == [0]
+    assert forms(tmp_path / "index.onnx") == ["standard", "reuse", "standard"]
     report = optimize(small, tmp_path / "new.onnx", prune_heads={"1": [1, 0, 1], "2": [0, 0, 0]})
-    assert [(step.rewrite, step.heads) for step in report.steps] == [
-        ("prune_heads", 2),
-        ("prune_heads", 0),
-    ]
+    steps = [(step.rewrite, step.heads) for step in report.steps]
+    assert steps == [("prune_heads", 2), ("prune_heads", 0)]
     assert all(step.relative_error is not None for step in report.steps), "on random inputs"
     assert report.steps[-1].macs_after == report.after.macs
     assert report.fidelity.data == "random inputs"
@@ -294,13 +295,7 @@ def test_a_mask_alone_needs_no_data(small: Path, tmp_path: Path):
     assert [block.num_heads for block in inspect(tmp_path / "new.onnx").reading.blocks] == [3, 2]
 
 
-def test_by_index_alone_needs_no_data(small: Path, tmp_path: Path):
-    report = optimize(small, tmp_path / "new.onnx", reuse="alternate", align="index")
-    assert [step.heads for step in report.steps] == [0]
-    assert forms(tmp_path / "new.onnx") == ["standard", "reuse", "standard"]
-
-
-def test_pruning_heads_that_write_nothing_is_exact(small: Path, tmp_path: Path):
+def test_optimize_pruning_heads_without_output_is_exact(small: Path, tmp_path: Path):
     model = load_model(open_artifact(small))
     value = model.graph.initializers["Wo_1"]
     assert value.const_value is not None
@@ -317,7 +312,7 @@ def test_pruning_heads_that_write_nothing_is_exact(small: Path, tmp_path: Path):
     assert new.outputs[0].relative_error <= 1e-5
 
 
-def test_a_seed_gives_the_same_bytes(small: Path, arrays: Path, tmp_path: Path):
+def test_optimize_same_seed_gives_the_same_bytes(small: Path, arrays: Path, tmp_path: Path):
     for name in ("one", "two"):
         optimize(
             small, tmp_path / name / "model.onnx", prune=0.34, importance="voting", skip=["2"],
@@ -326,16 +321,16 @@ def test_a_seed_gives_the_same_bytes(small: Path, arrays: Path, tmp_path: Path):
     assert tree(tmp_path / "one") == tree(tmp_path / "two")
 
 
-def test_a_dry_run_writes_nothing_and_the_plan_in_the_record_gives_the_same_graph(
+def test_optimize_dry_run_writes_nothing_and_recorded_plan_gives_the_same_graph(
     small: Path, arrays: Path, tmp_path: Path
 ):
-    asked: dict[str, Any] = {"skip": ["2:constant"], "prune": 0.34, "reuse": "partial:1"}
-    dry = optimize(small, tmp_path / "a" / "model.onnx", dry_run=True, calib=arrays, **asked)
+    request: dict[str, Any] = {"skip": ["2:constant"], "prune": 0.34, "reuse": "partial:1"}
+    dry = optimize(small, tmp_path / "a" / "model.onnx", dry_run=True, calib=arrays, **request)
     assert not any(tmp_path.iterdir())
-    real = optimize(small, tmp_path / "a" / "model.onnx", calib=arrays, **asked)
+    real = optimize(small, tmp_path / "a" / "model.onnx", calib=arrays, **request)
     assert dry.to_json() == real.to_json()
     plan = record(tmp_path / "a")["lineage"][0]["plan"]
-    assert [each["pass"] for each in plan["passes"]] == ORDER[:3], "something of each kind is done"
+    assert [entry["pass"] for entry in plan["passes"]] == ORDER[:3]
     model, original = (load_model(open_artifact(small)) for _ in range(2))
     data = load_inputs(arrays, original, open_artifact(small))
     apply_plan(Plan.from_json(plan), model, RunContext(), original=original, data=data)
@@ -352,14 +347,8 @@ def tensor_of(value: ir.Value) -> np.ndarray:
     return value.const_value.numpy()
 
 
-def test_a_broken_promise_writes_nothing(small: Path, arrays: Path, tmp_path: Path):
-    with raises(CheckFailed, "optimize.min_cosine", "nothing was written"):
-        optimize(small, tmp_path / "new.onnx", reuse="full:2", calib=arrays, min_cosine=0.9999)
-    assert not any(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("stage", ["measure blocks", "compare heads", "refit outputs", "verify"])
-def test_an_interrupted_run_leaves_nothing(small: Path, arrays: Path, tmp_path: Path, stage: str):
+def test_optimize_interrupted_writes_nothing(small: Path, arrays: Path, tmp_path: Path, stage: str):
     def interrupt(what: str, done: int, total: int) -> None:
         if what == stage:
             raise KeyboardInterrupt
@@ -370,23 +359,24 @@ def test_an_interrupted_run_leaves_nothing(small: Path, arrays: Path, tmp_path: 
     assert not any(tmp_path.iterdir())
 
 
-def test_calibration_of_no_real_token_is_refused(tiny: Path, tmp_path: Path):
+def test_optimize_calibration_without_tokens_is_refused(tiny: Path, tmp_path: Path):
     row = np.ones((12, 5), np.int64)
     np.savez(tmp_path / "p.npz", input_ids=row, attention_mask=0 * row, token_type_ids=0 * row)
     before = tree(tmp_path)
-    for asked in ({"prune": 0.25}, {"prune_heads": {"0": [1, 0, 1, 1]}}):
+    requests: list[dict[str, Any]] = [{"prune": 0.25}, {"prune_heads": {"0": [1, 0, 1, 1]}}]
+    for request in requests:
         with raises(InvalidData, "calibration.no_token"):
-            optimize(tiny, tmp_path / "new", calib=tmp_path / "p.npz", **asked)
+            optimize(tiny, tmp_path / "new", calib=tmp_path / "p.npz", **request)
     assert tree(tmp_path) == before
 
 
-# Again and again
+# Several calls
 
 
 @pytest.mark.timing
-def test_any_rewrite_may_follow_any_other(small: Path, arrays: Path, tmp_path: Path):
-    """Each call reads, and certifies, what the one before wrote."""
-    asked: list[dict[str, Any]] = [
+def test_optimize_rewrites_of_several_calls_combine(small: Path, arrays: Path, tmp_path: Path):
+    """Each call matches and certifies the output of the previous one."""
+    requests: list[dict[str, Any]] = [
         {"reuse": {"1": {"0": ["0", 2]}}},
         {"prune_heads": {"2": [1, 0, 1]}},
         {"collab_dk": 7, "layers": ["0"]},  # the source of the first call
@@ -394,43 +384,47 @@ def test_any_rewrite_may_follow_any_other(small: Path, arrays: Path, tmp_path: P
         {"skip": ["2:constant"]},
     ]
     path = small
-    for number, each in enumerate(asked):
+    for number, request in enumerate(requests):
         new = tmp_path / str(number) / "model.onnx"
-        report = optimize(path, new, calib=arrays, **each)
-        assert report.steps[-1].macs_after == report.after.macs, each
-        assert not inspect(new).reading.unmatched, each
+        report = optimize(path, new, calib=arrays, **request)
+        assert report.steps[-1].macs_after == report.after.macs, request
+        assert not inspect(new).reading.unmatched, request
         path = new
     assert forms(path) == ["sparse", "reuse"]
-    assert len(record(path.parent)["lineage"]) == len(asked)
+    assert len(record(path.parent)["lineage"]) == len(requests)
     assert verify(small, path).mean_cosine > 0
 
 
-def test_a_source_of_an_earlier_call_stays_as_it_is(small: Path, arrays: Path, tmp_path: Path):
-    """Another layer goes on reading its probabilities, which would be computed for that alone."""
+def test_optimize_reused_layer_of_an_earlier_call_is_refused(
+    small: Path, arrays: Path, tmp_path: Path
+):
+    """Another layer still reads its probabilities."""
     once = tmp_path / "a" / "model.onnx"
     optimize(small, once, reuse={"2": {"0": ["1", 2]}})
-    for asked in (
+    requests: list[dict[str, Any]] = [
         {"skip": ["1"]},
         {"prune_heads": {"1": [1, 1, 0]}},
         {"reuse": {"1": {"0": ["0", 0]}}},
         {"prune": 0.5, "layers": ["1"]},
         {"reuse": "full:1", "layers": ["1"]},
-    ):
+    ]
+    for request in requests:
         with raises(CannotRewrite, "rewrite.reused", "attention_1", "attention_2"):
-            optimize(once, tmp_path / "b.onnx", calib=arrays, **asked)
+            optimize(once, tmp_path / "b.onnx", calib=arrays, **request)
     with raises(CannotRewrite, "rewrite.reuses_heads", "attention_2"):
         optimize(once, tmp_path / "b.onnx", reuse={"2": {"1": ["0", 0]}})
     report = optimize(once, tmp_path / "b.onnx", prune=0.3, calib=arrays)
     assert "attention_1" not in report.plan.targets(PruneHeads)
-    assert any(w.startswith("attention_1 is left as it is: attention_2") for w in report.warnings)
+    assert any("attention_1" in w and "attention_2" in w for w in report.warnings)
 
 
-def test_nothing_left_to_do_is_told(small: Path, arrays: Path, tmp_path: Path):
+def test_optimize_without_applicable_layer_is_refused(small: Path, arrays: Path, tmp_path: Path):
     new = tmp_path / "new" / "model.onnx"
     optimize(small, new, collab_dk=7)
-    for asked in ({"prune": 0.25}, {"collab_dk": 6}):
+    requests: list[dict[str, Any]] = [{"prune": 0.25}, {"collab_dk": 6}]
+    for request in requests:
         with raises(CannotRewrite, "request.nothing", "attention_0", "collaborative"):
-            optimize(new, tmp_path / "two.onnx", calib=arrays, **asked)
+            optimize(new, tmp_path / "two.onnx", calib=arrays, **request)
 
 
 # The command line
@@ -457,19 +451,19 @@ def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     return run
 
 
-def test_help_lists_every_option(cli: Cli, monkeypatch: pytest.MonkeyPatch):
+def test_optimize_help_lists_the_options(cli: Cli, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "200")
     done = cli("optimize", "--help")
     assert done.code == 0
     for option in ("--reuse", "--align", "--prune", "--importance", "--prune-heads", "--skip",
                    "--refit", "--no-refit"):  # fmt: skip
         assert f"{option} " in done.out, option
-    for form in ("partial:K[:P]", "full:P", "alternate", "all-end", "auto", "energy|loo|voting",
+    for value in ("partial:K[:P]", "full:P", "alternate", "all-end", "auto", "energy|loo|voting",
                  "similarity|index", "LAYER:constant"):  # fmt: skip
-        assert form in done.out, form
+        assert value in done.out, value
 
 
-def test_json_is_one_object_and_warnings_are_on_stderr(
+def test_optimize_json_is_one_object_and_warnings_are_on_stderr(
     cli: Cli, small: Path, arrays: Path, tmp_path: Path
 ):
     done = cli(
@@ -488,7 +482,7 @@ def test_json_is_one_object_and_warnings_are_on_stderr(
     assert all(line.startswith("warning: ") for line in done.err.splitlines())
 
 
-def test_the_table_shows_steps_and_heads_that_are_left(cli: Cli, small: Path, tmp_path: Path):
+def test_optimize_table_shows_steps_and_remaining_heads(cli: Cli, small: Path, tmp_path: Path):
     masks = tmp_path / "masks.json"
     masks.write_text('{"attention_1": [1, 0, 1]}')
     done = cli("optimize", small, "-o", tmp_path / "n.onnx", "--prune-heads", masks)
@@ -504,99 +498,66 @@ def test_the_table_shows_steps_and_heads_that_are_left(cli: Cli, small: Path, tm
     assert not (tmp_path / "e.onnx").exists()
 
 
-def test_a_promise_that_is_broken_exits_1(cli: Cli, small: Path, arrays: Path, tmp_path: Path):
-    done = cli(
-        "optimize", small, "-o", tmp_path / "new.onnx", "--skip", 1, "--calib", arrays,
-        "--min-cosine", 1,
-    )  # fmt: skip
-    assert done.code == 1 and done.out == "" and len(done.err.splitlines()) <= 3
-    assert "nothing was written" in done.err and not any(tmp_path.iterdir())
-
+CALIBRATION = object()
 
 MISTAKES: dict[str, tuple[list[object], str]] = {
     "nothing": ([], "--keep"),
     "prune without data": (["--prune", 0.25], "--calib"),
     "reuse without data": (["--reuse", "partial:1"], "--align index"),
     "skip without data": (["--skip", 1], "--calib"),
-    "prune none": (["--prune", 0], "--prune is 0.0"),
-    "prune all": (["--prune", 1], "--prune is 1.0"),
     "prune more": (["--prune", 1.5], "--prune is 1.5"),
-    "prune less": (["--prune", -0.1], "--prune is -0.1"),
-    "prune nan": (["--prune", "nan"], "--prune is nan"),
     "prune text": (["--prune", "some"], "--prune"),
     "prune twice": (["--prune", 0.5, "--prune-heads", "m.json"], "--prune and --prune-heads"),
     "importance": (["--prune", 0.5, "--importance", "size"], "--importance"),
     "align": (["--reuse", "full:1", "--align", "size"], "--align"),
     "reuse unknown": (["--reuse", "some"], "--reuse is 'some'"),
-    "reuse nothing": (["--reuse", ""], "--reuse is ''"),
     "reuse of a missing file": (["--reuse", "none.json"], "--reuse none.json"),
+    "reuse of all layers": (["--reuse", "full:3", "--align", "index"], "3 of 3 layers"),
     "missing mask": (["--prune-heads", "none.json"], "--prune-heads none.json"),
-    "too many layers": (["--reuse", "full:3", "--align", "index"], "3 of 3 layers"),
-    "too many heads": (["--reuse", "partial:4", "--align", "index"], "attention_1 has 3 heads"),
     "skip of an unknown layer": (["--skip", "7"], "--skip names the unknown layer '7'"),
-    "skip of nothing": (["--skip", ""], "--skip names the unknown layer ''"),
     "other layers": (["--reuse", "full:1", "--align", "index", "--layers", "2"], "--layers"),
-    "missing calibration": (["--prune", 0.5, "--calib", "none.npz"], "none.npz"),
+    "short mask": (["--prune-heads", {"0": [1, 0]}], "2 entries, expected 3"),
+    "forward edge": (["--reuse", {"0": {"0": ["1", 0]}}], "attention_0[0] <- attention_1[0]"),
+    "mask of a skipped layer": (
+        ["--prune-heads", {"1": [0, 1, 1]}, "--skip", 1, "--calib", CALIBRATION],
+        "--prune-heads names attention_1",
+    ),
+    "reuse in a skipped layer": (
+        ["--reuse", {"2": {"0": ["1", 0]}}, "--skip", 2, "--calib", CALIBRATION],
+        "--reuse names attention_2",
+    ),
 }
+"""Options of ``optimize`` and a part of the error; objects are contents of JSON files.
+
+planning/test_request.py and planning/test_head_selection.py have all errors.
+"""
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_exits_2_with_a_short_error(
-    cli: Cli, small: Path, tmp_path: Path, mistake: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_optimize_mistake_exits_2_with_a_short_error(
+    cli: Cli, small: Path, arrays: Path, tmp_path: Path, mistake: str,
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
     monkeypatch.chdir(tmp_path)
     options, reason = MISTAKES[mistake]
-    done = cli("optimize", small, "-o", "a/new.onnx", *options)
-    told(done, reason)
-    assert not any(tmp_path.iterdir())
-
-
-def told(done: Outcome, reason: str) -> None:
+    arguments: list[object] = []
+    for index, option in enumerate(options):
+        if isinstance(option, dict):
+            (tmp_path / f"{index}.json").write_text(json.dumps(option))
+            option = tmp_path / f"{index}.json"
+        arguments.append(arrays if option is CALIBRATION else option)
+    files = tree(tmp_path)
+    done = cli("optimize", small, "-o", "a/new.onnx", *arguments)
     assert done.code == 2 and done.out == "", done
     lines = done.err.strip().splitlines()
     assert 2 <= len(lines) <= 3 and lines[0].startswith("error: ")
     assert reason in " ".join(lines)
     assert "Traceback" not in done.err and "unexpected" not in done.err
-
-
-FILES: dict[str, tuple[str, str, str]] = {  # all of them: planning/test_head_selection.py
-    "a short mask": ("--prune-heads", '{"0": [1, 0]}', "2 entries, expected 3"),
-    "a list of masks": ("--prune-heads", "[[1, 0, 1]]", "an object"),
-    "a mask of null": ("--prune-heads", '{"0": [1, 0, null]}', "[1, 0, null]"),
-    "a forward edge": ("--reuse", '{"0": {"0": ["1", 0]}}', "attention_0[0] <- attention_1[0]"),
-    "a chain": ("--reuse", '{"1": {"0": ["0", 0]}, "2": {"0": ["1", 0]}}', "attention_2[0]"),
-    "edges that are no JSON": ("--reuse", "{", "not JSON"),
-}
-
-
-@pytest.mark.parametrize("mistake", FILES)
-def test_a_mistake_in_a_file_exits_2_and_names_it(
-    cli: Cli, small: Path, tmp_path: Path, mistake: str
-):
-    option, content, reason = FILES[mistake]
-    path = tmp_path / "asked.json"
-    path.write_text(content)
-    told(cli("optimize", small, "-o", tmp_path / "new.onnx", option, path), reason)
-    assert [each.name for each in tmp_path.iterdir()] == ["asked.json"]
-
-
-def test_what_contradicts_itself_exits_2(cli: Cli, small: Path, arrays: Path, tmp_path: Path):
-    masks, edges = tmp_path / "masks.json", tmp_path / "edges.json"
-    masks.write_text('{"1": [0, 1, 1]}')
-    edges.write_text('{"2": {"0": ["1", 0]}}')
-    out = ("-o", tmp_path / "new.onnx", "--calib", arrays)
-    for options, reason in (
-        (("--skip", 1, "--prune-heads", masks), "--prune-heads names attention_1"),
-        (("--skip", 2, "--reuse", edges), "--reuse names attention_2"),
-        (("--skip", 1, "--reuse", edges), "head 0 of attention_1"),
-        (("--prune-heads", masks, "--reuse", edges), "head 0 of attention_1"),
-    ):
-        told(cli("optimize", small, *out, *options), reason)
-    assert not (tmp_path / "new.onnx").exists()
+    assert tree(tmp_path) == files
 
 
 @pytest.mark.parametrize("opset", [13, 21])
-def test_models_of_any_opset_are_rewritten(tmp_path: Path, opset: int):
+def test_optimize_keeps_the_opset(tmp_path: Path, opset: int):
     inputs = f"float[batch, sequence, {D}] x, {FLOAT_MASK}"
     ir.save(layers(3, opset=opset, inputs=inputs), tmp_path / "m.onnx")
     new = tmp_path / "new.onnx"

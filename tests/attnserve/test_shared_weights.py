@@ -1,4 +1,4 @@
-"""Layers that share one set of weights (ALBERT) are factored once, and go on sharing it."""
+"""Layers that share one set of weights (ALBERT) are factored once and keep sharing it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ LAYERS = 3
 
 @pytest.fixture
 def albert(tmp_path: Path) -> Path:
-    """One attention three times over, each on the output of the one before."""
+    """Three attention layers with the same weights."""
     body = "".join(PARTS.values())
-    made = set(re.findall(r"^\s*(\w+) =", body, re.MULTILINE))
+    names = set(re.findall(r"^\s*(\w+) =", body, re.MULTILINE))
     layers = ["\n        layer_0_in = Identity(x)"]
     for layer in range(LAYERS):
-        names = "|".join(sorted(made, key=len, reverse=True))
-        own = re.sub(rf"\b({names})\b", rf"layer_{layer}_\1", body)
+        pattern = "|".join(sorted(names, key=len, reverse=True))
+        own = re.sub(rf"\b({pattern})\b", rf"layer_{layer}_\1", body)
         layers.append(re.sub(r"\bx\b", f"layer_{layer}_in", own))
         layers.append(f"\n        layer_{layer + 1}_in = Tanh(layer_{layer}_out)")
     layers.append(f"\n        out = Identity(layer_{LAYERS}_in)")
@@ -60,7 +60,9 @@ def output(path: Path, feeds: dict[str, np.ndarray]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("rank", [H * K, 6])
-def test_shared_projections_stay_shared(albert: Path, calibration: Path, tmp_path: Path, rank: int):
+def test_optimize_dense_factors_stay_shared(
+    albert: Path, calibration: Path, tmp_path: Path, rank: int
+):
     report = optimize(
         albert, tmp_path / "new.onnx", collab_dk=rank, mixing="dense", calib=calibration
     )
@@ -73,19 +75,19 @@ def test_shared_projections_stay_shared(albert: Path, calibration: Path, tmp_pat
 
 
 @pytest.mark.parametrize("rank", [H * 3, 6])
-def test_sparse_projections_stay_shared_too(
+def test_optimize_sparse_factors_stay_shared(
     albert: Path, calibration: Path, tmp_path: Path, rank: int
 ):
     optimize(
         albert, tmp_path / "new.onnx", collab_dk=rank, mixing="sparse", head_dk=3, calib=calibration
     )
     kept = list(weights(tmp_path / "new.onnx").values())
-    one_more = kept.count((D, rank + 1))  # P, whose last column meets the content
-    assert (one_more, kept.count((D, rank)), kept.count((D, H))) == (1, 1, LAYERS)
+    query = kept.count((D, rank + 1))  # P; the last column multiplies the content
+    assert (query, kept.count((D, rank)), kept.count((D, H))) == (1, 1, LAYERS)
     assert verify(albert, tmp_path / "new.onnx", data=calibration).mean_cosine > 0.9
 
 
-def test_exact_factors_leave_every_use_as_it_was(albert: Path, tmp_path: Path):
+def test_optimize_exact_factors_keep_the_output(albert: Path, tmp_path: Path):
     optimize(albert, tmp_path / "new.onnx", collab_dk=H * K)
     rng = np.random.default_rng(1)
     feeds = {
@@ -97,7 +99,7 @@ def test_exact_factors_leave_every_use_as_it_was(albert: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("mixing", ["dense", "sparse"])
-def test_each_use_folds_in_its_own_mean(
+def test_optimize_content_term_differs_per_layer(
     albert: Path, calibration: Path, tmp_path: Path, mixing: Mixing
 ):
     optimize(albert, tmp_path / "new.onnx", collab_dk=6, mixing=mixing, calib=calibration)
@@ -108,10 +110,12 @@ def test_each_use_folds_in_its_own_mean(
         if name.endswith("content_weight") and value.const_value is not None
     ]
     assert len(content) == LAYERS
-    assert not np.allclose(content[0], content[1], atol=1e-3), "their tokens have other means"
+    assert not np.allclose(content[0], content[1], atol=1e-3), "their tokens have different means"
 
 
-def test_pooling_serves_all_uses(albert: Path, calibration: Path, tmp_path: Path):
+def test_optimize_pooled_calibration_reduces_the_error(
+    albert: Path, calibration: Path, tmp_path: Path
+):
     calibrated = optimize(albert, tmp_path / "a.onnx", collab_dk=6, calib=calibration).fidelity
     plain = optimize(albert, tmp_path / "b.onnx", collab_dk=6).fidelity
     assert calibrated.mean_cosine > 0.9

@@ -1,4 +1,4 @@
-"""Trained graphs that others exported keep what they can do."""
+"""Trained models of other projects keep their accuracy at full rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attnserve.runtime.session import open_session
 
 
 def vit_accuracy(path: Path, data: Path) -> float:
-    """Of the 10,000 MNIST test images, in percent."""
+    """Return the accuracy on the 10,000 MNIST test images, in percent."""
     images = np.frombuffer(
         gzip.decompress((data / "t10k-images-idx3-ubyte.gz").read_bytes())[16:], np.uint8
     ).reshape(-1, 1, 28, 28)
@@ -28,23 +28,23 @@ def vit_accuracy(path: Path, data: Path) -> float:
     return float(np.mean(np.concatenate(logits).argmax(-1) == labels)) * 100
 
 
-def sorted_right(path: Path) -> int:
-    """Of all 729 inputs of six digits, how many the model sorts, one digit after the other."""
+def count_sorted(path: Path) -> int:
+    """Return how many of all 729 inputs of six digits the model sorts, digit by digit."""
     session = open_session(path)
     digits = np.array(list(itertools.product(range(3), repeat=6)))
     tokens = np.zeros((len(digits), 11), np.int64)
     tokens[:, :6] = digits
-    made = np.zeros_like(digits)
+    output = np.zeros_like(digits)
     for place in range(6):
         logits = session.run(None, {"idx": tokens})[0]
-        made[:, place] = logits[:, 5 + place].argmax(-1)
+        output[:, place] = logits[:, 5 + place].argmax(-1)
         if place < 5:
-            tokens[:, 6 + place] = made[:, place]
-    return int((made == np.sort(digits, axis=1)).all(axis=1).sum())
+            tokens[:, 6 + place] = output[:, place]
+    return int((output == np.sort(digits, axis=1)).all(axis=1).sum())
 
 
 @pytest.mark.timing(seconds=30)
-def test_the_vision_transformer_keeps_its_accuracy(shared: Path, tmp_path: Path):
+def test_optimize_vision_transformer_keeps_its_accuracy(shared: Path, tmp_path: Path):
     model = shared / "models" / "vit_mnist_researchase" / "vit_mnist_researchase.onnx"
     assert len(inspect(model).reading.blocks) == 6
     optimize(model, tmp_path / "exact.onnx", collab_dk=4 * 64)
@@ -53,8 +53,8 @@ def test_the_vision_transformer_keeps_its_accuracy(shared: Path, tmp_path: Path)
     assert accuracy == pytest.approx([97.21, 97.21], abs=0.1)
 
 
-def test_the_sorting_decoder_goes_on_sorting(shared: Path, tmp_path: Path):
+def test_optimize_sorting_decoder_keeps_sorting(shared: Path, tmp_path: Path):
     model = shared / "models" / "gpt_nano_sort" / "gpt_nano_sort.onnx"
     assert len(inspect(model).reading.blocks) == 3
     optimize(model, tmp_path / "exact.onnx", collab_dk=3 * 16)
-    assert [sorted_right(path) for path in (model, tmp_path / "exact.onnx")] == [729, 729]
+    assert [count_sorted(path) for path in (model, tmp_path / "exact.onnx")] == [729, 729]

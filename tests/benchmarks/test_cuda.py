@@ -1,4 +1,4 @@
-"""benchmarks/cuda.py: what of it can be checked without a GPU, which is all but the numbers."""
+"""benchmarks/cuda.py on the CPU: encoder, forms, cells, bounds and the program."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from benchmarks.gpu import scores
 from benchmarks.gpu.encoder import random_encoder, to_half
 from benchmarks.gpu.forms import FORMS, OURS, SIZES, THEIRS, Size, collaborative
 from benchmarks.gpu.measure import BUDGET, Form, cell, compiled, kernels, timed
+from graph_passes.errors import AttnserveError
 from graph_passes.matching.find import find_attention
 
 ROOT = Path(__file__).parents[2]
@@ -34,8 +35,8 @@ def run(model: ir.Model, inputs: dict[str, np.ndarray]) -> np.ndarray:
     return open_session(model, threads=1).run(None, inputs)[0]
 
 
-def least_cosine(model: ir.Model, original: ir.Model) -> float:
-    """Of a token that is not padding."""
+def min_cosine(model: ir.Model, original: ir.Model) -> float:
+    """Return the minimum cosine of tokens without padding."""
     inputs = example_inputs(original, 3, 16, padded=True)
     kept = inputs["attention_mask"] == 1
     return float(measuring._cosine(run(model, inputs)[kept], run(original, inputs)[kept]).min())
@@ -46,12 +47,12 @@ def encoder() -> ir.Model:
     return random_encoder(layers=2, hidden=32, heads=4, positions=32)
 
 
-# ---- the encoder, and its halves -----------------------------------------------------------------
+# The encoder, and half precision
 
 
-def test_the_encoder_s_attention_is_found_and_its_exact_form_agrees(encoder: ir.Model):
-    blocks, misses = find_attention(encoder)
-    assert [(b.num_heads, b.head_size) for b in blocks] == [(4, 8)] * 2 and not misses
+def test_random_encoder_attention_matches_and_collaborative_form_agrees(encoder: ir.Model):
+    blocks, unmatched = find_attention(encoder)
+    assert [(b.num_heads, b.head_size) for b in blocks] == [(4, 8)] * 2 and not unmatched
     new = collaborative(encoder)
     assert [b.form for b in find_attention(new)[0]] == ["collaborative"] * 2
     inputs = example_inputs(encoder, 3, 16, padded=True)
@@ -62,63 +63,54 @@ def test_the_encoder_s_attention_is_found_and_its_exact_form_agrees(encoder: ir.
     ("half", "dtype"),
     [(ir.DataType.FLOAT16, np.float16), (ir.DataType.BFLOAT16, ml_dtypes.bfloat16)],
 )
-def test_half_precision_keeps_the_interface_and_the_model_it_was_cloned_from(
+def test_to_half_keeps_the_interface_and_the_original(
     encoder: ir.Model, half: ir.DataType, dtype: Any
 ):
-    """No CPU runs bfloat16: of it the types are read, and that every number is finite."""
+    """No CPU runs bfloat16: only the types and finite values are checked."""
     inputs = example_inputs(encoder, 3, 16, padded=True)
     expected, new = run(encoder, inputs), encoder.clone(deep_copy=True)
     to_half(new, half)
-    held = [v.const_value for v in new.graph.initializers.values() if v.const_value is not None]
-    assert {tensor.dtype for tensor in held} == {half, ir.DataType.INT64}
-    assert all(np.isfinite(t.numpy().astype(np.float32)).all() for t in held if t.dtype == half)
+    weights = [v.const_value for v in new.graph.initializers.values() if v.const_value is not None]
+    assert {tensor.dtype for tensor in weights} == {half, ir.DataType.INT64}
+    assert all(np.isfinite(t.numpy().astype(np.float32)).all() for t in weights if t.dtype == half)
     assert [(v.name, v.dtype) for v in new.graph.outputs] == [("last_hidden_state", FLOAT)]
-    np.testing.assert_array_equal(run(encoder, inputs), expected)  # it is what it was
+    np.testing.assert_array_equal(run(encoder, inputs), expected)  # unchanged
     assert not [v for n in encoder.graph for v in n.outputs if v.dtype == half]
     if dtype is np.float16:
         actual = run(new, inputs)
         assert actual.dtype == np.float32
         np.testing.assert_allclose(actual, expected, rtol=0, atol=3e-2)
-        assert np.abs(actual - expected).max() > 1e-6  # it did round
+        assert np.abs(actual - expected).max() > 1e-6  # it is rounded
 
 
-def test_float16_reaches_constants_casts_float_inputs_and_subgraphs():
-    def model() -> ir.Model:
-        return ir.from_onnx_text(
-            """<ir_version: 8, opset_import: ["" : 17]>
-            g (float[n] x, bool keep, int64[1] size) => (float[n] y, float[n] x2)
-            {
-              a = Constant<value_float = 0.5>()
-              b = Constant<value = float[1] {-3.4e38}>()
-              c = Constant<value_floats = [2.0]>()
-              zero = ConstantOfShape(size)
-              d = Cast<to = 1>(keep)
-              e = If(keep) <
-                then_branch = g1 () => (float[n] t) { t = Mul(x, c) },
-                else_branch = g2 () => (float[n] t2) { t2 = Add(x, b) }
-              >
-              f = Mul(e, a)  h = Mul(f, d)  y = Add(h, zero)  x2 = Mul(x, c)
-            }"""
-        )
-
-    half = model()
+def test_to_half_converts_constants_casts_inputs_and_subgraphs():
+    text = """<ir_version: 8, opset_import: ["" : 17]>
+        g (float[n] x, bool keep, int64[1] size) => (float[n] y, float[n] x2)
+        {
+          a = Constant<value_float = 0.5>()
+          b = Constant<value = float[1] {-3.4e38}>()
+          c = Constant<value_floats = [2.0]>()
+          zero = ConstantOfShape(size)
+          d = Cast<to = 1>(keep)
+          e = If(keep) <
+            then_branch = g1 () => (float[n] t) { t = Mul(x, c) },
+            else_branch = g2 () => (float[n] t2) { t2 = Add(x, b) }
+          >
+          f = Mul(e, a)  h = Mul(f, d)  y = Add(h, zero)  x2 = Mul(x, c)
+        }"""
+    model, half = ir.from_onnx_text(text), ir.from_onnx_text(text)
     to_half(half)
-    assert not [
-        v
-        for g in half.graphs()
-        for n in g
-        for v in n.outputs
-        if v.dtype == ir.DataType.FLOAT and v not in half.graph.outputs
-    ]
+    values = [v for g in half.graphs() for n in g for v in n.outputs]
+    assert not [v for v in values if v.dtype == FLOAT and v not in half.graph.outputs]
     for keep in (True, False):
         inputs = {"x": np.array([1, -2], np.float32), "keep": np.array(keep), "size": np.array([2])}
-        results = [open_session(m).run(None, inputs) for m in (model(), half)]
+        results = [open_session(m).run(None, inputs) for m in (model, half)]
         for expected, actual in zip(*results, strict=True):
             assert actual.dtype == np.float32 and np.isfinite(actual).all()
             np.testing.assert_allclose(actual, np.clip(expected, -65504, 65504), rtol=1e-3)
 
 
-# ---- the forms -----------------------------------------------------------------------------------
+# Forms
 
 ATTENTION = {
     "fp32": {"Softmax": 2},
@@ -131,8 +123,8 @@ ATTENTION = {
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_every_form_is_the_same_encoder_in_its_own_operators(name: str):
-    """Cosines of 0.97 and more: half of this encoder can be spared."""
+def test_forms_keep_the_output_in_other_operators(name: str):
+    """Pruned forms keep a cosine of 0.97, because half of this encoder can be pruned."""
     original = SMALL.build(32)
     model = FORMS[name](original.clone(deep_copy=True), SMALL)
     used = Counter(node.op_type for node in model.graph)
@@ -140,28 +132,26 @@ def test_every_form_is_the_same_encoder_in_its_own_operators(name: str):
     kinds = ("Attention", "MultiHeadAttention", "Softmax")
     assert {kind: used[kind] for kind in kinds if used[kind]} == expected
     if "bf16" in name:
-        held = [v.const_value for v in model.graph.initializers.values()]
-        assert {t.dtype for t in held if t is not None} == {ir.DataType.BFLOAT16, ir.DataType.INT64}
+        weights = [v.const_value for v in model.graph.initializers.values()]
+        types = {tensor.dtype for tensor in weights if tensor is not None}
+        assert types == {ir.DataType.BFLOAT16, ir.DataType.INT64}
     else:
-        assert least_cosine(model, original) >= (0.97 if name == "reused fp16" else 0.99)
+        assert min_cosine(model, original) >= (0.97 if name == "reused fp16" else 0.99)
 
 
-def test_ours_and_theirs_are_all_but_the_original():
-    assert [*THEIRS, *OURS] == [name for name in FORMS if name != "fp32"]
-
-
-def test_heads_of_plain_noise_cannot_be_spared():
-    """What is measured as pruned keeps its answers because its heads were made to be spared."""
+def test_forms_without_spare_heads_lose_more_by_pruning():
+    """Pruned forms keep their outputs only because the encoder has heads that can be pruned."""
     noise = random_encoder(layers=2, hidden=64, heads=4, positions=32)
     spare, plain = (
-        least_cosine(FORMS["pruned fp16"](model.clone(deep_copy=True), SMALL), model)
+        min_cosine(FORMS["pruned fp16"](model.clone(deep_copy=True), SMALL), model)
         for model in (SMALL.build(32), noise)
     )
     assert 1 - plain > 10 * (1 - spare)
 
 
-def test_heads_stay_of_a_size_that_fused_kernels_take():
-    """Multiples of 8, of all sizes that are measured, also with half of each head."""
+def test_forms_have_head_sizes_of_fused_kernels():
+    """Multiples of 8 for all sizes, also with half of each head."""
+    assert [*THEIRS, *OURS] == [name for name in FORMS if name != "fp32"]
     for size in SIZES.values():
         assert size.hidden % size.heads == 0
         assert size.hidden // size.heads // 2 % 8 == 0
@@ -169,21 +159,21 @@ def test_heads_stay_of_a_size_that_fused_kernels_take():
     assert [block.head_size for block in find_attention(model)[0]] == [8, 8]
 
 
-# ---- expressions of collaborative attention ------------------------------------------------------
+# Expressions of collaborative attention
 
 
 @pytest.mark.parametrize("name", scores.EXPRESSIONS)
-def test_every_expression_computes_attention(name: str):
-    """Beside numpy in double precision, within the rounding of float16."""
+def test_expressions_compute_attention(name: str):
+    """Compared with numpy in double precision, within the rounding of float16."""
     heads, size, rank, batch, tokens = 3, 8, 16, 2, 5
-    fed = scores.feeds(name, batch, tokens, rank, heads=heads, size=size)
+    feed = scores.feeds(name, batch, tokens, rank, heads=heads, size=size)
     model = scores.graph(name, rank, heads=heads, size=size)
-    (got,) = open_session(model).run(None, fed)
-    q, k, v = (fed[part].astype(np.float64) for part in "qkv")
+    (got,) = open_session(model).run(None, feed)
+    q, k, v = (feed[part].astype(np.float64) for part in "qkv")
     if name == scores.OWN:
         logits = np.einsum("bshk,bthk->bhst", *(x.reshape(2, 5, heads, size) for x in (q, k)))
     else:
-        mixing = fed["m"].astype(np.float64)[:, 0]  # H R
+        mixing = feed["m"].astype(np.float64)[:, 0]  # H R
         logits = np.einsum("bsr,hr,btr->bhst", q, mixing, k)
     e = np.exp(logits - logits.max(-1, keepdims=True))
     values = v.reshape(batch, tokens, heads, size)
@@ -192,10 +182,10 @@ def test_every_expression_computes_attention(name: str):
     assert np.abs(got).max() > 0.5
 
 
-# ---- cells ---------------------------------------------------------------------------------------
+# Cells
 
 
-def test_a_cell_tells_times_throughput_and_what_of_the_ceiling_it_reaches():
+def test_cell_has_latency_throughput_and_share_of_the_ceiling():
     times = np.array([1.0, 2.0, 3.0])
     assert cell((4, 32), "fp16", times, 10**9, 2.0) == {
         "batch": 4, "sequence": 32, "form": "fp16", "p50_ms": 2.0, "p99_ms": 2.98, "rounds": 3,
@@ -207,29 +197,26 @@ def test_a_cell_tells_times_throughput_and_what_of_the_ceiling_it_reaches():
     }  # fmt: skip
 
 
-def test_a_form_that_fails_is_told_and_the_others_are_measured():
+def test_timed_failing_form_gives_the_reason():
     def fail() -> None:
         raise RuntimeError("out of memory\nand a trace")
 
-    found = timed({"good": lambda: None, "bad": fail}, 0.01)
-    assert found["bad"] == "RuntimeError: out of memory"
-    assert isinstance(found["good"], np.ndarray) and len(found["good"]) >= 7
+    times = timed({"good": lambda: None, "bad": fail}, 0.01)
+    assert times["bad"] == "RuntimeError: out of memory"
+    assert isinstance(times["good"], np.ndarray) and len(times["good"]) >= 7
 
 
-def test_what_there_is_no_time_for_is_told():
+def test_timed_without_time_gives_the_reason(monkeypatch: pytest.MonkeyPatch):
     assert timed({"a": lambda: None}, 0.0) == {"a": BUDGET}
     assert timed({"a": lambda: None}, -1.0) == {"a": BUDGET}
     assert timed({}, 1.0) == {}
-
-
-def test_a_run_that_is_too_slow_for_its_rounds_is_left_out(monkeypatch: pytest.MonkeyPatch):
     clock = iter(range(1000))
     monkeypatch.setattr(measuring, "perf_counter", lambda: float(next(clock)))
     assert timed({"a": lambda: None, "b": lambda: None}, 3.0) == {"a": BUDGET, "b": BUDGET}
 
 
-def test_the_kernels_of_all_forms_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """The process prints what ONNX Runtime prints on a GPU."""
+def test_kernels_are_counted_per_form(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """The child process prints lines as ONNX Runtime does on a GPU."""
     program = """
 import os, sys
 assert os.environ["ORT_ENABLE_ATTENTION_KERNEL_DEBUG_INFO"] == "1"
@@ -243,32 +230,30 @@ for path in paths:
         print("Operator=Attention Node=a DataType=fp16 SdpaKernel=MATH")
 """
     monkeypatch.setattr(measuring, "KERNELS", program)
-    done = measuring.Sized(
-        [Form(n, tmp_path / f"{n}.onnx", {}) for n in ("flash", "plain", "math")]
-    )
-    assert cuda._kernels(done, (1, 8), "cuda", 60) == {
+    forms = [Form(n, tmp_path / f"{n}.onnx", {}) for n in ("flash", "plain", "math")]
+    assert cuda._kernels(measuring.Sized(forms), (1, 8), "cuda", 60) == {
         "flash": {"MultiHeadAttention fp16 FLASH_ATTENTION": 2},
         "plain": {},
         "math": {"Attention fp16 MATH": 1},
     }
     monkeypatch.setattr(measuring, "KERNELS", "import sys; sys.exit('no driver')")
-    with pytest.raises(Exception, match="attention kernels: no driver"):
-        kernels(done.forms, (1, 8), "cuda", 60)
+    with pytest.raises(AttnserveError, match="no driver"):
+        kernels(forms, (1, 8), "cuda", 60)
 
 
 @pytest.mark.export
-def test_pytorch_s_encoder_runs_where_there_is_one():
+def test_compiled_encoder_runs_on_the_cpu():
     make = compiled(SMALL, 32, device="cpu", backend="eager")
     feed = example_inputs(SMALL.build(32), 2, 8)
     (hidden,) = make(feed)().to_tuple()  # type: ignore[attr-defined]
     assert hidden.shape == (2, 8, 64) and str(hidden.dtype) == "torch.float16"
 
 
-# ---- what must hold ------------------------------------------------------------------------------
+# Bounds
 
 
 def content(**changes: Any) -> dict[str, Any]:
-    """A result whose every bound is met exactly."""
+    """Return a result that meets every bound exactly."""
 
     def row(shape: tuple[int, int], form: str, p50_ms: float, peak: int) -> dict[str, Any]:
         return {"batch": shape[0], "sequence": shape[1], "form": form, "p50_ms": p50_ms,
@@ -286,30 +271,24 @@ def content(**changes: Any) -> dict[str, Any]:
             "service": {"overhead_p50_ms": 1.0}} | changes  # fmt: skip
 
 
-def test_bounds_hold_at_their_exact_limits_and_only_of_forms_that_are_faithful():
-    told = cuda.bounds(content())
-    assert [(b["value"], b["holds"]) for b in told] == [
+def test_bounds_hold_at_their_limits_and_fail_beyond():
+    """Forms with a cosine below 0.98 do not count."""
+    assert [(bound["value"], bound["holds"]) for bound in cuda.bounds(content())] == [
         (1.15, True), (1.3, True), (0.97, True), (1.0, True), (0.35, True), (1.0, True),
     ]  # fmt: skip
-
-
-def test_a_bound_that_is_missed_is_told():
     missed = content(cuda_graphs={"captured_p50_ms": 0.351}, service={"overhead_p50_ms": 1.001})
     base = missed["sizes"]["BERT-base"]
     base["cells"][2] |= {"p50_ms": 2.5, "peak_bytes": 101}
     holds = [bound["holds"] for bound in cuda.bounds(missed)]
     assert holds == [False, True, False, False, False, False]
-
-
-def test_a_bound_that_nothing_was_measured_for_neither_holds_nor_fails():
     nothing = content(sizes={}, cuda_graphs="not measured: no", service="not measured: no")
     assert [bound["holds"] for bound in cuda.bounds(nothing)] == [None] * 6
 
 
-def test_every_shape_of_the_task_is_in_the_plan_once():
+def test_shapes_are_complete_and_unique():
     wanted = {(batch, tokens) for batch in (1, 8, 32, 128) for tokens in (32, 128, 512)}
     assert len(cuda.SHAPES) == 12 and set(cuda.SHAPES) == wanted
-    assert set(cuda.SHAPES[:3]) == {(32, 128), (32, 512), (1, 32)}  # of which something must hold
+    assert set(cuda.SHAPES[:3]) == {(32, 128), (32, 512), (1, 32)}  # shapes of the bounds
     assert list(SIZES) == list(cuda.SHARES) and sorted(cuda.SHARES.values())[-1] < 1
 
 
@@ -318,16 +297,16 @@ def test_every_shape_of_the_task_is_in_the_plan_once():
     [("NVIDIA H100 80GB HBM3", "h100-80gb-hbm3"), ("NVIDIA L40S, NVIDIA L40S", "l40s"),
      ("../x", "x"), ("", "unknown")],
 )  # fmt: skip
-def test_a_card_names_its_file(card: str, name: str):
+def test_slug_of_the_card_names_the_file(card: str, name: str):
     assert cuda.slug(card) == name
 
 
-# ---- the program ---------------------------------------------------------------------------------
+# The program
 
 
 @pytest.mark.process
 @pytest.mark.skipif(why_no_cuda() is None, reason="there is a GPU")
-def test_without_a_gpu_it_says_so_in_one_line_and_succeeds(tmp_path: Path):
+def test_main_without_gpu_writes_the_reason_and_exits_0(tmp_path: Path):
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.cuda", "--results", str(tmp_path / "new")],
         cwd=ROOT, capture_output=True, text=True, check=False,
@@ -339,26 +318,26 @@ def test_without_a_gpu_it_says_so_in_one_line_and_succeeds(tmp_path: Path):
     assert [bound["holds"] for bound in written["bounds"]] == [None] * 6
 
 
-def test_the_results_say_that_nothing_was_measured_until_something_was():
+def test_committed_results_are_measured_on_cuda_or_give_the_reason():
     measured = list((ROOT / "benchmarks/results").glob("cuda-*.json"))
     if not measured:
-        told = json.loads((ROOT / "benchmarks/results/cuda.json").read_text())
-        assert told["measured"] is False and told["why"]
+        content = json.loads((ROOT / "benchmarks/results/cuda.json").read_text())
+        assert content["measured"] is False and content["why"]
     for path in measured:
         assert json.loads(path.read_text())["machine"]["provider"] == "cuda"
 
 
-def test_one_model_is_not_enough(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit, match="2"):
+def test_main_with_one_model_exits_2(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as error:
         cuda.main(["only.onnx"])
-    assert "give two models" in capsys.readouterr().err
+    assert error.value.code == 2 and "two models" in capsys.readouterr().err
 
 
 @pytest.mark.timing
-def test_a_pair_is_compared_in_both_precisions(
+def test_main_compares_a_pair_in_both_precisions(
     encoder: ir.Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """As on a GPU, with the CPU in its place."""
+    """With the CPU in place of the GPU."""
     pair = [tmp_path / "original.onnx", tmp_path / "optimized.onnx"]
     for path, model in zip(pair, (encoder, collaborative(encoder)), strict=True):
         save_model(model, path)
@@ -374,8 +353,8 @@ def test_a_pair_is_compared_in_both_precisions(
 
 
 @pytest.mark.timing
-def test_the_whole_run_measures_every_form_or_says_why_not(tmp_path: Path):
-    """As on a GPU, with the CPU in its place, which has no kernels for bfloat16."""
+def test_main_measures_every_form_or_gives_the_reason(tmp_path: Path):
+    """With the CPU in place of the GPU; it has no kernels for bfloat16."""
     assert cuda.main(["--tiny-on-cpu", "--seconds", "300", "--results", str(tmp_path)]) == 0
     content = json.loads((tmp_path / "cuda-tiny-on-cpu.json").read_text())
     assert content["machine"]["provider"] == "cpu" and content["measured"]
@@ -390,11 +369,11 @@ def test_the_whole_run_measures_every_form_or_says_why_not(tmp_path: Path):
         for row in rows:
             assert row["p50_ms"] <= row["p99_ms"] and row["peak_bytes"] > 0, row
             assert sum(row["operators"].values()) <= 1.001
-    told = content["collaborative_attention"]
-    assert [(row["batch"], row["sequence"], row["R"]) for row in told] == [
+    rows = content["collaborative_attention"]
+    assert [(row["batch"], row["sequence"], row["R"]) for row in rows] == [
         (*shape, 16) for shape in cuda.TINY_SHAPES
     ]
-    assert all(row[f"{name}_p50_ms"] > 0 for row in told for name in ("folded", "own_heads"))
+    assert all(row[f"{name}_p50_ms"] > 0 for row in rows for name in ("folded", "own_heads"))
     assert content["cuda_graphs"]["largest_difference"] < 1e-2
     assert 1 <= content["cuda_graphs"]["graphs"] <= 8
     assert content["service"]["overhead_p50_ms"] > 0
@@ -404,9 +383,9 @@ def test_the_whole_run_measures_every_form_or_says_why_not(tmp_path: Path):
 
 
 @pytest.mark.timing
-def test_without_time_every_cell_says_so(tmp_path: Path):
+def test_everything_without_time_gives_the_reason(tmp_path: Path):
     content = cuda.everything("cpu", cuda.TINY, cuda.TINY_SHAPES, 0.0, matrix=16, requests=1)
     size = content["sizes"]["tiny"]
-    told = set(size["not_built"].values()) | {c.get("not_measured") for c in size["cells"]}
-    assert told <= {BUDGET, *(why for why in size["not_built"].values() if "CUDA" in why)}
+    reasons = set(size["not_built"].values()) | {c.get("not_measured") for c in size["cells"]}
+    assert reasons <= {BUDGET, *(why for why in size["not_built"].values() if "CUDA" in why)}
     assert isinstance(content["cuda_graphs"], str) and isinstance(content["service"], str)

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 CPU_SECONDS = 2 * 240
-"""Four minutes on two cores. Processor time does not depend on what else the machine runs."""
+"""Four minutes on two cores. Processor time does not depend on other processes."""
 
 
 @pytest.mark.process

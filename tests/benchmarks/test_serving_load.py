@@ -1,4 +1,4 @@
-"""The load benchmark: its generator and its numbers."""
+"""serving_load: the load generator and the summaries of samples."""
 
 from __future__ import annotations
 
@@ -14,19 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.serving_load import (
-    PROGRAMS,
-    _recovery,
-    cosines,
-    pack,
-    percentiles,
-    unpack,
-)
+from benchmarks.serving.client import cosines, pack, percentiles, unpack
+from benchmarks.serving.programs import PROGRAMS
+from benchmarks.serving_load import recovery_seconds
 
 
 @contextmanager
 def server(delay_s: float = 0.0, *, hang_up_every: int = 0) -> Iterator[tuple[int, list[str]]]:
-    """An HTTP server that answers POSTs after a while; (its port, the bodies that it got)."""
+    """Serve POST requests with a delay; gives the port and the received bodies."""
     bodies: list[str] = []
     loop = asyncio.new_event_loop()
     started = threading.Event()
@@ -39,7 +34,7 @@ def server(delay_s: float = 0.0, *, hang_up_every: int = 0) -> Iterator[tuple[in
             if hang_up_every and len(bodies) % hang_up_every == 0:
                 break
             await asyncio.sleep(delay_s)
-            # In two pieces: an answer need not come at once.
+            # In two pieces, as over a network.
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\nX-Tokens: 7\r\n")
             await writer.drain()
             writer.write(b"\r\nfour")
@@ -91,7 +86,7 @@ def column(phase: dict[str, Any], name: str) -> list[float]:
 
 
 @pytest.mark.process
-def test_closed_loop_sends_as_many_as_asked_in_their_order():
+def test_closed_loop_sends_the_requested_number_in_order():
     with server() as (port, bodies):
         (phase,) = generate(port, {"concurrency": 1, "requests": 5})
     assert bodies == ["one", "two", "one", "two", "one"]
@@ -99,7 +94,7 @@ def test_closed_loop_sends_as_many_as_asked_in_their_order():
 
 
 @pytest.mark.process
-def test_closed_loop_keeps_so_many_in_flight():
+def test_closed_loop_keeps_the_concurrency():
     with server(0.05) as (port, _):
         (phase,) = generate(port, {"concurrency": 4, "seconds": 0.5})
     assert 20 <= len(phase["rows"]) <= 4 * 11
@@ -107,8 +102,8 @@ def test_closed_loop_keeps_so_many_in_flight():
 
 
 @pytest.mark.process
-def test_open_loop_sends_at_its_rate_whatever_the_answers_do():
-    """All but one connection wait; latency counts from when a request was due."""
+def test_open_loop_keeps_its_rate_with_slow_answers():
+    """With one connection, requests wait; latency counts from the time a request was due."""
     with server(0.1) as (port, _):
         (phase,) = generate(port, {"rate": 50, "seconds": 1}, connections=1)
     assert 25 <= len(phase["rows"]) <= 80
@@ -120,7 +115,7 @@ def test_open_loop_sends_at_its_rate_whatever_the_answers_do():
 
 
 @pytest.mark.process
-def test_an_answer_belongs_to_the_phase_that_asked():
+def test_open_loop_late_answers_belong_to_their_phase():
     with server(0.3) as (port, _):
         first, second = generate(
             port, {"rate": 40, "seconds": 0.5}, {"rate": 40, "seconds": 0.5}, connections=64
@@ -130,40 +125,42 @@ def test_an_answer_belongs_to_the_phase_that_asked():
 
 
 @pytest.mark.process
-def test_connections_that_break_are_counted():
+def test_closed_loop_counts_closed_connections():
     with server(hang_up_every=5) as (port, _):
         (phase,) = generate(port, {"concurrency": 1, "requests": 20})
     assert column(phase, "status").count(0) == 4 and column(phase, "status").count(200) == 16
 
 
 @pytest.mark.process
-def test_nobody_listens():
+def test_closed_loop_without_server_has_status_0():
     with server() as (port, _):
         pass
     (phase,) = generate(port, {"concurrency": 2, "requests": 6})
     assert column(phase, "status") == [0] * 6
 
 
-def test_samples_are_kept_to_ten_microseconds():
+def test_pack_keeps_ten_microseconds():
     samples = np.array([0.0, 0.014, 3.14159, 30_000.0])
     assert np.allclose(unpack(pack(samples)), samples, atol=0.005)
     assert len(pack(np.full(10_000, 1.5))) < 200
 
 
-def test_percentiles_and_cosines():
+def test_percentiles_and_cosines_of_small_arrays():
     assert percentiles(np.arange(101.0))["p90"] == 90 and percentiles(np.array([])) == {}
-    found = cosines(np.array([[1.0, 0], [2, 2]]), np.array([[3.0, 0], [1, 1]]))
-    assert found == {"texts": 2, "min": pytest.approx(1), "mean": pytest.approx(1)}
+    result = cosines(np.array([[1.0, 0], [2, 2]]), np.array([[3.0, 0], [1, 1]]))
+    assert result == {"texts": 2, "min": pytest.approx(1), "mean": pytest.approx(1)}
 
 
 @pytest.mark.parametrize(
     ("unwell_until", "expected"), [(0.0, 0.0), (1.5, 1.49), (99.0, float("inf"))]
 )
-def test_recovery_is_when_the_last_of_the_aftermath_was_due(unwell_until: float, expected: float):
+def test_recovery_seconds_is_the_time_of_the_last_slow_request(
+    unwell_until: float, expected: float
+):
     due = np.arange(0, 5, 0.01)
-    assert _recovery(due, due < unwell_until) == pytest.approx(expected, abs=0.011)
+    assert recovery_seconds(due, due < unwell_until) == pytest.approx(expected, abs=0.011)
 
 
-def test_recovery_forgives_one_slow_answer_in_a_second():
+def test_recovery_seconds_ignores_one_slow_answer():
     due = np.arange(0, 5, 0.01)
-    assert _recovery(due, np.isclose(due, 3.0)) == 0
+    assert recovery_seconds(due, np.isclose(due, 3.0)) == 0

@@ -1,4 +1,4 @@
-"""In which order heads go when the others take over what they can, held against least squares."""
+"""Order of head elimination with refit of the other heads, compared with least squares."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from graph_passes.matching.find import find_attention
 from tests.graph_passes.graphs import D, H, K, V, layers, weights
 
 EXACT = 1e-8
-"""The closed form is the least-squares solution but for rounding, in shares of the variance."""
+"""Rounding error of the closed form relative to the variance."""
 
 
 def covariance_of(context: np.ndarray) -> np.ndarray:
@@ -25,7 +25,7 @@ def covariance_of(context: np.ndarray) -> np.ndarray:
 
 
 def random_layer(seed: int, heads: int = 4, size: int = 3) -> tuple[np.ndarray, np.ndarray]:
-    """The covariance of correlated contexts of very different sizes, and an output projection."""
+    """Return the covariance of correlated contexts of different sizes, and an output projection."""
     random = np.random.default_rng(seed)
     mixed = random.standard_normal((200, heads * size)) @ random.standard_normal(2 * [heads * size])
     scales = np.repeat(10.0 ** random.uniform(-2, 1, heads), size)
@@ -33,13 +33,13 @@ def random_layer(seed: int, heads: int = 4, size: int = 3) -> tuple[np.ndarray, 
 
 
 def loss_without(
-    gone: Collection[int], covariance: np.ndarray, weight: np.ndarray, heads: int
+    removed: Collection[int], covariance: np.ndarray, weight: np.ndarray, heads: int
 ) -> float:
-    """min over X of tr (X - W)^T (C + ridge) (X - W), X being zero in the rows of these heads."""
+    """Return min over X of tr (X - W)^T (C + ridge) (X - W), X zero in the rows of these heads."""
     size = len(covariance) // heads
     unit = np.trace(covariance) / len(covariance)
     root = np.linalg.cholesky(covariance + RIDGE * unit * np.eye(len(covariance))).T
-    stays = np.repeat([head not in gone for head in range(heads)], size)
+    stays = np.repeat([head not in removed for head in range(heads)], size)
     target = root @ weight
     solution = np.linalg.lstsq(root[:, stays], target, rcond=None)[0]
     left = np.sum((root[:, stays] @ solution - target) ** 2)
@@ -48,25 +48,25 @@ def loss_without(
 
 @settings(max_examples=25)
 @given(seed=st.integers(0, 10**6), heads=st.integers(1, 5), size=st.integers(1, 4))
-def test_each_head_to_go_is_the_one_whose_loss_is_least(seed: int, heads: int, size: int):
+def test_eliminate_removes_the_head_of_least_loss(seed: int, heads: int, size: int):
     covariance, weight = random_layer(seed, heads, size)
-    found = eliminate(covariance, weight, heads)
-    gone: list[int] = []
-    assert found.losses[0] == 0
-    for n, head in enumerate(found.order.tolist(), start=1):
+    result = eliminate(covariance, weight, heads)
+    removed: list[int] = []
+    assert result.losses[0] == 0
+    for n, head in enumerate(result.order.tolist(), start=1):
         losses = {
-            other: loss_without({*gone, other}, covariance, weight, heads)
+            other: loss_without({*removed, other}, covariance, weight, heads)
             for other in range(heads)
-            if other not in gone
+            if other not in removed
         }
-        gone.append(head)
+        removed.append(head)
         assert losses[head] <= min(losses.values()) + EXACT
-        assert found.losses[n] == pytest.approx(losses[head], abs=EXACT, rel=EXACT)
-    assert sorted(gone) == list(range(heads))
+        assert result.losses[n] == pytest.approx(losses[head], abs=EXACT, rel=EXACT)
+    assert sorted(removed) == list(range(heads))
 
 
 @given(seed=st.integers(0, 10**6))
-def test_losses_only_grow_and_end_at_all_of_the_variance(seed: int):
+def test_eliminate_losses_grow_to_the_variance(seed: int):
     covariance, weight = random_layer(seed)
     losses = eliminate(covariance, weight, 4).losses
     assert np.all(np.diff(losses) >= 0)
@@ -76,26 +76,26 @@ def test_losses_only_grow_and_end_at_all_of_the_variance(seed: int):
 
 
 @pytest.mark.parametrize("copy", range(1, 4))
-def test_of_two_heads_that_write_the_same_one_goes_first_for_nothing(copy: int):
-    """Whatever their output projections: the other one writes for both."""
+def test_eliminate_equal_heads_lose_nothing(copy: int):
+    """For any output projections: the refit of the other head replaces it."""
     random = np.random.default_rng(0)
     context = random.standard_normal((500, 4, 3))
     context[:, copy] = context[:, 0]
     covariance = covariance_of(context.reshape(500, -1))
-    found = eliminate(covariance, random.standard_normal((12, 7)), 4)
-    assert found.order[0] in (0, copy)
-    assert found.losses[1] < 2 * RIDGE < 0.02 * found.losses[2]
+    result = eliminate(covariance, random.standard_normal((12, 7)), 4)
+    assert result.order[0] in (0, copy)
+    assert result.losses[1] < 2 * RIDGE < 0.02 * result.losses[2]
 
 
-def test_a_head_that_is_a_sum_of_two_others_is_no_loss():
+def test_eliminate_dependent_head_loses_nothing():
     random = np.random.default_rng(1)
     context = random.standard_normal((500, 4, 3))
     context[:, 3] = context[:, 0] - 2 * context[:, 1]
-    found = eliminate(covariance_of(context.reshape(500, -1)), random.standard_normal((12, 7)), 4)
-    assert found.order[0] in (0, 1, 3) and found.losses[1] < 5 * RIDGE < 0.1 * found.losses[2]
+    result = eliminate(covariance_of(context.reshape(500, -1)), random.standard_normal((12, 7)), 4)
+    assert result.order[0] in (0, 1, 3) and result.losses[1] < 5 * RIDGE < 0.1 * result.losses[2]
 
 
-def test_a_head_that_writes_nothing_goes_first():
+def test_eliminate_head_without_output_is_first():
     covariance, weight = random_layer(2)
     weight[6:9] = 0
     silent = eliminate(covariance, weight, 4)
@@ -110,23 +110,23 @@ def test_a_head_that_writes_nothing_goes_first():
     )
 
 
-def test_what_others_can_write_is_no_reason_to_stay():
-    """A loud head that others follow goes before a quiet one that stands alone."""
+def test_eliminate_reproducible_head_is_first():
+    """A large head that others reproduce goes before a small independent one."""
     random = np.random.default_rng(3)
     context = random.standard_normal((2000, 3, 2))
     context[:, 0] *= 5
     context[:, 1] = context[:, 0] + 0.01 * context[:, 1]
-    found = eliminate(covariance_of(context.reshape(2000, -1)), np.ones((6, 1)), 3)
-    assert found.order[0] in (0, 1) and found.order[1] == 2
+    result = eliminate(covariance_of(context.reshape(2000, -1)), np.ones((6, 1)), 3)
+    assert result.order[0] in (0, 1) and result.order[1] == 2
 
 
 @pytest.mark.parametrize("covariance", [np.zeros((4, 4)), np.ones((4, 4))], ids=["none", "alike"])
-def test_degenerate_contexts_have_an_order_too(covariance: np.ndarray):
-    found = eliminate(covariance, np.ones((4, 2)), 2)
-    assert sorted(found.order.tolist()) == [0, 1] and np.isfinite(found.losses).all()
+def test_eliminate_degenerate_covariance_is_finite(covariance: np.ndarray):
+    result = eliminate(covariance, np.ones((4, 2)), 2)
+    assert sorted(result.order.tolist()) == [0, 1] and np.isfinite(result.losses).all()
 
 
-# Of a model, on data
+# Models and data
 
 
 @pytest.fixture
@@ -145,10 +145,10 @@ def batches() -> list[Batch]:
     ]
 
 
-def test_a_model_is_measured_on_its_contexts(model: ir.Model):
+def test_elimination_order_uses_the_contexts_of_the_model(model: ir.Model):
     blocks = find_attention(model)[0]
-    found = elimination_order(model, blocks, batches())
-    assert list(found) == ["attention_0", "attention_1"]
+    result = elimination_order(model, blocks, batches())
+    assert list(result) == ["attention_0", "attention_1"]
     for layer, block in enumerate(blocks):
         assert block.output is not None
         with exposing(model, [block.output.input]):
@@ -157,17 +157,17 @@ def test_a_model_is_measured_on_its_contexts(model: ir.Model):
         context = np.concatenate([c.reshape(-1, H * V) for c in read]).astype(np.float64)
         weight = weights(layer)["Wo"].astype(np.float64)
         expected = eliminate(covariance_of(context), weight, H)
-        assert found[block.name].order.tolist() == expected.order.tolist()
-        np.testing.assert_allclose(found[block.name].losses, expected.losses, rtol=1e-5, atol=1e-6)
+        assert result[block.name].order.tolist() == expected.order.tolist()
+        np.testing.assert_allclose(result[block.name].losses, expected.losses, rtol=1e-5, atol=1e-6)
 
 
-def test_a_copied_head_is_found(model: ir.Model):
-    """Heads 0 and 2 of the second layer get the same weights: one of them goes for nothing."""
+def test_elimination_order_copied_head_loses_nothing(model: ir.Model):
+    """Heads 0 and 2 of the second layer have equal weights: one is removed without loss."""
     arrays = weights(1)
     for name, size in (("Wq", K), ("Wk", K), ("Wv", V), ("bq", K), ("bk", K), ("bv", V)):
         array = arrays[name].copy()
         array[..., 2 * size :] = array[..., :size]
         value = model.graph.initializers[f"{name}_1"]
         value.const_value = ir.tensor(array, name=value.name)
-    found = elimination_order(model, find_attention(model)[0], batches())["attention_1"]
-    assert found.order[0] in (0, 2) and found.losses[1] < 2 * RIDGE
+    result = elimination_order(model, find_attention(model)[0], batches())["attention_1"]
+    assert result.order[0] in (0, 2) and result.losses[1] < 2 * RIDGE

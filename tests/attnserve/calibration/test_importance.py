@@ -124,7 +124,7 @@ def padded(batch: Batch, more: int = 6) -> Batch:
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_energy_is_that_of_what_a_head_writes_about_its_mean(layout: str):
+def test_energy_is_the_variance_of_the_head_output(layout: str):
     model = layer(layout)
     batch = feeds(model)
     plain = contexts(model, batch) if layout == "heads apart" else None
@@ -152,7 +152,7 @@ def test_energy_does_not_depend_on_batches():
     np.testing.assert_allclose(one[block.name], two[block.name], rtol=1e-6)
 
 
-def test_energy_without_an_output_projection_is_that_of_the_context():
+def test_energy_without_output_projection_is_that_of_the_context():
     model = attention(
         output="\n        out = Relu(c)", output_type=f"float[batch, sequence, {H * V}] out"
     )
@@ -165,7 +165,7 @@ def test_energy_without_an_output_projection_is_that_of_the_context():
     )
 
 
-def test_a_head_that_always_writes_the_same_has_no_energy():
+def test_energy_of_a_constant_head_is_zero():
     """Its constant moves into a bias, however large."""
     wv, bv = weights()["Wv"], weights()["bv"]
     wv[:, V : 2 * V], bv[V : 2 * V] = 0, 100
@@ -180,7 +180,7 @@ def test_a_head_that_always_writes_the_same_has_no_energy():
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_leaving_one_out_is_zeroing_its_rows_of_the_output_projection(layout: str):
+def test_loo_equals_zeroed_rows_of_the_output_projection(layout: str):
     model = layer(layout)
     block, batch = block_of(model), feeds(model, batch=3)
     got = leave_one_out(model, [block], [batch])[block.name]
@@ -193,7 +193,7 @@ def test_leaving_one_out_is_zeroing_its_rows_of_the_output_projection(layout: st
 
 
 @pytest.mark.parametrize("measure", MEASURES)
-def test_a_head_that_writes_nothing_is_worth_nothing(measure: Measure):
+def test_importance_of_a_head_without_output_is_zero(measure: Measure):
     model = layer(Wo=without(2))
     block = block_of(model)
     got = measure(model, [block], [feeds(model)])[block.name]
@@ -201,7 +201,7 @@ def test_a_head_that_writes_nothing_is_worth_nothing(measure: Measure):
     assert got[:2].min() > 1e-3
 
 
-def test_heads_of_all_layers_are_left_out_in_turn(bert: ir.Model, data: list[Batch]):
+def test_loo_of_all_layers_equals_models_without_each_head(bert: ir.Model, data: list[Batch]):
     blocks = read_attention(bert).blocks
     got = leave_one_out(bert, blocks, data[:1])
     assert list(got) == [block.name for block in blocks]
@@ -222,7 +222,7 @@ def test_heads_of_all_layers_are_left_out_in_turn(bert: ir.Model, data: list[Bat
             assert got[block.name][head] == pytest.approx(expected, rel=1e-3)
 
 
-def test_outputs_are_relative_each_to_its_own_spread():
+def test_loo_scales_every_output_by_its_spread():
     body = "".join(PARTS.values())
     scaled = body + "\n        large = Mul(out, thousand)\n        pooled = ReduceMean <axes = [1],"
     scaled += " keepdims = 0> (out)\n        label = ArgMax <axis = 2> (out)"
@@ -250,7 +250,7 @@ def test_outputs_are_relative_each_to_its_own_spread():
 
 
 @pytest.mark.parametrize("inner", ["k1", "v", "p"])
-def test_what_attention_leaves_on_its_way_is_not_what_it_says(inner: str):
+def test_loo_ignores_caches_and_probabilities(inner: str):
     """Caches and probabilities do not change without a head: they would dilute what does."""
     ranks = {"k1": f"[batch, sequence, {H * K}]", "v": f"[batch, {H}, sequence, {V}]"}
     shape = ranks.get(inner, f"[batch, {H}, sequence, sequence]")
@@ -262,7 +262,7 @@ def test_what_attention_leaves_on_its_way_is_not_what_it_says(inner: str):
     np.testing.assert_allclose(*got, rtol=1e-6)
 
 
-def test_an_output_as_wide_as_the_text_is_long_is_not_cut_by_its_mask():
+def test_loo_output_of_text_length_is_not_masked():
     """(batch, D) is no (batch, sequence), even where D tokens come."""
     body = "".join(PARTS.values()) + "\n        pooled = ReduceMax <axes = [1], keepdims = 0> (out)"
     inputs = f"float[batch, sequence, {D}] x, float[batch, 1, 1, sequence] mask"
@@ -277,7 +277,7 @@ def test_an_output_as_wide_as_the_text_is_long_is_not_cut_by_its_mask():
 
 
 @pytest.mark.parametrize("measure", [leave_one_out, sensitivity])
-def test_a_length_that_is_fixed_changes_nothing(measure: Measure):
+def test_importance_fixed_length_equals_dynamic_length(measure: Measure):
     """As of images, whose patches no mask counts."""
     fixed = attention(
         inputs=f"float[batch, 7, {D}] x, float[batch, 1, 1, 7] mask",
@@ -293,7 +293,7 @@ def test_a_length_that_is_fixed_changes_nothing(measure: Measure):
 # The derivative
 
 
-def test_sensitivity_of_one_layer_is_the_norm_of_what_its_heads_write():
+def test_sensitivity_of_one_layer_is_the_norm_of_the_head_output():
     """The output is linear in a gate there, and its derivative c_h W_O^h."""
     model = layer()
     block, batch = block_of(model), feeds(model, batch=3)
@@ -320,7 +320,7 @@ def test_sensitivity_does_not_depend_on_the_step(
 
 
 @pytest.mark.parametrize("measure", MEASURES)
-def test_padding_is_no_token(measure: Measure, bert: ir.Model, data: list[Batch]):
+def test_importance_ignores_padding(measure: Measure, bert: ir.Model, data: list[Batch]):
     blocks = read_attention(bert).blocks
     one, two = (measure(bert, blocks, [b]) for b in (data[0], padded(data[0])))
     for name in one:
@@ -328,7 +328,7 @@ def test_padding_is_no_token(measure: Measure, bert: ir.Model, data: list[Batch]
 
 
 @pytest.mark.parametrize("measure", MEASURES)
-def test_the_model_is_left_as_it_was(measure: Measure):
+def test_importance_does_not_change_the_model(measure: Measure):
     model = layer()
     before, block = ir.to_onnx_text(model), block_of(model)
     measure(model, [block], [feeds(model)])
@@ -336,7 +336,7 @@ def test_the_model_is_left_as_it_was(measure: Measure):
 
 
 @pytest.mark.parametrize("measure", MEASURES)
-def test_no_attention_is_no_measure(measure: Measure):
+def test_importance_without_blocks_is_empty(measure: Measure):
     model = layer()
     assert measure(model, [], [feeds(model)]) == {}
 
@@ -344,7 +344,7 @@ def test_no_attention_is_no_measure(measure: Measure):
 @pytest.mark.parametrize(
     ("measure", "steps"), [(head_energy, 2), (leave_one_out, 2 * H), (sensitivity, 2 * H)]
 )
-def test_progress_counts_batches_or_heads_of_batches(measure: Measure, steps: int):
+def test_importance_progress_counts_batches_or_heads(measure: Measure, steps: int):
     model = layer()
     told: list[tuple[int, int]] = []
     batches = [feeds(model), feeds(model, sequence=4)]
@@ -354,7 +354,7 @@ def test_progress_counts_batches_or_heads_of_batches(measure: Measure, steps: in
 
 
 @pytest.mark.parametrize("measure", [leave_one_out, sensitivity])
-def test_some_rows_are_taken_evenly_in_whole_batches(measure: Measure):
+def test_importance_row_limit_selects_batches_evenly(measure: Measure):
     model = layer()
     block = block_of(model)
     batches = [feeds(model, batch=2, seed=seed) for seed in range(8)]
@@ -368,7 +368,7 @@ def test_some_rows_are_taken_evenly_in_whole_batches(measure: Measure):
 
 
 @pytest.mark.parametrize("measure", [*MEASURES, lambda *a: voting_to_stay(*a, groups=2)])
-def test_data_that_is_all_padding_is_refused(measure: Measure, bert: ir.Model, data: list[Batch]):
+def test_importance_of_padding_only_is_refused(measure: Measure, bert: ir.Model, data: list[Batch]):
     empty = data[0] | {"attention_mask": np.zeros_like(data[0]["attention_mask"])}
     for batches in ([empty], []):
         with raises(InvalidData, "calibration.no_token"):
@@ -377,7 +377,7 @@ def test_data_that_is_all_padding_is_refused(measure: Measure, bert: ir.Model, d
 
 @pytest.mark.parametrize("measure", [*MEASURES, lambda *a: voting_to_stay(*a, groups=2)])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_activations_that_are_not_finite_are_refused(measure: Measure, value: float):
+def test_importance_of_non_finite_activations_is_refused(measure: Measure, value: float):
     model = layer()
     batch = feeds(model)
     batch["x"][0, 0, 0] = value
@@ -414,7 +414,7 @@ def vote(model: ir.Model, groups: Any, batches: int = 3, **options: Any) -> Vote
         ((0, 1, 0), [0, 1, 0], [1, 1, 0]),
     ],
 )
-def test_copies_share_a_group_and_the_first_of_them_stays(
+def test_voting_keeps_the_first_of_equal_heads(
     sources: tuple[int, ...], groups: list[int], mask: list[int]
 ):
     got = vote(layer(**repeated(*sources)), 2)
@@ -423,7 +423,7 @@ def test_copies_share_a_group_and_the_first_of_them_stays(
     assert (got.votes == 9 * got.mask).all(), "three batches, three kinds of maps"
 
 
-def test_the_head_between_two_others_is_the_most_typical():
+def test_voting_keeps_the_head_between_two_others():
     """All attend alike, so that contexts are values; those of head 1 lie between the others'."""
     constants = repeated(0, 0, 0)
     first, second = np.random.default_rng(0).standard_normal((2, D, V)).astype(np.float32)
@@ -435,7 +435,7 @@ def test_the_head_between_two_others_is_the_most_typical():
 
 
 @pytest.mark.parametrize("count", range(1, 7))
-def test_points_are_clustered_as_well_as_can_be(count: int):
+def test_clusters_are_optimal(count: int):
     """Against every way to label six points."""
     points = np.random.default_rng(count).standard_normal((6, 2))
 
@@ -450,13 +450,13 @@ def test_points_are_clustered_as_well_as_can_be(count: int):
 
 
 @pytest.mark.parametrize("count", range(1, 6))
-def test_no_cluster_is_empty_even_where_all_points_are_one(count: int):
+def test_clusters_of_equal_points_are_not_empty(count: int):
     labels = voting._k_means(np.ones((5, 2)), count, 0)
     assert sorted(set(labels.tolist())) == list(range(count))
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3])
-def test_each_group_keeps_one_head_and_none_is_empty(groups: int):
+def test_voting_keeps_one_head_per_group(groups: int):
     for model in (layer(), layer(**repeated(0, 0, 0))):
         got = vote(model, groups)
         assert sorted(set(got.groups.tolist())) == list(range(groups))
@@ -465,7 +465,7 @@ def test_each_group_keeps_one_head_and_none_is_empty(groups: int):
         assert sorted(got.groups[got.mask == 1].tolist()) == list(range(groups))
 
 
-def test_a_batch_votes_by_eta_of_its_own_feature_maps(bert: ir.Model, data: list[Batch]):
+def test_voting_of_a_batch_uses_its_feature_maps(bert: ir.Model, data: list[Batch]):
     """The cosine of each head's flattened maps with their group's mean, written out."""
     block = read_attention(bert).blocks[0]
     got = voting_to_stay(bert, [block], data, groups=2)[block.name]
@@ -485,7 +485,7 @@ def test_a_batch_votes_by_eta_of_its_own_feature_maps(bert: ir.Model, data: list
     assert got.votes.tolist() == votes.tolist()
 
 
-def test_votes_do_not_change_with_padding(bert: ir.Model, data: list[Batch]):
+def test_voting_ignores_padding(bert: ir.Model, data: list[Batch]):
     blocks = read_attention(bert).blocks
     one, two = (
         voting_to_stay(bert, blocks, batches, groups=2)
@@ -496,7 +496,7 @@ def test_votes_do_not_change_with_padding(bert: ir.Model, data: list[Batch]):
         np.testing.assert_array_equal(one[name].votes, two[name].votes)
 
 
-def test_votes_are_the_same_for_the_same_seed(bert: ir.Model, data: list[Batch]):
+def test_voting_is_deterministic_for_a_seed(bert: ir.Model, data: list[Batch]):
     blocks = read_attention(bert).blocks
     one, two = (
         voting_to_stay(bert, blocks, data, groups=2, context=RunContext(seed=7)) for _ in range(2)
@@ -506,7 +506,7 @@ def test_votes_are_the_same_for_the_same_seed(bert: ir.Model, data: list[Batch])
         np.testing.assert_array_equal(one[name].votes, two[name].votes)
 
 
-def test_each_layer_may_have_groups_of_its_own(bert: ir.Model, data: list[Batch]):
+def test_voting_number_of_groups_may_differ_per_layer(bert: ir.Model, data: list[Batch]):
     blocks = read_attention(bert).blocks
     wanted = {block.name: count for block, count in zip(blocks, (1, 4), strict=True)}
     got = voting_to_stay(bert, blocks, data, groups=wanted)
@@ -532,18 +532,18 @@ GROUPED = """
         out = MatMul(c, Wo)"""
 
 
-def test_heads_that_share_their_values_have_the_same_value_map():
+def test_value_maps_of_grouped_heads_are_equal():
     model = graph(GROUPED, inputs=f"float[batch, sequence, {D}] x")
     got = vote(model, 1)
     assert got.votes.sum() == 9 and got.votes[0] >= 3, "of equal values the first is voted for"
 
 
 @pytest.mark.parametrize("groups", [0, -1, H + 1])
-def test_groups_that_heads_cannot_make_are_refused(groups: int):
+def test_voting_invalid_number_of_groups_is_refused(groups: int):
     with raises(InvalidArgument, "voting.groups", "1 to 3", groups):
         vote(layer(), groups)
 
 
-def test_a_block_without_groups_is_refused():
+def test_voting_block_without_groups_is_refused():
     with raises(InvalidArgument, "voting.groups_missing"):
         vote(layer(), {"another": 2})

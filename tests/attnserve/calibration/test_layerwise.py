@@ -1,4 +1,4 @@
-"""A model in stretches: the same values as in one run, and nothing is run or kept for nothing."""
+"""LayerwiseRunner: values equal those of one run; nothing is computed twice or kept too long."""
 
 from __future__ import annotations
 
@@ -79,23 +79,21 @@ def values(graph: ir.Model, names: str) -> list[ir.Value]:
 
 
 def whole(graph: ir.Model, names: str) -> list[list[np.ndarray]]:
-    """Of each batch, in one run of all the model."""
+    """Run the whole model once per batch."""
     with exposing(graph, values(graph, names)):
         session = open_session(graph, threads=1)
     return [run(session, batch) for batch in batches()]
 
 
-def same(found: Sequence[Sequence[np.ndarray]], expected: Sequence[Sequence[np.ndarray]]) -> None:
-    assert len(found) == len(expected)
-    for mine, theirs in zip(found, expected, strict=True):
-        assert len(mine) == len(theirs)
-        for a, b in zip(mine, theirs, strict=True):
+def same(actual: Sequence[Sequence[np.ndarray]], expected: Sequence[Sequence[np.ndarray]]) -> None:
+    for row, expected_row in zip(actual, expected, strict=True):
+        for a, b in zip(row, expected_row, strict=True):
             assert a.dtype == b.dtype
             np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
 def kept(runner: LayerwiseRunner) -> set[str | None]:
-    """The names of what is held of every batch, beside its inputs."""
+    """Return the names of the values that are kept per batch, except the inputs."""
     (names,) = {frozenset(v.name for v in held) for held in runner._kept}  # pyright: ignore
     return set(names)
 
@@ -103,17 +101,17 @@ def kept(runner: LayerwiseRunner) -> set[str | None]:
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The operators of each session, in order."""
-    found: list[str] = []
+    operators: list[str] = []
 
     def opened(part: ir.Model, **options: object) -> object:
-        found.append(" ".join(node.op_type for node in part.graph))
+        operators.append(" ".join(node.op_type for node in part.graph))
         return open_session(part, threads=1)
 
     monkeypatch.setattr(attnserve.calibration.layerwise, "open_session", opened)
-    return found
+    return operators
 
 
-STRETCHES = {
+SEGMENTS = {
     "chain": (CHAIN, ["a", "b", "c d", "e"]),
     "far apart": (CHAIN, ["b", "e"]),
     "at once": (CHAIN, ["e a c"]),
@@ -130,23 +128,25 @@ STRETCHES = {
 }
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["told", "not told"])
-@pytest.mark.parametrize("case", STRETCHES)
-def test_stretches_are_one_run(case: str, told: bool):
-    """Whether or not it is told what will be wanted, which decides only what is run again."""
-    body, stretches = STRETCHES[case]
-    graph = model(body, stretches[-1].split()[-1])
+@pytest.mark.parametrize("announced", [True, False])
+@pytest.mark.parametrize("case", SEGMENTS)
+def test_run_to_segments_equal_one_run(case: str, announced: bool):
+    """Announcing later values only decides what is computed again."""
+    body, segments = SEGMENTS[case]
+    graph = model(body, segments[-1].split()[-1])
     text = ir.to_onnx_text(graph)
     runner = LayerwiseRunner(graph, batches())
-    for place, names in enumerate(stretches):
-        later = [v for after in stretches[place + 1 :] for v in values(graph, after)]
-        found = list(runner.run_to(values(graph, names), later if told else ()))
-        same(found, whole(graph, names))
+    for place, names in enumerate(segments):
+        later = [v for after in segments[place + 1 :] for v in values(graph, after)]
+        same(
+            list(runner.run_to(values(graph, names), later if announced else ())),
+            whole(graph, names),
+        )
     assert ir.to_onnx_text(graph) == text
     assert not kept(runner)
 
 
-def test_no_node_is_run_twice(ran: list[str]):
+def test_run_to_computes_every_node_once(ran: list[str]):
     graph = model(CHAIN, "e")
     runner = LayerwiseRunner(graph, batches())
     for place, name in enumerate("bce"):
@@ -155,7 +155,7 @@ def test_no_node_is_run_twice(ran: list[str]):
     assert ran == ["Mul Sin", "MatMul", "Cos Add"]
 
 
-def test_nothing_is_run_for_what_is_known(ran: list[str]):
+def test_run_to_known_values_run_nothing(ran: list[str]):
     graph = model(CHAIN, "e")
     runner = LayerwiseRunner(graph, batches())
     list(runner.run_to(values(graph, "b"), values(graph, "b e")))
@@ -164,11 +164,11 @@ def test_nothing_is_run_for_what_is_known(ran: list[str]):
     assert ran == ["Mul Sin"]
 
 
-def test_only_what_will_be_read_is_kept():
+def test_run_to_keeps_only_values_that_are_needed_later():
     graph = model(BRANCH, "d")
     runner = LayerwiseRunner(graph, batches())
     for names, later, left in (
-        ("left", "d", {"left", "right"}),  # skip is made of the input, and was not needed yet
+        ("left", "d", {"left", "right"}),  # skip depends on the input only, and is not needed yet
         ("b", "d", {"b", "right"}),
         ("skip", "d", {"b", "right", "skip"}),
         ("c", "d", {"c", "skip"}),
@@ -178,21 +178,21 @@ def test_only_what_will_be_read_is_kept():
         assert kept(runner) == left
 
 
-def test_what_a_body_reads_is_kept():
+def test_run_to_keeps_values_that_a_subgraph_reads():
     graph = model(BODY, "d")
     runner = LayerwiseRunner(graph, batches())
     list(runner.run_to(values(graph, "flag b"), values(graph, "d")))
     assert kept(runner) == {"a", "b", "flag"}
 
 
-def test_constants_are_not_kept():
+def test_run_to_does_not_keep_constants():
     graph = model(FOLDED, "c")
     runner = LayerwiseRunner(graph, batches())
     list(runner.run_to(values(graph, "Wt a"), values(graph, "c")))
     assert kept(runner) == {"a"}
 
 
-def test_what_is_wanted_later_is_kept_until_then(ran: list[str]):
+def test_run_to_keeps_announced_values_until_they_are_read(ran: list[str]):
     graph = model(CHAIN, "e")
     runner = LayerwiseRunner(graph, batches())
     list(runner.run_to(values(graph, "d"), values(graph, "b")))
@@ -201,7 +201,7 @@ def test_what_is_wanted_later_is_kept_until_then(ran: list[str]):
     assert len(ran) == 1 and not kept(runner)
 
 
-def test_what_lies_ahead_may_be_edited():
+def test_run_to_later_nodes_may_be_edited():
     graph = model(CHAIN, "e")
     runner = LayerwiseRunner(graph, batches())
     list(runner.run_to(values(graph, "b"), values(graph, "e")))
@@ -217,7 +217,7 @@ def test_what_lies_ahead_may_be_edited():
     same(list(runner.run_to(values(graph, "e"))), whole(graph, "e"))
 
 
-def test_an_edit_may_read_what_was_let_go():
+def test_run_to_edited_node_may_read_dropped_values():
     graph = model(CHAIN, "e")
     runner = LayerwiseRunner(graph, batches())
     list(runner.run_to(values(graph, "c"), values(graph, "e")))
@@ -227,20 +227,20 @@ def test_an_edit_may_read_what_was_let_go():
     same(list(runner.run_to(values(graph, "e"))), whole(graph, "e"))
 
 
-def test_a_look_ahead_stays_where_it_is(ran: list[str]):
+def test_peek_does_not_advance(ran: list[str]):
     graph = model(CHAIN, "e")
     runner = LayerwiseRunner(graph, batches())
     list(runner.run_to(values(graph, "b"), values(graph, "e")))
     same(list(runner.peek(values(graph, "e b"))), whole(graph, "e b"))
     assert kept(runner) == {"b"}
-    given = graph.graph.initializers["W"]
-    given.const_value = ir.tensor(np.ones((4, 4), np.float32), name="W")
+    weight = graph.graph.initializers["W"]
+    weight.const_value = ir.tensor(np.ones((4, 4), np.float32), name="W")
     same(list(runner.run_to(values(graph, "e"))), whole(graph, "e"))
     assert ran == ["Mul Sin", "MatMul Cos Add", "MatMul Cos Add"]
 
 
-def test_a_name_that_is_taken_gives_way():
-    """Split is run again for the part that was let go, beside the part that is known."""
+def test_run_to_repeated_node_gets_new_names():
+    """Split runs again for the dropped output, while the other output is kept."""
     graph = model(BRANCH, "d")
     runner = LayerwiseRunner(graph, batches())
     list(runner.run_to(values(graph, "left"), values(graph, "b")))
@@ -248,24 +248,24 @@ def test_a_name_that_is_taken_gives_way():
     same(list(runner.run_to(values(graph, "c"))), whole(graph, "c"))
 
 
-def test_batches_are_fed_as_the_model_takes_them():
+def test_feed_converts_batches_to_inputs():
     graph = model(CHAIN, "e")
-    turned = [{"other": -batch["x"]} for batch in batches()]
-    runner = LayerwiseRunner(graph, turned, feed=lambda batch: {"x": -batch["other"]})
+    negated = [{"other": -batch["x"]} for batch in batches()]
+    runner = LayerwiseRunner(graph, negated, feed=lambda batch: {"x": -batch["other"]})
     list(runner.run_to(values(graph, "b"), values(graph, "e")))
     same(list(runner.run_to(values(graph, "e"))), whole(graph, "e"))
 
 
-def test_without_batches_there_is_nothing():
+def test_run_to_without_batches_is_empty():
     graph = model(CHAIN, "e")
     assert list(LayerwiseRunner(graph, []).run_to(values(graph, "e"))) == []
 
 
-def test_a_batch_that_is_refused_is_told():
+def test_run_to_invalid_batch_is_refused():
     graph = model(CHAIN, "e")
     wrong = [{"x": np.zeros((2, 3, 5), np.float32)}]
     with raises(InvalidData, "session.inputs_refused", "x (2, 3, 5)"):
         list(LayerwiseRunner(graph, wrong).run_to(values(graph, "e")))
-    lacking = [{"y": np.zeros((2, 3, 4), np.float32)}]
+    missing = [{"y": np.zeros((2, 3, 4), np.float32)}]
     with raises(InvalidData, "session.inputs_refused"):
-        list(LayerwiseRunner(graph, lacking).run_to(values(graph, "e")))
+        list(LayerwiseRunner(graph, missing).run_to(values(graph, "e")))

@@ -61,7 +61,7 @@ def sample(seed: int, tokens: int = 50, N: int = 6, width: int = 4) -> Sample:
 
 
 @given(seed=seeds, tokens=st.integers(1, 50))
-def test_an_error_is_the_sum_over_tokens(seed: int, tokens: int):
+def test_moments_error_is_the_sum_over_tokens(seed: int, tokens: int):
     given = sample(seed, tokens)
     random = np.random.default_rng(seed + 1)
     weight, bias = random.standard_normal((6, 4)), random.standard_normal(4)
@@ -74,7 +74,7 @@ def test_an_error_is_the_sum_over_tokens(seed: int, tokens: int):
 
 
 @given(seed=seeds, at=st.integers(0, 50))
-def test_moments_of_parts_add_up(seed: int, at: int):
+def test_moments_are_additive(seed: int, at: int):
     given = sample(seed)
     parts = Moments.of(given.c[:at], given.t[:at]) + Moments.of(given.c[at:], given.t[at:])
     for name, whole in vars(given.moments).items():
@@ -85,7 +85,7 @@ def test_moments_of_parts_add_up(seed: int, at: int):
 
 
 @given(seed=seeds)
-def test_a_tiny_ridge_is_least_squares(seed: int):
+def test_solve_tiny_ridge_is_least_squares(seed: int):
     given = sample(seed)
     ((weight, bias),) = ridge_towards(given.moments, given.prior, [1e-12])
     with_one = np.hstack([given.c, np.ones((len(given.c), 1))])
@@ -96,7 +96,7 @@ def test_a_tiny_ridge_is_least_squares(seed: int):
     )
 
 
-def test_an_infinite_ridge_keeps_the_weights_and_frees_the_bias():
+def test_solve_infinite_ridge_changes_only_the_bias():
     given = sample(0)
     ((weight, bias),) = ridge_towards(given.moments, given.prior, [np.inf])
     np.testing.assert_array_equal(weight, given.prior)
@@ -106,7 +106,7 @@ def test_an_infinite_ridge_keeps_the_weights_and_frees_the_bias():
 
 
 @given(seed=seeds, ridge=st.sampled_from([ridge for ridge in RIDGES if np.isfinite(ridge)]))
-def test_a_ridge_is_least_squares_with_the_prior_as_more_data(seed: int, ridge: float):
+def test_solve_ridge_equals_augmented_least_squares(seed: int, ridge: float):
     """min sum |c W + b - t|^2 / n + ridge * unit |W - W_O|^2, unit being the mean variance of c."""
     given = sample(seed, tokens=20)
     ((weight, bias),) = ridge_towards(given.moments, given.prior, [ridge])
@@ -121,7 +121,7 @@ def test_a_ridge_is_least_squares_with_the_prior_as_more_data(seed: int, ridge: 
 
 
 @given(seed=seeds)
-def test_a_stronger_ridge_stays_nearer_to_the_prior_and_fits_less(seed: int):
+def test_solve_stronger_ridge_is_closer_to_the_prior(seed: int):
     given = sample(seed)
     found = ridge_towards(given.moments, given.prior, RIDGES)
     distances = [float(np.linalg.norm(weight - given.prior)) for weight, _ in found]
@@ -131,7 +131,7 @@ def test_a_stronger_ridge_stays_nearer_to_the_prior_and_fits_less(seed: int):
     assert errors[-1] <= given.moments.error(given.prior, np.zeros(4)) + 1e-6
 
 
-def test_fewer_tokens_than_dimensions_still_have_an_answer():
+def test_solve_fewer_tokens_than_dimensions_is_finite():
     given = sample(0, tokens=1)
     for weight, bias in ridge_towards(given.moments, given.prior, RIDGES):
         assert np.isfinite(weight).all()
@@ -225,7 +225,7 @@ def output_weights(graph: ir.Model) -> list[np.ndarray]:
     return [block.output.matrix() for block in blocks if block.output is not None]
 
 
-def test_the_fit_comes_nearer_and_says_how_near():
+def test_refit_reduces_and_reports_the_error():
     original = model()
     graph = pruned(original)
     before = distance(graph, original, texts(), [ONE, TWO])
@@ -240,7 +240,7 @@ def test_the_fit_comes_nearer_and_says_how_near():
     assert found[TWO].relative_error_before != pytest.approx(before[TWO], rel=1e-3)
 
 
-def test_the_fit_comes_nearer_on_text_it_has_not_seen():
+def test_refit_reduces_the_error_on_unseen_text():
     original = model()
     graph = pruned(original)
     unseen = texts(99)
@@ -250,7 +250,7 @@ def test_the_fit_comes_nearer_on_text_it_has_not_seen():
     assert after[ONE] < 0.8 * before[ONE] and after[TWO] < 0.8 * before[TWO]
 
 
-def test_a_fitted_graph_is_read_and_certified_and_keeps_its_interface():
+def test_refit_graph_still_matches_and_keeps_its_interface():
     original = model()
     graph = pruned(original)
     refit(graph, original, [ONE, TWO], texts())
@@ -265,7 +265,7 @@ def test_a_fitted_graph_is_read_and_certified_and_keeps_its_interface():
         ]
 
 
-def test_other_weights_and_other_layers_stay():
+def test_refit_keeps_other_weights_and_layers():
     original = model()
     graph = pruned(original, {ONE: (1, 0, 1)})
     before = constants(graph)
@@ -278,7 +278,7 @@ def test_other_weights_and_other_layers_stay():
     np.testing.assert_array_equal(output_weights(graph)[1], weights(1)["Wo"])
 
 
-def test_a_layer_makes_up_for_what_those_before_it_lost():
+def test_refit_of_a_layer_compensates_earlier_layers():
     """The second layer is whole, and computes what it did: what is missing is in the residual."""
     original = model()
     graph = pruned(original, {ONE: (1, 0, 1)})
@@ -290,7 +290,7 @@ def test_a_layer_makes_up_for_what_those_before_it_lost():
     assert after[TWO] < 0.85 * before[TWO]
 
 
-def test_without_fit_nothing_changes_but_the_distance_is_told():
+def test_refit_disabled_only_reports_the_error():
     original = model()
     graph = pruned(original)
     text, before = text_of(graph), constants(graph)
@@ -305,7 +305,7 @@ def test_without_fit_nothing_changes_but_the_distance_is_told():
         assert done.relative_error == pytest.approx(measured[name], rel=1e-3)
 
 
-def test_a_model_that_was_not_changed_is_at_its_best():
+def test_refit_of_an_unchanged_model_changes_nothing():
     original = model()
     graph = original.clone()
     found = refit(graph, original, [ONE, TWO], texts())
@@ -315,7 +315,7 @@ def test_a_model_that_was_not_changed_is_at_its_best():
         np.testing.assert_allclose(mine, theirs, atol=1e-4)
 
 
-def test_names_that_are_no_layer_of_the_original_are_passed_over():
+def test_refit_unknown_names_are_ignored():
     original = model()
     assert refit(original.clone(), original, ["nothing"], texts()) == {}
     assert refit(original.clone(), original, [], texts()) == {}
@@ -323,7 +323,9 @@ def test_names_that_are_no_layer_of_the_original_are_passed_over():
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("count", "rows", "longest"), [(1, 1, 2), (1, 4, 9), (2, 1, 3), (5, 1, 3)])
-def test_very_little_text_does_no_harm(count: int, rows: int, longest: int, seed: int):
+def test_refit_on_little_text_does_not_increase_the_error(
+    count: int, rows: int, longest: int, seed: int
+):
     """On unseen text the fit to a few tokens is no worse than no fit, but for a hundredth."""
     original, names = model(), [ONE, TWO]
     graph, unseen = pruned(original), texts(99, count=10)
@@ -335,7 +337,7 @@ def test_very_little_text_does_no_harm(count: int, rows: int, longest: int, seed
         assert after[name] <= 1.01 * before[name], (before, after)
 
 
-def test_one_text_judges_nothing_and_changes_nothing():
+def test_refit_on_one_text_changes_nothing():
     original = model()
     graph = pruned(original)
     before = text_of(graph), constants(graph)
@@ -345,7 +347,7 @@ def test_one_text_judges_nothing_and_changes_nothing():
     assert text_of(graph) == before[0] and constants(graph).keys() == before[1].keys()
 
 
-def test_one_batch_of_many_texts_is_enough_to_judge():
+def test_refit_on_one_batch_cross_validates_its_texts():
     """Its texts judge each other, of whatever length they are."""
     original = model()
     found = refit(pruned(original), original, [ONE, TWO], texts(count=1, rows=60))
@@ -353,14 +355,14 @@ def test_one_batch_of_many_texts_is_enough_to_judge():
         assert done.ridge is not None and done.relative_error < done.relative_error_before
 
 
-def test_what_stands_for_an_attention_is_fitted_to_one_text_too():
+def test_refit_of_a_replaced_attention_needs_one_text():
     """It has no weights yet that could be better."""
     original = model()
     found = refit(skip(original), original, [ONE], texts(count=1, rows=1))[ONE]
     assert found.ridge == 1.0 and found.relative_error < found.relative_error_before
 
 
-def test_texts_are_judged_whole_however_they_are_batched():
+def test_refit_cross_validation_does_not_depend_on_batches():
     original = model()
     many = texts(count=1, rows=30)[0]
     alone = [{name: array[i : i + 1] for name, array in many.items()} for i in range(30)]
@@ -386,7 +388,7 @@ def padded(batches: Sequence[Batch], more: int, value: float) -> list[Batch]:
 
 
 @pytest.mark.parametrize(("more", "value"), [(0, 0.0), (3, 0.0), (0, 100.0), (5, -1e4)])
-def test_padding_changes_nothing(more: int, value: float):
+def test_refit_ignores_padding(more: int, value: float):
     original = model()
     fitted: list[list[np.ndarray]] = []
     errors: list[list[float]] = []
@@ -424,7 +426,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("width", [5, 4], ids=["wide", "square"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_moments_are_of_real_tokens_in_any_layout(layout: str, width: int):
+def test_moments_ignore_padding_in_any_layout(layout: str, width: int):
     parts, x, turned = LAYOUTS[layout]
     graph = layers(
         1,
@@ -450,7 +452,7 @@ def test_moments_are_of_real_tokens_in_any_layout(layout: str, width: int):
 # Shared weights
 
 
-def test_layers_of_one_output_projection_go_on_sharing_it():
+def test_refit_keeps_shared_output_projections_shared():
     original = model(3, same=("Wo", "bo"))
     names = [ONE, TWO, "attention_2"]
     graph = pruned(original, dict.fromkeys(names, (1, 0, 1)))
@@ -466,7 +468,7 @@ def test_layers_of_one_output_projection_go_on_sharing_it():
     assert sum(after.values()) < sum(before.values())
 
 
-def test_a_layer_that_is_not_rewritten_keeps_the_weight_it_shared():
+def test_refit_unchanged_layer_keeps_its_shared_weight():
     original = model(2, same=("Wo", "bo"))
     graph = pruned(original, {ONE: (1, 0, 1)})
     refit(graph, original, [ONE], texts())
@@ -474,7 +476,7 @@ def test_a_layer_that_is_not_rewritten_keeps_the_weight_it_shared():
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own weights", "the first and the third"])
-def test_one_fit_is_fits_of_one_weight_after_the_other(shared: bool):
+def test_refit_equals_refits_of_one_weight_at_a_time(shared: bool):
     """Each sees what was fitted before it: nothing that was computed before that is used."""
     original = model(3)
     if shared:
@@ -497,7 +499,7 @@ def test_one_fit_is_fits_of_one_weight_after_the_other(shared: bool):
         np.testing.assert_allclose(mine, theirs, atol=1e-4)
 
 
-def test_targets_may_be_collected_once():
+def test_refit_accepts_collected_targets():
     original, batches, names = model(), texts(), [ONE, TWO]
     targets = collect_targets(original, [*names, "nothing"], batches)
     assert list(targets.arrays) == names and list(map(len, targets.arrays.values())) == [6, 6]
@@ -518,7 +520,7 @@ def test_targets_may_be_collected_once():
 # Other rewrites
 
 
-def test_reuse_is_fitted_too():
+def test_refit_of_reused_attention_reduces_the_error():
     original = model()
     graph = original.clone()
     ReuseAttention({TWO: {0: (ONE, 2), 2: (ONE, 1)}})(graph)
@@ -535,7 +537,7 @@ def skip(original: ir.Model, name: str = ONE, *, affine: bool = True) -> ir.Mode
     return SkipAttention({name: AffineMap(weight, np.zeros(D))})(original.clone()).model
 
 
-def test_an_attention_that_is_affine_is_found_exactly():
+def test_affine_replacement_of_affine_attention_is_exact():
     """A text of one token attends to itself alone: out = (x W_V + b_V) W_O + b_O."""
     original = model()
     graph = skip(original)
@@ -565,7 +567,7 @@ def test_a_constant_is_the_mean_output():
     np.testing.assert_allclose(gap.affine.bias, moments.t / moments.count, atol=1e-5)
 
 
-def test_the_best_affine_map_is_no_worse_than_the_best_constant():
+def test_affine_replacement_is_at_least_as_good_as_a_constant():
     original = model()
     errors = {
         affine: refit(skip(original, affine=affine), original, [ONE], texts(count=20))[ONE]
@@ -574,7 +576,7 @@ def test_the_best_affine_map_is_no_worse_than_the_best_constant():
     assert errors[True].relative_error < errors[False].relative_error
 
 
-def test_what_stands_for_an_attention_may_be_fitted_again():
+def test_refit_of_a_replaced_attention_can_be_repeated():
     original = model()
     graph = skip(original)
     first = refit(graph, original, [ONE], texts())[ONE]
@@ -584,7 +586,7 @@ def test_what_stands_for_an_attention_may_be_fitted_again():
     assert len(skipped(graph)) == 1
 
 
-def test_an_attention_without_variation_has_a_finite_error():
+def test_error_of_constant_attention_is_finite():
     """Values of zero: the output is its bias, everywhere."""
     original = model(1)
     for name in ("Wv_0", "bv_0"):
@@ -600,7 +602,7 @@ def test_an_attention_without_variation_has_a_finite_error():
 # Data that does not work
 
 
-def test_data_without_a_real_token_is_refused():
+def test_refit_of_padding_only_is_refused():
     original = model()
     empty = [{**b, "attention_mask": np.zeros_like(b["attention_mask"])} for b in texts()]
     for what in (
@@ -612,7 +614,7 @@ def test_data_without_a_real_token_is_refused():
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 3e38])
-def test_activations_that_are_not_finite_are_refused(value: float):
+def test_refit_of_non_finite_activations_is_refused(value: float):
     original = model()
     batches = texts()
     batches[-1]["x"][0, 0] = value
@@ -622,14 +624,14 @@ def test_activations_that_are_not_finite_are_refused(value: float):
     assert text_of(graph) == text, "nothing was changed"
 
 
-def test_data_that_the_model_refuses_is_told():
+def test_refit_invalid_inputs_are_refused():
     original = model()
     wrong = [{**batch, "x": batch["x"][..., :5]} for batch in texts()]
     with raises(InvalidData, "session.inputs_refused", "x (4, "):
         refit(pruned(original), original, [ONE], wrong)
 
 
-def test_progress_counts_to_the_end():
+def test_refit_progress_reaches_the_total():
     original, seen = model(), list[tuple[int, int]]()
     refit(
         pruned(original), original, [ONE, TWO], texts(),

@@ -1,4 +1,4 @@
-"""How alike heads attend, held against the definition, text by text and query by query."""
+"""Similarity of the attention of heads, compared with the definition."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ INPUTS = f"float[batch, sequence, {D}] x, int64[batch, sequence] attention_mask"
 
 
 def weights(*layers: str, alike: bool = False) -> dict[str, np.ndarray]:
-    """Weights of their own for each layer, or the same for all."""
+    """Return separate weights for each layer, or equal ones."""
     random, shapes = np.random.default_rng(0), {"Wq": H * K, "Wk": H * K, "Wv": H * V}
-    made: dict[str, np.ndarray] = {"a12": np.array([1, 2], np.int64)}
+    arrays: dict[str, np.ndarray] = {"a12": np.array([1, 2], np.int64)}
     for layer in layers:
         random = np.random.default_rng(0) if alike else random
         for name, width in shapes.items():
-            made[name + layer] = random.standard_normal((D, width)).astype(np.float32)
-        made["Wo" + layer] = random.standard_normal((H * V, D)).astype(np.float32)
-    return made
+            arrays[name + layer] = random.standard_normal((D, width)).astype(np.float32)
+        arrays["Wo" + layer] = random.standard_normal((H * V, D)).astype(np.float32)
+    return arrays
 
 
 def two_layers(alike: bool = False) -> ir.Model:
@@ -85,8 +85,8 @@ def probabilities(model: ir.Model, blocks: Sequence[AttentionBlock], batch: Batc
     return np.concatenate([np.asarray(p) for p in seen], axis=1).swapaxes(0, 1)
 
 
-def by_hand(model: ir.Model, blocks: Sequence[AttentionBlock], batches: Sequence[Batch]):
-    """Eq. 2 and the mean of eq. 3, as they are written."""
+def reference(model: ir.Model, blocks: Sequence[AttentionBlock], batches: Sequence[Batch]):
+    """Compute eq. 2 and the mean of eq. 3 directly."""
     similarities: list[np.ndarray] = []
     for batch in batches:
         p = probabilities(model, blocks, batch).astype(np.float64)
@@ -100,27 +100,22 @@ def by_hand(model: ir.Model, blocks: Sequence[AttentionBlock], batches: Sequence
 # Measuring
 
 
-def test_similarity_is_that_of_the_definition():
+def test_measure_similarity_equals_the_definition():
     model = two_layers()
     blocks = read_attention(model).blocks
     batches = [texts(9, 4, 1), texts(6, 2, width=7, seed=2), texts(12, width=12, seed=3)]
     got = measure_similarity(model, blocks, batches)
     assert (got.layers, got.heads) == (tuple(block.name for block in blocks), (H, H))
     assert got.queries == 9 + 4 + 1 + 6 + 2 + 12
-    # Single-precision probabilities, added in single precision.
-    np.testing.assert_allclose(got.matrix, by_hand(model, blocks, batches), rtol=0, atol=1e-6)
-
-
-def test_similarity_is_symmetric_and_one_on_the_diagonal():
-    model = two_layers()
-    got = measure_similarity(model, read_attention(model).blocks, [texts(9, 5)])
+    # Probabilities and sums are in single precision.
+    np.testing.assert_allclose(got.matrix, reference(model, blocks, batches), rtol=0, atol=1e-6)
     np.testing.assert_array_equal(got.matrix, got.matrix.T)
     np.testing.assert_allclose(np.diag(got.matrix), 1.0, rtol=0, atol=1e-6)
     assert got.matrix.min() >= 0.0
-    assert got.matrix[~np.eye(2 * H, dtype=bool)].max() < 0.99, "heads of their own differ"
+    assert got.matrix[~np.eye(2 * H, dtype=bool)].max() < 0.99, "independent heads differ"
 
 
-def test_layers_that_are_the_same_are_wholly_similar():
+def test_measure_similarity_of_equal_layers_is_one():
     model = two_layers(alike=True)
     got = measure_similarity(model, read_attention(model).blocks, [texts(9, 5)])
     first, second = got.layers
@@ -128,18 +123,19 @@ def test_layers_that_are_the_same_are_wholly_similar():
     np.testing.assert_allclose(got.best(), np.ones((2, 2)), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("width", [9, 10, 17])
-def test_padding_changes_nothing(width: int):
+def test_measure_similarity_ignores_padding():
     model = two_layers()
     blocks = read_attention(model).blocks
     short = texts(9, 5)
-    long = texts(9, 5, width=width, seed=7)
-    long["x"][:, :9] = short["x"]
-    one, two = (measure_similarity(model, blocks, [batch]).matrix for batch in (short, long))
-    np.testing.assert_allclose(one, two, rtol=0, atol=1e-6)
+    expected = measure_similarity(model, blocks, [short]).matrix
+    for width in (9, 10, 17):
+        long = texts(9, 5, width=width, seed=7)
+        long["x"][:, :9] = short["x"]
+        actual = measure_similarity(model, blocks, [long]).matrix
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-6)
 
 
-def test_a_text_counts_once_however_it_is_batched_and_however_long_it_is():
+def test_measure_similarity_weights_texts_equally():
     model = two_layers()
     blocks = read_attention(model).blocks
     together = texts(9, 3, 1)
@@ -150,7 +146,7 @@ def test_a_text_counts_once_however_it_is_batched_and_however_long_it_is():
     np.testing.assert_allclose(one.matrix, np.mean(singles, axis=0), rtol=0, atol=1e-6)
 
 
-def test_a_text_without_tokens_does_not_count():
+def test_measure_similarity_ignores_empty_texts():
     model = two_layers()
     blocks = read_attention(model).blocks
     batch = texts(9, 5)
@@ -161,7 +157,7 @@ def test_a_text_without_tokens_does_not_count():
     assert two.queries == 14
 
 
-def test_fewer_queries_are_spread_evenly_over_texts_and_tokens(tiny: Path, sentences: Path):
+def test_measure_similarity_query_limit_samples_evenly(tiny: Path, sentences: Path):
     artifact = open_artifact(tiny)
     model = load_model(artifact)
     data = load_inputs(sentences, model, artifact, split=False)
@@ -170,18 +166,18 @@ def test_fewer_queries_are_spread_evenly_over_texts_and_tokens(tiny: Path, sente
     some, again = (measure_similarity(model, blocks, data.fit, most_queries=240) for _ in range(2))
     assert 200 <= some.queries <= 240 < whole.queries, "four of each of 60 sentences, or all"
     np.testing.assert_array_equal(some.matrix, again.matrix)
-    # A third of the queries, of tokens that attend alike: the mean moves in the second digit.
+    # A third of the queries: the mean changes in the second digit.
     np.testing.assert_allclose(some.matrix, whole.matrix, rtol=0, atol=0.03)
 
 
-def test_every_text_gives_at_least_one_query():
+def test_measure_similarity_query_limit_keeps_one_query_per_text():
     model = two_layers()
     batch = texts(9, 5, 1)
     got = measure_similarity(model, read_attention(model).blocks, [batch], most_queries=1)
     assert got.queries == 3
 
 
-def test_heads_that_lie_in_the_batch_are_read_alike():
+def test_measure_similarity_heads_in_the_batch_axis():
     plain = LAYER.format(n="a", x="x", y="x", out="out", mask="Identity(as1)")
     constants = weights("a") | {
         "in_batch": np.array([-1, 5, K], np.int64),
@@ -222,7 +218,7 @@ def test_heads_that_lie_in_the_batch_are_read_alike():
 
 
 def memories(*lengths: int) -> list[Batch]:
-    """Batches of six tokens that attend to a memory of each of these lengths."""
+    """Return batches of six tokens that attend to memories of these lengths."""
     random = np.random.default_rng(0)
     return [
         {
@@ -234,8 +230,8 @@ def memories(*lengths: int) -> list[Batch]:
 
 
 @pytest.mark.parametrize("lengths", [(6,), (4,), (6, 4)])
-def test_self_and_cross_attention_are_not_compared(lengths: tuple[int, ...]):
-    """Not even where there are as many keys."""
+def test_measure_similarity_self_and_cross_attention_is_nan(lengths: tuple[int, ...]):
+    """Not even for equal numbers of keys."""
     model = graph(
         LAYER.format(n="a", x="x", y="x", out="h", mask="Identity(as1)")
         + LAYER.format(n="b", x="h", y="memory", out="g", mask="Identity(bs1)")
@@ -252,14 +248,12 @@ def test_self_and_cross_attention_are_not_compared(lengths: tuple[int, ...]):
     assert np.isfinite(got.between(cross, cross)).all()
     np.testing.assert_array_equal(np.isnan(got.best()), [[0, 1, 0], [1, 0, 1], [0, 1, 0]])
     ranks = got.sequential()
-    assert list(ranks) == [last], "it is compared with the last before it that it can be"
+    assert list(ranks) == [last], "compared with the last comparable layer before it"
     np.testing.assert_array_equal(ranks[last], np.sort(got.between(last, own).max(1)))
 
 
 @pytest.mark.parametrize(("lengths", "comparable"), [((6,), True), ((4,), False), ((6, 4), False)])
-def test_layers_with_other_lengths_in_any_batch_are_not_compared(
-    lengths: tuple[int, ...], comparable: bool
-):
+def test_measure_similarity_different_lengths_are_nan(lengths: tuple[int, ...], comparable: bool):
     model = graph(
         LAYER.format(n="a", x="x", y="memory", out="h", mask="Identity(as1)")
         + LAYER.format(n="b", x="h", y="x", out="out", mask="Identity(bs1)"),
@@ -271,60 +265,60 @@ def test_layers_with_other_lengths_in_any_batch_are_not_compared(
     assert bool(got.sequential()) == comparable
 
 
-# Reading
+# HeadSimilarity
 
 
-def made(matrix: np.ndarray) -> HeadSimilarity:
+def similarity(matrix: np.ndarray) -> HeadSimilarity:
     return HeadSimilarity(("a", "b"), (1, 2), matrix, 1)
 
 
-def test_the_best_match_is_chosen_for_each_head_of_the_first_layer():
-    got = made(np.array([[1.0, 0.2, 0.6], [0.2, 1.0, 0.5], [0.6, 0.5, 1.0]]))
+def test_best_averages_the_best_match_of_each_head():
+    got = similarity(np.array([[1.0, 0.2, 0.6], [0.2, 1.0, 0.5], [0.6, 0.5, 1.0]]))
     np.testing.assert_allclose(got.best(), [[1.0, 0.6], [(0.2 + 0.6) / 2, 1.0]], atol=1e-12)
     np.testing.assert_array_equal(got.between("b", "a"), [[0.2], [0.6]])
 
 
-def test_ranks_go_from_the_lowest_similarity_with_the_layer_before_to_the_highest():
-    got = made(np.array([[1.0, 0.6, 0.2], [0.6, 1.0, 0.5], [0.2, 0.5, 1.0]]))
+def test_sequential_ranks_are_sorted():
+    got = similarity(np.array([[1.0, 0.6, 0.2], [0.6, 1.0, 0.5], [0.2, 0.5, 1.0]]))
     assert {name: ranks.tolist() for name, ranks in got.sequential().items()} == {"b": [0.2, 0.6]}
 
 
-def test_a_layer_that_was_not_measured_is_refused():
+def test_between_unknown_layer_is_refused():
     with raises(InvalidArgument, "similarity.unknown_layer", "'c'", "a, b"):
-        made(np.eye(3)).between("a", "c")
+        similarity(np.eye(3)).between("a", "c")
 
 
-# What is refused, and what is left alone
+# Errors, and no side effects
 
 
-def test_the_graph_is_left_as_it_was_and_progress_is_told():
+def test_measure_similarity_keeps_the_graph_and_reports_progress():
     model = two_layers()
-    before, told = ir.to_onnx_text(model), []
+    before, progress = ir.to_onnx_text(model), []
     batches = [texts(9), texts(4)]
     measure_similarity(
         model,
         read_attention(model).blocks,
         batches,
-        context=RunContext(progress=lambda *step: told.append(step[1:])),
+        context=RunContext(progress=lambda *step: progress.append(step[1:])),
     )
     assert ir.to_onnx_text(model) == before
-    assert told == [(1, 2), (2, 2)]
+    assert progress == [(1, 2), (2, 2)]
 
 
-def test_no_attention_is_no_similarity():
+def test_measure_similarity_without_blocks_is_empty():
     got = measure_similarity(two_layers(), [], [texts(9)])
     assert (got.matrix.shape, got.best().shape, got.queries) == ((0, 0), (0, 0), 0)
 
 
 @pytest.mark.parametrize("batches", [[], [texts(0, 0)]], ids=["no batch", "all padding"])
-def test_data_without_a_token_is_refused(batches: list[Batch]):
+def test_measure_similarity_of_padding_only_is_refused(batches: list[Batch]):
     model = two_layers()
     with raises(InvalidData, "calibration.no_token"):
         measure_similarity(model, read_attention(model).blocks, batches)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_activations_that_are_not_finite_are_refused(value: float):
+def test_measure_similarity_of_non_finite_activations_is_refused(value: float):
     model = two_layers()
     batch = texts(9, 5)
     batch["x"][0, 0, 0] = value
@@ -332,7 +326,7 @@ def test_activations_that_are_not_finite_are_refused(value: float):
         measure_similarity(model, read_attention(model).blocks, [batch])
 
 
-def test_no_queries_are_refused():
+def test_measure_similarity_zero_queries_are_refused():
     model = two_layers()
     with raises(InvalidArgument, "similarity.most_queries"):
         measure_similarity(model, read_attention(model).blocks, [texts(9)], most_queries=0)

@@ -1,4 +1,4 @@
-"""Which kind of runner is opened, with a runtime that says it is CUDA's."""
+"""Runners for CPU and CUDA sessions, with CPU sessions in place of CUDA."""
 
 from __future__ import annotations
 
@@ -18,114 +18,87 @@ from attnserve.runtime.backends import open_runner
 from attnserve.runtime.cuda import Cuda
 from attnserve.runtime.cuda_graphs import GraphRunner
 from attnserve.runtime.session import open_session
-from benchmarks.gpu.encoder import random_encoder
 from graph_passes.errors import InvalidModel
-
-
-@pytest.fixture(scope="module")
-def encoder() -> ir.Model:
-    return random_encoder(layers=2, hidden=32, heads=4, positions=32)
-
-
-class Made:
-    """In the place of ``open_session``: CPU sessions, and what was asked of each."""
-
-    def __init__(self, refuse: bool = False) -> None:
-        self.asked: list[Cuda] = []
-        self.refuse = refuse
-
-    def __call__(self, source: Any, *, provider: str, threads: int, cuda: Cuda) -> Any:
-        assert provider == "cuda"
-        self.asked.append(cuda)
-        if self.refuse and cuda.graphs:
-            raise InvalidModel("model.onnx: ONNX Runtime refuses the graph: control flow", "")
-        return open_session(source, threads=threads)
+from tests.attnserve.runtime.recording import RecordingSession
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], Made]:
-    def install(refuse: bool = False) -> Made:
-        one = Made(refuse)
-        monkeypatch.setattr(backends, "open_session", one)
-        return one
+def patch_open_session(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Cuda]]:
+    """Open CPU sessions instead of CUDA sessions; returns the list of requested options."""
+
+    def install(refuse_graphs: bool = False) -> list[Cuda]:
+        requested: list[Cuda] = []
+
+        def open_on_cpu(source: Any, *, provider: str, threads: int, cuda: Cuda) -> Any:
+            assert provider == "cuda"
+            requested.append(cuda)
+            if refuse_graphs and cuda.graphs:
+                raise InvalidModel("model.onnx: ONNX Runtime refuses the graph: control flow", "")
+            return open_session(source, threads=threads)
+
+        monkeypatch.setattr(backends, "open_session", open_on_cpu)
+        return requested
 
     return install
 
 
-def test_without_graphs_one_session_runs_all(encoder: ir.Model, made: Callable[..., Made]):
-    asked = made().asked
+Patch = Callable[..., list[Cuda]]
+
+
+def test_open_runner_without_graphs_opens_one_session(encoder: ir.Model, patch_open_session: Patch):
+    requested = patch_open_session()
     open_runner(encoder, provider="cuda", cuda=Cuda(tf32=True), concurrency=4)
-    assert asked == [Cuda(tf32=True)]
+    assert requested == [Cuda(tf32=True)]
 
 
-def test_graphs_need_a_session_for_each_run_at_once(
-    encoder: ir.Model, made: Callable[..., Made], monkeypatch: pytest.MonkeyPatch
+def test_open_runner_with_graphs_opens_one_session_per_concurrent_run(
+    encoder: ir.Model, patch_open_session: Patch, monkeypatch: pytest.MonkeyPatch
 ):
-    asked = made().asked
+    requested = patch_open_session()
     concurrency, barrier = 3, Barrier(3)
     runner = open_runner(
         encoder, provider="cuda", cuda=Cuda(memory_bytes=2**30), buckets=4, concurrency=concurrency
     )
-    assert asked == [Cuda(memory_bytes=2**30, graphs=True)] * concurrency
+    assert requested == [Cuda(memory_bytes=2**30, graphs=True)] * concurrency
     for one in runner.runners:  # type: ignore[attr-defined]
         monkeypatch.setattr(one, "run", lambda names, feed: barrier.wait(5))
-    with ThreadPoolExecutor(concurrency) as threads:  # each waits for the two others
+    with ThreadPoolExecutor(concurrency) as threads:  # the barrier needs all three runs at once
         for _ in range(2):
             turns = threads.map(lambda _: runner.run(None, {}), range(concurrency))
             assert sorted(turns) == [0, 1, 2]
 
 
-def test_a_model_that_cannot_be_captured_runs_without_graphs_and_says_so(
-    encoder: ir.Model, made: Callable[..., Made], caplog: pytest.LogCaptureFixture
+def test_open_runner_refused_graphs_warns_and_runs_without_graphs(
+    encoder: ir.Model, patch_open_session: Patch, caplog: pytest.LogCaptureFixture
 ):
-    asked = made(refuse=True).asked
+    requested = patch_open_session(refuse_graphs=True)
     runner = open_runner(encoder, provider="cuda", buckets=4, concurrency=2)
-    assert asked == [Cuda(graphs=True), Cuda()]
+    assert requested == [Cuda(graphs=True), Cuda()]
     assert not isinstance(runner, GraphRunner)
     assert [record.getMessage() for record in caplog.records] == [
         "running without CUDA graphs: model.onnx: ONNX Runtime refuses the graph: control flow"
     ]
 
 
-# ---- buffers on the device, with the CPU in its place --------------------------------------------
-
-
-class Noted:
-    """A session on the CPU that notes how each run was asked for, and by what options."""
-
-    def __init__(self, model: ir.Model) -> None:
-        self.session: Any = open_session(model, threads=1)
-        self.bound: list[Any] = []
-        self.plain: list[Any] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.session, name)
-
-    def run(self, names: Any, feed: Any, options: Any) -> Any:
-        self.plain.append(options)
-        return self.session.run(names, feed, options)
-
-    def run_with_iobinding(self, binding: Any, options: Any) -> None:
-        self.bound.append(options)
-        self.session.run_with_iobinding(binding, options)
+# Input buffers on the device, with the CPU in its place
 
 
 @pytest.fixture
-def made_buffers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shape of every buffer that was made."""
-    made: list[tuple[int, ...]] = []
+def allocated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shape of every allocated buffer."""
+    shapes: list[tuple[int, ...]] = []
 
     def placed(array: np.ndarray, place: Any) -> Any:
-        made.append(array.shape)
+        shapes.append(array.shape)
         return real(array.copy(), place)  # on the CPU a value may be a view of its array
 
     real = binding.placed
     monkeypatch.setattr(binding, "placed", placed)
-    return made
+    return shapes
 
 
-def test_answers_through_buffers_are_the_session_s_own(encoder: ir.Model):
-    session = Noted(encoder)
+def test_io_binding_runner_equals_session_run(encoder: ir.Model):
+    session = RecordingSession(encoder)
     runner = backends.IoBindingRunner(session, "cpu")
     for seed, shape in enumerate([(2, 9), (1, 32), (2, 9), (3, 1), (2, 9)]):
         feed = example_inputs(encoder, *shape, seed, padded=True)
@@ -136,21 +109,21 @@ def test_answers_through_buffers_are_the_session_s_own(encoder: ir.Model):
     assert len(session.bound) == 10 and not session.plain
 
 
-def test_buffers_of_a_shape_are_made_once_and_answers_are_not_written_over(
-    encoder: ir.Model, made_buffers: list[tuple[int, ...]]
+def test_io_binding_runner_same_shape_reuses_buffers_and_keeps_outputs(
+    encoder: ir.Model, allocated: list[tuple[int, ...]]
 ):
-    runner = backends.IoBindingRunner(Noted(encoder), "cpu")
+    runner = backends.IoBindingRunner(RecordingSession(encoder), "cpu")
     feeds = [example_inputs(encoder, 2, 9, seed) for seed in range(3)]
     first = runner.run(None, feeds[0])[0]
     kept = first.copy()
     others = [runner.run(None, feed)[0] for feed in feeds[1:]]
     np.testing.assert_array_equal(first, kept)
     assert all((first != other).any() for other in others)
-    assert made_buffers == [(2, 9)] * 2  # ids and mask
+    assert allocated == [(2, 9)] * 2  # ids and mask
 
 
-def test_a_buffer_is_of_a_shape_and_a_type():
-    """A shape of as many elements, or smaller ones, would be read as something else."""
+def test_input_buffers_are_separate_per_shape_and_type():
+    """A buffer of another shape or type would be read as other numbers."""
     buffers = binding.InputBuffers("cpu")
     arrays = [np.arange(6).reshape(2, 3), np.arange(6).reshape(3, 2), np.ones((2, 3), np.int32),
               np.arange(6)[::-1].reshape(3, 2).T]  # fmt: skip
@@ -163,25 +136,25 @@ def test_a_buffer_is_of_a_shape_and_a_type():
     assert again is not buffers.filled({"x": arrays[2]})["x"]
 
 
-@pytest.mark.parametrize(("shapes", "made"), [(8, 8), (9, 18)])
-def test_so_many_shapes_stay_on_the_device_and_no_more(
-    shapes: int, made: int, made_buffers: list[tuple[int, ...]]
+@pytest.mark.parametrize(("shapes", "allocations"), [(8, 8), (9, 18)])
+def test_input_buffers_number_of_shapes_is_bounded(
+    shapes: int, allocations: int, allocated: list[tuple[int, ...]]
 ):
     buffers = binding.InputBuffers("cpu", most=8)
-    for _ in range(2):  # in turns: with one too many, each has gone when it comes again
+    for _ in range(2):  # with nine shapes, each is evicted before it is used again
         for length in range(1, shapes + 1):
             buffers.filled({"x": np.zeros(length)})
-    assert len(made_buffers) == made
+    assert len(allocated) == allocations
 
 
-def test_runs_at_once_have_buffers_of_their_own(
-    encoder: ir.Model, made_buffers: list[tuple[int, ...]]
+def test_io_binding_runner_concurrent_runs_use_separate_buffers(
+    encoder: ir.Model, allocated: list[tuple[int, ...]]
 ):
     concurrency, barrier = 3, Barrier(3)
 
-    class Meeting(Noted):
+    class Meeting(RecordingSession):
         def run_with_iobinding(self, binding: Any, options: Any) -> None:
-            barrier.wait(10)  # until the others have filled their buffers too
+            barrier.wait(10)  # until all runs have filled their buffers
             super().run_with_iobinding(binding, options)
 
     session = Meeting(encoder)
@@ -192,16 +165,16 @@ def test_runs_at_once_have_buffers_of_their_own(
         for got, wanted in zip(threads.map(lambda f: runner.run(None, f), feeds), expected,
                                strict=True):  # fmt: skip
             np.testing.assert_array_equal(got[0], wanted)
-    assert len(made_buffers) == 2 * concurrency
+    assert len(allocated) == 2 * concurrency
 
 
-def test_without_a_buffer_the_session_copies_for_itself_and_it_is_said_once(
+def test_io_binding_runner_failed_allocation_warns_once_and_copies(
     encoder: ir.Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     def placed(array: np.ndarray, place: Any) -> Any:
         raise RuntimeError("CUDA failure 2: out of memory\nmore")
 
-    real, session, feed = binding.placed, Noted(encoder), example_inputs(encoder, 2, 9)
+    real, session, feed = binding.placed, RecordingSession(encoder), example_inputs(encoder, 2, 9)
     runner = backends.IoBindingRunner(session, "cpu")
     expected = session.session.run(None, feed)[0]
     monkeypatch.setattr(binding, "placed", placed)
@@ -215,8 +188,8 @@ def test_without_a_buffer_the_session_copies_for_itself_and_it_is_said_once(
     ]
 
 
-def test_a_run_that_fails_fails_once_and_the_next_one_runs(encoder: ir.Model):
-    session = Noted(encoder)
+def test_io_binding_runner_failed_run_is_not_repeated(encoder: ir.Model):
+    session = RecordingSession(encoder)
     runner = backends.IoBindingRunner(session, "cpu")
     with pytest.raises(Exception, match="Non-zero status code returned"):
         runner.run(None, {"input_ids": np.ones((1, 40), np.int64),  # of 32 positions
@@ -226,12 +199,12 @@ def test_a_run_that_fails_fails_once_and_the_next_one_runs(encoder: ir.Model):
     assert (len(session.bound), len(session.plain)) == (2, 0)
 
 
-def test_an_empty_input_needs_no_buffer():
+def test_io_binding_runner_empty_input_uses_plain_run():
     model = ir.from_onnx_text(
         """<ir_version: 8, opset_import: ["" : 17]> g (float[n] x, float[m] past) => (float[k] y)
            { y = Concat <axis = 0> (past, x) }"""
     )
-    session = Noted(model)
+    session = RecordingSession(model)
     runner = backends.IoBindingRunner(session, "cpu")
     for size, (bound, plain) in ((0, (0, 1)), (1, (1, 1))):
         feed = {"x": np.ones(2, np.float32), "past": np.zeros(size, np.float32)}
@@ -239,19 +212,19 @@ def test_an_empty_input_needs_no_buffer():
         assert (len(session.bound), len(session.plain)) == (bound, plain)
 
 
-def test_after_a_peak_a_run_gives_memory_back_and_lets_buffers_go(
-    made_buffers: list[tuple[int, ...]],
+def test_io_binding_runner_after_peak_shrinks_arena_and_drops_buffers(
+    allocated: list[tuple[int, ...]],
 ):
     model = ir.from_onnx_text(
         '<ir_version: 8, opset_import: ["" : 17]> g (int8[n] x) => (int8[n] y) { y = Identity(x) }'
     )
 
-    class Deaf(Noted):
+    class WithoutShrinking(RecordingSession):
         def run_with_iobinding(self, binding: Any, options: Any) -> None:
             self.bound.append(options)
-            self.session.run_with_iobinding(binding)  # the CPU's arena is not the GPU's
+            self.session.run_with_iobinding(binding)  # the CPU has no GPU arena
 
-    session = Deaf(model)
+    session = WithoutShrinking(model)
     runner = backends.IoBindingRunner(session, "cpu")
     for size in (1000, *[10] * 70):
         runner.run(None, {"x": np.zeros(size, np.int8)})
@@ -264,10 +237,10 @@ def test_after_a_peak_a_run_gives_memory_back_and_lets_buffers_go(
 
     assert [index for index, options in enumerate(session.bound) if shrinks(options)] == [64]
     assert shrinks(session.bound[64]) == "gpu:0"
-    assert made_buffers == [(1000,), (10,), (10,)]
+    assert allocated == [(1000,), (10,), (10,)]
 
 
-def test_on_the_cpu_a_runner_is_the_session(encoder: ir.Model):
+def test_open_runner_on_cpu_equals_session(encoder: ir.Model):
     feed = example_inputs(encoder, 2, 9)
     runner = open_runner(encoder, provider="cpu", threads=1, buckets=4, concurrency=2)
     runner.allow_padding(rows=True, tokens=True)

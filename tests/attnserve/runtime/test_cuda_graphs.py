@@ -1,4 +1,4 @@
-"""CUDA graphs, with buffers on the CPU: the answers must be a session's own."""
+"""GraphRunner, with buffers on the CPU: outputs must equal those of a plain session."""
 
 from __future__ import annotations
 
@@ -16,67 +16,60 @@ from attnserve.runtime.buckets import Buckets
 from attnserve.runtime.cuda_graphs import GraphRunner, Layout
 from attnserve.runtime.session import open_session
 from benchmarks.gpu.encoder import random_encoder
+from tests.attnserve.runtime.recording import RecordingSession
 
 
-@pytest.fixture(scope="module")
-def encoder() -> ir.Model:
-    return random_encoder(layers=2, hidden=32, heads=4, positions=32)
+class GraphSession(RecordingSession):
+    """A CPU session; ``graphs`` holds the graph number of each run with buffers."""
 
-
-class Watched:
-    """A session on the CPU that notes which graph each run asks for."""
-
-    def __init__(self, model: ir.Model) -> None:
-        self.session: Any = open_session(model, threads=1)
-        self.graphs: list[int] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.session, name)
-
-    def run(self, names: Any, feed: Any, options: Any) -> Any:
-        assert options.get_run_config_entry("gpu_graph_id") == "-1"
-        return self.session.run(names, feed, options)
-
-    def run_with_iobinding(self, binding: Any, options: Any) -> None:
-        self.graphs.append(int(options.get_run_config_entry("gpu_graph_id")))
-        self.session.run_with_iobinding(binding, options)
+    @property
+    def graphs(self) -> list[int]:
+        plain, bound = (
+            [int(options.get_run_config_entry("gpu_graph_id")) for options in runs]
+            for runs in (self.plain, self.bound)
+        )
+        assert set(plain) <= {-1}
+        return bound
 
 
 def runner_of(
     model: ir.Model, most: int = 8, *, padding: bool = True, longest: int | None = 32
-) -> tuple[GraphRunner, Watched]:
-    session = Watched(model)
+) -> tuple[GraphRunner, GraphSession]:
+    session = GraphSession(model)
     runner = GraphRunner(session, Buckets(most, longest=longest), place="cpu")
     runner.allow_padding(rows=padding, tokens=padding)
     return runner, session
 
 
-def test_padded_to_a_bucket_the_answers_are_the_session_s_own(encoder: ir.Model):
-    """Within 1e-5: other shapes may add up in another order."""
-    runner, watched = runner_of(encoder)
+@pytest.mark.parametrize(
+    ("padding", "shapes", "captured", "graphs"),
+    [
+        (True, [(3, 20), (3, 20), (3, 17), (3, 24), (3, 20)], (3, 24), [-1, 1, 1, 1, 1]),
+        (True, [(5, 16), (6, 16), (5, 16)], (6, 16), [-1, 1, 1]),
+        (False, [(3, 20), (3, 20), (3, 19), (3, 20)], (3, 20), [-1, 1, 1]),
+    ],
+    ids=["tokens", "rows", "exact shape"],
+)
+def test_run_equals_session(
+    encoder: ir.Model, padding: bool, shapes: Any, captured: Any, graphs: list[int]
+):
+    """Within 1e-5 with padding: the order of a sum may depend on the shape.
+
+    The first run at a shape allocates buffers without capturing.
+    """
+    runner, session = runner_of(encoder, padding=padding)
     plain = open_session(encoder, threads=1)
-    for seed, (batch, length) in enumerate([(3, 20), (3, 20), (3, 17), (3, 24), (3, 20)]):
-        feed = example_inputs(encoder, batch, length, seed, padded=True)
+    for seed, (batch, length) in enumerate(shapes):
+        feed = example_inputs(encoder, batch, length, seed, padded=padding)
         (got,) = runner.run(["last_hidden_state"], feed)
         (expected,) = plain.run(None, feed)
         assert got.shape == expected.shape == (batch, length, 32)
-        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
-    assert list(runner.buckets.captured) == [(3, 24)]
-    assert watched.graphs == [-1, 1, 1, 1, 1]  # buffers are made once, without capturing
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 if padding else 0)
+    assert list(runner.buckets.captured) == [captured] and session.graphs == graphs
 
 
-def test_rows_are_padded_too(encoder: ir.Model):
-    runner, watched = runner_of(encoder)
-    plain = open_session(encoder, threads=1)
-    for seed, batch in enumerate((5, 6, 5)):
-        feed = example_inputs(encoder, batch, 16, seed, padded=True)
-        (got,) = runner.run(None, feed)
-        np.testing.assert_allclose(got, plain.run(None, feed)[0], rtol=0, atol=1e-5)
-    assert list(runner.buckets.captured) == [(6, 16)] and watched.graphs == [-1, 1, 1]
-
-
-def test_rows_that_are_added_are_rows_that_the_model_takes():
-    """Ids from 1 to 8: a row of zeros would be refused."""
+def test_run_padded_rows_repeat_valid_ids():
+    """The model takes ids from 1 to 8; it would refuse a row of zeros."""
     ids = "int64[n, s] x"
     body = "nine = Constant<value_int = 9>() t = Constant<value_floats = [0., 1., 2., 3., 4., 5.,"
     body += " 6., 7.]>() i = Sub(x, nine) y = Gather(t, i)"
@@ -88,7 +81,7 @@ def test_rows_that_are_added_are_rows_that_the_model_takes():
     assert list(runner.buckets.captured) == [(6, 1)] and not runner.buckets.refused
 
 
-def test_an_answer_stays_what_it_was_when_the_next_run_overwrites_the_buffers(encoder: ir.Model):
+def test_run_outputs_survive_later_runs(encoder: ir.Model):
     runner, _ = runner_of(encoder)
     feeds = [example_inputs(encoder, 2, 16, seed) for seed in range(3)]
     kept = [runner.run(None, feed)[0] for feed in feeds]
@@ -96,34 +89,25 @@ def test_an_answer_stays_what_it_was_when_the_next_run_overwrites_the_buffers(en
         np.testing.assert_allclose(answer, runner.run(None, feed)[0], rtol=0, atol=1e-5)
 
 
-def test_unless_padding_is_allowed_only_the_very_shape_is_captured(encoder: ir.Model):
-    runner, watched = runner_of(encoder, padding=False)
-    plain = open_session(encoder, threads=1)
-    for seed, length in enumerate((20, 20, 19, 20)):
-        feed = example_inputs(encoder, 3, length, seed)
-        np.testing.assert_array_equal(runner.run(None, feed)[0], plain.run(None, feed)[0])
-    assert list(runner.buckets.captured) == [(3, 20)] and watched.graphs == [-1, 1, 1]
-
-
-def test_nothing_is_captured_before_it_is_known_what_may_be_padded(encoder: ir.Model):
-    session = Watched(encoder)
+def test_run_before_allow_padding_captures_nothing(encoder: ir.Model):
+    session = GraphSession(encoder)
     runner = GraphRunner(session, Buckets(4), place="cpu")
     for _ in range(3):
         runner.run(None, example_inputs(encoder, 1, 8))
     assert not session.graphs and not runner.buckets.captured
 
 
-def test_the_number_of_graphs_is_bounded_whatever_comes(encoder: ir.Model):
-    runner, watched = runner_of(encoder, most=2)
+def test_run_many_shapes_number_of_graphs_is_bounded(encoder: ir.Model):
+    runner, session = runner_of(encoder, most=2)
     for length in (4, 8, 16, 24) * 3:
         runner.run(None, example_inputs(encoder, 1, length))
-    assert set(watched.graphs) <= {-1, 1, 2} and len(runner.buckets.captured) == 2
+    assert set(session.graphs) <= {-1, 1, 2} and len(runner.buckets.captured) == 2
 
 
-def test_a_bucket_that_the_model_does_not_take_is_left_and_its_runs_go_on(encoder: ir.Model):
-    """Its positions end at 32, and nobody said so: 33 tokens would be a bucket of 48."""
-    runner, _ = runner_of(random_encoder(layers=1, hidden=8, heads=2, positions=40), longest=None)
+def test_unsupported_bucket_falls_back_to_uncaptured_run():
+    """The model has 40 positions, and ``longest`` is unknown: 33 tokens need a bucket of 48."""
     model = random_encoder(layers=1, hidden=8, heads=2, positions=40)
+    runner, _ = runner_of(model, longest=None)
     plain = open_session(model, threads=1)
     feed = example_inputs(model, 1, 33)
     for _ in range(3):
@@ -131,7 +115,7 @@ def test_a_bucket_that_the_model_does_not_take_is_left_and_its_runs_go_on(encode
     assert runner.buckets.refused == {(1, 48)} and not runner.buckets.captured
 
 
-def test_what_the_graph_cannot_take_is_the_runtime_s_own_error(encoder: ir.Model):
+def test_run_invalid_input_raises_the_error_of_onnx_runtime(encoder: ir.Model):
     runner, _ = runner_of(encoder)
     for _ in range(3):
         with pytest.raises(Exception, match=r"by 9|broadcast"):
@@ -148,12 +132,17 @@ X = "float[n, s] x"
 
 
 @pytest.mark.parametrize(
-    ("inputs", "outputs", "body", "found"),
+    ("inputs", "outputs", "body", "expected"),
     [
         (X, "float[n, s] y", "y = Exp(x)", ("n", "s", True)),
         ("float[n, 3, 4, 4] x", "float[n, 3, 4, 4] y", "y = Exp(x)", ("n", "", True)),
         ("float[2, s] x", "float[2, s] y", "y = Exp(x)", (2, "s", True)),
-        ("float[n, s, 4] x", "float[n] y", "y = ReduceSum<keepdims = 0>(x, a)", None),
+        (
+            "float[n, s, 4] x",
+            "float[n] y",
+            "y = ReduceMean<axes = [1, 2], keepdims = 0>(x)",
+            ("n", "s", True),
+        ),
         (X, "float[n, t] y", "y = Exp(x)", ("n", "s", False)),
         (X, "float y", "y = ReduceMean<keepdims = 0>(x)", ("n", "s", False)),
         ("float[n, s] x, float[n, t] z", "float[n, t] y", "y = Exp(z)", None),
@@ -163,24 +152,30 @@ X = "float[n, s] x"
         ("float x", "float y", "y = Exp(x)", None),
     ],
 )
-def test_which_models_have_rows_and_tokens(inputs: str, outputs: str, body: str, found: Any):
-    if "ReduceSum" in body:
-        body, found = "y = ReduceMean<axes = [1, 2], keepdims = 0>(x)", ("n", "s", True)
+def test_layout_of_finds_rows_and_tokens(inputs: str, outputs: str, body: str, expected: Any):
     layout = Layout.of(model_of(inputs, outputs, body))
-    assert found == (layout and (layout.rows, layout.tokens, layout.can_slice))
+    assert expected == (layout and (layout.rows, layout.tokens, layout.can_slice))
 
 
 @pytest.mark.parametrize(
     ("inputs", "outputs", "body"),
     [
-        ("float[n, s] x, float[n, t] z", "float[n, t] y", "y = Exp(z)"),  # nothing to capture by
-        (X, "float y", "y = ReduceMean<keepdims = 0>(x)"),  # nothing to cut: of the very shape
+        (
+            "float[n, s] x, float[n, t] z",
+            "float[n, t] y",
+            "y = Exp(z)",
+        ),  # no common axes: nothing is captured
+        (
+            X,
+            "float y",
+            "y = ReduceMean<keepdims = 0>(x)",
+        ),  # the output cannot be sliced: exact shapes
         ("float[3, s] x", "float[3, s] y", "y = Exp(x)"),  # a fixed number of rows
         ("float[n, 2, 3] x", "float[n, 2, 3] y", "y = Exp(x)"),  # no tokens
         ("float[n, s, 3] x, float[n, 3] z", "float[n, 3] y", "y = Exp(z)"),
     ],
 )
-def test_any_model_answers_as_its_session_does(inputs: str, outputs: str, body: str):
+def test_run_model_without_padding_axes_equals_session(inputs: str, outputs: str, body: str):
     session = model_of(inputs, outputs, body)
     runner = GraphRunner(session, Buckets(4), place="cpu")
     runner.allow_padding(rows=True, tokens=True)
@@ -194,7 +189,7 @@ def test_any_model_answers_as_its_session_does(inputs: str, outputs: str, body: 
         np.testing.assert_array_equal(runner.run(None, feed)[0], session.run(None, feed)[0])
 
 
-def test_an_empty_batch_is_the_session_s():
+def test_run_empty_input_is_not_captured():
     runner = GraphRunner(model_of(X, "float[n, s] y", "y = Exp(x)"), Buckets(4), place="cpu")
     runner.allow_padding(rows=True, tokens=True)
     for _ in range(3):
@@ -202,23 +197,23 @@ def test_an_empty_batch_is_the_session_s():
     assert not runner.buckets.captured
 
 
-def test_many_threads_share_a_runner(encoder: ir.Model):
-    runner, watched = runner_of(encoder, most=3)
+def test_run_from_many_threads_equals_session(encoder: ir.Model):
+    runner, session = runner_of(encoder, most=3)
     plain = open_session(encoder, threads=1)
     feeds = [example_inputs(encoder, 1 + i % 3, 8 + i % 9, i) for i in range(40)]
     with ThreadPoolExecutor(4) as threads:
         answers = list(threads.map(lambda feed: runner.run(None, feed)[0], feeds))
     for feed, answer in zip(feeds, answers, strict=True):
         np.testing.assert_allclose(answer, plain.run(None, feed)[0], rtol=0, atol=1e-5)
-    assert max(watched.graphs) == 3
+    assert max(session.graphs) == 3
 
 
-def test_a_runner_that_is_dropped_takes_its_session_and_its_thread_along(encoder: ir.Model):
+def test_runner_deleted_ends_its_session_and_thread(encoder: ir.Model):
     runner, session = runner_of(encoder)
     runner.run(None, example_inputs(encoder, 1, 8))
     (thread,) = runner._thread._threads
-    gone = weakref.ref(session)
+    reference = weakref.ref(session)
     del runner, session
     gc.collect()
     thread.join(5)
-    assert gone() is None and not thread.is_alive()
+    assert reference() is None and not thread.is_alive()

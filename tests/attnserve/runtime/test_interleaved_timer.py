@@ -28,7 +28,7 @@ def test_measure_rounds_alternates_their_order():
     np.testing.assert_allclose(times, [[100, 100], [40, 40]])
 
 
-def test_measure_given_rounds_are_used_and_reported():
+def test_measure_explicit_rounds_are_used_and_reported():
     done: list[tuple[int, int]] = []
     times = BENCHMARK.measure(
         [lambda repeats: 1.0], 8.0, rounds=3, progress=lambda *step: done.append(step)

@@ -1,4 +1,4 @@
-"""Timed runs: a session's own on the CPU, on memory of the device on CUDA."""
+"""``bound``: plain runs on the CPU, runs on device memory on CUDA."""
 
 from __future__ import annotations
 
@@ -14,24 +14,18 @@ from attnserve.models.example_inputs import example_inputs
 from attnserve.runtime import io_binding as binding
 from attnserve.runtime.io_binding import bound
 from attnserve.runtime.session import open_session, require_runtime
-from benchmarks.gpu.encoder import random_encoder
 
 
-@pytest.fixture(scope="module")
-def encoder() -> ir.Model:
-    return random_encoder(layers=2, hidden=32, heads=4, positions=32)
-
-
-def test_a_timed_run_is_the_session_s_own_on_the_cpu(encoder: ir.Model):
+def test_bound_on_cpu_equals_session_run(encoder: ir.Model):
     feed = example_inputs(encoder, 2, 9)
     session = open_session(encoder, threads=1)
     np.testing.assert_array_equal(bound(session, feed)()[0], session.run(None, feed)[0])
 
 
-def test_a_timed_run_on_cuda_stays_on_the_device(
+def test_bound_on_cuda_keeps_values_on_the_device(
     encoder: ir.Model, monkeypatch: pytest.MonkeyPatch
 ):
-    """On the CPU in its place: the inputs are copied once, and each run waits for its outputs."""
+    """Inputs are copied once, and every run waits for its outputs (with the CPU as the device)."""
     real = open_session(encoder, threads=1)
     places: list[str] = []
     waits: list[int] = []

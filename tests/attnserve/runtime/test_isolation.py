@@ -76,9 +76,9 @@ def test_time_limit_ends_the_child():
 def test_environment_is_replaced(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ATTNSERVE_SECRET", "secret")
     assert run_isolated(os.getenv, "ATTNSERVE_SECRET") == "secret"
-    kept = {"PATH": os.environ["PATH"], "GIVEN": "1"}
+    kept = {"PATH": os.environ["PATH"], "EXTRA": "1"}
     assert run_isolated(os.getenv, "ATTNSERVE_SECRET", environment=kept) is None
-    assert run_isolated(os.getenv, "GIVEN", environment=kept) == "1"
+    assert run_isolated(os.getenv, "EXTRA", environment=kept) == "1"
 
 
 def test_working_folder_is_not_imported_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -123,7 +123,7 @@ def test_prepare_runs_first_in_the_child():
     assert run_isolated(resource.getrlimit, resource.RLIMIT_NOFILE, prepare=prepare) == [64, 64]
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prctl is Linux's")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prctl exists on Linux only")
 def test_child_ends_with_its_parent():
     script = (
         "import os, time\n"
@@ -141,7 +141,7 @@ def test_child_ends_with_its_parent():
     pytest.fail("the child still runs")
 
 
-WHERE = """
+IMPORTS = """
 import json, random, sys
 import attnserve, graph_passes, service
 files = [module.__file__ for module in (random, attnserve, graph_passes, service)]
@@ -150,10 +150,10 @@ print(json.dumps([files, sys.path]))
 
 
 @pytest.mark.parametrize(
-    "given", [None, "", ":", ".", "sub", "{kept}:", ":{kept}", "{kept}:/no/such"]
+    "python_path", [None, "", ":", ".", "sub", "{kept}:", ":{kept}", "{kept}:/no/such"]
 )
 def test_allowed_environment_python_path_has_no_current_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python_path: str | None
 ) -> None:
     kept, current = tmp_path / "kept", tmp_path / "current"
     kept.mkdir()
@@ -163,35 +163,35 @@ def test_allowed_environment_python_path_has_no_current_folder(
             (folder / f"{name}.py").write_text("raise SystemExit('executed')")
     monkeypatch.chdir(current)
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    if given is not None:
-        monkeypatch.setenv("PYTHONPATH", given.format(kept=kept))
-    command = [sys.executable, "-P", "-c", WHERE]
-    found = subprocess.run(command, env=allowed_environment(), check=True, capture_output=True)
-    files, path = json.loads(found.stdout)
+    if python_path is not None:
+        monkeypatch.setenv("PYTHONPATH", python_path.format(kept=kept))
+    command = [sys.executable, "-P", "-c", IMPORTS]
+    done = subprocess.run(command, env=allowed_environment(), check=True, capture_output=True)
+    files, path = json.loads(done.stdout)
     here = (random, attnserve, graph_passes, service)
     assert files == [module.__file__ for module in here]
-    assert (str(kept) in path) is ("kept" in (given or ""))
+    assert (str(kept) in path) is ("kept" in (python_path or ""))
     assert all(Path(entry).is_absolute() for entry in path)
     assert not {str(current), str(current / "sub")} & set(path)
 
 
 def test_allowed_environment_other_search_paths_have_no_current_folder(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     monkeypatch.setenv("PATH", "/usr/bin::bin")
     monkeypatch.setenv("LD_LIBRARY_PATH", ":")
-    found = allowed_environment()
-    assert found["PATH"] == "/usr/bin" and "LD_LIBRARY_PATH" not in found
+    allowed = allowed_environment()
+    assert allowed["PATH"] == "/usr/bin" and "LD_LIBRARY_PATH" not in allowed
 
 
 def test_allowed_environment_passes_settings_and_no_secrets(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     passed = {"CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "LC_ALL", "LANG", "TMPDIR", "TZ", "HOME"}
     secret = {"AWS_SECRET_ACCESS_KEY", "NVIDIA_API_KEY", "ATTNSERVE_API_KEYS", "HF_TOKEN"}
     for name in (*passed, *secret, "OTEL_EXPORTER_OTLP_HEADERS"):
         monkeypatch.setenv(name, "value")
-    found = allowed_environment()
-    assert passed <= found.keys()
-    assert not (secret | {"OTEL_EXPORTER_OTLP_HEADERS"}) & found.keys()
-    assert allowed_environment("OTEL_").keys() - found.keys() == {"OTEL_EXPORTER_OTLP_HEADERS"}
+    allowed = allowed_environment()
+    assert passed <= allowed.keys()
+    assert not (secret | {"OTEL_EXPORTER_OTLP_HEADERS"}) & allowed.keys()
+    assert allowed_environment("OTEL_").keys() - allowed.keys() == {"OTEL_EXPORTER_OTLP_HEADERS"}

@@ -1,4 +1,4 @@
-"""Blocks cut out of a model, timed alone and in turns, and what is remembered of it."""
+"""Cut blocks out of a model, time them in interleaved rounds, and cache the latencies."""
 
 from __future__ import annotations
 
@@ -38,38 +38,37 @@ def feeds(bert: ir.Model) -> list[dict[str, np.ndarray]]:
 
 
 def cuts(model: ir.Model) -> list[Cut]:
-    found = [Cut(b.output.output, (b.x,)) for b in find_attention(model)[0] if b.output]
-    return [*found, *(Cut(b.output, (b.x,)) for b in find_feed_forward(model))]
-
-
-# Cutting out
-
-
-def test_a_part_makes_what_the_model_makes(bert: ir.Model, feeds: Any):
-    wanted = cuts(bert)
-    parts = cut_out(bert, wanted, feeds)
-    assert len(parts) == 4
-    for cut, part in zip(wanted, parts, strict=True):
-        with exposing(bert, [cut.output]):
-            whole = open_session(bert, threads=1)
-        alone = open_session(part.model, threads=1)
-        for feed, fed in zip(feeds, part.feeds, strict=True):
-            expected, got = whole.run(None, feed)[0], alone.run(None, fed)[0]
-            np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6)
+    attention = [Cut(b.output.output, (b.x,)) for b in find_attention(model)[0] if b.output]
+    return [*attention, *(Cut(b.output, (b.x,)) for b in find_feed_forward(model))]
 
 
 def outputs(model: ir.Model, feed: Any) -> np.ndarray:
     return open_session(model, threads=1).run(None, feed)[0]
 
 
-def whole(model: ir.Model, cut: Cut, feed: Any) -> np.ndarray:
+def assert_part_equals_model(model: ir.Model, cut: Cut, part: Part, feeds: Any) -> None:
+    """The part computes the value of ``cut`` as the whole model does."""
     with exposing(model, [cut.output]):
-        return outputs(model, feed)
+        expected = [outputs(model, feed) for feed in feeds]
+    for feed, output in zip(part.feeds, expected, strict=True):
+        np.testing.assert_allclose(outputs(part.model, feed), output, rtol=0, atol=1e-6)
+
+
+# Cutting out
+
+
+def test_cut_out_parts_equal_the_model_and_leave_it_unchanged(bert: ir.Model, feeds: Any):
+    before = ir.to_proto(bert).SerializeToString()
+    parts = cut_out(bert, cuts(bert), feeds)
+    assert len(parts) == 4
+    for cut, part in zip(cuts(bert), parts, strict=True):
+        assert_part_equals_model(bert, cut, part, feeds)
+    assert ir.to_proto(bert).SerializeToString() == before
 
 
 @pytest.mark.parametrize("version", [3, 8])
-def test_weights_that_are_listed_as_inputs_are_weights(bert: ir.Model, feeds: Any, version: int):
-    """Before IR version 4 all were; since then these are what a caller may replace."""
+def test_cut_out_weights_listed_as_inputs_stay_weights(bert: ir.Model, feeds: Any, version: int):
+    """Before IR version 4 all weights are inputs; since then these may be replaced by a caller."""
     old = bert.clone()
     old.graph.inputs.extend(old.graph.initializers.values())
     old.ir_version = version
@@ -77,26 +76,21 @@ def test_weights_that_are_listed_as_inputs_are_weights(bert: ir.Model, feeds: An
     parts = cut_out(old, [first, last], feeds)
     for cut, part in zip((first, last), parts, strict=True):
         assert len(part.feeds[0]) == (2 if cut is first else 1)  # tokens, and a mask
-        for feed, fed in zip(feeds, part.feeds, strict=True):
-            got = outputs(part.model, fed)
-            np.testing.assert_allclose(got, whole(old, cut, feed), rtol=0, atol=1e-6)
+        assert_part_equals_model(old, cut, part, feeds)
     assert parts[0].key(0) == cut_out(bert, cuts(bert)[:1], feeds)[0].key(0)
 
 
-def test_tokens_that_the_model_also_returns_are_fed(bert: ir.Model, feeds: Any):
-    """As with output_hidden_states."""
+def test_cut_out_source_that_is_a_model_output_is_fed(bert: ir.Model, feeds: Any):
     model = bert.clone()
     cut = cuts(model)[1]
     model.graph.outputs.extend(cut.sources)
     (part,) = cut_out(model, [cut], feeds)
     assert [value.name for value in part.model.graph.outputs] == [cut.output.name]
-    np.testing.assert_allclose(
-        outputs(part.model, part.feeds[0]), whole(model, cut, feeds[0]), rtol=0, atol=1e-6
-    )
+    assert_part_equals_model(model, cut, part, feeds)
 
 
-def test_what_follows_from_lengths_is_fed_but_for_numbers():
-    """A scale asked of a shape stays the graph's own; a mask is made once, outside of the layer."""
+def test_cut_out_feeds_mask_but_keeps_scale_computed_from_shapes():
+    """The scale stays in the part; the mask is computed once, outside of the layer."""
     scores = """
         s0 = MatMul(q, kT)
         size0 = Shape(q)
@@ -118,13 +112,11 @@ def test_what_follows_from_lengths_is_fed_but_for_numbers():
     assert sorted(part.feeds[0]) == ["causal/fed", "x/fed"]
     (block,), _ = find_attention(part.model)
     assert block.scale == pytest.approx(K**-0.5, rel=1e-6)
-    for feed, fed in zip(feeds, part.feeds, strict=True):
-        got = outputs(part.model, fed)
-        np.testing.assert_allclose(got, whole(model, cut, feed), rtol=0, atol=1e-6)
+    assert_part_equals_model(model, cut, part, feeds)
 
 
-def test_what_a_body_returns_as_it_is_is_read():
-    """ONNX Runtime refuses such a body; whoever asks what a node reads is told all the same."""
+def test_reads_include_outer_values_that_a_subgraph_returns():
+    """ONNX Runtime refuses such a subgraph, but the values are still inputs of the node."""
     x, y = (ir.val(name, ir.DataType.FLOAT, ["n"]) for name in "xy")
     flag = ir.val("flag", ir.DataType.BOOL, [])
     double = ir.node("Add", [y, y])
@@ -136,7 +128,7 @@ def test_what_a_body_returns_as_it_is_is_read():
     assert set(latency._reads(node)) == {flag, x, y}
 
 
-# Axes of what is fed
+# Axes of the inputs
 
 
 def dims(part: Part) -> list[list[Any]]:
@@ -156,7 +148,7 @@ def dims(part: Part) -> list[list[Any]]:
         ([(1, 5), (4, 9), (4, 5)], "batch", "sequence"),
     ],
 )
-def test_axes_are_named_by_what_they_count(
+def test_cut_out_names_axes_of_batch_and_length(
     bert: ir.Model, shapes: list[tuple[int, int]], batch: Any, length: Any
 ):
     feeds = [example_inputs(bert, b, n, seed=0, padded=True) for b, n in shapes]
@@ -166,13 +158,13 @@ def test_axes_are_named_by_what_they_count(
     assert mask == [batch, 1, length, length]
     name = find_attention(part.model)[0][0].name
     fused = part.model.clone()
-    FuseAttention({name: "multi_head"})(fused)  # binds the axes to lengths of its own
+    FuseAttention({name: "multi_head"})(fused)  # binds the axes to new names
     for fed in part.feeds:
         got, expected = outputs(fused, fed), outputs(part.model, fed)
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
 
 
-def test_tokens_in_a_row_are_as_many_as_texts_times_their_length():
+def test_dim_of_flattened_tokens_is_batch_times_length():
     sizes = [(2, 5), (2, 9)], [(1, 5), (4, 9)], [(1, 5), (4, 5)]
     named = [latency._dim(0, tuple(b * n for b, n in pairs), pairs) for pairs in sizes]
     assert named == ["2*sequence", "batch*sequence", "batch*5"]
@@ -180,42 +172,34 @@ def test_tokens_in_a_row_are_as_many_as_texts_times_their_length():
     assert latency._dim(0, (7, 7), sizes[0]) == 7
 
 
-def test_the_model_stays_as_it_was(bert: ir.Model, feeds: Any):
-    before = ir.to_proto(bert).SerializeToString()
-    cut_out(bert, cuts(bert), feeds)
-    assert ir.to_proto(bert).SerializeToString() == before
-
-
-def test_a_part_holds_one_block_and_nothing_of_others(bert: ir.Model, feeds: Any):
+def test_cut_out_part_has_one_block_and_its_mask_as_input(bert: ir.Model, feeds: Any):
     for part in cut_out(bert, cuts(bert)[:2], feeds):
-        blocks, misses = find_attention(part.model)
-        assert len(blocks) == 1 and not misses
+        blocks, unmatched = find_attention(part.model)
+        assert len(blocks) == 1 and not unmatched
         assert not find_feed_forward(part.model)
+        (mask,) = (array for array in part.feeds[0].values() if array.ndim == 4)
+        assert len(part.feeds[0]) == 2
+        assert mask.shape[0] == 2 and mask.shape[-1] == 5
+        assert len(np.unique(mask)) == 2  # the second text is padded
 
 
-def test_masks_are_fed_as_the_model_computes_them(bert: ir.Model, feeds: Any):
-    part = cut_out(bert, cuts(bert)[:1], feeds)[0]
-    masks = [array for array in part.feeds[0].values() if array.ndim == 4]
-    assert len(masks) == 1 and len(part.feeds[0]) == 2
-    assert masks[0].shape[0] == 2 and masks[0].shape[-1] == 5
-    assert len(np.unique(masks[0])) == 2  # the second text is padded
+def pruned(part: Part, mask: list[int]) -> Part:
+    small = part.model.clone()
+    PruneHeads({find_attention(small)[0][0].name: mask})(small)
+    return Part(small, part.feeds)
 
 
-def test_layers_that_do_the_same_work_have_one_key(bert: ir.Model, feeds: Any):
+def test_key_is_equal_for_layers_of_equal_work(bert: ir.Model, feeds: Any):
     first, second, *feed_forwards = cut_out(bert, cuts(bert), feeds)
     assert first.key(0) == second.key(0)
     assert first.key(0) != first.key(1)  # another length
     assert feed_forwards[0].key(0) == feed_forwards[1].key(0) != first.key(0)
 
 
-def test_fewer_heads_are_other_work(bert: ir.Model, feeds: Any):
+def test_key_depends_on_the_number_of_heads(bert: ir.Model, feeds: Any):
     part = cut_out(bert, cuts(bert)[:1], feeds)[0]
-    small = part.model.clone()
-    PruneHeads({find_attention(small)[0][0].name: [1, 1, 0, 1]})(small)
-    other = part.model.clone()
-    PruneHeads({find_attention(other)[0][0].name: [0, 1, 1, 1]})(other)
-    assert Part(small, part.feeds).key(0) != part.key(0)
-    assert Part(small, part.feeds).key(0) == Part(other, part.feeds).key(0)
+    small, other = pruned(part, [1, 1, 0, 1]), pruned(part, [0, 1, 1, 1])
+    assert small.key(0) == other.key(0) != part.key(0)
 
 
 # The table
@@ -223,45 +207,41 @@ def test_fewer_heads_are_other_work(bert: ir.Model, feeds: Any):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
-    """What ``time_sessions`` returns, call by call."""
-    said: list[list[float]] = []
+    """Results of ``time_sessions``, one list per call."""
+    results: list[list[float]] = []
 
     def time_sessions(sessions: Any, feeds: Any, *, seconds: float) -> list[np.ndarray]:
-        times = said.pop(0)
+        times = results.pop(0)
         assert len(times) == len(sessions) == len(feeds)
         return [np.array([time, 1.1 * time, 0.9 * time]) for time in times]
 
     monkeypatch.setattr(latency, "time_sessions", time_sessions)
-    return said
+    return results
 
 
 @pytest.fixture
 def parts(bert: ir.Model, feeds: Any) -> dict[str, Part]:
     part = cut_out(bert, cuts(bert)[:1], feeds[:1])[0]
-    found = {"whole": part}
-    for kept in (3, 2):
-        small = part.model.clone()
-        name = find_attention(small)[0][0].name
-        PruneHeads({name: [1] * kept + [0] * (4 - kept)})(small)
-        found[str(kept)] = Part(small, part.feeds)
-    return found
+    return {"whole": part, "3": pruned(part, [1, 1, 1, 0]), "2": pruned(part, [1, 1, 0, 0])}
 
 
-def test_times_are_measured_once(parts: Any, clock: list[list[float]], tmp_path: Path):
+def test_measure_known_parts_are_read_from_the_cache(
+    parts: Any, clock: list[list[float]], tmp_path: Path
+):
     clock.append([4.0, 3.0, 2.0])
     table = LatencyTable(tmp_path / "t.json", threads=1)
     first = table.measure(parts)
     assert first == {"whole": (4.0,), "3": (3.0,), "2": (2.0,)}
     assert table.measured == 3
     again = LatencyTable(tmp_path / "t.json", threads=1)
-    assert again.measure(parts) == first  # the clock has nothing more to say
+    assert again.measure(parts) == first  # the clock has no more results
     assert again.measured == 0
 
 
-def test_what_is_new_is_in_proportion_to_what_is_known(
+def test_measure_new_part_is_scaled_to_known_parts(
     parts: Any, clock: list[list[float]], tmp_path: Path
 ):
-    """The machine runs at half the speed when the third form is timed."""
+    """The machine runs at half speed when the third part is timed."""
     clock.append([4.0, 3.0])
     LatencyTable(tmp_path / "t.json").measure({n: parts[n] for n in ("whole", "3")})
     clock.append([8.0, 4.0])
@@ -269,7 +249,9 @@ def test_what_is_new_is_in_proportion_to_what_is_known(
     assert times == {"whole": (4.0,), "3": (3.0,), "2": (2.0,)}
 
 
-def test_other_threads_are_other_entries(parts: Any, clock: list[list[float]], tmp_path: Path):
+def test_measure_entries_are_separate_per_thread_count(
+    parts: Any, clock: list[list[float]], tmp_path: Path
+):
     clock += [[4.0], [2.0]]
     whole = {"whole": parts["whole"]}
     LatencyTable(tmp_path / "t.json", threads=1).measure(whole)
@@ -278,7 +260,7 @@ def test_other_threads_are_other_entries(parts: Any, clock: list[list[float]], t
     assert len(kept) == 2 and all("threads" in setting for setting in kept)
 
 
-def test_other_cores_are_other_entries(monkeypatch: pytest.MonkeyPatch):
+def test_setting_depends_on_the_number_of_cores(monkeypatch: pytest.MonkeyPatch):
     def setting(cores: int) -> str:
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
         return LatencyTable(None, threads=1).setting
@@ -289,18 +271,18 @@ def test_other_cores_are_other_entries(monkeypatch: pytest.MonkeyPatch):
     assert LatencyTable(None, threads=1).setting == setting(16)
 
 
-def test_other_gpus_are_other_entries(monkeypatch: pytest.MonkeyPatch):
-    found: list[str | None] = ["NVIDIA H200", "NVIDIA L4", None]
-    monkeypatch.setattr(latency, "output_of", lambda *_: found.pop(0))
+def test_setting_depends_on_the_gpu(monkeypatch: pytest.MonkeyPatch):
+    gpus: list[str | None] = ["NVIDIA H200", "NVIDIA L4", None]
+    monkeypatch.setattr(latency, "output_of", lambda *_: gpus.pop(0))
     settings = [LatencyTable(None, provider="cuda").setting for _ in range(3)]
-    assert len(set(settings)) == 3 and "NVIDIA H200" in settings[0] and not found
-    assert "NVIDIA" not in LatencyTable(None).setting  # and nobody is asked
+    assert len(set(settings)) == 3 and "NVIDIA H200" in settings[0] and not gpus
+    assert "NVIDIA" not in LatencyTable(None).setting  # the GPU is not queried
 
 
-def test_few_sessions_are_open_at_once(
+def test_measure_number_of_open_sessions_is_bounded(
     bert: ir.Model, feeds: Any, clock: list[list[float]], monkeypatch: pytest.MonkeyPatch
 ):
-    """Each beside the first, which runs at half the speed in the second turn."""
+    """Every group includes the first part, which runs at half speed in the second group."""
     part = cut_out(bert, cuts(bert)[2:3], feeds)[0]
     forms = {str(n): Part(narrowed(part.model, n), part.feeds) for n in range(1, 11)}
     parts = {"whole": part, **forms}
@@ -319,10 +301,10 @@ def test_few_sessions_are_open_at_once(
     monkeypatch.setattr(latency, "open_session", opened)
     first, second = [100.0, 1, 2, 3, 4, 5, 6, 7], [200.0, 16, 18, 20]
     clock += [first, first, second, second]  # two shapes
-    told: list[tuple[int, int]] = []
+    reported: list[tuple[int, int]] = []
     table = LatencyTable(None)
-    times = table.measure(parts, progress=lambda *done: told.append(done))
-    assert max(most) == 8 and not clock and told == [(1, 2), (2, 2)]
+    times = table.measure(parts, progress=lambda *done: reported.append(done))
+    assert max(most) == 8 and not clock and reported == [(1, 2), (2, 2)]
     expected = {"whole": 100.0, **{str(n): float(n) for n in range(1, 11)}}
     assert times == {name: (ms, ms) for name, ms in expected.items()}
     assert table.measured == 22
@@ -336,7 +318,7 @@ def narrowed(model: ir.Model, kept: int) -> ir.Model:
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"a": 1}', '{"a": {"b": "c"}}', "\x00"])
-def test_a_damaged_file_is_measured_again(
+def test_measure_damaged_cache_is_replaced(
     content: str, parts: Any, clock: list[list[float]], tmp_path: Path
 ):
     clock.append([4.0])
@@ -346,37 +328,35 @@ def test_a_damaged_file_is_measured_again(
     assert list(json.loads((tmp_path / "t.json").read_text())) == [table.setting]
 
 
-def test_a_folder_that_cannot_be_written_costs_the_memory_only(
-    parts: Any, clock: list[list[float]], tmp_path: Path
-):
-    clock.append([4.0])
-    (tmp_path / "file").write_text("in the way")
-    table = LatencyTable(tmp_path / "file" / "t.json")
-    assert table.measure({"whole": parts["whole"]}) == {"whole": (4.0,)}
-
-
-def full(*_: Any, **__: Any) -> None:
-    raise OSError(28, "No space left on device")
-
-
-def stopped(*_: Any, **__: Any) -> None:
-    raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("fails", ["in the way", full, stopped])
-def test_a_write_that_fails_leaves_nothing_behind(
-    fails: Any, parts: Any, clock: list[list[float]], tmp_path: Path,
+@pytest.mark.parametrize(
+    "failure",
+    [
+        "the file is a folder",
+        "the folder is a file",
+        OSError(28, "No space left on device"),
+        KeyboardInterrupt(),
+    ],
+)
+def test_measure_failed_write_leaves_no_file(
+    failure: str | BaseException, parts: Any, clock: list[list[float]], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):  # fmt: skip
+    def dump(*_: Any, **__: Any) -> None:
+        assert isinstance(failure, BaseException)
+        raise failure
+
     clock.append([4.0])
     path = tmp_path / "t.json"
-    if isinstance(fails, str):
+    if failure == "the file is a folder":
         path.mkdir()
+    elif failure == "the folder is a file":
+        (tmp_path / "file").write_text("")
+        path = tmp_path / "file" / "t.json"
     else:
-        monkeypatch.setattr(latency.json, "dump", fails)
+        monkeypatch.setattr(latency.json, "dump", dump)
     before = list(tmp_path.iterdir())
     table = LatencyTable(path)
-    if fails is stopped:
+    if isinstance(failure, KeyboardInterrupt):
         with pytest.raises(KeyboardInterrupt):
             table.measure({"whole": parts["whole"]})
     else:
@@ -384,7 +364,9 @@ def test_a_write_that_fails_leaves_nothing_behind(
     assert list(tmp_path.iterdir()) == before
 
 
-def test_the_cache_lies_where_it_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_default_cache_follows_environment_variables(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     monkeypatch.setenv("ATTNSERVE_CACHE", str(tmp_path))
     assert default_cache() == tmp_path / "latency.json"
     monkeypatch.delenv("ATTNSERVE_CACHE")
@@ -392,19 +374,19 @@ def test_the_cache_lies_where_it_is_told(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert default_cache().name == "latency.json" and "attnserve" in str(default_cache())
 
 
-def test_a_real_clock_gives_real_times(bert: ir.Model, feeds: Any):
+def test_measure_with_real_clock_gives_milliseconds(bert: ir.Model, feeds: Any):
     part = cut_out(bert, cuts(bert)[:1], feeds)[0]
     times = LatencyTable(None, threads=1).measure({"whole": part})["whole"]
     assert len(times) == 2 and all(0 < ms < 1000 for ms in times)
 
 
-def test_what_is_timed_is_a_run_on_the_device_s_own_memory(monkeypatch: pytest.MonkeyPatch):
-    """Each session is bound to its inputs once, outside of the clock."""
-    bound: list[tuple[Any, Any]] = []
+def test_time_sessions_binds_inputs_once(monkeypatch: pytest.MonkeyPatch):
+    """Inputs are bound once, outside of the timed runs."""
+    bindings: list[tuple[Any, Any]] = []
     runs = {"a": 0, "b": 0}
 
     def bind(session: str, feed: Any) -> Any:
-        bound.append((session, feed))
+        bindings.append((session, feed))
 
         def run() -> None:
             runs[session] += 1
@@ -413,5 +395,5 @@ def test_what_is_timed_is_a_run_on_the_device_s_own_memory(monkeypatch: pytest.M
 
     monkeypatch.setattr(latency, "bound", bind)
     times = latency.time_sessions(["a", "b"], [{"x": 1}, {"x": 2}], seconds=0.01)
-    assert bound == [("a", {"x": 1}), ("b", {"x": 2})]
+    assert bindings == [("a", {"x": 1}), ("b", {"x": 2})]
     assert len(times) == 2 and min(runs.values()) > QUICK.min_rounds

@@ -1,4 +1,4 @@
-"""What ONNX Runtime wrote down, read: a file of its own making, and lines as it prints them."""
+"""Read profiles of ONNX Runtime, and the attention kernels that it prints."""
 
 from __future__ import annotations
 
@@ -45,17 +45,14 @@ def profile(folder: Path, events: object) -> Path:
     return path
 
 
-def test_time_is_shared_among_operators_and_the_first_run_is_left_out(tmp_path: Path):
-    found = read_profile(profile(tmp_path, RUNS))
-    assert list(found.shares.items()) == [("MatMul", 0.75), ("Softmax", 0.25), ("Shape", 0.0)]
-    assert found.timed == "nodes"
-
-
-def test_a_single_run_is_not_left_out(tmp_path: Path):
+def test_read_profile_shares_exclude_the_first_of_several_runs(tmp_path: Path):
+    result = read_profile(profile(tmp_path, RUNS))
+    assert list(result.shares.items()) == [("MatMul", 0.75), ("Softmax", 0.25), ("Shape", 0.0)]
+    assert result.timed == "nodes"
     assert read_profile(profile(tmp_path, RUNS[:3])).shares == {"MatMul": 1.0}
 
 
-def test_each_run_has_its_own_shares_and_the_peak_so_far(tmp_path: Path):
+def test_read_runs_gives_shares_and_peak_per_run(tmp_path: Path):
     first, second = read_runs(profile(tmp_path, RUNS))
     assert (first.shares, first.peak_bytes) == ({"MatMul": 1.0}, 700)
     assert (second.shares, second.peak_bytes) == (
@@ -65,27 +62,27 @@ def test_each_run_has_its_own_shares_and_the_peak_so_far(tmp_path: Path):
     assert read_runs(profile(tmp_path, RUNS[:1])) == ()  # nothing ran
 
 
-def test_the_peak_is_that_of_the_gpu(tmp_path: Path):
+def test_read_profile_peak_is_that_of_the_gpu_if_present(tmp_path: Path):
     assert read_profile(profile(tmp_path, RUNS)).peak_bytes == 900
     on_cpu = [event for event in RUNS if "CUDA" not in json.dumps(event)]
     assert read_profile(profile(tmp_path, on_cpu)).peak_bytes == 5000
-    told = [event | {"args": {k: v for k, v in event["args"].items() if k != "mem_in_use_peak"}}
+    without = [event | {"args": {k: v for k, v in event["args"].items() if k != "mem_in_use_peak"}}
             for event in RUNS]  # fmt: skip
-    assert read_profile(profile(tmp_path, told)).peak_bytes is None
+    assert read_profile(profile(tmp_path, without)).peak_bytes is None
 
 
-def test_where_the_gpu_s_clock_is_in_the_file_it_counts(tmp_path: Path):
+def test_read_profile_prefers_gpu_kernel_times(tmp_path: Path):
     kernels = [
         event("Kernel", "sm90_gemm", 1005, 300, op_name="MatMul"),
         event("Kernel", "flash_fwd", 1400, 100, op_name="MultiHeadAttention"),
-        event("Kernel", "fill", 1500, 0),  # of no operator
+        event("Kernel", "fill", 1500, 0),  # belongs to no operator
     ]
-    found = read_profile(profile(tmp_path, RUNS + kernels))
-    assert found.timed == "kernels"
-    assert found.shares == {"MatMul": 0.75, "MultiHeadAttention": 0.25, "fill": 0.0}
+    result = read_profile(profile(tmp_path, RUNS + kernels))
+    assert result.timed == "kernels"
+    assert result.shares == {"MatMul": 0.75, "MultiHeadAttention": 0.25, "fill": 0.0}
 
 
-def test_a_profile_that_the_runtime_wrote_is_read(tmp_path: Path):
+def test_read_profile_of_onnx_runtime(tmp_path: Path):
     model = ir.from_onnx_text(
         '<ir_version: 8, opset_import: ["" : 17]> g (float[n, 64] x) => (float[n, n] z)'
         "{ y = Transpose(x)  z = MatMul(x, y) }"
@@ -93,16 +90,16 @@ def test_a_profile_that_the_runtime_wrote_is_read(tmp_path: Path):
     session = open_session(model, optimize=False, profile=tmp_path / "run")
     for _ in range(3):
         session.run(None, {"x": np.ones((64, 64), np.float32)})
-    found = read_profile(Path(session.end_profiling()))
-    assert found.shares.keys() == {"Transpose", "MatMul"} and found.timed == "nodes"
-    assert sum(found.shares.values()) == pytest.approx(1)
-    assert found.peak_bytes is not None and found.peak_bytes >= 2 * 64 * 64 * 4
+    result = read_profile(Path(session.end_profiling()))
+    assert result.shares.keys() == {"Transpose", "MatMul"} and result.timed == "nodes"
+    assert sum(result.shares.values()) == pytest.approx(1)
+    assert result.peak_bytes is not None and result.peak_bytes >= 2 * 64 * 64 * 4
 
 
 @pytest.mark.parametrize(
     "content", ["", "[", "{}", "[1]", '[{"name": "x"}]', '[{"name": "x", "cat": "Node"}]', "null"]
 )
-def test_what_is_no_profile_is_refused(content: str, tmp_path: Path):
+def test_read_profile_invalid_content_is_refused(content: str, tmp_path: Path):
     path = tmp_path / "profile.json"
     path.write_text(content)
     code = "profile.empty" if content == "{}" else "profile.invalid"
@@ -110,12 +107,9 @@ def test_what_is_no_profile_is_refused(content: str, tmp_path: Path):
         read_profile(path)
 
 
-def test_a_session_that_never_ran_has_no_shares(tmp_path: Path):
+def test_read_profile_without_a_run_or_file_is_refused(tmp_path: Path):
     with raises(InvalidData, "profile.empty"):
         read_profile(profile(tmp_path, RUNS[:1]))
-
-
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path):
     with raises(InvalidData, "profile.invalid", "FileNotFoundError"):
         read_profile(tmp_path / "none.json")
 
@@ -131,22 +125,18 @@ something else, as SdpaKernel= or Operator=
 """
 
 
-def test_the_kernels_of_attention_are_read_from_what_is_printed():
+def test_attention_kernels_are_parsed_from_output():
     flash, efficient, plain = attention_kernels(PRINTED)
     assert flash == AttentionKernel(
         "MultiHeadAttention", "encoder.layer.0/fused/attention", "fp16", "FLASH_ATTENTION"
     )
-    assert (efficient.node, efficient.dtype, efficient.kernel) == (
-        "",
-        "bf16",
-        "EFFICIENT_ATTENTION",
-    )
-    assert (plain.node, plain.kernel) == ("a name of words", "MATH")
-    assert [each.is_fused for each in (flash, efficient, plain)] == [True, True, False]
+    assert efficient == AttentionKernel("MultiHeadAttention", "", "bf16", "EFFICIENT_ATTENTION")
+    assert plain == AttentionKernel("Attention", "a name of words", "fp32", "MATH")
+    assert [kernel.is_fused for kernel in (flash, efficient, plain)] == [True, True, False]
 
 
 @pytest.mark.parametrize(
     "line", ["", "Operator=Attention Node=x DataType=fp16", "DataType=fp16 SdpaKernel=MATH"]
 )
-def test_other_lines_are_no_kernels(line: str):
+def test_attention_kernels_other_lines_are_ignored(line: str):
     assert attention_kernels(line) == ()
