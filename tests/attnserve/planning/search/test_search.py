@@ -263,6 +263,11 @@ def test_search_without_ffn_keeps_neurons(planned: Planner):
     assert report.rewrites.changed and not report.rewrites.targets(PruneNeurons)
     kinds = {d.kind: d for d in report.decisions}
     assert "`allow`" in kinds["feed_forward"].why
+
+
+@pytest.mark.timing
+def test_search_explains_every_block(planned: Planner):
+    report = planned(keep=0.9, allow=["ffn"])
     assert len(report.decisions) == 4 and all(decision.why for decision in report.decisions)
     assert all(decision.ms_after <= decision.ms_before for decision in report.decisions)
     assert any("others cannot reproduce" in decision.why for decision in report.decisions)
