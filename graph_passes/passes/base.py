@@ -73,21 +73,28 @@ class RewritePass(ir.passes.InPlacePass):
     def __call__(self, model_or_result: ir.Model | ir.passes.PassResult, /) -> ir.passes.PassResult:
         result = model_or_result
         model = result.model if isinstance(result, ir.passes.PassResult) else result
-        with GraphContext.of(model):  # one context for the check and the rewrite
-            return super().__call__(model)
+        with GraphContext.of(model) as context:  # one context for the check and the rewrite
+            running = len(context.expected)
+            try:
+                return super().__call__(model)
+            finally:
+                del context.expected[running:]
 
     def requires(self, model: ir.Model) -> None:
         with GraphContext.of(model) as context:
             self.check(context)
+            context.expected.append(self.expected_interface(interface(model), context))
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         with GraphContext.of(model) as context:
-            expected = self.expected_interface(interface(model), context)
             modified = self.rewrite_graph(context)
             if modified:
                 context.invalidate()
-            check_invariants(expected, model, after=type(self).__name__)
             return ir.passes.PassResult(model, modified=modified)
+
+    def ensures(self, model: ir.Model) -> None:
+        with GraphContext.of(model) as context:
+            check_invariants(context.expected[-1], model, after=type(self).__name__)
 
     def check(self, context: GraphContext) -> None:
         """Raise CannotRewrite or InvalidArgument unless the pass applies to the model."""

@@ -157,7 +157,7 @@ class BlockTimer:
         bounds = MAX_BLOCK_SLOWDOWN * np.array(times[None])
         fastest: Implementation = "as exported"
         least = self.mean(times[None])
-        for form in written:
+        for form, _ in written.items():
             if (np.array(times[form]) <= bounds).all() and self.mean(times[form]) < least:
                 fastest, least = form, self.mean(times[form])
         start = times[None if fastest == "as exported" else fastest]
