@@ -1,7 +1,7 @@
 """Head importance, by three measures.
 
     head_energy     energy of the head's output about its mean
-    leave_one_out   change of the model outputs without the head
+    leave_one_out   change of the model outputs without the head, and its sum over a block
     sensitivity     change of the model outputs with the head's gate (Michel et al. 2019,
                     arXiv 1905.10650)
 
@@ -34,10 +34,13 @@ from graph_passes.errors import InvalidArgument, InvalidModel
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
-__all__ = ["head_energy", "leave_one_out", "sensitivity"]
+__all__ = ["head_energy", "leave_one_out", "leave_one_out_total", "sensitivity"]
 
 MOST_ROWS = 64
 """Default number of texts that the gated model runs on, once (or twice) per head."""
+
+SIGNS = 2
+"""Random vectors of signs per block in ``leave_one_out_total``."""
 
 STEP = 1 / 64
 """Step of a gate in each direction. The truncation error of a central difference falls with its
@@ -116,7 +119,6 @@ def leave_one_out(
     *,
     context: RunContext = DEFAULT_CONTEXT,
     most_rows: int = MOST_ROWS,
-    most_heads: int | None = None,
 ) -> dict[str, Float[np.ndarray, " H"]]:
     """The relative squared change of the outputs without a head, by block name.
 
@@ -127,16 +129,56 @@ def leave_one_out(
         blocks: Blocks of the main graph; fused operators may stay as they are.
         most_rows: Approximate number of texts to run, in whole batches spread evenly, at least one
             batch. The cost is one run of the layers from the block on, per head and batch.
-        most_heads: The most heads of a block to measure, spread evenly; the others get the mean of
-            these, so that the sum over a block is estimated.
 
     Raises:
         InvalidArgument: ``most_rows`` is not positive.
         InvalidModel: No output is of floats.
         InvalidData: The model refuses a batch, there is no real token, or outputs are not finite.
     """
+    gates = [list(1 - np.eye(block.num_heads)) for block in blocks]
+    return _changes(model, blocks, batches, gates, most_rows, context)
+
+
+def leave_one_out_total(
+    model: ir.Model,
+    blocks: Sequence[AttentionBlock],
+    batches: Sequence[Batch],
+    *,
+    context: RunContext = DEFAULT_CONTEXT,
+    most_rows: int = MOST_ROWS,
+) -> dict[str, float]:
+    """An estimate of the sum of ``leave_one_out`` over the heads of each block, by block name.
+
+    The context of each head is multiplied by 1 + s_h / sqrt(H) with random signs s_h. That changes
+    the outputs about as much as one head does. In the mean over the signs, the squared change times
+    H is the sum over heads (Hutchinson's estimator), if the outputs are linear in the gates.
+
+    Args:
+        most_rows: As in ``leave_one_out``; the cost is ``SIGNS`` runs per block and batch.
+
+    Raises:
+        InvalidArgument, InvalidModel, InvalidData: As ``leave_one_out``.
+    """
+    signs = np.random.default_rng(context.seed)
+    gates = [
+        [1 + signs.choice([-1, 1], block.num_heads) / block.num_heads**0.5 for _ in range(SIGNS)]
+        for block in blocks
+    ]
+    changes = _changes(model, blocks, batches, gates, most_rows, context)
+    return {block.name: block.num_heads * float(changes[block.name].mean()) for block in blocks}
+
+
+def _changes(
+    model: ir.Model,
+    blocks: Sequence[AttentionBlock],
+    batches: Sequence[Batch],
+    gates: Sequence[Sequence[np.ndarray]],
+    most_rows: int,
+    context: RunContext,
+) -> dict[str, Float[np.ndarray, " N"]]:
+    """The relative squared change of the outputs with each of N gates (H,), by block name."""
     gated = _Gated(model, blocks, context)
-    total = np.zeros((gated.num_heads, gated.num_outputs))
+    totals = [np.zeros((len(vectors), gated.num_outputs)) for vectors in gates]
     spreads = [_Spread() for _ in range(gated.num_outputs)]
     chosen = _some(batches, most_rows)
     wholes = [gated.run(batch) for batch in chosen]
@@ -144,14 +186,13 @@ def leave_one_out(
         for spread, (out, real) in zip(spreads, whole, strict=True):
             spread.add(out[real])
     variances = _variances(spreads, gated.output_names)
-    heads = gated.spread_heads(most_heads)
-    steps = gated.variations(chosen, wholes, heads, [0.0], context.stage("leave heads out"))
-    for head, whole, (without,) in steps:
-        for i, ((out, real), (other, _)) in enumerate(zip(whole, without, strict=True)):
-            total[head, i] += np.square(out[real] - other[real]).sum()
-    gated.fill_unmeasured(total, heads)
+    progress = context.stage("leave heads out")
+    varied = [[(vector,) for vector in vectors] for vectors in gates]
+    for block, place, whole, (other,) in gated.vary(chosen, wholes, varied, progress):
+        for i, ((out, real), (changed, _)) in enumerate(zip(whole, other, strict=True)):
+            totals[block][place, i] += np.square(out[real] - changed[real]).sum()
     counts = np.array([spread.count for spread in spreads])
-    return gated.by_block(total / counts / variances)
+    return gated.by_block([total / counts / variances for total in totals])
 
 
 def sensitivity(
@@ -177,7 +218,7 @@ def sensitivity(
         InvalidArgument, InvalidModel, InvalidData: As ``leave_one_out``.
     """
     gated = _Gated(model, blocks, context)
-    total = np.zeros((gated.num_heads, gated.num_outputs))
+    totals = [np.zeros((block.num_heads, gated.num_outputs)) for block in blocks]
     texts = np.zeros(gated.num_outputs)
     spreads = [_Spread() for _ in range(gated.num_outputs)]
     chosen = _some(batches, most_rows)
@@ -188,14 +229,14 @@ def sensitivity(
             texts[i] += real.any(1).sum()
     variances = _variances(spreads, gated.output_names)
     progress = context.stage("measure sensitivity")
-    gates = [1 + STEP, 1 - STEP]
-    for head, _, (more, less) in gated.variations(
-        chosen, wholes, range(gated.num_heads), gates, progress
-    ):
+    steps = [STEP * np.eye(block.num_heads) for block in blocks]
+    varied = [[(1 + step, 1 - step) for step in by_head] for by_head in steps]
+    for block, head, _, (more, less) in gated.vary(chosen, wholes, varied, progress):
         for i, ((up, real), (down, _)) in enumerate(zip(more, less, strict=True)):
             squares = np.where(real, np.square((up - down) / (2 * STEP)).sum(-1), 0.0)
-            total[head, i] += np.sqrt(squares.sum(1) / np.maximum(1, real.sum(1))).sum()
-    return gated.by_block(total / texts / np.sqrt(variances))
+            norms = np.sqrt(squares.sum(1) / np.maximum(1, real.sum(1)))
+            totals[block][head, i] += norms.sum()
+    return gated.by_block([total / texts / np.sqrt(variances) for total in totals])
 
 
 Output = tuple["Float[np.ndarray, 'B S D']", "Bool[np.ndarray, 'B S']"]
@@ -215,7 +256,6 @@ class _Gated:
         context: RunContext,
     ) -> None:
         self.blocks = blocks
-        self.num_heads = sum(block.num_heads for block in blocks)
         outputs = _results(model, blocks)
         self.output_names = [value.name for value in outputs]
         self.num_outputs = len(outputs)
@@ -240,38 +280,35 @@ class _Gated:
         state = self.segments.start(batch | self.gates)
         return self._outputs(self.segments.finish(0, state), batch)
 
-    def variations(
+    def vary(
         self,
         batches: Sequence[Batch],
         wholes: Sequence[list[Output]],
-        heads: Sequence[int],
-        gates: Sequence[float],
+        variations: Sequence[Sequence[Sequence[np.ndarray]]],
         progress: Callable[[int, int], None],
-    ) -> Iterator[tuple[int, list[Output], list[list[Output]]]]:
-        """Vary the gate of one head at a time; yields (head, whole outputs, outputs by gate).
+    ) -> Iterator[tuple[int, int, list[Output], list[list[Output]]]]:
+        """Vary the gates of one block at a time.
+
+        Yields the index of the block, the index of the variation, the outputs without it, and the
+        outputs with each of its gates.
 
         Args:
             wholes: The outputs of each batch with all gates at 1.
-            heads: The heads to vary, counted over all blocks.
+            variations: By block, the variations, each of one or more gates (H,).
         """
-        done = 0
+        total, done = len(batches) * sum(map(len, variations)), 0
         for batch, whole in zip(batches, wholes, strict=True):
             state = self.segments.start(batch | self.gates)
-            first = 0
-            for segment, (name, ones) in enumerate(self.gates.items()):
-                for head in (head - first for head in heads if 0 <= head - first < len(ones)):
-                    varied: list[list[Output]] = []
+            for block, (name, ones) in enumerate(self.gates.items()):
+                for place, gates in enumerate(variations[block]):
+                    outputs: list[list[Output]] = []
                     for gate in gates:
-                        array = ones.copy()
-                        array[head] = gate
-                        changed = state | {self.inputs[name]: array}
-                        varied.append(self._outputs(self.segments.finish(segment, changed), batch))
-                    yield first + head, whole, varied
+                        changed = state | {self.inputs[name]: gate.astype(ones.dtype)}
+                        outputs.append(self._outputs(self.segments.finish(block, changed), batch))
+                    yield block, place, whole, outputs
                     done += 1
-                    progress(done, len(heads) * len(batches))
-                first += len(ones)
-                if first <= max(heads):
-                    state = self.segments.run(segment, state)
+                    progress(done, total)
+                state = self.segments.run(block, state)
 
     def _outputs(self, arrays: Sequence[np.ndarray], batch: Batch) -> list[Output]:
         outputs: list[Output] = []
@@ -281,36 +318,15 @@ class _Gated:
             outputs.append((array.reshape(*tokens, -1).astype(np.float64), real))
         return outputs
 
-    def spread_heads(self, most: int | None) -> list[int]:
-        """At most this many heads of each block, spread evenly, counted over all blocks."""
-        found: list[int] = []
-        first = 0
-        for block in self.blocks:
-            count = min(most or block.num_heads, block.num_heads)
-            places = np.linspace(0, block.num_heads - 1, 2 * count + 1)[1::2].round().astype(int)
-            found += (first + np.unique(places)).tolist()
-            first += block.num_heads
-        return found
-
-    def fill_unmeasured(self, values: Float[np.ndarray, "N O"], heads: Sequence[int]) -> None:
-        """Give the heads that were not measured the mean of those of their block that were."""
-        measured = np.zeros(len(values), bool)
-        measured[list(heads)] = True
-        first = 0
-        for block in self.blocks:
-            own = slice(first, first + block.num_heads)
-            values[own][~measured[own]] = values[own][measured[own]].mean(0)
-            first += block.num_heads
-
-    def by_block(self, values: Float[np.ndarray, "N O"]) -> dict[str, Float[np.ndarray, " H"]]:
-        """Average over outputs and split by block."""
-        heads = iter(values.mean(1))
-        result: dict[str, np.ndarray] = {}
-        for block in self.blocks:
-            result[block.name] = np.array([next(heads) for _ in range(block.num_heads)])
-            if not np.isfinite(result[block.name]).all():
-                raise not_finite(block.name)
-        return result
+    def by_block(
+        self, values: Sequence[Float[np.ndarray, "N O"]]
+    ) -> dict[str, Float[np.ndarray, " N"]]:
+        """Average over outputs, by block name."""
+        means = {b.name: array.mean(1) for b, array in zip(self.blocks, values, strict=True)}
+        for name, array in means.items():
+            if not np.isfinite(array).all():
+                raise not_finite(name)
+        return means
 
 
 def _gate(copy: ir.Model, block: AttentionBlock, context: ir.Value, index: int) -> str:

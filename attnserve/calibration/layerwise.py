@@ -82,9 +82,7 @@ class LayerwiseRunner:
             first = self._given[0] | self._kept[0]
             start = {value: array for value, array in first.items() if value in start}
             part, names = _between(self.model, start, nodes, outputs)
-            session = open_session(
-                part, provider=self.context.provider, threads=self.context.threads
-            )
+            session = _open(part, self.context)
         for index, given in enumerate(self._given):
             seen = given | self._kept[index]
             if session is not None:
@@ -152,9 +150,7 @@ class SegmentedModel:
         reads, nodes = _behind(self.model.graph, outputs, state.keys())
         start = {value: array for value, array in state.items() if value in reads}
         model, names = _between(self.model, start, nodes, outputs)
-        context = self.context
-        session = open_session(model, provider=context.provider, threads=context.threads)
-        return _Part(session, names, outputs)
+        return _Part(_open(model, self.context), names, outputs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,6 +177,11 @@ def _cuts(graph: ir.Graph, inputs: Sequence[ir.Value]) -> list[set[ir.Value]]:
                 dependent.update(node.outputs)
         cuts.append(_behind(graph, graph.outputs, varying - dependent)[0])
     return cuts[::-1]
+
+
+def _open(model: ir.Model, context: RunContext) -> Any:
+    """A session that takes turns with those of other parts."""
+    return open_session(model, provider=context.provider, threads=context.threads, spinning=False)
 
 
 def _by_value(inputs: Sequence[ir.Value], batch: Batch) -> dict[ir.Value, np.ndarray]:

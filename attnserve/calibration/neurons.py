@@ -9,7 +9,7 @@ is weighted by the output change when half of its neurons are removed (compare K
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
@@ -85,7 +85,8 @@ def layer_weights(
 
     Blocks that share weights are pruned together and have equal values.
     """
-    whole = run(open_session(model, provider=context.provider, threads=context.threads), batch)
+    options: dict[str, Any] = {"provider": context.provider, "threads": context.threads}
+    whole = run(open_session(model, spinning=False, **options), batch)
     groups, progress = _sharing(blocks), context.stage("weigh feed-forward layers")
     found: dict[str, float] = {}
     for done, group in enumerate(groups, start=1):
@@ -94,7 +95,7 @@ def layer_weights(
         keep[np.argmax(energy)] = True
         part = model.clone()
         PruneNeurons({block.name: keep for block in group})(part)
-        session = open_session(part, provider=context.provider, threads=context.threads)
+        session = open_session(part, spinning=False, **options)
         outputs = run(session, batch)
         changes = [
             float(np.square(a.astype(np.float64) - b).sum() / (np.square(a - a.mean()).sum() or 1))

@@ -252,7 +252,8 @@ def compare(
         source += ", bfloat16 rounded in float32"
         models = tuple(map(on_cpu, models))
     sessions = [
-        open_session(model, provider=context.provider, threads=context.threads) for model in models
+        open_session(model, provider=context.provider, threads=context.threads, spinning=False)
+        for model in models
     ]
     progress = context.stage("verify")
     for done, batch in enumerate(batches, start=1):

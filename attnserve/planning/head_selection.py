@@ -294,19 +294,19 @@ def masks_by_score(scores: Mapping[str, np.ndarray], fraction: float) -> Masks:
 def masks_by_loss(
     orders: Mapping[str, tuple[Sequence[int], np.ndarray]],
     fraction: float,
-    effects: Mapping[str, np.ndarray],
+    effects: Mapping[str, float],
 ) -> Masks:
     """Remove a share of all heads, those first whose removal adds least loss.
 
     Args:
         orders: By layer, the heads in the order of removal, and the share of the layer's output
             that is lost once n of them are removed.
-        effects: By layer, the effect of each head on the model's output (``leave_one_out``). Their
-            sum weights the losses of a layer: later layers compensate much of the loss of earlier
-            ones.
+        effects: By layer, the effect of its heads on the model's output (``leave_one_out_total``),
+            which weights the losses of the layer: later layers compensate much of the loss of
+            earlier ones.
     """
     steps = sorted(
-        (float(added) * float(np.sum(effects[name])), name, step)
+        (float(added) * effects[name], name, step)
         for name, (_, losses) in orders.items()
         for step, added in enumerate(np.maximum.accumulate(np.diff(losses))[:-1])
     )

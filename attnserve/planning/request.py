@@ -11,7 +11,7 @@ from typing import Any, Literal
 import onnx_ir as ir
 
 from attnserve.calibration.elimination import elimination_order
-from attnserve.calibration.importance import leave_one_out
+from attnserve.calibration.importance import leave_one_out, leave_one_out_total
 from attnserve.calibration.neurons import MULTIPLE, layer_weights, masks_by_energy, neuron_energy
 from attnserve.calibration.similarity import measure_similarity
 from attnserve.calibration.voting import voting_to_stay
@@ -59,9 +59,6 @@ Ranks = int | Sequence[int] | Mapping[str, int]
 AUTO_BUDGET = 0.04
 """The relative squared change of the output that ``reuse="auto"`` allows before refitting: a cosine
 of about 0.98, and more after it."""
-
-WEIGHING_HEADS = 4
-"""Heads of each layer that are removed to compare layers; only the sum over heads counts."""
 
 WEIGHING_ROWS = 16
 """The number of texts on which layers are compared; sums over heads need few."""
@@ -319,10 +316,9 @@ class _PlanBuilder:
             case "energy":
                 eliminated = elimination_order(self.model, blocks, batches, context=self.context)
                 orders = {name: (e.order.tolist(), e.losses) for name, e in eliminated.items()}
-                effects = leave_one_out(
-                    self.model, blocks, batches, most_rows=WEIGHING_ROWS,
-                    most_heads=WEIGHING_HEADS, context=self.context,
-                )  # fmt: skip
+                effects = leave_one_out_total(
+                    self.model, blocks, batches, most_rows=WEIGHING_ROWS, context=self.context
+                )
                 return masks_by_loss(orders, share, effects)
             case "loo":
                 scores = leave_one_out(self.model, blocks, batches, context=self.context)

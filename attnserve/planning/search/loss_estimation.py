@@ -82,7 +82,12 @@ class LossEstimator:
         return self._loss(lambda batch: run(session, batch))
 
     def _open(self, model: ir.Model) -> onnxruntime.InferenceSession:
-        return open_session(model, provider=self.context.provider, threads=self.context.threads)
+        return open_session(
+            model,
+            provider=self.context.provider,
+            threads=self.context.threads,
+            spinning=False,
+        )
 
     def _loss(self, outputs: Callable[[Batch], list[np.ndarray]]) -> float:
         tallies = [Tally() for _ in self.whole[0]]

@@ -12,7 +12,12 @@ import onnx_ir as ir
 import pytest
 
 from attnserve.calibration import importance, voting
-from attnserve.calibration.importance import head_energy, leave_one_out, sensitivity
+from attnserve.calibration.importance import (
+    head_energy,
+    leave_one_out,
+    leave_one_out_total,
+    sensitivity,
+)
 from attnserve.calibration.voting import Votes, voting_to_stay
 from attnserve.checks.certify import read_attention
 from attnserve.context import RunContext
@@ -190,6 +195,19 @@ def test_loo_equals_zeroed_rows_of_the_output_projection(layout: str):
         lost = whole - outputs(layer(layout, Wo=without(head)), batch).reshape(-1, D)
         expected = np.square(lost).sum(-1).mean() / spread
         assert got[head] == pytest.approx(expected, rel=1e-4)
+
+
+def test_loo_total_estimates_the_sum_over_heads():
+    """Outputs that are linear in the gates make the estimator unbiased."""
+    model = layer()
+    block, batches = block_of(model), [feeds(model, batch=3)]
+    expected = leave_one_out(model, [block], batches)[block.name].sum()
+    estimates = [
+        leave_one_out_total(model, [block], batches, context=RunContext(seed=seed))[block.name]
+        for seed in range(32)
+    ]
+    assert np.mean(estimates) == pytest.approx(expected, rel=0.1)
+    assert max(estimates) < 3 * expected
 
 
 @pytest.mark.parametrize("measure", MEASURES)

@@ -375,7 +375,7 @@ def test_masks_share_is_rounded_to_whole_heads(fraction: float, removed: int):
     masks = masks_by_score({"a": np.arange(4)}, fraction)
     assert masks["a"].count(0) == removed
     orders = {"a": ([0, 1, 2, 3], np.arange(5) / 4)}
-    assert masks_by_loss(orders, fraction, {"a": np.ones(4)}) == masks
+    assert masks_by_loss(orders, fraction, {"a": 4.0}) == masks
 
 
 @given(
@@ -395,7 +395,7 @@ def test_masks_by_loss_follow_the_order_of_each_layer(
         f"layer {i}": (random.permutation(len(added)).tolist(), np.cumsum([0, *added]))
         for i, added in enumerate(steps)
     }
-    effects = {name: random.uniform(0.1, 9, len(order)) for name, (order, _) in orders.items()}
+    effects = {name: float(random.uniform(0.1, 9)) for name in orders}
     masks = masks_by_loss(orders, fraction, effects)
     total = sum(map(len, steps))
     removed = {name: mask.count(0) for name, mask in masks.items()}
@@ -418,13 +418,12 @@ def test_masks_by_loss_cheapest_step_of_any_layer_is_next():
         4: ([0, 1, 0], [0, 0, 1]),
     }
     for heads, (a, b) in expected.items():
-        alike = {name: np.array([1, 1, 1]) for name in orders}
-        assert masks_by_loss(orders, heads / 6, alike) == {"a": a, "b": b}
+        assert masks_by_loss(orders, heads / 6, dict.fromkeys(orders, 3.0)) == {"a": a, "b": b}
 
 
 def test_masks_by_loss_weighs_layers_by_effect_on_output():
     orders = {name: ([0, 1, 2], np.array([0, 0.1, 0.3, 1])) for name in ("early", "last")}
-    effects = {"early": np.array([0.1, 0.1, 0.2]), "last": np.array([1, 1, 2])}
+    effects = {"early": 0.4, "last": 4.0}
     masks = [masks_by_loss(orders, heads / 6, effects) for heads in (1, 2, 3)]
     assert masks[0] == {"early": [0, 1, 1], "last": [1, 1, 1]}
     assert masks[1] == {"early": [0, 0, 1], "last": [1, 1, 1]}
