@@ -24,9 +24,9 @@ from docs.hooks.tables import MIXING_CASES
 CASES: Mapping[str, dict[str, Any]] = {
     "R = 128, dense": {"collab_dk": 128, "mixing": "dense"},
     "R = 128": {"collab_dk": 128},
-    "R = 128, 24 a head": {"collab_dk": 128, "head_dk": 24},
-    "R = 128, 23 a head": {"collab_dk": 128, "head_dk": 23},
-    "23 of its own a head": {"head_dk": 23},
+    "R = 128, 24 per head": {"collab_dk": 128, "head_dk": 24},
+    "R = 128, 23 per head": {"collab_dk": 128, "head_dk": 23},
+    "23 per head, not shared": {"head_dk": 23},
 }
 """Arguments of ``optimize`` by the name in the result file.
 

@@ -35,9 +35,9 @@ REUSE_CASES = {
 MIXING_CASES = {
     "R = 128, dense": "R = 128, dense mixing",
     "R = 128": "R = 128, sparse mixing",
-    "R = 128, 24 a head": "R = 128, 24 dimensions per head",
-    "R = 128, 23 a head": "R = 128, 23 dimensions per head",
-    "23 of its own a head": "no sharing, 23 dimensions per head",
+    "R = 128, 24 per head": "R = 128, 24 dimensions per head",
+    "R = 128, 23 per head": "R = 128, 23 dimensions per head",
+    "23 per head, not shared": "no sharing, 23 dimensions per head",
 }
 
 PLANNER_MODELS = {

@@ -13,7 +13,7 @@ def test_sparse_mixing_is_not_slower_at_any_length():
 
 def test_sparse_mixing_keeps_the_cosine_of_dense_mixing():
     rows = {row["case"]: row for row in load("mixing")["results"]}
-    lost = rows["R = 128, dense"]["mean_cosine"] - rows["R = 128, 24 a head"]["mean_cosine"]
+    lost = rows["R = 128, dense"]["mean_cosine"] - rows["R = 128, 24 per head"]["mean_cosine"]
     assert lost <= 0.003
 
 
