@@ -17,6 +17,11 @@ def test_sparse_mixing_keeps_the_cosine_of_dense_mixing():
     assert lost <= 0.003
 
 
+SEARCH_RUNS = 180 / 0.0289
+"""Longest search, in runs of the exported model at 128 tokens: 180 s at 28.9 ms per run, where the goal
+was set. Machines differ in speed by more than the search may vary."""
+
+
 def test_planner_reaches_its_quality_and_speed_goals():
     """Speeds are relative to the fastest of the exported model and two stock optimizers."""
     planned = load("planner")
@@ -31,7 +36,8 @@ def test_planner_reaches_its_quality_and_speed_goals():
         assert speeds[goal, 512]["vs_best"] >= at_512
         assert min(plans[goal]["kept"].values()) >= share - 0.003
         assert min(row["vs_exported"] for (name, _), row in speeds.items() if name == goal) >= 0.97
-    assert plans["with feed-forwards"]["seconds"] <= 180
+    run_s = speeds["as exported", 128]["p50_ms"] / 1000
+    assert plans["with feed-forwards"]["seconds"] / run_s <= SEARCH_RUNS
     for length in (128, 512):
         assert speeds["with feed-forwards, int8", length]["vs_int8"] >= 1.15
     by_hand = [row for (name, _), row in speeds.items() if name == "R = 128 by hand"]
