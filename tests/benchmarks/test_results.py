@@ -18,7 +18,7 @@ def test_sparse_mixing_keeps_the_cosine_of_dense_mixing():
 
 
 SEARCH_RUNS = 180 / 0.0289
-"""Longest search, in runs of the exported model at 128 tokens: 180 s at 28.9 ms per run, where the goal
+"""Longest search, in runs of the exported model at 128 tokens: 180 s on the machine where the goal
 was set. Machines differ in speed by more than the search may vary."""
 
 
