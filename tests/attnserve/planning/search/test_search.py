@@ -639,9 +639,9 @@ def test_search_scalar_output_without_task_is_refused(
     planned: Planner, tiny_bert: Build, sentences: Path, tmp_path: Path
 ):
     source = tiny_bert(cls="BertForSequenceClassification", num_labels=1)
-    attnserve.export(str(source), tmp_path / "model", task="sequence-classification")
+    attnserve.export(str(source), tmp_path / "scored", task="sequence-classification")
     with raises(InvalidArgument, "search.scalar_output"):
-        attnserve.plan(tmp_path / "model", tmp_path / "p.json", calib=sentences, keep=0.97)
+        attnserve.plan(tmp_path / "scored", tmp_path / "p.json", calib=sentences, keep=0.97)
 
 
 def test_plan_existing_output_is_refused_and_unchanged(planned: Planner, tmp_path: Path):
