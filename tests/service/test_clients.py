@@ -143,12 +143,24 @@ def test_triton_unsupported_requests_are_refused(client: Any) -> None:
         client.infer("other", inputs())
     with refused(404, "unknown version '9'"):
         client.infer("tiny", inputs(), model_version="9")
+    with refused(422, r"'input_ids' has shape \[4\]: expected \[-1, -1\]"):
+        client.infer("tiny", inputs(IDS[0]))
+    with refused(422, "missing input 'attention_mask'"):
+        client.infer("tiny", inputs()[:1])
+    with refused(422, "unknown output 'x'"):
+        client.infer("tiny", inputs(), outputs=[triton.InferRequestedOutput("x")])
+    with refused(422, "holds 8: expected ids from 0 to 7"):
+        client.infer("tiny", inputs(np.array([[2, 8, 3]])))
     with refused(422, "sequences are not supported"):
         client.infer("tiny", inputs(), sequence_id=7, sequence_start=True)
     with refused(422, "classification is not served"):
         client.infer("tiny", inputs(), outputs=[triton.InferRequestedOutput("kept", class_count=2)])
     with refused(504, "."):
         client.infer("tiny", inputs(), timeout=1)
+    wrong = triton.InferInput("input_ids", [2, 4], "INT32")
+    wrong.set_data_from_numpy(IDS.astype(np.int32))
+    with refused(422, "'input_ids' is int32: expected int64"):
+        client.infer("tiny", [wrong, inputs()[1]])
     shared = triton.InferInput("input_ids", [2, 4], "INT64")
     shared.set_shared_memory("region", 64)
     with refused(422, "shared memory is not served"):

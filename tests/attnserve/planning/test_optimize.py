@@ -222,6 +222,12 @@ def test_optimize_costs_equal_inspection_of_the_files(tiny: Path, tmp_path: Path
     assert costs[even][1] > costs[even][0] and costs[even - 1][1] <= costs[even - 1][0]
 
 
+def test_optimize_same_seed_writes_same_bytes(tiny: Path, sentences: Path, tmp_path: Path):
+    for name in ("one", "two"):
+        optimize(tiny, tmp_path / name, collab_dk=12, calib=sentences, seed=3)
+    assert tree(tmp_path / "one") == tree(tmp_path / "two")
+
+
 def test_optimize_dry_run_reports_and_writes_nothing(tiny: Path, tmp_path: Path):
     dry = optimize(tiny, tmp_path / "a" / "new", collab_dk=16, dry_run=True)
     assert not any(tmp_path.iterdir())

@@ -211,6 +211,19 @@ def test_prune_heads_of_all_heads_leaves_a_constant(layout: str) -> None:
     assert not {"MatMul", "Gemm", "Softmax"} & {node.op_type for node in model.graph}
 
 
+def test_prune_heads_of_several_layers_keeps_names() -> None:
+    masks = {"attention_0": (1, 0, 0), "attention_2": (0, 1, 1)}
+    arrays = feeds(layers(3))
+    model = PruneHeads(masks)(layers(3)).model
+    reading = read_attention(model)
+    assert reading.unmatched == ()
+    assert [(block.name, block.num_heads) for block in reading.blocks] == [
+        ("attention_0", 1), ("attention_1", 3), ("attention_2", 2),
+    ]  # fmt: skip
+    expected = run(masked(layers(3), masks), arrays)
+    np.testing.assert_allclose(run(model, arrays), expected, atol=EXACT, rtol=0)
+
+
 def test_prune_heads_twice_equals_once() -> None:
     twice = prune(prune(attention(), (1, 0, 1)), (0, 1))
     arrays = feeds(attention())
