@@ -30,7 +30,7 @@ __all__ = [
     "verify",
 ]
 
-__version__ = "0.1.0"
+__version__ = "2.0.0"
 
 _MODULES = {
     "analyze": "attnserve.reports.html",
