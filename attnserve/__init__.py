@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from attnserve.checks.evaluate import evaluate
     from attnserve.checks.inspect import inspect
     from attnserve.models.export import export
-    from attnserve.planning.make_plan import plan
     from attnserve.planning.optimize import optimize
-    from attnserve.reports.html import analyze
+    from attnserve.planning.plan_command import plan
+    from attnserve.reports.analyze import analyze
 
 __all__ = [
     "__version__",
@@ -33,13 +33,13 @@ __all__ = [
 __version__ = "2.0.0"
 
 _MODULES = {
-    "analyze": "attnserve.reports.html",
+    "analyze": "attnserve.reports.analyze",
     "bench": "attnserve.checks.benchmark",
     "evaluate": "attnserve.checks.evaluate",
     "export": "attnserve.models.export",
     "inspect": "attnserve.checks.inspect",
     "optimize": "attnserve.planning.optimize",
-    "plan": "attnserve.planning.make_plan",
+    "plan": "attnserve.planning.plan_command",
     "verify": "attnserve.checks.compare",
 }
 """The module that defines each function."""

@@ -32,6 +32,7 @@ from attnserve.context import Provider
 from attnserve.models.artifact import load_model, open_artifact, save_model
 from attnserve.runtime.session import why_no_cuda
 from benchmarks._common import RESULTS, description, write_json
+from benchmarks.gpu.collaborative_operators import expressions
 from benchmarks.gpu.encoder import random_encoder, to_half
 from benchmarks.gpu.forms import ORIGINAL, OURS, SIZES, THEIRS, Size, collaborative
 from benchmarks.gpu.measure import (
@@ -43,8 +44,7 @@ from benchmarks.gpu.measure import (
     matrix_ceiling,
     measure,
 )
-from benchmarks.gpu.scores import expressions
-from benchmarks.gpu.small import captured, served
+from benchmarks.gpu.short_text import captured, served
 from graph_passes.errors import AttnserveError
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.fuse_attention import FuseAttention

@@ -57,7 +57,7 @@ from benchmarks.serving.client import (
     percentiles,
     send_load,
 )
-from benchmarks.serving.programs import (
+from benchmarks.serving.peers import (
     PEERS,
     Server,
     Setup,

@@ -41,7 +41,7 @@ from attnserve.models.precision import Precision, check_cpu, convert, int8_weigh
 from attnserve.planning.apply import ApplyReport, Step, apply_plan, count_macs
 from attnserve.planning.plan import Plan
 from attnserve.planning.plan_file import read_plan
-from attnserve.planning.request import Ranks, Request, plan_request
+from attnserve.planning.requested_rewrites import Ranks, Request, plan_request
 from attnserve.planning.search.goal import Allowed, Goal
 from attnserve.planning.search.report import PlanReport
 from attnserve.planning.search.search import search

@@ -31,8 +31,8 @@ ORDER = (
     "fold_biases",
     "fuse_residuals",
 )
-"""The order in which the planner and requests apply passes, other passes last; a plan.json may have
-any other."""
+"""The order in which the planner and requests apply passes; a plan.json may have any other. Passes
+that are not listed come before those that fuse operators."""
 
 Kind = TypeVar("Kind", bound=RewritePass)
 
@@ -64,8 +64,9 @@ class Plan:
                     merged[kind] = kind(targets)
             else:
                 merged[type(rewrite)] = rewrite
-        place = {name: index for index, name in enumerate(ORDER)}
-        ordered = sorted(merged.values(), key=lambda rewrite: place.get(rewrite.name, len(ORDER)))
+        place = {name: float(index) for index, name in enumerate(ORDER)}
+        unlisted = place["fuse_attention"] - 0.5
+        ordered = sorted(merged.values(), key=lambda rewrite: place.get(rewrite.name, unlisted))
         return cls(tuple(ordered), precision)
 
     def find(self, kind: type[Kind]) -> Kind | None:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks.serving.programs import PROGRAMS, Setup, pinned
+from benchmarks.serving.peers import PROGRAMS, Setup, pinned
 
 PERCENTILES = {"p50": 50, "p90": 90, "p99": 99, "p99.9": 99.9, "max": 100}
 

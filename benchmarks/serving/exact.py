@@ -2,7 +2,7 @@
 
     python exact.py MODEL_FOLDER THREADS FILE
 
-Writes FILE, and prints one line of JSON (``planning.lossless.FusionReport``).
+Writes FILE, and prints one line of JSON (``planning.lossless_passes.FusionReport``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from attnserve.models.artifact import open_artifact
-from attnserve.planning.lossless import fuse_lossless
+from attnserve.planning.lossless_passes import fuse_lossless
 
 if __name__ == "__main__":
     report = fuse_lossless(

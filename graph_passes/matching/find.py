@@ -29,7 +29,7 @@ from graph_passes.matching.naming import assign_names, attention_name
 from graph_passes.matching.operators import FUSED_OPERATORS, OPERATORS, OperatorMatch
 from graph_passes.matching.products import ContextProduct, ScoreProduct
 from graph_passes.matching.reuse import head_sources, products_of, reused_heads
-from graph_passes.matching.rotary import depends_on
+from graph_passes.matching.rotary_and_norms import depends_on
 from graph_passes.matching.scores import ContextMatch, match_context, match_logits
 
 __all__ = ["find_attention"]

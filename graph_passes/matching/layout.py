@@ -30,7 +30,7 @@ from graph_passes.matching.element_map import (
     split_heads,
 )
 from graph_passes.matching.products import linear
-from graph_passes.matching.rotary import (
+from graph_passes.matching.rotary_and_norms import (
     NORMS,
     apply_norm,
     apply_position_factor,

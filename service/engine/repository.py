@@ -22,8 +22,8 @@ from attnserve.models.artifact import Artifact, check_files, open_artifact
 from graph_passes.errors import AttnserveError, InvalidModel
 from service.engine.device import on_device
 from service.engine.engine import Engine
-from service.engine.isolation import CheckResult, IsolationChecker
 from service.engine.model import Model
+from service.engine.model_check import CheckResult, IsolationChecker
 from service.errors import NotFound, NotReady, UnknownModel
 from service.metrics import Metrics, VersionState
 from service.settings import Settings

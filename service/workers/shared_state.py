@@ -29,7 +29,7 @@ import orjson
 from pydantic import TypeAdapter
 
 from graph_passes.errors import AttnserveError, InvalidArgument, InvalidModel, MissingExtra
-from service.engine.isolation import CheckResult
+from service.engine.model_check import CheckResult
 from service.errors import NotReady
 from service.metrics import Second, VersionState
 

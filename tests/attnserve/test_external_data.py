@@ -19,7 +19,7 @@ from attnserve.checks.compare import verify
 from attnserve.cli.app import main
 from attnserve.models.artifact import fingerprint, load_model, open_artifact, save_model
 from attnserve.models.opset import raise_opset
-from attnserve.planning.lossless import fuse_lossless
+from attnserve.planning.lossless_passes import fuse_lossless
 from attnserve.runtime.external_data import external_files, map_external_data
 from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidOutput
@@ -182,7 +182,7 @@ def test_deploy_triton_copies_external_data(name: str, torch_files: Path, tmp_pa
 def test_fuse_lossless_reads_external_data(
     name: str, torch_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("attnserve.planning.lossless._speedup", lambda *_: 1.0)
+    monkeypatch.setattr("attnserve.planning.lossless_passes._speedup", lambda *_: 1.0)
     fuse_lossless(open_artifact(torch_files / name), tmp_path / "model.onnx", threads=1)
     assert not external_files(load_model(tmp_path / "model.onnx"))
     assert verify(torch_files / name, tmp_path / "model.onnx", threads=1).mean_cosine > 0.9999

@@ -11,7 +11,7 @@ import pytest
 
 from attnserve.checks.compare import verify
 from attnserve.models.artifact import load_model
-from attnserve.planning.mixing import Mixing
+from attnserve.planning.mixing_cost import Mixing
 from attnserve.planning.optimize import optimize
 from attnserve.runtime.session import open_session
 from tests.graph_passes.graphs import PARTS, D, H, K, graph

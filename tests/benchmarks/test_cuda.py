@@ -18,8 +18,8 @@ from attnserve.models.artifact import save_model
 from attnserve.models.example_inputs import example_inputs
 from attnserve.runtime.session import open_session, why_no_cuda
 from benchmarks import cuda
+from benchmarks.gpu import collaborative_operators
 from benchmarks.gpu import measure as measuring
-from benchmarks.gpu import scores
 from benchmarks.gpu.encoder import random_encoder, to_half
 from benchmarks.gpu.forms import FORMS, OURS, SIZES, THEIRS, Size, collaborative
 from benchmarks.gpu.measure import BUDGET, Form, cell, compiled, kernels, timed
@@ -162,15 +162,15 @@ def test_forms_have_head_sizes_of_fused_kernels():
 # Expressions of collaborative attention
 
 
-@pytest.mark.parametrize("name", scores.EXPRESSIONS)
+@pytest.mark.parametrize("name", collaborative_operators.EXPRESSIONS)
 def test_expressions_compute_attention(name: str):
     """Compared with numpy in double precision, within the rounding of float16."""
     heads, size, rank, batch, tokens = 3, 8, 16, 2, 5
-    feed = scores.feeds(name, batch, tokens, rank, heads=heads, size=size)
-    model = scores.graph(name, rank, heads=heads, size=size)
+    feed = collaborative_operators.feeds(name, batch, tokens, rank, heads=heads, size=size)
+    model = collaborative_operators.graph(name, rank, heads=heads, size=size)
     (got,) = open_session(model).run(None, feed)
     q, k, v = (feed[part].astype(np.float64) for part in "qkv")
-    if name == scores.OWN:
+    if name == collaborative_operators.OWN:
         logits = np.einsum("bshk,bthk->bhst", *(x.reshape(2, 5, heads, size) for x in (q, k)))
     else:
         mixing = feed["m"].astype(np.float64)[:, 0]  # H R

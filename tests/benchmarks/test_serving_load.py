@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from benchmarks.serving.client import cosines, pack, percentiles, unpack
-from benchmarks.serving.programs import PROGRAMS
+from benchmarks.serving.peers import PROGRAMS
 from benchmarks.serving_load import recovery_seconds
 
 

@@ -30,12 +30,12 @@ from attnserve.models.opset import raise_opset
 from attnserve.models.precision import convert
 from attnserve.planning.apply import ApplyReport
 from attnserve.planning.plan import Plan
-from attnserve.planning.request import require_attention
+from attnserve.planning.requested_rewrites import require_attention
 from attnserve.planning.search.block_loss import Losses, loss_curves
 from attnserve.planning.search.candidate_set import CandidateSet
 from attnserve.planning.search.candidates import changes_to_measure, group_blocks
 from attnserve.planning.search.checkpoint import Checkpoint, digest
-from attnserve.planning.search.decisions import explain, front_points
+from attnserve.planning.search.explain import explain, front_points
 from attnserve.planning.search.front_search import FrontSearch
 from attnserve.planning.search.goal import Goal, SearchInput
 from attnserve.planning.search.judge import Built, Judge, score_model

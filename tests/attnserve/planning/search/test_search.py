@@ -656,7 +656,7 @@ def test_plan_output_that_is_a_folder_is_refused_before_the_search(
     planned: Planner, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(
-        import_module("attnserve.planning.make_plan"),
+        import_module("attnserve.planning.plan_command"),
         "search",
         lambda *_, **__: pytest.fail("the search has begun"),
     )

@@ -18,7 +18,12 @@ from attnserve.checks.certify import MatchReport, read_attention
 from attnserve.context import RunContext
 from attnserve.models.datasets import Dataset
 from attnserve.planning.plan import Plan
-from attnserve.planning.request import PlannedRequest, Request, plan_request, require_attention
+from attnserve.planning.requested_rewrites import (
+    PlannedRequest,
+    Request,
+    plan_request,
+    require_attention,
+)
 from attnserve.runtime.session import Batch
 from graph_passes.errors import CannotRewrite, InvalidArgument, InvalidModel
 from graph_passes.passes.collaborate import Collaborate
@@ -271,7 +276,7 @@ def test_plan_request_layer_without_comparable_source_is_left_with_warning(
         result.matrix[: 2 * H, 2 * H :] = result.matrix[2 * H :, : 2 * H] = np.nan
         return result
 
-    monkeypatch.setattr("attnserve.planning.request.measure_similarity", incomparable)
+    monkeypatch.setattr("attnserve.planning.requested_rewrites.measure_similarity", incomparable)
     result = request_of(reuse="partial:1")
     assert list(edges_of(result.plan)) == [NAMES[1]]
     assert any(NAMES[2] in warning and "be compared" in warning for warning in result.warnings)

@@ -4,8 +4,9 @@ A model file is untrusted: it may crash ONNX Runtime or never finish a run. The 
 runs it once; a crash or a timeout becomes an ``InvalidModel``. Results are cached by content, so
 that loading the same files again only reads them.
 
-The child then tries lossless operator fusion (``planning.lossless``). If the fused model computes
-the same and is faster, the server runs that file. If fusion fails, the server runs the original.
+The child then tries lossless operator fusion (``planning.lossless_passes``). If the fused model
+computes the same and is faster, the server runs that file. If fusion fails, the server runs the
+original.
 """
 
 from __future__ import annotations
@@ -259,7 +260,7 @@ class _Child:
 
     def fuse(self, new: Path) -> dict[str, Any]:
         """Write the model with fused operators."""
-        from attnserve.planning.lossless import fuse_lossless
+        from attnserve.planning.lossless_passes import fuse_lossless
 
         if self._provider != "cpu":
             raise CannotRewrite("operator fusion supports only the CPU")

@@ -21,7 +21,7 @@ from attnserve.calibration.similarity import HeadSimilarity
 from attnserve.planning.optimize import optimize
 from attnserve.reports import drawing
 from attnserve.reports.analysis import Analysis, NotAnalyzed
-from attnserve.reports.html import analyze, findings, render
+from attnserve.reports.analyze import analyze, findings, render
 from attnserve.reports.plots import FIGURES
 from graph_passes.errors import (
     AttnserveError,

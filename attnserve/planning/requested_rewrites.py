@@ -10,15 +10,14 @@ from typing import Any, Literal
 
 import onnx_ir as ir
 
-from attnserve.calibration.elimination import elimination_order
-from attnserve.calibration.importance import leave_one_out, leave_one_out_total
+from attnserve.calibration.importance import leave_one_out
 from attnserve.calibration.neurons import MULTIPLE, layer_weights, masks_by_energy, neuron_energy
 from attnserve.calibration.similarity import measure_similarity
-from attnserve.calibration.voting import voting_to_stay
 from attnserve.checks.certify import MatchReport
 from attnserve.choices import Alignment, Importance, Mixing, Precision
 from attnserve.context import RunContext
 from attnserve.models.datasets import Dataset
+from attnserve.planning.head_criteria import CRITERIA, PruningInput
 from attnserve.planning.head_files import (
     Masks,
     MutableEdges,
@@ -30,13 +29,11 @@ from attnserve.planning.head_selection import (
     Reuse,
     edges_by_damage,
     edges_of,
-    masks_by_loss,
-    masks_by_score,
     parse_reuse,
     reused_layers,
 )
 from attnserve.planning.plan import Plan
-from attnserve.planning.sharing import SharingChooser, refused
+from attnserve.planning.requested_sharing import SharingChooser, refused
 from attnserve.runtime.session import Batch
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.context import GraphContext
@@ -59,9 +56,6 @@ Ranks = int | Sequence[int] | Mapping[str, int]
 AUTO_BUDGET = 0.04
 """The relative squared change of the output that ``reuse="auto"`` allows before refitting: a cosine
 of about 0.98, and more after it."""
-
-WEIGHING_ROWS = 16
-"""The number of texts on which layers are compared; sums over heads need few."""
 
 IN_BODY = Refusal("in_body", "it lies in the body of another node, which a session cannot observe")
 
@@ -289,7 +283,10 @@ class _PlanBuilder:
                 self._leave(block, refusal)
             else:
                 blocks.append(block)
-        masks = self._measured_masks(blocks, request.prune, batches) if blocks else {}
+        masks = {}
+        if blocks:
+            given = PruningInput(self.model, blocks, batches, request.prune, self.context)
+            masks = CRITERIA[request.importance](given)
         masks = {name: mask for name, mask in masks.items() if not all(mask)}
         if blocks and not masks:
             heads = sum(block.num_heads for block in blocks)
@@ -308,29 +305,6 @@ class _PlanBuilder:
             ):
                 raise refused(block.name, refusal, "take this layer out of the mask")
         return masks
-
-    def _measured_masks(
-        self, blocks: Sequence[AttentionBlock], share: float, batches: Sequence[Batch]
-    ) -> Masks:
-        match self.request.importance:
-            case "energy":
-                eliminated = elimination_order(self.model, blocks, batches, context=self.context)
-                orders = {name: (e.order.tolist(), e.losses) for name, e in eliminated.items()}
-                effects = leave_one_out_total(
-                    self.model, blocks, batches, most_rows=WEIGHING_ROWS, context=self.context
-                )
-                return masks_by_loss(orders, share, effects)
-            case "loo":
-                scores = leave_one_out(self.model, blocks, batches, context=self.context)
-                return masks_by_score(scores, share)
-            case "voting":
-                names = {block.name for block in blocks}
-                plain = [b for b in self._decomposed_blocks() if b.name in names]
-                groups = {b.name: max(1, b.num_heads - round(share * b.num_heads)) for b in plain}
-                votes = voting_to_stay(
-                    self.decomposed, plain, batches, groups=groups, context=self.context
-                )
-                return {name: [int(x) for x in vote.mask] for name, vote in votes.items()}
 
     # ---- reuse -----------------------------------------------------------------------------------
 

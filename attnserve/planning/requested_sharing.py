@@ -6,13 +6,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from attnserve.planning.mixing import choose_head_size, widest_head
+from attnserve.planning.mixing_cost import choose_head_size, widest_head
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import CannotRewrite, InvalidArgument, Refusal
 from graph_passes.passes.collaborate import SharedDimensions, sharing_refusal
 
 if TYPE_CHECKING:
-    from attnserve.planning.request import Request
+    from attnserve.planning.requested_rewrites import Request
 
 __all__ = ["SharingChooser", "refused"]
 

@@ -13,7 +13,7 @@ import pytest
 import attnserve
 from attnserve.models.artifact import Artifact, load_model, open_artifact
 from attnserve.models.example_inputs import example_inputs
-from attnserve.planning import lossless
+from attnserve.planning import lossless_passes
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.constants import constant_array
 from graph_passes.errors import CannotRewrite, InvalidModel
@@ -32,7 +32,7 @@ def bert(tiny_bert: Callable[..., Path], tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture
 def any_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the timing: a tiny model is not faster."""
-    monkeypatch.setattr(lossless, "_gain", lambda pair, feed, seconds: 2.0)
+    monkeypatch.setattr(lossless_passes, "_gain", lambda pair, feed, seconds: 2.0)
 
 
 def scaled(by: float) -> Callable[[ir.Model], None]:
@@ -64,7 +64,7 @@ def test_fuse_lossless_writes_one_operator_per_block_and_equal_outputs(
     bert: Artifact, tmp_path: Path
 ) -> None:
     before = bert.model.read_bytes()
-    found = lossless.fuse_lossless(bert, tmp_path / "new.onnx", threads=1)
+    found = lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", threads=1)
     assert (found.attention, found.gelu, found.speedup) == (LAYERS, LAYERS, pytest.approx(2.0))
     assert found.min_cosine >= 1 - 1e-9 and found.max_error < 5e-6
     assert bert.model.read_bytes() == before
@@ -83,10 +83,10 @@ def test_fuse_lossless_writes_one_operator_per_block_and_equal_outputs(
 @pytest.mark.usefixtures("any_speed")
 def test_fuse_lossless_fused_model_is_refused(bert: Artifact, tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
-    lossless.fuse_lossless(bert, tmp_path / "one" / "model.onnx", threads=1)
+    lossless_passes.fuse_lossless(bert, tmp_path / "one" / "model.onnx", threads=1)
     again = open_artifact(tmp_path / "one")
     with raises(CannotRewrite, "fusion.nothing"):
-        lossless.fuse_lossless(again, tmp_path / "two.onnx", threads=1)
+        lossless_passes.fuse_lossless(again, tmp_path / "two.onnx", threads=1)
     assert not (tmp_path / "two.onnx").exists()
 
 
@@ -105,16 +105,16 @@ def test_fuse_lossless_different_result_is_refused(
     bert: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     change: Callable[[ir.Model], None], code: str, values: Sequence[str],
 ) -> None:  # fmt: skip
-    apply_plan = lossless.apply_plan
+    apply_plan = lossless_passes.apply_plan
 
     def apply_and_change(plan: Any, model: ir.Model, *args: Any, **kwargs: Any) -> Any:
         report = apply_plan(plan, model, *args, **kwargs)
         change(model)
         return report
 
-    monkeypatch.setattr(lossless, "apply_plan", apply_and_change)
+    monkeypatch.setattr(lossless_passes, "apply_plan", apply_and_change)
     with raises(CannotRewrite, f"fusion.{code}", *values):
-        lossless.fuse_lossless(bert, tmp_path / "new.onnx", threads=1)
+        lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", threads=1)
 
 
 @pytest.mark.usefixtures("any_speed")
@@ -127,8 +127,8 @@ def test_fuse_lossless_without_kernel_falls_back_to_older_operator(
             raise InvalidModel(f"{source}: no kernel", "none")
         return open_session(source, **how)
 
-    monkeypatch.setattr(lossless, "open_session", lacks)
-    found = lossless.fuse_lossless(bert, tmp_path / "new.onnx", threads=1)
+    monkeypatch.setattr(lossless_passes, "open_session", lacks)
+    found = lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", threads=1)
     assert found.attention == LAYERS
     nodes = load_model(tmp_path / "new.onnx").graph
     assert [n.domain for n in nodes if n.op_type == "Attention"] == ["com.microsoft"] * LAYERS
@@ -154,16 +154,16 @@ def test_fuse_lossless_slow_result_is_refused(
         lossless, "_gain", lambda pair, feed, seconds: gains[feed["input_ids"].shape[1]]
     )
     if why is None:
-        lossless.fuse_lossless(bert, tmp_path / "new.onnx", threads=1)
+        lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", threads=1)
         return
     with raises(CannotRewrite, "fusion.slow", why):
-        lossless.fuse_lossless(bert, tmp_path / "new.onnx", threads=1)
+        lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", threads=1)
 
 
 def test_gain_is_the_ratio_of_the_fastest_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     times = np.array([[9.0, 8, 3, 9, 7], [5, 9, 6, 8, 2]])
-    monkeypatch.setattr(lossless, "time_functions", lambda functions, seconds: times)
-    assert lossless._gain((None, None), {}, 0) == 1.5
+    monkeypatch.setattr(lossless_passes, "time_functions", lambda functions, seconds: times)
+    assert lossless_passes._gain((None, None), {}, 0) == 1.5
 
 
 NO_ATTENTION = """
@@ -175,27 +175,27 @@ plain (float[n, 4] x) => (float[n, 4] y) { y = Relu(x) }
 def test_fuse_lossless_without_attention_is_refused(tmp_path: Path) -> None:
     ir.save(ir.from_onnx_text(NO_ATTENTION), tmp_path / "model.onnx")
     with raises(CannotRewrite, "fusion.nothing"):
-        lossless.fuse_lossless(open_artifact(tmp_path), tmp_path / "new.onnx")
+        lossless_passes.fuse_lossless(open_artifact(tmp_path), tmp_path / "new.onnx")
 
 
 @pytest.mark.usefixtures("any_speed")
 def test_fuse_lossless_without_runnable_inputs_is_refused(
     bert: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lossless, "COMPARED", ((1, 100_000),))  # it has fewer positions
+    monkeypatch.setattr(lossless_passes, "COMPARED", ((1, 100_000),))  # it has fewer positions
     with raises(CannotRewrite, "fusion.no_inputs"):
-        lossless.fuse_lossless(bert, tmp_path / "new.onnx", threads=1)
+        lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", threads=1)
 
 
 def test_distance_cosine_and_error() -> None:
     a = np.array([[3.0, 4.0], [0.0, 0.0]], np.float32)
-    assert lossless._distance(a, a) == (1.0, 0.0)
-    assert lossless._distance(a, a[:1]) == (0.0, np.inf)
-    cosine, error = lossless._distance(a, np.array([[3.0, 4.0], [0.0, 1.0]], np.float32))
+    assert lossless_passes._distance(a, a) == (1.0, 0.0)
+    assert lossless_passes._distance(a, a[:1]) == (0.0, np.inf)
+    cosine, error = lossless_passes._distance(a, np.array([[3.0, 4.0], [0.0, 1.0]], np.float32))
     assert (cosine, error) == (0.0, 0.25)  # nothing became something
-    cosine, error = lossless._distance(a, np.array([[4.0, 3.0], [0.0, 0.0]], np.float32))
+    cosine, error = lossless_passes._distance(a, np.array([[4.0, 3.0], [0.0, 0.0]], np.float32))
     assert (cosine, error) == (pytest.approx(0.96), 0.25)
-    assert lossless._distance(0 * a, a) == (0.0, np.inf)  # something where nothing was
+    assert lossless_passes._distance(0 * a, a) == (0.0, np.inf)  # something where nothing was
     flags = np.array([True, False])
-    assert lossless._distance(flags, ~flags)[1] > lossless.MOST_ERROR
-    assert lossless._distance(np.array(2.0), np.array(2.0)) == (1.0, 0.0)
+    assert lossless_passes._distance(flags, ~flags)[1] > lossless_passes.MOST_ERROR
+    assert lossless_passes._distance(np.array(2.0), np.array(2.0)) == (1.0, 0.0)

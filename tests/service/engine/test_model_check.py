@@ -21,8 +21,8 @@ from attnserve.runtime.isolation import WorkerCrashed, run_isolated
 from graph_passes.errors import InvalidArgument, InvalidModel
 from service.api.triton import configuration
 from service.dashboard.stats import card
-from service.engine import isolation as isolation
-from service.engine.isolation import CheckResult, IsolationChecker
+from service.engine import model_check
+from service.engine.model_check import CheckResult, IsolationChecker
 from service.engine.repository import Repository, say_operators
 from service.settings import Settings
 from service.workers.shared_state import SharedState, TargetState
@@ -33,10 +33,11 @@ pytestmark = pytest.mark.process
 
 FAST = """
 import os
-from attnserve.planning import lossless
+from attnserve.planning import lossless_passes
 from attnserve.runtime.isolation import serve
-import service.engine.isolation
-lossless.MIN_LOSSLESS_GAIN = lossless.MIN_SPEEDUP = 0  # a tiny model does not become faster
+import service.engine.model_check
+# a tiny model does not become faster
+lossless_passes.MIN_LOSSLESS_GAIN = lossless_passes.MIN_SPEEDUP = 0
 {more}
 serve(os.getppid())
 """
@@ -122,10 +123,10 @@ def test_repository_unchecked_model_is_not_fused(bert: Path) -> None:
 
 
 def test_check_rewrite_off_tries_no_fusion(bert: Path, child: Child, tmp_path: Path) -> None:
-    child("lossless.fuse_lossless = None")
+    child("lossless_passes.fuse_lossless = None")
     one = checker(tmp_path / "rewritten", rewrite=False)
     assert one.check(open_artifact(bert)) == replace(
-        one.identify(open_artifact(bert)), operators=isolation.NOT_REWRITTEN
+        one.identify(open_artifact(bert)), operators=model_check.NOT_REWRITTEN
     )
     assert not (tmp_path / "rewritten").exists()
 
@@ -188,13 +189,14 @@ def test_check_deletes_fused_files_of_unloaded_models(
 
 
 BREAKS: Mapping[str, tuple[str, str]] = {
-    "crashes": ("lossless.fuse_lossless = lambda *a, **k: os.abort()", "signal SIGABRT"),
-    "hangs": ("import time; lossless.fuse_lossless = lambda *a, **k: time.sleep(60)",
+    "crashes": ("lossless_passes.fuse_lossless = lambda *a, **k: os.abort()", "signal SIGABRT"),
+    "hangs": ("import time; lossless_passes.fuse_lossless = lambda *a, **k: time.sleep(60)",
               "did not finish within 1 s"),
-    "is wrong": ("lossless.LEAST_COSINE = 2", "differs at 1 x 1"),
-    "is slower": ("lossless.MIN_LOSSLESS_GAIN = 1e9", "x as fast, expected at least 1000000000.0x"),
-    "has a defect": ("lossless.fusion_plan = None", "TypeError: 'NoneType' object is not"),
-    "babbles": ("lossless.fuse_lossless = lambda *a, **k: print('{') or sys.exit(0)\n"
+    "is wrong": ("lossless_passes.LEAST_COSINE = 2", "differs at 1 x 1"),
+    "is slower": ("lossless_passes.MIN_LOSSLESS_GAIN = 1e9",
+                  "x as fast, expected at least 1000000000.0x"),
+    "has a defect": ("lossless_passes.fusion_plan = None", "TypeError: 'NoneType' object is not"),
+    "babbles": ("lossless_passes.fuse_lossless = lambda *a, **k: print('{') or sys.exit(0)\n"
                 "import sys", "exit status 0: {"),
 }  # fmt: skip
 
@@ -205,7 +207,7 @@ def test_check_fusion_fails_original_is_served(
 ) -> None:
     more, why = BREAKS[way]
     if way == "hangs":
-        monkeypatch.setattr(isolation, "FUSION_TIMEOUT_S", 1)
+        monkeypatch.setattr(model_check, "FUSION_TIMEOUT_S", 1)
     child(more)
     found = checker(tmp_path / "rewritten").check(open_artifact(bert))
     assert found.rewritten is None and found.operators["rewritten"] is False
@@ -216,7 +218,7 @@ def test_check_fusion_fails_original_is_served(
 def test_check_timeout_during_fusion_passes_the_model(
     bert: Path, child: Child, tmp_path: Path
 ) -> None:
-    child("import time; lossless.fuse_lossless = lambda *a, **k: time.sleep(60)")
+    child("import time; lossless_passes.fuse_lossless = lambda *a, **k: time.sleep(60)")
     found = checker(tmp_path / "rewritten", timeout_s=12).check(open_artifact(bert))
     assert found.operators["rewritten"] is False
     assert "did not finish within" in found.operators["why"]
@@ -254,7 +256,7 @@ def test_check_unsuitable_model_is_not_fused(
 ) -> None:
     model = bert
     if what == "large":
-        child("service.engine.isolation.MAX_BYTES = 1")
+        child("service.engine.model_check.MAX_BYTES = 1")
     else:
         model = write_encoder(tmp_path / "m")
     found = checker(tmp_path / "rewritten").check(open_artifact(model))
@@ -292,7 +294,7 @@ def test_check_model_folder_with_python_files_executes_none(
 
 def test_check_child_ends_on_interrupt() -> None:
     with pytest.raises(WorkerCrashed) as caught:
-        run_isolated(signal.raise_signal, signal.SIGINT, prepare=isolation._prepare, silent=True)
+        run_isolated(signal.raise_signal, signal.SIGINT, prepare=model_check._prepare, silent=True)
     assert caught.value.status == -signal.SIGINT
 
 
@@ -304,7 +306,7 @@ def test_check_other_error_is_an_invalid_model(
         "from graph_passes.errors import *\n"
         "class Failing:\n"
         f"    def __init__(self, *a, **k): raise {error}('no reason')\n"
-        "service.engine.isolation.Model = Failing"
+        "service.engine.model_check.Model = Failing"
     )
     kept = error == "InvalidArgument"
     with pytest.raises(InvalidArgument if kept else InvalidModel, match="no reason"):
