@@ -197,6 +197,15 @@ def test_plan_request_prune_is_restricted_to_layers():
     assert sum(mask.count(0) for mask in masks_of(plan).values()) == 2  # of 6
 
 
+@pytest.mark.parametrize(
+    ("parameter", "request_"),
+    [("layers", {"prune": 0.5, "layers": ["1", "9"]}), ("collab_dk", {"collab_dk": {"9": 6}})],
+)
+def test_plan_request_unknown_layer_is_refused(parameter: str, request_: dict[str, Any]):
+    with raises(InvalidArgument, "request.unknown_layer", f"`{parameter}`", "'9'"):
+        planned(**request_)
+
+
 @pytest.mark.parametrize("importance", ["energy", "loo"])
 def test_plan_request_large_prune_keeps_one_head_per_layer(importance: Any):
     plan = planned(prune=0.99, importance=importance)

@@ -255,11 +255,14 @@ def test_analyze_groups_out_of_range_are_refused_first(tiny: Path, sentences: Pa
     assert stages == []
 
 
-def test_analyze_progress_names_every_stage(tiny: Path, sentences: Path):
+def test_analyze_again_is_equal_and_progress_names_every_stage(
+    content: dict[str, Any], tiny: Path, sentences: Path
+):
     stages: dict[str, tuple[int, int]] = {}
-    analysis_of(
+    again = analysis_of(
         tiny, sentences, progress=lambda what, done, total: stages.update({what: (done, total)})
     )
+    assert json.loads(json.dumps(again.to_json())) == content
     assert list(stages) == [
         "count tokens", "collect moments", "compare heads", "measure ranks", "measure energy",
         "vote on heads", "leave heads out", "measure sensitivity",

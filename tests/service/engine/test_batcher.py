@@ -269,6 +269,23 @@ def test_check_room_full_queue_refuses_whole_request() -> None:
     play(script, run, max_queue=3)
 
 
+def test_check_room_without_queue_needs_a_free_slot() -> None:
+    run = Recorder()
+
+    async def script(batcher: Batcher) -> None:
+        batcher.check_room(2)
+        running = start(batcher.submit(rows(1)))
+        await run.reached(1)
+        assert batcher.waiting == 0
+        with pytest.raises(Overloaded, match=r"0 rows .* 0 may"):
+            batcher.check_room(1)
+        run.go.set()
+        await running
+        batcher.check_room(2)
+
+    play(script, run, max_queue=0)
+
+
 # -- preparation of rows --------------------------------------------------------------------------
 
 
