@@ -103,7 +103,7 @@ class Judge:
             plan, float32_model, replace(given.context, threads=0, progress=progress),
             original=given.model, data=given.data, shape=(given.batch, given.lengths[-1]),
         )  # fmt: skip
-        model = convert(float32_model, given.goal.precision)
+        model = convert(float32_model, given.goal.precision, given.data.fit)
         fidelity = compare(
             given.model, model, given.data.held_out, f"held out of {given.data.source['file']}",
             context=RunContext(given.context.provider, progress=progress),

@@ -16,17 +16,16 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from attnserve.checks.compare import compare
+from attnserve.models import int8 as int8_module
 from attnserve.models import precision as module
 from attnserve.models.artifact import load_model, open_artifact
 from attnserve.models.datasets import load_inputs
-from attnserve.models.precision import (
-    check_cpu,
-    convert,
+from attnserve.models.int8 import (
     int8_warning,
     int8_weight_bits,
-    on_cpu,
-    precision_of,
 )
+from attnserve.models.precision import check_cpu, convert, on_cpu, precision_of
+from attnserve.runtime import session as session_module
 from attnserve.runtime.cpu import has_int8_dot_product
 from attnserve.runtime.session import open_session, weight_bytes
 from graph_passes.errors import CannotRewrite, InvalidArgument, InvalidModel
@@ -78,9 +77,14 @@ def error(a: np.ndarray, b: np.ndarray) -> float:
 def converted(
     model: ir.Model, precision: module.Precision, bound: float, **feeds: np.ndarray
 ) -> ir.Model:
-    """The converted model, after a check that its output is within ``bound``."""
-    made = convert(model, precision)
-    assert error(run(model, **feeds), run(on_cpu(made), **feeds)) < bound
+    """The converted model, after a check that its output is within ``bound``.
+
+    Static scales are calibrated on these feeds; without calibration the bound is the same.
+    """
+    expected = run(model, **feeds)
+    made = convert(model, precision, [feeds])
+    for each in (made, convert(model, precision)):
+        assert error(expected, run(on_cpu(each), **feeds)) < bound
     return made
 
 
@@ -415,23 +419,25 @@ def test_int8_has_one_scale_per_column(precision: module.Precision):
     weight = normal(D, D)
     weight[:, 0] *= 1000  # with one scale for all, the other columns would vanish
     weight[:, 1] = 0
-    model = product(w=weight)
-    made, x = convert(model, precision), normal(2, 5, D)
-    assert operators(made)["MatMulInteger"] == 1
+    model, x = product(w=weight), normal(2, 5, D)
+    made = convert(model, precision, [{"x": x}])
+    assert operators(made)["MatMulIntegerToFloat"] == 1
     expected, got = run(model, x=x), run(made, x=x)
     assert error(expected[..., 2:], got[..., 2:]) < rounding(precision)
     np.testing.assert_array_equal(got[..., 1], 0)
 
 
 @int8
-def test_int8_representable_weights_are_exact(precision: module.Precision):
+@pytest.mark.parametrize("calibrated", [True, False])
+def test_int8_representable_numbers_are_exact(precision: module.Precision, calibrated: bool):
     least, largest = WEIGHT_RANGE[precision]
     weight = RNG.integers(least, largest + 1, (D, D)).astype(np.float32)
     weight[0] = least  # the largest absolute value of a column sets its scale: 1
-    x = RNG.integers(0, 256, (1, 2, D)).astype(np.float32)
-    x[0, 0, :2] = 0, 255
-    model = product(w=weight)
-    np.testing.assert_allclose(run(convert(model, precision), x=x), run(model, x=x), rtol=1e-5)
+    x = RNG.integers(0 if calibrated else -127, 256 if calibrated else 128, (1, 2, D))
+    x[..., :2] = (0, 255) if calibrated else (127, -127)
+    model, feeds = product(w=weight), {"x": x.astype(np.float32)}
+    made = convert(model, precision, [feeds] if calibrated else ())
+    np.testing.assert_allclose(run(made, **feeds), run(model, **feeds), rtol=1e-5, atol=1e-3)
 
 
 GEMM = """(float[b, 16] x) => (float[b, 16] y) {{
@@ -441,20 +447,21 @@ PRODUCTS = {
     "stacked weights": (
         "(float[b, 3, s, 16] x) => (float[b, 3, s, 16] y)"
         "{ z = MatMul(x, stack) y = MatMul(z, w) }",
-        (2, 3, 5, D), 1, {"MatMul": 1, "MatMulInteger": 1},
+        (2, 3, 5, D), 1, {"MatMul": 1, "MatMulIntegerToFloat": 1},
     ),
-    # The tool transposes weights of Gemm in place.
-    "shared Gemm weights": (GEMM.format(0), (8, D), 3, {"Gemm": 0, "MatMulInteger": 3}),
-    "shared transposed Gemm weights": (GEMM.format(1), (8, D), 3, {"Gemm": 0, "MatMulInteger": 3}),
+    "shared Gemm weights": (GEMM.format(0), (8, D), 3, {"Gemm": 0, "MatMulIntegerToFloat": 3}),
+    "shared transposed Gemm weights": (
+        GEMM.format(1), (8, D), 3, {"Gemm": 0, "MatMulIntegerToFloat": 3},
+    ),
     "Gemm with alpha, product of activations": (
         "(float[b, 16] x) => (float[b, b] y) { g = Gemm <alpha = 0.5> (x, w, a) h = MatMul(x, w)"
         "t = Transpose <perm = [1, 0]> (g) y = MatMul(h, t) }",
-        (4, D), 1, {"Gemm": 1, "MatMul": 1, "MatMulInteger": 1},
+        (4, D), 1, {"Gemm": 1, "MatMul": 1, "MatMulIntegerToFloat": 1},
     ),
     "weights computed from constants": (
         "(float[b, 16] x) => (float[b, 32] y) { t = Transpose <perm = [1, 0]> (w)"
         "c = Concat <axis = 1> (t, w) y = MatMul(x, c) }",
-        (4, D), 1, {"MatMul": 0, "MatMulInteger": 1},
+        (4, D), 1, {"MatMul": 0, "MatMulIntegerToFloat": 1},
     ),
 }  # fmt: skip
 
@@ -472,6 +479,14 @@ def test_int8_quantizes_products_of_matrices_only(
     made = converted(model, precision, rounding(precision, chain), x=normal(*shape))
     assert "int8" in precision_of(made)
     assert {name: operators(made)[name] for name in counts} == counts
+
+
+@int8
+def test_int8_gemm_keeps_a_sum_that_is_no_bias(precision: module.Precision):
+    text = "(float[b, 16] x, float[b, 16] c) => (float[b, 16] y) { y = Gemm(x, w, c) }"
+    feeds = {"x": normal(4, D), "c": 9 * normal(4, D)}
+    made = converted(graph(text, w=normal(D, D)), precision, rounding(precision), **feeds)
+    assert operators(made)["MatMulIntegerToFloat"] == 1
 
 
 @int8
@@ -494,7 +509,7 @@ def test_int8_table_that_is_also_multiplied_stays_float32(precision: module.Prec
         t=normal(VOCABULARY, D),
     )
     made = converted(model, precision, rounding(precision), ids=np.array([[3, 1], [0, 63]]))
-    assert operators(made)["MatMulInteger"] == 1
+    assert operators(made)["MatMulIntegerToFloat"] == 1
 
 
 @int8
@@ -532,7 +547,7 @@ def test_int8_onnx_attention_stays_float32(precision: module.Precision):
     model = graph(text, 23, **{name: normal(D, D) / 3 for name in ("wq", "wk", "wv", "o")})
     made = converted(model, precision, rounding(precision, 2), x=normal(2, 5, D))
     assert operators(made)["Attention"] == 1
-    assert operators(made)["MatMulInteger"] == 4
+    assert operators(made)["MatMulIntegerToFloat"] == 4
 
 
 BRANCHES = """(float[b, 16] x, bool c) => (float[b, 16] y) {{
@@ -555,14 +570,14 @@ def test_convert_subgraphs_and_their_outer_values(precision: module.Precision):
     for condition in (True, False):
         made = converted(model, precision, bound, x=x, c=np.array(condition))
     if precision == "int8":
-        assert operators(made)["MatMulInteger"] == 4
+        assert operators(made)["MatMulIntegerToFloat"] == 4
 
 
 @int8
 def test_int8_model_above_the_protobuf_limit_is_converted(
     monkeypatch: pytest.MonkeyPatch, precision: module.Precision
 ):
-    monkeypatch.setattr(module, "PROTOBUF_LIMIT_BYTES", 100)
+    monkeypatch.setattr(session_module, "PROTOBUF_LIMIT_BYTES", 100)
     converted(product(), precision, rounding(precision), x=normal(2, 5, D))
 
 
@@ -626,12 +641,15 @@ def every_product() -> ir.Model:
     )  # fmt: skip
 
 
+IDS = {"ids": np.arange(8).reshape(2, 4), "m": np.ones((2, 4), np.int32)}
+
+
 def test_int8_reduces_the_weights_of_every_product_and_no_table():
-    made = convert(every_product(), "int8")
+    made = convert(every_product(), "int8", [IDS])
     counts = operators(made)
-    assert (counts["QAttention"], counts["MatMulInteger"], counts["Gather"]) == (1, 2, 1)
+    assert (counts["QAttention"], counts["MatMulIntegerToFloat"], counts["Gather"]) == (1, 2, 1)
     weights = [w for w in quantized_weights(made) if w.ndim == 2]
-    assert [(w.min(), w.max()) for w in weights] == [(-64, 63)] * 3
+    assert all(w.min() == -64 or w.max() == 63 for w in weights) and len(weights) == 3
     table = next(node.inputs[0] for node in made.graph if node.op_type == "Gather")
     assert table is not None and table.const_value is not None
     assert table.const_value.numpy().max() == 255
@@ -639,7 +657,8 @@ def test_int8_reduces_the_weights_of_every_product_and_no_table():
 
 def test_int8_full_with_dot_product_uses_8_bits(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "has_int8_dot_product", lambda: True)
-    made = convert(every_product(), "int8-full")
+    monkeypatch.setattr(int8_module, "has_int8_dot_product", lambda: True)
+    made = convert(every_product(), "int8-full", [IDS])
     assert int8_weight_bits(made) == 8
     assert precision_of(made) == "int8"
     assert int8_warning(made) is None
@@ -681,7 +700,7 @@ def test_int8_weight_bits_of_models_of_other_tools(
     )
     assert int8_weight_bits(model) == bits
     for exact_cpu in (False, True):
-        monkeypatch.setattr(module, "has_int8_dot_product", lambda: exact_cpu)  # noqa: B023
+        monkeypatch.setattr(int8_module, "has_int8_dot_product", lambda: exact_cpu)  # noqa: B023
         assert (int8_warning(model) is None) == (exact_cpu or bits == 7)
 
 
