@@ -9,6 +9,7 @@ __all__ = [
     "Attention",
     "Exporter",
     "Importance",
+    "Measure",
     "Mixing",
     "Pooling",
     "Precision",
@@ -19,6 +20,7 @@ Alignment = Literal["similarity", "index"]
 Attention = Literal["sdpa", "eager"]
 Exporter = Literal["dynamo", "torchscript"]
 Importance = Literal["energy", "loo", "voting"]
+Measure = Literal["auto", "similarity", "r2", "kl", "top1", "cosine", "score"]
 Mixing = Literal["auto", "dense", "sparse"]
 Pooling = Literal["mean", "cls", "none"]
 Precision = Literal["float32", "float16", "bfloat16", "int8", "int8-full"]

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from attnserve.checks.quality import Quality, QualityMeter, is_cache_name
+from attnserve.choices import Measure
 from attnserve.context import DEFAULT_CONTEXT, Progress, Provider, RunContext, ignore_progress
 from attnserve.models.artifact import load_model, open_artifact
 from attnserve.models.datasets import load_inputs, token_mask
@@ -53,18 +55,36 @@ class Fidelity:
 
     Attributes:
         data: The source of the inputs.
-        standard_error: Standard error of the mean cosine with texts as sampling units; 0 for one
-            text.
+        qualities: The quality of each output, for short and long texts; the lowest first.
     """
 
     outputs: tuple[OutputFidelity, ...]
     mean_cosine: float
     min_cosine: float
     data: str
-    standard_error: float = 0.0
+    qualities: tuple[Quality, ...] = ()
+
+    @property
+    def quality(self) -> Quality | None:
+        """The lowest quality; None if it was not measured."""
+        return self.qualities[0] if self.qualities else None
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {
+            "outputs": [asdict(output) for output in self.outputs],
+            "mean_cosine": self.mean_cosine,
+            "min_cosine": self.min_cosine,
+            "data": self.data,
+            **self.quality_json(),
+        }
+
+    def quality_json(self) -> dict[str, Any]:
+        """The key "quality", and "qualities" if there are several; nothing without data."""
+        found = [quality.to_json() for quality in self.qualities]
+        return {
+            **({"quality": found[0]} if found else {}),
+            **({"qualities": found} if len(found) > 1 else {}),
+        }
 
 
 def verify(
@@ -72,6 +92,7 @@ def verify(
     new: Path,
     *,
     data: Path | None = None,
+    measure: Measure = "auto",
     tokenizer: Path | None = None,
     provider: Provider = "cpu",
     threads: int = 0,
@@ -79,6 +100,8 @@ def verify(
     progress: Progress | None = None,
 ) -> Fidelity:
     """Run both models on the same inputs, from ``data`` or random.
+
+    ``measure`` is the measure of quality on ``data``; "auto" chooses it by the kind of each output.
 
     If the caches of the new model have other shapes, both start from empty caches (``compare``).
 
@@ -88,14 +111,16 @@ def verify(
     """
     artifact = open_artifact(original)
     before, after = load_model(artifact), load_model(open_artifact(new))
+    meter = None
     if data is not None:
-        batches = load_inputs(data, before, artifact, tokenizer=tokenizer, split=False).fit
-        source = data.name
+        found = load_inputs(data, before, artifact, tokenizer=tokenizer, split=False)
+        batches, source = found.fit, data.name
+        meter = QualityMeter(before, artifact, measure=measure, edge=found.length_edge)
     else:
         batches = random_batches(before, seed, empty=empty_axes(before, after))
         source = "random inputs"
     context = RunContext(provider, threads, seed, progress or ignore_progress)
-    return compare(before, after, batches, source, context=context)
+    return compare(before, after, batches, source, meter=meter, context=context)
 
 
 def check_cosine_bound(bound: float | None) -> None:
@@ -216,9 +241,12 @@ def compare(
     batches: Sequence[Batch],
     source: str,
     *,
+    meter: QualityMeter | None = None,
     context: RunContext = DEFAULT_CONTEXT,
 ) -> Fidelity:
     """Run the batches through two models in memory and compare their outputs.
+
+    ``meter`` measures the quality; the mean cosine does not count caches.
 
     If caches have different shapes (``empty_axes``), the batches must leave them empty, and the
     returned caches are not compared. On the CPU a bfloat16 model is computed in float32 with each
@@ -268,16 +296,19 @@ def compare(
                     code="compare.output_shape",
                 )
             tally.add(a, b, batch)
+        if meter is not None:
+            meter.add(ours, theirs, batch)
         progress(done, len(batches))
     results = [
         tally.result(before.graph.outputs[index].name or "") for index, tally in tallies.items()
     ]
+    scored = [result for result in results if not is_cache_name(result.name)] or results
     return Fidelity(
         tuple(results),
-        float(np.mean([result.mean_cosine for result in results])),
-        min(result.min_cosine for result in results),
+        float(np.mean([result.mean_cosine for result in scored])),
+        min(result.min_cosine for result in scored),
         source,
-        max(tally.standard_error for tally in tallies.values()),
+        tuple(meter.results()) if meter is not None else (),
     )
 
 
@@ -288,19 +319,17 @@ class Tally:
         self.count = self.tokens = 0
         self.max = self.sum = self.squares = self.reference = self.cosines = 0.0
         self.least = 1.0
-        self.texts: list[tuple[float, int]] = []  # sum of cosines and tokens of each
 
     def add(self, original: np.ndarray, new: np.ndarray, batch: Batch) -> None:
         a = np.atleast_2d(original.astype(np.float64))
         b = np.atleast_2d(new.astype(np.float64))
         mask = token_mask(batch, a.shape[:2])  # one number or one vector per token
         mask = mask.reshape(*mask.shape, *(1,) * (a.ndim - 2))
-        text = np.repeat(np.arange(len(a)), a[0, ..., 0].size if len(a) else 0)
         a, b, real = (
             array.reshape(-1, a.shape[-1]) for array in (a, b, np.broadcast_to(mask, a.shape))
         )  # tokens D
         some = real.any(axis=1)
-        a, b, real, text = (array[some] for array in (a, b, real, text))
+        a, b, real = (array[some] for array in (a, b, real))
         if not a.size:
             return
         with np.errstate(invalid="ignore", over="ignore"):
@@ -320,18 +349,6 @@ class Tally:
         self.reference += float((np.where(np.isfinite(a), a, 0.0) ** 2).sum())
         self.cosines += float(cosines.sum())
         self.least = min(self.least, float(cosines.min()))
-        sums, counts = np.bincount(text, cosines), np.bincount(text)
-        self.texts += [(s, n) for s, n in zip(sums.tolist(), counts.tolist(), strict=True) if n]
-
-    @property
-    def standard_error(self) -> float:
-        """Standard error of the mean cosine, a ratio estimate over texts (Cochran 1977, 6.4)."""
-        if len(self.texts) < 2:
-            return 0.0
-        sums, counts = np.array(self.texts).T
-        apart = sums - counts * sums.sum() / counts.sum()
-        spread = float(np.square(apart).sum()) * len(sums) / (len(sums) - 1)
-        return spread**0.5 / float(counts.sum())
 
     def result(self, name: str) -> OutputFidelity:
         count, tokens = max(self.count, 1), max(self.tokens, 1)

@@ -126,6 +126,7 @@ def verify(
             metavar="FILE", help="Text, .npz or a folder of .npz (default: random inputs)."
         ),
     ] = None,
+    measure: opt.CheckMeasure = "auto",
     tokenizer: opt.DataTokenizer = None,
     min_cosine: Annotated[
         float | None,
@@ -145,8 +146,8 @@ def verify(
     check_cosine_bound(min_cosine)
     with progress_bars(quiet) as progress:
         report = attnserve.verify(
-            original, new, data=data, tokenizer=tokenizer, provider=provider, threads=threads,
-            seed=seed, progress=progress,
+            original, new, data=data, measure=measure, tokenizer=tokenizer, provider=provider,
+            threads=threads, seed=seed, progress=progress,
         )  # fmt: skip
     if json:
         print_json(report.to_json())
@@ -165,6 +166,8 @@ def verify(
                 f"{output.min_cosine:.5f}",
             )
         out.print(table)
+        for quality in report.qualities:
+            print_line(f"quality: {quality.describe()}")
     if min_cosine is not None and report.mean_cosine < min_cosine:
         from graph_passes.errors import CheckFailed
 

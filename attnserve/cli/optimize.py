@@ -61,6 +61,7 @@ def optimize(
     target_speedup: opt.TargetSpeedup = None,
     eval_data: opt.EvalData = None,
     task: opt.Task = None,
+    measure: opt.SearchMeasure = "auto",
     allow: opt.Allow = None,
     plan: Annotated[
         Path | None,
@@ -215,6 +216,7 @@ def optimize(
             target_speedup=target_speedup,
             eval_data=eval_data,
             task=task,
+            measure=measure,
             allow=cast("list[Allowed]", opt.parse_names(allow)),
             plan=plan,
             precision=opt.parse_precision(fp16, bf16, int8, int8_full),
@@ -278,6 +280,8 @@ def _show_report(report: OptimizeReport, dry_run: bool) -> None:
             f"MACs at {report.batch} x {report.sequence} tokens: "
             f"{before.macs / 1e9:.3f} G -> {after.macs / 1e9:.3f} G"
         )
+    for quality in report.fidelity.qualities:
+        print_line(f"quality ({report.fidelity.data}): {quality.describe()}")
     print_line(
         f"cosine to the original: mean {report.fidelity.mean_cosine:.4f}, "
         f"minimum {report.fidelity.min_cosine:.4f} ({report.fidelity.data})"
@@ -305,6 +309,7 @@ def plan(
     target_speedup: opt.TargetSpeedup = None,
     eval_data: opt.EvalData = None,
     task: opt.Task = None,
+    measure: opt.SearchMeasure = "auto",
     allow: opt.Allow = None,
     fp16: opt.Fp16 = False,
     bf16: opt.Bf16 = False,
@@ -335,6 +340,7 @@ def plan(
             target_speedup=target_speedup,
             eval_data=eval_data,
             task=task,
+            measure=measure,
             allow=cast("list[Allowed]", opt.parse_names(allow)),
             precision=opt.parse_precision(fp16, bf16, int8, int8_full),
             tokenizer=tokenizer,
@@ -383,14 +389,14 @@ def _show_plan(report: PlanReport) -> None:
             print_line(f"{name}, {decision.kind.replace('_', '-')}: {decision.why}")
     table = make_table(
         "fastest choices by loss (Pareto front)",
-        (">predicted speed-up", ">predicted cosine", ">cosine", ">loss of the goal"),
+        (">predicted speed-up", ">predicted loss", ">measured loss", ">cosine"),
     )
     for point in _sample_front(report.front):
         table.add_row(
             f"{point.speedup:.2f}x",
-            f"{1 - point.predicted_loss:.4f}",
-            "" if point.cosine is None else f"{point.cosine:.4f}",
+            f"{point.predicted_loss:.4f}",
             "" if point.measured_loss is None else f"{point.measured_loss:.4f}",
+            "" if point.cosine is None else f"{point.cosine:.4f}",
         )
     out.print(table)
     if report.speeds:
@@ -407,6 +413,8 @@ def _show_plan(report: PlanReport) -> None:
                 f"{speed.speedup:.2f}x",
             )
         out.print(table)
+    for quality in report.fidelity.qualities:
+        print_line(f"proof ({report.fidelity.data}): {quality.describe()}")
     print_line(report.verdict)
 
 

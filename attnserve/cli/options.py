@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from attnserve.choices import Precision, TaskName
+from attnserve.choices import Measure, Precision, TaskName
 from attnserve.context import Provider
 
 # Panels of commands in `attnserve --help`
@@ -58,7 +58,7 @@ Keep = Annotated[
     typer.Option(
         metavar="SHARE",
         help="Find the fastest model that keeps this share of the quality, for example 0.99."
-        " Quality is the mean output cosine, or the task score with --eval-data.",
+        " Quality is --measure, and with --eval-data the task score as well.",
     ),
 ]
 TargetSpeedup = Annotated[
@@ -72,6 +72,15 @@ EvalData = Annotated[
     Path | None, search_option(metavar="FILE", help="A .tsv file: --keep applies to its score.")
 ]
 Task = Annotated[TaskName | None, search_option(help="The score of --eval-data.")]
+_MEASURE = (
+    "Measure of quality: correlation of text similarities (similarity), R^2 about the mean (r2),"
+    " KL divergence of classes (kl), agreement of the most probable token (top1), or mean cosine"
+    " (cosine). auto chooses by the kind of output."
+)
+SearchMeasure = Annotated[
+    Measure, search_option(help=f"{_MEASURE} score limits the loss of the task score alone.")
+]
+CheckMeasure = Annotated[Measure, typer.Option(help=_MEASURE)]
 Allow = Annotated[
     str | None, search_option(metavar="ffn", help="Let the search remove feed-forward neurons.")
 ]

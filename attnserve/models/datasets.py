@@ -1,4 +1,4 @@
-"""Model inputs read from text or .npz files, split into a fitting and a held-out part."""
+"""Model inputs read from text or .npz files, split into parts to fit, to choose and to prove."""
 
 from __future__ import annotations
 
@@ -17,31 +17,60 @@ from attnserve.models.tokenizer import Encoding, TextEncoder, load_tokenizer, re
 from attnserve.runtime.session import Batch
 from graph_passes.errors import InvalidData
 
-__all__ = ["Dataset", "load_inputs", "real_tokens", "token_mask"]
+__all__ = ["HELD_OUT", "Dataset", "load_inputs", "real_tokens", "token_mask"]
 
 BATCH_SIZE = 16
-HELD_OUT = 10
-"""One row in this many is held out for verification."""
-MOST_HELD_OUT = 100
+
+HELD_OUT = 7
+"""Each held-out part has one distinct row in this many."""
+
+MOST_HELD_OUT = 400
+"""The most rows of a held-out part."""
+
+WIDE = 4
+"""Lengths are not alike if the 95th percentile is this many times the 5th."""
+
+HELD_OUT_PARTS = 3
+"""Choose, prove, and a second proof after the first one failed."""
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Model inputs in batches of similar length.
+    """Model inputs in batches of similar length, in disjoint parts of distinct rows.
+
+    The parts depend on the file alone, so that other commands with the same file hold out the same
+    rows. Files of less than four rows have parts that are equal or empty.
 
     Attributes:
         fit: Batches for statistics and fits.
-        held_out: Batches for verification; equal to ``fit`` if there is only one row.
+        choose: Batches that a search may look at as often as it likes.
+        prove: Parts that are looked at once, the second only if a proof on the first one fails.
         length: Median of ``lengths``.
         lengths: Number of tokens (or size of axis 1) of each row; 128 for rows without axis 1.
         source: File name, rows, tokens and checksum, for records.
     """
 
     fit: Sequence[Batch]
-    held_out: Sequence[Batch]
+    choose: Sequence[Batch]
+    prove: Sequence[Sequence[Batch]]
     length: int
     source: Mapping[str, Any]
     lengths: Sequence[int] = ()
+
+    @property
+    def held_out(self) -> list[Batch]:
+        """All batches for a proof."""
+        return [batch for part in self.prove for batch in part]
+
+    @property
+    def length_edge(self) -> int | None:
+        """The length that separates short and long texts; None if lengths are alike.
+
+        Quality is measured for both apart, because similarities within one kind of text are harder
+        to keep than those between kinds.
+        """
+        low, high = np.percentile(self.lengths, (5, 95)) if len(self.lengths) else (1, 1)
+        return round(float(low * high) ** 0.5) if high >= WIDE * max(low, 1) else None
 
 
 def load_inputs(
@@ -59,7 +88,7 @@ def load_inputs(
         model: The model whose inputs are filled.
         artifact: Its artifact, for the tokenizer and the maximum length of a text.
         tokenizer: Path of tokenizer.json; by default the artifact's.
-        split: Hold out every tenth row; False puts all rows into both parts.
+        split: Split the distinct rows into parts; False puts all rows into each part.
 
     Raises:
         InvalidData: The data is empty, unreadable or does not fit the model, or text is given
@@ -89,18 +118,25 @@ def load_inputs(
             size = 1  # without a mask, rows cannot be padded
         make = partial(_text_batches, encoder, inputs=wanted, size=size)
 
-    held, kept = _held_out(len(rows)) if split else (range(len(rows)), range(len(rows)))
+    everything = range(len(rows))
+    distinct = _distinct(rows) if split else everything
+    fit, choose, *prove = (
+        _split([lengths[i] for i in distinct]) if split else (everything, everything, everything)
+    )
+    parts = [[distinct[i] for i in part] for part in (fit, choose, *prove)]
     source = {
         "file": path.name,
         "rows": len(rows),
+        "distinct_rows": len(distinct),
         "tokens": int(sum(lengths)),
-        "fit_tokens": int(sum(lengths[i] for i in kept)),
+        "fit_tokens": int(sum(lengths[i] for i in parts[0])),
+        "held_out_rows": [len(part) for part in parts[1:]],
+        "lengths": np.percentile(lengths, (0, 5, 50, 95, 100)).round().astype(int).tolist(),
         "sha256": _checksum(path),
     }
     batches = cast(Callable[[Sequence[Any]], list[Batch]], make)
-    fit = batches([rows[i] for i in kept])
-    proof = batches([rows[i] for i in held])
-    return Dataset(fit, proof, int(np.median(lengths)), source, lengths)
+    for_fit, for_choice, *for_proof = (batches([rows[i] for i in part]) for part in parts)
+    return Dataset(for_fit, for_choice, for_proof, int(np.median(lengths)), source, lengths)
 
 
 def _checksum(path: Path) -> str:
@@ -133,14 +169,37 @@ def real_tokens(array: np.ndarray, batch: Mapping[str, np.ndarray]) -> np.ndarra
     return rows[np.repeat(mask, len(rows) // len(mask))]
 
 
-def _held_out(rows: int) -> tuple[list[int], list[int]]:
-    """Indices of held-out rows (every tenth, at least one) and of the others; a single row is in
-    both."""
-    if rows < 2:
-        return [0], [0]
-    held = list(range(min(HELD_OUT, rows) - 1, rows, HELD_OUT))[:MOST_HELD_OUT]
-    taken = set(held)
-    return held, [i for i in range(rows) if i not in taken]
+def _distinct(rows: Sequence[Encoding | Batch]) -> list[int]:
+    """The index of the first of equal rows, as the model sees them."""
+    first: dict[bytes, int] = {}
+    for index, row in enumerate(rows):
+        if isinstance(row, Encoding):
+            content = np.asarray([row.ids, row.type_ids]).tobytes()
+        else:
+            content = b"".join(str(a.shape).encode() + a.tobytes() for a in row.values())
+        first.setdefault(hashlib.sha256(content).digest(), index)
+    return list(first.values())
+
+
+def _split(lengths: Sequence[int]) -> list[list[int]]:
+    """Indices to fit, and those of each held-out part, stratified by length.
+
+    Rows are sorted by length and cut into strata; each held-out part has one random row of each
+    stratum, so that all parts have like lengths and come from the whole file.
+    """
+    rows = len(lengths)
+    if rows < HELD_OUT_PARTS + 1:
+        last = [rows - 1]
+        return [list(range(max(rows - 1, 1))), last, last, []]
+    random = np.random.default_rng(rows)
+    order = np.lexsort((random.permutation(rows), np.asarray(lengths)))
+    count = min(max(rows // HELD_OUT, 1), MOST_HELD_OUT)
+    held: list[list[int]] = [[] for _ in range(HELD_OUT_PARTS)]
+    for stratum in np.array_split(order, count):
+        for part, index in zip(held, random.permutation(stratum), strict=False):
+            part.append(int(index))
+    taken = {index for part in held for index in part}
+    return [[index for index in range(rows) if index not in taken], *map(sorted, held)]
 
 
 def _wanted(model: ir.Model) -> dict[str, np.dtype[Any]]:

@@ -19,7 +19,8 @@ from attnserve.checks.compare import (
     random_batches,
     require_empty,
 )
-from attnserve.choices import Alignment, Importance, Mixing, TaskName
+from attnserve.checks.quality import MIN_ROWS, QualityMeter
+from attnserve.choices import Alignment, Importance, Measure, Mixing, TaskName
 from attnserve.context import Progress, Provider, RunContext, ignore_progress
 from attnserve.models.artifact import (
     Artifact,
@@ -36,7 +37,7 @@ from attnserve.models.artifact import (
     versions,
     write_record,
 )
-from attnserve.models.datasets import Dataset, load_inputs
+from attnserve.models.datasets import HELD_OUT, Dataset, load_inputs
 from attnserve.models.int8 import Int8Activations, int8_activations, int8_weight_bits
 from attnserve.models.precision import Precision, check_cpu, convert
 from attnserve.planning.apply import ApplyReport, Step, apply_plan, count_macs
@@ -65,8 +66,8 @@ SHORT = 4
 """A warning is given for texts this many times longer than the calibration data. The mean cosine
 may drop from 0.99 to 0.79 (MiniLM, sentences against paragraphs)."""
 
-LOW_COSINE = 0.9
-"""Below it a sentence encoder's scores suffer visibly (benchmarks/results/fidelity.json)."""
+LOW_QUALITY = 0.9
+"""A warning is given below this value of the measure, which a constant predictor cannot reach."""
 
 
 @dataclass(frozen=True)
@@ -115,14 +116,20 @@ class OptimizeReport:
                 "min_cosine": self.fidelity.min_cosine,
                 "data": self.fidelity.data,
             },
+            **self.fidelity.quality_json(),
             "break_even_sequence": self.break_even_sequence,
             "batch": self.batch,
             "sequence": self.sequence,
             "warnings": list(self.warnings),
             "plan": self.plan.to_json(),
             **{f"int8_{name}": value for name, value in int8.items() if value is not None},
-            **({} if self.found is None else {"search": self.found.summary()}),
+            **({} if self.found is None else self._search_json(self.found)),
         }
+
+    @staticmethod
+    def _search_json(found: PlanReport) -> dict[str, Any]:
+        summary = found.summary()
+        return {"search": summary, "choose": summary["choose"]}
 
 
 def optimize(
@@ -145,6 +152,7 @@ def optimize(
     eval_data: Path | None = None,
     task: TaskName | None = None,
     allow: Sequence[Allowed] = (),
+    measure: Measure = "auto",
     plan: Path | None = None,
     precision: Precision = "float32",
     refit: bool = True,
@@ -192,11 +200,15 @@ def optimize(
         skip: Layers whose attention is replaced by an affine map of its input, or by a constant
             (``LAYER:constant``); needs ``calib``.
         ffn: The share of all feed-forward neurons to remove, lowest energy first; needs ``calib``.
-        keep: Search for the fastest model that keeps this mean output cosine, or this share of a
-            task's score; needs ``calib``. The original is written if nothing is faster.
+        keep: Search for the fastest model that keeps this quality by ``measure``, and this share of
+            a task's score if one is given; needs ``calib``. The original is written if nothing is
+            faster.
         target_speedup: Search for the model with the least loss at this speed-up instead.
         eval_data, task: The rows on which a score is measured, and which score.
         allow: "ffn" allows the search to remove feed-forward neurons.
+        measure: The measure of quality: "similarity", "r2", "kl", "top1" or "cosine"
+            (``checks.quality``); "auto" chooses it by the kind of each output; "score" limits the
+            loss of the task's score alone.
         plan: A file of ``attnserve.plan``; the same plan gives the same bytes on the same machine.
         precision: "float16", "bfloat16", "int8" or "int8-full" weights, after all rewrites. "int8"
             has 7-bit weights, which are exact on every CPU; "int8-full" has 8-bit weights, for CPUs
@@ -228,7 +240,7 @@ def optimize(
     }  # fmt: skip
     searched: dict[str, Any] = {
         "keep": keep, "target_speedup": target_speedup, "task": task, "eval_data": eval_data,
-        "allow": tuple(allow),
+        "allow": tuple(allow), "measure": measure,
     }  # fmt: skip
     mode = _mode(rewrites, searched, plan, precision, refit=refit, has_data=calib is not None)
     check_cosine_bound(min_cosine)
@@ -268,12 +280,10 @@ def optimize(
         rewritten = replace(rewritten, warnings=planned.warnings)
     calibration = data.fit if data is not None else ()
     converted = convert(rewritten.model, rewritten.plan.precision, calibration)
-    if data is not None:
-        batches = data.held_out
+    if rewritten.found is not None:
+        fidelity = rewritten.found.fidelity
     else:
-        batches = random_batches(original, seed, empty=empty_axes(original, rewritten.model))
-    source = f"held out of {calib.name}" if calib is not None else "random inputs"
-    fidelity = compare(original, converted, batches, source, context=context)
+        fidelity = _compare(original, converted, artifact, data, calib, measure, context)
     after = model_cost(rewritten.model)
     even = break_even(before.macs, after.macs) if before.macs and after.macs else None
     optimized = OptimizeReport(
@@ -305,6 +315,25 @@ def optimize(
     return optimized
 
 
+def _compare(
+    original: ir.Model,
+    converted: ir.Model,
+    artifact: Artifact,
+    data: Dataset | None,
+    calib: Path | None,
+    measure: Measure,
+    context: RunContext,
+) -> Fidelity:
+    """Compare with the original on the held-out rows, or on random inputs."""
+    if data is None or calib is None:
+        batches = random_batches(original, context.seed, empty=empty_axes(original, converted))
+        meter = QualityMeter(original, artifact, measure=measure, split="random")
+        return compare(original, converted, batches, "random inputs", meter=meter, context=context)
+    meter = QualityMeter(original, artifact, measure=measure, edge=data.length_edge, split="prove")
+    source = f"held out of {calib.name}"
+    return compare(original, converted, data.held_out, source, meter=meter, context=context)
+
+
 def _mode(
     rewrites: Mapping[str, Any],
     searched: Mapping[str, Any],
@@ -326,9 +355,12 @@ def _mode(
             raise InvalidArgument(
                 "calibration data is required", "give `calib`", code="optimize.no_data"
             )
-    if not wants_search and any(searched.values()):
+    if not wants_search and (
+        any(searched[name] for name in ("eval_data", "task", "allow"))
+        or searched["measure"] == "score"
+    ):
         raise InvalidArgument(
-            "`eval_data`, `task` and `allow` apply to a search",
+            "`eval_data`, `task`, `allow` and `measure` score apply to a search",
             "give `keep` or `target_speedup` too",
             code="optimize.conflict",
         )
@@ -468,12 +500,21 @@ def _cache_warnings(blocks: Sequence[AttentionBlock], steps: Sequence[Step]) -> 
 
 
 def _fidelity_warnings(fidelity: Fidelity) -> list[str]:
-    if fidelity.mean_cosine >= LOW_COSINE:
+    quality = fidelity.quality
+    if quality is None:
         return []
-    return [
-        f"the outputs are far from the original's: mean cosine {fidelity.mean_cosine:.3f} "
-        f"({fidelity.data}); raise R or rewrite fewer layers"
-    ]
+    warnings: list[str] = []
+    if quality.value < LOW_QUALITY:
+        warnings.append(
+            f"the outputs are far from the original's: {quality.measure} {quality.value:.3f} "
+            f"({fidelity.data}); raise R or rewrite fewer layers"
+        )
+    if quality.ci95 is None and quality.split == "prove" and quality.rows:
+        warnings.append(
+            f"measured on {quality.rows} held-out texts, which is too few for an interval: give at "
+            f"least {MIN_ROWS * HELD_OUT} different texts"
+        )
+    return warnings
 
 
 def _write(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from attnserve.checks.evaluate import TaskName
+from attnserve.choices import Measure, TaskName
 from attnserve.context import Progress, Provider, RunContext, ignore_progress
 from attnserve.models.artifact import (
     check_output,
@@ -39,6 +39,7 @@ def plan(
     eval_data: Path | None = None,
     task: TaskName | None = None,
     allow: Sequence[Allowed] = (),
+    measure: Measure = "auto",
     precision: Precision = "float32",
     tokenizer: Path | None = None,
     batch: int = 1,
@@ -56,12 +57,13 @@ def plan(
     Args:
         model: An .onnx file or an artifact folder.
         output: The .json file; plan.json beside the model by default.
-        calib: Text (a sentence per line), .npz or a folder of .npz. One row in ten is held out from
-            all fits.
-        keep: The mean output cosine to keep, or the share of the task's score.
+        calib: Text (a sentence per line), .npz or a folder of .npz. Three parts of a
+            seventh of the distinct rows are held out: to choose, to prove, and for a second proof.
+        keep: The quality to keep by ``measure``, and the share of the task's score if there is one.
         target_speedup: The speed-up to reach with the least loss, instead of ``keep``.
         eval_data, task: The rows on which a score is measured, and which score.
         allow: "ffn" allows the removal of feed-forward neurons.
+        measure: See ``optimize``.
         precision: "float16", "bfloat16", "int8" or "int8-full" weights, after all rewrites.
         batch, sequence: The shape at which the model should be fast; without a sequence, the
             quartiles of the calibration data's lengths.
@@ -72,7 +74,7 @@ def plan(
         InvalidModel, InvalidArgument, InvalidData, InvalidOutput: The input cannot be used.
     """
     check_cpu(precision)
-    goal = Goal(keep, target_speedup, task, eval_data, tuple(allow), precision)
+    goal = Goal(keep, target_speedup, task, eval_data, tuple(allow), precision, measure)
     artifact = open_artifact(model)
     output = output or default_output(model, "plan")
     if output.suffix != ".json":

@@ -54,8 +54,8 @@ Ranks = int | Sequence[int] | Mapping[str, int]
 """R of every layer, of each layer in order, or by layer name."""
 
 AUTO_BUDGET = 0.04
-"""The relative squared change of the output that ``reuse="auto"`` allows before refitting: a cosine
-of about 0.98, and more after it."""
+"""The share of the outputs' variance that ``reuse="auto"`` may change before refitting: R^2 is
+about 0.96, and more after it."""
 
 IN_BODY = Refusal("in_body", "it lies in the body of another node, which a session cannot observe")
 

@@ -361,7 +361,7 @@ def pareto_front(
     *,
     title: str,
 ) -> str:
-    """Draw the Pareto front of a plan as an SVG file; all points are (cosine, speed-up).
+    """Draw the Pareto front of a plan as an SVG file; all points are (kept, speed-up).
 
     Args:
         predicted: Points of the predicted front.
@@ -381,13 +381,13 @@ def pareto_front(
             axes.plot(*zip(*built, strict=True), "o", color=SECOND, label="built and evaluated")
         if plan is not None:
             axes.plot([plan[0]], [plan[1]], "D", color=INK, label="plan (whole model, measured)")
-        left = min([0.99, *(cosine for cosine, _ in built)]) - 0.02
-        speeds = [speed for cosine, speed in predicted if cosine >= left]
+        left = min([0.99, *(kept for kept, _ in built)]) - 0.02
+        speeds = [speed for kept, speed in predicted if kept >= left]
         top = max(1.05, *speeds, 0.0 if plan is None else plan[1])
         axes.set_xlim(left, 1.002)
         axes.set_ylim(min([1.0, *speeds]) - 0.03, top * 1.05)
         axes.axhline(1.0, color=MUTED, linewidth=0.8, linestyle="--")
-        axes.set_xlabel("mean output cosine to the original")
+        axes.set_xlabel("quality kept: 1 - loss")
         axes.set_ylabel("speed-up")
         axes.set_title(title)
         axes.legend(loc="best")

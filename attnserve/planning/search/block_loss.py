@@ -7,7 +7,7 @@ Removal is measured at a few sizes, with the block's last map refitted in closed
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -21,6 +21,7 @@ from attnserve.calibration.elimination import RIDGE, Elimination, eliminate, eli
 from attnserve.calibration.moments import collect_moments
 from attnserve.calibration.refit import Moments, context_moments, refit
 from attnserve.calibration.similarity import measure_similarity
+from attnserve.checks.quality import QualityMeter
 from attnserve.context import RunContext, ignore_progress
 from attnserve.planning.head_selection import Reuse, edges_of
 from attnserve.planning.search.candidates import (
@@ -74,6 +75,7 @@ def loss_curves(
     changes: Mapping[str, Sequence[BlockConfig]] | None = None,
     pairs: Sequence[ReusePair] = (),
     *,
+    new_meter: Callable[[], QualityMeter],
     context: RunContext,
 ) -> Losses:
     """Measure the loss of removal, of other changes, and of reuse.
@@ -81,6 +83,7 @@ def loss_curves(
     Args:
         changes: Other changes to measure, by the key of a group.
         pairs: Pairs to measure; those that are not faster are left out.
+        new_meter: See ``LossEstimator``.
 
     Raises:
         InvalidData: The model refuses a batch, or its activations are not finite.
@@ -91,7 +94,7 @@ def loss_curves(
     blocks = [block for group in able for block in group.blocks]
     probes, rest = _split(batches)
     moments = context_moments(model, blocks, rest, context=context)
-    estimator = LossEstimator(model, [block.name for block in blocks], probes, context)
+    estimator = LossEstimator(model, [block.name for block in blocks], probes, new_meter, context)
     curves: dict[str, LossCurve] = {}
     for done, group in enumerate(able, start=1):
         total = reduce(add, (moments[name] for name in group.names))
@@ -104,7 +107,7 @@ def loss_curves(
             kept = np.setdiff1d(np.arange(count), found.order[:n])
             fitted = _fitted(total, weight, rows[kept].reshape(-1))
             gone.append(n)
-            losses.append(estimator.cosine_loss(dict.fromkeys(group.names, fitted)))
+            losses.append(estimator.loss(dict.fromkeys(group.names, fitted)))
         rising = np.maximum.accumulate(np.maximum(losses, 1e-9)) if losses else np.zeros(0)
         own = np.maximum.accumulate(found.losses)
         if losses:

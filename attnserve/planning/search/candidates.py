@@ -152,7 +152,7 @@ class ReusePair:
         saved_ms: What reuse saves over the fastest implementations of both with all heads, as mean
             over the target shapes; negative if reuse is slower.
         heads: The source head of each head of the reader.
-        loss: One minus the output cosine if all heads of the reader reuse probabilities.
+        loss: The loss at the model's output if all heads of the reader reuse probabilities.
     """
 
     source: TiedBlocks
@@ -183,7 +183,7 @@ class Option:
 
     Attributes:
         configs: The configuration of each of its groups.
-        loss: The predicted loss at the model's output: one minus the cosine.
+        loss: The predicted loss at the model's output.
         ms: The mean latency over the target shapes.
     """
 
@@ -199,7 +199,7 @@ class LossCurve:
     Attributes:
         order: Heads or neurons in the order of their removal.
         own_loss: The lost share of the block's own output after n removals, n = 0 .. count.
-        gone, loss: Numbers of removals that were measured, and one minus the output cosine.
+        gone, loss: Numbers of removals that were measured, and the loss at the model's output.
         changed: The losses of other changes: of all heads, or of the removed attention.
     """
 

@@ -101,7 +101,7 @@ def _reason(picked: Picked, group: TiedBlocks, config: BlockConfig, curve: LossC
     parts: list[str] = []
     removed = group.count - config.kept
     if not config.kept:
-        parts.append(f"replacing it by an affine map loses {curve.of(config) or 0:.4f} of cosine")
+        parts.append(f"replacing it by an affine map loses {curve.of(config) or 0:.4f}")
     elif removed:
         parts.append(
             f"the {removed} removed {what} hold {curve.own_loss[removed]:.1%} of its output that "
@@ -110,13 +110,11 @@ def _reason(picked: Picked, group: TiedBlocks, config: BlockConfig, curve: LossC
     if config.head_size is not None:
         lost = (curve.of(config) or 0.0) - (curve.of(BlockConfig(config.kept)) or 0.0)
         of = "" if config.rank is None else f" of {config.rank} shared ones"
-        parts.append(
-            f"queries and keys of {config.head_size} dimensions{of} lose {lost:.4f} of cosine"
-        )
+        parts.append(f"queries and keys of {config.head_size} dimensions{of} lose {lost:.4f}")
     if config.source is not None and picked.pair is not None:
         parts.append(
             f"reusing the probabilities of {config.source} in all heads loses "
-            f"{picked.pair.loss:.4f} of cosine"
+            f"{picked.pair.loss:.4f}"
         )
     if picked.index + 1 < len(picked.options):
         now, following = picked.options[picked.index : picked.index + 2]
@@ -124,6 +122,6 @@ def _reason(picked: Picked, group: TiedBlocks, config: BlockConfig, curve: LossC
         others = " and its pair" if len(picked.unit) > 1 else ""
         parts.append(
             f"{smaller} {what}{others} would save {now.ms - following.ms:.3f} ms more and lose "
-            f"{following.loss - now.loss:.4f} more of cosine"
+            f"{following.loss - now.loss:.4f} more"
         )
     return "; ".join(parts)

@@ -14,7 +14,7 @@ from graph_passes.errors import CheckFailed
 
 __all__ = ["FrontSearch"]
 
-MAX_BUILDS = 5
+MAX_BUILDS = 6
 """The number of choices that are built besides the first and the last."""
 
 TIGHT = 0.9
@@ -23,8 +23,16 @@ TIGHT = 0.9
 NEAR = 1.01
 """Choices whose predicted speeds differ by less are not both built."""
 
-COSINE_PER_SCORE = 2.5
-"""A first guess of the ratio of cosine loss to score loss."""
+FIRST_GUESS = {"similarity": 2.0, "score": 4.0}
+"""A first guess of the ratio of the predicted loss, 1 - R^2 or a share of KL, to that of the
+measure; 1 for others. The first build replaces it."""
+
+SQUARED = frozenset({"top1"})
+"""Measures whose squared loss grows with the predicted loss: tokens change their rank when logits
+move, and independent moves add up in squares."""
+
+CAREFUL = 0.8
+"""The share of the allowed loss that is aimed at after a proof failed."""
 
 INTERPOLATE, EXTRAPOLATE = 0.96, 0.98
 """Where the next choice is aimed at, relative to the estimate; below 1 to stay within bounds."""
@@ -55,34 +63,60 @@ class FrontSearch:
     def fastest(self, keep: float) -> Built | None:
         """The fastest choice that keeps enough."""
         front = self.candidates.front
-        allowed = 1 - keep
-        lossless = self.judge.loss(front[0])  # the loss of fused operators and the precision
-        if lossless > max(allowed, ROUNDING):
+        lossless = self.judge.build(front[0])  # fused operators, and the precision
+        measure, allowed = self._measure(lossless), 1 - keep
+        if (constant := self._constant(lossless)) >= keep:
+            raise CheckFailed(
+                f"`keep` is {keep}, and a model that always returns the same keeps {constant:.3f} "
+                f"by the measure {measure}",
+                "choose another `measure`, or a higher `keep`",
+                code="search.constant",
+            )
+        if lossless.loss > max(allowed, ROUNDING):
             if self.goal.precision == "float32":
                 return None
             raise CheckFailed(
-                f"{self.goal.precision} weights alone keep {1 - lossless:.4f} of the "
-                f"{self.goal.measure}, expected {keep}",
+                f"{self.goal.precision} weights alone keep {1 - lossless.loss:.4f} by the measure "
+                f"{measure}, expected {keep}",
                 "lower `keep`, or leave `precision` at float32",
                 code="search.precision",
             )
-        if lossless >= allowed:
-            return self.judge.build(front[0])
+        if lossless.loss >= allowed:
+            return lossless
+        power = 2 if measure in SQUARED else 1
+        limit, start = allowed**power, lossless.loss**power
+        measured = {0: start}
         low, high = 0, len(front)  # the last that keeps enough, the first that does not
-        guess = (allowed - lossless) * (1.0 if self.goal.task is None else COSINE_PER_SCORE)
+        guess = (limit - start) * FIRST_GUESS.get(measure, 1.0)
         for _ in range(MAX_BUILDS):
             index = min(max(self._index_of(guess), low + 1), high - 1)
             if not low < index < high or self._is_near(low, high):
                 break
-            loss = self.judge.loss(front[index])
-            if loss <= allowed:
+            measured[index] = self.judge.loss(front[index]) ** power
+            if measured[index] <= limit:
                 low = index
-                if loss >= TIGHT * allowed:
+                if measured[index] >= TIGHT * limit:
                     break
             else:
                 high = index
-            guess = self._next_guess(low, high, allowed, lossless)
+            guess = self._next_guess(low, high, limit, measured)
         return self.judge.build(front[low])
+
+    def more_careful(self, built: Built, loss: float, keep: float) -> Built:
+        """A choice with less predicted loss, after a proof measured too much for another one."""
+        front = self.candidates.front
+        index = self._index_of(CAREFUL * built.choice.loss * (1 - keep) / loss)
+        return self.judge.build(front[max(index, 0)])
+
+    def _measure(self, built: Built) -> str:
+        quality = built.fidelity.quality
+        return "score" if self.goal.measure == "score" or quality is None else quality.measure
+
+    def _constant(self, built: Built) -> float:
+        """The highest quality of a constant predictor in the outputs that the goal limits."""
+        limited = built.fidelity.qualities if self.goal.measure != "score" else ()
+        # The second condition of top1 is one that a constant predictor never meets.
+        return max((q.constant for q in limited if q.measure != "top1"), default=0.0)
 
     def least_loss(self, speedup: float) -> Built:
         """The choice with the least loss that reaches a speed-up, by the time of whole models."""
@@ -129,17 +163,19 @@ class FrontSearch:
         losses = [choice.loss for choice in self.candidates.front]
         return int(np.searchsorted(losses, predicted_loss, side="right")) - 1
 
-    def _next_guess(self, low: int, high: int, allowed: float, lossless: float) -> float:
+    def _next_guess(
+        self, low: int, high: int, allowed: float, measured: Mapping[int, float]
+    ) -> float:
         """The predicted loss at which the allowed loss is expected.
 
         It is interpolated between the measured neighbors, or extrapolated from the lower one.
         """
-        front, measured = self.candidates.front, self.judge.measured
-        below, loss_below = front[low].loss, measured[front[low].picks][0]
+        front, lossless = self.candidates.front, measured[0]
+        below, loss_below = front[low].loss, measured[low]
         if high == len(front):
             gain = (allowed - lossless) / max(loss_below - lossless, 1e-9)
             return below * float(np.clip(EXTRAPOLATE * gain, 1.05, 3.0))
-        above, loss_above = front[high].loss, measured[front[high].picks][0]
+        above, loss_above = front[high].loss, measured[high]
         share = (allowed - loss_below) / max(loss_above - loss_below, 1e-9)
         # Even the smallest change has the uncertainty of a score. Interpolation from zero loss aims
         # too high until a lossy choice is known to keep enough.

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import onnx_ir as ir
 
 from attnserve.checks.evaluate import TASKS, TaskName
-from attnserve.choices import Precision
+from attnserve.choices import Measure, Precision
 from attnserve.context import RunContext
 from attnserve.models.artifact import Artifact
 from attnserve.models.datasets import Dataset
@@ -26,10 +26,12 @@ class Goal:
     """What a plan must keep or reach, and which rewrites it may use.
 
     Attributes:
-        keep: The lower end of the 95 % interval of the mean output cosine on held-out data; with
-            ``task``, of the share of the task's score.
+        keep: The value of the measure to keep, at the lower end of its 95 % interval on data that
+            the fit did not see; with ``task``, the share of the task's score to keep as well.
         target_speedup: The speed-up to reach with the least loss, instead of ``keep``.
         task, eval_data: The score, and the file on which it is measured.
+        measure: The measure of quality; "auto" chooses it by the kind of output, "score" limits
+            the loss of the task's score alone.
         allow: Rewrites besides those of attention.
         precision: Of the weights, after all rewrites.
     """
@@ -40,6 +42,7 @@ class Goal:
     eval_data: Path | None = None
     allow: tuple[Allowed, ...] = ()
     precision: Precision = "float32"
+    measure: Measure = "auto"
 
     def __post_init__(self) -> None:
         if (self.keep is None) == (self.target_speedup is None):
@@ -66,6 +69,12 @@ class Goal:
                 f"give both; `task` is {' or '.join(TASKS)}",
                 code="goal.conflict",
             )
+        if self.measure == "score" and self.task is None:
+            raise InvalidArgument(
+                "`measure` is score: expected a score to measure",
+                "give `eval_data` and `task` too",
+                code="goal.conflict",
+            )
         for name in self.allow:
             if name not in get_args(Allowed):
                 raise InvalidArgument(
@@ -73,11 +82,6 @@ class Goal:
                     "for example ffn",
                     code="goal.allow",
                 )
-
-    @property
-    def measure(self) -> str:
-        """The quantity whose loss is limited."""
-        return "mean output cosine" if self.task is None else f"share of the {self.task} score"
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,8 @@ from typing import Any
 import onnx_ir as ir
 
 from attnserve.checks.compare import Fidelity, compare
-from attnserve.checks.evaluate import ONE_SIDED, Share, score_session, share_kept
+from attnserve.checks.evaluate import Share, score_session, share_kept
+from attnserve.checks.quality import QualityMeter
 from attnserve.context import RunContext
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.precision import convert
@@ -20,17 +21,11 @@ from attnserve.planning.search.checkpoint import Checkpoint, digest
 from attnserve.planning.search.goal import SearchInput
 from attnserve.planning.search.limits import MIN_SPEEDUP
 from attnserve.planning.search.pareto import Choice
-from attnserve.planning.search.report import Speed, mean_speedup
+from attnserve.planning.search.report import Proof, Speed, mean_speedup
 from attnserve.runtime.part_latency import Part
-from attnserve.runtime.session import open_session
+from attnserve.runtime.session import Batch, open_session
 
 __all__ = ["ROUNDING", "Built", "Judge", "score_model"]
-
-DRIFT = 3.5
-"""The largest accepted ratio of cosine loss to score loss. A score on a few hundred rows can stay
-while the function changes, and scores on other rows then drop. For all-MiniLM-L6-v2, 99.5 % of the
-score on STS-B's dev set came with 98.2 % on about 4,000 other pairs at a cosine of 0.937, and
-99.8 % with 99.2 % at 0.965."""
 
 ROUNDING = 1e-4
 """A loss below this comes from rounding."""
@@ -43,8 +38,8 @@ class Built:
     Attributes:
         float32_model: The rewritten model in float32.
         model: The same model in the requested precision.
-        share: The kept share of the task's score, if the goal has a task.
-        loss: Of the goal's measure, at its lower confidence bound.
+        fidelity, share, loss: On the data that the search looks at; ``loss`` is the largest of the
+            losses that the goal limits, at their lower bounds.
     """
 
     choice: Choice
@@ -58,7 +53,7 @@ class Built:
 
 
 class Judge:
-    """Builds choices and measures them on held-out data; the latest build is kept."""
+    """Builds choices and measures them on data to choose; the latest build is kept."""
 
     def __init__(
         self,
@@ -104,15 +99,22 @@ class Judge:
             original=given.model, data=given.data, shape=(given.batch, given.lengths[-1]),
         )  # fmt: skip
         model = convert(float32_model, given.goal.precision, given.data.fit)
-        fidelity = compare(
-            given.model, model, given.data.held_out, f"held out of {given.data.source['file']}",
-            context=RunContext(given.context.provider, progress=progress),
-        )  # fmt: skip
-        share, loss = self._share_and_loss(model, fidelity, f"build {number}: score")
+        measured = self._measure(model, given.data.choose, "choose", f"build {number}: score", 0)
+        losses = [q.loss for q in measured.fidelity.qualities if given.goal.measure != "score"]
+        if measured.share is not None:
+            losses.append(1 - measured.share.lower)
+        loss = max(losses, default=0.0)
+        fidelity, share = measured.fidelity, measured.share
         self._last = Built(choice, plan, float32_model, model, applied, fidelity, share, loss)
         self.measured[choice.picks] = loss, fidelity.mean_cosine
         self.checkpoint.add_build(digest(plan.to_json()), loss, fidelity.mean_cosine)
         return self._last
+
+    def prove(self, built: Built, part: int) -> Proof:
+        """Measure a built choice on the first or second part of the data for a proof."""
+        parts = [batches for batches in self.given.data.prove if batches]
+        batches = parts[min(part, len(parts) - 1)]
+        return self._measure(built.model, batches, "prove", "prove the score", 1 + part)
 
     def speedup(self, built: Built) -> float:
         """The measured speed-up of a built model, as geometric mean over the requested lengths."""
@@ -144,16 +146,27 @@ class Judge:
             for length, (before, after) in zip(lengths, pairs, strict=True)
         ]
 
-    def _share_and_loss(
-        self, model: ir.Model, fidelity: Fidelity, stage: str
-    ) -> tuple[Share | None, float]:
-        cosine_loss = 1 - fidelity.mean_cosine
-        if self.given.goal.task is None:
-            return None, cosine_loss + ONE_SIDED * fidelity.standard_error
-        is_same = fidelity.min_cosine > 1 - ROUNDING  # then the score is the same
-        score = self.original_score if is_same else score_model(self.given, model, stage)
-        share = share_kept(self.original_score, score, seed=self.given.context.seed)
-        return share, max(1 - share.lower, cosine_loss / DRIFT)
+    def _measure(
+        self, model: ir.Model, batches: Sequence[Batch], split: str, stage: str, rows: int
+    ) -> Proof:
+        """Compare a model with the original on batches, and on a part of the rows of the task."""
+        given = self.given
+        meter = QualityMeter(
+            given.model, given.artifact, measure=given.goal.measure, edge=given.data.length_edge,
+            split=split,
+        )  # fmt: skip
+        fidelity = compare(
+            given.model, model, batches, f"held out of {given.data.source['file']}", meter=meter,
+            context=replace(given.context, threads=0),
+        )  # fmt: skip
+        losses = [q.point_loss for q in fidelity.qualities if given.goal.measure != "score"]
+        share = None
+        if given.goal.task is not None:
+            is_same = fidelity.min_cosine > 1 - ROUNDING  # then the score is the same
+            score = self.original_score if is_same else score_model(given, model, stage)
+            share = share_kept(self.original_score, score, part=rows, seed=given.context.seed)
+            losses.append(1 - share.value)
+        return Proof(fidelity, share, max(losses, default=0.0))
 
     def _plan(self, choice: Choice) -> Plan:
         return self.candidates.plan(choice, self.given.goal.precision)

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.calibration.refit import find_sites, install
-from attnserve.checks.compare import Tally
+from attnserve.checks.quality import QualityMeter
 from attnserve.context import RunContext
 from attnserve.runtime.session import Batch, open_session, run
 from graph_passes.analysis.shapes import infer_shapes_small
@@ -35,6 +35,7 @@ class LossEstimator:
     Args:
         names: The attention and feed-forward blocks.
         batches: The data on which losses are measured.
+        new_meter: Makes the meter of a comparison.
     """
 
     def __init__(
@@ -42,9 +43,11 @@ class LossEstimator:
         model: ir.Model,
         names: Sequence[str],
         batches: Sequence[Batch],
+        new_meter: Callable[[], QualityMeter],
         context: RunContext,
     ) -> None:
         self.batches = batches
+        self.new_meter = new_meter
         self.context = context
         part = model.clone()
         found = find_sites(part, names)
@@ -72,12 +75,12 @@ class LossEstimator:
         self.session = self._open(part)
         self.whole = [self._run(batch, {}) for batch in batches]
 
-    def cosine_loss(self, maps: Maps) -> float:
-        """One minus the mean cosine to the original outputs, as in ``checks.compare``."""
+    def loss(self, maps: Maps) -> float:
+        """The additive loss with other last maps (``QualityMeter.additive_loss``)."""
         return self._loss(lambda batch: self._run(batch, maps))
 
     def loss_of(self, other: ir.Model) -> float:
-        """One minus the mean cosine of another model's outputs to the original ones."""
+        """The additive loss of another model."""
         session = self._open(other)
         return self._loss(lambda batch: run(session, batch))
 
@@ -90,11 +93,10 @@ class LossEstimator:
         )
 
     def _loss(self, outputs: Callable[[Batch], list[np.ndarray]]) -> float:
-        tallies = [Tally() for _ in self.whole[0]]
+        meter = self.new_meter()
         for batch, before in zip(self.batches, self.whole, strict=True):
-            for tally, a, b in zip(tallies, before, outputs(batch), strict=True):
-                tally.add(a, b, batch)
-        return 1 - float(np.mean([tally.result("").mean_cosine for tally in tallies]))
+            meter.add(before, outputs(batch), batch)
+        return meter.additive_loss()
 
     def _run(self, batch: Batch, maps: Maps) -> list[np.ndarray]:
         feed = dict(batch)

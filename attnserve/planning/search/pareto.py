@@ -20,7 +20,7 @@ MOST = 4000
 
 
 class Option(Protocol):
-    """An alternative of one part: its predicted loss (one minus the cosine) and its time."""
+    """An alternative of one part: its predicted loss and its time."""
 
     @property
     def loss(self) -> float: ...

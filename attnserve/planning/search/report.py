@@ -28,7 +28,8 @@ class Decision:
         source: The attention whose probabilities are reused, if any.
         written: The implementation.
         ms_before, ms_after: Of the block alone, as mean over the requested lengths.
-        predicted_loss: The loss of output cosine by this block alone.
+        predicted_loss: The loss at the model's output by this block alone: 1 - R^2 of embeddings
+            and features, a share of the KL divergence of logits.
     """
 
     block: str
@@ -51,7 +52,7 @@ class Point:
 
     Attributes:
         speedup: The predicted speed-up of the whole model at the requested lengths.
-        predicted_loss: The predicted loss of output cosine.
+        predicted_loss: The sum of the losses of its blocks (``Decision``).
         measured_loss: The measured loss of the goal's measure.
     """
 
@@ -79,14 +80,38 @@ def mean_speedup(speeds: Sequence[Speed], lengths: Collection[int]) -> float:
 
 
 @dataclass(frozen=True, eq=False)
+class Proof:
+    """The measurement of a built choice on data that no choice has seen.
+
+    Attributes:
+        share: The kept share of the task's score, if the goal has a task.
+        loss: The largest of the losses that the goal limits, by their values.
+    """
+
+    fidelity: Fidelity
+    share: Share | None
+    loss: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "loss": self.loss,
+            "share": self.share and self.share.to_json(),
+            **self.fidelity.quality_json(),
+        }
+
+
+@dataclass(frozen=True, eq=False)
 class Outcome:
     """A plan and its measured effect.
 
     Attributes:
         rewrites: The plan; empty if the original is returned.
         gain: Whether the plan is worth applying.
-        share: Of the task's score, if the goal has a task.
+        fidelity, share: The proof: measured once, on data that no choice has seen; ``share`` is
+            that of the task's score, if the goal has a task.
         speeds: Of the whole model, at all checked lengths.
+        chosen: The same comparison on the data that the search looked at.
+        proofs: All proofs in order; those before the last kept too little.
     """
 
     rewrites: Plan
@@ -95,6 +120,8 @@ class Outcome:
     fidelity: Fidelity
     share: Share | None
     speeds: Sequence[Speed]
+    chosen: Fidelity | None
+    proofs: Sequence[Proof]
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,13 +153,13 @@ class PlanReport(Outcome):
     def summary(self) -> dict[str, Any]:
         """The part that is recorded with an optimized model."""
         whole = self.to_json()
-        keys = ("asked", "verdict", "gain", "fidelity", "speedup", "speeds", "machine")
-        return {key: whole[key] for key in keys}
+        keys = (
+            "asked", "verdict", "gain", "fidelity", "quality", "choose", "proofs", "speedup",
+            "speeds", "machine",
+        )  # fmt: skip
+        return {key: whole[key] for key in keys if key in whole}
 
     def to_json(self) -> dict[str, Any]:
-        share = self.share and {
-            "value": self.share.value, "standard_error": self.share.standard_error,
-        }  # fmt: skip
         return {
             "format": FORMAT,
             "model": dict(self.model),
@@ -144,8 +171,11 @@ class PlanReport(Outcome):
                 "mean_cosine": self.fidelity.mean_cosine,
                 "min_cosine": self.fidelity.min_cosine,
                 "data": self.fidelity.data,
-                "share": share,
+                "share": self.share and self.share.to_json(),
             },
+            **self.fidelity.quality_json(),
+            "choose": self.chosen and self.chosen.quality_json().get("quality"),
+            "proofs": [proof.to_json() for proof in self.proofs],
             "speedup": self.speedup,
             "speeds": [asdict(speed) for speed in self.speeds],
             "layers": [asdict(decision) for decision in self.decisions],
@@ -163,9 +193,10 @@ def draw_front(report: PlanReport) -> str:
     Raises:
         MissingExtra: Matplotlib is not installed.
     """
+    built = [point for point in report.front if point.measured_loss is not None]
     return pareto_front(
         [(1 - point.predicted_loss, point.speedup) for point in report.front],
-        [(point.cosine, point.speedup) for point in report.front if point.cosine is not None],
-        (report.fidelity.mean_cosine, report.speedup) if report.gain else None,
+        [(1 - (point.measured_loss or 0.0), point.speedup) for point in built],
+        (1 - report.proofs[-1].loss, report.speedup) if report.gain and report.proofs else None,
         title=report.verdict,
     )

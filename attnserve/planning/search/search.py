@@ -1,11 +1,13 @@
 """Search for the fastest plan that keeps the requested quality, by measurement.
 
 1. Time: every configuration of every block, each in its fastest implementation (``model_timing``).
-2. Loss: the cosine loss of the model's output for each of them, on calibration data
-   (``block_loss``); the losses of different blocks nearly add up.
+2. Loss: the loss of the model's output for each of them, on calibration data (``block_loss``); the
+   losses of different blocks nearly add up.
 3. Candidates: the Pareto front of predicted time and loss (``candidate_set``).
-4. Judge: choices of the front are built, refitted, and measured on held-out data until the allowed
+4. Judge: choices of the front are built, refitted, and measured on data to choose until the allowed
    loss is used up (``front_search``). The whole model is then timed beside the original.
+5. Prove: the choice is measured once on data that nothing has seen. If it keeps too little there, a
+   more careful choice is proved on other data.
 
 A model that is slower than the original at some length is not returned: the plan is then empty.
 """
@@ -22,6 +24,7 @@ import onnx_ir as ir
 
 from attnserve.checks.certify import read_attention, require_finite_weights
 from attnserve.checks.compare import Fidelity
+from attnserve.checks.quality import QualityMeter
 from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.models.artifact import Artifact, fingerprint, sha256, versions
 from attnserve.models.datasets import Dataset
@@ -38,10 +41,10 @@ from attnserve.planning.search.checkpoint import Checkpoint, digest
 from attnserve.planning.search.explain import explain, front_points
 from attnserve.planning.search.front_search import FrontSearch
 from attnserve.planning.search.goal import Goal, SearchInput
-from attnserve.planning.search.judge import Built, Judge, score_model
+from attnserve.planning.search.judge import ROUNDING, Built, Judge, score_model
 from attnserve.planning.search.limits import MIN_GAIN, MIN_SPEEDUP
 from attnserve.planning.search.model_timing import ModelTiming, time_model
-from attnserve.planning.search.report import Outcome, PlanReport, Speed, mean_speedup
+from attnserve.planning.search.report import Outcome, PlanReport, Proof, Speed, mean_speedup
 from attnserve.runtime.session import open_session, run
 from graph_passes.emit.fused_attention import OPSETS
 from graph_passes.errors import CannotRewrite, InvalidArgument, InvalidData
@@ -98,19 +101,14 @@ def search(
     original_score = None
     if goal.task is not None:
         original_score = score_model(given, graph, "score the original")
-    elif all(v.shape is not None and v.shape[-1:] == (1,) for v in graph.graph.outputs):
-        raise InvalidArgument(
-            "the model's output is one number, whose cosine is always 1 or -1",
-            "give `eval_data` and `task`, to keep a share of a score",
-            code="search.scalar_output",
-        )
     checkpoint = Checkpoint(_key(given))
     groups = group_blocks(newest, attention.blocks, ffn="ffn" in goal.allow)
     timing = time_model(given, newest, groups)
     losses = _estimate_losses(given, newest, timing, checkpoint)
     candidates = CandidateSet.of(timing, losses)
     judge = Judge(given, candidates, checkpoint, original_score)
-    result = _result(given, judge, FrontSearch(goal, candidates, judge).run())
+    front = FrontSearch(goal, candidates, judge)
+    result = _result(given, judge, *_proved(goal, judge, front, front.run()))
     checkpoint.remove()
     return result
 
@@ -211,8 +209,9 @@ def _estimate_losses(
     }
     context = RunContext(given.context.provider, progress=given.context.progress)
     losses = loss_curves(
-        model, timing.groups, given.data.fit, changes, timing.pairs, context=context
-    )
+        model, timing.groups, given.data.fit, changes, timing.pairs, context=context,
+        new_meter=lambda: QualityMeter(given.model, given.artifact, measure=given.goal.measure),
+    )  # fmt: skip
     checkpoint.put_losses(losses)
     return losses
 
@@ -220,27 +219,54 @@ def _estimate_losses(
 # ---- result -------------------------------------------------------------------------------------
 
 
-def _result(given: SearchInput, judge: Judge, best: Built | None) -> SearchResult:
+def _proved(
+    goal: Goal, judge: Judge, front: FrontSearch, best: Built | None
+) -> tuple[Built | None, list[Proof]]:
+    """A choice that keeps its promise on data that no choice has seen, and all proofs, in order."""
+    if best is None:
+        return None, []
+    proofs = [judge.prove(best, 0)]
+    if goal.keep is None:
+        return best, proofs
+    for part in (1, 2):
+        if proofs[-1].loss <= max(1 - goal.keep, ROUNDING) or not best.choice.loss:
+            break
+        if part == 1:
+            best = front.more_careful(best, proofs[-1].loss, goal.keep)
+        else:  # no further part is left: what loses nothing needs none
+            best = judge.build(judge.candidates.front[0])
+        proofs.append(judge.prove(best, part))
+    return best, proofs
+
+
+def _result(
+    given: SearchInput, judge: Judge, best: Built | None, proofs: Sequence[Proof]
+) -> SearchResult:
     """The best choice, or an empty plan if it is not faster than the original."""
     if best is None:
         best = judge.build(judge.candidates.front[0])
         reason = (
-            f"written in the fastest operators the model keeps {1 - best.loss:.4f} of the "
-            f"{given.goal.measure}"
+            f"written in the fastest operators the model keeps {1 - best.loss:.4f}, less than asked"
         )
         return _no_gain(given, judge, best, reason, [])
     speeds = judge.compare_speed(best.model, given.checked_lengths)
     gain = mean_speedup(speeds, given.lengths)
     if reason := _refusal(best.plan, gain, speeds):
         return _no_gain(given, judge, best, reason, speeds)
-    kept = f"{best.fidelity.mean_cosine:.4f} mean output cosine"
-    if best.share is not None:
-        kept = (
-            f"{best.share.value:.2%} of the {given.goal.task} score "
-            f"(standard error {best.share.standard_error:.2%})"
+    proof = proofs[-1]
+    kept: list[str] = []
+    if proof.fidelity.quality is not None:
+        quality = proof.fidelity.quality
+        kept.append(f"{quality.measure} {quality.value:.4f}")
+    if proof.share is not None:
+        kept.append(
+            f"{proof.share.value:.2%} of the {given.goal.task} score (standard error "
+            f"{proof.share.standard_error:.2%})"
         )
-    verdict = f"{gain:.2f}x as fast, keeping {kept}"
-    outcome = Outcome(best.plan, True, verdict, best.fidelity, best.share, speeds)
+    verdict = f"{gain:.2f}x as fast, keeping {', '.join(kept)}"
+    outcome = Outcome(
+        best.plan, True, verdict, proof.fidelity, proof.share, speeds, best.fidelity, tuple(proofs)
+    )
     report = _report(given, judge, best, outcome)
     return SearchResult(report, best.float32_model, best.applied)
 
@@ -267,7 +293,9 @@ def _no_gain(
     """The empty plan, which leaves the model unchanged."""
     verdict = f"no gain: {reason}; the original is returned"
     same = Fidelity((), 1.0, 1.0, "the original itself")
-    report = _report(given, judge, best, Outcome(Plan(), False, verdict, same, None, speeds))
+    report = _report(
+        given, judge, best, Outcome(Plan(), False, verdict, same, None, speeds, None, ())
+    )
     return SearchResult(report, given.model, ApplyReport((), is_exact=True))
 
 
@@ -282,6 +310,8 @@ def _report(given: SearchInput, judge: Judge, best: Built, outcome: Outcome) -> 
         verdict=outcome.verdict,
         fidelity=outcome.fidelity,
         share=outcome.share,
+        chosen=outcome.chosen,
+        proofs=outcome.proofs,
         speeds=outcome.speeds,
         decisions=explain(judge.candidates, best.choice),
         front=front_points(judge.candidates, judge.measured),

@@ -10,7 +10,6 @@ import onnx_ir as ir
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.attnserve.planning.test_request import NAMES, planned, stack
 
 from attnserve.context import RunContext
 from attnserve.planning.apply import ApplyReport, apply_plan
@@ -26,6 +25,7 @@ from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.prune_neurons import PruneNeurons
 from graph_passes.passes.reuse_attention import ReuseAttention
 from graph_passes.passes.skip_attention import SkipAttention
+from tests.attnserve.planning.test_requested_rewrites import NAMES, planned, stack
 from tests.errors import raises
 from tests.graph_passes.graphs import H, K, layers
 
