@@ -409,6 +409,7 @@ def test_optimize_precision_alone_converts_only(model: Path, sentences: Path, tm
     entry = json.loads((tmp_path / "attnserve.json").read_text())["lineage"][-1]
     assert entry["plan"]["precision"] == "int8"
     assert entry["int8_weight_bits"] == report.int8_weight_bits == 7
+    assert entry["int8_activations"] == report.int8_activations == "static"
 
 
 def test_optimize_int8_full_records_8_bits(
@@ -420,6 +421,7 @@ def test_optimize_int8_full_records_8_bits(
     entry = json.loads((tmp_path / "attnserve.json").read_text())["lineage"][-1]
     assert entry["plan"]["precision"] == "int8-full"
     assert entry["int8_weight_bits"] == 8
+    assert entry["int8_activations"] == "per-row"  # without calibration data
 
 
 def test_int8_full_without_dot_product_is_refused_first(
