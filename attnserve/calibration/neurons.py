@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from attnserve.calibration.activations import not_finite, observe
 from attnserve.context import DEFAULT_CONTEXT, RunContext
-from attnserve.models.datasets import token_mask
+from attnserve.models.datasets import real_tokens
 from attnserve.runtime.session import Batch, open_session, run
 from graph_passes.analysis.constants import origin
 from graph_passes.blocks import FeedForwardBlock
@@ -48,7 +48,7 @@ def neuron_energy(
     sums = [np.zeros((2, block.num_neurons)) for block in blocks]
     for batch, arrays in observe(model, hidden, batches, context, "measure neurons"):
         for index, (block, (array,)) in enumerate(zip(blocks, arrays, strict=True)):
-            tokens = _real(array, batch).astype(np.float64)
+            tokens = real_tokens(array, batch).astype(np.float64)
             if not np.isfinite(tokens).all():
                 raise not_finite(block.name)
             sums[index] += tokens.sum(0), np.square(tokens).sum(0)
@@ -59,18 +59,6 @@ def neuron_energy(
         norms = np.square(block.second_matrix().astype(np.float64)).sum(axis=1)
         found[block.name] = np.maximum(variance, 0.0) * norms
     return found
-
-
-def _real(array: np.ndarray, batch: Batch) -> Float[np.ndarray, "M F"]:
-    """The rows of unmasked tokens of (B, S, F), or (B*S, F) if the exporter flattens tokens."""
-    rows = array.reshape(-1, array.shape[-1])
-    if array.ndim == 2:
-        masks = (a for n, a in batch.items() if "mask" in n and a.size == len(rows) and a.ndim == 2)
-        sizes = next((mask.shape for mask in masks), (1, len(rows)))
-    else:
-        sizes = array.shape[:2]
-    mask = token_mask(batch, sizes).reshape(-1)
-    return rows[np.repeat(mask, len(rows) // len(mask))]
 
 
 def layer_weights(

@@ -17,7 +17,7 @@ from attnserve.models.tokenizer import Encoding, TextEncoder, load_tokenizer, re
 from attnserve.runtime.session import Batch
 from graph_passes.errors import InvalidData
 
-__all__ = ["HELD_OUT", "Dataset", "load_inputs", "token_mask"]
+__all__ = ["HELD_OUT", "Dataset", "load_inputs", "real_tokens", "token_mask"]
 
 BATCH_SIZE = 16
 
@@ -155,6 +155,18 @@ def token_mask(batch: Mapping[str, np.ndarray], tokens: Sequence[int]) -> np.nda
         if "mask" in name and array.shape == tuple(tokens) and array.dtype.kind in "iub":
             return array.astype(bool)
     return np.ones(tokens, dtype=bool)
+
+
+def real_tokens(array: np.ndarray, batch: Mapping[str, np.ndarray]) -> np.ndarray:  # M F
+    """The rows of unmasked tokens of (B, S, F), or (B*S, F) if the exporter flattens tokens."""
+    rows = array.reshape(-1, array.shape[-1])
+    if array.ndim == 2:
+        masks = (a for n, a in batch.items() if "mask" in n and a.size == len(rows) and a.ndim == 2)
+        sizes = next((mask.shape for mask in masks), (1, len(rows)))
+    else:
+        sizes = array.shape[:2]
+    mask = token_mask(batch, sizes).reshape(-1)
+    return rows[np.repeat(mask, len(rows) // len(mask))]
 
 
 def _distinct(rows: Sequence[Encoding | Batch]) -> list[int]:

@@ -38,7 +38,8 @@ from attnserve.models.artifact import (
     write_record,
 )
 from attnserve.models.datasets import HELD_OUT, Dataset, load_inputs
-from attnserve.models.precision import Precision, check_cpu, convert, int8_weight_bits
+from attnserve.models.int8 import Int8Activations, int8_activations, int8_weight_bits
+from attnserve.models.precision import Precision, check_cpu, convert
 from attnserve.planning.apply import ApplyReport, Step, apply_plan, count_macs
 from attnserve.planning.plan import Plan
 from attnserve.planning.plan_file import read_plan
@@ -87,6 +88,7 @@ class OptimizeReport:
         found: The report of the search, if there was one.
         int8_weight_bits: 8 if the model needs a CPU with VNNI, AMX or ARM dot products; None
             without int8.
+        int8_activations: "static" with calibration data, otherwise "per-row"; None without int8.
     """
 
     output: Path
@@ -101,9 +103,10 @@ class OptimizeReport:
     plan: Plan
     found: PlanReport | None = None
     int8_weight_bits: Literal[7, 8] | None = None
+    int8_activations: Int8Activations | None = None
 
     def to_json(self) -> dict[str, Any]:
-        bits = self.int8_weight_bits
+        int8 = {"weight_bits": self.int8_weight_bits, "activations": self.int8_activations}
         return {
             "before": asdict(self.before),
             "after": asdict(self.after),
@@ -119,7 +122,7 @@ class OptimizeReport:
             "sequence": self.sequence,
             "warnings": list(self.warnings),
             "plan": self.plan.to_json(),
-            **({} if bits is None else {"int8_weight_bits": bits}),
+            **{f"int8_{name}": value for name, value in int8.items() if value is not None},
             **({} if self.found is None else self._search_json(self.found)),
         }
 
@@ -275,7 +278,8 @@ def optimize(
         )
         rewritten = _apply(planned.plan, original, report, data, context, shape, fit=refit)
         rewritten = replace(rewritten, warnings=planned.warnings)
-    converted = convert(rewritten.model, rewritten.plan.precision)
+    calibration = data.fit if data is not None else ()
+    converted = convert(rewritten.model, rewritten.plan.precision, calibration)
     if rewritten.found is not None:
         fidelity = rewritten.found.fidelity
     else:
@@ -303,6 +307,7 @@ def optimize(
         plan=rewritten.plan,
         found=rewritten.found,
         int8_weight_bits=int8_weight_bits(converted),
+        int8_activations=int8_activations(converted),
     )
     _require_cosine(optimized, min_cosine)
     if not dry_run:

@@ -377,6 +377,27 @@ def inspect_speed() -> str:
     )
 
 
+def int8() -> str:
+    """Quality, batch dependence and speed of int8 schemes."""
+    result = load("int8")
+    lengths = [int(key.removeprefix("speedup_")) for key in result["schemes"][0] if "speed" in key]
+    return table(
+        ["activations and weights", "cosine", "R^2", "Spearman", "batch difference"]
+        + [f"{length} tokens" for length in lengths],
+        [
+            [
+                row["name"],
+                f"{row['cosine']:.4f}",
+                f"{row['r2']:.4f}",
+                f"{row['spearman']:.4f}",
+                f"{row['batch_difference']:.0e}" if row["batch_difference"] else "0",
+                *(f"{row[f'speedup_{length}']:.2f}x" for length in lengths),
+            ]
+            for row in result["schemes"]
+        ],
+    )
+
+
 def cuda() -> str:
     """The goals on a GPU, and what was measured of them."""
     rows: list[list[str]] = []

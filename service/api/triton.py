@@ -188,6 +188,7 @@ def configuration(engine: Engine) -> dict[str, Any]:
         "parameters": {
             "max_batch_tokens": {"string_value": str(settings.batch_tokens)},
             "operators": {"string_value": orjson.dumps(model.operators).decode()},
+            "batch_invariant": {"string_value": "true" if model.batch_invariant else "false"},
         },
     }
     if model.int8_warning is not None:

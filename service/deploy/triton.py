@@ -32,6 +32,7 @@ from attnserve.models.artifact import (
     write_record,
 )
 from attnserve.models.example_inputs import example_inputs
+from attnserve.models.int8 import batch_invariant
 from attnserve.models.precision import is_bfloat16, on_cpu
 from attnserve.runtime.external_data import external_files
 from attnserve.runtime.session import open_session
@@ -133,7 +134,8 @@ def write_repository(
     if max_batch and not examined.batches:
         raise InvalidArgument(
             f"`max_batch` is {max_batch}: {artifact.name} cannot be batched, because the first axis"
-            " of its outputs is not the batch axis of its inputs",
+            " of its outputs is not the batch axis of its inputs, or its dynamic quantization"
+            " depends on the batch",
             "set `max_batch` to 0",
             code="triton.batch",
         )
@@ -203,7 +205,7 @@ def _examine(artifact: Artifact, graph: ir.Model, provider: Provider) -> _Examin
         outputs=tuple(
             _value(value, array.ndim) for value, array in zip(outputs, runs[-1][1], strict=True)
         ),
-        batches=free and follow and len(runs) == len(SHAPES),
+        batches=free and follow and len(runs) == len(SHAPES) and batch_invariant(graph),
         warm_up=warm_up,
     )
 

@@ -25,7 +25,7 @@ import onnx_ir as ir
 from attnserve.context import Provider
 from attnserve.models.artifact import Artifact, load_model
 from attnserve.models.example_inputs import example_inputs, id_bound
-from attnserve.models.precision import int8_warning
+from attnserve.models.int8 import batch_invariant, int8_warning
 from attnserve.models.tokenizer import Encoding, load_tokenizer, model_inputs, pool
 from attnserve.runtime.backends import open_runner
 from attnserve.runtime.cuda import PARITY, Cuda
@@ -61,7 +61,8 @@ WARM_UP_ROWS, WARM_UP_LENGTHS = 3, (8, 2, 1)
 
 ROW_TOLERANCE = 0.05
 """Largest relative difference between a row alone and the same row in a batch. Dynamic quantization
-over the whole batch gives some thousandths; graphs that mix rows give about 1."""
+over the whole batch gives some thousandths; graphs that mix rows give about 1. ``batch_invariant``
+finds the former by its operators."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,7 @@ class Model:
         }
         self._examples = _examples(original)
         self.int8_warning = int8_warning(original)
+        self.batch_invariant = batch_invariant(original)
         self._is_large = weight_bytes(original) > LARGE_BYTES
         del original
         self._release_memory()
@@ -311,8 +313,8 @@ class Model:
 
         The first run allocates memory and compiles kernels. A graph may mix the rows of a batch
         (for example by a mean over them): requests share a batch only if a row has the same output
-        alone and in a batch. If CUDA graphs are captured, a second test shows whether runs may be
-        padded.
+        alone and in a batch. Rows of a model with dynamic quantization of the whole batch run one
+        by one. If CUDA graphs are captured, a second test shows whether runs may be padded.
 
         Raises:
             OutOfMemory, ModelFailed: It does not run.
@@ -328,10 +330,14 @@ class Model:
                 )
             if self._captures:
                 self._session.allow_padding(
-                    rows=self.rows_are_independent, tokens=self._ignores_padding(inputs)
+                    rows=self.batch_invariant and self.rows_are_independent,
+                    tokens=self.batch_invariant and self._ignores_padding(inputs),
                 )
             break
-        self.max_rows = self._fixed_rows or (None if self.rows_are_independent else 1)
+        if not self.batch_invariant:
+            self.max_rows = 1
+        else:
+            self.max_rows = self._fixed_rows or (None if self.rows_are_independent else 1)
 
     def close(self) -> None:
         """Free the session; the model cannot run afterwards."""

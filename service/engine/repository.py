@@ -32,6 +32,11 @@ __all__ = ["Entry", "Repository", "State", "say_operators"]
 
 State = Literal["READY", "LOADING", "UNAVAILABLE"]
 
+NOT_BATCH_INVARIANT = (
+    "its dynamic quantization makes an answer depend on the other rows of a run, so that every row "
+    "runs alone; convert the float32 model with `attnserve optimize` to let rows share a run"
+)
+
 VERSION = re.compile(r"[1-9]\d{0,17}|0")
 
 log = logging.getLogger("attnserve")
@@ -345,6 +350,8 @@ class Repository:
             )
         if model.int8_warning is not None:
             log.warning("%s version %s: %s", name, version, model.int8_warning)
+        if not model.batch_invariant:
+            log.warning("%s version %s: %s", name, version, NOT_BATCH_INVARIANT)
         return content, model
 
     def _open(self, artifact: Artifact, name: str, version: str, checked: CheckResult) -> Model:

@@ -264,7 +264,7 @@ class BlockTimer:
         if self.precision == "float32":
             return part
         try:
-            made = Part(convert(part.model, self.precision), part.feeds)
+            made = Part(convert(part.model, self.precision, part.feeds), part.feeds)
         except AttnserveError:  # nothing can be converted
             return part
         # numpy has no bfloat16, so that such a part is timed with its casts.

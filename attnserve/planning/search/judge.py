@@ -98,7 +98,7 @@ class Judge:
             plan, float32_model, replace(given.context, threads=0, progress=progress),
             original=given.model, data=given.data, shape=(given.batch, given.lengths[-1]),
         )  # fmt: skip
-        model = convert(float32_model, given.goal.precision)
+        model = convert(float32_model, given.goal.precision, given.data.fit)
         measured = self._measure(model, given.data.choose, "choose", f"build {number}: score", 0)
         losses = [q.loss for q in measured.fidelity.qualities if given.goal.measure != "score"]
         if measured.share is not None:

@@ -97,7 +97,7 @@ def search(
     attention = read_attention(newest, seed=context.seed)
     require_attention(attention)
     if goal.precision != "float32":
-        convert(graph, goal.precision)  # fails early if the model cannot be converted
+        convert(graph, goal.precision, data.fit[:1])  # fails early if the model cannot be converted
     original_score = None
     if goal.task is not None:
         original_score = score_model(given, graph, "score the original")

@@ -586,7 +586,7 @@ def test_load_8_bit_int8_weights_without_a_dot_product_warns_in_log_and_config(
     has_dot_product: bool,
     warns: bool,
 ) -> None:
-    monkeypatch.setattr("attnserve.models.precision.has_int8_dot_product", lambda: has_dot_product)
+    monkeypatch.setattr("attnserve.models.int8.has_int8_dot_product", lambda: has_dot_product)
     (tmp_path / "int8").mkdir()
     text = f"""
     <ir_version: 10, opset_import: ["": 18]>
@@ -607,3 +607,52 @@ def test_load_8_bit_int8_weights_without_a_dot_product_warns_in_log_and_config(
     parameters = client.get("/v2/models/int8/config").json()["parameters"]
     assert ("int8_warning" in parameters) is warns
     assert client.get("/v2/models/int8/ready").status_code == 200
+
+
+# -- models whose quantization depends on the batch ------------------------------------------------
+
+DYNAMIC = """
+<ir_version: 10, opset_import: ["": 18]>
+int8 (float[{rows}, 2] x) => (float[{rows}, 2] y) <int8[2, 2] w = {{1, 0, 0, 1}}> {{
+    q, scale, zero = DynamicQuantizeLinear(x)
+    i = MatMulInteger(q, w, zero)
+    f = Cast<to = 1>(i)
+    y = Mul(f, scale)
+}}
+"""
+
+
+def test_load_dynamic_quantization_runs_every_row_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, start: Callable[..., TestClient]
+) -> None:
+    (tmp_path / "int8").mkdir()
+    write_model(tmp_path / "int8" / "model.onnx", DYNAMIC.format(rows="n"))
+    with caplog.at_level("WARNING", logger="attnserve"):
+        client = start(tmp_path / "int8", probe=False)
+    assert any("alone" in record.getMessage() for record in caplog.records)
+    config = client.get("/v2/models/int8/config").json()
+    assert config["parameters"]["batch_invariant"] == {"string_value": "false"}
+    assert config["max_batch_size"] == 0
+    engine = client.app.state.repository.engine()  # type: ignore[attr-defined]
+    assert engine.model.max_rows == 1
+
+    def answer(*rows: list[float]) -> list[float]:
+        flat = [number for row in rows for number in row]
+        x = {"name": "x", "datatype": "FP32", "shape": [len(rows), 2], "data": flat}
+        response = client.post("/v2/models/int8/infer", json={"inputs": [x]}).json()
+        return response["outputs"][0]["data"]
+
+    # In one run, the step of 1000 / 255 would round the first row to 0.
+    small, large = [0.5, 1.0], [1000.0, -3.0]
+    assert answer(small, large) == answer(small) + answer(large)
+    assert answer(small) == pytest.approx(small, abs=1 / 255)
+
+
+def test_load_dynamic_quantization_of_a_single_row_is_batch_invariant(
+    tmp_path: Path, start: Callable[..., TestClient]
+) -> None:
+    (tmp_path / "int8").mkdir()
+    write_model(tmp_path / "int8" / "model.onnx", DYNAMIC.format(rows="1"))
+    client = start(tmp_path / "int8", probe=False)
+    parameters = client.get("/v2/models/int8/config").json()["parameters"]
+    assert parameters["batch_invariant"] == {"string_value": "true"}

@@ -401,7 +401,7 @@ def test_optimize_int8_is_part_of_the_loss(optimized: Optimizer, tmp_path: Path)
     assert report.fidelity.mean_cosine >= 0.9
     assert report.after.bytes < 0.6 * report.before.bytes
     kinds = {node.op_type for node in load_model(tmp_path / "out.onnx").graph}
-    assert kinds & {"MatMulInteger", "DynamicQuantizeLinear", "QAttention"}
+    assert kinds & {"MatMulIntegerToFloat", "QAttention"}
 
 
 def test_optimize_precision_that_loses_too_much_fails(optimized: Optimizer, tmp_path: Path):
@@ -418,6 +418,7 @@ def test_optimize_precision_alone_converts_only(model: Path, sentences: Path, tm
     entry = json.loads((tmp_path / "attnserve.json").read_text())["lineage"][-1]
     assert entry["plan"]["precision"] == "int8"
     assert entry["int8_weight_bits"] == report.int8_weight_bits == 7
+    assert entry["int8_activations"] == report.int8_activations == "static"
 
 
 def test_optimize_int8_full_records_8_bits(
@@ -429,6 +430,7 @@ def test_optimize_int8_full_records_8_bits(
     entry = json.loads((tmp_path / "attnserve.json").read_text())["lineage"][-1]
     assert entry["plan"]["precision"] == "int8-full"
     assert entry["int8_weight_bits"] == 8
+    assert entry["int8_activations"] == "per-row"  # without calibration data
 
 
 def test_int8_full_without_dot_product_is_refused_first(

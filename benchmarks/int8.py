@@ -1,0 +1,241 @@
+"""Quality, batch dependence and speed of int8 schemes for all-MiniLM-L6-v2.
+
+    python -m benchmarks.int8 --train stsb_train.tsv --dev stsb_dev.tsv
+
+The float32 model with fused operators is quantized in several ways. Weights have 7 or 8 bits, and
+one scale per column. Activations:
+
+- dynamic: one scale for the whole batch (``onnxruntime.quantization.quantize_dynamic``)
+- static: constant scales from the smallest and largest values on the calibration data
+- static, clipped: the same, clipped to the 99.99th percentile of absolute values
+- static, smoothed: large channels are divided by a constant first
+- static, smoothed, corrected: the same with bias correction; this is ``attnserve optimize --int8``
+- per row: the largest absolute value of each token at run time; this is used without calibration
+- MatMulNBits: weights in blocks, and ``accuracy_level`` 4
+
+The cosine and R^2 (one minus the squared error over the squared distance from the mean) compare the
+normalized embeddings of unseen sentences, one at a time, with those of the float32 model. The batch
+difference is the largest change of an element if a sentence runs in a batch of 16 instead of alone,
+at equal padded length. The speed-up over the float32 model is measured on one thread in interleaved
+rounds, as the median of the ratios of one round.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from rich.console import Console
+
+from attnserve.context import RunContext
+from attnserve.models import int8
+from attnserve.models.artifact import load_model, open_artifact
+from attnserve.models.datasets import load_inputs, real_tokens
+from attnserve.models.example_inputs import example_inputs
+from attnserve.planning.apply import apply_plan
+from attnserve.planning.lossless_passes import fusion_plan
+from attnserve.runtime.cpu import has_int8_dot_product
+from attnserve.runtime.interleaved_timer import BENCHMARK, time_functions
+from attnserve.runtime.session import Batch, open_session, run
+from benchmarks._common import (
+    Study,
+    encoder_study,
+    number_table,
+    sts_parser,
+    sts_score,
+    write_result,
+)
+from graph_passes.analysis.constants import constant_shape, is_constant
+from graph_passes.emit.editing import exposing
+
+BLOCKS = (16, 32, 64, 128)
+"""Block sizes of MatMulNBits."""
+
+LENGTHS = (16, 128, 512)
+SECONDS = 30.0
+"""Approximate time of the measurements at each length."""
+
+PERCENTILE = 99.99
+REFERENCE = "float32"
+
+
+def main() -> None:
+    options = sts_parser(__doc__).parse_args()
+    with encoder_study(options.train, options.dev, options.rows) as study:
+        models = build(study)
+        rows = [
+            {"name": name, "bytes": path.stat().st_size, **quality(study, models[REFERENCE], path)}
+            for name, path in models.items()
+        ]
+        for length in LENGTHS:
+            for row, speedup in zip(rows, speedups(models, length, options.rounds), strict=True):
+                row[f"speedup_{length}"] = speedup
+    table = number_table("int8", list(rows[0])[1:])
+    for row in rows:
+        table.add_row(*[f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()])
+    Console().print(table)
+    packages = ("onnxruntime", "onnx", "onnx-ir", "numpy")
+    write_result(
+        "int8", options, schemes=rows, threads=1, int8_dot_product=has_int8_dot_product(),
+        versions={name: version(name) for name in packages},
+    )  # fmt: skip
+
+
+def build(study: Study) -> dict[str, Path]:
+    """The file of each scheme, in a folder with the tokenizer."""
+    artifact = open_artifact(study.original)
+    original = load_model(artifact)
+    batches = load_inputs(study.calibration, original, artifact, split=False).fit
+    fused = original.clone()
+    apply_plan(fusion_plan(original), fused, RunContext(), original=original, fit=False)
+    for index, node in enumerate(fused.graph):  # the tools identify nodes by name
+        node.name = f"{node.op_type}_{index}"
+    reference = saved(study, REFERENCE, fused)
+    clip = partial(clipped, batches=batches)
+    models = {REFERENCE: reference}
+    for bits in (7, 8):
+        forms: dict[str, Callable[[], ir.Model]] = {
+            "dynamic": partial(dynamic, reference, reduce_range=bits == 7),
+            "static": partial(static, fused, bits, batches, smooth=False, correct=False),
+            "static, clipped": partial(
+                static, fused, bits, batches, clip, smooth=False, correct=False
+            ),
+            "static, smoothed": partial(static, fused, bits, batches, correct=False),
+            "static, smoothed, corrected": partial(static, fused, bits, batches),
+            "per row": partial(static, fused, bits, ()),
+        }
+        for name, make in forms.items():
+            models[f"{name}, {bits} bits"] = saved(study, f"{name}, {bits} bits", make())
+    for size in BLOCKS:
+        name = f"MatMulNBits, blocks of {size}, 8 bits"
+        models[name] = saved(study, name, in_blocks(reference, size))
+    return models
+
+
+def saved(study: Study, name: str, model: ir.Model) -> Path:
+    folder = study.folder / name.replace(" ", "-").replace(",", "")
+    shutil.copytree(study.original, folder)
+    ir.save(model, folder / "model.onnx")
+    return folder / "model.onnx"
+
+
+def dynamic(path: Path, *, reduce_range: bool) -> ir.Model:
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    model = ir.load(path)
+    small = [n.name for n in model.graph if n.op_type == "Gather" and not is_word_table(n)]
+    target = path.parent / "dynamic.onnx"
+    quantize_dynamic(
+        path, target, op_types_to_quantize=["MatMul", "Gather"], per_channel=True,
+        reduce_range=reduce_range, weight_type=QuantType.QInt8, nodes_to_exclude=small,
+        extra_options={"WeightSymmetric": True, "MatMulConstBOnly": True},
+    )  # fmt: skip
+    return ir.load(target)
+
+
+def is_word_table(node: ir.Node) -> bool:
+    table = node.inputs[0]
+    return table is not None and is_constant(table) and constant_shape(table)[0] > 1000
+
+
+def static(
+    fused: ir.Model,
+    bits: int8.Bits,
+    batches: Sequence[Batch],
+    change: Callable[[ir.Model, Any], Any] = lambda _, ranges: ranges,
+    **options: bool,
+) -> ir.Model:
+    model = fused.clone()
+    int8.quantize(model, bits, change(model, int8.collect_ranges(model, batches)), **options)
+    return model
+
+
+def clipped(
+    model: ir.Model, ranges: dict[ir.Value, int8.Range], batches: Sequence[Batch]
+) -> dict[ir.Value, int8.Range]:
+    """Ranges within a percentile of the absolute values of each activation."""
+    with exposing(model, list(ranges)):
+        session = open_session(model)
+    values: dict[ir.Value, list[np.ndarray]] = {value: [] for value in ranges}
+    for batch in batches[::4]:
+        for value, array in zip(ranges, run(session, batch), strict=True):
+            values[value].append(np.abs(real_tokens(array, batch)).reshape(-1))
+    limits = {v: np.percentile(np.concatenate(arrays), PERCENTILE) for v, arrays in values.items()}
+    return {
+        value: replace(
+            range_,
+            low=np.maximum(range_.low, -limits[value]),
+            high=np.minimum(range_.high, limits[value]),
+        )
+        for value, range_ in ranges.items()
+    }
+
+
+def in_blocks(path: Path, size: int) -> ir.Model:
+    from onnxruntime.quantization.matmul_nbits_quantizer import (
+        DefaultWeightOnlyQuantConfig,
+        MatMulNBitsQuantizer,
+    )
+
+    config = DefaultWeightOnlyQuantConfig(
+        block_size=size, is_symmetric=True, accuracy_level=4, bits=8
+    )
+    quantizer: Any = MatMulNBitsQuantizer(onnx.load(path), algo_config=config)
+    quantizer.process()
+    return ir.from_proto(quantizer.model.model)
+
+
+def quality(study: Study, reference: Path, path: Path) -> dict[str, float]:
+    artifact = open_artifact(study.original)
+    data = load_inputs(study.unseen, load_model(artifact), artifact, split=False)
+    pair = [open_session(file, threads=1) for file in (reference, path)]
+    alone = [np.concatenate([embed_rows(s, b, pad=False) for b in data.fit]) for s in pair]
+    difference = max(
+        np.abs(embed(pair[1], batch) - embed_rows(pair[1], batch, pad=True)).max()
+        for batch in data.fit[:8]
+    )
+    expected, found = alone
+    spread = np.square(expected - expected.mean(axis=0)).sum()
+    return {
+        "cosine": float((expected * found).sum(axis=1).mean()),
+        "r2": float(1 - np.square(expected - found).sum() / spread),
+        "spearman": sts_score(path, study.pairs),
+        "batch_difference": float(difference),
+    }
+
+
+def embed(session: Any, batch: Batch) -> np.ndarray:  # B D
+    """Normalized means over the tokens."""
+    mask = batch["attention_mask"].astype(float)[..., None]
+    sums = (run(session, batch)[0] * mask).sum(axis=1)
+    return sums / np.linalg.norm(sums, axis=1, keepdims=True)
+
+
+def embed_rows(session: Any, batch: Batch, *, pad: bool) -> np.ndarray:  # B D
+    """The embeddings of texts that run alone, with or without padding."""
+    lengths = batch["attention_mask"].sum(axis=1)
+    return np.concatenate([
+        embed(session, {n: a[row : row + 1, : None if pad else length] for n, a in batch.items()})
+        for row, length in enumerate(lengths)
+    ])  # fmt: skip
+
+
+def speedups(models: dict[str, Path], length: int, rounds: int | None) -> list[float]:
+    feed = example_inputs(ir.load(models[REFERENCE]), 1, length)
+    sessions = [open_session(path, threads=1) for path in models.values()]
+    timer = BENCHMARK if rounds is None else replace(BENCHMARK, min_rounds=rounds)
+    functions = [partial(run, session, feed) for session in sessions]
+    times = time_functions(functions, SECONDS, timer)
+    return [float(ratio) for ratio in np.median(times[0] / times, axis=1)]
+
+
+if __name__ == "__main__":
+    main()
