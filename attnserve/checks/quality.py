@@ -208,13 +208,13 @@ class QualityMeter:
             case "kl" | "top1" if array.ndim in (2, 3) and width > 1:
                 return _Logits(self.measure)
             case "similarity" if array.ndim in (2, 3) and width > 1:
-                return _Similarity("cls" if self.pooling == "cls" else "mean")
+                return _Similarity(self.pooling)
             case "auto" if is_classes:
                 return _Logits("kl")
             case "auto" if is_vocabulary:
                 return _Logits("top1")
             case "auto" if is_embedding or is_tokens:
-                return _Similarity("cls" if self.pooling == "cls" else "mean")
+                return _Similarity(self.pooling)
             case _:
                 return _Features()
 
@@ -527,14 +527,14 @@ def _log_softmax(logits: np.ndarray) -> Float[np.ndarray, "T C"]:
 class _Similarity(_Meter):
     """Rank correlation of pairwise similarities, overlap of neighbors, and R^2 of embeddings."""
 
-    def __init__(self, pooling: Pooling) -> None:
-        self.pooling = pooling
+    def __init__(self, pooling: Pooling | None) -> None:
+        self.pooling: Pooling = "cls" if pooling == "cls" else "mean"
         self.features = _Features()
         self.vectors = _Sums()
 
     def add(self, a: np.ndarray, b: np.ndarray, batch: Batch) -> None:
         mask = token_mask(batch, a.shape[:2]) if a.ndim == 3 else np.ones((len(a), 1), bool)
-        before, after = (pool(_finite(x), mask, self.pooling, normalize=True) for x in (a, b))
+        before, after = (pool(_finite(x), mask, self.pooling, True) for x in (a, b))
         self.vectors.add(before, after)
         self.features.add(before, after, {})
 

@@ -30,6 +30,9 @@ MOST_HELD_OUT = 400
 WIDE = 4
 """Lengths are not alike if the 95th percentile is this many times the 5th."""
 
+MIN_KIND = 10
+"""The fewest short or long texts of a held-out part that are measured apart."""
+
 HELD_OUT_PARTS = 3
 """Choose, prove, and a second proof after the first one failed."""
 
@@ -69,8 +72,13 @@ class Dataset:
         Quality is measured for both apart, because similarities within one kind of text are harder
         to keep than those between kinds.
         """
-        low, high = np.percentile(self.lengths, (5, 95)) if len(self.lengths) else (1, 1)
-        return round(float(low * high) ** 0.5) if high >= WIDE * max(low, 1) else None
+        if not len(self.lengths):
+            return None
+        low, high = np.percentile(self.lengths, (5, 95))
+        edge = round(float(low * high) ** 0.5)
+        short = int((np.asarray(self.lengths) <= edge).sum())
+        enough = min(short, len(self.lengths) - short) >= MIN_KIND * HELD_OUT
+        return edge if high >= WIDE * low and enough else None
 
 
 def load_inputs(

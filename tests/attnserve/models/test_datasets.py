@@ -111,15 +111,19 @@ def test_load_inputs_few_sentences_fill_all_parts(
     assert (rows(data.fit), rows(data.choose), rows(data.held_out)) == expected
 
 
-@pytest.mark.parametrize(("lengths", "edge"), [((2, 3), None), ((3, 60), 13)])
+@pytest.mark.parametrize(
+    ("rows", "lengths", "expected"),
+    [(80, (3, 60), True), (80, (20, 60), False), (40, (3, 60), False)],
+    ids=["short and long", "alike", "too few"],
+)
 def test_length_edge_separates_short_and_long_texts(
-    tiny: Path, tmp_path: Path, lengths: tuple[int, int], edge: int | None
+    tiny: Path, tmp_path: Path, rows: int, lengths: tuple[int, int], expected: bool
 ):
-    lines = [" ".join(["dog"] * (n - 2)) + f" {i}" for i in range(20) for n in lengths]
+    lines = ["dog " * n for n in lengths for _ in range(rows)]
     (tmp_path / "text.txt").write_text("\n".join(lines))
-    found = read(tmp_path / "text.txt", open_artifact(tiny)).length_edge
-    assert (found is None) == (edge is None)
-    assert found is None or lengths[0] < found < lengths[1]
+    edge = read(tmp_path / "text.txt", open_artifact(tiny), split=False).length_edge
+    assert (edge is not None) is expected
+    assert edge is None or lengths[0] < edge < lengths[1]
 
 
 def test_load_inputs_length_is_the_median(tiny: Path, tmp_path: Path):

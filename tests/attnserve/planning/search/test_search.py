@@ -214,19 +214,25 @@ def test_search_removes_unimportant_attention(
 
 @pytest.mark.timing
 def test_search_reuses_probabilities_without_fused_operators(
-    replays: Callable[[], bool], planned: Planner, monkeypatch: pytest.MonkeyPatch
+    replays: Callable[[], bool], planned: Planner, model: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    """Keys of almost zero make the probabilities of all layers alike."""
+    graph = load_model(open_artifact(model))
+    for block in attnserve.inspect(model).reading.blocks:
+        weight = graph.graph.initializers[block.k.weight.name]
+        weight.const_value = ir.tensor(weight.const_value.numpy() * np.float32(1e-2))
+    ir.save(graph, model / "model.onnx")
     monkeypatch.setattr("attnserve.planning.search.block_timing.FORMS", ())
     refusal = Refusal("test", "not here")
     monkeypatch.setattr("attnserve.planning.search.candidates.skip_refusal", lambda *_: refusal)
-    report = planned(keep=0.3)
+    report = planned(keep=0.95)
     source, reader = (d for d in report.decisions if d.kind == "attention")
     assert reader.source == source.block and source.source is None
     assert reader.kept == source.kept > 0
     assert f"the probabilities of {source.block}" in reader.why
     edges = report.rewrites.targets(ReuseAttention)[reader.block]
     assert len(edges) == reader.kept and {layer for layer, _ in edges.values()} == {source.block}
-    assert report.gain and report.proofs[-1].loss <= 0.7
+    assert report.gain and report.proofs[-1].loss <= 0.05
     assert replays()
 
 
@@ -270,7 +276,7 @@ def test_search_without_ffn_keeps_neurons(planned: Planner):
 
 
 def test_goal_that_a_constant_predictor_reaches_is_refused(planned: Planner):
-    with raises(CheckFailed, "search.constant", "keeps 0.94", "cosine"):
+    with raises(CheckFailed, "search.constant", "`keep` is 0.9", "cosine"):
         planned(keep=0.9, measure="cosine")
 
 
@@ -324,7 +330,7 @@ def test_search_keeps_the_lower_bound_of_a_task_score(
     rows = pairs(tmp_path / "pairs.tsv", sentences)
     report = planned(keep=0.6, eval_data=rows, task="sts", measure="score", allow=["ffn"])
     share = report.share
-    assert share is not None and share.value >= 0.6 and share.lower < share.value
+    assert share is not None and share.value >= 0.6 and share.lower <= share.value
     assert report.fidelity.quality is not None, "also reported if it is no condition"
     both = planned("both.json", keep=0.6, eval_data=rows, task="sts", allow=["ffn"])
     assert both.speedup <= report.speedup and both.proofs[-1].loss <= 0.4
