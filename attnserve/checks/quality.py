@@ -65,9 +65,9 @@ class Quality:
         constant: The value of a constant predictor.
         rows: The number of texts.
         also: Other measures of the same output.
-        second: A second loss that a promise limits: half of 1 - R^2 for "similarity", because
-            neighborhoods change before ranks do, and 1 - kl for "top1", because one frequent token
-            is easily predicted.
+        second: A second loss that a promise limits: 1 - R^2 of the vectors for "similarity",
+            because neighborhoods change before ranks of all pairs do, and 1 - kl for "top1",
+            because one frequent token is easily predicted.
         output: The name of the output.
         lengths: The lengths of the texts, if short and long texts are measured apart.
         split: The part of the data: "choose", "prove", or "data" for all of it.
@@ -550,7 +550,7 @@ class _Similarity(_Meter):
         overlap = _overlap(x, y)
         value, influence, single = _pair_correlation(x, y)
         also = {"overlap": overlap, "r2": r2.value}
-        return _Scores("similarity", value, influence, single, 0.0, also, (1 - r2.value) / 2)
+        return _Scores("similarity", value, influence, single, 0.0, also, 1 - r2.value)
 
 
 def _pair_correlation(

@@ -23,7 +23,7 @@ TIGHT = 0.9
 NEAR = 1.01
 """Choices whose predicted speeds differ by less are not both built."""
 
-FIRST_GUESS = {"similarity": 2.0, "score": 4.0}
+FIRST_GUESS = {"score": 4.0}
 """A first guess of the ratio of the predicted loss, 1 - R^2 or a share of KL, to that of the
 measure; 1 for others. The first build replaces it."""
 

@@ -225,19 +225,6 @@ def test_check_cosine_bound_inside_range_passes(bound: float | None):
     check_cosine_bound(bound)
 
 
-def test_tally_standard_error_counts_texts():
-    """Four texts whose cosines are 1, 1, 0 and 0: a mean of 0.5, known to 0.29."""
-    a = np.zeros((4, 50, 2))
-    a[..., 0] = 1.0
-    b = a.copy()
-    b[2:] = b[2:, :, ::-1]  # at right angles
-    tally = Tally()
-    for half in (slice(0, 2), slice(2, 4)):
-        tally.add(a[half], b[half], {"attention_mask": np.ones((2, 50), np.int64)})
-    assert tally.result("").mean_cosine == 0.5
-    assert tally.standard_error == pytest.approx((0.25 / 4 * 4 / 3) ** 0.5)
-
-
 def test_tally_weights_texts_by_unpadded_tokens():
     a = np.ones((2, 30, 2))
     b = a.copy()
@@ -247,10 +234,3 @@ def test_tally_weights_texts_by_unpadded_tokens():
     tally = Tally()
     tally.add(a, b, {"attention_mask": mask})
     assert tally.result("").mean_cosine == pytest.approx(1.0)
-    assert tally.standard_error == pytest.approx(0.0, abs=1e-12)
-
-
-def test_tally_one_text_has_no_standard_error():
-    tally = Tally()
-    tally.add(np.ones((1, 5, 2)), -np.ones((1, 5, 2)), {})
-    assert tally.standard_error == 0.0

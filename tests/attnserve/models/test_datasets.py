@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -15,7 +16,6 @@ from attnserve.checks.certify import read_attention
 from attnserve.context import RunContext
 from attnserve.models.artifact import Artifact, load_model, open_artifact
 from attnserve.models.datasets import BATCH_SIZE, Dataset, load_inputs, token_mask
-from attnserve.models.tokenizer import load_tokenizer
 from attnserve.runtime.session import open_session
 from graph_passes.blocks import AttentionBlock
 from graph_passes.emit.editing import exposing
@@ -38,37 +38,88 @@ def rows(batches: list | tuple | object) -> int:
 # Text
 
 
-def test_load_inputs_holds_out_every_tenth_sentence(tiny: Path, sentences: Path):
+def texts(batches: Iterable[Any]) -> set[tuple[int, ...]]:
+    """The tokens of each row, without padding."""
+    return {
+        tuple(ids[mask != 0])
+        for batch in batches
+        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    }
+
+
+def test_load_inputs_splits_the_distinct_sentences(tiny: Path, sentences: Path):
     data = read(sentences, open_artifact(tiny))
-    assert (rows(data.fit), rows(data.held_out)) == (54, 6)
+    distinct = data.source["distinct_rows"]
+    parts = [data.fit, data.choose, *data.prove]
+    assert [rows(part) for part in parts[1:]] == [distinct // 7] * 3
+    assert sum(map(rows, parts)) == distinct
+    found = [texts(part) for part in parts]
+    assert len(set.union(*found)) == sum(map(len, found)) == distinct, "parts are disjoint"
     assert {"file": "sentences.txt", "rows": 60}.items() <= data.source.items()
     assert data.source["fit_tokens"] < data.source["tokens"]
     assert len(data.source["sha256"]) == 64
     assert max(len(batch["input_ids"]) for batch in data.fit) == BATCH_SIZE
 
 
-def test_load_inputs_held_out_sentences_are_not_in_fit(tiny: Path, tmp_path: Path):
-    words = ["a", "the", "man", "woman", "dog", "cat", "child", "is", "are", "was"]
-    (tmp_path / "ten.txt").write_text("\n".join(words))
-    data = read(tmp_path / "ten.txt", open_artifact(tiny))
-    tokenizer = load_tokenizer(tiny)
-    (last,) = tokenizer.encode(["was"])
-    assert data.held_out[0]["input_ids"].tolist() == [last.ids]
-    assert last.ids not in np.concatenate([b["input_ids"] for b in data.fit]).tolist()
-
-
-def test_load_inputs_without_split_has_all_rows_in_both(tiny: Path, sentences: Path):
-    data = read(sentences, open_artifact(tiny), split=False)
-    assert rows(data.fit) == rows(data.held_out) == 60
-
-
-@pytest.mark.parametrize(("count", "fit", "held"), [(1, 1, 1), (2, 1, 1), (10, 9, 1), (20, 18, 2)])
-def test_load_inputs_few_sentences_fill_both_parts(
-    tiny: Path, tmp_path: Path, count: int, fit: int, held: int
+def test_load_inputs_removes_duplicates_before_the_split(
+    tiny: Path, sentences: Path, tmp_path: Path
 ):
-    (tmp_path / "few.txt").write_text("a man\n" * count)
+    once = read(sentences, open_artifact(tiny))
+    (tmp_path / "twice.txt").write_text(2 * sentences.read_text())
+    twice = read(tmp_path / "twice.txt", open_artifact(tiny))
+    assert twice.source["rows"] == 2 * once.source["rows"]
+    assert twice.source["distinct_rows"] == once.source["distinct_rows"]
+    assert texts(twice.fit).isdisjoint(texts([*twice.choose, *twice.held_out]))
+
+
+def test_held_out_rows_come_from_the_whole_file_and_all_lengths(tmp_path: Path):
+    """10,000 rows sorted by length: each part has about as many of each quarter."""
+    model = ir.from_onnx_text(f"{HEADER} (float[b, t] x) => (float[b, t] y) {{ y = Neg(x) }}")
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    for length in range(1, 41):
+        rows = np.zeros((250, length), np.float32)
+        rows[:, 0] = np.arange(250) + 250 * (length - 1)  # the place in the file
+        np.savez(folder / f"{length:02}.npz", x=rows)
+    data = load_inputs(folder, model, Artifact(tmp_path / "model.onnx"))
+    for part in (data.choose, *data.prove):
+        places = np.concatenate([batch["x"][:, 0] for batch in part])
+        quarters = np.histogram(places, bins=4, range=(0, 10_000))[0]
+        assert len(places) == 400 and quarters.min() >= 80
+
+
+def test_split_depends_on_the_rows_alone(tiny: Path, sentences: Path):
+    one, two = (read(sentences, open_artifact(tiny)) for _ in range(2))
+    assert texts(one.choose) == texts(two.choose) and texts(one.held_out) == texts(two.held_out)
+
+
+def test_load_inputs_without_split_has_all_rows_in_each_part(tiny: Path, sentences: Path):
+    data = read(sentences, open_artifact(tiny), split=False)
+    assert rows(data.fit) == rows(data.choose) == rows(data.held_out) == 60
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [(1, (1, 1, 1)), (2, (1, 1, 1)), (3, (2, 1, 1)), (4, (1, 1, 2)), (9, (6, 1, 2))],
+)
+def test_load_inputs_few_sentences_fill_all_parts(
+    tiny: Path, tmp_path: Path, count: int, expected: tuple[int, ...]
+):
+    words = ["a", "the", "man", "woman", "dog", "cat", "child", "is", "are"]
+    (tmp_path / "few.txt").write_text("\n".join(words[:count]))
     data = read(tmp_path / "few.txt", open_artifact(tiny))
-    assert (rows(data.fit), rows(data.held_out)) == (fit, held)
+    assert (rows(data.fit), rows(data.choose), rows(data.held_out)) == expected
+
+
+@pytest.mark.parametrize(("lengths", "edge"), [((2, 3), None), ((3, 60), 13)])
+def test_length_edge_separates_short_and_long_texts(
+    tiny: Path, tmp_path: Path, lengths: tuple[int, int], edge: int | None
+):
+    lines = [" ".join(["dog"] * (n - 2)) + f" {i}" for i in range(20) for n in lengths]
+    (tmp_path / "text.txt").write_text("\n".join(lines))
+    found = read(tmp_path / "text.txt", open_artifact(tiny)).length_edge
+    assert (found is None) == (edge is None)
+    assert found is None or lengths[0] < found < lengths[1]
 
 
 def test_load_inputs_length_is_the_median(tiny: Path, tmp_path: Path):
@@ -87,7 +138,8 @@ def test_load_inputs_tokenizer_path(tiny: Path, sentences: Path, tmp_path: Path)
     artifact = open_artifact(bare)
     with raises(InvalidData, "data.no_tokenizer"):
         read(sentences, artifact)
-    assert rows(read(sentences, artifact, tokenizer=tiny / "tokenizer.json").fit) == 54
+    data = read(sentences, artifact, tokenizer=tiny / "tokenizer.json", split=False)
+    assert rows(data.fit) == 60
 
 
 def test_load_inputs_without_mask_has_batches_of_one(tiny: Path, sentences: Path):
@@ -151,9 +203,9 @@ def artifact(tiny: Path) -> Artifact:
 def test_load_inputs_npz_rows_by_input_name(artifact: Artifact, tmp_path: Path):
     np.savez(tmp_path / "calib.npz", **arrays(20, 7))
     data = read(tmp_path / "calib.npz", artifact)
-    assert (rows(data.fit), rows(data.held_out), data.length) == (18, 2, 7)
-    assert [len(batch["input_ids"]) for batch in data.fit] == [16, 2]
-    np.testing.assert_array_equal(data.held_out[0]["input_ids"], arrays(20, 7)["input_ids"][9::10])
+    assert (rows(data.fit), rows(data.choose), rows(data.held_out), data.length) == (14, 2, 4, 7)
+    everything = texts([*data.fit, *data.choose, *data.held_out])
+    assert everything == {tuple(row) for row in arrays(20, 7)["input_ids"]}
 
 
 def test_load_inputs_npz_folder_with_several_lengths(artifact: Artifact, tmp_path: Path):
@@ -222,8 +274,8 @@ def test_collect_moments_refused_arrays_are_invalid_data(
 ):
     np.savez(tmp_path / "c.npz", **(arrays() | change))
     graph = load_model(artifact)
-    data = load_inputs(tmp_path / "c.npz", graph, artifact)
-    with raises(InvalidData, "session.inputs_refused", "input_ids (2, "):
+    data = load_inputs(tmp_path / "c.npz", graph, artifact, split=False)
+    with raises(InvalidData, "session.inputs_refused", "input_ids (3, "):
         collect_moments(graph, read_attention(graph).blocks, data.fit)
 
 

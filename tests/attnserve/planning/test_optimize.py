@@ -17,6 +17,7 @@ from onnx import numpy_helper
 from attnserve.checks.certify import require_finite_weights
 from attnserve.checks.compare import Fidelity, verify
 from attnserve.checks.inspect import inspect
+from attnserve.checks.quality import Quality
 from attnserve.models.artifact import load_model, open_artifact
 from attnserve.models.tokenizer import load_tokenizer, read_sentences
 from attnserve.planning.optimize import OptimizeReport, optimize
@@ -451,11 +452,12 @@ def test_require_finite_weights_accepts_infinite_masks_only(array: np.ndarray, s
             require_finite_weights(model)
 
 
-@pytest.mark.parametrize(("cosine", "warned"), [(0.9, False), (0.8994, True)])
-def test_optimize_low_cosine_is_warned_of(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cosine: float, warned: bool
+@pytest.mark.parametrize(("value", "warned"), [(0.9, False), (0.8994, True)])
+def test_optimize_low_quality_is_warned_of(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float, warned: bool
 ):
-    fidelity = Fidelity((), cosine, 0.5, "held out of text.txt")
+    quality = Quality("r2", value, value, None, value, 0.0, 60)
+    fidelity = Fidelity((), 1.0, 1.0, "held out of text.txt", (quality,))
     monkeypatch.setattr("attnserve.planning.optimize.compare", lambda *_, **__: fidelity)
     report = optimize(tiny, tmp_path / "new", collab_dk=16, dry_run=True)
     assert any("0.899 (held out of text.txt)" in each for each in report.warnings) is warned

@@ -14,8 +14,9 @@ import pytest
 
 from attnserve.calibration.elimination import eliminate_neurons
 from attnserve.checks.certify import read_attention
+from attnserve.checks.quality import QualityMeter
 from attnserve.context import RunContext
-from attnserve.models.artifact import load_model, open_artifact
+from attnserve.models.artifact import Artifact, load_model, open_artifact
 from attnserve.models.datasets import load_inputs
 from attnserve.models.example_inputs import example_inputs
 from attnserve.planning.search.block_loss import Losses, loss_curves
@@ -46,6 +47,10 @@ Build = Callable[..., Path]
 CONTEXT = RunContext(threads=1)
 
 
+def meters(model: ir.Model) -> Callable[[], QualityMeter]:
+    return lambda: QualityMeter(model, Artifact(Path("model.onnx")), measure="cosine")
+
+
 @pytest.fixture(scope="module")
 def bert(tiny: Path) -> ir.Model:
     return load_model(tiny / "model.onnx")
@@ -63,7 +68,7 @@ def groups(bert: ir.Model) -> list[TiedBlocks]:
 
 @pytest.fixture(scope="module")
 def curves(bert: ir.Model, groups: list[TiedBlocks], data: list[Batch]) -> dict[str, LossCurve]:
-    return loss_curves(bert, groups, data, context=CONTEXT).curves
+    return loss_curves(bert, groups, data, new_meter=meters(bert), context=CONTEXT).curves
 
 
 # Groups
@@ -225,7 +230,7 @@ def test_checkpoint_losses_round_trip(
 
 
 def test_loss_curves_of_one_text(bert: ir.Model, groups: list[TiedBlocks], data: Any):
-    found = loss_curves(bert, groups, data[:1], context=CONTEXT).curves
+    found = loss_curves(bert, groups, data[:1], new_meter=meters(bert), context=CONTEXT).curves
     assert set(found) == {group.key for group in groups}
 
 
@@ -312,7 +317,9 @@ def test_loss_curves_of_other_changes(
     groups = group_blocks(model, read_attention(model).blocks, ffn=False)
     configs = BlockConfig(4, 4), BlockConfig(4, 4, 8), BlockConfig(0)
     changes = {group.key: configs for group in filter(cut_attention, groups)}
-    found = loss_curves(model, groups, batches, changes=changes, context=CONTEXT).curves
+    found = loss_curves(
+        model, groups, batches, changes=changes, new_meter=meters(model), context=CONTEXT
+    ).curves
     for group in filter(cut_attention, groups):
         curve = found[group.key]
         losses = dict(curve.changed)
@@ -408,7 +415,7 @@ def test_time_pairs_and_options_of_reuse(
     assert sorted(pair.times) == [1, 2, 3, 4] and pair.saved_ms > 0
     both = sum(timed[group.blocks[0]].configs[BlockConfig(4)][0] for group in attention)
     assert pair.times[4][0] == pytest.approx(both - pair.saved_ms)
-    found = loss_curves(bert, groups, data, pairs=[pair], context=CONTEXT)
+    found = loss_curves(bert, groups, data, pairs=[pair], new_meter=meters(bert), context=CONTEXT)
     (pair_losses,) = found.pairs
     assert sorted(pair_losses.heads) == [0, 1, 2, 3]  # each head of the source is taken by one
     assert 0 < pair_losses.loss < 1
@@ -439,7 +446,10 @@ def test_time_pairs_slow_reuse_is_timed_once_and_not_measured(
     monkeypatch.setattr("tests.attnserve.costs.FUSED", 0.1)
     _, (pair,) = handed_on(bert, groups, monkeypatch, "attention")
     assert list(pair.times) == [4] and pair.saved_ms < 0
-    assert loss_curves(bert, groups, data, pairs=[pair], context=CONTEXT).pairs == ()
+    assert (
+        loss_curves(bert, groups, data, pairs=[pair], new_meter=meters(bert), context=CONTEXT).pairs
+        == ()
+    )
     assert all(len(unit) == 1 for unit, _ in units_of(groups, [pair]))
 
 
@@ -449,7 +459,10 @@ def test_loss_curves_pair_without_edges_is_left_out(
     """Where no similarity could be measured there are no edges."""
     _, (pair,) = handed_on(bert, groups, monkeypatch, "as exported")
     monkeypatch.setattr("attnserve.planning.search.block_loss.edges_of", lambda *_, **__: {})
-    assert loss_curves(bert, groups, data, pairs=[pair], context=CONTEXT).pairs == ()
+    assert (
+        loss_curves(bert, groups, data, pairs=[pair], new_meter=meters(bert), context=CONTEXT).pairs
+        == ()
+    )
 
 
 def test_units_of_overlapping_pairs_take_the_best(groups: list[TiedBlocks]):

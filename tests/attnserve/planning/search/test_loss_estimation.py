@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from attnserve.calibration.refit import find_sites, install
 from attnserve.checks.compare import compare
+from attnserve.checks.quality import QualityMeter
 from attnserve.context import RunContext
 from attnserve.models.artifact import load_model, open_artifact
 from attnserve.models.datasets import load_inputs
@@ -34,13 +36,20 @@ def data(tiny: Path, sentences: Path, bert: ir.Model) -> list[Batch]:
 
 
 @pytest.fixture(scope="module")
-def estimator(bert: ir.Model, data: list[Batch]) -> LossEstimator:
+def new_meter(bert: ir.Model, tiny: Path) -> Callable[[], QualityMeter]:
+    return lambda: QualityMeter(bert, open_artifact(tiny), measure="cosine")
+
+
+@pytest.fixture(scope="module")
+def estimator(
+    bert: ir.Model, data: list[Batch], new_meter: Callable[[], QualityMeter]
+) -> LossEstimator:
     names = [block.name for block in (*find_attention(bert)[0], *find_feed_forward(bert))]
-    return LossEstimator(bert, names, data, RunContext(threads=1))
+    return LossEstimator(bert, names, data, new_meter, RunContext(threads=1))
 
 
 def test_loss_without_changes_is_zero(estimator: LossEstimator):
-    assert estimator.cosine_loss({}) == pytest.approx(0, abs=1e-6)
+    assert estimator.loss({}) == pytest.approx(0, abs=1e-6)
 
 
 def test_rows_of_zeros_are_heads_that_are_gone(
@@ -54,9 +63,7 @@ def test_rows_of_zeros_are_heads_that_are_gone(
     PruneHeads({block.name: [0, 1, 0, 1]})(pruned)
     expected = 1 - compare(bert, pruned, data, "", context=RunContext(threads=1)).mean_cosine
     assert expected > 1e-3
-    assert estimator.cosine_loss({block.name: (weight, bias)}) == pytest.approx(
-        expected, rel=0, abs=1e-6
-    )
+    assert estimator.loss({block.name: (weight, bias)}) == pytest.approx(expected, rel=0, abs=1e-6)
 
 
 def test_rows_of_zeros_are_neurons_that_are_gone(
@@ -69,9 +76,7 @@ def test_rows_of_zeros_are_neurons_that_are_gone(
     PruneNeurons({block.name: [0] * 32 + [1] * 32})(pruned)
     expected = 1 - compare(bert, pruned, data, "", context=RunContext(threads=1)).mean_cosine
     assert expected > 1e-4
-    assert estimator.cosine_loss({block.name: (weight, bias)}) == pytest.approx(
-        expected, rel=0, abs=1e-6
-    )
+    assert estimator.loss({block.name: (weight, bias)}) == pytest.approx(expected, rel=0, abs=1e-6)
 
 
 def test_loss_of_changed_maps_equals_rewritten_model(
@@ -92,31 +97,31 @@ def test_loss_of_changed_maps_equals_rewritten_model(
         install(sites[name], *maps[name], infer_shapes_small(changed, batch=2, sequence=5))
     expected = 1 - compare(bert, changed, data, "", context=RunContext(threads=1)).mean_cosine
     assert expected > 1e-2
-    assert estimator.cosine_loss(maps) == pytest.approx(expected, rel=0, abs=1e-6)
-    alone = [estimator.cosine_loss({name: maps[name]}) for name in names]
+    assert estimator.loss(maps) == pytest.approx(expected, rel=0, abs=1e-6)
+    alone = [estimator.loss({name: maps[name]}) for name in names]
     assert all(1e-4 < loss < expected for loss in alone)
 
 
 def test_loss_estimator_keeps_no_state(estimator: LossEstimator):
     name = next(iter(estimator.maps))
     weight, bias = estimator.maps[name]
-    first = estimator.cosine_loss({name: (0.5 * weight, bias)})
-    assert first > 1e-5 and estimator.cosine_loss({}) == pytest.approx(0, abs=1e-6)
-    assert estimator.cosine_loss({name: (0.5 * weight, bias)}) == pytest.approx(
-        first, rel=0, abs=1e-9
-    )
+    first = estimator.loss({name: (0.5 * weight, bias)})
+    assert first > 1e-5 and estimator.loss({}) == pytest.approx(0, abs=1e-6)
+    assert estimator.loss({name: (0.5 * weight, bias)}) == pytest.approx(first, rel=0, abs=1e-9)
 
 
 def test_loss_grows_with_the_change(estimator: LossEstimator, bert: ir.Model):
     name = find_feed_forward(bert)[1].name
     weight, bias = estimator.maps[name]
-    losses = [estimator.cosine_loss({name: (share * weight, bias)}) for share in (0.9, 0.6, 0.1)]
+    losses = [estimator.loss({name: (share * weight, bias)}) for share in (0.9, 0.6, 0.1)]
     assert losses == sorted(losses) and losses[0] > 1e-5
 
 
-def test_loss_estimator_leaves_the_model_unchanged(bert: ir.Model, data: list[Batch]):
+def test_loss_estimator_leaves_the_model_unchanged(
+    bert: ir.Model, data: list[Batch], new_meter: Callable[[], QualityMeter]
+):
     before = ir.to_proto(bert).SerializeToString()
     name = find_feed_forward(bert)[0].name
-    estimator = LossEstimator(bert, [name], data[:1], RunContext(threads=1))
-    estimator.cosine_loss({name: (0 * estimator.maps[name][0], estimator.maps[name][1])})
+    estimator = LossEstimator(bert, [name], data[:1], new_meter, RunContext(threads=1))
+    estimator.loss({name: (0 * estimator.maps[name][0], estimator.maps[name][1])})
     assert ir.to_proto(bert).SerializeToString() == before
