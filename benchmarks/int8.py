@@ -85,7 +85,8 @@ def main() -> None:
     Console().print(table)
     packages = ("onnxruntime", "onnx", "onnx-ir", "numpy")
     write_result(
-        "int8", options, schemes=rows, threads=1, cpu_flags=[flag for flag in FLAGS if flag in cpu_flags()],
+        "int8", options, schemes=rows, threads=1,
+        cpu_flags=[flag for flag in FLAGS if flag in cpu_flags()],
         versions={name: version(name) for name in packages},
     )  # fmt: skip
 
