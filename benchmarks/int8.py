@@ -42,7 +42,7 @@ from attnserve.models.datasets import load_inputs, real_tokens
 from attnserve.models.example_inputs import example_inputs
 from attnserve.planning.apply import apply_plan
 from attnserve.planning.lossless_passes import fusion_plan
-from attnserve.runtime.cpu import has_int8_dot_product
+from attnserve.runtime.cpu import cpu_flags
 from attnserve.runtime.interleaved_timer import BENCHMARK, time_functions
 from attnserve.runtime.session import Batch, open_session, run
 from benchmarks._common import (
@@ -64,6 +64,7 @@ SECONDS = 30.0
 """Approximate time of the measurements at each length."""
 
 PERCENTILE = 99.99
+FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8")
 REFERENCE = "float32"
 
 
@@ -84,7 +85,8 @@ def main() -> None:
     Console().print(table)
     packages = ("onnxruntime", "onnx", "onnx-ir", "numpy")
     write_result(
-        "int8", options, schemes=rows, threads=1, int8_dot_product=has_int8_dot_product(),
+        "int8", options, schemes=rows, threads=1,
+        cpu_flags=[flag for flag in FLAGS if flag in cpu_flags()],
         versions={name: version(name) for name in packages},
     )  # fmt: skip
 

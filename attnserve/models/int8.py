@@ -17,9 +17,9 @@ differ as much as int8 differs from float32 (``benchmarks/results/int8.json``).
 
 Smoothing (SmoothQuant, arXiv 2211.10438): a few channels of a static activation may be ten times as
 large as the others, and then set the scale of all. They are divided by a constant, by which the
-rows of the weights are multiplied. Clipping them instead changes the model: encoders need these
-values. The division is folded into the normalization before if nothing else reads it; otherwise it
-costs a Mul, so that it is left out where it gains little.
+rows of the weights are multiplied. Clipping them instead is less accurate. The division is folded
+into the normalization before if nothing else reads it; otherwise it costs a Mul, so that it is left
+out where it gains little.
 
 Bias correction (arXiv 1906.04721): the mean of a static activation times the rounding errors of the
 weights is added to the bias.
@@ -191,7 +191,8 @@ def collect_ranges(model: ir.Model, batches: Sequence[Batch]) -> dict[ir.Value, 
         if session is not None:
             arrays |= dict(zip(inside, run(session, batch), strict=True))
         for value, array in arrays.items():
-            sums[value].add(real_tokens(array, batch))
+            if array.size:
+                sums[value].add(real_tokens(np.atleast_2d(array), batch))
     return {value: each.range(value.name or "") for value, each in sums.items()} if batches else {}
 
 
@@ -297,7 +298,7 @@ class _Writer:
         self.inputs: dict[tuple[ir.Value, bool], set[ir.Value]] = {}
         for product in products:
             self.inputs.setdefault(product.key, set()).add(product.x)
-        self.weights: dict[tuple[ir.Value, bool], tuple[ir.Value, ir.Value, np.ndarray]] = {}
+        self.weights: dict[tuple[ir.Value, bool], tuple[ir.Value, ir.Value]] = {}
         self.tables: dict[ir.Value, tuple[ir.Value, ir.Value, ir.Value]] = {}
 
     def write_static(self, x: ir.Value, group: Sequence[_Product], range_: Range) -> None:
@@ -313,12 +314,13 @@ class _Writer:
         q = make.op("QuantizeLinear", [source, scale, zero_point], "q", dtype=ir.DataType.UINT8)
         for product in group:
             make = _inserter(product)
-            weight, weight_scale, rounded = self._weight(product, divisors)
-            shift = np.zeros(rounded.shape[1])
+            weight, weight_scale = self._weight(product, divisors)
+            shift = np.zeros(constant_shape(weight_scale))
             if product.bias is not None:
-                shift = shift + constant_array(product.bias).reshape(-1)
+                shift += constant_array(product.bias).reshape(-1)
             if self.correct:
-                shift = shift + range_.mean @ (product.matrix() - rounded)
+                rounded = constant_array(weight) * constant_array(weight_scale).astype(np.float64)
+                shift += range_.mean @ product.matrix() - (range_.mean / scaled) @ rounded
             bias = make.constant(shift.astype(np.float32), "bias")
             if product.is_attention:
                 self._write_attention(product, q, scale, weight, weight_scale, zero_point, bias)
@@ -367,7 +369,7 @@ class _Writer:
         q = make.op("QuantizeLinear", [unit, scale, zero_point], "q", dtype=ir.DataType.UINT8)
         for product in group:
             make = _inserter(product)
-            weight, weight_scale, _ = self._weight(product, None)
+            weight, weight_scale = self._weight(product, None)
             y = make.op(
                 "MatMulIntegerToFloat",
                 [q, weight, scale, weight_scale, zero_point],
@@ -415,21 +417,14 @@ class _Writer:
         least = 1.0 if _folds(x, group) else 1 + COST / weights.shape[1]
         return smoothing(range_, weights, self.bits, least)
 
-    def _weight(
-        self, product: _Product, divisors: np.ndarray | None
-    ) -> tuple[ir.Value, ir.Value, np.ndarray]:
-        """Bytes, scales, and the weights that they stand for (D N)."""
+    def _weight(self, product: _Product, divisors: np.ndarray | None) -> tuple[ir.Value, ir.Value]:
+        """Bytes (D N) and scales (N); shared weights are never divided."""
         found = self.weights.get(product.key)
         if found is None or divisors is not None:
-            matrix = product.matrix()
-            rows = np.ones((len(matrix), 1)) if divisors is None else divisors[:, None]
-            bytes_, scales = quantized_weights(matrix * rows, self.bits)
+            matrix = product.matrix() * (1.0 if divisors is None else divisors[:, None])
+            bytes_, scales = quantized_weights(matrix, self.bits)
             make = Inserter(self.graph, self.graph[0], f"{product.weight.name}/int8")
-            found = (
-                make.constant(bytes_, "bytes"),
-                make.constant(scales, "scale"),
-                (bytes_ * scales.astype(np.float64) / rows),
-            )
+            found = make.constant(bytes_, "bytes"), make.constant(scales, "scale")
             self.weights[product.key] = found
         return found
 
@@ -641,12 +636,13 @@ def int8_activations(model: ir.Model) -> Int8Activations | None:
 
 
 def _is_divided_by_peak(value: ir.Value | None) -> bool:
-    """Whether a value was divided by the largest value of its rows."""
-    node = None if value is None else value.producer()
-    if node is None or node.op_type != "Div" or node.inputs[1] is None:
-        return False
-    peak = node.inputs[1].producer()
-    return peak is not None and peak.op_type == "Max"
+    """Whether a value was divided by the largest value of its rows (``write_per_row``)."""
+    for op_type, place in (("Div", 1), ("Max", 0), ("ReduceMax", 0), ("Abs", 0)):
+        node = None if value is None else value.producer()
+        if node is None or node.op_type != op_type:
+            return False
+        value = node.inputs[place]
+    return True
 
 
 def int8_weight_bits(model: ir.Model) -> Bits | None:
