@@ -2,11 +2,12 @@
 
     python -m benchmarks.planner --train STSB_TRAIN.tsv --dev STSB_DEV.tsv [--other TEXT]
 
-Exports all-MiniLM-L6-v2 (from the [demo] extra) and optimizes it with three goals: attention only,
-attention and FFN, and both in int8. Calibration uses sentences from all parts of --train, and the
-search keeps a share of the score on --dev. The score is then measured on the pairs of --train that
-neither the calibration nor the search used. With --other, the float32 goals are repeated with
-calibration on another kind of text.
+Exports all-MiniLM-L6-v2 (from the [demo] extra) and optimizes it with four goals: attention only,
+attention and FFN, both in int8, which keep a share of the score on --dev, and attention and FFN
+with the similarities of texts kept instead, without labels. Calibration uses sentences from all
+parts of --train. The score is then measured on the pairs of --train that neither the calibration
+nor the search used, and similarities on their sentences. With --other, the float32 goals are
+repeated with calibration on another kind of text.
 
 All models are timed in one interleaved run on one thread at seven lengths, together with the
 exported model, the outputs of ONNX Runtime's transformer optimizer and of onnxscript, and ONNX
@@ -42,11 +43,18 @@ from benchmarks._common import (
 from docs.hooks.tables import PLANNER_MODELS
 
 GOALS: dict[str, dict[str, Any]] = {
-    "attention": {"keep": 0.99},
-    "with feed-forwards": {"keep": 0.99, "allow": ["ffn"]},
-    "with feed-forwards, int8": {"keep": 0.985, "allow": ["ffn"], "precision": "int8"},
-}
-"""Arguments of ``optimize`` by the name in the result file."""
+    "attention": {"keep": 0.99, "measure": "score"},
+    "with feed-forwards": {"keep": 0.99, "allow": ["ffn"], "measure": "score"},
+    "with feed-forwards, int8": {
+        "keep": 0.99, "allow": ["ffn"], "measure": "score", "precision": "int8",
+    },
+    "similarities": {"keep": 0.99, "allow": ["ffn"]},
+}  # fmt: skip
+"""Arguments of ``optimize`` by the name in the result file; those that name a measure of a score
+also get the score."""
+
+UNSEEN_ROWS = 1000
+"""Sentences on which similarities are compared."""
 
 OTHER_ROWS = 200
 """Rows of --other, which are paragraphs."""
@@ -66,24 +74,27 @@ def main(arguments: list[str] | None = None) -> int:
         attnserve.export(minilm(), original)
         calibration = write_lines(folder / "calibration.txt", _spread(options.train, options.rows))
         unseen = _unseen(options.train, calibration, folder / "unseen.tsv")
+        texts = write_lines(folder / "unseen.txt", _spread(unseen, UNSEEN_ROWS))
         models = _other_tools(original, folder)
         bases = {pairs: sts_score(original, pairs) for pairs in (options.dev, unseen)}
         plans: list[dict[str, Any]] = []
         for kind, goal, calib in _runs(options, calibration, folder):
             output = folder / f"{kind}-{goal}".replace(" ", "-")
             start = time.perf_counter()
+            score: dict[str, Any] = {"eval_data": options.dev, "task": "sts"}
             report = attnserve.optimize(
-                original, output, calib=calib, sequence=options.seq, threads=1,
-                eval_data=options.dev, task="sts", **GOALS[goal],
+                original, output, calib=calib, sequence=options.seq, threads=1, **GOALS[goal],
+                **(score if "measure" in GOALS[goal] else {}),
             )  # fmt: skip
             seconds = time.perf_counter() - start
             kept = {pairs.name: sts_score(output, pairs) / base for pairs, base in bases.items()}
-            search = report.found
-            assert search is not None
+            search, quality = report.found, attnserve.verify(original, output, data=texts).quality
+            assert search is not None and quality is not None
             plans.append({
                 "calibrated_on": kind, "goal": goal, "asked": GOALS[goal], "seconds": seconds,
                 "kept": kept, "mean_cosine": report.fidelity.mean_cosine,
-                "verdict": search.verdict,
+                "verdict": search.verdict, "quality_unseen": quality.to_json(),
+                "proofs": [proof.to_json() for proof in search.proofs],
                 "layers": [[d.block, d.kept, d.count, d.written] for d in search.decisions],
             })  # fmt: skip
             if kind == "--train":

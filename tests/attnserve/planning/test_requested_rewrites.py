@@ -51,7 +51,7 @@ def batches(seed: int, rows: int = 6) -> list[Batch]:
 
 @cache
 def data() -> Dataset:
-    return Dataset(batches(0), batches(1), 7, {"fit_tokens": 66})
+    return Dataset(batches(0), batches(1), [batches(1)], 7, {"fit_tokens": 66})
 
 
 @cache
@@ -474,7 +474,7 @@ def test_plan_request_reuse_of_single_layer_is_refused():
 
 
 NESTED = Dataset(
-    [{"x": np.ones((2, 5, D), np.float32), "flag": np.array(True)}], [], 5, {"fit_tokens": 10}
+    [{"x": np.ones((2, 5, D), np.float32), "flag": np.array(True)}], [], [], 5, {"fit_tokens": 10}
 )
 
 

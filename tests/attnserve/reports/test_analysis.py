@@ -329,7 +329,7 @@ def test_analyze_other_architectures_have_notes_where_unsupported(
 
 
 def test_analyze_operator_that_cannot_be_decomposed_is_refused():
-    nothing_to_run = Dataset((), (), length=8, source={})
+    nothing_to_run = Dataset((), (), (), length=8, source={})
     with raises(InvalidModel, "analysis.no_attention", "reads cached keys"):
         analyze_graph(OPERATORS["ai.onnx: past"].model(), nothing_to_run, source={})
 
