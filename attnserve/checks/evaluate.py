@@ -53,11 +53,11 @@ RESAMPLES = 1000
 BATCH_ELEMENTS = 2**21
 """Elements of a temporary array of the bootstrap: 16 MiB of float64."""
 
-BLOCKS = 90
+BLOCKS = 120
 """Number of blocks of rows in the comparison of two models."""
 
-PARTS = 3
-"""Every third block belongs to one part: choose, prove, and a second proof."""
+PARTS = (0, 1, 0, 2)
+"""The part of every four blocks: half of them to choose, the others for two proofs."""
 
 INTERVAL = (2.5, 97.5)
 """Percentiles: a 95 % interval."""
@@ -209,14 +209,14 @@ class Share:
     value: float
     standard_error: float
     rows: int
+    blocks: int
 
     @property
     def lower(self) -> float:
         """The lower end of the one-sided 95 % interval, with Student's t over the blocks."""
         from scipy.stats import t as student
 
-        blocks = min(max(BLOCKS // PARTS, 2), self.rows)
-        return self.value - float(student.ppf(0.95, max(blocks - 1, 1))) * self.standard_error
+        return self.value - float(student.ppf(0.95, max(self.blocks - 1, 1))) * self.standard_error
 
     def to_json(self) -> dict[str, float]:
         return {"value": self.value, "standard_error": self.standard_error, "rows": self.rows}
@@ -232,14 +232,15 @@ def share_kept(
     """The score of a rewritten model divided by the original's, on the same rows.
 
     Args:
-        part: Only the rows of one of ``PARTS`` parts; all parts come from the whole file.
+        part: Only the rows of one part: 0 to choose, 1 or 2 for a proof. All parts come from the
+            whole file; files of a few rows are not split.
 
     Raises:
         CheckFailed: The score of the original is not positive.
     """
     blocks = np.array_split(np.arange(before.rows), min(BLOCKS, before.rows))
-    if part is not None and len(blocks) >= 2 * PARTS:
-        blocks = blocks[part::PARTS]
+    if part is not None and len(blocks) >= 2 * len(PARTS):
+        blocks = [b for i, b in enumerate(blocks) if PARTS[i % len(PARTS)] == min(part, max(PARTS))]
     rows = np.concatenate(blocks)
     reference = float(before.value_on(rows))
     if not reference > 0:
@@ -257,7 +258,9 @@ def share_kept(
     ratios = _resample(len(blocks), lambda drawn: np.apply_along_axis(ratio, -1, drawn), seed)
     spread = float(np.std(ratios)) if len(ratios) > 1 else 0.0
     value = float(np.nan_to_num(after.value_on(rows) / reference))
-    return Share(value, spread * (len(blocks) / max(len(blocks) - 1, 1)) ** 0.5, len(rows))
+    return Share(
+        value, spread * (len(blocks) / max(len(blocks) - 1, 1)) ** 0.5, len(rows), len(blocks)
+    )
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,9 @@ MOST_HELD_OUT = 400
 WIDE = 4
 """Lengths are not alike if the 95th percentile is this many times the 5th."""
 
+JOINED = 4
+"""Texts are joined for lengths that are at least this many times their median length."""
+
 MIN_KIND = 10
 """The fewest short or long texts of a held-out part that are measured apart."""
 
@@ -87,6 +90,7 @@ def load_inputs(
     artifact: Artifact,
     *,
     tokenizer: Path | None = None,
+    longest: int | None = None,
     split: bool = True,
 ) -> Dataset:
     """Read a text (one sentence per line), an .npz (named input arrays) or a folder of .npz.
@@ -96,6 +100,8 @@ def load_inputs(
         model: The model whose inputs are filled.
         artifact: Its artifact, for the tokenizer and the maximum length of a text.
         tokenizer: Path of tokenizer.json; by default the artifact's.
+        longest: The number of tokens that the model should be fast at. If texts are much shorter,
+            rows of up to this length are made of several texts of the same part, beside the texts.
         split: Split the distinct rows into parts; False puts all rows into each part.
 
     Raises:
@@ -106,6 +112,7 @@ def load_inputs(
         raise InvalidData(f"{path}: no such file", "check the path", code="data.missing")
     wanted = _wanted(model)
     size = _batch_size(model)
+    join: Callable[[Sequence[int]], Sequence[Any]] | None = None
     if path.is_dir() or path.suffix.lower() == ".npz":
         rows = _read_arrays(path, wanted)
         lengths = [next((a.shape[1] for a in row.values() if a.ndim > 1), 128) for row in rows]
@@ -119,9 +126,11 @@ def load_inputs(
                 code="data.no_tokenizer",
             )
         encoder = load_tokenizer(encoder_path, max_length=artifact.max_length)
-        encodings = encoder.encode(read_sentences(path))
-        rows = encodings
-        lengths = [len(encoding) for encoding in encodings]
+        texts = read_sentences(path)
+        rows = encoder.encode(texts)
+        lengths = [len(encoding) for encoding in rows]
+        if longest is not None and longest >= JOINED * np.median(lengths):
+            join = partial(_joined, encoder, texts, lengths, longest)
         if "attention_mask" not in wanted:
             size = 1  # without a mask, rows cannot be padded
         make = partial(_text_batches, encoder, inputs=wanted, size=size)
@@ -131,20 +140,50 @@ def load_inputs(
     fit, choose, *prove = (
         _split([lengths[i] for i in distinct]) if split else (everything, everything, everything)
     )
-    parts = [[distinct[i] for i in part] for part in (fit, choose, *prove)]
+    places = [[distinct[i] for i in part] for part in (fit, choose, *prove)]
+    made = [[] if join is None else join(part) for part in places]
+    parts = [[*(rows[i] for i in part), *more] for part, more in zip(places, made, strict=True)]
+    more_lengths = [len(row) for more in made for row in more]
+    all_lengths = [*lengths, *more_lengths]
     source = {
         "file": path.name,
         "rows": len(rows),
         "distinct_rows": len(distinct),
+        **({"joined_rows": len(more_lengths), "joined_to": longest} if more_lengths else {}),
         "tokens": int(sum(lengths)),
-        "fit_tokens": int(sum(lengths[i] for i in parts[0])),
+        "fit_tokens": int(sum(lengths[i] for i in places[0]) + sum(map(len, made[0]))),
         "held_out_rows": [len(part) for part in parts[1:]],
-        "lengths": np.percentile(lengths, (0, 5, 50, 95, 100)).round().astype(int).tolist(),
+        "lengths": np.percentile(all_lengths, (0, 5, 50, 95, 100)).round().astype(int).tolist(),
         "sha256": _checksum(path),
     }
     batches = cast(Callable[[Sequence[Any]], list[Batch]], make)
-    for_fit, for_choice, *for_proof = (batches([rows[i] for i in part]) for part in parts)
-    return Dataset(for_fit, for_choice, for_proof, int(np.median(lengths)), source, lengths)
+    for_fit, for_choice, *for_proof = map(batches, parts)
+    return Dataset(for_fit, for_choice, for_proof, int(np.median(lengths)), source, all_lengths)
+
+
+def _joined(
+    encoder: TextEncoder,
+    texts: Sequence[str],
+    lengths: Sequence[int],
+    longest: int,
+    chosen: Sequence[int],
+) -> list[Encoding]:
+    """Rows of several texts each, with lengths spread evenly by their logarithm up to ``longest``.
+
+    Each text is part of one row.
+    """
+    random = np.random.default_rng(len(chosen))
+    shortest = 2 * float(np.median(lengths))
+    groups: list[list[str]] = []
+    room = 0.0
+    for index in map(int, random.permutation(np.asarray(chosen, int))):
+        if room <= 0:
+            groups.append([])
+            room = shortest * (longest / shortest) ** random.random()
+        groups[-1].append(texts[index])
+        room -= lengths[index]
+    limit = min(longest, encoder.max_length or longest)
+    return encoder.encode([" ".join(group) for group in groups], max_length=limit) if groups else []
 
 
 def _checksum(path: Path) -> str:

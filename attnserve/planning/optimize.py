@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import onnx_ir as ir
 
 from attnserve.checks.certify import MatchReport, read_attention, require_finite_weights
@@ -42,7 +41,7 @@ from attnserve.models.int8 import Int8Activations, int8_activations, int8_weight
 from attnserve.models.precision import Precision, check_cpu, convert
 from attnserve.planning.apply import ApplyReport, Step, apply_plan, count_macs
 from attnserve.planning.plan import Plan
-from attnserve.planning.plan_file import read_plan
+from attnserve.planning.plan_file import planned_length, read_plan
 from attnserve.planning.requested_rewrites import Ranks, Request, plan_request
 from attnserve.planning.search.goal import Allowed, Goal
 from attnserve.planning.search.report import PlanReport
@@ -62,9 +61,9 @@ GPU_ONLY = (
     "refuses the model"
 )
 
-SHORT = 4
-"""A warning is given for texts this many times longer than the calibration data. The mean cosine
-may drop from 0.99 to 0.79 (MiniLM, sentences against paragraphs)."""
+SHORT = 2
+"""A warning is given for texts this many times longer than the longest calibration text. The mean
+cosine may drop from 0.99 to 0.79 (MiniLM, sentences against paragraphs)."""
 
 LOW_QUALITY = 0.9
 """A warning is given below this value of the measure, which a constant predictor cannot reach."""
@@ -254,7 +253,8 @@ def optimize(
     report = read_attention(original, seed=seed)
     data = None
     if calib is not None:
-        data = load_inputs(calib, original, artifact, tokenizer=tokenizer)
+        longest = planned_length(mode) if isinstance(mode, Path) else sequence
+        data = load_inputs(calib, original, artifact, tokenizer=tokenizer, longest=longest)
     length = sequence or (data.length if data is not None else DEFAULT_SEQUENCE)
     shape = (batch, length)
     before = model_cost(original)
@@ -464,11 +464,17 @@ def _data_warnings(
     if data is None:
         return ["not calibrated: calibration data cuts the error several times"]
     warnings: list[str] = []
-    usual = int(np.median(data.lengths)) if data.lengths else sequence
-    if SHORT * usual <= sequence:
+    long = max(data.lengths, default=sequence)
+    if SHORT * long <= sequence:
         warnings.append(
-            f"calibrated and verified on texts of {usual} tokens (median), for {sequence}: longer "
+            f"calibrated and verified on texts of up to {long} tokens, for {sequence}: longer "
             "texts may lose more; calibrate on texts of the length to be served"
+        )
+    if "joined_rows" in data.source:
+        warnings.append(
+            f"the calibration texts are much shorter than {sequence} tokens: "
+            f"{data.source['joined_rows']} rows of several texts were added; texts of the length "
+            "to be served are better"
         )
     widths = [block.input_size for block in report.blocks if block.name in rewritten.plan.changed]
     widths += [sum(mask) for mask in rewritten.plan.targets(PruneNeurons).values()]

@@ -93,7 +93,7 @@ def plan(
             )
         check_output(path, source=artifact.model, force=force)
     graph = load_model(artifact)
-    data = load_inputs(calib, graph, artifact, tokenizer=tokenizer)
+    data = load_inputs(calib, graph, artifact, tokenizer=tokenizer, longest=sequence)
     report = search(
         goal, artifact, graph, data, tokenizer=tokenizer, batch=batch, sequence=sequence,
         context=RunContext(provider, threads, seed, progress),

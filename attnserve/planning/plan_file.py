@@ -16,7 +16,7 @@ from attnserve.models.precision import check_cpu
 from attnserve.planning.plan import HOW_TO_PLAN, Plan, first_problem
 from graph_passes.errors import InvalidArgument, InvalidData
 
-__all__ = ["read_plan"]
+__all__ = ["planned_length", "read_plan"]
 
 
 class _Source(BaseModel):
@@ -24,6 +24,7 @@ class _Source(BaseModel):
 
     file: Any = None
     sha256: Any = None
+    joined_to: int | None = None
 
 
 class _Settings(BaseModel):
@@ -70,6 +71,15 @@ def read_plan(
     check_cpu(plan.precision)
     # With the threads of the search.
     return plan, replace(context, provider=file.asked.provider, seed=file.asked.seed, threads=0)
+
+
+def planned_length(path: Path) -> int | None:
+    """The length up to which the search joined calibration texts; None if it did not.
+
+    Raises:
+        InvalidData: The file cannot be read, or is not a plan.
+    """
+    return _read(path).calibration.joined_to
 
 
 def _read(path: Path) -> _PlanFile:

@@ -126,6 +126,23 @@ def test_length_edge_separates_short_and_long_texts(
     assert edge is None or lengths[0] < edge < lengths[1]
 
 
+def test_short_texts_are_joined_up_to_the_requested_length(tiny: Path, sentences: Path):
+    """Joined rows are made within each part, so that parts stay disjoint."""
+    plain, joined = (read(sentences, open_artifact(tiny), longest=n) for n in (None, 60))
+    assert plain.source.get("joined_rows") is None and joined.source["joined_to"] == 60
+    for before, after in ((plain.fit, joined.fit), (plain.choose, joined.choose)):
+        added = texts(after) - texts(before)
+        assert texts(before) < texts(after)
+        assert max(map(len, added)) > 2 * max(map(len, texts(before)))
+        assert max(map(len, added)) <= 60
+    assert joined.length == plain.length
+
+
+def test_texts_of_about_the_requested_length_are_not_joined(tiny: Path, sentences: Path):
+    data = read(sentences, open_artifact(tiny), longest=16)
+    assert "joined_rows" not in data.source
+
+
 def test_load_inputs_length_is_the_median(tiny: Path, tmp_path: Path):
     (tmp_path / "text.txt").write_text("a\na b\na b c\n")
     assert read(tmp_path / "text.txt", open_artifact(tiny)).length == 4  # [CLS] a b [SEP]
