@@ -149,6 +149,14 @@ def optimize(
     bf16: opt.Bf16 = False,
     int8: opt.Int8 = False,
     int8_full: opt.Int8Full = False,
+    also_prove: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Also compare on these inputs, for example text of another kind; can be repeated.",
+            rich_help_panel=opt.CALIBRATION,
+        ),
+    ] = None,
     tokenizer: opt.Tokenizer = None,
     refit: Annotated[
         bool,
@@ -222,6 +230,7 @@ def optimize(
             precision=opt.parse_precision(fp16, bf16, int8, int8_full),
             refit=refit,
             calib=calib,
+            also_prove=also_prove or (),
             tokenizer=tokenizer,
             layers=opt.parse_names(layers) or None,
             batch=batch,
@@ -280,8 +289,9 @@ def _show_report(report: OptimizeReport, dry_run: bool) -> None:
             f"MACs at {report.batch} x {report.sequence} tokens: "
             f"{before.macs / 1e9:.3f} G -> {after.macs / 1e9:.3f} G"
         )
-    for quality in report.fidelity.qualities:
-        print_line(f"quality ({report.fidelity.data}): {quality.describe()}")
+    for fidelity in (report.fidelity, *report.also_proved):
+        for quality in fidelity.qualities:
+            print_line(f"quality ({fidelity.data}): {quality.describe()}")
     print_line(
         f"cosine to the original: mean {report.fidelity.mean_cosine:.4f}, "
         f"minimum {report.fidelity.min_cosine:.4f} ({report.fidelity.data})"

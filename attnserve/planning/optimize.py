@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import onnx_ir as ir
 
 from attnserve.checks.certify import MatchReport, read_attention, require_finite_weights
@@ -36,7 +37,7 @@ from attnserve.models.artifact import (
     versions,
     write_record,
 )
-from attnserve.models.datasets import HELD_OUT, Dataset, load_inputs
+from attnserve.models.datasets import HELD_OUT, JOINED, Dataset, load_inputs
 from attnserve.models.int8 import Int8Activations, int8_activations, int8_weight_bits
 from attnserve.models.precision import Precision, check_cpu, convert
 from attnserve.planning.apply import ApplyReport, Step, apply_plan, count_macs
@@ -61,10 +62,6 @@ GPU_ONLY = (
     "refuses the model"
 )
 
-SHORT = 2
-"""A warning is given for texts this many times longer than the longest calibration text. The mean
-cosine may drop from 0.99 to 0.79 (MiniLM, sentences against paragraphs)."""
-
 LOW_QUALITY = 0.9
 """A warning is given below this value of the measure, which a constant predictor cannot reach."""
 
@@ -85,6 +82,7 @@ class OptimizeReport:
     Attributes:
         after: Parameters and MACs of the rewritten model in float32, bytes of its written weights.
         found: The report of the search, if there was one.
+        also_proved: The comparison on each file of ``also_prove``.
         int8_weight_bits: 8 if the model needs a CPU with VNNI, AMX or ARM dot products; None
             without int8.
         int8_activations: "static" with calibration data, otherwise "per-row"; None without int8.
@@ -101,6 +99,7 @@ class OptimizeReport:
     warnings: tuple[str, ...]
     plan: Plan
     found: PlanReport | None = None
+    also_proved: tuple[Fidelity, ...] = ()
     int8_weight_bits: Literal[7, 8] | None = None
     int8_activations: Int8Activations | None = None
 
@@ -123,6 +122,9 @@ class OptimizeReport:
             "plan": self.plan.to_json(),
             **{f"int8_{name}": value for name, value in int8.items() if value is not None},
             **({} if self.found is None else self._search_json(self.found)),
+            **(
+                {"also_proved": [f.to_json() for f in self.also_proved]} if self.also_proved else {}
+            ),
         }
 
     @staticmethod
@@ -156,6 +158,7 @@ def optimize(
     precision: Precision = "float32",
     refit: bool = True,
     calib: Path | None = None,
+    also_prove: Sequence[Path] = (),
     tokenizer: Path | None = None,
     layers: Sequence[str] | None = None,
     batch: int = 1,
@@ -216,6 +219,7 @@ def optimize(
             feed-forwards, to the original's outputs; needs ``calib``.
         calib: Text (a sentence per line), .npz or a folder of .npz. Without it factors are computed
             from the weights alone, at several times the error.
+        also_prove: Files of other inputs, on which the result is compared with the original too.
         layers: Names or indices of the layers to rewrite; all by default.
         batch, sequence: The shape at which costs are counted; the sequence defaults to the
             calibration data's median length, else 128.
@@ -284,6 +288,10 @@ def optimize(
         fidelity = rewritten.found.fidelity
     else:
         fidelity = _compare(original, converted, artifact, data, calib, measure, context)
+    also = [
+        _compare_file(original, converted, artifact, path, tokenizer, measure, context)
+        for path in also_prove
+    ]
     after = model_cost(rewritten.model)
     even = break_even(before.macs, after.macs) if before.macs and after.macs else None
     optimized = OptimizeReport(
@@ -306,6 +314,7 @@ def optimize(
         ),
         plan=rewritten.plan,
         found=rewritten.found,
+        also_proved=tuple(also),
         int8_weight_bits=int8_weight_bits(converted),
         int8_activations=int8_activations(converted),
     )
@@ -313,6 +322,21 @@ def optimize(
     if not dry_run:
         _write(artifact, converted, optimized, data, external_data, seed)
     return optimized
+
+
+def _compare_file(
+    original: ir.Model,
+    converted: ir.Model,
+    artifact: Artifact,
+    path: Path,
+    tokenizer: Path | None,
+    measure: Measure,
+    context: RunContext,
+) -> Fidelity:
+    """Compare with the original on all rows of a file."""
+    data = load_inputs(path, original, artifact, tokenizer=tokenizer, split=False)
+    meter = QualityMeter(original, artifact, measure=measure, edge=data.length_edge)
+    return compare(original, converted, data.fit, path.name, meter=meter, context=context)
 
 
 def _compare(
@@ -464,17 +488,17 @@ def _data_warnings(
     if data is None:
         return ["not calibrated: calibration data cuts the error several times"]
     warnings: list[str] = []
-    long = max(data.lengths, default=sequence)
-    if SHORT * long <= sequence:
-        warnings.append(
-            f"calibrated and verified on texts of up to {long} tokens, for {sequence}: longer "
-            "texts may lose more; calibrate on texts of the length to be served"
-        )
+    usual = float(np.median(data.lengths)) if data.lengths else sequence
     if "joined_rows" in data.source:
         warnings.append(
             f"the calibration texts are much shorter than {sequence} tokens: "
             f"{data.source['joined_rows']} rows of several texts were added; texts of the length "
             "to be served are better"
+        )
+    elif JOINED * usual <= sequence:
+        warnings.append(
+            f"calibrated and verified on {usual:.0f} tokens (median), for {sequence}: longer inputs "
+            "may lose more; calibrate on inputs of the length to be served"
         )
     widths = [block.input_size for block in report.blocks if block.name in rewritten.plan.changed]
     widths += [sum(mask) for mask in rewritten.plan.targets(PruneNeurons).values()]

@@ -94,7 +94,7 @@ def test_optimize_calibration_reduces_the_error(tiny: Path, sentences: Path, tmp
 def test_optimize_short_calibration_texts_are_warned_of(
     tiny: Path, sentences: Path, tmp_path: Path
 ):
-    """The warning starts at four times the median length."""
+    """From four times the median length on, texts are joined; longer texts are still better."""
     encoder = load_tokenizer(tiny / "tokenizer.json", max_length=64)
     lengths = [len(one) for one in encoder.encode(read_sentences(sentences))]
     usual = int(np.median(lengths))
@@ -103,7 +103,7 @@ def test_optimize_short_calibration_texts_are_warned_of(
         report = optimize(
             tiny, tmp_path / "new", collab_dk=16, calib=sentences, sequence=sequence, dry_run=True
         )
-        return any("longer texts may lose more" in warning for warning in report.warnings)
+        return any("texts of the length to be served" in warning for warning in report.warnings)
 
     assert is_warned(4 * usual) and not is_warned(4 * usual - 1)
 
@@ -206,6 +206,25 @@ def test_optimize_report_json_has_contract_keys(tiny: Path, sentences: Path, tmp
     assert content["fidelity"]["data"] == "held out of sentences.txt"
     assert content["steps"][-1]["macs_after"] == content["after"]["macs"]
     assert json.loads(json.dumps(content, allow_nan=False)) == content
+
+
+@pytest.mark.parametrize(("calibrated", "split"), [(True, "prove"), (False, "random")])
+def test_optimize_reports_the_quality_and_its_data(
+    tiny: Path, sentences: Path, tmp_path: Path, calibrated: bool, split: str
+):
+    report = optimize(
+        tiny, tmp_path / "new", collab_dk=16, calib=sentences if calibrated else None,
+        also_prove=[sentences], dry_run=True,
+    )  # fmt: skip
+    content = report.to_json()
+    keys = {"measure", "value", "ci95", "p5", "constant", "rows", "split"}
+    assert keys <= content["quality"].keys()
+    assert content["quality"]["measure"] == "similarity"
+    assert content["quality"]["split"] == split
+    (other,) = report.also_proved
+    assert other.data == "sentences.txt" and other.quality is not None
+    assert other.quality.rows == 60 and other.quality.split == "data"
+    assert content["also_proved"][0]["quality"]["value"] < 1
 
 
 def test_optimize_costs_equal_inspection_of_the_files(tiny: Path, tmp_path: Path):
