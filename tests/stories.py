@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -52,10 +53,9 @@ class Encoder:
         for letter in (" " + text).encode():
             ids.append(self.index.get(bytes([letter]), letter + 3))
         while True:
-            merged = [self.index.get(self.pieces[a] + self.pieces[b], -1)
-                      for a, b in zip(ids, ids[1:], strict=False)]  # fmt: skip
-            best = max(range(len(merged)), default=-1,
-                       key=lambda i: self.scores[merged[i]] if merged[i] >= 0 else -1e9)  # fmt: skip
+            merged = [self.index.get(self.pieces[a] + self.pieces[b], -1) for a, b in pairwise(ids)]
+            scores = [self.scores[index] if index >= 0 else -1e9 for index in merged]
+            best = int(np.argmax(scores)) if scores else -1
             if best < 0 or merged[best] < 0:
                 return [1, *ids]
             ids[best : best + 2] = [merged[best]]

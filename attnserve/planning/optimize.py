@@ -257,7 +257,9 @@ def optimize(
     report = read_attention(original, seed=seed)
     data = None
     if calib is not None:
-        longest = planned_length(mode) if isinstance(mode, Path) else sequence
+        # A task's score alone is kept on the task's own lengths.
+        longest = None if measure == "score" else sequence
+        longest = planned_length(mode) if isinstance(mode, Path) else longest
         data = load_inputs(calib, original, artifact, tokenizer=tokenizer, longest=longest)
     length = sequence or (data.length if data is not None else DEFAULT_SEQUENCE)
     shape = (batch, length)
@@ -497,8 +499,8 @@ def _data_warnings(
         )
     elif JOINED * usual <= sequence:
         warnings.append(
-            f"calibrated and verified on {usual:.0f} tokens (median), for {sequence}: longer inputs "
-            "may lose more; calibrate on inputs of the length to be served"
+            f"calibrated and verified on {usual:.0f} tokens (median), for {sequence}: longer "
+            "inputs may lose more; calibrate on inputs of the length to be served"
         )
     widths = [block.input_size for block in report.blocks if block.name in rewritten.plan.changed]
     widths += [sum(mask) for mask in rewritten.plan.targets(PruneNeurons).values()]

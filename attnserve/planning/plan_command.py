@@ -93,7 +93,8 @@ def plan(
             )
         check_output(path, source=artifact.model, force=force)
     graph = load_model(artifact)
-    data = load_inputs(calib, graph, artifact, tokenizer=tokenizer, longest=sequence)
+    longest = None if measure == "score" else sequence  # as in optimize
+    data = load_inputs(calib, graph, artifact, tokenizer=tokenizer, longest=longest)
     report = search(
         goal, artifact, graph, data, tokenizer=tokenizer, batch=batch, sequence=sequence,
         context=RunContext(provider, threads, seed, progress),

@@ -30,7 +30,7 @@ def test_planner_reaches_its_quality_and_speed_goals():
     for goal, share, at_128, at_512 in (
         ("attention", 0.99, 1.14, 1.27),
         ("with feed-forwards", 0.99, 1.5, 1.5),
-        ("with feed-forwards, int8", 0.985, 2.5, 2.3),
+        ("with feed-forwards, int8", 0.99, 2.5, 2.3),
     ):
         assert speeds[goal, 128]["vs_best"] >= at_128
         assert speeds[goal, 512]["vs_best"] >= at_512
