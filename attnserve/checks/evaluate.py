@@ -211,12 +211,12 @@ class Share:
     rows: int
     blocks: int
 
-    @property
-    def lower(self) -> float:
-        """The lower end of the one-sided 95 % interval, with Student's t over the blocks."""
+    def bound(self, confidence: float) -> float:
+        """The lower end of a one-sided interval, with Student's t over the blocks."""
         from scipy.stats import t as student
 
-        return self.value - float(student.ppf(0.95, max(self.blocks - 1, 1))) * self.standard_error
+        quantile = float(student.ppf(confidence, max(self.blocks - 1, 1)))
+        return self.value - quantile * self.standard_error
 
     def to_json(self) -> dict[str, float]:
         return {"value": self.value, "standard_error": self.standard_error, "rows": self.rows}

@@ -30,10 +30,14 @@ from attnserve.runtime.session import Batch
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
-__all__ = ["MIN_ROWS", "TAIL", "Quality", "QualityMeter", "lower_bound"]
+__all__ = ["CHOICE", "MIN_ROWS", "TAIL", "Quality", "QualityMeter", "lower_bound"]
 
 MIN_ROWS = 30
 """The number of texts from which on an interval is given."""
+
+CHOICE = 0.8
+"""The confidence with which a choice must keep enough. The proof, and not the choice, is the result;
+more confidence would leave speed behind, and less would let more proofs fail."""
 
 TAIL = 5
 """The loss of the worst 5 % of texts may be this many times the allowed loss. It is three times the
@@ -60,6 +64,7 @@ class Quality:
         measure: The name of the measure.
         value: 1 if both models give the same.
         lower: The lower end of the one-sided 95 % interval; ``value`` for less than ``MIN_ROWS``.
+        bound: The same with the confidence ``CHOICE``.
         ci95: The two-sided interval; None for less than ``MIN_ROWS`` texts.
         p5: The 5th percentile of the measure of single texts.
         constant: The value of a constant predictor.
@@ -76,6 +81,7 @@ class Quality:
     measure: Measure
     value: float
     lower: float
+    bound: float
     ci95: tuple[float, float] | None
     p5: float
     constant: float
@@ -88,12 +94,12 @@ class Quality:
 
     @property
     def loss(self) -> float:
-        """The loss that a promise limits: of the lower bound, the tail and the second condition."""
-        return max(1 - self.lower, (1 - self.p5) / TAIL, self.second)
+        """The loss that a choice is limited by: of its bound, the tail and the second condition."""
+        return max(1 - self.bound, (1 - self.p5) / TAIL, self.second)
 
     @property
     def point_loss(self) -> float:
-        """``loss`` with the value in place of its lower bound."""
+        """The loss that a proof is limited by: ``loss`` with the value in place of its bound."""
         return max(1 - self.value, (1 - self.p5) / TAIL, self.second)
 
     def to_json(self) -> dict[str, Any]:
@@ -301,6 +307,7 @@ class _Meter(ABC):
             scores.measure,
             value,
             min(lower_bound(scores.influence), value) if enough else value,
+            min(lower_bound(scores.influence, CHOICE), value) if enough else value,
             _interval(scores.influence) if enough else None,
             float(np.percentile(scores.single, 5)) if rows else 1.0,
             scores.constant,

@@ -286,8 +286,8 @@ def optimize(
         rewritten = replace(rewritten, warnings=planned.warnings)
     calibration = data.fit if data is not None else ()
     converted = convert(rewritten.model, rewritten.plan.precision, calibration)
-    if rewritten.found is not None:
-        fidelity = rewritten.found.fidelity
+    if rewritten.found is not None and rewritten.found.gain:
+        fidelity = rewritten.found.fidelity  # the proof
     else:
         fidelity = _compare(original, converted, artifact, data, calib, measure, context)
     also = [

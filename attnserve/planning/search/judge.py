@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from attnserve.checks.compare import Fidelity, compare
 from attnserve.checks.evaluate import Share, score_session, share_kept
-from attnserve.checks.quality import QualityMeter
+from attnserve.checks.quality import CHOICE, QualityMeter
 from attnserve.context import RunContext
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.precision import convert
@@ -102,7 +102,7 @@ class Judge:
         measured = self._measure(model, given.data.choose, "choose", f"build {number}: score", 0)
         losses = [q.loss for q in measured.fidelity.qualities if given.goal.measure != "score"]
         if measured.share is not None:
-            losses.append(1 - measured.share.lower)
+            losses.append(1 - measured.share.bound(CHOICE))
         loss = max(losses, default=0.0)
         fidelity, share = measured.fidelity, measured.share
         self._last = Built(choice, plan, float32_model, model, applied, fidelity, share, loss)

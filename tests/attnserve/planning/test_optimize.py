@@ -475,7 +475,7 @@ def test_require_finite_weights_accepts_infinite_masks_only(array: np.ndarray, s
 def test_optimize_low_quality_is_warned_of(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float, warned: bool
 ):
-    quality = Quality("r2", value, value, None, value, 0.0, 60)
+    quality = Quality("r2", value, value, value, None, value, 0.0, 60)
     fidelity = Fidelity((), 1.0, 1.0, "held out of text.txt", (quality,))
     monkeypatch.setattr("attnserve.planning.optimize.compare", lambda *_, **__: fidelity)
     report = optimize(tiny, tmp_path / "new", collab_dk=16, dry_run=True)

@@ -330,7 +330,7 @@ def test_search_keeps_the_lower_bound_of_a_task_score(
     rows = pairs(tmp_path / "pairs.tsv", sentences)
     report = planned(keep=0.6, eval_data=rows, task="sts", measure="score", allow=["ffn"])
     share = report.share
-    assert share is not None and share.value >= 0.6 and share.lower <= share.value
+    assert share is not None and share.value >= 0.6 and share.bound(0.95) <= share.value
     assert report.fidelity.quality is not None, "also reported if it is no condition"
     both = planned("both.json", keep=0.6, eval_data=rows, task="sts", allow=["ffn"])
     assert both.speedup <= report.speedup and both.proofs[-1].loss <= 0.4
@@ -553,7 +553,7 @@ class FakeJudge:
         return loss
 
     def build(self, choice: Choice) -> Any:
-        found = Quality("r2", 1.0, 1.0, None, 1.0, 0.0, 60)
+        found = Quality("r2", 1.0, 1.0, 1.0, None, 1.0, 0.0, 60)
         fidelity = Fidelity((), 1.0, 1.0, "", (found,))
         return SimpleNamespace(choice=choice, loss=self.loss(choice), fidelity=fidelity)
 
@@ -689,7 +689,7 @@ def test_share_kept_of_equal_scores_is_one_and_of_negative_score_fails(
 ):
     score = attnserve.evaluate(model, task="sts", data=pairs(tmp_path / "p.tsv", sentences))
     share = share_kept(score, score)
-    assert share.value == 1 and share.standard_error == 0 and share.lower == 1
+    assert share.value == 1 and share.standard_error == 0 and share.bound(0.95) == 1
     with raises(CheckFailed, "evaluate.score_not_positive", "score is -"):
         share_kept(replace(score, cosines=-score.cosines), score)  # type: ignore[type-var]
 
