@@ -36,8 +36,8 @@ MIN_ROWS = 30
 """The number of texts from which on an interval is given."""
 
 CHOICE = 0.8
-"""The confidence with which a choice must keep enough. The result is the proof, not the choice; more
-confidence would leave speed behind, and less would let more proofs fail."""
+"""The confidence with which a choice must keep enough. The result is the proof, not the choice:
+more confidence would leave speed behind, and less would let more proofs fail."""
 
 TAIL = 5
 """The loss of the worst 5 % of texts may be this many times the allowed loss. It is three times the
