@@ -1,27 +1,14 @@
-"""Text for stories260K, a small trained language model: its tokenizer, and samples of the model.
-
-``python -m tests.stories FOLDER`` draws the committed samples anew; FOLDER holds the model.
-"""
+"""Text for stories260K, a small trained language model."""
 
 from __future__ import annotations
 
 import struct
-import sys
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-import onnxruntime
 
-SAMPLES = Path(__file__).parent / "fixtures" / "stories260K.npz"
 LENGTH = 256
-SAMPLED = 240
-
-
-def samples() -> np.ndarray:
-    """Token ids (240, 256) that the model has drawn."""
-    with np.load(SAMPLES) as archive:
-        return archive["idx"].astype(np.int64)
 
 
 def stories(text: Path, tokenizer: Path) -> np.ndarray:
@@ -59,25 +46,3 @@ class Encoder:
             if best < 0 or merged[best] < 0:
                 return [1, *ids]
             ids[best : best + 2] = [merged[best]]
-
-
-def draw(model: Path) -> np.ndarray:
-    """Sample rows from the model at temperature 1."""
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    session = onnxruntime.InferenceSession(str(model), options)
-    random = np.random.default_rng(0)
-    parts: list[np.ndarray] = []
-    for _ in range(SAMPLED // 30):
-        ids = np.ones((30, LENGTH), np.int64)
-        for place in range(LENGTH - 1):
-            logits = session.run(None, {"idx": ids})[0][:, place].astype(np.float64)
-            chances = np.exp(logits - logits.max(1, keepdims=True)).cumsum(1)
-            drawn = (chances < random.random((30, 1)) * chances[:, -1:]).sum(1)
-            ids[:, place + 1] = drawn
-        parts.append(ids)
-    return np.concatenate(parts)
-
-
-if __name__ == "__main__":
-    np.savez_compressed(SAMPLES, idx=draw(Path(sys.argv[1]) / "stories260K.onnx").astype(np.uint16))

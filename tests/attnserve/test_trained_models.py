@@ -9,13 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from attnserve.checks.compare import verify
 from attnserve.checks.inspect import inspect
-from attnserve.checks.quality import Quality
 from attnserve.planning.optimize import optimize
 from attnserve.runtime.session import open_session
-from tests.attnserve.costs import count_instead_of_timing
-from tests.stories import samples, stories
+from tests.stories import stories
 
 
 def vit_accuracy(path: Path, data: Path) -> float:
@@ -64,75 +61,14 @@ def test_optimize_sorting_decoder_keeps_sorting(shared: Path, tmp_path: Path):
     assert [count_sorted(path) for path in (model, tmp_path / "exact.onnx")] == [729, 729]
 
 
-def quality_on(original: Path, new: Path, data: Path) -> Quality:
-    quality = verify(original, new, data=data, threads=1).quality
-    assert quality is not None
-    return quality
-
-
-@pytest.mark.timing(seconds=200)
-def test_search_keeps_the_next_tokens_of_a_language_model(
-    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Calibrated on samples of the model, checked on stories that people wrote."""
-    count_instead_of_timing(monkeypatch)
-    monkeypatch.setenv("ATTNSERVE_CACHE", str(tmp_path / "cache"))
-    folder = shared / "models" / "stories260K"
-    model, unseen = folder / "stories260K.onnx", tmp_path / "stories.npz"
-    text = shared / "data" / "lm" / "tinystories_sample.txt"
-    np.savez(unseen, idx=stories(text, folder / "tok512.bin"))
-    np.savez(tmp_path / "samples.npz", idx=samples())
-    speeds: list[float] = []
-    for keep in (0.99, 0.95):
-        output = tmp_path / f"{keep}.onnx"
-        report = optimize(
-            model, output, calib=tmp_path / "samples.npz", keep=keep, allow=["ffn"], threads=1
-        )
-        assert report.found is not None
-        speeds.append(report.found.speedup)
-        found = quality_on(model, output, unseen)
-        assert found.measure == "top1"
-        if keep == 0.99:
-            assert found.value >= 0.97
-            assert found.also["perplexity"] <= 1.01 * found.also["perplexity_original"]
-        else:
-            assert found.value >= 0.93
-    assert speeds[1] > speeds[0]
-
-
-def test_constant_cosine_of_a_language_model_is_high_and_its_quality_low(
-    shared: Path, tmp_path: Path
-):
+def test_cosine_of_a_language_model_is_high_although_tokens_change(shared: Path, tmp_path: Path):
     """Half of the heads pruned keep a cosine of 0.99, and change one token in seven."""
-    model = shared / "models" / "stories260K" / "stories260K.onnx"
-    np.savez(tmp_path / "samples.npz", idx=samples()[:70])
-    report = optimize(model, tmp_path / "half.onnx", calib=tmp_path / "samples.npz", prune=0.5)
+    folder = shared / "models" / "stories260K"
+    model, data = folder / "stories260K.onnx", tmp_path / "stories.npz"
+    text = shared / "data" / "lm" / "tinystories_sample.txt"
+    np.savez(data, idx=stories(text, folder / "tok512.bin"))
+    report = optimize(model, tmp_path / "half.onnx", calib=data, prune=0.5)
     assert report.fidelity.mean_cosine > 0.98
     quality = report.fidelity.quality
     assert quality is not None and quality.measure == "top1"
     assert quality.value < 0.95 and quality.constant < 0.2
-
-
-@pytest.mark.timing(seconds=120)
-def test_search_proof_of_a_classifier_agrees_with_unseen_images(
-    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    count_instead_of_timing(monkeypatch)
-    monkeypatch.setenv("ATTNSERVE_CACHE", str(tmp_path / "cache"))
-    model = shared / "models" / "vit_mnist_researchase" / "vit_mnist_researchase.onnx"
-    data = shared / "data" / "mnist" / "t10k-images-idx3-ubyte.gz"
-    pixels = np.frombuffer(gzip.decompress(data.read_bytes())[16:], np.uint8)
-    images = ((pixels.reshape(-1, 1, 28, 28) / 255 - 0.1307) / 0.3081).astype(np.float32)
-    np.savez(tmp_path / "calib.npz", image=images[:1400])
-    np.savez(tmp_path / "unseen.npz", image=images[5000:7000])
-    report = optimize(
-        model, tmp_path / "new.onnx", calib=tmp_path / "calib.npz", keep=0.98, allow=["ffn"],
-        threads=1,
-    )  # fmt: skip
-    proof = report.fidelity.quality
-    assert report.found is not None and report.found.gain
-    assert proof is not None and proof.measure == "kl" and proof.ci95 is not None
-    found = quality_on(model, tmp_path / "new.onnx", tmp_path / "unseen.npz")
-    assert found.ci95 is not None
-    assert found.ci95[1] >= proof.ci95[0] and proof.ci95[1] >= found.ci95[0]
-    assert found.value >= 0.97
