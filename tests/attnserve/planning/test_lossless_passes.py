@@ -151,7 +151,7 @@ def test_fuse_lossless_slow_result_is_refused(
     why: str | None,
 ) -> None:
     monkeypatch.setattr(
-        lossless, "_gain", lambda pair, feed, seconds: gains[feed["input_ids"].shape[1]]
+        lossless_passes, "_gain", lambda pair, feed, seconds: gains[feed["input_ids"].shape[1]]
     )
     if why is None:
         lossless_passes.fuse_lossless(bert, tmp_path / "new.onnx", threads=1)

@@ -654,13 +654,18 @@ def test_search_default_lengths_are_quantiles_of_the_data(
     assert np.quantile(lengths, 0.1) <= low < high <= np.quantile(lengths, 0.9)
 
 
-def test_search_scalar_output_without_task_is_refused(
+def test_search_scalar_output_is_measured_by_r2(
     planned: Planner, tiny_bert: Build, sentences: Path, tmp_path: Path
 ):
+    """The cosine of two numbers is always 1 or -1."""
     source = tiny_bert(cls="BertForSequenceClassification", num_labels=1)
     attnserve.export(str(source), tmp_path / "scored", task="sequence-classification")
-    with raises(InvalidArgument, "search.scalar_output"):
-        attnserve.plan(tmp_path / "scored", tmp_path / "p.json", calib=sentences, keep=0.97)
+    report = attnserve.plan(
+        tmp_path / "scored", tmp_path / "p.json", calib=sentences, keep=0.9, threads=1
+    )
+    assert report.proofs[-1].fidelity.quality is not None
+    assert report.proofs[-1].fidelity.quality.measure == "r2"
+    assert report.proofs[-1].loss <= 0.1
 
 
 def test_plan_existing_output_is_refused_and_unchanged(planned: Planner, tmp_path: Path):
