@@ -493,12 +493,15 @@ class _Logits(_Meter):
 
     def _kl(self) -> tuple[float, np.ndarray, float]:
         divergence, counts = self.sums.column(0), self.sums.column(2)
-        total = counts.sum()
-        mean = self.probabilities / total
-        entropy = -float(np.where(mean > 0, mean * np.log(np.maximum(mean, 1e-300)), 0.0).sum())
-        unit = max(entropy + self.negative_entropy / total, 0.0)  # KL of the constant predictor
+        # KL of the constant predictor
+        unit = max(self._constant_nats() + self.negative_entropy / counts.sum(), 0.0)
         value, influence = _ratio(divergence, counts, unit)
         return value, influence, unit
+
+    def _constant_nats(self) -> float:
+        """The entropy of the best constant prediction, in nats."""
+        mean = self.probabilities / self.probabilities.sum()
+        return -float(np.where(mean > 0, mean * np.log(np.maximum(mean, 1e-300)), 0.0).sum())
 
     def scores(self) -> _Scores:
         divergence, differs, counts = (self.sums.column(i) for i in range(3))
@@ -518,11 +521,6 @@ class _Logits(_Meter):
         constant = float(self.winners.max() / counts.sum())
         also = {"kl": kl, **also}
         return _Scores("top1", agreement, agreed, single, constant, also, 1 - kl)
-
-    def _constant_nats(self) -> float:
-        """The mean entropy of the constant prediction, in nats."""
-        mean = self.probabilities / self.sums.column(2).sum()
-        return -float(np.where(mean > 0, mean * np.log(np.maximum(mean, 1e-300)), 0.0).sum())
 
 
 def _log_softmax(logits: np.ndarray) -> Float[np.ndarray, "T C"]:
