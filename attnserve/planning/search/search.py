@@ -100,7 +100,7 @@ def search(
         convert(graph, goal.precision, data.fit[:1])  # fails early if the model cannot be converted
     original_score = None
     if goal.task is not None:
-        original_score = score_model(given, graph, "score the original")
+        original_score = score_model(given, graph, context.labeled("original"))
     checkpoint = Checkpoint(_key(given))
     groups = group_blocks(newest, attention.blocks, ffn="ffn" in goal.allow)
     timing = time_model(given, newest, groups)

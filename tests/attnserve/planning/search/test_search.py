@@ -635,6 +635,15 @@ def test_search_ignores_damaged_checkpoint(
     assert planned(keep=0.97).gain
 
 
+@pytest.mark.timing
+def test_search_progress_names_the_build_of_each_step(planned: Planner):
+    stages: dict[str, None] = {}
+    planned(progress=lambda stage, *_: stages.setdefault(stage))
+    steps = [stage for stage in stages if stage.endswith("verify")]
+    assert {"build 1: verify", "prove: verify"} <= set(steps)
+    assert all(stage.startswith(("build", "prove")) for stage in steps)
+
+
 # Refusals and defaults
 
 
