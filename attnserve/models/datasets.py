@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.models.artifact import Artifact
+from attnserve.models.lengths import Lengths, length_bounds
 from attnserve.models.tokenizer import Encoding, TextEncoder, load_tokenizer, read_sentences
 from attnserve.runtime.session import Batch
 from graph_passes.errors import InvalidData
@@ -53,7 +54,8 @@ class Dataset:
         choose: Batches that a search may look at as often as it likes.
         prove: Parts that are looked at once, the second only if a proof on the first one fails.
         length: Median of ``lengths``.
-        lengths: Number of tokens (or size of axis 1) of each row; 128 for rows without axis 1.
+        lengths: Number of tokens (or size of axis 1) of each row, joined rows included; 128 for
+            rows without axis 1.
         source: File name, rows, tokens and checksum, for records.
     """
 
@@ -91,7 +93,7 @@ def load_inputs(
     artifact: Artifact,
     *,
     tokenizer: Path | None = None,
-    longest: int | None = None,
+    sequence: Lengths | None = None,
     split: bool = True,
 ) -> Dataset:
     """Read a text (one sentence per line), an .npz (named input arrays) or a folder of .npz.
@@ -101,8 +103,9 @@ def load_inputs(
         model: The model whose inputs are filled.
         artifact: Its artifact, for the tokenizer and the maximum length of a text.
         tokenizer: Path of tokenizer.json; by default the artifact's.
-        longest: The number of tokens that the model should be fast at. If texts are much shorter,
-            rows of up to this length are made of several texts of the same part, beside the texts.
+        sequence: The length, or range of lengths, that the model should be fast at. If texts are
+            much shorter, rows of mixed lengths up to it, or over the range, are made of several
+            texts of the same part, beside the texts.
         split: Split the distinct rows into parts; False puts all rows into each part.
 
     Raises:
@@ -130,8 +133,13 @@ def load_inputs(
         texts = read_sentences(path)
         rows = encoder.encode(texts)
         lengths = [len(encoding) for encoding in rows]
-        if longest is not None and longest >= JOINED * np.median(lengths):
-            join = partial(_joined, encoder, texts, lengths, longest)
+        if sequence is not None:
+            median = float(np.median(lengths))
+            shortest, longest = length_bounds(sequence)
+            longest = min(longest, artifact.max_length or longest)
+            if longest >= JOINED * median:
+                shortest = 2 * median if isinstance(sequence, int) else max(2 * median, shortest)
+                join = partial(_joined, encoder, texts, lengths, shortest, longest)
         if "attention_mask" not in wanted:
             size = 1  # without a mask, rows cannot be padded
         make = partial(_text_batches, encoder, inputs=wanted, size=size)
@@ -150,7 +158,7 @@ def load_inputs(
         "file": path.name,
         "rows": len(rows),
         "distinct_rows": len(distinct),
-        **({"joined_rows": len(more_lengths), "joined_to": longest} if more_lengths else {}),
+        **({"joined_rows": len(more_lengths), "joined_to": sequence} if more_lengths else {}),
         "tokens": int(sum(lengths)),
         "fit_tokens": int(sum(lengths[i] for i in places[0]) + sum(map(len, made[0]))),
         "held_out_rows": [len(part) for part in parts[1:]],
@@ -166,25 +174,27 @@ def _joined(
     encoder: TextEncoder,
     texts: Sequence[str],
     lengths: Sequence[int],
+    shortest: float,
     longest: int,
     chosen: Sequence[int],
 ) -> list[Encoding]:
-    """Rows of several texts each, with lengths spread evenly by their logarithm up to ``longest``.
+    """Rows of several texts each, with lengths spread evenly by their logarithm over a range.
 
-    Each text is part of one row.
+    Each text is part of at most one row. A text that is long enough alone is left out, because its
+    row exists already.
     """
     random = np.random.default_rng(len(chosen))
-    shortest = 2 * float(np.median(lengths))
+    special = encoder.special_tokens  # each row has them once
     groups: list[list[str]] = []
-    room = 0.0
+    remaining_tokens = 0.0
     for index in map(int, random.permutation(np.asarray(chosen, int))):
-        if room <= 0:
+        if remaining_tokens <= 0:
             groups.append([])
-            room = shortest * (longest / shortest) ** random.random()
+            remaining_tokens = shortest * (longest / shortest) ** random.random() - special
         groups[-1].append(texts[index])
-        room -= lengths[index]
-    limit = min(longest, encoder.max_length or longest)
-    return encoder.encode([" ".join(group) for group in groups], max_length=limit) if groups else []
+        remaining_tokens -= lengths[index] - special
+    joined = [" ".join(group) for group in groups if len(group) > 1]
+    return encoder.encode(joined, max_length=longest) if joined else []
 
 
 def _checksum(path: Path) -> str:

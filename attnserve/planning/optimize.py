@@ -39,10 +39,11 @@ from attnserve.models.artifact import (
 )
 from attnserve.models.datasets import HELD_OUT, JOINED, Dataset, load_inputs
 from attnserve.models.int8 import Int8Activations, int8_activations, int8_weight_bits
+from attnserve.models.lengths import Lengths, check_lengths, length_bounds, middle_length
 from attnserve.models.precision import Precision, check_cpu, convert
 from attnserve.planning.apply import ApplyReport, Step, apply_plan, count_macs
 from attnserve.planning.plan import Plan
-from attnserve.planning.plan_file import planned_length, read_plan
+from attnserve.planning.plan_file import planned_lengths, read_plan
 from attnserve.planning.requested_rewrites import Ranks, Request, plan_request
 from attnserve.planning.search.goal import Allowed, Goal
 from attnserve.planning.search.report import PlanReport
@@ -162,7 +163,7 @@ def optimize(
     tokenizer: Path | None = None,
     layers: Sequence[str] | None = None,
     batch: int = 1,
-    sequence: int | None = None,
+    sequence: Lengths | None = None,
     min_cosine: float | None = None,
     external_data: bool = False,
     provider: Provider = "cpu",
@@ -221,8 +222,9 @@ def optimize(
             from the weights alone, at several times the error.
         also_prove: Files of other inputs, on which the result is compared with the original too.
         layers: Names or indices of the layers to rewrite; all by default.
-        batch, sequence: The shape at which costs are counted; the sequence defaults to the
-            calibration data's median length, else 128.
+        batch, sequence: The shape at which the model should be fast and costs are counted. A
+            sequence is one length, or the shortest and the longest one, whose geometric mean counts
+            then. It defaults to the calibration data's median length, else 128.
         min_cosine: Fail below this mean cosine, and write nothing.
         external_data: Store the weights in a file beside the model, as for models over 2 GB.
         provider, threads: Of calibration and comparison; certification runs on the CPU.
@@ -235,6 +237,7 @@ def optimize(
         CheckFailed: The fidelity is below ``min_cosine``, or the goal of a search is not reached.
     """
     check_cpu(precision)
+    check_lengths(sequence)
     context = RunContext(provider, threads, seed, progress)
     rewrites: dict[str, Any] = {
         "collab_dk": collab_dk, "collab_cache": collab_cache, "mixing": mixing, "head_dk": head_dk,
@@ -258,10 +261,11 @@ def optimize(
     data = None
     if calib is not None:
         # A task's score alone is kept on the task's own lengths.
-        longest = None if measure == "score" else sequence
-        longest = planned_length(mode) if isinstance(mode, Path) else longest
-        data = load_inputs(calib, original, artifact, tokenizer=tokenizer, longest=longest)
-    length = sequence or (data.length if data is not None else DEFAULT_SEQUENCE)
+        joined = None if measure == "score" else sequence
+        joined = planned_lengths(mode) if isinstance(mode, Path) else joined
+        data = load_inputs(calib, original, artifact, tokenizer=tokenizer, sequence=joined)
+    wanted = sequence or (data.length if data is not None else DEFAULT_SEQUENCE)
+    length = middle_length(wanted)
     shape = (batch, length)
     before = model_cost(original)
     before_cost = _cost(before, original, shape)
@@ -309,7 +313,7 @@ def optimize(
             *rewritten.warnings,
             *((rewritten.found.verdict,) if rewritten.found and not rewritten.found.gain else ()),
             *_cost_warnings(even, length, artifact.max_length),
-            *_data_warnings(rewritten, report, data, length),
+            *_data_warnings(rewritten, report, data, length_bounds(wanted)[1]),
             *_cache_warnings(report.blocks, rewritten.applied.steps),
             *_fidelity_warnings(fidelity),
             *((GPU_ONLY,) if rewritten.plan.precision == "bfloat16" else ()),
@@ -482,7 +486,7 @@ def _cost_warnings(even: int | None, sequence: int, longest: int | None) -> list
 
 
 def _data_warnings(
-    rewritten: _Rewritten, report: MatchReport, data: Dataset | None, sequence: int
+    rewritten: _Rewritten, report: MatchReport, data: Dataset | None, longest: int
 ) -> list[str]:
     """Warnings about calibration data that is missing, short or scarce."""
     if rewritten.applied.is_exact:
@@ -490,16 +494,16 @@ def _data_warnings(
     if data is None:
         return ["not calibrated: calibration data cuts the error several times"]
     warnings: list[str] = []
-    usual = float(np.median(data.lengths)) if data.lengths else sequence
+    usual = float(np.median(data.lengths)) if data.lengths else longest
     if "joined_rows" in data.source:
         warnings.append(
-            f"the calibration texts are much shorter than {sequence} tokens: "
+            f"the calibration texts are much shorter than {longest} tokens: "
             f"{data.source['joined_rows']} rows of several texts were added; texts of the length "
             "to be served are better"
         )
-    elif JOINED * usual <= sequence:
+    elif JOINED * usual <= longest:
         warnings.append(
-            f"calibrated and verified on {usual:.0f} tokens (median), for {sequence}: longer "
+            f"calibrated and verified on {usual:.0f} tokens (median), for {longest}: longer "
             "inputs may lose more; calibrate on inputs of the length to be served"
         )
     widths = [block.input_size for block in report.blocks if block.name in rewritten.plan.changed]

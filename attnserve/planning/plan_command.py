@@ -18,6 +18,7 @@ from attnserve.models.artifact import (
     staged,
 )
 from attnserve.models.datasets import load_inputs
+from attnserve.models.lengths import Lengths, check_lengths
 from attnserve.models.precision import Precision, check_cpu
 from attnserve.planning.search.goal import Allowed, Goal
 from attnserve.planning.search.report import PlanReport, draw_front
@@ -43,7 +44,7 @@ def plan(
     precision: Precision = "float32",
     tokenizer: Path | None = None,
     batch: int = 1,
-    sequence: int | None = None,
+    sequence: Lengths | None = None,
     provider: Provider = "cpu",
     threads: int = 0,
     seed: int = 0,
@@ -65,8 +66,9 @@ def plan(
         allow: "ffn" allows the removal of feed-forward neurons.
         measure: See ``optimize``.
         precision: "float16", "bfloat16", "int8" or "int8-full" weights, after all rewrites.
-        batch, sequence: The shape at which the model should be fast; without a sequence, the
-            quartiles of the calibration data's lengths.
+        batch, sequence: The shape at which the model should be fast. A sequence is one length, or
+            the shortest and the longest one; without it, the quartiles of the calibration data's
+            lengths.
         threads: Of the timed sessions; all others use every core.
 
     Raises:
@@ -74,6 +76,7 @@ def plan(
         InvalidModel, InvalidArgument, InvalidData, InvalidOutput: The input cannot be used.
     """
     check_cpu(precision)
+    check_lengths(sequence)
     goal = Goal(keep, target_speedup, task, eval_data, tuple(allow), precision, measure)
     artifact = open_artifact(model)
     output = output or default_output(model, "plan")
@@ -93,8 +96,8 @@ def plan(
             )
         check_output(path, source=artifact.model, force=force)
     graph = load_model(artifact)
-    longest = None if measure == "score" else sequence  # as in optimize
-    data = load_inputs(calib, graph, artifact, tokenizer=tokenizer, longest=longest)
+    joined = None if measure == "score" else sequence  # as in optimize
+    data = load_inputs(calib, graph, artifact, tokenizer=tokenizer, sequence=joined)
     report = search(
         goal, artifact, graph, data, tokenizer=tokenizer, batch=batch, sequence=sequence,
         context=RunContext(provider, threads, seed, progress),

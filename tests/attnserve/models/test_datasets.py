@@ -128,7 +128,7 @@ def test_length_edge_separates_short_and_long_texts(
 
 def test_short_texts_are_joined_up_to_the_requested_length(tiny: Path, sentences: Path):
     """Joined rows are made within each part, so that parts stay disjoint."""
-    plain, joined = (read(sentences, open_artifact(tiny), longest=n) for n in (None, 60))
+    plain, joined = (read(sentences, open_artifact(tiny), sequence=n) for n in (None, 60))
     assert plain.source.get("joined_rows") is None and joined.source["joined_to"] == 60
     for before, after in ((plain.fit, joined.fit), (plain.choose, joined.choose)):
         added = texts(after) - texts(before)
@@ -138,8 +138,33 @@ def test_short_texts_are_joined_up_to_the_requested_length(tiny: Path, sentences
     assert joined.length == plain.length
 
 
+def test_short_texts_are_joined_over_the_requested_range(tiny: Path, sentences: Path):
+    plain, joined = (read(sentences, open_artifact(tiny), sequence=n) for n in (None, (40, 60)))
+    added = texts(joined.fit) - texts(plain.fit)
+    # The last row of a part has the texts that are left.
+    assert sorted(map(len, added))[1] >= 40 and max(map(len, added)) <= 60
+    assert joined.source["joined_to"] == (40, 60)
+
+
+def test_texts_are_joined_up_to_the_maximum_length(tiny: Path, sentences: Path):
+    """Longer texts are cut by the service too."""
+    data = read(sentences, open_artifact(tiny), sequence=10_000)
+    assert max(data.lengths) <= 64
+
+
+def test_long_texts_among_short_ones_are_not_repeated(tiny: Path, tmp_path: Path):
+    words = ["man", "woman", "dog", "cat", "child", "park", "house", "ball"]
+    lines = [f"{a} {b}" for a in words for b in words]
+    lines += [f"{word} " * 55 for word in words]
+    (tmp_path / "text.txt").write_text("\n".join(lines))
+    data = read(tmp_path / "text.txt", open_artifact(tiny), sequence=32)
+    assert data.source["joined_rows"]
+    for part in (data.fit, data.choose, *data.prove):
+        assert rows(part) == len(texts(part)), "all rows are distinct"
+
+
 def test_texts_of_about_the_requested_length_are_not_joined(tiny: Path, sentences: Path):
-    data = read(sentences, open_artifact(tiny), longest=16)
+    data = read(sentences, open_artifact(tiny), sequence=16)
     assert "joined_rows" not in data.source
 
 

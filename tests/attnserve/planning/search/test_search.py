@@ -27,6 +27,7 @@ from attnserve.checks.quality import Quality
 from attnserve.cli.app import main
 from attnserve.models.artifact import fingerprint, load_model, open_artifact
 from attnserve.models.datasets import load_inputs
+from attnserve.models.lengths import Lengths
 from attnserve.planning.search import judge, search
 from attnserve.planning.search.checkpoint import Checkpoint
 from attnserve.planning.search.front_search import MAX_BUILDS, FrontSearch
@@ -647,9 +648,31 @@ def test_search_progress_names_the_build_of_each_step(planned: Planner):
 # Refusals and defaults
 
 
-def test_search_unsupported_length_is_refused(planned: Planner):
+@pytest.mark.parametrize("sequence", [65, (16, 65)])
+def test_search_unsupported_length_is_refused(planned: Planner, sequence: Lengths):
     with raises(InvalidArgument, "search.shape", "batch 1, 65 tokens"):
-        planned(sequence=65)
+        planned(sequence=sequence)
+
+
+@pytest.mark.parametrize("sequence", [(512, 16), (0, 16), -1])
+def test_plan_and_optimize_of_no_range_of_lengths_are_refused(
+    planned: Planner, optimized: Optimizer, sequence: Lengths
+):
+    for command in (planned, optimized):
+        with raises(InvalidArgument, "sequence.range"):
+            command(sequence=sequence)
+
+
+@pytest.mark.timing
+def test_search_range_is_timed_at_both_ends_and_between(
+    planned: Planner, replays: Callable[[], bool], tmp_path: Path
+):
+    report = planned(sequence=(4, 64))
+    assert report.asked["sequences"] == [4, 16, 64]
+    assert {4, 16, 64} <= {speed.sequence for speed in report.speeds}
+    assert report.calibration["joined_rows"]
+    assert json.loads((tmp_path / "p.json").read_text())["calibration"]["joined_to"] == [4, 64]
+    assert replays()
 
 
 @pytest.mark.timing
