@@ -55,7 +55,22 @@ _CALIB = typer.Option(
     " of .npz.",
 )
 Calib = Annotated[Path, _CALIB]
-OptionalCalib = Annotated[Path | None, _CALIB]
+_CALIBS = typer.Option(
+    metavar="FILE",
+    help="Calibration data: text with one sentence per line, an .npz of input arrays, or a folder"
+    " of .npz; can be repeated. The quality of each file is measured.",
+)
+Calibs = Annotated[list[Path], _CALIBS]
+OptionalCalibs = Annotated[list[Path] | None, _CALIBS]
+CalibWeights = Annotated[
+    str | None,
+    typer.Option(
+        metavar="W1,W2,...",
+        help="Shares of several --calib files in the rows that are fitted, for example 3,1"
+        " (default: all rows of all files).",
+        rich_help_panel=CALIBRATION,
+    ),
+]
 
 Keep = Annotated[
     float | None,
@@ -199,6 +214,24 @@ def parse_lengths(text: str | None) -> Lengths | None:
 def parse_names(text: str | None) -> list[str]:
     """Split comma-separated names; an option that is not given has none."""
     return [] if text is None else [name.strip() for name in text.split(",")]
+
+
+def parse_weights(text: str | None) -> list[float]:
+    """Split the numbers of ``--calib-weights``.
+
+    Raises:
+        InvalidArgument: A value is not a number.
+    """
+    try:
+        return [] if text is None else [float(part) for part in text.split(",")]
+    except ValueError as error:
+        from graph_passes.errors import InvalidArgument
+
+        raise InvalidArgument(
+            f"--calib-weights is {text!r}: expected numbers, separated by commas",
+            "for example --calib-weights 3,1",
+            code="cli.weights",
+        ) from error
 
 
 def parse_integers(option: str, text: str, *, minimum: int | None = None) -> list[int]:

@@ -37,10 +37,17 @@ from attnserve.models.artifact import (
     versions,
     write_record,
 )
-from attnserve.models.datasets import HELD_OUT, JOINED, Dataset, load_inputs
+from attnserve.models.datasets import (
+    HELD_OUT,
+    JOINED,
+    Dataset,
+    check_calibration_files,
+    load_inputs,
+)
 from attnserve.models.int8 import Int8Activations, int8_activations, int8_weight_bits
 from attnserve.models.lengths import Lengths, check_lengths, length_bounds, middle_length
 from attnserve.models.precision import Precision, check_cpu, convert
+from attnserve.paths import StrPath, as_path, as_paths
 from attnserve.planning.apply import ApplyReport, Step, apply_plan, count_macs
 from attnserve.planning.plan import Plan
 from attnserve.planning.plan_file import planned_lengths, read_plan
@@ -135,32 +142,33 @@ class OptimizeReport:
 
 
 def optimize(
-    model: Path,
-    output: Path | None = None,
+    model: StrPath,
+    output: StrPath | None = None,
     *,
     collab_dk: Ranks | None = None,
     collab_cache: bool = False,
     mixing: Mixing = "auto",
     head_dk: int | None = None,
-    reuse: str | Path | Mapping[str, Any] | None = None,
+    reuse: StrPath | Mapping[str, Any] | None = None,
     align: Alignment = "similarity",
     prune: float | None = None,
     importance: Importance = "energy",
-    prune_heads: Path | Mapping[str, Any] | None = None,
+    prune_heads: StrPath | Mapping[str, Any] | None = None,
     skip: Sequence[str] = (),
     ffn: float | None = None,
     keep: float | None = None,
     target_speedup: float | None = None,
-    eval_data: Path | None = None,
+    eval_data: StrPath | None = None,
     task: TaskName | None = None,
     allow: Sequence[Allowed] = (),
     measure: Measure = "auto",
-    plan: Path | None = None,
+    plan: StrPath | None = None,
     precision: Precision = "float32",
     refit: bool = True,
-    calib: Path | None = None,
-    also_prove: Sequence[Path] = (),
-    tokenizer: Path | None = None,
+    calib: StrPath | Sequence[StrPath] | None = None,
+    calib_weights: Sequence[float] = (),
+    also_prove: Sequence[StrPath] = (),
+    tokenizer: StrPath | None = None,
     layers: Sequence[str] | None = None,
     batch: int = 1,
     sequence: Lengths | None = None,
@@ -218,8 +226,11 @@ def optimize(
             with VNNI, AMX or ARM dot products only.
         refit: Refit the output projections of rewritten layers, and the second matrices of
             feed-forwards, to the original's outputs; needs ``calib``.
-        calib: Text (a sentence per line), .npz or a folder of .npz. Without it factors are computed
-            from the weights alone, at several times the error.
+        calib: Text (a sentence per line), .npz or a folder of .npz, or several of them. Without it
+            factors are computed from the weights alone, at several times the error. The quality is
+            measured on held-out rows of each file, and the lowest one counts.
+        calib_weights: One number for each file of ``calib``: its share of the rows for statistics
+            and fits. Rows of the other files are left out; by default all rows are used.
         also_prove: Files of other inputs, on which the result is compared with the original too.
         layers: Names or indices of the layers to rewrite; all by default.
         batch, sequence: The shape at which the model should be fast and costs are counted. A
@@ -239,6 +250,9 @@ def optimize(
     check_cpu(precision)
     check_lengths(sequence)
     context = RunContext(provider, threads, seed, progress)
+    eval_data, plan, tokenizer = as_path(eval_data), as_path(plan), as_path(tokenizer)
+    files = as_paths(calib)
+    check_calibration_files(files, calib_weights)
     rewrites: dict[str, Any] = {
         "collab_dk": collab_dk, "collab_cache": collab_cache, "mixing": mixing, "head_dk": head_dk,
         "reuse": reuse, "align": align, "prune": prune, "importance": importance,
@@ -248,22 +262,24 @@ def optimize(
         "keep": keep, "target_speedup": target_speedup, "task": task, "eval_data": eval_data,
         "allow": tuple(allow), "measure": measure,
     }  # fmt: skip
-    mode = _mode(rewrites, searched, plan, precision, refit=refit, has_data=calib is not None)
+    mode = _mode(rewrites, searched, plan, precision, refit=refit, has_data=bool(files))
     check_cosine_bound(min_cosine)
     artifact = open_artifact(model)
     original = load_model(artifact)
+    folder = as_path(output) or default_output(Path(model), "optimized")
     if output is None:
-        output = default_output(model, "optimized")
-        check_output(output, force=force or dry_run)
-    target = check_target(output, artifact, original, force=force or dry_run)
+        check_output(folder, force=force or dry_run)
+    target = check_target(folder, artifact, original, force=force or dry_run)
     require_finite_weights(original)
     report = read_attention(original, seed=seed)
     data = None
-    if calib is not None:
+    if files:
         # A task's score alone is kept on the task's own lengths.
         joined = None if measure == "score" else sequence
         joined = planned_lengths(mode) if isinstance(mode, Path) else joined
-        data = load_inputs(calib, original, artifact, tokenizer=tokenizer, sequence=joined)
+        data = load_inputs(
+            files, original, artifact, weights=calib_weights, tokenizer=tokenizer, sequence=joined
+        )
     wanted = sequence or (data.length if data is not None else DEFAULT_SEQUENCE)
     length = middle_length(wanted)
     shape = (batch, length)
@@ -293,10 +309,10 @@ def optimize(
     if rewritten.found is not None and rewritten.found.gain:
         fidelity = rewritten.found.fidelity  # the proof
     else:
-        fidelity = _compare(original, converted, artifact, data, calib, measure, context)
+        fidelity = _compare(original, converted, artifact, data, measure, context)
     also = [
         _compare_file(original, converted, artifact, path, tokenizer, measure, context)
-        for path in also_prove
+        for path in as_paths(also_prove)
     ]
     after = model_cost(rewritten.model)
     even = break_even(before.macs, after.macs) if before.macs and after.macs else None
@@ -341,7 +357,7 @@ def _compare_file(
 ) -> Fidelity:
     """Compare with the original on all rows of a file."""
     data = load_inputs(path, original, artifact, tokenizer=tokenizer, split=False)
-    meter = QualityMeter(original, artifact, measure=measure, edge=data.length_edge)
+    meter = QualityMeter(original, artifact, measure=measure, data=data)
     return compare(original, converted, data.fit, path.name, meter=meter, context=context)
 
 
@@ -350,17 +366,16 @@ def _compare(
     converted: ir.Model,
     artifact: Artifact,
     data: Dataset | None,
-    calib: Path | None,
     measure: Measure,
     context: RunContext,
 ) -> Fidelity:
     """Compare with the original on the held-out rows, or on random inputs."""
-    if data is None or calib is None:
+    if data is None:
         batches = random_batches(original, context.seed, empty=empty_axes(original, converted))
         meter = QualityMeter(original, artifact, measure=measure, split="random")
         return compare(original, converted, batches, "random inputs", meter=meter, context=context)
-    meter = QualityMeter(original, artifact, measure=measure, edge=data.length_edge, split="prove")
-    source = f"held out of {calib.name}"
+    meter = QualityMeter(original, artifact, measure=measure, data=data, split="prove")
+    source = f"held out of {data.source['file']}"
     return compare(original, converted, data.held_out, source, meter=meter, context=context)
 
 

@@ -62,7 +62,8 @@ def read_plan(
             raise InvalidArgument(
                 f"{path}: it was made with another {what} ({source.file}, sha256 "
                 f"{str(source.sha256)[:12]}; this one is {str(digest)[:12]})",
-                "give the file that it was made with, or make a new plan",
+                "give the model, and the files and weights of `calib`, that it was made with, or "
+                "make a new plan",
                 code="plan.other_input",
             )
     try:

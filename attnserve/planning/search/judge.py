@@ -155,7 +155,7 @@ class Judge:
         """Compare a model with the original on batches, and on a part of the rows of the task."""
         given = self.given
         meter = QualityMeter(
-            given.model, given.artifact, measure=given.goal.measure, edge=given.data.length_edge,
+            given.model, given.artifact, measure=given.goal.measure, data=given.data,
             split=split,
         )  # fmt: skip
         fidelity = compare(

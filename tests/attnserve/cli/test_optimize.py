@@ -198,6 +198,11 @@ MISTAKES: dict[str, tuple[Spoil, str]] = {  # and a pattern with the value that 
     "length of too many digits": (options("--seq", "9" * 5000), "--seq is '999"),
     "bound that is no cosine": (options("--min-cosine", 7), "--min-cosine is 7"),
     "calibration missing": (options("--calib", "/nowhere.txt"), "/nowhere.txt"),
+    "second calibration file missing": (
+        lambda model: [*(text("a")(model) or ()), "--calib", "/nowhere.txt"], "/nowhere.txt"
+    ),
+    "weights without files": (options("--calib-weights", "1,2"), "--calib-weights is 1, 2.* 0 fi"),
+    "weights that are no numbers": (options("--calib-weights", "a"), "--calib-weights is 'a'"),
     "calibration empty": (text(""), r"calib\.txt"),
     "calibration blank": (text("\n \n"), r"calib\.txt"),
     "calibration binary": (text(bytes(range(256))), r"calib\.txt.*UTF-8"),

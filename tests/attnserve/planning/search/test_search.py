@@ -589,6 +589,38 @@ def test_optimize_plan_of_other_data_is_refused(
         optimized(plan=tmp_path / "none.json")
 
 
+@pytest.mark.timing
+def test_search_of_several_files_proves_each_of_them(
+    planned: Planner, optimized: Optimizer, sentences: Path, tmp_path: Path
+):
+    other = tmp_path / "other.txt"
+    subjects, verbs = ("dog", "cat", "man", "child"), ("is", "was", "and", "on", "with")
+    lines = [f"{a} {b} {c}" for a in subjects for b in verbs for c in ("good", "bad", "happy")]
+    other.write_text("\n".join(lines))
+    both: Any = {"calib": [sentences, str(other)], "calib_weights": (1, 2)}
+    report = planned(**both)
+    assert report.gain
+    for fidelity in (report.fidelity, report.chosen):
+        assert fidelity is not None and fidelity.quality is not None
+        assert {quality.file for quality in fidelity.qualities} == {"sentences.txt", "other.txt"}
+        assert fidelity.quality.loss == max(quality.loss for quality in fidelity.qualities)
+    losses = [quality.point_loss for quality in report.fidelity.qualities]
+    assert report.proofs[-1].loss == max(losses) <= 0.03
+    content = json.loads((tmp_path / "p.json").read_text())["calibration"]
+    assert [file["file"] for file in content["files"]] == ["sentences.txt", "other.txt"]
+    assert content["weights"] == [1, 2]
+    optimized("a.onnx", plan=tmp_path / "p.json", **both)
+    optimized("b.onnx", plan=str(tmp_path / "p.json"), **both)
+    assert (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
+    with raises(InvalidArgument, "plan.other_input", "calibration"):
+        optimized("c.onnx", plan=tmp_path / "p.json", **(both | {"calib_weights": ()}))
+
+
+def test_plan_without_a_file_is_refused(planned: Planner):
+    with raises(InvalidArgument, "optimize.no_data"):
+        planned(calib=[])
+
+
 # Interruption
 
 
