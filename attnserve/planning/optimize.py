@@ -47,6 +47,7 @@ from attnserve.models.datasets import (
 from attnserve.models.int8 import Int8Activations, int8_activations, int8_weight_bits
 from attnserve.models.lengths import Lengths, check_lengths, length_bounds, middle_length
 from attnserve.models.precision import Precision, check_cpu, convert
+from attnserve.models.token_statistics import token_statistics
 from attnserve.paths import StrPath, as_path, as_paths
 from attnserve.planning.apply import ApplyReport, Step, apply_plan, count_macs
 from attnserve.planning.plan import Plan
@@ -568,6 +569,12 @@ def _fidelity_warnings(fidelity: Fidelity) -> list[str]:
     return warnings
 
 
+def _calibration(data: Dataset) -> dict[str, Any]:
+    """What the artifact records of the data that it was calibrated on."""
+    tokens = token_statistics(data)
+    return {**data.source, **({} if tokens is None else {"token_ids": tokens})}
+
+
 def _write(
     artifact: Artifact,
     graph: ir.Model,
@@ -585,7 +592,7 @@ def _write(
         entry = {
             "rewrite": "+".join(dict.fromkeys([*kinds, *precision])) or "none",
             "source": {"file": artifact.model.name, "sha256": sha256(artifact.model)},
-            "calibration": None if data is None else dict(data.source),
+            "calibration": None if data is None else _calibration(data),
             "seed": seed,
             **report.to_json(),
             "versions": versions(),
