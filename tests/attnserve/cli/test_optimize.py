@@ -53,6 +53,23 @@ def test_optimize_precision_alone_prints_no_table(cli: Cli, tiny: Path, tmp_path
     assert "rewrite" not in done.out and "\n\n" not in done.out
 
 
+def test_optimize_several_calibration_files_report_each(
+    cli: Cli, tiny: Path, sentences: Path, tmp_path: Path
+):
+    other = tmp_path / "other.txt"
+    other.write_text("\n".join("dog is happy and " * n for n in range(1, 15)))
+    done = cli(
+        "optimize", tiny, "-o", tmp_path / "new", "--collab-dk", 16, "--json", "--calib", sentences,
+        "--calib", other, "--calib-weights", "3,1.5", "--seq", "8-64",
+    )  # fmt: skip
+    qualities = done.json()["qualities"]
+    assert {quality["file"] for quality in qualities} == {"sentences.txt", "other.txt"}
+    assert done.json()["sequence"] == 23  # the geometric mean
+    record = json.loads((tmp_path / "new" / "attnserve.json").read_text())
+    calibration = record["lineage"][-1]["calibration"]
+    assert calibration["weights"] == [3, 1.5] and calibration["token_ids"]["distinct"] > 5
+
+
 def test_optimize_dry_run_writes_nothing(cli: Cli, tiny: Path, tmp_path: Path):
     done = cli("optimize", tiny, "-o", tmp_path / "new", "--collab-dk", 16, "--dry-run")
     assert done.code == 0 and "nothing was written" in done.out
