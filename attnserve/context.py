@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -39,6 +39,14 @@ class RunContext:
     def stage(self, name: str) -> Callable[[int, int], None]:
         """Return a callback (steps done, steps in total) for one stage."""
         return partial(self.progress, name)
+
+    def labeled(self, label: str) -> RunContext:
+        """Return a context that puts a label before the names of its stages."""
+
+        def progress(stage: str, done: int, total: int) -> None:
+            self.progress(f"{label}: {stage}", done, total)
+
+        return replace(self, progress=progress)
 
 
 DEFAULT_CONTEXT = RunContext()

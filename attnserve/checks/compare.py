@@ -17,6 +17,7 @@ from attnserve.models.artifact import load_model, open_artifact
 from attnserve.models.datasets import load_inputs, token_mask
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.precision import is_bfloat16, on_cpu
+from attnserve.paths import StrPath, as_path
 from attnserve.runtime.session import Batch, open_session, run
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 
@@ -55,7 +56,7 @@ class Fidelity:
 
     Attributes:
         data: The source of the inputs.
-        qualities: The quality of each output, for short and long texts; the lowest first.
+        qualities: The quality of each output, by file and by length of texts; the lowest first.
     """
 
     outputs: tuple[OutputFidelity, ...]
@@ -88,12 +89,12 @@ class Fidelity:
 
 
 def verify(
-    original: Path,
-    new: Path,
+    original: StrPath,
+    new: StrPath,
     *,
-    data: Path | None = None,
+    data: StrPath | None = None,
     measure: Measure = "auto",
-    tokenizer: Path | None = None,
+    tokenizer: StrPath | None = None,
     provider: Provider = "cpu",
     threads: int = 0,
     seed: int = 0,
@@ -113,9 +114,9 @@ def verify(
     before, after = load_model(artifact), load_model(open_artifact(new))
     meter = None
     if data is not None:
-        found = load_inputs(data, before, artifact, tokenizer=tokenizer, split=False)
-        batches, source = found.fit, data.name
-        meter = QualityMeter(before, artifact, measure=measure, edge=found.length_edge)
+        found = load_inputs(Path(data), before, artifact, tokenizer=as_path(tokenizer), split=False)
+        batches, source = found.fit, found.source["file"]
+        meter = QualityMeter(before, artifact, measure=measure, data=found)
     else:
         batches = random_batches(before, seed, empty=empty_axes(before, after))
         source = "random inputs"

@@ -27,6 +27,7 @@ from attnserve.models.tokenizer import (
     read_text,
     run_texts,
 )
+from attnserve.paths import StrPath, as_path
 from attnserve.runtime.session import open_session
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
 
@@ -126,13 +127,13 @@ class ClassificationScore:
 
 
 def evaluate(
-    model: Path,
+    model: StrPath,
     *,
     task: TaskName,
-    data: Path,
+    data: StrPath,
     pooling: Pooling | None = None,
     max_length: int | None = None,
-    tokenizer: Path | None = None,
+    tokenizer: StrPath | None = None,
     provider: Provider = "cpu",
     threads: int = 0,
     batch_size: int = 32,
@@ -170,8 +171,8 @@ def evaluate(
     load_model(artifact)  # refuses unsafe files, such as external data outside the folder
     session = open_session(artifact.model, provider=provider, threads=threads)
     return score_session(
-        session, artifact, task=task, data=data, pooling=pooling, max_length=max_length,
-        tokenizer=tokenizer, batch_size=batch_size,
+        session, artifact, task=task, data=Path(data), pooling=pooling, max_length=max_length,
+        tokenizer=as_path(tokenizer), batch_size=batch_size,
         context=RunContext(provider, threads, seed, progress or ignore_progress),
     )  # fmt: skip
 

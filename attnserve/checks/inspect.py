@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import onnx_ir as ir
 
 from attnserve.checks.certify import MatchReport, read_attention
 from attnserve.models.artifact import load_model, open_artifact
+from attnserve.paths import StrPath
 from graph_passes.analysis.cost import macs_at, parameters
 from graph_passes.analysis.shapes import bind_axes, infer_shapes_at
 from graph_passes.blocks import AttentionBlock
@@ -100,7 +100,7 @@ class Inspection:
         }
 
 
-def inspect(model: Path, *, batch: int = 1, sequence: int = 128, seed: int = 0) -> Inspection:
+def inspect(model: StrPath, *, batch: int = 1, sequence: int = 128, seed: int = 0) -> Inspection:
     """Find and certify the attention blocks of a model and count its MACs.
 
     Args:

@@ -23,7 +23,7 @@ import onnx_ir as ir
 
 from attnserve.choices import Measure, Pooling
 from attnserve.models.artifact import Artifact
-from attnserve.models.datasets import token_mask
+from attnserve.models.datasets import Dataset, token_mask
 from attnserve.models.tokenizer import pool
 from attnserve.runtime.session import Batch
 
@@ -75,6 +75,7 @@ class Quality:
             because one frequent token is easily predicted.
         output: The name of the output.
         lengths: The lengths of the texts, if short and long texts are measured apart.
+        file: The file of the texts, if there are several.
         split: The part of the data: "choose", "prove", or "data" for all of it.
     """
 
@@ -90,6 +91,7 @@ class Quality:
     second: float = 0.0
     output: str = ""
     lengths: str = ""
+    file: str = ""
     split: str = "data"
 
     @property
@@ -113,6 +115,7 @@ class Quality:
             "rows": self.rows,
             "split": self.split,
             "output": self.output,
+            **({"file": self.file} if self.file else {}),
             **({"lengths": self.lengths} if self.lengths else {}),
             **self.also,
         }
@@ -125,7 +128,8 @@ class Quality:
             else f"95 % interval {self.ci95[0]:.4f} to {self.ci95[1]:.4f}, {self.rows} texts"
         )
         others = "".join(f", {name} {value:.4f}" for name, value in self.also.items())
-        measure = f"{self.measure}, {self.lengths}," if self.lengths else self.measure
+        apart = [kind for kind in (self.file, self.lengths) if kind]
+        measure = f"{', '.join([self.measure, *apart])}," if apart else self.measure
         return (
             f"{measure} {self.value:.4f} ({interval}, 5th percentile {self.p5:.4f}, constant "
             f"predictor {self.constant:.3f}){others}"
@@ -146,7 +150,7 @@ class QualityMeter:
         model: The original.
         artifact: Its artifact, for the pooling of embeddings.
         measure: Used for all outputs instead of that of their kind, where it applies.
-        edge: The number of tokens that separates short and long texts, which are measured apart.
+        data: The data of the batches. Its files are measured apart, and short and long texts.
         split: See ``Quality``.
     """
 
@@ -156,24 +160,24 @@ class QualityMeter:
         artifact: Artifact,
         *,
         measure: Measure = "auto",
-        edge: int | None = None,
+        data: Dataset | None = None,
         split: str = "data",
     ) -> None:
         self.outputs = [value.name or "" for value in model.graph.outputs]
         self.measure: Measure = "auto" if measure == "score" else measure
         self.pooling: Pooling | None = None if artifact.tokenizer is None else artifact.pooling
         self.vocabularies = _table_sizes(model)
-        self.edge = edge
+        self.data = data
         self.split = split
-        self._meters: dict[tuple[int, str], _Meter] = {}
+        self._meters: dict[tuple[int, str, str], _Meter] = {}
 
     def add(self, before: Sequence[np.ndarray], after: Sequence[np.ndarray], batch: Batch) -> None:
         """Add the outputs of the original and of the new model for one batch."""
         for index, (a, b) in enumerate(zip(before, after, strict=True)):
             if is_cache_name(self.outputs[index]) or not (a.ndim and a.size) or a.dtype.kind != "f":
                 continue
-            for lengths, rows in self._by_length(batch, len(a)):
-                key = index, lengths
+            for file, lengths, rows in self._kinds(batch, len(a)):
+                key = index, file, lengths
                 if key not in self._meters:
                     self._meters[key] = self._meter(self.outputs[index], a)
                 part = {n: x[rows] if x.shape[:1] == a.shape[:1] else x for n, x in batch.items()}
@@ -184,22 +188,25 @@ class QualityMeter:
         return float(np.mean([meter.additive_loss() for meter in self._meters.values()] or [0.0]))
 
     def results(self) -> list[Quality]:
-        """The quality of each output, for short and long texts; the one with most loss first."""
+        """The quality of each output, by file and by length; the one with most loss first."""
         found = [
-            meter.result(self.outputs[index], lengths, self.split)
-            for (index, lengths), meter in self._meters.items()
+            meter.result(self.outputs[index], lengths, file, self.split)
+            for (index, file, lengths), meter in self._meters.items()
         ]
         return sorted(found, key=lambda quality: -quality.loss)
 
-    def _by_length(self, batch: Batch, rows: int) -> list[tuple[str, np.ndarray]]:
-        """The rows of short and long texts."""
+    def _kinds(self, batch: Batch, rows: int) -> list[tuple[str, str, np.ndarray]]:
+        """The file of a batch, and its rows of short and of long texts."""
+        data = None if self.data is None else self.data.file_of(batch)
+        name = "" if data is None or data is self.data else data.source["file"]
+        edge = None if data is None else data.length_edge
         array = next((x for x in batch.values() if x.ndim > 1 and len(x) == rows), None)
-        if self.edge is None or array is None:
-            return [("", np.arange(rows))]
+        if edge is None or array is None:
+            return [(name, "", np.arange(rows))]
         counts = token_mask(batch, array.shape[:2]).sum(axis=1)
-        kinds = ((f"up to {self.edge} tokens", counts <= self.edge),
-                 (f"more than {self.edge} tokens", counts > self.edge))  # fmt: skip
-        return [(name, np.flatnonzero(chosen)) for name, chosen in kinds if chosen.any()]
+        kinds = ((f"up to {edge} tokens", counts <= edge),
+                 (f"more than {edge} tokens", counts > edge))  # fmt: skip
+        return [(name, kind, np.flatnonzero(chosen)) for kind, chosen in kinds if chosen.any()]
 
     def _meter(self, name: str, array: np.ndarray) -> _Meter:
         width = array.shape[-1] if array.ndim > 1 else 1
@@ -299,7 +306,7 @@ class _Meter(ABC):
     @abstractmethod
     def scores(self) -> _Scores: ...
 
-    def result(self, name: str, lengths: str, split: str) -> Quality:
+    def result(self, name: str, lengths: str, file: str, split: str) -> Quality:
         scores = self.scores()
         rows, value = len(scores.influence), scores.value
         enough = rows >= MIN_ROWS
@@ -316,6 +323,7 @@ class _Meter(ABC):
             scores.second,
             name,
             lengths,
+            file,
             split,
         )
 

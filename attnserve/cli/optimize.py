@@ -50,7 +50,7 @@ def optimize(
             " number for all layers, or one per layer (R1,R2,...).",
         ),
     ] = None,
-    calib: opt.OptionalCalib = None,
+    calib: opt.OptionalCalibs = None,
     output: Annotated[
         Path | None,
         opt.output_option(
@@ -157,6 +157,7 @@ def optimize(
             rich_help_panel=opt.CALIBRATION,
         ),
     ] = None,
+    calib_weights: opt.CalibWeights = None,
     tokenizer: opt.Tokenizer = None,
     refit: Annotated[
         bool,
@@ -229,12 +230,13 @@ def optimize(
             plan=plan,
             precision=opt.parse_precision(fp16, bf16, int8, int8_full),
             refit=refit,
-            calib=calib,
+            calib=calib or (),
+            calib_weights=opt.parse_weights(calib_weights),
             also_prove=also_prove or (),
             tokenizer=tokenizer,
             layers=opt.parse_names(layers) or None,
             batch=batch,
-            sequence=seq,
+            sequence=opt.parse_lengths(seq),
             min_cosine=min_cosine,
             external_data=external_data,
             provider=provider,
@@ -306,7 +308,7 @@ def _show_report(report: OptimizeReport, dry_run: bool) -> None:
 )
 def plan(
     model: opt.Model,
-    calib: opt.Calib,
+    calib: opt.Calibs,
     keep: opt.Keep = None,
     output: Annotated[
         Path | None,
@@ -325,6 +327,7 @@ def plan(
     bf16: opt.Bf16 = False,
     int8: opt.Int8 = False,
     int8_full: opt.Int8Full = False,
+    calib_weights: opt.CalibWeights = None,
     tokenizer: opt.Tokenizer = None,
     force: opt.Force = False,
     json: opt.Json = False,
@@ -345,7 +348,8 @@ def plan(
         report = attnserve.plan(
             model,
             output,
-            calib=calib,
+            calib=calib or (),
+            calib_weights=opt.parse_weights(calib_weights),
             keep=keep,
             target_speedup=target_speedup,
             eval_data=eval_data,
@@ -355,7 +359,7 @@ def plan(
             precision=opt.parse_precision(fp16, bf16, int8, int8_full),
             tokenizer=tokenizer,
             batch=batch,
-            sequence=seq,
+            sequence=opt.parse_lengths(seq),
             provider=provider,
             threads=threads,
             seed=seed,

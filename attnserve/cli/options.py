@@ -5,14 +5,18 @@ An option whose value is None leaves the choice to the library.
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from attnserve.choices import Measure, Precision, TaskName
 from attnserve.context import Provider
+
+if TYPE_CHECKING:
+    from attnserve.models.lengths import Lengths
 
 # Panels of commands in `attnserve --help`
 COMPRESS = "Compress"
@@ -51,7 +55,22 @@ _CALIB = typer.Option(
     " of .npz.",
 )
 Calib = Annotated[Path, _CALIB]
-OptionalCalib = Annotated[Path | None, _CALIB]
+_CALIBS = typer.Option(
+    metavar="FILE",
+    help="Calibration data: text with one sentence per line, an .npz of input arrays, or a folder"
+    " of .npz; can be repeated. The quality of each file is measured.",
+)
+Calibs = Annotated[list[Path], _CALIBS]
+OptionalCalibs = Annotated[list[Path] | None, _CALIBS]
+CalibWeights = Annotated[
+    str | None,
+    typer.Option(
+        metavar="W1,W2,...",
+        help="Shares of several --calib files in the rows that are fitted, for example 3,1"
+        " (default: all rows of all files).",
+        rich_help_panel=CALIBRATION,
+    ),
+]
 
 Keep = Annotated[
     float | None,
@@ -115,13 +134,12 @@ Verbose = Annotated[
 
 Batch = Annotated[int, run_option(min=1, metavar="N", help="Batch size to optimize for.")]
 Length = Annotated[
-    int | None,
+    str | None,
     run_option(
         "--seq",
-        min=1,
-        metavar="N",
-        help="Sequence length to optimize for and to report costs at (default: the lengths of the"
-        " calibration data, else 128).",
+        metavar="N|N-M",
+        help="Sequence length to optimize for and to report costs at, or a range such as 16-512"
+        " (default: the lengths of the calibration data, else 128).",
     ),
 ]
 Threads = Annotated[
@@ -172,9 +190,48 @@ def parse_precision(fp16: bool, bf16: bool, int8: bool, int8_full: bool) -> Prec
     return precisions[flags[0]][1] if flags else "float32"
 
 
+def parse_lengths(text: str | None) -> Lengths | None:
+    """The length, or the range of lengths, of ``--seq``.
+
+    Raises:
+        InvalidArgument: It is neither.
+    """
+    if text is None:
+        return None
+    match = re.fullmatch(r"(-?\d{1,9})(?:-(\d{1,9}))?", text.strip())
+    if match is None:
+        from graph_passes.errors import InvalidArgument
+
+        raise InvalidArgument(
+            f"--seq is {text!r}: expected a number of tokens, or a range of them",
+            "for example --seq 128, or --seq 16-512",
+            code="cli.lengths",
+        )
+    low, high = match.groups()
+    return int(low) if high is None else (int(low), int(high))
+
+
 def parse_names(text: str | None) -> list[str]:
     """Split comma-separated names; an option that is not given has none."""
     return [] if text is None else [name.strip() for name in text.split(",")]
+
+
+def parse_weights(text: str | None) -> list[float]:
+    """Split the numbers of ``--calib-weights``.
+
+    Raises:
+        InvalidArgument: A value is not a number.
+    """
+    try:
+        return [] if text is None else [float(part) for part in text.split(",")]
+    except ValueError as error:
+        from graph_passes.errors import InvalidArgument
+
+        raise InvalidArgument(
+            f"--calib-weights is {text!r}: expected numbers, separated by commas",
+            "for example --calib-weights 3,1",
+            code="cli.weights",
+        ) from error
 
 
 def parse_integers(option: str, text: str, *, minimum: int | None = None) -> list[int]:

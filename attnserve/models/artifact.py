@@ -27,6 +27,7 @@ import onnx_ir.passes.common as common
 
 from attnserve.choices import Pooling
 from attnserve.models.onnx_reader import read_in_place
+from attnserve.paths import StrPath
 from attnserve.runtime.external_data import external_files, map_external_data
 from attnserve.runtime.session import PROTOBUF_LIMIT_BYTES, weight_bytes
 from graph_passes.errors import InvalidModel, InvalidOutput
@@ -131,7 +132,7 @@ class Artifact:
         return list(self.record.get("lineage", ()))
 
 
-def open_artifact(path: Path, shared: Path | None = None) -> Artifact:
+def open_artifact(path: StrPath, shared: Path | None = None) -> Artifact:
     """Open the artifact at ``path``, an .onnx file or a folder with one.
 
     Args:
@@ -140,6 +141,7 @@ def open_artifact(path: Path, shared: Path | None = None) -> Artifact:
     Raises:
         InvalidModel: ``path`` does not exist, or is a folder without exactly one model.
     """
+    path = Path(path)
     if path.is_dir():
         model = path / "model.onnx"
         if not model.is_file():

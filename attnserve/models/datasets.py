@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,11 +14,20 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.models.artifact import Artifact
+from attnserve.models.lengths import Lengths, length_bounds
 from attnserve.models.tokenizer import Encoding, TextEncoder, load_tokenizer, read_sentences
 from attnserve.runtime.session import Batch
-from graph_passes.errors import InvalidData
+from graph_passes.errors import InvalidArgument, InvalidData
 
-__all__ = ["HELD_OUT", "JOINED", "Dataset", "load_inputs", "real_tokens", "token_mask"]
+__all__ = [
+    "HELD_OUT",
+    "JOINED",
+    "Dataset",
+    "check_calibration_files",
+    "load_inputs",
+    "real_tokens",
+    "token_mask",
+]
 
 BATCH_SIZE = 16
 
@@ -46,15 +56,18 @@ class Dataset:
     """Model inputs in batches of similar length, in disjoint parts of distinct rows.
 
     The parts depend on the file alone, so that other commands with the same file hold out the same
-    rows. Files of less than four rows have parts that are equal or empty.
+    rows. Files of less than four rows have parts that are equal or empty. Of several files, the
+    parts are joined.
 
     Attributes:
         fit: Batches for statistics and fits.
         choose: Batches that a search may look at as often as it likes.
         prove: Parts that are looked at once, the second only if a proof on the first one fails.
         length: Median of ``lengths``.
-        lengths: Number of tokens (or size of axis 1) of each row; 128 for rows without axis 1.
+        lengths: Number of tokens (or size of axis 1) of each row, joined rows included; 128 for
+            rows without axis 1.
         source: File name, rows, tokens and checksum, for records.
+        files: The data of each file if there are several; they share the batches.
     """
 
     fit: Sequence[Batch]
@@ -63,13 +76,26 @@ class Dataset:
     length: int
     source: Mapping[str, Any]
     lengths: Sequence[int] = ()
+    files: Sequence[Dataset] = ()
 
     @property
     def held_out(self) -> list[Batch]:
         """All batches for a proof."""
         return [batch for part in self.prove for batch in part]
 
-    @property
+    def file_of(self, batch: Batch) -> Dataset:
+        """The data of the file that a batch comes from."""
+        return self._files.get(id(batch), self)
+
+    @cached_property
+    def _files(self) -> dict[int, Dataset]:
+        return {
+            id(batch): file
+            for file in self.files
+            for batch in (*file.fit, *file.choose, *file.held_out)
+        }
+
+    @cached_property
     def length_edge(self) -> int | None:
         """The length that separates short and long texts; None if lengths are alike.
 
@@ -86,37 +112,138 @@ class Dataset:
 
 
 def load_inputs(
-    path: Path,
+    path: Path | Sequence[Path],
     model: ir.Model,
     artifact: Artifact,
     *,
+    weights: Sequence[float] = (),
     tokenizer: Path | None = None,
-    longest: int | None = None,
+    sequence: Lengths | None = None,
     split: bool = True,
 ) -> Dataset:
     """Read a text (one sentence per line), an .npz (named input arrays) or a folder of .npz.
 
     Args:
-        path: The file or folder.
+        path: The file or folder, or several of them. Each is split by itself, and measured apart.
+            A row that one file holds out is not used by another one to fit or to choose.
         model: The model whose inputs are filled.
         artifact: Its artifact, for the tokenizer and the maximum length of a text.
+        weights: The share of the rows to fit that each file contributes, up to a common factor.
+            Rows of the other files are left out until the shares are right; without weights, all
+            rows are used.
         tokenizer: Path of tokenizer.json; by default the artifact's.
-        longest: The number of tokens that the model should be fast at. If texts are much shorter,
-            rows of up to this length are made of several texts of the same part, beside the texts.
+        sequence: The length, or range of lengths, that the model should be fast at. If texts are
+            much shorter, rows of mixed lengths up to it, or over the range, are made of several
+            texts of the same part, beside the texts.
         split: Split the distinct rows into parts; False puts all rows into each part.
 
     Raises:
         InvalidData: The data is empty, unreadable or does not fit the model, or text is given
             without a tokenizer.
+        InvalidArgument: A file is given twice, or the weights are not one positive number for each.
     """
+    paths = [path] if isinstance(path, Path) else list(path)
+    check_calibration_files(paths, weights)
+    files = [
+        _read_file(one, model, artifact, tokenizer=tokenizer, sequence=sequence, split=split)
+        for one in paths
+    ]
+    if len(files) == 1:
+        return files[0].dataset(paths[0].name)
+    _drop_held_out(files)
+    if weights:
+        _apply_weights(files, weights)
+    names = [one.name for one in paths]
+    names = [str(p) if names.count(p.name) > 1 else p.name for p in paths]
+    datasets = [file.dataset(name) for file, name in zip(files, names, strict=True)]
+    return _combined(files, datasets, weights)
+
+
+def check_calibration_files(paths: Sequence[Path], weights: Sequence[float] = ()) -> None:
+    """Check that files are given once, and that there is one positive weight for each, or none.
+
+    Raises:
+        InvalidArgument: They are not.
+    """
+    found = [path.resolve() for path in paths]
+    if twice := next((str(p) for p, f in zip(paths, found, strict=True) if found.count(f) > 1), ""):
+        raise InvalidArgument(
+            f"`calib` names {twice} more than once",
+            "give each file once; `calib_weights` sets its share",
+            code="data.repeated",
+        )
+    if weights and (len(weights) != len(paths) or not all(0 < w < math.inf for w in weights)):
+        raise InvalidArgument(
+            f"`calib_weights` is {', '.join(f'{w:g}' for w in weights)}: expected one number above "
+            f"0 for each of {len(paths)} files of `calib`",
+            "for example 3,1 for two files",
+            code="data.weights",
+        )
+
+
+@dataclass(eq=False)
+class _File:
+    """The rows of a file.
+
+    Attributes:
+        lengths: Number of tokens of each row.
+        parts: Indices of the rows to fit, to choose and to prove.
+        join: Makes longer rows of the texts of a part.
+        batches: Makes batches of rows.
+    """
+
+    path: Path
+    rows: Sequence[Encoding | Batch]
+    lengths: Sequence[int]
+    distinct: Sequence[int]
+    parts: list[list[int]]
+    sequence: Lengths | None
+    join: Callable[[Sequence[int]], list[Encoding]] | None
+    batches: Callable[[Sequence[Any]], list[Batch]]
+
+    def dataset(self, name: str) -> Dataset:
+        made = [[] if self.join is None else self.join(part) for part in self.parts]
+        parts = [
+            [*(self.rows[i] for i in part), *more]
+            for part, more in zip(self.parts, made, strict=True)
+        ]
+        more_lengths = [len(row) for more in made for row in more]
+        all_lengths = [*self.lengths, *more_lengths]
+        joined = {"joined_rows": len(more_lengths), "joined_to": self.sequence}
+        source = {
+            "file": name,
+            "rows": len(self.rows),
+            "distinct_rows": len(self.distinct),
+            **(joined if more_lengths else {}),
+            "tokens": int(sum(self.lengths)),
+            "fit_rows": len(parts[0]),
+            "fit_tokens": sum(self.lengths[i] for i in self.parts[0]) + sum(map(len, made[0])),
+            "held_out_rows": [len(part) for part in parts[1:]],
+            "lengths": _percentiles(all_lengths),
+            "sha256": _checksum(self.path),
+        }
+        fit, choose, *prove = map(self.batches, parts)
+        return Dataset(fit, choose, prove, int(np.median(self.lengths)), source, all_lengths)
+
+
+def _read_file(
+    path: Path,
+    model: ir.Model,
+    artifact: Artifact,
+    *,
+    tokenizer: Path | None,
+    sequence: Lengths | None,
+    split: bool,
+) -> _File:
     if not path.exists():
         raise InvalidData(f"{path}: no such file", "check the path", code="data.missing")
     wanted = _wanted(model)
     size = _batch_size(model)
-    join: Callable[[Sequence[int]], Sequence[Any]] | None = None
+    join: Callable[[Sequence[int]], list[Encoding]] | None = None
+    rows: Sequence[Encoding | Batch]
     if path.is_dir() or path.suffix.lower() == ".npz":
-        rows = _read_arrays(path, wanted)
-        lengths = [next((a.shape[1] for a in row.values() if a.ndim > 1), 128) for row in rows]
+        rows = arrays = _read_arrays(path, wanted)
+        lengths = [next((a.shape[1] for a in row.values() if a.ndim > 1), 128) for row in arrays]
         make = partial(_array_batches, size=size)
     else:
         encoder_path = tokenizer or artifact.tokenizer
@@ -130,61 +257,111 @@ def load_inputs(
         texts = read_sentences(path)
         rows = encoder.encode(texts)
         lengths = [len(encoding) for encoding in rows]
-        if longest is not None and longest >= JOINED * np.median(lengths):
-            join = partial(_joined, encoder, texts, lengths, longest)
+        if sequence is not None:
+            median = float(np.median(lengths))
+            shortest, longest = length_bounds(sequence)
+            longest = min(longest, artifact.max_length or longest)
+            if longest >= JOINED * median:
+                shortest = 2 * median if isinstance(sequence, int) else max(2 * median, shortest)
+                join = partial(_joined, encoder, texts, lengths, shortest, longest)
         if "attention_mask" not in wanted:
             size = 1  # without a mask, rows cannot be padded
         make = partial(_text_batches, encoder, inputs=wanted, size=size)
-
     everything = range(len(rows))
     distinct = _distinct(rows) if split else everything
-    fit, choose, *prove = (
-        _split([lengths[i] for i in distinct]) if split else (everything, everything, everything)
-    )
-    places = [[distinct[i] for i in part] for part in (fit, choose, *prove)]
-    made = [[] if join is None else join(part) for part in places]
-    parts = [[*(rows[i] for i in part), *more] for part, more in zip(places, made, strict=True)]
-    more_lengths = [len(row) for more in made for row in more]
-    all_lengths = [*lengths, *more_lengths]
-    source = {
-        "file": path.name,
-        "rows": len(rows),
-        "distinct_rows": len(distinct),
-        **({"joined_rows": len(more_lengths), "joined_to": longest} if more_lengths else {}),
-        "tokens": int(sum(lengths)),
-        "fit_tokens": int(sum(lengths[i] for i in places[0]) + sum(map(len, made[0]))),
-        "held_out_rows": [len(part) for part in parts[1:]],
-        "lengths": np.percentile(all_lengths, (0, 5, 50, 95, 100)).round().astype(int).tolist(),
-        "sha256": _checksum(path),
-    }
+    parts = _split([lengths[i] for i in distinct]) if split else [everything] * 3
+    places = [[distinct[i] for i in part] for part in parts]
     batches = cast(Callable[[Sequence[Any]], list[Batch]], make)
-    for_fit, for_choice, *for_proof = map(batches, parts)
-    return Dataset(for_fit, for_choice, for_proof, int(np.median(lengths)), source, all_lengths)
+    return _File(path, rows, lengths, distinct, places, sequence, join, batches)
+
+
+def _drop_held_out(files: Sequence[_File]) -> None:
+    """Remove rows that another file has in a later part: to choose, or to prove."""
+    contents = [
+        [[(index, _content(file.rows[index])) for index in part] for part in file.parts]
+        for file in files
+    ]
+    for file, own in zip(files, contents, strict=True):
+        others = [parts for parts in contents if parts is not own]
+        for level, part in enumerate(own):
+            later = {c for parts in others for rows in parts[level + 1 :] for _, c in rows}
+            file.parts[level] = [index for index, content in part if content not in later]
+
+
+def _apply_weights(files: Sequence[_File], weights: Sequence[float]) -> None:
+    """Keep as many rows to fit as possible, in the shares of the weights and of all lengths."""
+    least = min(len(file.parts[0]) / weight for file, weight in zip(files, weights, strict=True))
+    for file, weight in zip(files, weights, strict=True):
+        fit = file.parts[0]
+        count = min(max(round(weight * least), 1), len(fit))
+        random = np.random.default_rng(len(fit))
+        strata = _strata([file.lengths[i] for i in fit], count, random)
+        file.parts[0] = sorted(fit[random.choice(stratum)] for stratum in strata)
+
+
+def _combined(
+    files: Sequence[_File], datasets: Sequence[Dataset], weights: Sequence[float]
+) -> Dataset:
+    """One dataset of several files."""
+    sources = [dataset.source for dataset in datasets]
+    lengths = [length for dataset in datasets for length in dataset.lengths]
+    joined = [source for source in sources if "joined_rows" in source]
+    summed = ("rows", "distinct_rows", "tokens", "fit_rows", "fit_tokens")
+    checksums = "".join(source["sha256"] for source in sources)
+    source = {
+        "file": ", ".join(source["file"] for source in sources),
+        **{key: sum(source[key] for source in sources) for key in summed},
+        **({"joined_rows": sum(source["joined_rows"] for source in joined)} if joined else {}),
+        **({"joined_to": joined[0]["joined_to"]} if joined else {}),
+        "held_out_rows": np.sum([source["held_out_rows"] for source in sources], 0).tolist(),
+        "lengths": _percentiles(lengths),
+        "sha256": hashlib.sha256(f"{checksums} {list(map(float, weights))}".encode()).hexdigest(),
+        "files": list(map(dict, sources)),
+        **({"weights": list(weights)} if weights else {}),
+    }
+    return Dataset(
+        fit=[batch for dataset in datasets for batch in dataset.fit],
+        choose=[batch for dataset in datasets for batch in dataset.choose],
+        prove=[
+            [batch for part in parts for batch in part]
+            for parts in zip(*(dataset.prove for dataset in datasets), strict=True)
+        ],
+        length=int(np.median([length for file in files for length in file.lengths])),
+        source=source,
+        lengths=lengths,
+        files=datasets,
+    )
+
+
+def _percentiles(lengths: Sequence[int]) -> list[int]:
+    return np.percentile(lengths, (0, 5, 50, 95, 100)).round().astype(int).tolist()
 
 
 def _joined(
     encoder: TextEncoder,
     texts: Sequence[str],
     lengths: Sequence[int],
+    shortest: float,
     longest: int,
     chosen: Sequence[int],
 ) -> list[Encoding]:
-    """Rows of several texts each, with lengths spread evenly by their logarithm up to ``longest``.
+    """Rows of several texts each, with lengths spread evenly by their logarithm over a range.
 
-    Each text is part of one row.
+    Each text is part of at most one row. A text that is long enough alone is left out, because its
+    row exists already.
     """
     random = np.random.default_rng(len(chosen))
-    shortest = 2 * float(np.median(lengths))
+    special = encoder.special_tokens  # each row has them once
     groups: list[list[str]] = []
-    room = 0.0
+    remaining_tokens = 0.0
     for index in map(int, random.permutation(np.asarray(chosen, int))):
-        if room <= 0:
+        if remaining_tokens <= 0:
             groups.append([])
-            room = shortest * (longest / shortest) ** random.random()
+            remaining_tokens = shortest * (longest / shortest) ** random.random() - special
         groups[-1].append(texts[index])
-        room -= lengths[index]
-    limit = min(longest, encoder.max_length or longest)
-    return encoder.encode([" ".join(group) for group in groups], max_length=limit) if groups else []
+        remaining_tokens -= lengths[index] - special
+    joined = [" ".join(group) for group in groups if len(group) > 1]
+    return encoder.encode(joined, max_length=longest) if joined else []
 
 
 def _checksum(path: Path) -> str:
@@ -221,12 +398,17 @@ def _distinct(rows: Sequence[Encoding | Batch]) -> list[int]:
     """The index of the first of equal rows, as the model sees them."""
     first: dict[bytes, int] = {}
     for index, row in enumerate(rows):
-        if isinstance(row, Encoding):
-            content = np.asarray([row.ids, row.type_ids]).tobytes()
-        else:
-            content = b"".join(str(a.shape).encode() + a.tobytes() for a in row.values())
-        first.setdefault(hashlib.sha256(content).digest(), index)
+        first.setdefault(_content(row), index)
     return list(first.values())
+
+
+def _content(row: Encoding | Batch) -> bytes:
+    """A checksum of a row as the model sees it."""
+    if isinstance(row, Encoding):
+        content = np.asarray([row.ids, row.type_ids]).tobytes()
+    else:
+        content = b"".join(str(a.shape).encode() + a.tobytes() for a in row.values())
+    return hashlib.sha256(content).digest()
 
 
 def _split(lengths: Sequence[int]) -> list[list[int]]:
@@ -240,14 +422,21 @@ def _split(lengths: Sequence[int]) -> list[list[int]]:
         last = [rows - 1]
         return [list(range(max(rows - 1, 1))), last, last, []]
     random = np.random.default_rng(rows)
-    order = np.lexsort((random.permutation(rows), np.asarray(lengths)))
     count = min(max(rows // HELD_OUT, 1), MOST_HELD_OUT)
     held: list[list[int]] = [[] for _ in range(HELD_OUT_PARTS)]
-    for stratum in np.array_split(order, count):
+    for stratum in _strata(lengths, count, random):
         for part, index in zip(held, random.permutation(stratum), strict=False):
             part.append(int(index))
     taken = {index for part in held for index in part}
     return [[index for index in range(rows) if index not in taken], *map(sorted, held)]
+
+
+def _strata(
+    lengths: Sequence[int], count: int, random: np.random.Generator
+) -> list[np.ndarray[Any, Any]]:
+    """Indices in groups of like length; those of equal length are in random order."""
+    order = np.lexsort((random.permutation(len(lengths)), np.asarray(lengths)))
+    return np.array_split(order, count)
 
 
 def _wanted(model: ir.Model) -> dict[str, np.dtype[Any]]:

@@ -14,6 +14,7 @@ import inspect
 import io
 import json
 import logging
+import os
 import shutil
 import tempfile
 import time
@@ -38,6 +39,7 @@ from attnserve.models.artifact import (
     write_record,
 )
 from attnserve.models.tokenizer import UNBOUNDED
+from attnserve.paths import StrPath
 from attnserve.runtime.session import open_session
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidModel, MissingExtra
 
@@ -106,8 +108,8 @@ class ExportReport:
 
 
 def export(
-    model: str,
-    folder: Path,
+    model: StrPath,
+    folder: StrPath,
     *,
     task: str | None = None,
     exporter: Exporter = "dynamo",
@@ -137,6 +139,7 @@ def export(
     name = task or "feature-extraction"
     opset = DEFAULT_OPSET.get(exporter, 0) if opset is None else opset
     _check_options(name, exporter, opset, attention)
+    model, folder = os.fspath(model), Path(folder)
     check_output(folder, source=Path(model), force=force)
     kind = TASKS[name]
     torch, transformers = _require_torch()

@@ -85,6 +85,11 @@ class TextEncoder:
         self._tail = next((i for i, special in enumerate(reversed(mask)) if not special), len(mask))
         self._check_length(max_length)
 
+    @property
+    def special_tokens(self) -> int:
+        """The number of special tokens that every text gets."""
+        return self._tokenizer.num_special_tokens_to_add(False)
+
     def encode(
         self, texts: Sequence[str], *, truncate: bool = True, max_length: int | None = None
     ) -> list[Encoding]:
@@ -195,7 +200,7 @@ class TextEncoder:
             yield indices, self.batch_inputs([encodings[i] for i in indices], inputs)
 
     def _check_length(self, max_length: int | None) -> None:
-        special = self._tokenizer.num_special_tokens_to_add(False)
+        special = self.special_tokens
         if max_length is not None and max_length <= special:
             raise InvalidArgument(
                 f"`max_length` is {max_length}: expected at least {special + 1}, of which {special}"

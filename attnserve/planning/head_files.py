@@ -18,6 +18,7 @@ from pydantic import (
     ValidationError,
 )
 
+from attnserve.paths import StrPath
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import InvalidArgument, InvalidData
 from graph_passes.passes.prune_heads import check_mask
@@ -81,7 +82,7 @@ def parse_count(text: str) -> int | None:
 
 
 def read_masks(
-    source: Path | Mapping[str, Any],
+    source: StrPath | Mapping[str, Any],
     blocks: Sequence[AttentionBlock],
     parameter: str = "prune_heads",
 ) -> Masks:
@@ -121,7 +122,7 @@ def read_masks(
 
 
 def read_edges(
-    source: Path | Mapping[str, Any], blocks: Sequence[AttentionBlock], parameter: str = "reuse"
+    source: StrPath | Mapping[str, Any], blocks: Sequence[AttentionBlock], parameter: str = "reuse"
 ) -> MutableEdges:
     """Read {"layer": {"head": ["source layer", head]}}: layers by name or index, heads from 0.
 
@@ -172,11 +173,12 @@ def _validated(
         ) from error
 
 
-def _read_object(source: Path | Mapping[str, Any], parameter: str, form: str) -> dict[str, Any]:
-    if not isinstance(source, Path):
+def _read_object(source: StrPath | Mapping[str, Any], parameter: str, form: str) -> dict[str, Any]:
+    if isinstance(source, Mapping):
         return {str(key): value for key, value in source.items()}
     try:
-        content = json.loads(source.read_text(encoding="utf-8"), object_pairs_hook=_unique_keys)
+        text = Path(source).read_text(encoding="utf-8")
+        content = json.loads(text, object_pairs_hook=_unique_keys)
     except FileNotFoundError as error:
         raise InvalidData(
             f"`{parameter}` {source}: no such file", "check the path", code="request.no_file"

@@ -37,12 +37,21 @@ from attnserve.models.artifact import (
     versions,
     write_record,
 )
-from attnserve.models.datasets import HELD_OUT, JOINED, Dataset, load_inputs
+from attnserve.models.datasets import (
+    HELD_OUT,
+    JOINED,
+    Dataset,
+    check_calibration_files,
+    load_inputs,
+)
 from attnserve.models.int8 import Int8Activations, int8_activations, int8_weight_bits
+from attnserve.models.lengths import Lengths, check_lengths, length_bounds, middle_length
 from attnserve.models.precision import Precision, check_cpu, convert
+from attnserve.models.token_statistics import token_statistics
+from attnserve.paths import StrPath, as_path, as_paths
 from attnserve.planning.apply import ApplyReport, Step, apply_plan, count_macs
 from attnserve.planning.plan import Plan
-from attnserve.planning.plan_file import planned_length, read_plan
+from attnserve.planning.plan_file import planned_lengths, read_plan
 from attnserve.planning.requested_rewrites import Ranks, Request, plan_request
 from attnserve.planning.search.goal import Allowed, Goal
 from attnserve.planning.search.report import PlanReport
@@ -134,35 +143,36 @@ class OptimizeReport:
 
 
 def optimize(
-    model: Path,
-    output: Path | None = None,
+    model: StrPath,
+    output: StrPath | None = None,
     *,
     collab_dk: Ranks | None = None,
     collab_cache: bool = False,
     mixing: Mixing = "auto",
     head_dk: int | None = None,
-    reuse: str | Path | Mapping[str, Any] | None = None,
+    reuse: StrPath | Mapping[str, Any] | None = None,
     align: Alignment = "similarity",
     prune: float | None = None,
     importance: Importance = "energy",
-    prune_heads: Path | Mapping[str, Any] | None = None,
+    prune_heads: StrPath | Mapping[str, Any] | None = None,
     skip: Sequence[str] = (),
     ffn: float | None = None,
     keep: float | None = None,
     target_speedup: float | None = None,
-    eval_data: Path | None = None,
+    eval_data: StrPath | None = None,
     task: TaskName | None = None,
     allow: Sequence[Allowed] = (),
     measure: Measure = "auto",
-    plan: Path | None = None,
+    plan: StrPath | None = None,
     precision: Precision = "float32",
     refit: bool = True,
-    calib: Path | None = None,
-    also_prove: Sequence[Path] = (),
-    tokenizer: Path | None = None,
+    calib: StrPath | Sequence[StrPath] | None = None,
+    calib_weights: Sequence[float] = (),
+    also_prove: Sequence[StrPath] = (),
+    tokenizer: StrPath | None = None,
     layers: Sequence[str] | None = None,
     batch: int = 1,
-    sequence: int | None = None,
+    sequence: Lengths | None = None,
     min_cosine: float | None = None,
     external_data: bool = False,
     provider: Provider = "cpu",
@@ -217,12 +227,16 @@ def optimize(
             with VNNI, AMX or ARM dot products only.
         refit: Refit the output projections of rewritten layers, and the second matrices of
             feed-forwards, to the original's outputs; needs ``calib``.
-        calib: Text (a sentence per line), .npz or a folder of .npz. Without it factors are computed
-            from the weights alone, at several times the error.
+        calib: Text (a sentence per line), .npz or a folder of .npz, or several of them. Without it
+            factors are computed from the weights alone, at several times the error. The quality is
+            measured on held-out rows of each file, and the lowest one counts.
+        calib_weights: One number for each file of ``calib``: its share of the rows for statistics
+            and fits. Rows of the other files are left out; by default all rows are used.
         also_prove: Files of other inputs, on which the result is compared with the original too.
         layers: Names or indices of the layers to rewrite; all by default.
-        batch, sequence: The shape at which costs are counted; the sequence defaults to the
-            calibration data's median length, else 128.
+        batch, sequence: The shape at which the model should be fast and costs are counted. A
+            sequence is one length, or the shortest and the longest one, whose geometric mean counts
+            then. It defaults to the calibration data's median length, else 128.
         min_cosine: Fail below this mean cosine, and write nothing.
         external_data: Store the weights in a file beside the model, as for models over 2 GB.
         provider, threads: Of calibration and comparison; certification runs on the CPU.
@@ -235,7 +249,11 @@ def optimize(
         CheckFailed: The fidelity is below ``min_cosine``, or the goal of a search is not reached.
     """
     check_cpu(precision)
+    check_lengths(sequence)
     context = RunContext(provider, threads, seed, progress)
+    eval_data, plan, tokenizer = as_path(eval_data), as_path(plan), as_path(tokenizer)
+    files = as_paths(calib)
+    check_calibration_files(files, calib_weights)
     rewrites: dict[str, Any] = {
         "collab_dk": collab_dk, "collab_cache": collab_cache, "mixing": mixing, "head_dk": head_dk,
         "reuse": reuse, "align": align, "prune": prune, "importance": importance,
@@ -245,23 +263,26 @@ def optimize(
         "keep": keep, "target_speedup": target_speedup, "task": task, "eval_data": eval_data,
         "allow": tuple(allow), "measure": measure,
     }  # fmt: skip
-    mode = _mode(rewrites, searched, plan, precision, refit=refit, has_data=calib is not None)
+    mode = _mode(rewrites, searched, plan, precision, refit=refit, has_data=bool(files))
     check_cosine_bound(min_cosine)
     artifact = open_artifact(model)
     original = load_model(artifact)
+    folder = as_path(output) or default_output(Path(model), "optimized")
     if output is None:
-        output = default_output(model, "optimized")
-        check_output(output, force=force or dry_run)
-    target = check_target(output, artifact, original, force=force or dry_run)
+        check_output(folder, force=force or dry_run)
+    target = check_target(folder, artifact, original, force=force or dry_run)
     require_finite_weights(original)
     report = read_attention(original, seed=seed)
     data = None
-    if calib is not None:
+    if files:
         # A task's score alone is kept on the task's own lengths.
-        longest = None if measure == "score" else sequence
-        longest = planned_length(mode) if isinstance(mode, Path) else longest
-        data = load_inputs(calib, original, artifact, tokenizer=tokenizer, longest=longest)
-    length = sequence or (data.length if data is not None else DEFAULT_SEQUENCE)
+        joined = None if measure == "score" else sequence
+        joined = planned_lengths(mode) if isinstance(mode, Path) else joined
+        data = load_inputs(
+            files, original, artifact, weights=calib_weights, tokenizer=tokenizer, sequence=joined
+        )
+    wanted = sequence or (data.length if data is not None else DEFAULT_SEQUENCE)
+    length = middle_length(wanted)
     shape = (batch, length)
     before = model_cost(original)
     before_cost = _cost(before, original, shape)
@@ -289,10 +310,10 @@ def optimize(
     if rewritten.found is not None and rewritten.found.gain:
         fidelity = rewritten.found.fidelity  # the proof
     else:
-        fidelity = _compare(original, converted, artifact, data, calib, measure, context)
+        fidelity = _compare(original, converted, artifact, data, measure, context)
     also = [
         _compare_file(original, converted, artifact, path, tokenizer, measure, context)
-        for path in also_prove
+        for path in as_paths(also_prove)
     ]
     after = model_cost(rewritten.model)
     even = break_even(before.macs, after.macs) if before.macs and after.macs else None
@@ -309,7 +330,7 @@ def optimize(
             *rewritten.warnings,
             *((rewritten.found.verdict,) if rewritten.found and not rewritten.found.gain else ()),
             *_cost_warnings(even, length, artifact.max_length),
-            *_data_warnings(rewritten, report, data, length),
+            *_data_warnings(rewritten, report, data, length_bounds(wanted)[1]),
             *_cache_warnings(report.blocks, rewritten.applied.steps),
             *_fidelity_warnings(fidelity),
             *((GPU_ONLY,) if rewritten.plan.precision == "bfloat16" else ()),
@@ -337,7 +358,7 @@ def _compare_file(
 ) -> Fidelity:
     """Compare with the original on all rows of a file."""
     data = load_inputs(path, original, artifact, tokenizer=tokenizer, split=False)
-    meter = QualityMeter(original, artifact, measure=measure, edge=data.length_edge)
+    meter = QualityMeter(original, artifact, measure=measure, data=data)
     return compare(original, converted, data.fit, path.name, meter=meter, context=context)
 
 
@@ -346,17 +367,16 @@ def _compare(
     converted: ir.Model,
     artifact: Artifact,
     data: Dataset | None,
-    calib: Path | None,
     measure: Measure,
     context: RunContext,
 ) -> Fidelity:
     """Compare with the original on the held-out rows, or on random inputs."""
-    if data is None or calib is None:
+    if data is None:
         batches = random_batches(original, context.seed, empty=empty_axes(original, converted))
         meter = QualityMeter(original, artifact, measure=measure, split="random")
         return compare(original, converted, batches, "random inputs", meter=meter, context=context)
-    meter = QualityMeter(original, artifact, measure=measure, edge=data.length_edge, split="prove")
-    source = f"held out of {calib.name}"
+    meter = QualityMeter(original, artifact, measure=measure, data=data, split="prove")
+    source = f"held out of {data.source['file']}"
     return compare(original, converted, data.held_out, source, meter=meter, context=context)
 
 
@@ -482,7 +502,7 @@ def _cost_warnings(even: int | None, sequence: int, longest: int | None) -> list
 
 
 def _data_warnings(
-    rewritten: _Rewritten, report: MatchReport, data: Dataset | None, sequence: int
+    rewritten: _Rewritten, report: MatchReport, data: Dataset | None, longest: int
 ) -> list[str]:
     """Warnings about calibration data that is missing, short or scarce."""
     if rewritten.applied.is_exact:
@@ -490,16 +510,16 @@ def _data_warnings(
     if data is None:
         return ["not calibrated: calibration data cuts the error several times"]
     warnings: list[str] = []
-    usual = float(np.median(data.lengths)) if data.lengths else sequence
+    usual = float(np.median(data.lengths)) if data.lengths else longest
     if "joined_rows" in data.source:
         warnings.append(
-            f"the calibration texts are much shorter than {sequence} tokens: "
+            f"the calibration texts are much shorter than {longest} tokens: "
             f"{data.source['joined_rows']} rows of several texts were added; texts of the length "
             "to be served are better"
         )
-    elif JOINED * usual <= sequence:
+    elif JOINED * usual <= longest:
         warnings.append(
-            f"calibrated and verified on {usual:.0f} tokens (median), for {sequence}: longer "
+            f"calibrated and verified on {usual:.0f} tokens (median), for {longest}: longer "
             "inputs may lose more; calibrate on inputs of the length to be served"
         )
     widths = [block.input_size for block in report.blocks if block.name in rewritten.plan.changed]
@@ -549,6 +569,12 @@ def _fidelity_warnings(fidelity: Fidelity) -> list[str]:
     return warnings
 
 
+def _calibration(data: Dataset) -> dict[str, Any]:
+    """What the artifact records of the data that it was calibrated on."""
+    tokens = token_statistics(data)
+    return {**data.source, **({} if tokens is None else {"token_ids": tokens})}
+
+
 def _write(
     artifact: Artifact,
     graph: ir.Model,
@@ -566,7 +592,7 @@ def _write(
         entry = {
             "rewrite": "+".join(dict.fromkeys([*kinds, *precision])) or "none",
             "source": {"file": artifact.model.name, "sha256": sha256(artifact.model)},
-            "calibration": None if data is None else dict(data.source),
+            "calibration": None if data is None else _calibration(data),
             "seed": seed,
             **report.to_json(),
             "versions": versions(),

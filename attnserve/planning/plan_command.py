@@ -17,8 +17,10 @@ from attnserve.models.artifact import (
     open_artifact,
     staged,
 )
-from attnserve.models.datasets import load_inputs
+from attnserve.models.datasets import check_calibration_files, load_inputs
+from attnserve.models.lengths import Lengths, check_lengths
 from attnserve.models.precision import Precision, check_cpu
+from attnserve.paths import StrPath, as_path, as_paths
 from attnserve.planning.search.goal import Allowed, Goal
 from attnserve.planning.search.report import PlanReport, draw_front
 from attnserve.planning.search.search import search
@@ -30,20 +32,21 @@ log = logging.getLogger("attnserve")
 
 
 def plan(
-    model: Path,
-    output: Path | None = None,
+    model: StrPath,
+    output: StrPath | None = None,
     *,
-    calib: Path,
+    calib: StrPath | Sequence[StrPath],
+    calib_weights: Sequence[float] = (),
     keep: float | None = None,
     target_speedup: float | None = None,
-    eval_data: Path | None = None,
+    eval_data: StrPath | None = None,
     task: TaskName | None = None,
     allow: Sequence[Allowed] = (),
     measure: Measure = "auto",
     precision: Precision = "float32",
-    tokenizer: Path | None = None,
+    tokenizer: StrPath | None = None,
     batch: int = 1,
-    sequence: int | None = None,
+    sequence: Lengths | None = None,
     provider: Provider = "cpu",
     threads: int = 0,
     seed: int = 0,
@@ -57,16 +60,19 @@ def plan(
     Args:
         model: An .onnx file or an artifact folder.
         output: The .json file; plan.json beside the model by default.
-        calib: Text (a sentence per line), .npz or a folder of .npz. Three parts of a
-            seventh of the distinct rows are held out: to choose, to prove, and for a second proof.
+        calib: Text (a sentence per line), .npz or a folder of .npz, or several of them. Three parts
+            of a seventh of the distinct rows of each file are held out: to choose, to prove, and
+            for a second proof.
+        calib_weights: See ``optimize``.
         keep: The quality to keep by ``measure``, and the share of the task's score if there is one.
         target_speedup: The speed-up to reach with the least loss, instead of ``keep``.
         eval_data, task: The rows on which a score is measured, and which score.
         allow: "ffn" allows the removal of feed-forward neurons.
         measure: See ``optimize``.
         precision: "float16", "bfloat16", "int8" or "int8-full" weights, after all rewrites.
-        batch, sequence: The shape at which the model should be fast; without a sequence, the
-            quartiles of the calibration data's lengths.
+        batch, sequence: The shape at which the model should be fast. A sequence is one length, or
+            the shortest and the longest one; without it, the quartiles of the calibration data's
+            lengths.
         threads: Of the timed sessions; all others use every core.
 
     Raises:
@@ -74,9 +80,16 @@ def plan(
         InvalidModel, InvalidArgument, InvalidData, InvalidOutput: The input cannot be used.
     """
     check_cpu(precision)
+    check_lengths(sequence)
+    eval_data, tokenizer, files = as_path(eval_data), as_path(tokenizer), as_paths(calib)
+    check_calibration_files(files, calib_weights)
+    if not files:
+        raise InvalidArgument(
+            "calibration data is required", "give `calib`", code="optimize.no_data"
+        )
     goal = Goal(keep, target_speedup, task, eval_data, tuple(allow), precision, measure)
     artifact = open_artifact(model)
-    output = output or default_output(model, "plan")
+    output = as_path(output) or default_output(Path(model), "plan")
     if output.suffix != ".json":
         raise InvalidArgument(
             f"`output` is {output}: expected a .json file",
@@ -93,8 +106,10 @@ def plan(
             )
         check_output(path, source=artifact.model, force=force)
     graph = load_model(artifact)
-    longest = None if measure == "score" else sequence  # as in optimize
-    data = load_inputs(calib, graph, artifact, tokenizer=tokenizer, longest=longest)
+    joined = None if measure == "score" else sequence  # as in optimize
+    data = load_inputs(
+        files, graph, artifact, weights=calib_weights, tokenizer=tokenizer, sequence=joined
+    )
     report = search(
         goal, artifact, graph, data, tokenizer=tokenizer, batch=batch, sequence=sequence,
         context=RunContext(provider, threads, seed, progress),

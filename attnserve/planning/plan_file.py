@@ -12,11 +12,12 @@ from pydantic import BaseModel, Field, ValidationError
 from attnserve.context import Provider, RunContext
 from attnserve.models.artifact import Artifact, fingerprint
 from attnserve.models.datasets import Dataset
+from attnserve.models.lengths import Lengths
 from attnserve.models.precision import check_cpu
 from attnserve.planning.plan import HOW_TO_PLAN, Plan, first_problem
 from graph_passes.errors import InvalidArgument, InvalidData
 
-__all__ = ["planned_length", "read_plan"]
+__all__ = ["planned_lengths", "read_plan"]
 
 
 class _Source(BaseModel):
@@ -24,7 +25,7 @@ class _Source(BaseModel):
 
     file: Any = None
     sha256: Any = None
-    joined_to: int | None = None
+    joined_to: Lengths | None = None
 
 
 class _Settings(BaseModel):
@@ -61,7 +62,8 @@ def read_plan(
             raise InvalidArgument(
                 f"{path}: it was made with another {what} ({source.file}, sha256 "
                 f"{str(source.sha256)[:12]}; this one is {str(digest)[:12]})",
-                "give the file that it was made with, or make a new plan",
+                "give the model, and the files and weights of `calib`, that it was made with, or "
+                "make a new plan",
                 code="plan.other_input",
             )
     try:
@@ -73,8 +75,8 @@ def read_plan(
     return plan, replace(context, provider=file.asked.provider, seed=file.asked.seed, threads=0)
 
 
-def planned_length(path: Path) -> int | None:
-    """The length up to which the search joined calibration texts; None if it did not.
+def planned_lengths(path: Path) -> Lengths | None:
+    """The lengths for which the search joined calibration texts; None if it did not.
 
     Raises:
         InvalidData: The file cannot be read, or is not a plan.

@@ -17,6 +17,7 @@ from attnserve.checks.certify import MatchReport
 from attnserve.choices import Alignment, Importance, Mixing, Precision
 from attnserve.context import RunContext
 from attnserve.models.datasets import Dataset
+from attnserve.paths import StrPath
 from attnserve.planning.head_criteria import CRITERIA, PruningInput
 from attnserve.planning.head_files import (
     Masks,
@@ -73,11 +74,11 @@ class Request:
     collab_cache: bool = False
     mixing: Mixing = "auto"
     head_dk: int | None = None
-    reuse: str | Path | Mapping[str, Any] | None = None
+    reuse: StrPath | Mapping[str, Any] | None = None
     align: Alignment = "similarity"
     prune: float | None = None
     importance: Importance = "energy"
-    prune_heads: Path | Mapping[str, Any] | None = None
+    prune_heads: StrPath | Mapping[str, Any] | None = None
     skip: Sequence[str] = ()
     ffn: float | None = None
     layers: Sequence[str] | None = None
@@ -293,7 +294,7 @@ class _PlanBuilder:
             self.warnings.append(f"prune {request.prune} of {heads} heads is none")
         return masks
 
-    def _explicit_masks(self, source: Path | Mapping[str, Any]) -> Masks:
+    def _explicit_masks(self, source: StrPath | Mapping[str, Any]) -> Masks:
         masks = read_masks(source, self.blocks)
         masks = {name: mask for name, mask in masks.items() if not all(mask)}
         if not masks:
@@ -361,7 +362,7 @@ class _PlanBuilder:
             blocks, names, masks=masks, similarity=similarity, effect=effect, budget=AUTO_BUDGET
         )
 
-    def _explicit_edges(self, form: Path | Mapping[str, Any]) -> MutableEdges:
+    def _explicit_edges(self, form: StrPath | Mapping[str, Any]) -> MutableEdges:
         edges = read_edges(form, self.blocks)
         self._require_not_skipped("reuse", edges)
         for name, heads in edges.items():

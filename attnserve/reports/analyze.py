@@ -26,6 +26,7 @@ from attnserve.models.artifact import (
     staged,
 )
 from attnserve.models.datasets import load_inputs
+from attnserve.paths import StrPath, as_path
 from attnserve.reports.analysis import Analysis, LayerAnalysis, analyze_graph
 from attnserve.reports.drawing import require_extra
 from attnserve.reports.plots import FIGURES
@@ -62,11 +63,11 @@ class Finding:
 
 
 def analyze(
-    model: Path,
-    output: Path | None = None,
+    model: StrPath,
+    output: StrPath | None = None,
     *,
-    calib: Path,
-    tokenizer: Path | None = None,
+    calib: StrPath,
+    tokenizer: StrPath | None = None,
     groups: int | None = None,
     provider: Provider = "cpu",
     threads: int = 0,
@@ -95,8 +96,9 @@ def analyze(
         MissingExtra: jinja2, matplotlib or ONNX Runtime is not installed.
     """
     require_extra("jinja2", "matplotlib")
+    model, calib = Path(model), Path(calib)
     artifact = open_artifact(model)
-    output = output or default_output(model, "analysis")
+    output = as_path(output) or default_output(model, "analysis")
     if output.exists() and not output.is_dir():
         raise InvalidOutput(
             f"{output}: expected a folder, it is a file",
@@ -106,7 +108,7 @@ def analyze(
     check_output(output, force=force)
     graph = load_model(artifact)
     require_finite_weights(graph)
-    data = load_inputs(calib, graph, artifact, tokenizer=tokenizer, split=False)
+    data = load_inputs(calib, graph, artifact, tokenizer=as_path(tokenizer), split=False)
     analysis = analyze_graph(
         graph,
         data,

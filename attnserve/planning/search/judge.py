@@ -89,17 +89,14 @@ class Judge:
             return self._last
         given, plan = self.given, self._plan(choice)
         number = len(self.measured) + (choice.picks not in self.measured)
-
-        def progress(stage: str, done: int, total: int) -> None:
-            given.context.progress(f"build {number}: {stage}", done, total)
-
+        context = replace(given.context, threads=0).labeled(f"build {number}")
         float32_model = given.model.clone()
         applied = apply_plan(
-            plan, float32_model, replace(given.context, threads=0, progress=progress),
+            plan, float32_model, context,
             original=given.model, data=given.data, shape=(given.batch, given.lengths[-1]),
         )  # fmt: skip
         model = convert(float32_model, given.goal.precision, given.data.fit)
-        measured = self._measure(model, given.data.choose, "choose", f"build {number}: score", 0)
+        measured = self._measure(model, given.data.choose, "choose", 0, context)
         losses = [q.loss for q in measured.fidelity.qualities if given.goal.measure != "score"]
         if measured.share is not None:
             losses.append(1 - measured.share.bound(CHOICE))
@@ -114,7 +111,8 @@ class Judge:
         """Measure a built choice on the first or second part of the data for a proof."""
         parts = [batches for batches in self.given.data.prove if batches]
         batches = parts[min(part, len(parts) - 1)]
-        return self._measure(built.model, batches, "prove", "prove the score", 1 + part)
+        context = replace(self.given.context, threads=0).labeled("prove")
+        return self._measure(built.model, batches, "prove", 1 + part, context)
 
     def speedup(self, built: Built) -> float:
         """The measured speed-up of a built model, as geometric mean over the requested lengths."""
@@ -147,23 +145,28 @@ class Judge:
         ]
 
     def _measure(
-        self, model: ir.Model, batches: Sequence[Batch], split: str, stage: str, rows: int
+        self,
+        model: ir.Model,
+        batches: Sequence[Batch],
+        split: str,
+        rows: int,
+        context: RunContext,
     ) -> Proof:
         """Compare a model with the original on batches, and on a part of the rows of the task."""
         given = self.given
         meter = QualityMeter(
-            given.model, given.artifact, measure=given.goal.measure, edge=given.data.length_edge,
+            given.model, given.artifact, measure=given.goal.measure, data=given.data,
             split=split,
         )  # fmt: skip
         fidelity = compare(
             given.model, model, batches, f"held out of {given.data.source['file']}", meter=meter,
-            context=replace(given.context, threads=0),
+            context=context,
         )  # fmt: skip
         losses = [q.point_loss for q in fidelity.qualities if given.goal.measure != "score"]
         share = None
         if given.goal.task is not None:
             is_same = fidelity.min_cosine > 1 - ROUNDING  # then the score is the same
-            score = self.original_score if is_same else score_model(given, model, stage)
+            score = self.original_score if is_same else score_model(given, model, context)
             share = share_kept(self.original_score, score, part=rows, seed=given.context.seed)
             losses.append(1 - share.value)
         return Proof(fidelity, share, max(losses, default=0.0))
@@ -172,15 +175,11 @@ class Judge:
         return self.candidates.plan(choice, self.given.goal.precision)
 
 
-def score_model(given: SearchInput, model: ir.Model, stage: str) -> Any:
+def score_model(given: SearchInput, model: ir.Model, context: RunContext) -> Any:
     """The score of a model on the task of the goal."""
-    goal, context = given.goal, given.context
+    goal = given.goal
     assert goal.task is not None and goal.eval_data is not None
     return score_session(
         open_session(model, provider=context.provider), given.artifact, task=goal.task,
-        data=goal.eval_data, tokenizer=given.tokenizer,
-        context=RunContext(
-            context.provider, seed=context.seed,
-            progress=lambda _, done, total: context.progress(stage, done, total),
-        ),
+        data=goal.eval_data, tokenizer=given.tokenizer, context=replace(context, threads=0),
     )  # fmt: skip

@@ -29,6 +29,7 @@ from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.models.artifact import Artifact, fingerprint, sha256, versions
 from attnserve.models.datasets import Dataset
 from attnserve.models.example_inputs import example_inputs
+from attnserve.models.lengths import Lengths, spread_lengths
 from attnserve.models.opset import raise_opset
 from attnserve.models.precision import convert
 from attnserve.planning.apply import ApplyReport
@@ -77,7 +78,7 @@ def search(
     *,
     tokenizer: Path | None = None,
     batch: int = 1,
-    sequence: int | None = None,
+    sequence: Lengths | None = None,
     context: RunContext = DEFAULT_CONTEXT,
 ) -> SearchResult:
     """Search for a plan; ``attnserve.plan`` describes the arguments.
@@ -100,7 +101,7 @@ def search(
         convert(graph, goal.precision, data.fit[:1])  # fails early if the model cannot be converted
     original_score = None
     if goal.task is not None:
-        original_score = score_model(given, graph, "score the original")
+        original_score = score_model(given, graph, context.labeled("original"))
     checkpoint = Checkpoint(_key(given))
     groups = group_blocks(newest, attention.blocks, ffn="ffn" in goal.allow)
     timing = time_model(given, newest, groups)
@@ -123,7 +124,7 @@ def _search_input(
     data: Dataset,
     tokenizer: Path | None,
     batch: int,
-    sequence: int | None,
+    sequence: Lengths | None,
     context: RunContext,
 ) -> SearchInput:
     if goal.precision == "bfloat16" and context.provider == "cpu":
@@ -132,7 +133,7 @@ def _search_input(
             "give `provider` cuda, or `precision` float16",
             code="search.bfloat16",
         )
-    lengths = (sequence,) if sequence else _quartiles(data)
+    lengths = spread_lengths(sequence) if sequence else _quartiles(data)
     wanted = sorted({*lengths, *CHECKED_LENGTHS})
     checked, reason = _accepted_lengths(model, batch, wanted, context.seed)
     if refused := [length for length in lengths if length not in checked]:

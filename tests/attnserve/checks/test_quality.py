@@ -13,20 +13,25 @@ from hypothesis import strategies as st
 
 from attnserve.checks.quality import MIN_ROWS, Quality, QualityMeter, lower_bound
 from attnserve.models.artifact import Artifact
+from attnserve.models.datasets import Dataset
 
 RANDOM = np.random.default_rng(0)
 HEADER = '<ir_version: 10, opset_import: ["" : 20]> g'
 
 
 def meter(
-    signature: str, *, measure: str = "auto", tokenizer: Path | None = None, edge: int | None = None
+    signature: str,
+    *,
+    measure: str = "auto",
+    tokenizer: Path | None = None,
+    data: Dataset | None = None,
 ) -> QualityMeter:
     """A meter of a graph ``x -> signature``; with a tokenizer, of a model for text."""
     model = ir.from_onnx_text(
         f"{HEADER} (float[b, t] x) => ({signature}) {{ {signature.split()[-1]} = Identity(x) }}"
     )
     folder = Path("model.onnx") if tokenizer is None else tokenizer / "model.onnx"
-    return QualityMeter(model, Artifact(folder), measure=measure, edge=edge)  # type: ignore[arg-type]
+    return QualityMeter(model, Artifact(folder), measure=measure, data=data)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -211,11 +216,31 @@ def test_short_and_long_texts_are_measured_apart(text_folder: Path):
     b[40:] = 5 + RANDOM.standard_normal((40, 12, 16))
     mask = np.ones((80, 12), np.int64)
     mask[:40, 3:] = 0
-    found = meter("float[b, t, d] y", tokenizer=text_folder, edge=6)
+    data = Dataset([], [], [], 6, {}, lengths=[3] * 200 + [12] * 200)
+    found = meter("float[b, t, d] y", tokenizer=text_folder, data=data)
     found.add([a], [b], {"attention_mask": mask})
     worst, best = found.results()
     assert worst.lengths == "more than 6 tokens" and worst.value < 0.5
     assert best.value == pytest.approx(1) and best.rows == 40
+
+
+def test_files_are_measured_apart():
+    """One file lost everything; both files together would hide it."""
+    a = RANDOM.standard_normal((80, 12, 16))
+    a[40:] *= 0.1
+    b = a.copy()
+    b[40:] = 0.1 * RANDOM.standard_normal((40, 12, 16))
+    batches = [{"x": a[:40]}, {"x": a[40:]}]
+    files = [
+        Dataset([], [], [[batch]], 12, {"file": name})
+        for name, batch in zip(("good.txt", "bad.txt"), batches, strict=True)
+    ]
+    found = meter("float[b, t, d] y", data=Dataset([], [], [batches], 12, {}, files=files))
+    found.add([a[:40]], [b[:40]], batches[0])
+    found.add([a[40:]], [b[40:]], batches[1])
+    worst, best = found.results()
+    assert worst.file == "bad.txt" and worst.value < 0.5 and worst.to_json()["file"] == "bad.txt"
+    assert best.file == "good.txt" and best.value == pytest.approx(1) and best.rows == 40
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

@@ -53,6 +53,23 @@ def test_optimize_precision_alone_prints_no_table(cli: Cli, tiny: Path, tmp_path
     assert "rewrite" not in done.out and "\n\n" not in done.out
 
 
+def test_optimize_several_calibration_files_report_each(
+    cli: Cli, tiny: Path, sentences: Path, tmp_path: Path
+):
+    other = tmp_path / "other.txt"
+    other.write_text("\n".join("dog is happy and " * n for n in range(1, 15)))
+    done = cli(
+        "optimize", tiny, "-o", tmp_path / "new", "--collab-dk", 16, "--json", "--calib", sentences,
+        "--calib", other, "--calib-weights", "3,1.5", "--seq", "8-64",
+    )  # fmt: skip
+    qualities = done.json()["qualities"]
+    assert {quality["file"] for quality in qualities} == {"sentences.txt", "other.txt"}
+    assert done.json()["sequence"] == 23  # the geometric mean
+    record = json.loads((tmp_path / "new" / "attnserve.json").read_text())
+    calibration = record["lineage"][-1]["calibration"]
+    assert calibration["weights"] == [3, 1.5] and calibration["token_ids"]["distinct"] > 5
+
+
 def test_optimize_dry_run_writes_nothing(cli: Cli, tiny: Path, tmp_path: Path):
     done = cli("optimize", tiny, "-o", tmp_path / "new", "--collab-dk", 16, "--dry-run")
     assert done.code == 0 and "nothing was written" in done.out
@@ -189,9 +206,20 @@ MISTAKES: dict[str, tuple[Spoil, str]] = {  # and a pattern with the value that 
     "no R": (options("--collab-dk", ""), "--collab-dk.*''"),
     "too many R": (options("--collab-dk", "8,8,8"), "--collab-dk.* 3 .* 2 "),
     "unknown layer": (options("--layers", 7), "'7'"),
-    "negative length": (options("--seq", -4), "--seq"),
+    "negative length": (options("--seq", -4), "--seq is -4"),
+    "length of 0": (options("--seq", 0), "--seq is 0"),
+    "reversed range of lengths": (options("--seq", "512-16"), "--seq is 512-16"),
+    "range of lengths from 0": (options("--seq", "0-16"), "--seq is 0-16"),
+    "length that is no number": (options("--seq", "abc"), "--seq is 'abc'"),
+    "range without an end": (options("--seq", "16-"), "--seq is '16-'"),
+    "length of too many digits": (options("--seq", "9" * 5000), "--seq is '999"),
     "bound that is no cosine": (options("--min-cosine", 7), "--min-cosine is 7"),
     "calibration missing": (options("--calib", "/nowhere.txt"), "/nowhere.txt"),
+    "second calibration file missing": (
+        lambda model: [*(text("a")(model) or ()), "--calib", "/nowhere.txt"], "/nowhere.txt"
+    ),
+    "weights without files": (options("--calib-weights", "1,2"), "--calib-weights is 1, 2.* 0 fi"),
+    "weights that are no numbers": (options("--calib-weights", "a"), "--calib-weights is 'a'"),
     "calibration empty": (text(""), r"calib\.txt"),
     "calibration blank": (text("\n \n"), r"calib\.txt"),
     "calibration binary": (text(bytes(range(256))), r"calib\.txt.*UTF-8"),

@@ -19,7 +19,7 @@ from attnserve.models.datasets import BATCH_SIZE, Dataset, load_inputs, token_ma
 from attnserve.runtime.session import open_session
 from graph_passes.blocks import AttentionBlock
 from graph_passes.emit.editing import exposing
-from graph_passes.errors import InvalidData, InvalidModel
+from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 from tests.errors import raises
 
 HEADER = '<ir_version: 8, opset_import: ["" : 17]> g'
@@ -128,7 +128,7 @@ def test_length_edge_separates_short_and_long_texts(
 
 def test_short_texts_are_joined_up_to_the_requested_length(tiny: Path, sentences: Path):
     """Joined rows are made within each part, so that parts stay disjoint."""
-    plain, joined = (read(sentences, open_artifact(tiny), longest=n) for n in (None, 60))
+    plain, joined = (read(sentences, open_artifact(tiny), sequence=n) for n in (None, 60))
     assert plain.source.get("joined_rows") is None and joined.source["joined_to"] == 60
     for before, after in ((plain.fit, joined.fit), (plain.choose, joined.choose)):
         added = texts(after) - texts(before)
@@ -138,8 +138,33 @@ def test_short_texts_are_joined_up_to_the_requested_length(tiny: Path, sentences
     assert joined.length == plain.length
 
 
+def test_short_texts_are_joined_over_the_requested_range(tiny: Path, sentences: Path):
+    plain, joined = (read(sentences, open_artifact(tiny), sequence=n) for n in (None, (40, 60)))
+    added = texts(joined.fit) - texts(plain.fit)
+    # The last row of a part has the texts that are left.
+    assert sorted(map(len, added))[1] >= 40 and max(map(len, added)) <= 60
+    assert joined.source["joined_to"] == (40, 60)
+
+
+def test_texts_are_joined_up_to_the_maximum_length(tiny: Path, sentences: Path):
+    """Longer texts are cut by the service too."""
+    data = read(sentences, open_artifact(tiny), sequence=10_000)
+    assert max(data.lengths) <= 64
+
+
+def test_long_texts_among_short_ones_are_not_repeated(tiny: Path, tmp_path: Path):
+    words = ["man", "woman", "dog", "cat", "child", "park", "house", "ball"]
+    lines = [f"{a} {b}" for a in words for b in words]
+    lines += [f"{word} " * 55 for word in words]
+    (tmp_path / "text.txt").write_text("\n".join(lines))
+    data = read(tmp_path / "text.txt", open_artifact(tiny), sequence=32)
+    assert data.source["joined_rows"]
+    for part in (data.fit, data.choose, *data.prove):
+        assert rows(part) == len(texts(part)), "all rows are distinct"
+
+
 def test_texts_of_about_the_requested_length_are_not_joined(tiny: Path, sentences: Path):
-    data = read(sentences, open_artifact(tiny), longest=16)
+    data = read(sentences, open_artifact(tiny), sequence=16)
     assert "joined_rows" not in data.source
 
 
@@ -202,6 +227,100 @@ def test_load_inputs_damaged_tokenizer_is_refused(model: Path, sentences: Path):
     (model / "tokenizer.json").write_text("{}")
     with raises(InvalidModel, "text.not_tokenizer"):
         read(sentences, open_artifact(model))
+
+
+# Several files
+
+
+@pytest.fixture
+def other(sentences: Path, tmp_path: Path) -> Path:
+    """A third of the sentences, and 60 texts of another kind."""
+    lines = sentences.read_text().splitlines()[:20]
+    lines += [f"{a} {b} {c}" for a in ("dog", "cat", "man") for b in ("is", "was", "and", "on")
+              for c in ("good", "bad", "happy", "sad", "very")]  # fmt: skip
+    path = tmp_path / "other.txt"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def read_files(files: list[Path], artifact: Artifact, **options: object) -> Dataset:
+    return load_inputs(files, load_model(artifact), artifact, **options)  # type: ignore[arg-type]
+
+
+def test_files_are_split_apart_and_their_parts_are_disjoint(
+    tiny: Path, sentences: Path, other: Path
+):
+    artifact = open_artifact(tiny)
+    alone = [read(path, artifact) for path in (sentences, other)]
+    data = read_files([sentences, other], artifact)
+    parts = [data.fit, data.choose, *data.prove]
+    for number, part in enumerate(parts):
+        both = [(one.fit, one.choose, *one.prove)[number] for one in alone]
+        later = {row for one in parts[number + 1 :] for row in texts(one)}
+        assert texts(part) == set.union(*map(texts, both)) - later
+        assert texts(part).isdisjoint(later)
+    assert texts(data.prove[-1]) == set.union(*(texts(one.prove[-1]) for one in alone))
+    assert [file.source["file"] for file in data.files] == ["sentences.txt", "other.txt"]
+    for batch in data.held_out:
+        assert any(batch is each for each in data.file_of(batch).held_out)
+    source = data.source
+    assert source["rows"] == sum(one.source["rows"] for one in alone)
+    assert source["fit_rows"] == rows(data.fit)
+    assert source["held_out_rows"] == [rows(part) for part in parts[1:]]
+    assert json.dumps(source, allow_nan=False)
+
+
+@pytest.mark.parametrize("weights", [(1, 1), (3, 1), (1, 5), (1, 1000)])
+def test_weights_are_shares_of_the_rows_to_fit(
+    tiny: Path, sentences: Path, other: Path, weights: tuple[float, float]
+):
+    artifact = open_artifact(tiny)
+    every, data = (read_files([sentences, other], artifact, weights=w) for w in ((), weights))
+    counts = [rows(file.fit) for file in data.files]
+    assert counts[0] == pytest.approx(max(counts[1] * weights[0] / weights[1], 1), abs=1)
+    # One file has all of its rows.
+    assert any(n == rows(file.fit) for n, file in zip(counts, every.files, strict=True))
+    assert texts(data.fit) <= texts(every.fit)
+    assert texts(data.choose) == texts(every.choose), "weights concern the fit alone"
+    assert texts(data.held_out) == texts(every.held_out)
+    assert data.source["sha256"] != every.source["sha256"]
+
+
+def test_files_of_one_name_are_told_apart(tiny: Path, sentences: Path, tmp_path: Path):
+    (tmp_path / "b").mkdir()
+    second = tmp_path / "b" / sentences.name
+    second.write_text("the dog is happy\nthe cat is sad\n")
+    data = read_files([sentences, second], open_artifact(tiny))
+    assert [file.source["file"] for file in data.files] == [str(sentences), str(second)]
+
+
+def test_short_file_among_files_is_joined(tiny: Path, sentences: Path, tmp_path: Path):
+    long = tmp_path / "long.txt"
+    long.write_text("\n".join("dog " * n for n in range(30, 60)))
+    data = read_files([sentences, long], open_artifact(tiny), sequence=60)
+    short, other = data.files
+    assert "joined_rows" not in other.source
+    assert data.source["joined_rows"] == short.source["joined_rows"] > 0
+    assert data.source["joined_to"] == 60
+
+
+@pytest.mark.parametrize("weights", [(1,), (1, 2, 3), (0, 1), (1, -2), (1, np.nan), (1, np.inf)])
+def test_weights_that_are_not_one_positive_number_per_file_are_refused(
+    tiny: Path, sentences: Path, other: Path, weights: tuple[float, ...]
+):
+    with raises(InvalidArgument, "data.weights"):
+        read_files([sentences, other], open_artifact(tiny), weights=weights)
+
+
+def test_file_that_is_given_twice_is_refused(tiny: Path, sentences: Path):
+    again = sentences.parent / "." / sentences.name
+    with raises(InvalidArgument, "data.repeated", sentences.name):
+        read_files([sentences, again], open_artifact(tiny))
+
+
+def test_missing_second_file_is_refused(tiny: Path, sentences: Path, tmp_path: Path):
+    with raises(InvalidData, "data.missing", "nothing.txt"):
+        read_files([sentences, tmp_path / "nothing.txt"], open_artifact(tiny))
 
 
 # Arrays

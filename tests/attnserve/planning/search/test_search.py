@@ -27,6 +27,7 @@ from attnserve.checks.quality import Quality
 from attnserve.cli.app import main
 from attnserve.models.artifact import fingerprint, load_model, open_artifact
 from attnserve.models.datasets import load_inputs
+from attnserve.models.lengths import Lengths
 from attnserve.planning.search import judge, search
 from attnserve.planning.search.checkpoint import Checkpoint
 from attnserve.planning.search.front_search import MAX_BUILDS, FrontSearch
@@ -588,6 +589,38 @@ def test_optimize_plan_of_other_data_is_refused(
         optimized(plan=tmp_path / "none.json")
 
 
+@pytest.mark.timing
+def test_search_of_several_files_proves_each_of_them(
+    planned: Planner, optimized: Optimizer, sentences: Path, tmp_path: Path
+):
+    other = tmp_path / "other.txt"
+    subjects, verbs = ("dog", "cat", "man", "child"), ("is", "was", "and", "on", "with")
+    lines = [f"{a} {b} {c}" for a in subjects for b in verbs for c in ("good", "bad", "happy")]
+    other.write_text("\n".join(lines))
+    both: Any = {"calib": [sentences, str(other)], "calib_weights": (1, 2)}
+    report = planned(**both)
+    assert report.gain
+    for fidelity in (report.fidelity, report.chosen):
+        assert fidelity is not None and fidelity.quality is not None
+        assert {quality.file for quality in fidelity.qualities} == {"sentences.txt", "other.txt"}
+        assert fidelity.quality.loss == max(quality.loss for quality in fidelity.qualities)
+    losses = [quality.point_loss for quality in report.fidelity.qualities]
+    assert report.proofs[-1].loss == max(losses) <= 0.03
+    content = json.loads((tmp_path / "p.json").read_text())["calibration"]
+    assert [file["file"] for file in content["files"]] == ["sentences.txt", "other.txt"]
+    assert content["weights"] == [1, 2]
+    optimized("a.onnx", plan=tmp_path / "p.json", **both)
+    optimized("b.onnx", plan=str(tmp_path / "p.json"), **both)
+    assert (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
+    with raises(InvalidArgument, "plan.other_input", "calibration"):
+        optimized("c.onnx", plan=tmp_path / "p.json", **(both | {"calib_weights": ()}))
+
+
+def test_plan_without_a_file_is_refused(planned: Planner):
+    with raises(InvalidArgument, "optimize.no_data"):
+        planned(calib=[])
+
+
 # Interruption
 
 
@@ -635,12 +668,43 @@ def test_search_ignores_damaged_checkpoint(
     assert planned(keep=0.97).gain
 
 
+@pytest.mark.timing
+def test_search_progress_names_the_build_of_each_step(planned: Planner):
+    stages: dict[str, None] = {}
+    planned(progress=lambda stage, *_: stages.setdefault(stage))
+    steps = [stage for stage in stages if stage.endswith("verify")]
+    assert {"build 1: verify", "prove: verify"} <= set(steps)
+    assert all(stage.startswith(("build", "prove")) for stage in steps)
+
+
 # Refusals and defaults
 
 
-def test_search_unsupported_length_is_refused(planned: Planner):
+@pytest.mark.parametrize("sequence", [65, (16, 65)])
+def test_search_unsupported_length_is_refused(planned: Planner, sequence: Lengths):
     with raises(InvalidArgument, "search.shape", "batch 1, 65 tokens"):
-        planned(sequence=65)
+        planned(sequence=sequence)
+
+
+@pytest.mark.parametrize("sequence", [(512, 16), (0, 16), -1])
+def test_plan_and_optimize_of_no_range_of_lengths_are_refused(
+    planned: Planner, optimized: Optimizer, sequence: Lengths
+):
+    for command in (planned, optimized):
+        with raises(InvalidArgument, "sequence.range"):
+            command(sequence=sequence)
+
+
+@pytest.mark.timing
+def test_search_range_is_timed_at_both_ends_and_between(
+    planned: Planner, replays: Callable[[], bool], tmp_path: Path
+):
+    report = planned(sequence=(4, 64))
+    assert report.asked["sequences"] == [4, 16, 64]
+    assert {4, 16, 64} <= {speed.sequence for speed in report.speeds}
+    assert report.calibration["joined_rows"]
+    assert json.loads((tmp_path / "p.json").read_text())["calibration"]["joined_to"] == [4, 64]
+    assert replays()
 
 
 @pytest.mark.timing

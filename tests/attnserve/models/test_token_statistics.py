@@ -1,0 +1,60 @@
+"""Token ids that the record of an artifact keeps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from attnserve.models.artifact import open_artifact
+from attnserve.models.datasets import Dataset
+from attnserve.models.token_statistics import seen_ids, token_statistics, unseen_share
+from attnserve.planning.optimize import optimize
+from attnserve.runtime.session import Batch
+
+
+def dataset(fit: list[Batch], held_out: list[Batch]) -> Dataset:
+    return Dataset(fit, held_out, [], 4, {})
+
+
+def rows(*ids: list[int]) -> Batch:
+    return {"input_ids": np.array(ids)}
+
+
+def test_token_statistics_of_known_ids():
+    masked = rows([1, 9, 4], [9, 5, 0]) | {"attention_mask": np.array([[1, 1, 1], [1, 1, 0]])}
+    found = token_statistics(dataset([masked, rows([1, 20])], [rows([1, 2, 300, 20])]))
+    assert found is not None and json.dumps(found)
+    assert found["distinct"] == 5 and found["unseen_share"] == 0.5
+    assert np.flatnonzero(seen_ids(found)).tolist() == [1, 4, 5, 9, 20], "padding is not counted"
+
+
+def test_unseen_share_of_no_tokens_and_of_unknown_ids():
+    seen = np.array([False, True])
+    assert unseen_share(np.array([], int), seen) == 0
+    assert unseen_share(np.array([1, 0, 7, 1]), seen) == 0.5
+
+
+def test_token_statistics_of_a_large_vocabulary_are_compact():
+    ids = np.random.default_rng(0).integers(0, 30_000, (100, 100))
+    found = token_statistics(dataset([{"input_ids": ids}], [{"input_ids": ids}]))
+    assert found is not None and found["unseen_share"] == 0
+    assert len(found["seen"]) < 5200
+
+
+@pytest.mark.parametrize(
+    "batch", [{"x": np.ones((2, 3, 4))}, {"input_ids": np.ones((2, 3), np.float32)}]
+)
+def test_token_statistics_without_token_ids_are_none(batch: Batch):
+    assert token_statistics(dataset([batch], [batch])) is None
+
+
+def test_optimize_records_token_ids_of_the_calibration(tiny: Path, sentences: Path, tmp_path: Path):
+    optimize(tiny, tmp_path / "new", collab_dk=16, calib=sentences)
+    record = open_artifact(tmp_path / "new").lineage[-1]["calibration"]
+    assert len(record["lengths"]) == 5
+    found = record["token_ids"]
+    assert found["distinct"] == seen_ids(found).sum() > 5
+    assert 0 <= found["unseen_share"] < 0.5
