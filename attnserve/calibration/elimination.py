@@ -54,15 +54,18 @@ def elimination_order(
 ) -> dict[str, Elimination]:
     """``eliminate`` for each block that has an output projection, measured on these batches."""
     chosen = [block for block in blocks if block.output is not None]
-    moments = context_moments(model, chosen, batches, context=context)
+    by_name = {block.name: block for block in chosen}
+    progress = context.stage("measure blocks")
     found: dict[str, Elimination] = {}
-    for block in chosen:
+    for name, moments in context_moments(model, chosen, batches, context=context):
+        block = by_name[name]
         assert block.output is not None
         rows = block.output.rows.reshape(-1)
-        covariance = moments[block.name].covariance[np.ix_(rows, rows)]
+        covariance = moments.covariance[np.ix_(rows, rows)]
         weight = block.output.matrix()[rows].astype(np.float64)
-        found[block.name] = eliminate(covariance, weight, block.num_heads)
-    return found
+        found[name] = eliminate(covariance, weight, block.num_heads)
+        progress(len(found), len(chosen))
+    return {block.name: found[block.name] for block in chosen}
 
 
 def eliminate(

@@ -26,6 +26,7 @@ __all__ = [
     "check_calibration_files",
     "load_inputs",
     "real_tokens",
+    "thinned",
     "token_mask",
 ]
 
@@ -46,6 +47,9 @@ JOINED = 4
 
 MIN_KIND = 10
 """The fewest short or long texts of a held-out part that are measured apart."""
+
+PATCHES = 64
+"""The assumed number of tokens of an image."""
 
 HELD_OUT_PARTS = 3
 """Choose, prove, and a second proof after the first one failed."""
@@ -372,6 +376,24 @@ def _checksum(path: Path) -> str:
     for file in sorted(path.glob("*.npz")):
         digest.update(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}".encode())
     return digest.hexdigest()
+
+
+def thinned(batches: Sequence[Batch], tokens: int) -> list[Batch]:
+    """Evenly spaced batches with about this many tokens, at least one; all if they have fewer."""
+    counts = [_token_count(batch) for batch in batches]
+    wanted = max(round(len(batches) * tokens / max(sum(counts), 1)), 1)
+    if wanted >= len(batches):
+        return list(batches)
+    places = (np.arange(wanted) + 0.5) * len(batches) / wanted
+    return [batches[int(place)] for place in places]
+
+
+def _token_count(batch: Batch) -> int:
+    """The number of real tokens; rows that are no sequences of ids count as an image's patches."""
+    ids = next((x for x in batch.values() if x.ndim == 2 and x.dtype.kind in "iu"), None)
+    if ids is not None:
+        return int(token_mask(batch, ids.shape).sum())
+    return PATCHES * max((len(x) for x in batch.values() if x.ndim), default=1)
 
 
 def token_mask(batch: Mapping[str, np.ndarray], tokens: Sequence[int]) -> np.ndarray:

@@ -8,7 +8,7 @@ from typing import Any
 import onnx_ir as ir
 
 from attnserve.calibration.moments import collect_moments
-from attnserve.calibration.refit import refit
+from attnserve.calibration.refit import enough, refit
 from attnserve.checks.certify import read_attention
 from attnserve.checks.compare import empty_axes, random_batches, shaped_for
 from attnserve.context import RunContext
@@ -171,7 +171,8 @@ class _Application:
         lossy = [block for block in rewrite.lossy_blocks(self.graph_context)
                  if block.graph is self.model.graph]  # fmt: skip
         if self.data is not None and lossy:  # a session cannot observe the body of an If
-            moments = collect_moments(self.model, lossy, self.data.fit, context=self.context)
+            batches = enough(self.data.fit, lossy)
+            moments = collect_moments(self.model, lossy, batches, context=self.context)
         return rewrite.factored(self.graph_context, moments, self.context.stage("factor"))
 
     def _run_lossy(self, rewrite: RewritePass) -> None:
@@ -213,7 +214,8 @@ class _Application:
         self.is_measured = True
         empty = empty_axes(self.original, self.model)
         if self.data is not None:
-            batches = self.data.fit
+            blocks = self._blocks()
+            batches = enough(self.data.fit, [blocks[n] for n in self.changed if n in blocks])
         else:
             batches = random_batches(self.original, self.context.seed, empty=empty)
         refits = refit(

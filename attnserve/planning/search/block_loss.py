@@ -7,11 +7,9 @@ Removal is measured at a few sizes, with the block's last map refitted in closed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import reduce
-from operator import add
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -19,10 +17,11 @@ import onnx_ir as ir
 
 from attnserve.calibration.elimination import RIDGE, Elimination, eliminate, eliminate_neurons
 from attnserve.calibration.moments import collect_moments
-from attnserve.calibration.refit import Moments, context_moments, refit
+from attnserve.calibration.refit import Moments, context_moments, enough, refit
 from attnserve.calibration.similarity import measure_similarity
 from attnserve.checks.quality import QualityMeter
 from attnserve.context import RunContext, ignore_progress
+from attnserve.models.datasets import thinned
 from attnserve.planning.head_selection import Reuse, edges_of
 from attnserve.planning.search.candidates import (
     MAX_CONFIGS,
@@ -54,11 +53,11 @@ PROBES = (0.25, 0.5, 0.75)
 PROBE_ROWS = 48
 """The approximate number of texts on which losses are measured."""
 
-MOMENT_ROWS = 300
-"""The approximate number of texts for the moments of queries and keys."""
+MOMENT_TOKENS = 8192
+"""The approximate number of tokens for the moments of queries and keys, and for similarities."""
 
-FIT_EVERY = 2
-"""Every n-th of their batches is used to refit a replaced attention."""
+FIT_TOKENS = 4096
+"""The approximate number of tokens to which a replaced attention is refitted."""
 
 
 class Losses(NamedTuple):
@@ -93,11 +92,10 @@ def loss_curves(
         return Losses({}, ())
     blocks = [block for group in able for block in group.blocks]
     probes, rest = _split(batches)
-    moments = context_moments(model, blocks, rest, context=context)
     estimator = LossEstimator(model, [block.name for block in blocks], probes, new_meter, context)
     curves: dict[str, LossCurve] = {}
-    for done, group in enumerate(able, start=1):
-        total = reduce(add, (moments[name] for name in group.names))
+    sums = _by_group(able, context_moments(model, blocks, enough(rest, blocks), context=context))
+    for done, (group, total) in enumerate(sums, start=1):
         found, rows, weight = _elimination(group, total)
         count, gone, losses = group.count, list[int](), list[float]()
         for share in PROBES:
@@ -116,8 +114,7 @@ def loss_curves(
                 tuple(rising.tolist()),
             )  # fmt: skip
         context.progress("measure block losses", done, len(able))
-    some = rest[:: max(len(rest) * PROBE_ROWS // MOMENT_ROWS // len(probes), 1)]
-    others = _ChangeLosses(model, estimator, some, context)
+    others = _ChangeLosses(model, estimator, thinned(rest, MOMENT_TOKENS), context)
     wanted = {g: changes[g.key] for g in able if changes and g.key in changes and g.key in curves}
     for key, found in others.changes(wanted).items():
         curves[key] = replace(curves[key], changed=tuple(found))
@@ -175,9 +172,7 @@ class _ChangeLosses:
             source, reader = pair.source.names[0], pair.reader.names[0]
             both = [blocks[source], blocks[reader]]
             with suppress(AttnserveError):  # an impossible change is no candidate
-                alike = measure_similarity(
-                    plain, both, self.batches[::FIT_EVERY], context=self.silent
-                )
+                alike = measure_similarity(plain, both, self.batches, context=self.silent)
                 edges = edges_of(Reuse("full"), both, [reader], masks={}, similarity=alike)
                 taken = edges.get(reader, {})
                 if len(taken) < pair.reader.count:  # similarities were not measurable
@@ -191,8 +186,24 @@ class _ChangeLosses:
     def _loss(self, new: ir.Model, fitted: Sequence[str]) -> float:
         """The loss of a changed model, after these layers are refitted."""
         if fitted:
-            refit(new, self.model, fitted, self.batches[::FIT_EVERY], context=self.silent)
+            few = thinned(self.batches, FIT_TOKENS)
+            refit(new, self.model, fitted, few, context=self.silent)
         return max(self.estimator.loss_of(new), 1e-9)
+
+
+def _by_group(
+    groups: Sequence[TiedBlocks], moments: Iterable[tuple[str, Moments]]
+) -> Iterator[tuple[TiedBlocks, Moments]]:
+    """Add up the moments of tied blocks; each group is yielded when its last block is there."""
+    group_of = {name: group for group in groups for name in group.names}
+    missing = {group: len(group.names) for group in groups}
+    sums: dict[TiedBlocks, Moments] = {}
+    for name, found in moments:
+        group = group_of[name]
+        sums[group] = sums[group] + found if group in sums else found
+        missing[group] -= 1
+        if not missing[group]:
+            yield group, sums.pop(group)
 
 
 def _decompose(model: ir.Model, names: Collection[str]) -> None:

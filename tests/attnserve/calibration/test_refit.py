@@ -441,7 +441,7 @@ def test_moments_ignore_padding_in_any_layout(layout: str, width: int):
         "attention_mask": mask.astype(np.int64),
     }
     (block,) = find_attention(graph)[0]
-    found = context_moments(graph, [block], [batch])[block.name]
+    found = dict(context_moments(graph, [block], [batch]))[block.name]
     out = run(graph, batch) - batch["x"]  # B S D, or S B D
     real = (out.swapaxes(0, 1) if turned else out)[mask].astype(np.float64)
     assert found.count == mask.sum()
@@ -563,7 +563,7 @@ def test_a_constant_is_the_mean_output():
     (gap,) = skipped(graph)
     assert gap.affine.weight is None
     (block, _) = find_attention(original)[0]
-    moments = context_moments(original, [block], texts())[ONE]
+    moments = dict(context_moments(original, [block], texts()))[ONE]
     np.testing.assert_allclose(gap.affine.bias, moments.t / moments.count, atol=1e-5)
 
 
@@ -607,7 +607,7 @@ def test_refit_of_padding_only_is_refused():
     empty = [{**b, "attention_mask": np.zeros_like(b["attention_mask"])} for b in texts()]
     for what in (
         lambda: refit(pruned(original), original, [ONE], empty),
-        lambda: context_moments(original, find_attention(original)[0], empty),
+        lambda: list(context_moments(original, find_attention(original)[0], empty)),
     ):
         with raises(InvalidData, "calibration.no_token", "attention_0"):
             what()

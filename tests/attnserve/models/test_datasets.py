@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from attnserve.calibration.moments import collect_moments
 from attnserve.checks.certify import read_attention
 from attnserve.context import RunContext
 from attnserve.models.artifact import Artifact, load_model, open_artifact
-from attnserve.models.datasets import BATCH_SIZE, Dataset, load_inputs, token_mask
+from attnserve.models.datasets import BATCH_SIZE, Dataset, load_inputs, thinned, token_mask
 from attnserve.runtime.session import open_session
 from graph_passes.blocks import AttentionBlock
 from graph_passes.emit.editing import exposing
@@ -588,3 +590,16 @@ def test_load_inputs_source_is_json_with_checksum(tiny: Path, sentences: Path, t
     np.savez(tmp_path / "d.npz", **arrays())
     second = read(tmp_path, open_artifact(tiny)).source["sha256"]
     assert second != first, "a folder's is of all its files"
+
+
+@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=30), tokens=st.integers(1, 300))
+def test_thinned_keeps_about_that_many_tokens_from_all_lengths(sizes: list[int], tokens: int):
+    batches = [{"input_ids": np.ones((2, size), np.int64)} for size in sorted(sizes)]
+    chosen = thinned(batches, tokens)
+    places = [next(i for i, batch in enumerate(batches) if batch is each) for each in chosen]
+    assert places == sorted(set(places))
+    assert chosen
+    if tokens >= 2 * sum(sizes):
+        assert len(chosen) == len(batches)
+    gaps = np.diff([-1, *places, len(batches)])
+    assert gaps.max() <= 2 * len(batches) / len(chosen) + 1
