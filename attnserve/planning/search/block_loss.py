@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -17,7 +18,14 @@ import onnx_ir as ir
 
 from attnserve.calibration.elimination import RIDGE, Elimination, eliminate, eliminate_neurons
 from attnserve.calibration.moments import collect_moments
-from attnserve.calibration.refit import Moments, context_moments, enough, refit
+from attnserve.calibration.refit import (
+    Moments,
+    Targets,
+    collect_targets,
+    context_moments,
+    enough,
+    refit,
+)
 from attnserve.calibration.similarity import measure_similarity
 from attnserve.checks.quality import QualityMeter
 from attnserve.context import RunContext, ignore_progress
@@ -136,6 +144,16 @@ class _ChangeLosses:
         """The context of a step whose own progress is not reported."""
         return replace(self.context, progress=ignore_progress)
 
+    @cached_property
+    def few(self) -> list[Batch]:
+        """The batches that changed blocks are fitted to."""
+        return thinned(self.batches, FIT_TOKENS)
+
+    @cached_property
+    def targets(self) -> Targets:
+        """The outputs of all blocks on these batches."""
+        return collect_targets(self.model, list(self.estimator.maps), self.few, context=self.silent)
+
     def changes(
         self, wanted: Mapping[TiedBlocks, Sequence[BlockConfig]]
     ) -> dict[str, list[tuple[BlockConfig, float]]]:
@@ -186,8 +204,8 @@ class _ChangeLosses:
     def _loss(self, new: ir.Model, fitted: Sequence[str]) -> float:
         """The loss of a changed model, after these layers are refitted."""
         if fitted:
-            few = thinned(self.batches, FIT_TOKENS)
-            refit(new, self.model, fitted, few, context=self.silent)
+            context, targets = self.silent, self.targets
+            refit(new, self.model, fitted, self.few, context=context, targets=targets)
         return max(self.estimator.loss_of(new), 1e-9)
 
 
