@@ -12,7 +12,7 @@ written after each of them, and ``--resume`` continues it.
     minilm      sentences of TRAIN to calibrate, others of it; sentences of DEV; Spearman of DEV
     sst2        CLASSIFIER is an output of benchmarks.classifier; sentences and accuracy as above
     stories     stories260K of llama2.c; ROWS and UNSEEN (array idx, 256 tokens) are drawn from the
-                model itself with temperature 1; HUMAN has a story a line; perplexity of HUMAN
+                model itself (benchmarks.draw); HUMAN has a story a line; perplexity of HUMAN
     vit         a network for MNIST; every seventh image to calibrate, 5,000 others; their accuracy
 """
 

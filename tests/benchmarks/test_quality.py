@@ -8,10 +8,11 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from attnserve.checks.quality import Quality
-from benchmarks import _common, classifier, quality
+from benchmarks import _common, classifier, draw, quality
 from tests.attnserve.costs import count_instead_of_timing
 from tests.conftest import WORDS
 
@@ -114,3 +115,26 @@ def test_batches_have_every_row_once_and_like_lengths():
 def test_rate_rises_and_falls_to_zero():
     rates = [classifier.rate(step, 100) for step in range(101)]
     assert rates[0] == pytest.approx(0.1) and max(rates) == 1.0 and rates[-1] == 0
+
+
+class Chain:
+    """A model of 3 tokens with a fixed probability of each token after each."""
+
+    probability = np.array([[0.1, 0.6, 0.3], [0.5, 0.0, 0.5], [0.2, 0.7, 0.1]])
+
+    def get_inputs(self) -> list[Namespace]:
+        return [Namespace(name="idx", shape=["batch", 9])]
+
+    def run(self, outputs: None, feed: dict[str, np.ndarray]) -> list[np.ndarray]:
+        with np.errstate(divide="ignore"):
+            return [np.log(self.probability)[feed["idx"]]]
+
+
+def test_draw_follows_the_probabilities_of_the_model(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(draw, "run", lambda session, feed: session.run(None, feed))
+    tokens = draw.draw(Chain(), 4000, 1, np.random.default_rng(0))
+    assert tokens.shape == (4000, 9) and (tokens[:, 0] == 1).all()
+    for before in range(3):
+        after = tokens[:, 1:][tokens[:, :-1] == before]
+        share = np.bincount(after, minlength=3) / len(after)
+        np.testing.assert_allclose(share, Chain.probability[before], atol=0.02)
