@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
                 row = {"model": model, **measure(case, keep, folder / f"keep-{keep}")}
                 rows = merged(rows, row)
                 write_result("quality", files, rows=rows)
-                print(f"{model}, {keep}: {row['seconds']:.0f} s, {row['verdict']}", flush=True)
+                print(f"{model}, {keep}: {row['cpu_seconds']:.0f} s, {row['verdict']}", flush=True)
     _show(rows)
     return 0
 
@@ -172,23 +172,21 @@ MODELS: dict[str, tuple[tuple[str, ...], Callable[..., Case]]] = {
 """The files of each model, and the function that prepares them."""
 
 
-# Measurements
-
-
 def measure(case: Case, keep: float, output: Path) -> dict[str, Any]:
     """Optimize a model, and measure the result on unseen rows and on the task."""
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     search = attnserve.optimize(
         case.model, output, calib=case.calibration, keep=keep, allow=["ffn"], threads=1
     ).found
-    seconds = time.perf_counter() - start
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
     unseen, other = (
         None if file is None else attnserve.verify(case.model, output, data=file).quality
         for file in (case.unseen, case.other)
     )
     assert search is not None and unseen is not None
     return {
-        "keep": keep, "verdict": search.verdict, "gain": search.gain, "seconds": seconds,
+        "keep": keep, "verdict": search.verdict, "gain": search.gain,
+        "seconds": seconds, "cpu_seconds": cpu_seconds,
         "sequences": search.asked["sequences"], "speedup": search.speedup,
         "proofs": [proof.to_json() for proof in search.proofs],
         "unseen": {**unseen.to_json(), "loss": unseen.point_loss},
@@ -228,22 +226,24 @@ def merged(rows: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) -> list[di
 
 
 def _show(rows: Sequence[Mapping[str, Any]]) -> None:
-    headings = ("keep", "proved", "unseen", "other", "task", "speed-up", "seconds", "disagree")
+    headings = ("keep", "proved", "unseen", "other", "task", "speed-up", "CPU s", "disagree")
     table = number_table("promised, proved and true quality", headings)
     for row in rows:
         proof = row["proofs"][-1]["quality"] if row["proofs"] else None
         table.add_row(
             f"{row['model']}, {row['unseen']['measure']}", str(row["keep"]),
             *(_cell(part) for part in (proof, row["unseen"], row["other"])),
-            f"{row['task']['original']:.4f} to {row['task']['new']:.4f}",
-            f"{row['speedup']:.2f}x", f"{row['seconds']:.0f}", ", ".join(row["disagree"]) or "-",
+            "{original:.4f} to {new:.4f}".format(**row["task"]),
+            f"{row['speedup']:.2f}x", f"{row['cpu_seconds']:.0f}", ", ".join(row["disagree"]),
         )  # fmt: skip
     Console().print(table)
 
 
 def _cell(part: Mapping[str, Any] | None) -> str:
-    interval = " to ".join(f"{end:.4f}" for end in (part or {}).get("ci95") or ())
-    return f"{part['value']:.4f} ({interval})" if part else "-"
+    if part is None:
+        return "-"
+    low, high = part["ci95"] or (part["value"],) * 2
+    return f"{part['value']:.4f} ± {(high - low) / 2:.4f}"
 
 
 if __name__ == "__main__":
