@@ -26,7 +26,10 @@ from rich.table import Table
 
 import attnserve
 from attnserve.checks.benchmark import describe_machine
-from attnserve.models.artifact import open_artifact
+from attnserve.checks.compare import compare
+from attnserve.checks.quality import Quality, QualityMeter
+from attnserve.models.artifact import load_model, open_artifact
+from attnserve.models.datasets import load_inputs
 from attnserve.models.tokenizer import load_tokenizer, model_inputs
 from attnserve.runtime.session import open_session, run
 
@@ -91,6 +94,26 @@ def classifier_accuracy(model: Path, rows: Path) -> float:
 def sts_score(model: Path, pairs: Path) -> float:
     """Return the Spearman correlation of a model on STS pairs."""
     return attnserve.evaluate(model, task="sts", data=pairs).to_json()["spearman"]
+
+
+def quality_as_searched(
+    original: Path, new: Path, data: Path, calibration: Path, lengths: str = ""
+) -> Quality:
+    """Compare two models on all rows of a file as a search does on its own rows.
+
+    Short and long texts are measured apart by the lengths of ``calibration``, as in the search;
+    ``attnserve.verify`` decides that by those of ``data``.
+
+    Args:
+        lengths: Return this part if there is one, else that with most loss.
+    """
+    artifact = open_artifact(original)
+    before, after = load_model(artifact), load_model(open_artifact(new))
+    edge = load_inputs(calibration, before, artifact).length_edge
+    batches = load_inputs(data, before, artifact, split=False).fit
+    meter = QualityMeter(before, artifact, edge=edge)
+    found = compare(before, after, batches, data.name, meter=meter).qualities
+    return next((quality for quality in found if quality.lengths == lengths), found[0])
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ from benchmarks._common import (
     labeled_sentences,
     minilm,
     number_table,
+    quality_as_searched,
     sentences,
     spread,
     stored_rows,
@@ -52,11 +53,8 @@ from benchmarks._common import (
 
 KEEP = (0.95, 0.98, 0.99, 0.995)
 
-ROWS = 1400
-"""Sentences or images for calibration; a seventh serves for a proof."""
-
-UNSEEN, IMAGES = 2000, 5000
-"""Unseen sentences, at most, and unseen images."""
+ROWS, UNSEEN, IMAGES = 1400, 2000, 5000
+"""Rows for calibration, a seventh of which serves for a proof; unseen sentences and images."""
 
 
 @dataclass(frozen=True)
@@ -175,15 +173,18 @@ MODELS: dict[str, tuple[tuple[str, ...], Callable[..., Case]]] = {
 def measure(case: Case, keep: float, output: Path) -> dict[str, Any]:
     """Optimize a model, and measure the result on unseen rows and on the task."""
     start, cpu_start = time.perf_counter(), time.process_time()
-    search = attnserve.optimize(
+    report = attnserve.optimize(
         case.model, output, calib=case.calibration, keep=keep, allow=["ffn"], threads=1
-    ).found
-    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
-    unseen, other = (
-        None if file is None else attnserve.verify(case.model, output, data=file).quality
-        for file in (case.unseen, case.other)
     )
-    assert search is not None and unseen is not None
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+    search, proved = report.found, report.fidelity.quality
+    assert search is not None and proved is not None
+    unseen, *others = (
+        quality_as_searched(case.model, output, file, case.calibration, proved.lengths)
+        for file in (case.unseen, case.other)
+        if file is not None
+    )
+    other = next(iter(others), None)
     return {
         "keep": keep, "verdict": search.verdict, "gain": search.gain,
         "seconds": seconds, "cpu_seconds": cpu_seconds,
@@ -192,12 +193,12 @@ def measure(case: Case, keep: float, output: Path) -> dict[str, Any]:
         "unseen": {**unseen.to_json(), "loss": unseen.point_loss},
         "other": other and {**other.to_json(), "loss": other.point_loss},
         "task": {"name": case.task, "original": case.score(case.model), "new": case.score(output)},
-        "disagree": disagreements(keep, search.fidelity.quality, unseen) if search.gain else [],
+        "disagree": disagreements(keep, proved, unseen) if search.gain else [],
         "layers": [[d.block, d.kept, d.count, d.written] for d in search.decisions],
     }  # fmt: skip
 
 
-def disagreements(keep: float, proved: Quality | None, unseen: Quality) -> list[str]:
+def disagreements(keep: float, proved: Quality, unseen: Quality) -> list[str]:
     """Return what does not agree; nothing if the promise, the proof and the truth do.
 
     "promise": the value on unseen rows is below ``keep`` by more than its interval.
@@ -209,7 +210,7 @@ def disagreements(keep: float, proved: Quality | None, unseen: Quality) -> list[
         found.append("promise")
     elif 1 - unseen.point_loss < keep <= unseen.value:
         found.append("condition")
-    if proved is not None and proved.ci95 and unseen.ci95:
+    if proved.ci95 and unseen.ci95:
         halves = [(high - low) / 2 for low, high in (proved.ci95, unseen.ci95)]
         if abs(proved.value - unseen.value) > math.hypot(*halves):
             found.append("proof")
@@ -240,10 +241,8 @@ def _show(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _cell(part: Mapping[str, Any] | None) -> str:
-    if part is None:
-        return "-"
-    low, high = part["ci95"] or (part["value"],) * 2
-    return f"{part['value']:.4f} ± {(high - low) / 2:.4f}"
+    low, high = (part and part["ci95"]) or (0, 0)
+    return f"{part['value']:.4f} ± {(high - low) / 2:.4f}" if part else "-"
 
 
 if __name__ == "__main__":

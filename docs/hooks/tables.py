@@ -206,8 +206,8 @@ def quality_tasks() -> str:
 def _interval(quality: dict[str, Any] | None) -> str:
     if quality is None:
         return ""
-    low, high = quality["ci95"]
-    return f"{quality['value']:.4f} ({low:.4f} to {high:.4f}), {quality['rows']:,}"
+    ends = " to ".join(f"{end:.4f}" for end in quality["ci95"] or ())
+    return f"{quality['value']:.4f} ({ends or 'no interval'}), {quality['rows']:,}"
 
 
 def fidelity() -> str:

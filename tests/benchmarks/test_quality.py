@@ -37,12 +37,11 @@ def measured(value: float, half: float = 0.005, **changes: Any) -> Quality:
         (measured(0.99), measured(0.991, p5=0.94), ["condition"]),
         (measured(0.99), measured(0.991, second=0.02), ["condition"]),
         (measured(0.99), measured(0.986, second=0.02), []),
-        (None, measured(0.99), []),
         (measured(0.99), Quality("kl", 0.9, 0.9, 0.9, None, 1.0, 0.0, 20), []),
     ],
 )
 def test_disagreements_are_beyond_the_intervals(
-    proved: Quality | None, unseen: Quality, expected: list[str]
+    proved: Quality, unseen: Quality, expected: list[str]
 ):
     assert quality.disagreements(0.99, proved, unseen) == expected
 
