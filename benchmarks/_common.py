@@ -21,10 +21,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.table import Table
 
 import attnserve
 from attnserve.checks.benchmark import describe_machine
+from attnserve.checks.compare import compare
+from attnserve.checks.quality import Quality, QualityMeter
+from attnserve.models.artifact import load_model, open_artifact
+from attnserve.models.datasets import load_inputs
+from attnserve.models.tokenizer import load_tokenizer, model_inputs
+from attnserve.runtime.session import open_session, run
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -52,14 +59,61 @@ def sentences(path: Path, rows: int) -> list[str]:
     return [line for line in lines if line.strip()][:rows]
 
 
+def spread(rows: Sequence[str], count: int) -> list[str]:
+    """Return evenly spaced rows of a file, which is often sorted by the source of the texts."""
+    places: list[int] = np.linspace(0, len(rows) - 1, count).round().astype(int).tolist()
+    return [rows[place] for place in places]
+
+
 def write_lines(path: Path, lines: Sequence[str]) -> Path:
     path.write_text("\n".join(lines), encoding="utf-8")
     return path
 
 
+def labeled_sentences(path: Path) -> tuple[list[str], list[int]]:
+    """Return the columns sentence and label of a .tsv."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    rows = list(csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE))
+    return [row["sentence"] for row in rows], [int(row["label"]) for row in rows]
+
+
+def classifier_accuracy(model: Path, rows: Path) -> float:
+    """Return the accuracy of an artifact that classifies texts."""
+    artifact = open_artifact(model)
+    assert artifact.tokenizer is not None
+    encoder = load_tokenizer(artifact.tokenizer, max_length=artifact.max_length)
+    session = open_session(artifact.model, threads=1)
+    texts, labels = labeled_sentences(rows)
+    found = [
+        np.asarray(labels)[places] == np.argmax(run(session, feed)[0], -1)
+        for places, feed in encoder.batches(encoder.encode(texts), 32, model_inputs(session))
+    ]
+    return float(np.concatenate(found).mean())
+
+
 def sts_score(model: Path, pairs: Path) -> float:
     """Return the Spearman correlation of a model on STS pairs."""
     return attnserve.evaluate(model, task="sts", data=pairs).to_json()["spearman"]
+
+
+def quality_as_searched(
+    original: Path, new: Path, data: Path, calibration: Path, lengths: str = ""
+) -> Quality:
+    """Compare two models on all rows of a file as a search does on its own rows.
+
+    Short and long texts are measured apart by the lengths of ``calibration``, as in the search;
+    ``attnserve.verify`` decides that by those of ``data``.
+
+    Args:
+        lengths: Return this part if there is one, else that with most loss.
+    """
+    artifact = open_artifact(original)
+    before, after = load_model(artifact), load_model(open_artifact(new))
+    edge = load_inputs(calibration, before, artifact).length_edge
+    batches = load_inputs(data, before, artifact, split=False).fit
+    meter = QualityMeter(before, artifact, edge=edge)
+    found = compare(before, after, batches, data.name, meter=meter).qualities
+    return next((quality for quality in found if quality.lengths == lengths), found[0])
 
 
 @dataclass(frozen=True)
@@ -144,13 +198,28 @@ def write_result(name: str, options: argparse.Namespace, **content: Any) -> None
     The command has the names of files instead of their paths.
     """
     arguments = (
-        f"--{key} {value.name if isinstance(value, Path) else value}"
-        for key, value in vars(options).items()
-        if value is not None
+        f"--{key} {_argument(value)}" for key, value in vars(options).items() if value is not None
     )
     command = " ".join([f"python -m benchmarks.{name}", *arguments])
     machine = {} if "machine" in content else {"machine": asdict(describe_machine())}
     write_json(RESULTS / f"{name}.json", {"command": command, **content, **machine})
+
+
+def stored_rows(name: str) -> list[dict[str, Any]]:
+    """Return the entry "rows" of ``results/NAME.json``, which must be of this machine."""
+    path = RESULTS / f"{name}.json"
+    if not path.is_file():
+        return []
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    if stored["machine"] != asdict(describe_machine()):
+        raise SystemExit(f"{path} is of another machine or of other versions: remove it")
+    return stored["rows"]
+
+
+def _argument(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(_argument, value))
+    return value.name if isinstance(value, Path) else str(value)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -35,6 +35,7 @@ from benchmarks._common import (
     LENGTHS,
     minilm,
     sentences,
+    spread,
     sts_parser,
     sts_score,
     write_lines,
@@ -72,9 +73,13 @@ def main(arguments: list[str] | None = None) -> int:
         folder = Path(name)
         original = folder / "original"
         attnserve.export(minilm(), original)
-        calibration = write_lines(folder / "calibration.txt", _spread(options.train, options.rows))
+        calibration = write_lines(
+            folder / "calibration.txt", spread(sentences(options.train, sys.maxsize), options.rows)
+        )
         unseen = _unseen(options.train, calibration, folder / "unseen.tsv")
-        texts = write_lines(folder / "unseen.txt", _spread(unseen, UNSEEN_ROWS))
+        texts = write_lines(
+            folder / "unseen.txt", spread(sentences(unseen, sys.maxsize), UNSEEN_ROWS)
+        )
         models = _other_tools(original, folder)
         bases = {pairs: sts_score(original, pairs) for pairs in (options.dev, unseen)}
         plans: list[dict[str, Any]] = []
@@ -125,13 +130,6 @@ def _runs(
         for goal, parameters in GOALS.items():
             if "precision" not in parameters:
                 yield "--other", goal, other
-
-
-def _spread(train: Path, rows: int) -> list[str]:
-    """Return evenly spaced first sentences; the file is sorted by the source of the texts."""
-    everything = sentences(train, sys.maxsize)
-    places = np.linspace(0, len(everything) - 1, rows).round().astype(int).tolist()
-    return [everything[place] for place in places]
 
 
 def _unseen(train: Path, calibration: Path, output: Path) -> Path:

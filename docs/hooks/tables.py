@@ -53,6 +53,20 @@ PLANNER_MODELS = {
 }
 """The names of the models in planner.json, and how the documentation calls them."""
 
+QUALITY_MODELS = {
+    "minilm": "all-MiniLM-L6-v2",
+    "sst2": "SST-2 classifier",
+    "stories": "stories260K",
+    "vit": "MNIST transformer",
+}
+"""The names of the models in quality.json, and how the documentation calls them."""
+
+DISAGREEMENTS = {
+    "promise": "less than asked",
+    "condition": "second condition missed",
+    "proof": "proof and unseen rows differ",
+}
+
 
 def load(name: str) -> dict[str, Any]:
     """A result file of a benchmark."""
@@ -155,6 +169,45 @@ def planner_other() -> str:
             ]
         ],
     )
+
+
+def quality() -> str:
+    """The promise of each search, its proof, and the measure on rows that it did not get."""
+    rows = [
+        [
+            f"{QUALITY_MODELS[row['model']]}, {row['unseen']['measure']}",
+            f"{row['keep']:g}",
+            _interval(row["proofs"][-1]["quality"]) if row["gain"] else "no gain",
+            *(_interval(row[part]) if row["gain"] else "" for part in ("unseen", "other")),
+            ", ".join(DISAGREEMENTS[name] for name in row["disagree"]) if row["gain"] else "",
+        ]
+        for row in load("quality")["rows"]
+    ]
+    return table(["model and measure", "asked", "proved", "unseen", "other rows", "beyond"], rows)
+
+
+def quality_tasks() -> str:
+    """What the same searches mean for tasks and speed."""
+    rows = [
+        [
+            QUALITY_MODELS[row["model"]],
+            f"{row['keep']:g}",
+            row["task"]["name"],
+            *(f"{row['task'][model]:.4f}" for model in ("original", "new")),
+            times(row["speedup"]),
+            f"{row['cpu_seconds']:.0f} s",
+        ]
+        for row in load("quality")["rows"]
+    ]
+    header = ["model", "asked", "task", "original", "optimized", "speed-up", "processor time"]
+    return table(header, rows)
+
+
+def _interval(quality: dict[str, Any] | None) -> str:
+    if quality is None:
+        return ""
+    ends = " to ".join(f"{end:.4f}" for end in quality["ci95"] or ())
+    return f"{quality['value']:.4f} ({ends or 'no interval'}), {quality['rows']:,}"
 
 
 def fidelity() -> str:
