@@ -45,7 +45,8 @@ MOST_OPEN = 8
 """Maximum number of open sessions: each holds its weights and their packed copies."""
 
 SMALL = 64
-"""Constants with at most this many elements are part of a part's key (axes, shapes)."""
+"""Integers with at most this many elements (axes, shapes) are part of a part's key; of floats, only
+scalars are: biases of equal layers differ."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,9 +240,7 @@ def _structure(graph: ir.Graph, number: dict[ir.Value, int]) -> Hashable:
         value = origin(value)  # layers may share a constant through Identity
         tensor = value.const_value
         if tensor is not None and value.producer() is None:
-            size = int(np.prod(tensor.shape.numpy()))
-            content = tensor.numpy().tolist() if size <= SMALL else None
-            return tensor.dtype.name, tuple(tensor.shape), str(content)
+            return tensor.dtype.name, tuple(tensor.shape), str(_content(tensor))
         return number.setdefault(value, len(number))
 
     rows: list[Hashable] = []
@@ -251,6 +250,12 @@ def _structure(graph: ir.Graph, number: dict[ir.Value, int]) -> Hashable:
         outputs = tuple(place(value) for value in node.outputs)
         rows.append((node.domain, node.op_type, attributes, inputs, outputs))
     return tuple(rows), tuple(place(value) for value in graph.outputs)
+
+
+def _content(tensor: ir.TensorProtocol) -> Any:
+    """The elements of a constant that may determine the work; None for weights."""
+    most = 1 if tensor.dtype.is_floating_point() else SMALL
+    return tensor.numpy().tolist() if int(np.prod(tensor.shape.numpy())) <= most else None
 
 
 def _in_order(graph: ir.Graph) -> list[ir.Node]:
@@ -276,9 +281,7 @@ def _attribute(attribute: ir.Attr, number: dict[ir.Value, int]) -> str:
             return repr(_structure(attribute.as_graph(), number))
         case ir.AttributeType.TENSOR:
             tensor = attribute.as_tensor()
-            small = int(np.prod(tensor.shape.numpy())) <= SMALL
-            content = tensor.numpy().tolist() if small else None
-            return f"{tensor.dtype.name} {tuple(tensor.shape)} {content}"
+            return f"{tensor.dtype.name} {tuple(tensor.shape)} {_content(tensor)}"
         case _:
             return repr(attribute.value)
 
