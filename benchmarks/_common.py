@@ -109,9 +109,9 @@ def quality_as_searched(
     """
     artifact = open_artifact(original)
     before, after = load_model(artifact), load_model(open_artifact(new))
-    edge = load_inputs(calibration, before, artifact).length_edge
+    searched = load_inputs(calibration, before, artifact)
     batches = load_inputs(data, before, artifact, split=False).fit
-    meter = QualityMeter(before, artifact, edge=edge)
+    meter = QualityMeter(before, artifact, data=searched)
     found = compare(before, after, batches, data.name, meter=meter).qualities
     return next((quality for quality in found if quality.lengths == lengths), found[0])
 
