@@ -1,0 +1,140 @@
+"""Speed against quality of a sentence encoder, on sentences and on paragraphs.
+
+    python -m benchmarks.mixture --text TEXT [--goal GOAL ...] [--keep K ...] [--resume]
+
+Optimizes all-MiniLM-L6-v2 for the similarities of texts, without labels, calibrated on two files:
+500 sentences and 150 paragraphs of up to 256 tokens from the first half of TEXT (one paragraph a
+line). Quality is measured on up to 500 sentences and 400 paragraphs of the second half. The model
+is timed beside the exported one, in turns, on one thread at 128, 256 and 512 tokens. The result
+file is written after each goal, and ``--resume`` continues it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+import attnserve
+from benchmarks._common import (
+    description,
+    minilm,
+    number_table,
+    stored_rows,
+    write_lines,
+    write_result,
+)
+
+GOALS: dict[str, dict[str, Any]] = {
+    "attention": {},
+    "with feed-forwards": {"allow": ["ffn"]},
+    "with feed-forwards, int8": {"allow": ["ffn"], "precision": "int8"},
+}
+"""Arguments of ``optimize`` by the name in the result file."""
+
+KEEP = (0.95, 0.98, 0.99)
+
+SENTENCES, PARAGRAPHS = (500, 500), (150, 400)
+"""The numbers of texts for calibration and for the measurement."""
+
+WORDS = 60, 200
+"""Shorter lines are no paragraphs, longer ones are cut: 200 words have about 256 tokens."""
+
+LENGTHS = (128, 256, 512)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=description(__doc__))
+    parser.add_argument("--text", type=Path, required=True, help="one paragraph a line")
+    parser.add_argument("--goal", choices=GOALS, nargs="+", default=list(GOALS))
+    parser.add_argument("--keep", type=float, nargs="+", default=KEEP)
+    parser.add_argument("--resume", action="store_true", help="skip what the result file has")
+    options = parser.parse_args(arguments)
+    rows = stored_rows("mixture")
+    done = {(row["goal"], row["keep"]) for row in rows if options.resume}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        files = texts(options.text, folder)
+        attnserve.export(minilm(), folder / "original")
+        for goal, keep in ((goal, keep) for goal in options.goal for keep in options.keep):
+            if (goal, keep) in done:
+                continue
+            row = {"goal": goal, "keep": keep, **measure(folder, goal, keep, files)}
+            rows = [r for r in rows if (r["goal"], r["keep"]) != (goal, keep)] + [row]
+            write_result("mixture", argparse.Namespace(text=options.text), rows=rows)
+            print(f"{goal}, {keep}: {row['seconds']:.0f} s, {row['verdict']}", flush=True)
+    _show(rows)
+    return 0
+
+
+def texts(source: Path, folder: Path) -> dict[str, Path]:
+    """Write sentences and paragraphs for calibration and for the measurement, by name."""
+    lines = source.read_text(encoding="utf-8").splitlines()
+    paragraphs = [line.strip() for line in lines if len(line.split()) > WORDS[0]]
+    random.Random(0).shuffle(paragraphs)
+    half = len(paragraphs) // 2
+    files: dict[str, Path] = {}
+    for index, (kind, part) in enumerate(
+        (("calibration", paragraphs[:half]), ("unseen", paragraphs[half:]))
+    ):
+        count = PARAGRAPHS[index]
+        # Sentences of other paragraphs, so that no sentence is part of a paragraph.
+        found = [
+            s.strip() for line in part[count:] for s in re.split(r"(?<=[.!?]) (?=[A-Z])", line)
+        ]
+        short = [text for text in dict.fromkeys(found) if 5 <= len(text.split()) <= 40]
+        random.Random(index).shuffle(short)
+        long = [" ".join(line.split()[: WORDS[1]]) for line in part[:count]]
+        for name, chosen in (("sentences", short[: SENTENCES[index]]), ("paragraphs", long)):
+            files[f"{kind} {name}"] = write_lines(folder / f"{kind}-{name}.txt", chosen)
+    return files
+
+
+def measure(folder: Path, goal: str, keep: float, files: dict[str, Path]) -> dict[str, Any]:
+    """Optimize the encoder, and measure speed and quality."""
+    original, output = folder / "original", folder / f"{goal}-{keep}".replace(" ", "-")
+    start, cpu_start = time.perf_counter(), time.process_time()
+    report = attnserve.optimize(
+        original, output, keep=keep, sequence=128, threads=1, **GOALS[goal],
+        calib=[files["calibration sentences"], files["calibration paragraphs"]],
+    )  # fmt: skip
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+    assert report.found is not None
+    unseen: dict[str, Any] = {}
+    for name in ("sentences", "paragraphs"):
+        quality = attnserve.verify(original, output, data=files[f"unseen {name}"]).quality
+        assert quality is not None
+        unseen[name] = quality.to_json()
+    timed = attnserve.bench([original, output], sequences=LENGTHS, threads=1).results[1::2]
+    return {
+        "verdict": report.found.verdict, "seconds": seconds, "cpu_seconds": cpu_seconds,
+        "proofs": [proof.to_json() for proof in report.found.proofs], "unseen": unseen,
+        "speedups": {str(r.sequence): [r.speedup_vs_first, *r.speedup_ci95] for r in timed},
+        "layers": [[d.block, d.kept, d.count, d.written] for d in report.found.decisions],
+    }  # fmt: skip
+
+
+def _show(rows: Sequence[dict[str, Any]]) -> None:
+    headings = (*(f"{length} tokens" for length in LENGTHS), "sentences", "paragraphs", "seconds")
+    table = number_table("similarity, overlap@10 and R^2 on unseen texts", headings)
+    for row in rows:
+        table.add_row(
+            f"{row['goal']}, keep {row['keep']}",
+            *(f"{row['speedups'][str(length)][0]:.2f}x" for length in LENGTHS),
+            *("{value:.4f} {overlap:.3f} {r2:.4f}".format(**row["unseen"][name])
+              for name in ("sentences", "paragraphs")),
+            f"{row['seconds']:.0f}",
+        )  # fmt: skip
+    Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
