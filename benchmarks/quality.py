@@ -237,7 +237,7 @@ def _show(rows: Sequence[Mapping[str, Any]]) -> None:
             "{original:.4f} to {new:.4f}".format(**row["task"]),
             f"{row['speedup']:.2f}x", f"{row['cpu_seconds']:.0f}", ", ".join(row["disagree"]),
         )  # fmt: skip
-    Console().print(table)
+    Console(width=140).print(table)
 
 
 def _cell(part: Mapping[str, Any] | None) -> str:

@@ -9,22 +9,31 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from attnserve.checks.compare import verify
 from attnserve.checks.inspect import inspect
 from attnserve.planning.optimize import optimize
 from attnserve.runtime.session import open_session
 from tests.stories import stories
 
+SAMPLES = Path(__file__).parents[1] / "fixtures" / "stories260K.npz"
+"""240 rows that stories260K drew at temperature 1."""
 
-def vit_accuracy(path: Path, data: Path) -> float:
-    """Return the accuracy on the 10,000 MNIST test images, in percent."""
+
+def mnist(data: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Return the 10,000 MNIST test images (N, 1, 28, 28) as the model wants them, and labels."""
     images = np.frombuffer(
         gzip.decompress((data / "t10k-images-idx3-ubyte.gz").read_bytes())[16:], np.uint8
     ).reshape(-1, 1, 28, 28)
     labels = np.frombuffer(
         gzip.decompress((data / "t10k-labels-idx1-ubyte.gz").read_bytes())[8:], np.uint8
     )
+    return ((images / 255 - 0.1307) / 0.3081).astype(np.float32), labels
+
+
+def vit_accuracy(path: Path, data: Path) -> float:
+    """Return the accuracy on the 10,000 MNIST test images, in percent."""
+    scaled, labels = mnist(data)
     session = open_session(path)
-    scaled = ((images / 255 - 0.1307) / 0.3081).astype(np.float32)
     logits = [session.run(None, {"image": part})[0] for part in np.array_split(scaled, 20)]
     return float(np.mean(np.concatenate(logits).argmax(-1) == labels)) * 100
 
@@ -72,3 +81,37 @@ def test_cosine_of_a_language_model_is_high_although_tokens_change(shared: Path,
     quality = report.fidelity.quality
     assert quality is not None and quality.measure == "top1"
     assert quality.value < 0.95 and quality.constant < 0.2
+
+
+@pytest.mark.timing(seconds=60)
+def test_search_of_a_vision_transformer_keeps_its_promise(shared: Path, tmp_path: Path):
+    model = shared / "models" / "vit_mnist_researchase" / "vit_mnist_researchase.onnx"
+    images, _ = mnist(shared / "data" / "mnist")
+    for name, part in (("calibration", images[:560]), ("unseen", images[560:2560])):
+        np.savez(tmp_path / f"{name}.npz", image=part)
+    report = optimize(
+        model, tmp_path / "fast", calib=tmp_path / "calibration.npz", keep=0.95, allow=["ffn"],
+        threads=1,
+    )  # fmt: skip
+    assert report.found is not None and report.found.gain
+    found = verify(model, tmp_path / "fast", data=tmp_path / "unseen.npz").quality
+    assert found is not None and found.measure == "kl" and found.ci95 is not None
+    assert found.ci95[1] >= 0.95
+
+
+@pytest.mark.timing(seconds=120)
+def test_search_of_a_language_model_keeps_its_promise(shared: Path, tmp_path: Path):
+    folder = shared / "models" / "stories260K"
+    model, rows = folder / "stories260K.onnx", np.load(SAMPLES)["idx"].astype(np.int64)
+    np.savez(tmp_path / "calibration.npz", idx=rows[:180])
+    np.savez(tmp_path / "unseen.npz", idx=rows[180:])
+    report = optimize(
+        model, tmp_path / "fast", calib=tmp_path / "calibration.npz", keep=0.95, allow=["ffn"],
+        threads=1,
+    )  # fmt: skip
+    assert report.found is not None
+    new = tmp_path / "fast" / "model.onnx"
+    found = verify(model, new, data=tmp_path / "unseen.npz").quality
+    assert found is not None and found.measure == "top1" and found.ci95 is not None
+    assert found.ci95[1] >= 0.95
+    assert found.also["perplexity"] <= 1.05 * found.also["perplexity_original"]
