@@ -203,6 +203,24 @@ def quality_tasks() -> str:
     return table(header, rows)
 
 
+def mixture() -> str:
+    """Speed and quality of searches on sentences and paragraphs."""
+    rows = [
+        [
+            row["goal"],
+            f"{row['keep']:g}",
+            *(times(row["speedups"][length][0]) for length in ("128", "256", "512")),
+            *(
+                f"{unseen['value']:.4f}, {unseen['overlap']:.3f}, {unseen['r2']:.4f}"
+                for unseen in (row["unseen"][kind] for kind in ("sentences", "paragraphs"))
+            ),
+        ]
+        for row in load("mixture")["rows"]
+    ]
+    lengths = ["128 tokens", "256 tokens", "512 tokens"]
+    return table(["rewrites", "asked", *lengths, "unseen sentences", "unseen paragraphs"], rows)
+
+
 def _interval(quality: dict[str, Any] | None) -> str:
     if quality is None:
         return ""
