@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -307,14 +308,20 @@ def optimize(
         rewritten = replace(rewritten, warnings=planned.warnings)
     calibration = data.fit if data is not None else ()
     converted = convert(rewritten.model, rewritten.plan.precision, calibration)
+    new_meter = partial(QualityMeter, original, artifact, measure=measure)
+    compared = partial(compare, original, converted, context=context)
     if rewritten.found is not None and rewritten.found.gain:
         fidelity = rewritten.found.fidelity  # the proof
+    elif data is not None:
+        meter = new_meter(data=data, split="prove")
+        fidelity = compared(data.held_out, f"held out of {data.source['file']}", meter=meter)
     else:
-        fidelity = _compare(original, converted, artifact, data, measure, context)
-    also = [
-        _compare_file(original, converted, artifact, path, tokenizer, measure, context)
-        for path in as_paths(also_prove)
-    ]
+        batches = random_batches(original, seed, empty=empty_axes(original, converted))
+        fidelity = compared(batches, "random inputs", meter=new_meter(split="random"))
+    also: list[Fidelity] = []
+    for path in as_paths(also_prove):
+        other = load_inputs(path, original, artifact, tokenizer=tokenizer, split=False)
+        also.append(compared(other.fit, path.name, meter=new_meter(data=other)))
     after = model_cost(rewritten.model)
     even = break_even(before.macs, after.macs) if before.macs and after.macs else None
     optimized = OptimizeReport(
@@ -345,39 +352,6 @@ def optimize(
     if not dry_run:
         _write(artifact, converted, optimized, data, external_data, seed)
     return optimized
-
-
-def _compare_file(
-    original: ir.Model,
-    converted: ir.Model,
-    artifact: Artifact,
-    path: Path,
-    tokenizer: Path | None,
-    measure: Measure,
-    context: RunContext,
-) -> Fidelity:
-    """Compare with the original on all rows of a file."""
-    data = load_inputs(path, original, artifact, tokenizer=tokenizer, split=False)
-    meter = QualityMeter(original, artifact, measure=measure, data=data)
-    return compare(original, converted, data.fit, path.name, meter=meter, context=context)
-
-
-def _compare(
-    original: ir.Model,
-    converted: ir.Model,
-    artifact: Artifact,
-    data: Dataset | None,
-    measure: Measure,
-    context: RunContext,
-) -> Fidelity:
-    """Compare with the original on the held-out rows, or on random inputs."""
-    if data is None:
-        batches = random_batches(original, context.seed, empty=empty_axes(original, converted))
-        meter = QualityMeter(original, artifact, measure=measure, split="random")
-        return compare(original, converted, batches, "random inputs", meter=meter, context=context)
-    meter = QualityMeter(original, artifact, measure=measure, data=data, split="prove")
-    source = f"held out of {data.source['file']}"
-    return compare(original, converted, data.held_out, source, meter=meter, context=context)
 
 
 def _mode(
