@@ -18,6 +18,7 @@ from attnserve.cli.display import (
     out,
     print_json,
     print_line,
+    print_qualities,
     progress_bars,
     set_log_level,
     shorten_names,
@@ -166,8 +167,7 @@ def verify(
                 f"{output.min_cosine:.5f}",
             )
         out.print(table)
-        for quality in report.qualities:
-            print_line(f"quality: {quality.describe()}")
+        print_qualities("quality", report)
     if min_cosine is not None and report.mean_cosine < min_cosine:
         from graph_passes.errors import CheckFailed
 

@@ -16,6 +16,7 @@ from rich.markup import escape
 if TYPE_CHECKING:  # imported on use, because `--help` must start fast
     from rich.table import Table
 
+    from attnserve.checks.compare import Fidelity
     from attnserve.context import Progress
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "print_json",
     "print_line",
     "print_message",
+    "print_qualities",
     "progress_bars",
     "set_log_level",
     "shorten_names",
@@ -67,6 +69,14 @@ def log_level(quiet: bool, verbose: bool) -> str | None:
 def set_log_level(quiet: bool, verbose: bool) -> None:
     level = log_level(quiet, verbose) or "warning"
     logging.getLogger("attnserve").setLevel(level.upper())
+
+
+def print_qualities(title: str, fidelity: Fidelity) -> None:
+    """One line for each quality, with the name of the output if there are several."""
+    several = len({quality.output for quality in fidelity.qualities}) > 1
+    for quality in fidelity.qualities:
+        of = f" of {quality.output}" if several else ""
+        print_line(f"{title}{of} ({fidelity.data}): {quality.describe()}")
 
 
 def print_message(text: str) -> None:

@@ -18,6 +18,7 @@ from attnserve.cli.display import (
     print_json,
     print_line,
     print_message,
+    print_qualities,
     progress_bars,
     set_log_level,
     shorten_names,
@@ -292,8 +293,7 @@ def _show_report(report: OptimizeReport, dry_run: bool) -> None:
             f"{before.macs / 1e9:.3f} G -> {after.macs / 1e9:.3f} G"
         )
     for fidelity in (report.fidelity, *report.also_proved):
-        for quality in fidelity.qualities:
-            print_line(f"quality ({fidelity.data}): {quality.describe()}")
+        print_qualities("quality", fidelity)
     print_line(
         f"cosine to the original: mean {report.fidelity.mean_cosine:.4f}, "
         f"minimum {report.fidelity.min_cosine:.4f} ({report.fidelity.data})"
@@ -427,8 +427,7 @@ def _show_plan(report: PlanReport) -> None:
                 f"{speed.speedup:.2f}x",
             )
         out.print(table)
-    for quality in report.fidelity.qualities:
-        print_line(f"proof ({report.fidelity.data}): {quality.describe()}")
+    print_qualities("proof", report.fidelity)
     print_line(report.verdict)
 
 
