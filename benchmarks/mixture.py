@@ -37,6 +37,7 @@ GOALS: dict[str, dict[str, Any]] = {
     "attention": {},
     "with feed-forwards": {"allow": ["ffn"]},
     "with feed-forwards, int8": {"allow": ["ffn"], "precision": "int8"},
+    "with feed-forwards, int8-full": {"allow": ["ffn"], "precision": "int8-full"},
 }
 """Arguments of ``optimize`` by the name in the result file."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
+from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
@@ -131,19 +132,28 @@ def shorten_names(names: Sequence[str], width: int) -> tuple[list[str], str]:
     """Remove the common prefix and suffix of names that are longer than ``width``.
 
     ``model.layer.0.attention`` and ``model.layer.1.attention`` become ``..layer.0``, ``..layer.1``.
+    If names have nothing in common, the most of them that have the same first part are shortened.
 
     Returns:
         The names, escaped for tables, and a line that explains them ("" if they are unchanged).
     """
-    if len(names) < 2 or max(map(len, names)) <= width:
+    parts = {name: re.split(r"(?<=[./])", name) for name in names}  # a separator ends each part
+    firsts = Counter(parts[name][0] for name in names)
+    alike = [n for n in names if parts[n][0] == firsts.most_common(1)[0][0]] if names else []
+    if len(alike) < 2 or max(map(len, names)) <= width:
         return [escape(name) for name in names], ""
-    parts = [re.split(r"(?<=[./])", name) for name in names]  # a separator ends each part
-    shared = _common_length(parts)
-    tail = _common_length([part[shared:][::-1] for part in parts])
+    rows = [parts[name] for name in alike]
+    shared = _common_length(rows)
+    tail = _common_length([row[shared:][::-1] for row in rows])
     start = max(shared - 1, 0)  # the last shared part describes the parts that differ
-    short = ["".join(part[start : len(part) - tail or None]).rstrip("./") for part in parts]
-    short = [f"..{name}" if start else name for name in short]
-    return [escape(name) for name in short], f"{short[0]} is {names[0]}, and so on"
+    prefix = ".." if start else ""
+    short = {
+        name: prefix + "".join(row[start : len(row) - tail or None]).rstrip("./")
+        for name, row in zip(alike, rows, strict=True)
+    }
+    first = alike[0]
+    legend = "" if short[first] == first else f"{short[first]} is {first}, and so on"
+    return [escape(short.get(name, name)) for name in names], legend
 
 
 def _common_length(rows: Sequence[Sequence[str]]) -> int:

@@ -9,8 +9,10 @@ import pytest
 from typer.main import get_command
 
 import attnserve
+from attnserve.checks.compare import Fidelity
+from attnserve.checks.quality import Quality
 from attnserve.cli.app import app
-from attnserve.cli.display import option_names, shorten_names, with_options
+from attnserve.cli.display import option_names, print_qualities, shorten_names, with_options
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -32,6 +34,7 @@ def test_shorten_names_long_names_lose_common_parts(width: int):
         (["x.0.self", "x.0.cross"], ["..0.self", "..0.cross"]),
         (["prefix.one", "other"], ["prefix.one", "other"]),
         (["same.name", "same.name"], ["..name", "..name"]),
+        (["a.b.0.self", "a.b.1.self", "ffn_0"], ["..b.0", "..b.1", "ffn_0"]),
     ],
 )
 def test_shorten_names_results_are_distinct(names: list[str], short: list[str]):
@@ -65,3 +68,13 @@ def test_option_names_cover_parameters_of_the_python_function(name: str):
     command: Any = get_command(app)
     parameters = signature(getattr(attnserve, name)).parameters.keys()
     assert parameters - option_names(command.commands[name]).keys() <= {"progress", "batch_size"}
+
+
+def test_print_qualities_names_outputs_if_there_are_several(capsys: pytest.CaptureFixture[str]):
+    one, two = (
+        Quality("r2", 0.9, 0.8, 0.85, None, 0.7, 0.0, 5, output=name) for name in ("x", "y")
+    )
+    print_qualities("quality", Fidelity((), 1.0, 1.0, "rows.txt", (one,)))
+    print_qualities("proof", Fidelity((), 1.0, 1.0, "rows.txt", (one, two)))
+    starts = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()]
+    assert starts == ["quality (rows.txt)", "proof of x (rows.txt)", "proof of y (rows.txt)"]
