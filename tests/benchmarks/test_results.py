@@ -59,3 +59,16 @@ def test_static_int8_is_closer_than_dynamic_int8_as_fast_and_batch_invariant():
     speeds = [key for key in rows["float32"] if key.startswith("speedup")]
     dynamic, ours = rows["dynamic, 7 bits"], rows["static, smoothed, corrected, 7 bits"]
     assert all(ours[key] >= 0.97 * dynamic[key] for key in speeds)
+
+
+def test_searches_keep_their_promises_on_unseen_rows():
+    rows = load("quality")["rows"]
+    assert {row["model"] for row in rows} == {"minilm", "sst2", "stories", "vit"}
+    assert not [(row["model"], row["keep"]) for row in rows if "promise" in row["disagree"]]
+
+
+def test_a_language_model_keeps_tokens_and_perplexity():
+    """At 0.99: next-token agreement 0.97, and a perplexity that is at most 1 % higher."""
+    (row,) = [r for r in load("quality")["rows"] if (r["model"], r["keep"]) == ("stories", 0.99)]
+    assert row["unseen"]["value"] >= 0.97
+    assert row["task"]["new"] <= 1.01 * row["task"]["original"]
