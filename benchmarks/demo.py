@@ -101,7 +101,7 @@ def run(folder: Path, console: Console) -> None:
             rows.append(Row(name, report.output.parent, report.after, comparison.mean_cosine))
     with step("measure latency, one thread") as progress:
         bench = attnserve.bench(
-            [row.model for row in rows], sequences=LENGTHS, threads=1, rounds=20, progress=progress
+            [row.model for row in rows], sequences=LENGTHS, threads=1, rounds=12, progress=progress
         )
     with step("write a report on the attention layers") as progress:
         attnserve.analyze(

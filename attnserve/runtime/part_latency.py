@@ -38,7 +38,7 @@ from graph_passes.emit.editing import exposing, remove_unused
 
 __all__ = ["Cut", "LatencyTable", "Part", "cut_out", "default_cache", "time_sessions"]
 
-GROUP_SECONDS = 5.0
+GROUP_SECONDS = 4.0
 """Approximate time to measure all variants of one block."""
 
 MOST_OPEN = 8
