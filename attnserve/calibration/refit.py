@@ -66,8 +66,9 @@ FOLDS = 5
 """Number of folds of the cross-validation over texts."""
 
 MIN_TOKENS, TOKENS_PER_INPUT = 8192, 32
-"""Fits use about this many tokens: at least, and for each input of the map. Fewer cost quality: 13
-instead of 27 for each input raised the loss of MiniLM without an eighth of its neurons by 23 %."""
+"""Fits use about this many tokens: at least, and for each input of the map. Fewer cost quality: in
+a prototype, 13 instead of 27 for each input raised the loss of MiniLM, without an eighth of its
+neurons, by 23 %."""
 
 MOST_ROWS = 1024
 """Tokens that are buffered before they are added to the sums."""
