@@ -36,10 +36,12 @@ import onnx_ir as ir
 from rich.console import Console
 
 from attnserve.context import RunContext
-from attnserve.models import int8
 from attnserve.models.artifact import load_model, open_artifact
 from attnserve.models.datasets import load_inputs, real_tokens
 from attnserve.models.example_inputs import example_inputs
+from attnserve.models.int8 import quantize
+from attnserve.models.products import Range, collect_ranges
+from attnserve.models.quantized import Bits
 from attnserve.planning.apply import apply_plan
 from attnserve.planning.lossless_passes import fusion_plan
 from attnserve.runtime.cpu import cpu_flags
@@ -150,34 +152,35 @@ def is_word_table(node: ir.Node) -> bool:
 
 def static(
     fused: ir.Model,
-    bits: int8.Bits,
+    bits: Bits,
     batches: Sequence[Batch],
     change: Callable[[ir.Model, Any], Any] = lambda _, ranges: ranges,
-    **options: bool,
+    **options: Any,
 ) -> ir.Model:
     model = fused.clone()
-    int8.quantize(model, bits, change(model, int8.collect_ranges(model, batches)), **options)
+    quantize(model, bits, change(model, collect_ranges(model, batches)), **options)
     return model
 
 
 def clipped(
-    model: ir.Model, ranges: dict[ir.Value, int8.Range], batches: Sequence[Batch]
-) -> dict[ir.Value, int8.Range]:
+    model: ir.Model, ranges: dict[str, Range], batches: Sequence[Batch]
+) -> dict[str, Range]:
     """Ranges within a percentile of the absolute values of each activation."""
-    with exposing(model, list(ranges)):
+    with exposing(model, [v for node in model.graph for v in node.outputs if v.name in ranges]):
         session = open_session(model)
-    values: dict[ir.Value, list[np.ndarray]] = {value: [] for value in ranges}
+    names = [output.name for output in session.get_outputs()]
+    values: dict[str, list[np.ndarray]] = {name: [] for name in ranges}
     for batch in batches[::4]:
-        for value, array in zip(ranges, run(session, batch), strict=True):
-            values[value].append(np.abs(real_tokens(array, batch)).reshape(-1))
-    limits = {v: np.percentile(np.concatenate(arrays), PERCENTILE) for v, arrays in values.items()}
+        for name, array in zip(names, run(session, batch), strict=True):
+            values[name].append(np.abs(real_tokens(array, batch)).reshape(-1))
+    limits = {n: np.percentile(np.concatenate(arrays), PERCENTILE) for n, arrays in values.items()}
     return {
-        value: replace(
+        name: replace(
             range_,
-            low=np.maximum(range_.low, -limits[value]),
-            high=np.minimum(range_.high, limits[value]),
+            low=np.maximum(range_.low, -limits[name]),
+            high=np.minimum(range_.high, limits[name]),
         )
-        for value, range_ in ranges.items()
+        for name, range_ in ranges.items()
     }
 
 

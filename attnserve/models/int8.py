@@ -35,50 +35,27 @@ products of activations stay float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.models.datasets import real_tokens
-from attnserve.runtime.cpu import has_int8_dot_product
-from attnserve.runtime.session import Batch, open_session, run, weight_bytes
-from graph_passes.analysis.constants import (
-    constant_array,
-    constant_shape,
-    constant_tensor,
-    is_constant,
-)
-from graph_passes.emit.editing import Inserter, exposing, remove_unused, replace_uses
-from graph_passes.errors import CannotRewrite, InvalidData
+from attnserve.models.products import MICROSOFT, Product, Range, product_of
+from attnserve.models.quantized import LARGEST_7_BIT, Bits
+from attnserve.runtime.session import weight_bytes
+from graph_passes.analysis.constants import constant_array, constant_shape, is_constant
+from graph_passes.emit.editing import Inserter, remove_unused, replace_uses
+from graph_passes.errors import CannotRewrite
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int8
 
-__all__ = [
-    "QUANTIZED",
-    "Bits",
-    "Int8Activations",
-    "Range",
-    "batch_invariant",
-    "collect_ranges",
-    "int8_activations",
-    "int8_warning",
-    "int8_weight_bits",
-    "quantize",
-]
-
-Bits = Literal[7, 8]
-Int8Activations = Literal["static", "per-row", "dynamic"]
+__all__ = ["quantize"]
 
 TABLE = 1 / 20
 """Minimum share of the weight bytes for which the table of a Gather is quantized. Smaller tables
 save little and may need to be exact (rotary angles, relative positions)."""
-
-MOST_BATCHES = 64
-"""Calibration batches from which ranges are taken, evenly spaced."""
 
 LIMITS = 9
 """Limits of the channels that smoothing compares, from the median channel to the largest one."""
@@ -86,26 +63,6 @@ LIMITS = 9
 COST = 400
 """Smoothing that costs a Mul must lower the squared error of products with N columns by the factor
 1 + COST / N: the Mul takes the more of their time, the fewer columns they have."""
-
-QUANTIZED = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear",
-                       "MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul",
-                       "ConvInteger", "QGemm", "QAttention", "QEmbedLayerNormalization",
-                       "DynamicQuantizeLSTM", "MatMulNBits", "GatherBlockQuantized"})  # fmt: skip
-"""Operators of quantized models, besides QLinear..."""
-
-LARGEST_7_BIT = 64
-"""The largest absolute weight with which 16-bit sums of two products never saturate."""
-
-INT8_PRODUCTS = frozenset({"MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul",
-                           "QAttention", "QGemm", "QLinearMatMul", "ConvInteger", "QLinearConv",
-                           "DynamicQuantizeLSTM"})  # fmt: skip
-"""Operators that multiply 8-bit activations by 8-bit weights."""
-
-FACTORS = frozenset({"MatMul", "Gemm", "Conv"})
-"""Operators that ONNX Runtime runs in 8 bits if their inputs are dequantized."""
-
-DYNAMIC = frozenset({"DynamicQuantizeLinear", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM"})
-"""Operators that quantize an activation with one scale for all of its rows."""
 
 NORMALIZATIONS = {
     ("", "LayerNormalization"): (1, 2),
@@ -116,128 +73,14 @@ NORMALIZATIONS = {
 }
 """Places of the scale and the shift of normalizations."""
 
-MICROSOFT = "com.microsoft"
-
-
-@dataclass(frozen=True, eq=False)
-class Range:
-    """Values of an activation on calibration data, by channel.
-
-    Attributes:
-        low, high: The smallest and the largest value.
-        mean, mean_square: Moments over the tokens.
-    """
-
-    low: Float[np.ndarray, " D"]
-    high: Float[np.ndarray, " D"]
-    mean: Float[np.ndarray, " D"]
-    mean_square: Float[np.ndarray, " D"]
-
-
-@dataclass(frozen=True, eq=False)
-class _Product:
-    """A product of an activation and constant weights.
-
-    Attributes:
-        bias: A constant vector that is added to the product.
-        has_addend: Whether a Gemm adds another value.
-        result: The sum.
-    """
-
-    node: ir.Node
-    x: ir.Value
-    weight: ir.Value
-    bias: ir.Value | None
-    has_addend: bool
-    result: ir.Value
-
-    @property
-    def is_attention(self) -> bool:
-        return self.node.op_type == "Attention"
-
-    @property
-    def key(self) -> tuple[ir.Value, bool]:
-        """The weights as they are multiplied."""
-        is_transposed = self.node.op_type == "Gemm" and self.node.attributes.get_int("transB", 0)
-        return self.weight, bool(is_transposed)
-
-    def matrix(self) -> Float[np.ndarray, "D N"]:
-        array = constant_array(self.weight).astype(np.float64)
-        return array.T if self.key[1] else array
-
-
-# ---- conversion ----------------------------------------------------------------------------------
-
-
-def collect_ranges(model: ir.Model, batches: Sequence[Batch]) -> dict[ir.Value, Range]:
-    """The ranges of the activations that ``quantize`` needs, without padding.
-
-    The activations of one batch are in memory at a time.
-
-    Raises:
-        InvalidData: The model refuses a batch, the data has no token, or activations are not
-            finite.
-    """
-    products = filter(None, map(_product, model.graph))
-    values = [x for x in dict.fromkeys(product.x for product in products) if not is_constant(x)]
-    inside = [value for value in values if not value.is_graph_input()]
-    session = None
-    if inside and batches:
-        with exposing(model, inside):
-            session = open_session(model, spinning=False)
-    sums: dict[ir.Value, _Sums] = {value: _Sums() for value in values}
-    for batch in batches[:: -(-len(batches) // MOST_BATCHES) or 1]:
-        arrays = {value: batch[value.name or ""] for value in values if value.is_graph_input()}
-        if session is not None:
-            arrays |= dict(zip(inside, run(session, batch), strict=True))
-        for value, array in arrays.items():
-            if array.size:
-                sums[value].add(real_tokens(np.atleast_2d(array), batch))
-    return {value: each.range(value.name or "") for value, each in sums.items()} if batches else {}
-
-
-class _Sums:
-    """Running sums of one activation."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.low: np.ndarray | float = np.inf
-        self.high: np.ndarray | float = -np.inf
-        self.sum: np.ndarray | float = 0.0
-        self.squares: np.ndarray | float = 0.0
-
-    def add(self, tokens: Float[np.ndarray, "M D"]) -> None:
-        if not len(tokens):
-            return
-        self.count += len(tokens)
-        self.low = np.minimum(self.low, tokens.min(axis=0))
-        self.high = np.maximum(self.high, tokens.max(axis=0))
-        self.sum = self.sum + tokens.sum(axis=0, dtype=np.float64)
-        self.squares = self.squares + np.einsum("md,md->d", tokens, tokens, dtype=np.float64)
-
-    def range(self, name: str) -> Range:
-        if not self.count:
-            raise InvalidData(
-                f"{name}: the calibration data has no unmasked token",
-                "check the mask input",
-                code="calibration.no_token",
-            )
-        low, high = np.asarray(self.low, float), np.asarray(self.high, float)
-        if not (np.isfinite(low).all() and np.isfinite(high).all()):
-            raise InvalidData(
-                f"{name}: the activations on the calibration data are not finite",
-                "check the model and the data",
-                code="calibration.not_finite",
-            )
-        mean, mean_square = (np.asarray(s) / self.count for s in (self.sum, self.squares))
-        return Range(low, high, mean, mean_square)
-
 
 def quantize(
     model: ir.Model,
     bits: Bits,
-    ranges: Mapping[ir.Value, Range],
+    ranges: Mapping[str, Range],
     *,
+    keep: Collection[ir.Node] = (),
+    tables: bool = True,
     smooth: bool = True,
     correct: bool = True,
 ) -> None:
@@ -245,7 +88,9 @@ def quantize(
 
     Args:
         bits: Of the weights of products; tables have 8.
-        ranges: The static activations; all others get scales per row.
+        ranges: The static activations by name; all others get scales per row.
+        keep: Products that stay float.
+        tables: Quantize embedding tables too.
         smooth: Divide large channels of static activations.
         correct: Correct biases after static activations.
 
@@ -254,26 +99,28 @@ def quantize(
     """
     nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
     least = TABLE * weight_bytes(model)
-    products = [p for p in map(_product, nodes) if p and (p.x in ranges or not p.is_attention)]
-    if not products:
+    found = [each for each in map(product_of, nodes) if each is not None]
+    able = [each for each in found if each.x.name in ranges or not each.is_attention]
+    if not able:
         raise CannotRewrite(
             "int8: the model has no MatMul, Gemm or (with calibration data) com.microsoft "
             "Attention with constant float32 weights that can be quantized",
             "keep the float32 model",
             code="precision.no_weights",
         )
+    products = [each for each in able if each.node not in keep]
     writer = _Writer(model, bits, products, smooth=smooth, correct=correct)
-    groups: dict[tuple[ir.Value, ir.Graph | ir.Function | None], list[_Product]] = {}
+    groups: dict[tuple[ir.Value, ir.Graph | ir.Function | None], list[Product]] = {}
     for product in products:
         groups.setdefault((product.x, product.node.graph), []).append(product)
     for (x, _), group in groups.items():
         source = group[0].node.inputs[0]  # x, or the quantized product that replaced it
         assert source is not None
-        if x in ranges:
-            writer.write_static(source, group, ranges[x])
+        if (name := x.name or "") in ranges:
+            writer.write_static(source, group, ranges[name])
         else:
             writer.write_per_row(source, group)
-    for node in nodes:
+    for node in nodes if tables else ():
         if _is_table(node, least):
             writer.write_table(node)
     model.opset_imports.setdefault(MICROSOFT, 1)
@@ -287,7 +134,7 @@ class _Writer:
         self,
         model: ir.Model,
         bits: Bits,
-        products: Sequence[_Product],
+        products: Sequence[Product],
         *,
         smooth: bool,
         correct: bool,
@@ -301,7 +148,7 @@ class _Writer:
         self.weights: dict[tuple[ir.Value, bool], tuple[ir.Value, ir.Value]] = {}
         self.tables: dict[ir.Value, tuple[ir.Value, ir.Value, ir.Value]] = {}
 
-    def write_static(self, x: ir.Value, group: Sequence[_Product], range_: Range) -> None:
+    def write_static(self, x: ir.Value, group: Sequence[Product], range_: Range) -> None:
         """QuantizeLinear with constants, and the products of x."""
         make = _inserter(group[0])
         divisors = self._divisors(x, group, range_)
@@ -335,7 +182,7 @@ class _Writer:
 
     def _write_attention(
         self,
-        product: _Product,
+        product: Product,
         q: ir.Value,
         scale: ir.Value,
         weight: ir.Value,
@@ -353,7 +200,7 @@ class _Writer:
         made.attributes.pop("qkv_hidden_sizes", None)  # equal sizes are the default
         replace_uses(product.result, y)
 
-    def write_per_row(self, x: ir.Value, group: Sequence[_Product]) -> None:
+    def write_per_row(self, x: ir.Value, group: Sequence[Product]) -> None:
         """Bytes of -127..127 times the largest absolute value of each row, and the products."""
         make, axes = _inserter(group[0]), np.array([-1])
         absolute = make.op("Abs", [x], "absolute")
@@ -402,13 +249,13 @@ class _Writer:
         y = make.op("DequantizeLinear", [rows, scale, zero_point], "float")
         replace_uses(node.outputs[0], y)
 
-    def _replace(self, product: _Product, make: Inserter, y: ir.Value) -> None:
+    def _replace(self, product: Product, make: Inserter, y: ir.Value) -> None:
         if product.has_addend:
             y = make.op("Add", [y, product.node.inputs[2]], "sum")
         replace_uses(product.result, y)
 
     def _divisors(
-        self, x: ir.Value, group: Sequence[_Product], range_: Range
+        self, x: ir.Value, group: Sequence[Product], range_: Range
     ) -> Float[np.ndarray, " D"] | None:
         """Divisors of the channels of x; None if all are 1."""
         if not self.smooth or any(len(self.inputs[product.key]) > 1 for product in group):
@@ -417,7 +264,7 @@ class _Writer:
         least = 1.0 if _folds(x, group) else 1 + COST / weights.shape[1]
         return smoothing(range_, weights, self.bits, least)
 
-    def _weight(self, product: _Product, divisors: np.ndarray | None) -> tuple[ir.Value, ir.Value]:
+    def _weight(self, product: Product, divisors: np.ndarray | None) -> tuple[ir.Value, ir.Value]:
         """Bytes (D N) and scales (N); shared weights are never divided."""
         found = self.weights.get(product.key)
         if found is None or divisors is not None:
@@ -429,7 +276,7 @@ class _Writer:
         return found
 
 
-def _inserter(product: _Product) -> Inserter:
+def _inserter(product: Product) -> Inserter:
     graph = product.node.graph
     assert isinstance(graph, ir.Graph)
     return Inserter(graph, product.node, f"{product.node.name}/int8")
@@ -496,7 +343,7 @@ def _byte_step(low: float, high: float) -> tuple[np.ndarray, np.ndarray]:
     return step, np.array(np.clip(np.round(-low / float(step)), 0, 255), np.uint8)
 
 
-def _folds(x: ir.Value, group: Sequence[_Product]) -> bool:
+def _folds(x: ir.Value, group: Sequence[Product]) -> bool:
     """Whether x is a normalization that only these products read, with constant parameters."""
     node = x.producer()
     places = None if node is None else NORMALIZATIONS.get((node.domain, node.op_type))
@@ -509,7 +356,7 @@ def _folds(x: ir.Value, group: Sequence[_Product]) -> bool:
 
 
 def _fold_into_normalization(
-    x: ir.Value, group: Sequence[_Product], divisors: Float[np.ndarray, " D"]
+    x: ir.Value, group: Sequence[Product], divisors: Float[np.ndarray, " D"]
 ) -> bool:
     if not _folds(x, group):
         return False
@@ -522,64 +369,6 @@ def _fold_into_normalization(
             array = (constant_array(value) / divisors).astype(np.float32)
             node.replace_input_with(place, make.constant(array, "smooth"))
     return True
-
-
-# ---- products ------------------------------------------------------------------------------------
-
-
-def _product(node: ir.Node) -> _Product | None:
-    """The product that a node computes, if it can be quantized."""
-    kind = (node.domain, node.op_type)
-    if kind not in {("", "MatMul"), ("", "Gemm"), (MICROSOFT, "Attention")}:
-        return None
-    x, weight = node.inputs[:2]
-    if x is None or weight is None or not _is_matrix(weight):
-        return None
-    result, bias, has_addend = node.outputs[0], None, False
-    match node.op_type:
-        case "MatMul":
-            result, bias = _biased(result, constant_shape(weight)[1])
-        case "Gemm":
-            numbers = [node.attributes.get_float(name, 1.0) for name in ("alpha", "beta")]
-            if numbers != [1.0, 1.0] or node.attributes.get_int("transA", 0):
-                return None
-            width = constant_shape(weight)[0 if node.attributes.get_int("transB", 0) else 1]
-            addend = node.inputs[2] if len(node.inputs) > 2 else None
-            if addend is not None and _is_row(addend, width):
-                bias = addend
-            has_addend = addend is not None and bias is None
-        case _:
-            bias = node.inputs[2] if len(node.inputs) > 2 else None
-            others = any(value is not None for value in node.inputs[4:])  # cache, attention_bias
-            sizes = node.attributes.get_ints("qkv_hidden_sizes", ())
-            if not is_constant(bias) or others or len(set(sizes)) > 1 or len(node.outputs) > 1:
-                return None
-    return _Product(node, x, weight, bias, has_addend, result)
-
-
-def _is_matrix(value: ir.Value) -> bool:
-    if not is_constant(value) or len(shape := constant_shape(value)) != 2 or 0 in shape:
-        return False  # ONNX Runtime has no kernel for stacked matrices with a scale per column
-    tensor = constant_tensor(value)
-    dtype = constant_array(value).dtype if tensor is None else tensor.dtype.numpy()
-    return dtype == np.float32
-
-
-def _is_row(value: ir.Value, width: int) -> bool:
-    return is_constant(value) and constant_shape(value) in ((width,), (1, width))
-
-
-def _biased(product: ir.Value, width: int) -> tuple[ir.Value, ir.Value | None]:
-    """The sum of a product and a constant vector, if nothing else reads the product."""
-    uses = list(product.uses())
-    if len(uses) == 1 and not product.is_graph_output():
-        user, place = uses[0]
-        here = product.producer()
-        if user.op_type == "Add" and here is not None and user.graph is here.graph:
-            other = user.inputs[1 - place]
-            if other is not None and is_constant(other) and constant_shape(other) == (width,):
-                return user.outputs[0], other
-    return product, None
 
 
 def _is_table(node: ir.Node, least: float) -> bool:
@@ -595,103 +384,4 @@ def _is_table(node: ir.Node, least: float) -> bool:
         is_matrix
         and tensor.nbytes >= least
         and all(user.op_type == "Gather" for user, _ in value.uses())
-    )
-
-
-# ---- quantized models ----------------------------------------------------------------------------
-
-
-def batch_invariant(model: ir.Model) -> bool:
-    """Whether the quantization of a row does not depend on the other rows of its batch.
-
-    Operators that quantize with one scale for a whole tensor mix its rows, unless the tensor has
-    only one.
-    """
-    graphs = [*model.graphs(), *(function.graph for function in model.functions.values())]
-    return not any(
-        node.op_type in DYNAMIC and not _is_single_row(node.inputs[0])
-        for graph in graphs
-        for node in graph
-    )
-
-
-def _is_single_row(value: ir.Value | None) -> bool:
-    shape = None if value is None else value.shape
-    return shape is not None and all(size == 1 for size in shape[:-1])
-
-
-def int8_activations(model: ir.Model) -> Int8Activations | None:
-    """How the activations of int8 products are quantized; None without int8 products.
-
-    "static" if all scales are constants, "per-row" if some are computed for each row, and "dynamic"
-    if some are computed for the whole batch.
-    """
-    if int8_weight_bits(model) is None:
-        return None
-    if not batch_invariant(model):
-        return "dynamic"
-    nodes = ir.traversal.RecursiveGraphIterator(model.graph)
-    sources = [n.inputs[0] for n in nodes if n.op_type == "QuantizeLinear"]
-    return "per-row" if any(map(_is_divided_by_peak, sources)) else "static"
-
-
-def _is_divided_by_peak(value: ir.Value | None) -> bool:
-    """Whether a value was divided by the largest value of its rows (``write_per_row``)."""
-    for op_type, place in (("Div", 1), ("Max", 0), ("ReduceMax", 0), ("Abs", 0)):
-        node = None if value is None else value.producer()
-        if node is None or node.op_type != op_type:
-            return False
-        value = node.inputs[place]
-    return True
-
-
-def int8_weight_bits(model: ir.Model) -> Bits | None:
-    """Bits of the signed 8-bit weights that are multiplied by 8-bit activations.
-
-    7 if all are within -64..64 (other tools do not clamp 64 to 63), 8 if not, None without such
-    weights. Unsigned weights are not counted: their kernels do not saturate.
-    """
-    bits: Bits | None = None
-    for value in _int8_weights(model):
-        weights = constant_array(value)
-        if weights.size and max(-int(weights.min()), int(weights.max())) > LARGEST_7_BIT:
-            return 8
-        bits = 7
-    return bits
-
-
-def _int8_weights(model: ir.Model) -> Iterator[ir.Value]:
-    """Signed 8-bit weights of products with 8-bit activations."""
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
-        if not _multiplies_int8(node):
-            continue
-        for value in node.inputs:
-            tensor = None if value is None else constant_tensor(value)
-            if tensor is not None and tensor.dtype == ir.DataType.INT8 and len(tensor.shape) > 1:
-                assert value is not None
-                yield value
-
-
-def _multiplies_int8(node: ir.Node) -> bool:
-    """Whether a node multiplies constants by 8-bit activations, or dequantizes such constants."""
-    if node.op_type != "DequantizeLinear":
-        return node.op_type in INT8_PRODUCTS
-    # ONNX Runtime converts a product to QLinearMatMul if all its factors are dequantized.
-    users = [user for user, _ in node.outputs[0].uses() if user.op_type in FACTORS]
-    return any(_is_dequantized(value) for user in users for value in user.inputs[:1])
-
-
-def _is_dequantized(value: ir.Value | None) -> bool:
-    producer = None if value is None else value.producer()
-    return producer is not None and producer.op_type == "DequantizeLinear"
-
-
-def int8_warning(model: ir.Model) -> str | None:
-    """Return why int8 products of the model are inexact on this CPU; None if they are exact."""
-    if has_int8_dot_product() or int8_weight_bits(model) != 8:
-        return None
-    return (
-        "int8 weights outside -64..64 saturate on this CPU, which has no VNNI, AMX or ARM dot "
-        "product: results are inaccurate; quantize the float32 model with 7-bit weights "
-        "(attnserve precision int8, or reduce_range=True in onnxruntime.quantization)"
     )

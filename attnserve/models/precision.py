@@ -19,9 +19,8 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import get_args
 
 import onnx
@@ -29,7 +28,9 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 
 from attnserve.choices import Precision
-from attnserve.models.int8 import QUANTIZED, Bits, collect_ranges, quantize
+from attnserve.models.int8 import quantize
+from attnserve.models.products import Range, collect_ranges
+from attnserve.models.quantized import QUANTIZED, Bits
 from attnserve.runtime.cpu import has_int8_dot_product
 from attnserve.runtime.external_data import map_external_data
 from attnserve.runtime.session import Batch, lacks_kernels, open_session, require_runtime
@@ -44,14 +45,18 @@ from graph_passes.errors import (
     InvalidModel,
     InvariantBroken,
 )
+from graph_passes.matching.feed_forward import find_feed_forward
+from graph_passes.matching.find import find_attention
 from graph_passes.passes.convert_bfloat16 import COMPUTES, ToBfloat16
 from graph_passes.passes.round_bfloat16 import RoundInFloat32
+from graph_passes.passes.skip_attention import skipped
 
 __all__ = [
     "LARGEST",
     "Precision",
     "check_cpu",
     "convert",
+    "convert_alone",
     "is_bfloat16",
     "on_cpu",
     "precision_of",
@@ -80,7 +85,13 @@ NAMES = {
 FLOAT32 = "keep the float32 model"
 
 
-def convert(model: ir.Model, precision: Precision, calibration: Sequence[Batch] = ()) -> ir.Model:
+def convert(
+    model: ir.Model,
+    precision: Precision,
+    calibration: Sequence[Batch] = (),
+    *,
+    float_blocks: Collection[str] = (),
+) -> ir.Model:
     """Convert a copy of the model to another precision, with the same inputs and outputs (lossy).
 
     "float32" returns ``model`` itself. Convert last: passes do not match quantized products. The
@@ -89,10 +100,11 @@ def convert(model: ir.Model, precision: Precision, calibration: Sequence[Batch] 
     Args:
         calibration: Inputs for the static scales of int8 activations; without them, scales are
             computed for each row at run time, which is less accurate and slower.
+        float_blocks: Attention and feed-forward blocks that stay float32; int8 only.
 
     Raises:
-        InvalidArgument: The precision is unknown, the model is not float32, or this CPU multiplies
-            "int8-full" weights inexactly.
+        InvalidArgument: The precision is unknown, the model is not float32, it has no such block,
+            or this CPU multiplies "int8-full" weights inexactly.
         CannotRewrite: The model has no weights to convert, its opset is too old, the conversion
             fails, or ONNX Runtime does not run the result.
         InvalidData: The model refuses the calibration data, or its activations are not finite.
@@ -100,7 +112,7 @@ def convert(model: ir.Model, precision: Precision, calibration: Sequence[Batch] 
     """
     if precision == "float32":
         return model
-    if precision not in MAKE:
+    if precision not in (*MAKE, *BITS):
         raise InvalidArgument(
             f"precision {precision!r}: expected one of {', '.join(get_args(Precision))}",
             "for example int8",
@@ -109,39 +121,111 @@ def convert(model: ir.Model, precision: Precision, calibration: Sequence[Batch] 
     check_cpu(precision)
     _check_source(model, precision)
     require_runtime()
-    copy = model.clone()
-    map_external_data(copy)
+    with _conversion(precision):
+        copy = model.clone()
+        kept = _weight_nodes(copy, float_blocks)
+        _prepare(copy)
+        if precision in BITS:
+            made = _quantized(copy, BITS[precision], collect_ranges(copy, calibration), kept)
+        else:
+            made = MAKE[precision](copy)
+        _finish(model, made, precision)
+    return made
+
+
+def convert_alone(
+    model: ir.Model,
+    precision: Precision,
+    calibration: Sequence[Batch],
+    parts: Sequence[Collection[str]],
+) -> Iterator[ir.Model]:
+    """For each part, a copy of the model in which only its blocks are int8.
+
+    Activations are observed once for all of them.
+
+    Raises:
+        Those of ``convert``.
+    """
+    ranges: Mapping[str, Range] | None = None
+    for names in parts:
+        with _conversion(precision):
+            copy = model.clone()
+            chosen = _weight_nodes(copy, names)
+            _prepare(copy)
+            ranges = collect_ranges(copy, calibration) if ranges is None else ranges
+            others = [node for node in _nodes(copy) if node not in chosen]
+            made = _quantized(copy, BITS[precision], ranges, others, tables=False)
+            _finish(model, made, precision)
+        yield made
+
+
+@contextmanager
+def _conversion(precision: Precision) -> Generator[None]:
+    """Suppress the tools' warnings, and turn their exceptions, of many types, into ours."""
     try:
         with _quiet():
-            _give_names(copy)
-            common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(copy)
-            made = MAKE[precision](copy, calibration)
-        common.NameFixPass()(made)  # names in subgraphs must differ from those of outer graphs
-        _restore(model, made, precision)
-        if not precision.startswith("int8") and precision not in precision_of(made):
-            raise CannotRewrite(
-                f"{precision}: the weights are still {precision_of(made)}: the model has no "
-                "weight matrices, or they are graph inputs",
-                FLOAT32,
-                code="precision.unchanged",
-            )
-        _load(made)
+            yield
     except AttnserveError as error:
-        if isinstance(error, CannotRewrite | InvalidData | InvariantBroken):
+        if isinstance(error, CannotRewrite | InvalidArgument | InvalidData | InvariantBroken):
             raise
         raise CannotRewrite(
             f"{precision}: the converted model does not run: {error.what}",
             FLOAT32,
             code="precision.does_not_run",
         ) from error
-    except Exception as error:  # the tools raise exceptions of many types
+    except Exception as error:
         what = f"{type(error).__name__}: {error}"[:300]
         raise CannotRewrite(
             f"{precision}: the conversion fails on this model: {what}",
             FLOAT32,
             code="precision.failed",
         ) from error
-    return made
+
+
+def _prepare(copy: ir.Model) -> None:
+    """Write a copy as the tools need it: unique names, and all constants as initializers."""
+    map_external_data(copy)
+    _give_names(copy)
+    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(copy)
+
+
+def _finish(model: ir.Model, made: ir.Model, precision: Precision) -> None:
+    """Restore what the tools overwrite, and check that the result is converted and runs."""
+    common.NameFixPass()(made)  # names in subgraphs must differ from those of outer graphs
+    _restore(model, made, precision)
+    if precision not in BITS and precision not in precision_of(made):
+        raise CannotRewrite(
+            f"{precision}: the weights are still {precision_of(made)}: the model has no "
+            "weight matrices, or they are graph inputs",
+            FLOAT32,
+            code="precision.unchanged",
+        )
+    _load(made)
+
+
+def _weight_nodes(model: ir.Model, blocks: Collection[str]) -> set[ir.Node]:
+    """The products of these blocks with their weights.
+
+    Raises:
+        InvalidArgument: The model has no such block.
+    """
+    if not blocks:
+        return set()
+    found = {block.name: block.nodes for block in find_attention(model)[0]}
+    found |= {gap.name: gap.nodes for gap in skipped(model)}
+    for block in find_feed_forward(model):
+        found.setdefault(block.name, (*block.products, block.product))
+    if missing := [name for name in blocks if name not in found]:
+        raise InvalidArgument(
+            f"`float_blocks` names {missing[0]}, which the model does not have",
+            "`attnserve inspect` lists its blocks",
+            code="precision.no_block",
+        )
+    return {node for name in blocks for node in found[name]}
+
+
+def _nodes(model: ir.Model) -> Iterator[ir.Node]:
+    return iter(ir.traversal.RecursiveGraphIterator(model.graph))
 
 
 def on_cpu(model: ir.Model) -> ir.Model:
@@ -241,7 +325,7 @@ def _check_source(model: ir.Model, precision: Precision) -> None:
 # ---- float16 -------------------------------------------------------------------------------------
 
 
-def _halved(model: ir.Model, calibration: Sequence[Batch]) -> ir.Model:
+def _halved(model: ir.Model) -> ir.Model:
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
     set_missing_types(model)  # the tool converts only values that are typed float32
@@ -320,7 +404,7 @@ def _join_casts(model: ir.Model) -> None:
 # ---- bfloat16 ------------------------------------------------------------------------------------
 
 
-def _in_bfloat16(model: ir.Model, calibration: Sequence[Batch]) -> ir.Model:
+def _in_bfloat16(model: ir.Model) -> ir.Model:
     _require_opset(model, "bfloat16", min(COMPUTES))
     set_missing_types(model)
     ToBfloat16(frozenset(_positions(model)))(model)
@@ -330,9 +414,16 @@ def _in_bfloat16(model: ir.Model, calibration: Sequence[Batch]) -> ir.Model:
 # ---- int8 ----------------------------------------------------------------------------------------
 
 
-def _quantized(model: ir.Model, calibration: Sequence[Batch], *, bits: Bits) -> ir.Model:
+def _quantized(
+    model: ir.Model,
+    bits: Bits,
+    ranges: Mapping[str, Range],
+    keep: Collection[ir.Node],
+    *,
+    tables: bool = True,
+) -> ir.Model:
     _require_opset(model, "int8", OLDEST_OPSET)
-    quantize(model, bits, collect_ranges(model, calibration))
+    quantize(model, bits, ranges, keep=keep, tables=tables)
     return model
 
 
@@ -352,7 +443,7 @@ def _require_opset(model: ir.Model, precision: Precision, oldest: int) -> None:
 def _give_names(model: ir.Model) -> None:
     """Give unique names to all values and nodes of all graphs; the tools identify them by name."""
     common.NameFixPass()(model)
-    for index, node in enumerate(ir.traversal.RecursiveGraphIterator(model.graph)):
+    for index, node in enumerate(_nodes(model)):
         node.name = f"{node.name or node.op_type}/{index}"
 
 
@@ -379,12 +470,13 @@ def _restore(before: ir.Model, after: ir.Model, precision: Precision) -> None:
     after.graph.name = before.graph.name
 
 
-MAKE: Mapping[str, Callable[[ir.Model, Sequence[Batch]], ir.Model]] = {
+MAKE: Mapping[str, Callable[[ir.Model], ir.Model]] = {
     "float16": _halved,
     "bfloat16": _in_bfloat16,
-    "int8": partial(_quantized, bits=7),
-    "int8-full": partial(_quantized, bits=8),
 }
+
+BITS: Mapping[str, Bits] = {"int8": 7, "int8-full": 8}
+"""Bits of the weights, by precision."""
 
 
 @contextmanager

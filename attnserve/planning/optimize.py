@@ -45,9 +45,9 @@ from attnserve.models.datasets import (
     check_calibration_files,
     load_inputs,
 )
-from attnserve.models.int8 import Int8Activations, int8_activations, int8_weight_bits
 from attnserve.models.lengths import Lengths, check_lengths, length_bounds, middle_length
 from attnserve.models.precision import Precision, check_cpu, convert
+from attnserve.models.quantized import Int8Activations, int8_activations, int8_weight_bits
 from attnserve.models.token_statistics import token_statistics
 from attnserve.paths import StrPath, as_path, as_paths
 from attnserve.planning.apply import ApplyReport, Step, apply_plan, count_macs
@@ -307,7 +307,10 @@ def optimize(
         rewritten = _apply(planned.plan, original, report, data, context, shape, fit=refit)
         rewritten = replace(rewritten, warnings=planned.warnings)
     calibration = data.fit if data is not None else ()
-    converted = convert(rewritten.model, rewritten.plan.precision, calibration)
+    converted = convert(
+        rewritten.model, rewritten.plan.precision, calibration,
+        float_blocks=rewritten.plan.float_blocks,
+    )  # fmt: skip
     new_meter = partial(QualityMeter, original, artifact, measure=measure)
     compared = partial(compare, original, converted, context=context)
     if rewritten.found is not None and rewritten.found.gain:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from attnserve.choices import Precision
 from graph_passes.errors import InvalidArgument
@@ -42,13 +42,22 @@ class Plan:
     """Rewrites to apply, in order, then the precision to convert to.
 
     Each pass refers to blocks and heads as its predecessors leave them.
+
+    Attributes:
+        float_blocks: Blocks that stay float32 in an int8 model.
     """
 
     passes: tuple[RewritePass, ...] = ()
     precision: Precision = "float32"
+    float_blocks: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, passes: Iterable[RewritePass], precision: Precision = "float32") -> Plan:
+    def of(
+        cls,
+        passes: Iterable[RewritePass],
+        precision: Precision = "float32",
+        float_blocks: Sequence[str] = (),
+    ) -> Plan:
         """A plan of passes in any order: those of a kind are merged, and all are put in ``ORDER``.
 
         Args:
@@ -67,7 +76,7 @@ class Plan:
         place = {name: float(index) for index, name in enumerate(ORDER)}
         unlisted = place["fuse_attention"] - 0.5
         ordered = sorted(merged.values(), key=lambda rewrite: place.get(rewrite.name, unlisted))
-        return cls(tuple(ordered), precision)
+        return cls(tuple(ordered), precision, tuple(float_blocks))
 
     def find(self, kind: type[Kind]) -> Kind | None:
         """The first pass of a kind."""
@@ -92,6 +101,7 @@ class Plan:
         return {
             "passes": [rewrite.to_json() for rewrite in self.passes],
             "precision": self.precision,
+            **({"float_blocks": list(self.float_blocks)} if self.float_blocks else {}),
         }
 
     @classmethod
@@ -111,7 +121,7 @@ class Plan:
             pass_named(entry.name).from_json({"pass": entry.name, **(entry.model_extra or {})})
             for entry in plan.passes
         ]
-        return cls(tuple(passes), plan.precision)
+        return cls(tuple(passes), plan.precision, tuple(plan.float_blocks))
 
 
 class _Entry(BaseModel):
@@ -129,6 +139,13 @@ class _PlanContent(BaseModel):
 
     passes: list[_Entry] = []
     precision: Precision = "float32"
+    float_blocks: list[str] = []
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.float_blocks and not self.precision.startswith("int8"):
+            raise ValueError("float_blocks apply to int8")
+        return self
 
 
 def targets_of(rewrite: RewritePass) -> Mapping[str, Any]:

@@ -25,7 +25,7 @@ import onnx_ir as ir
 from attnserve.context import Provider
 from attnserve.models.artifact import Artifact, load_model
 from attnserve.models.example_inputs import example_inputs, id_bound
-from attnserve.models.int8 import batch_invariant, int8_warning
+from attnserve.models.quantized import batch_invariant, int8_warning
 from attnserve.models.tokenizer import Encoding, load_tokenizer, model_inputs, pool
 from attnserve.runtime.backends import open_runner
 from attnserve.runtime.cuda import PARITY, Cuda

@@ -30,6 +30,7 @@ from attnserve.calibration.similarity import measure_similarity
 from attnserve.checks.quality import QualityMeter
 from attnserve.context import RunContext, ignore_progress
 from attnserve.models.datasets import thinned
+from attnserve.models.precision import Precision, convert_alone
 from attnserve.planning.head_selection import Reuse, edges_of
 from attnserve.planning.search.candidates import (
     MAX_CONFIGS,
@@ -53,7 +54,7 @@ from graph_passes.passes.decompose_attention import decompose_fused
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-__all__ = ["Losses", "loss_curves"]
+__all__ = ["Losses", "conversion_losses", "loss_curves"]
 
 PROBES = (0.25, 0.5, 0.75)
 """Shares of a block whose removal is measured."""
@@ -69,10 +70,17 @@ FIT_TOKENS = 4096
 
 
 class Losses(NamedTuple):
-    """Loss curves by the key of each group that can be reduced, and pairs with their losses."""
+    """Losses at the output of the model.
+
+    Attributes:
+        curves: By the key of each group that can be reduced.
+        pairs: Pairs with their losses.
+        conversion: By the key of each group, the loss if it alone is converted to int8.
+    """
 
     curves: dict[str, LossCurve]
     pairs: tuple[ReusePair, ...]
+    conversion: dict[str, float]
 
 
 def loss_curves(
@@ -97,7 +105,7 @@ def loss_curves(
     """
     able = [group for group in groups if not group.refusal]
     if not able:
-        return Losses({}, ())
+        return Losses({}, (), {})
     blocks = [block for group in able for block in group.blocks]
     probes, rest = _split(batches)
     estimator = LossEstimator(model, [block.name for block in blocks], probes, new_meter, context)
@@ -127,7 +135,35 @@ def loss_curves(
     for key, found in others.changes(wanted).items():
         curves[key] = replace(curves[key], changed=tuple(found))
     faster = [p for p in pairs if p.saved_ms > 0 and {p.source.key, p.reader.key} <= curves.keys()]
-    return Losses(curves, tuple(others.pairs(faster)))
+    return Losses(curves, tuple(others.pairs(faster)), {})
+
+
+def conversion_losses(
+    model: ir.Model,
+    groups: Sequence[TiedBlocks],
+    batches: Sequence[Batch],
+    precision: Precision,
+    *,
+    new_meter: Callable[[], QualityMeter],
+    context: RunContext,
+) -> dict[str, float]:
+    """The loss if each group alone is converted to int8, by its key.
+
+    Args:
+        precision: "int8" or "int8-full".
+        new_meter: See ``LossEstimator``.
+
+    Raises:
+        Those of ``convert``.
+    """
+    probes, rest = _split(batches)
+    estimator = LossEstimator(model, [], probes, new_meter, context)
+    parts = convert_alone(model, precision, rest, [group.names for group in groups])
+    found: dict[str, float] = {}
+    for group, converted in zip(groups, parts, strict=True):
+        found[group.key] = estimator.loss_of(converted)
+        context.progress("measure int8 losses", len(found), len(groups))
+    return found
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,11 +11,11 @@ from attnserve.planning.search.block_loss import Losses
 from attnserve.planning.search.candidates import (
     BlockConfig,
     ChoiceUnit,
+    Estimates,
     LossCurve,
     Option,
     ReusePair,
     TiedBlocks,
-    options_of,
     passes_of,
     units_of,
 )
@@ -55,6 +55,10 @@ class Picked:
         """Whether the second attention takes the probabilities of the first."""
         return any(config.source is not None for config in self.configs)
 
+    def is_float(self, group: TiedBlocks) -> bool:
+        """Whether a group stays float32 in an int8 model."""
+        return self.unit.index(group) in self.options[self.index].in_float
+
     def __iter__(self) -> Iterator[tuple[TiedBlocks, BlockConfig]]:
         return zip(self.unit, self.configs, strict=True)
 
@@ -65,6 +69,7 @@ class CandidateSet:
 
     Attributes:
         curves: The estimated losses of each group of tied blocks, by its key.
+        conversion: The loss of each group's conversion to int8.
         units: The groups that are chosen together, with their pair if they are one.
         options: The options of each unit.
         front: The choices that no other choice beats in both loss and time, by rising loss.
@@ -72,6 +77,7 @@ class CandidateSet:
 
     timing: ModelTiming
     curves: Mapping[str, LossCurve]
+    conversion: Mapping[str, float]
     units: Sequence[tuple[ChoiceUnit, ReusePair | None]]
     options: Sequence[Sequence[Option]]
     front: Sequence[Choice]
@@ -80,11 +86,12 @@ class CandidateSet:
     def of(cls, timing: ModelTiming, losses: Losses) -> CandidateSet:
         """Combine latencies and losses."""
         units = units_of(timing.groups, losses.pairs)
-        options = [
-            options_of(unit, timing.blocks, losses.curves, pair, target=timing.target)
-            for unit, pair in units
-        ]
-        return cls(timing, losses.curves, units, options, pareto_front(options))
+        estimates = Estimates(
+            timing.blocks, timing.in_float, losses.curves, losses.conversion, timing.target
+        )
+        options = [estimates.options(unit, pair) for unit, pair in units]
+        front = pareto_front(options)
+        return cls(timing, losses.curves, losses.conversion, units, options, front)
 
     def predicted_ms(self, choice: Choice) -> float:
         """The predicted time of the whole model."""
@@ -103,7 +110,7 @@ class CandidateSet:
 
     def plan(self, choice: Choice, precision: Precision) -> Plan:
         """The passes that turn the model into a choice."""
-        passes: list[RewritePass] = []
+        passes, in_float = list[RewritePass](), list[str]()
         masks: dict[str, list[int]] = {}
         edges: dict[str, dict[int, tuple[str, int]]] = {}
         for picked in self.picked(choice):
@@ -116,7 +123,9 @@ class CandidateSet:
                     if config.source is not None:
                         assert picked.pair is not None
                         edges[block.name] = picked.pair.edges(mask)
-                    form = self.timing.blocks[block].implementation
+                    is_float = picked.is_float(group)
+                    form = self.timing.latency(block, is_float=is_float).implementation
+                    in_float += [block.name] if is_float else []
                     needs_plain = config.needs_plain_operators or block.name in sources
                     if form == "gelu":
                         passes.append(FuseGelu([block.name]))
@@ -125,7 +134,7 @@ class CandidateSet:
         passes.append(ReuseAttention(renumbered(edges, masks)))
         if self.timing.residual_fusion_ms > 0:
             passes += [FoldBiases(), FuseResiduals()]
-        return Plan.of(passes, precision)
+        return Plan.of(passes, precision, in_float)
 
     def _mask(self, group: TiedBlocks, config: BlockConfig, pair: ReusePair | None) -> list[int]:
         """1 for each head or neuron of a group that is kept."""

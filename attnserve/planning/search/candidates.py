@@ -35,6 +35,7 @@ __all__ = [
     "BlockConfig",
     "BlockLatency",
     "ChoiceUnit",
+    "Estimates",
     "Implementation",
     "LossCurve",
     "Option",
@@ -45,7 +46,6 @@ __all__ = [
     "changes_to_measure",
     "configs_of",
     "group_blocks",
-    "options_of",
     "passes_of",
     "units_of",
 ]
@@ -185,11 +185,13 @@ class Option:
         configs: The configuration of each of its groups.
         loss: The predicted loss at the model's output.
         ms: The mean latency over the target shapes.
+        in_float: The groups that stay float32 in an int8 model, by index.
     """
 
     configs: tuple[BlockConfig, ...]
     loss: float
     ms: float
+    in_float: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
@@ -410,51 +412,79 @@ def units_of(
     return found
 
 
-def options_of(
-    unit: ChoiceUnit,
-    timed: Mapping[Block, BlockLatency],
-    curves: Mapping[str, LossCurve],
-    pair: ReusePair | None = None,
-    *,
-    target: int,
-) -> list[Option]:
-    """The options of a unit that are at no shape slower than it is now, by rising loss."""
-    if pair is None:
-        (group,) = unit
-        return _rising(_of_group(group, timed, curves.get(group.key), target))
-    first, second = (
-        _rising(_of_group(group, timed, curves.get(group.key), target)) for group in unit
-    )
-    options = [
-        Option((*a.configs, *b.configs), a.loss + b.loss, a.ms + b.ms)
-        for a in first
-        for b in second
-    ]
-    original = sum(np.array(timed[group.blocks[0]].original) for group in unit)
-    curve, other = (curves[group.key] for group in unit)
-    for kept, ms in pair.times.items():
-        if (np.array(ms) > MAX_BLOCK_SLOWDOWN * original).any():
-            continue
-        gone = pair.source.count - kept
-        loss = curve.at(gone) + other.at(gone) + pair.loss * kept / pair.source.count
-        configs = BlockConfig(kept), BlockConfig(kept, source=pair.source.names[0])
-        options.append(Option(configs, loss, float(np.mean(ms[:target]))))
-    return _rising(options)
+@dataclass(frozen=True, eq=False)
+class Estimates:
+    """Everything that is known of the blocks of a model, from which options are made.
 
+    Attributes:
+        timed: Latencies in the precision of the goal, by block.
+        in_float: Latencies in float32, if the goal is an int8 model; otherwise empty.
+        curves: Losses by the key of a group.
+        conversion: The loss if a group alone is converted to int8, by its key.
+        target: The number of shapes at which the model should be fast.
+    """
 
-def _of_group(
-    group: TiedBlocks, timed: Mapping[Block, BlockLatency], curve: LossCurve | None, target: int
-) -> list[Option]:
-    times = [timed[block] for block in group.blocks]
-    original = np.sum([each.original for each in times], axis=0)
-    whole = BlockConfig(group.count)
-    options: list[Option] = []
-    for config in set.intersection(*(set(each.configs) for each in times)):
-        ms = np.sum([each.configs[config] for each in times], axis=0)
-        loss = 0.0 if config == whole else curve and curve.of(config)
-        if loss is not None and (config == whole or (ms <= MAX_BLOCK_SLOWDOWN * original).all()):
-            options.append(Option((config,), loss, float(np.mean(ms[:target]))))
-    return options
+    timed: Mapping[Block, BlockLatency]
+    in_float: Mapping[Block, BlockLatency]
+    curves: Mapping[str, LossCurve]
+    conversion: Mapping[str, float]
+    target: int
+
+    def options(self, unit: ChoiceUnit, pair: ReusePair | None = None) -> list[Option]:
+        """The options of a unit that are at no shape slower than it is now, by rising loss."""
+        if pair is None:
+            (group,) = unit
+            return _rising(self._of_group(group))
+        first, second = (_rising(self._of_group(group)) for group in unit)
+        options = [
+            Option(
+                (*a.configs, *b.configs),
+                a.loss + b.loss,
+                a.ms + b.ms,
+                a.in_float | {index + 1 for index in b.in_float},
+            )
+            for a in first
+            for b in second
+        ]
+        original = sum(np.array(self.timed[group.blocks[0]].original) for group in unit)
+        curve, other = (self.curves[group.key] for group in unit)
+        conversion = sum(self.conversion.get(group.key, 0.0) for group in unit)
+        for kept, ms in pair.times.items():
+            if (np.array(ms) > MAX_BLOCK_SLOWDOWN * original).any():
+                continue
+            gone = pair.source.count - kept
+            loss = curve.at(gone) + other.at(gone) + pair.loss * kept / pair.source.count
+            configs = BlockConfig(kept), BlockConfig(kept, source=pair.source.names[0])
+            options.append(Option(configs, loss + conversion, self._mean(ms)))
+        return _rising(options)
+
+    def _of_group(self, group: TiedBlocks) -> list[Option]:
+        converted = self._in_precision(group, self.timed)
+        loss = self.conversion.get(group.key, 0.0)
+        options = [Option((config,), lost + loss, ms) for config, lost, ms in converted]
+        if all(block in self.in_float for block in group.blocks):
+            in_float = self._in_precision(group, self.in_float)
+            options += [Option((c,), lost, ms, frozenset({0})) for c, lost, ms in in_float]
+        return options
+
+    def _in_precision(
+        self, group: TiedBlocks, timed: Mapping[Block, BlockLatency]
+    ) -> list[tuple[BlockConfig, float, float]]:
+        """Configurations with their losses and their mean latencies."""
+        times = [timed[block] for block in group.blocks]
+        original = np.sum([each.original for each in times], axis=0)
+        whole, curve = BlockConfig(group.count), self.curves.get(group.key)
+        found: list[tuple[BlockConfig, float, float]] = []
+        for config in set.intersection(*(set(each.configs) for each in times)):
+            ms = np.sum([each.configs[config] for each in times], axis=0)
+            loss = 0.0 if config == whole else curve and curve.of(config)
+            is_fast = config == whole or (ms <= MAX_BLOCK_SLOWDOWN * original).all()
+            if loss is not None and is_fast:
+                found.append((config, loss, self._mean(ms)))
+        return found
+
+    def _mean(self, times: Sequence[float] | np.ndarray) -> float:
+        return float(np.mean(times[: self.target]))
 
 
 def _rising(options: Sequence[Option]) -> list[Option]:

@@ -33,6 +33,7 @@ class _Content(BaseModel):
 
     curves: dict[str, LossCurve] | None = None
     pairs: dict[str, tuple[tuple[int, ...], float]] = {}
+    conversion: dict[str, float] = {}
     builds: dict[str, tuple[float, float]] = {}
 
 
@@ -59,12 +60,13 @@ class Checkpoint:
             return None
         stored = {pair: self._content.pairs.get(pair.reader.key) for pair in pairs}
         known = (replace(pair, heads=v[0], loss=v[1]) for pair, v in stored.items() if v)
-        return Losses(self._content.curves, tuple(known))
+        return Losses(self._content.curves, tuple(known), self._content.conversion)
 
     def put_losses(self, losses: Losses) -> None:
         """Store losses."""
         self._content.curves = losses.curves
         self._content.pairs = {p.reader.key: (p.heads, p.loss) for p in losses.pairs}
+        self._content.conversion = losses.conversion
         self._write()
 
     def build(self, plan_digest: str) -> tuple[float, float] | None:

@@ -41,7 +41,8 @@ def explain(candidates: CandidateSet, choice: Choice) -> list[Decision]:
     timing, found = candidates.timing, list[Decision]()
     for picked in candidates.picked(choice):
         for group, config in picked:
-            curve = candidates.curves.get(group.key)
+            curve, is_float = candidates.curves.get(group.key), picked.is_float(group)
+            is_int8 = bool(timing.in_float) and not is_float
             for block in group.blocks:
                 ms_after, written = _ms_after(candidates, picked, group, config, block.name)
                 found.append(
@@ -56,7 +57,9 @@ def explain(candidates: CandidateSet, choice: Choice) -> list[Decision]:
                         written=written,
                         ms_before=timing.mean(timing.blocks[block].original),
                         ms_after=ms_after,
-                        predicted_loss=_predicted_loss(curve, group, config, picked.pair),
+                        predicted_loss=_predicted_loss(curve, group, config, picked.pair)
+                        + (candidates.conversion.get(group.key, 0.0) if is_int8 else 0.0),
+                        in_float=is_float,
                         why=_reason(picked, group, config, curve),
                     )
                 )
@@ -83,7 +86,8 @@ def _ms_after(
     if picked.pair is not None and picked.reuses:
         both = timing.mean(picked.pair.times[config.kept])
         return both / 2, "reuse" if config.source else "as exported"
-    latency = next(timing.blocks[block] for block in group.blocks if block.name == name)
+    block = next(block for block in group.blocks if block.name == name)
+    latency = timing.latency(block, is_float=picked.is_float(group))
     written = latency.implementation if config.kept else "skip"
     written = "sparse" if config.rank is not None else written
     return timing.mean(latency.configs[config]), written
@@ -98,7 +102,7 @@ def _reason(picked: Picked, group: TiedBlocks, config: BlockConfig, curve: LossC
         return f"it has too few {what} to remove any"
     if len(picked.options) == 1:
         return f"no smaller number of {what} is faster at every length"
-    parts: list[str] = []
+    parts = ["it stays in float32"] if picked.is_float(group) else list[str]()
     removed = group.count - config.kept
     if not config.kept:
         parts.append(f"replacing it by an affine map loses {curve.of(config) or 0:.4f}")
@@ -118,10 +122,13 @@ def _reason(picked: Picked, group: TiedBlocks, config: BlockConfig, curve: LossC
         )
     if picked.index + 1 < len(picked.options):
         now, following = picked.options[picked.index : picked.index + 2]
-        smaller = following.configs[picked.unit.index(group)]
+        place = picked.unit.index(group)
+        smaller = f"{following.configs[place]} {what}"
+        if place in now.in_float and place not in following.in_float:
+            smaller += " in int8"
         others = " and its pair" if len(picked.unit) > 1 else ""
         parts.append(
-            f"{smaller} {what}{others} would save {now.ms - following.ms:.3f} ms more and lose "
+            f"{smaller}{others} would save {now.ms - following.ms:.3f} ms more and lose "
             f"{following.loss - now.loss:.4f} more"
         )
     return "; ".join(parts)

@@ -95,7 +95,9 @@ class Judge:
             plan, float32_model, context,
             original=given.model, data=given.data, shape=(given.batch, given.lengths[-1]),
         )  # fmt: skip
-        model = convert(float32_model, given.goal.precision, given.data.fit)
+        model = convert(
+            float32_model, plan.precision, given.data.fit, float_blocks=plan.float_blocks
+        )
         measured = self._measure(model, given.data.choose, "choose", 0, context)
         losses = [q.loss for q in measured.fidelity.qualities if given.goal.measure != "score"]
         if measured.share is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ class ModelTiming:
         lengths: The timed lengths: those that the model should be fast at, and two others.
         target: How many of them the model should be fast at.
         blocks: The latencies of each block's implementations and configurations.
+        in_float: The same in float32, if the goal is an int8 model; otherwise empty.
         pairs: The latencies of pairs of attention blocks that share probabilities.
         residual_fusion_ms: What ``FuseResiduals`` saves; 0 if it is not faster.
         other_ms: The rest of the model, after residual fusion.
@@ -43,6 +45,7 @@ class ModelTiming:
     target: int
     table: LatencyTable
     blocks: Mapping[Block, BlockLatency]
+    in_float: Mapping[Block, BlockLatency]
     pairs: Sequence[ReusePair]
     residual_fusion_ms: float
     other_ms: float
@@ -50,6 +53,10 @@ class ModelTiming:
     def mean(self, times: Sequence[float]) -> float:
         """The mean over the lengths that the model should be fast at."""
         return float(np.mean(times[: self.target]))
+
+    def latency(self, block: Block, *, is_float: bool) -> BlockLatency:
+        """The latencies of a block in float32, or in the precision of the goal."""
+        return (self.in_float if is_float else self.blocks)[block]
 
     @property
     def original_ms(self) -> float:
@@ -64,9 +71,9 @@ class ModelTiming:
         """The latencies of every block that differs from those before it."""
         rows: list[dict[str, Any]] = []
         seen: set[int] = set()
-        for group in self.groups:
+        for timed, group in product(filter(None, (self.blocks, self.in_float)), self.groups):
             for block in group.blocks:
-                latency = self.blocks[block]
+                latency = timed[block]
                 if id(latency) in seen:
                     continue
                 seen.add(id(latency))
@@ -74,6 +81,7 @@ class ModelTiming:
                 rows.append({
                     "block": block.name,
                     "kind": group.kind,
+                    **({"precision": "float32"} if timed is self.in_float else {}),
                     "sequences": list(self.lengths),
                     "as_exported": list(latency.original),
                     "written": latency.implementation,
@@ -111,6 +119,8 @@ def time_model(given: SearchInput, model: ir.Model, groups: Sequence[TiedBlocks]
     table = LatencyTable(default_cache(), provider=context.provider, threads=context.threads)
     timer = BlockTimer(model, feeds, table, target, precision, context.progress)
     blocks = timer.time_blocks(groups)
+    is_int8 = precision.startswith("int8")
+    in_float = replace(timer, precision="float32").time_blocks(groups) if is_int8 else {}
     pairs = timer.time_pairs(groups, blocks)
     saved = timer.residual_fusion_ms()
     whole = Part(convert(given.model, precision, given.data.fit), tuple(feeds))
@@ -120,4 +130,4 @@ def time_model(given: SearchInput, model: ir.Model, groups: Sequence[TiedBlocks]
     )
     # Blocks may take longer alone than in the model; the rest then counts as 0.
     other = max(total - in_blocks - saved, 0.0)
-    return ModelTiming(groups, lengths, target, table, blocks, pairs, saved, other)
+    return ModelTiming(groups, lengths, target, table, blocks, in_float, pairs, saved, other)

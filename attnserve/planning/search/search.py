@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +36,7 @@ from attnserve.models.precision import convert
 from attnserve.planning.apply import ApplyReport
 from attnserve.planning.plan import Plan
 from attnserve.planning.requested_rewrites import require_attention
-from attnserve.planning.search.block_loss import Losses, loss_curves
+from attnserve.planning.search.block_loss import Losses, conversion_losses, loss_curves
 from attnserve.planning.search.candidate_set import CandidateSet
 from attnserve.planning.search.candidates import changes_to_measure, group_blocks
 from attnserve.planning.search.checkpoint import Checkpoint, digest
@@ -209,10 +210,17 @@ def _estimate_losses(
         for group in timing.groups
     }
     context = RunContext(given.context.provider, progress=given.context.progress)
+    new_meter = partial(QualityMeter, given.model, given.artifact, measure=given.goal.measure)
     losses = loss_curves(
-        model, timing.groups, given.data.fit, changes, timing.pairs, context=context,
-        new_meter=lambda: QualityMeter(given.model, given.artifact, measure=given.goal.measure),
+        model, timing.groups, given.data.fit, changes, timing.pairs, new_meter=new_meter,
+        context=context,
     )  # fmt: skip
+    if timing.in_float:
+        conversion = conversion_losses(
+            model, timing.groups, given.data.fit, given.goal.precision, new_meter=new_meter,
+            context=context,
+        )  # fmt: skip
+        losses = losses._replace(conversion=conversion)
     checkpoint.put_losses(losses)
     return losses
 

@@ -18,15 +18,17 @@ from hypothesis.extra import numpy as hnp
 from attnserve.checks.compare import compare
 from attnserve.models import int8 as int8_module
 from attnserve.models import precision as module
+from attnserve.models import quantized as quantized_module
 from attnserve.models.artifact import load_model, open_artifact
 from attnserve.models.datasets import load_inputs
-from attnserve.models.int8 import (
+from attnserve.models.precision import check_cpu, convert, on_cpu, precision_of
+from attnserve.models.products import collect_ranges
+from attnserve.models.quantized import (
     batch_invariant,
     int8_activations,
     int8_warning,
     int8_weight_bits,
 )
-from attnserve.models.precision import check_cpu, convert, on_cpu, precision_of
 from attnserve.runtime import session as session_module
 from attnserve.runtime.cpu import has_int8_dot_product
 from attnserve.runtime.session import open_session, weight_bytes
@@ -684,11 +686,11 @@ def test_smoothing_divides_outlier_channels(precision: module.Precision):
     text = "(float[b, s, 16] x) => (float[b, s, 64] y) { z = Identity(x) y = MatMul(z, w) }"
     model, x = graph(text, w=weight), outliers(8, 32, D)
     plain = model.clone()
-    int8_module.quantize(plain, 7, int8_module.collect_ranges(plain, [{"x": x}]), smooth=False)
+    int8_module.quantize(plain, 7, collect_ranges(plain, [{"x": x}]), smooth=False)
     smoothed = model.clone()
     int8_module.COST, before = 1, int8_module.COST
     try:
-        int8_module.quantize(smoothed, 7, int8_module.collect_ranges(smoothed, [{"x": x}]))
+        int8_module.quantize(smoothed, 7, collect_ranges(smoothed, [{"x": x}]))
     finally:
         int8_module.COST = before
     expected = run(model, x=x)
@@ -727,7 +729,7 @@ def test_bias_correction_keeps_the_mean(monkeypatch: pytest.MonkeyPatch):
     offsets: list[float] = []
     for correct in (True, False):
         made = model.clone()
-        ranges = int8_module.collect_ranges(made, [{"x": x}])
+        ranges = collect_ranges(made, [{"x": x}])
         int8_module.quantize(made, 7, ranges, correct=correct)
         offsets.append(np.abs((run(made, x=x) - expected).mean(axis=(0, 1))).max())
     assert offsets[0] < 0.2 * offsets[1]
@@ -852,7 +854,7 @@ def test_int8_reduces_the_weights_of_every_product_and_no_table():
 
 def test_int8_full_with_dot_product_uses_8_bits(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "has_int8_dot_product", lambda: True)
-    monkeypatch.setattr(int8_module, "has_int8_dot_product", lambda: True)
+    monkeypatch.setattr(quantized_module, "has_int8_dot_product", lambda: True)
     made = convert(every_product(), "int8-full", [IDS])
     assert int8_weight_bits(made) == 8
     assert precision_of(made) == "int8"
@@ -895,7 +897,7 @@ def test_int8_weight_bits_of_models_of_other_tools(
     )
     assert int8_weight_bits(model) == bits
     for exact_cpu in (False, True):
-        monkeypatch.setattr(int8_module, "has_int8_dot_product", lambda: exact_cpu)  # noqa: B023
+        monkeypatch.setattr(quantized_module, "has_int8_dot_product", lambda: exact_cpu)  # noqa: B023
         assert (int8_warning(model) is None) == (exact_cpu or bits == 7)
 
 

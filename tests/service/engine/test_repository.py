@@ -586,7 +586,7 @@ def test_load_8_bit_int8_weights_without_a_dot_product_warns_in_log_and_config(
     has_dot_product: bool,
     warns: bool,
 ) -> None:
-    monkeypatch.setattr("attnserve.models.int8.has_int8_dot_product", lambda: has_dot_product)
+    monkeypatch.setattr("attnserve.models.quantized.has_int8_dot_product", lambda: has_dot_product)
     (tmp_path / "int8").mkdir()
     text = f"""
     <ir_version: 10, opset_import: ["": 18]>

@@ -1,0 +1,199 @@
+"""Products of activations and constant weights, and the ranges of their activations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import onnx_ir as ir
+
+from attnserve.models.datasets import real_tokens
+from attnserve.runtime.session import Batch, open_session, run
+from graph_passes.analysis.constants import (
+    constant_array,
+    constant_shape,
+    constant_tensor,
+    is_constant,
+)
+from graph_passes.emit.editing import exposing
+from graph_passes.errors import InvalidData
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+__all__ = ["MICROSOFT", "Product", "Range", "collect_ranges", "product_of"]
+
+MICROSOFT = "com.microsoft"
+
+MOST_BATCHES = 64
+"""Calibration batches from which ranges are taken, evenly spaced."""
+
+
+@dataclass(frozen=True, eq=False)
+class Range:
+    """Values of an activation on calibration data, by channel.
+
+    Attributes:
+        low, high: The smallest and the largest value.
+        mean, mean_square: Moments over the tokens.
+    """
+
+    low: Float[np.ndarray, " D"]
+    high: Float[np.ndarray, " D"]
+    mean: Float[np.ndarray, " D"]
+    mean_square: Float[np.ndarray, " D"]
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """A product of an activation and constant weights.
+
+    Attributes:
+        bias: A constant vector that is added to the product.
+        has_addend: Whether a Gemm adds another value.
+        result: The sum.
+    """
+
+    node: ir.Node
+    x: ir.Value
+    weight: ir.Value
+    bias: ir.Value | None
+    has_addend: bool
+    result: ir.Value
+
+    @property
+    def is_attention(self) -> bool:
+        return self.node.op_type == "Attention"
+
+    @property
+    def key(self) -> tuple[ir.Value, bool]:
+        """The weights as they are multiplied."""
+        is_transposed = self.node.op_type == "Gemm" and self.node.attributes.get_int("transB", 0)
+        return self.weight, bool(is_transposed)
+
+    def matrix(self) -> Float[np.ndarray, "D N"]:
+        array = constant_array(self.weight).astype(np.float64)
+        return array.T if self.key[1] else array
+
+
+def collect_ranges(model: ir.Model, batches: Sequence[Batch]) -> dict[str, Range]:
+    """The ranges of the activations of all products, by the name of the value, without padding.
+
+    The activations of one batch are in memory at a time.
+
+    Raises:
+        InvalidData: The model refuses a batch, the data has no token, or activations are not
+            finite.
+    """
+    products = filter(None, map(product_of, model.graph))
+    values = [x for x in dict.fromkeys(product.x for product in products) if not is_constant(x)]
+    inside = [value for value in values if not value.is_graph_input()]
+    session = None
+    if inside and batches:
+        with exposing(model, inside):
+            session = open_session(model, spinning=False)
+    sums: dict[ir.Value, _Sums] = {value: _Sums() for value in values}
+    for batch in batches[:: -(-len(batches) // MOST_BATCHES) or 1]:
+        arrays = {value: batch[value.name or ""] for value in values if value.is_graph_input()}
+        if session is not None:
+            arrays |= dict(zip(inside, run(session, batch), strict=True))
+        for value, array in arrays.items():
+            if array.size:
+                sums[value].add(real_tokens(np.atleast_2d(array), batch))
+    if not batches:
+        return {}
+    return {value.name or "": each.range(value.name or "") for value, each in sums.items()}
+
+
+class _Sums:
+    """Running sums of one activation."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.low: np.ndarray | float = np.inf
+        self.high: np.ndarray | float = -np.inf
+        self.sum: np.ndarray | float = 0.0
+        self.squares: np.ndarray | float = 0.0
+
+    def add(self, tokens: Float[np.ndarray, "M D"]) -> None:
+        if not len(tokens):
+            return
+        self.count += len(tokens)
+        self.low = np.minimum(self.low, tokens.min(axis=0))
+        self.high = np.maximum(self.high, tokens.max(axis=0))
+        self.sum = self.sum + tokens.sum(axis=0, dtype=np.float64)
+        self.squares = self.squares + np.einsum("md,md->d", tokens, tokens, dtype=np.float64)
+
+    def range(self, name: str) -> Range:
+        if not self.count:
+            raise InvalidData(
+                f"{name}: the calibration data has no unmasked token",
+                "check the mask input",
+                code="calibration.no_token",
+            )
+        low, high = np.asarray(self.low, float), np.asarray(self.high, float)
+        if not (np.isfinite(low).all() and np.isfinite(high).all()):
+            raise InvalidData(
+                f"{name}: the activations on the calibration data are not finite",
+                "check the model and the data",
+                code="calibration.not_finite",
+            )
+        mean, mean_square = (np.asarray(s) / self.count for s in (self.sum, self.squares))
+        return Range(low, high, mean, mean_square)
+
+
+def product_of(node: ir.Node) -> Product | None:
+    """The product that a node computes, if it can be quantized."""
+    kind = (node.domain, node.op_type)
+    if kind not in {("", "MatMul"), ("", "Gemm"), (MICROSOFT, "Attention")}:
+        return None
+    x, weight = node.inputs[:2]
+    if x is None or weight is None or not _is_matrix(weight):
+        return None
+    result, bias, has_addend = node.outputs[0], None, False
+    match node.op_type:
+        case "MatMul":
+            result, bias = _biased(result, constant_shape(weight)[1])
+        case "Gemm":
+            numbers = [node.attributes.get_float(name, 1.0) for name in ("alpha", "beta")]
+            if numbers != [1.0, 1.0] or node.attributes.get_int("transA", 0):
+                return None
+            width = constant_shape(weight)[0 if node.attributes.get_int("transB", 0) else 1]
+            addend = node.inputs[2] if len(node.inputs) > 2 else None
+            if addend is not None and _is_row(addend, width):
+                bias = addend
+            has_addend = addend is not None and bias is None
+        case _:
+            bias = node.inputs[2] if len(node.inputs) > 2 else None
+            others = any(value is not None for value in node.inputs[4:])  # cache, attention_bias
+            sizes = node.attributes.get_ints("qkv_hidden_sizes", ())
+            if not is_constant(bias) or others or len(set(sizes)) > 1 or len(node.outputs) > 1:
+                return None
+    return Product(node, x, weight, bias, has_addend, result)
+
+
+def _is_matrix(value: ir.Value) -> bool:
+    if not is_constant(value) or len(shape := constant_shape(value)) != 2 or 0 in shape:
+        return False  # ONNX Runtime has no kernel for stacked matrices with a scale per column
+    tensor = constant_tensor(value)
+    dtype = constant_array(value).dtype if tensor is None else tensor.dtype.numpy()
+    return dtype == np.float32
+
+
+def _is_row(value: ir.Value, width: int) -> bool:
+    return is_constant(value) and constant_shape(value) in ((width,), (1, width))
+
+
+def _biased(product: ir.Value, width: int) -> tuple[ir.Value, ir.Value | None]:
+    """The sum of a product and a constant vector, if nothing else reads the product."""
+    uses = list(product.uses())
+    if len(uses) == 1 and not product.is_graph_output():
+        user, place = uses[0]
+        here = product.producer()
+        if user.op_type == "Add" and here is not None and user.graph is here.graph:
+            other = user.inputs[1 - place]
+            if other is not None and is_constant(other) and constant_shape(other) == (width,):
+                return user.outputs[0], other
+    return product, None

@@ -1,0 +1,141 @@
+"""Describe a quantized model: its weights, its activations, and whether this CPU is exact."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import onnx_ir as ir
+
+from attnserve.runtime.cpu import has_int8_dot_product
+from graph_passes.analysis.constants import constant_array, constant_tensor
+
+__all__ = [
+    "LARGEST_7_BIT",
+    "QUANTIZED",
+    "Bits",
+    "Int8Activations",
+    "batch_invariant",
+    "int8_activations",
+    "int8_warning",
+    "int8_weight_bits",
+]
+
+Bits = Literal[7, 8]
+Int8Activations = Literal["static", "per-row", "dynamic"]
+
+QUANTIZED = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear",
+                       "MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul",
+                       "ConvInteger", "QGemm", "QAttention", "QEmbedLayerNormalization",
+                       "DynamicQuantizeLSTM", "MatMulNBits", "GatherBlockQuantized"})  # fmt: skip
+"""Operators of quantized models, besides QLinear..."""
+
+LARGEST_7_BIT = 64
+"""The largest absolute weight with which 16-bit sums of two products never saturate."""
+
+INT8_PRODUCTS = frozenset({"MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul",
+                           "QAttention", "QGemm", "QLinearMatMul", "ConvInteger", "QLinearConv",
+                           "DynamicQuantizeLSTM"})  # fmt: skip
+"""Operators that multiply 8-bit activations by 8-bit weights."""
+
+FACTORS = frozenset({"MatMul", "Gemm", "Conv"})
+"""Operators that ONNX Runtime runs in 8 bits if their inputs are dequantized."""
+
+DYNAMIC = frozenset({"DynamicQuantizeLinear", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM"})
+"""Operators that quantize an activation with one scale for all of its rows."""
+
+
+def batch_invariant(model: ir.Model) -> bool:
+    """Whether the quantization of a row does not depend on the other rows of its batch.
+
+    Operators that quantize with one scale for a whole tensor mix its rows, unless the tensor has
+    only one.
+    """
+    graphs = [*model.graphs(), *(function.graph for function in model.functions.values())]
+    return not any(
+        node.op_type in DYNAMIC and not _is_single_row(node.inputs[0])
+        for graph in graphs
+        for node in graph
+    )
+
+
+def _is_single_row(value: ir.Value | None) -> bool:
+    shape = None if value is None else value.shape
+    return shape is not None and all(size == 1 for size in shape[:-1])
+
+
+def int8_activations(model: ir.Model) -> Int8Activations | None:
+    """How the activations of int8 products are quantized; None without int8 products.
+
+    "static" if all scales are constants, "per-row" if some are computed for each row, and "dynamic"
+    if some are computed for the whole batch.
+    """
+    if int8_weight_bits(model) is None:
+        return None
+    if not batch_invariant(model):
+        return "dynamic"
+    nodes = ir.traversal.RecursiveGraphIterator(model.graph)
+    sources = [n.inputs[0] for n in nodes if n.op_type == "QuantizeLinear"]
+    return "per-row" if any(map(_is_divided_by_peak, sources)) else "static"
+
+
+def _is_divided_by_peak(value: ir.Value | None) -> bool:
+    """Whether a value was divided by the largest value of its rows (``write_per_row``)."""
+    for op_type, place in (("Div", 1), ("Max", 0), ("ReduceMax", 0), ("Abs", 0)):
+        node = None if value is None else value.producer()
+        if node is None or node.op_type != op_type:
+            return False
+        value = node.inputs[place]
+    return True
+
+
+def int8_weight_bits(model: ir.Model) -> Bits | None:
+    """Bits of the signed 8-bit weights that are multiplied by 8-bit activations.
+
+    7 if all are within -64..64 (other tools do not clamp 64 to 63), 8 if not, None without such
+    weights. Unsigned weights are not counted: their kernels do not saturate.
+    """
+    bits: Bits | None = None
+    for value in _int8_weights(model):
+        weights = constant_array(value)
+        if weights.size and max(-int(weights.min()), int(weights.max())) > LARGEST_7_BIT:
+            return 8
+        bits = 7
+    return bits
+
+
+def _int8_weights(model: ir.Model) -> Iterator[ir.Value]:
+    """Signed 8-bit weights of products with 8-bit activations."""
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        if not _multiplies_int8(node):
+            continue
+        for value in node.inputs:
+            tensor = None if value is None else constant_tensor(value)
+            if tensor is not None and tensor.dtype == ir.DataType.INT8 and len(tensor.shape) > 1:
+                assert value is not None
+                yield value
+
+
+def _multiplies_int8(node: ir.Node) -> bool:
+    """Whether a node multiplies constants by 8-bit activations, or dequantizes such constants."""
+    if node.op_type != "DequantizeLinear":
+        return node.op_type in INT8_PRODUCTS
+    # ONNX Runtime converts a product to QLinearMatMul if all its factors are dequantized.
+    users = [user for user, _ in node.outputs[0].uses() if user.op_type in FACTORS]
+    return any(_is_dequantized(value) for user in users for value in user.inputs[:1])
+
+
+def _is_dequantized(value: ir.Value | None) -> bool:
+    producer = None if value is None else value.producer()
+    return producer is not None and producer.op_type == "DequantizeLinear"
+
+
+def int8_warning(model: ir.Model) -> str | None:
+    """Return why int8 products of the model are inexact on this CPU; None if they are exact."""
+    if has_int8_dot_product() or int8_weight_bits(model) != 8:
+        return None
+    return (
+        "int8 weights outside -64..64 saturate on this CPU, which has no VNNI, AMX or ARM dot "
+        "product: results are inaccurate; quantize the float32 model with 7-bit weights "
+        "(attnserve precision int8, or reduce_range=True in onnxruntime.quantization)"
+    )
