@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 __all__ = [
+    "INTEGER",
     "Alignment",
     "Attention",
     "Exporter",
@@ -23,5 +24,7 @@ Importance = Literal["energy", "loo", "voting"]
 Measure = Literal["auto", "similarity", "r2", "kl", "top1", "cosine", "score"]
 Mixing = Literal["auto", "dense", "sparse"]
 Pooling = Literal["mean", "cls", "none"]
-Precision = Literal["float32", "float16", "bfloat16", "int8", "int8-full"]
+Precision = Literal["float32", "float16", "bfloat16", "int8", "int8-full", "int4"]
+INTEGER: tuple[Precision, ...] = ("int8", "int8-full", "int4")
+"""Precisions in which single blocks may stay float32."""
 TaskName = Literal["sts", "classification"]

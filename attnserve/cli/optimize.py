@@ -150,6 +150,7 @@ def optimize(
     bf16: opt.Bf16 = False,
     int8: opt.Int8 = False,
     int8_full: opt.Int8Full = False,
+    int4: opt.Int4 = False,
     also_prove: Annotated[
         list[Path] | None,
         typer.Option(
@@ -229,7 +230,9 @@ def optimize(
             measure=measure,
             allow=cast("list[Allowed]", opt.parse_names(allow)),
             plan=plan,
-            precision=opt.parse_precision(fp16, bf16, int8, int8_full),
+            precision=opt.parse_precision(
+                fp16=fp16, bf16=bf16, int8=int8, int8_full=int8_full, int4=int4
+            ),
             refit=refit,
             calib=calib or (),
             calib_weights=opt.parse_weights(calib_weights),
@@ -285,7 +288,9 @@ def _show_report(report: OptimizeReport, dry_run: bool) -> None:
         print_line(legend)
     before, after = report.before, report.after
     if report.plan.precision != "float32":
-        print_line(f"weights in {report.plan.precision}")
+        kept = len(report.plan.float_blocks)
+        rest = f", {kept} block{'s' * (kept > 1)} in float32" if kept else ""
+        print_line(f"weights in {report.plan.precision}{rest}")
     print_line(f"parameters {before.parameters / 1e6:.2f} M -> {after.parameters / 1e6:.2f} M")
     if before.macs and after.macs:
         print_line(
@@ -327,6 +332,7 @@ def plan(
     bf16: opt.Bf16 = False,
     int8: opt.Int8 = False,
     int8_full: opt.Int8Full = False,
+    int4: opt.Int4 = False,
     calib_weights: opt.CalibWeights = None,
     tokenizer: opt.Tokenizer = None,
     force: opt.Force = False,
@@ -356,7 +362,9 @@ def plan(
             task=task,
             measure=measure,
             allow=cast("list[Allowed]", opt.parse_names(allow)),
-            precision=opt.parse_precision(fp16, bf16, int8, int8_full),
+            precision=opt.parse_precision(
+                fp16=fp16, bf16=bf16, int8=int8, int8_full=int8_full, int4=int4
+            ),
             tokenizer=tokenizer,
             batch=batch,
             sequence=opt.parse_lengths(seq),
@@ -390,7 +398,7 @@ def _show_plan(report: PlanReport) -> None:
             table.add_row(
                 name,
                 f"{decision.kept} of {decision.count} {what}{size}",
-                decision.written,
+                decision.written + (", float32" if decision.in_float else ""),
                 f"{decision.ms_before:.3f}",
                 f"{decision.ms_after:.3f}",
                 f"{decision.ms_before / decision.ms_after:.2f}x",

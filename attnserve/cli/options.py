@@ -117,6 +117,14 @@ Int8Full = Annotated[
         panel=PRECISION,
     ),
 ]
+Int4 = Annotated[
+    bool,
+    flag(
+        "--int4",
+        help="Quantize weights to 4 bits (decoders that run one token at a time).",
+        panel=PRECISION,
+    ),
+]
 
 _TOKENIZER = "tokenizer.json (default: the file beside the model)."
 Tokenizer = Annotated[
@@ -170,7 +178,9 @@ ServerThreads = Annotated[
 ]
 
 
-def parse_precision(fp16: bool, bf16: bool, int8: bool, int8_full: bool) -> Precision:
+def parse_precision(
+    *, fp16: bool, bf16: bool, int8: bool, int8_full: bool, int4: bool
+) -> Precision:
     """The precision that the flags request.
 
     Raises:
@@ -178,7 +188,7 @@ def parse_precision(fp16: bool, bf16: bool, int8: bool, int8_full: bool) -> Prec
     """
     precisions: dict[str, tuple[bool, Precision]] = {
         "--fp16": (fp16, "float16"), "--bf16": (bf16, "bfloat16"), "--int8": (int8, "int8"),
-        "--int8-full": (int8_full, "int8-full"),
+        "--int8-full": (int8_full, "int8-full"), "--int4": (int4, "int4"),
     }  # fmt: skip
     flags = [name for name, (is_set, _) in precisions.items() if is_set]
     if len(flags) > 1:

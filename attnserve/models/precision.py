@@ -12,6 +12,11 @@ refuses such a model there; ``on_cpu`` returns an equivalent that a CPU can run.
 int8: ``int8``. Weights are signed bytes of 7 ("int8") or 8 bits ("int8-full"). Activations have
 static scales from calibration data, or scales per row without it. The model stays a function of
 the text: other rows of a batch have no effect.
+
+int4: ``MatMulNBitsQuantizer`` of ONNX Runtime: signed 4-bit weights with one scale for 32 of them,
+for MatMul with constant matrices. It reads an eighth of the bytes, which is what a decoder waits
+for that runs one token at a time: 4 layers of width 768 run 5.0x as fast as in float32 with one
+token, 2.2x with 8, and 1.1x with 128 (int8: 2.9x, 2.7x, 3.0x; EPYC with VNNI).
 """
 
 from __future__ import annotations
@@ -21,13 +26,13 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import get_args
+from typing import Any, get_args
 
 import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-from attnserve.choices import Precision
+from attnserve.choices import INTEGER, Precision
 from attnserve.models.int8 import quantize
 from attnserve.models.products import Range, collect_ranges
 from attnserve.models.quantized import QUANTIZED, Bits
@@ -71,6 +76,12 @@ is -inf and no row of probabilities is NaN."""
 SHARE = 1 / 10
 """Minimum share of the weights for which ``precision_of`` reports a data type."""
 
+INT4_BLOCK = 32
+"""Weights with a common scale. Blocks of 128 are a tenth faster and lose a third more."""
+
+INT8_PRODUCTS = 4
+"""``accuracy_level`` of MatMulNBits: activations are rounded to 8 bits in blocks of each row."""
+
 OLDEST_OPSET = 11
 """The first opset that int8 models are written in."""
 
@@ -100,7 +111,7 @@ def convert(
     Args:
         calibration: Inputs for the static scales of int8 activations; without them, scales are
             computed for each row at run time, which is less accurate and slower.
-        float_blocks: Attention and feed-forward blocks that stay float32; int8 only.
+        float_blocks: Attention and feed-forward blocks that stay float32; for int8 and int4.
 
     Raises:
         InvalidArgument: The precision is unknown, the model is not float32, it has no such block,
@@ -112,7 +123,7 @@ def convert(
     """
     if precision == "float32":
         return model
-    if precision not in (*MAKE, *BITS):
+    if precision not in (*MAKE, *INTEGER):
         raise InvalidArgument(
             f"precision {precision!r}: expected one of {', '.join(get_args(Precision))}",
             "for example int8",
@@ -125,11 +136,9 @@ def convert(
         copy = model.clone()
         kept = _weight_nodes(copy, float_blocks)
         _prepare(copy)
-        if precision in BITS:
-            made = _quantized(copy, BITS[precision], collect_ranges(copy, calibration), kept)
-        else:
-            made = MAKE[precision](copy)
-        _finish(model, made, precision)
+        ranges = collect_ranges(copy, calibration) if precision in BITS else {}
+        made = MAKE[precision](copy) if precision in MAKE else _small(copy, precision, ranges, kept)
+        _finish(model, made, precision, is_whole=not float_blocks)
     return made
 
 
@@ -139,9 +148,12 @@ def convert_alone(
     calibration: Sequence[Batch],
     parts: Sequence[Collection[str]],
 ) -> Iterator[ir.Model]:
-    """For each part, a copy of the model in which only its blocks are int8.
+    """For each part, a copy of the model in which only its blocks are converted.
 
     Activations are observed once for all of them.
+
+    Args:
+        precision: One of ``INTEGER``.
 
     Raises:
         Those of ``convert``.
@@ -152,10 +164,11 @@ def convert_alone(
             copy = model.clone()
             chosen = _weight_nodes(copy, names)
             _prepare(copy)
-            ranges = collect_ranges(copy, calibration) if ranges is None else ranges
+            if ranges is None:
+                ranges = collect_ranges(copy, calibration) if precision in BITS else {}
             others = [node for node in _nodes(copy) if node not in chosen]
-            made = _quantized(copy, BITS[precision], ranges, others, tables=False)
-            _finish(model, made, precision)
+            made = _small(copy, precision, ranges, others, tables=False)
+            _finish(model, made, precision, is_whole=False)
         yield made
 
 
@@ -189,11 +202,15 @@ def _prepare(copy: ir.Model) -> None:
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(copy)
 
 
-def _finish(model: ir.Model, made: ir.Model, precision: Precision) -> None:
-    """Restore what the tools overwrite, and check that the result is converted and runs."""
+def _finish(model: ir.Model, made: ir.Model, precision: Precision, *, is_whole: bool) -> None:
+    """Restore what the tools overwrite, and check that the result is converted and runs.
+
+    Args:
+        is_whole: Whether all blocks were to be converted.
+    """
     common.NameFixPass()(made)  # names in subgraphs must differ from those of outer graphs
     _restore(model, made, precision)
-    if precision not in BITS and precision not in precision_of(made):
+    if is_whole and precision not in BITS and precision not in precision_of(made):
         raise CannotRewrite(
             f"{precision}: the weights are still {precision_of(made)}: the model has no "
             "weight matrices, or they are graph inputs",
@@ -268,14 +285,28 @@ def precision_of(model: ir.Model) -> Precision | str:
     "int8+float32". Only tensors of rank 2 or more count; a model without any is "float32".
     """
     sizes: Counter[str] = Counter()
+    packed = _packed(model)
     for tensor in _tensors(model):
         dtype = tensor.dtype
         byte = dtype in (ir.DataType.INT8, ir.DataType.UINT8)
-        if len(tensor.shape) > 1 and (byte or dtype.is_floating_point() or dtype.bitwidth < 8):
+        if len(tensor.shape) <= 1:
+            continue
+        if bits := packed.get(tensor.name or ""):
+            sizes[f"int{bits}"] += tensor.size * 8 // bits
+        elif byte or dtype.is_floating_point() or dtype.bitwidth < 8:
             sizes[NAMES.get(dtype, dtype.name.lower())] += tensor.size
     total = sum(sizes.values())
     found = [name for name, size in sizes.most_common() if size >= SHARE * total]
     return "+".join(found) or "float32"
+
+
+def _packed(model: ir.Model) -> dict[str, int]:
+    """The number of bits of weights that are packed into bytes, by name."""
+    return {
+        node.inputs[1].name or "": node.attributes.get_int("bits", 4)
+        for node in _nodes(model)
+        if node.op_type == "MatMulNBits" and node.inputs[1] is not None
+    }
 
 
 def _load(model: ir.Model) -> None:
@@ -411,20 +442,37 @@ def _in_bfloat16(model: ir.Model) -> ir.Model:
     return model
 
 
-# ---- int8 ----------------------------------------------------------------------------------------
+# ---- int8 and int4 -------------------------------------------------------------------------------
 
 
-def _quantized(
+def _small(
     model: ir.Model,
-    bits: Bits,
+    precision: Precision,
     ranges: Mapping[str, Range],
     keep: Collection[ir.Node],
     *,
     tables: bool = True,
 ) -> ir.Model:
-    _require_opset(model, "int8", OLDEST_OPSET)
-    quantize(model, bits, ranges, keep=keep, tables=tables)
+    """Convert all products but those of ``keep`` to int8 or int4."""
+    if precision == "int4":
+        return _in_int4(model, [node.name or "" for node in keep])
+    _require_opset(model, precision, OLDEST_OPSET)
+    quantize(model, BITS[precision], ranges, keep=keep, tables=tables)
     return model
+
+
+def _in_int4(model: ir.Model, keep: Sequence[str]) -> ir.Model:
+    from onnxruntime.quantization import matmul_nbits_quantizer as tool
+
+    config = tool.DefaultWeightOnlyQuantConfig(
+        block_size=INT4_BLOCK, is_symmetric=True, accuracy_level=INT8_PRODUCTS, bits=4,
+        op_types_to_quantize=("MatMul",),
+    )  # fmt: skip
+    quantizer: Any = tool.MatMulNBitsQuantizer(
+        ir.to_proto(model), algo_config=config, nodes_to_exclude=list(keep)
+    )
+    quantizer.process()
+    return ir.from_proto(quantizer.model.model)
 
 
 # ---- all -----------------------------------------------------------------------------------------

@@ -223,9 +223,11 @@ def optimize(
             (``checks.quality``); "auto" chooses it by the kind of each output; "score" limits the
             loss of the task's score alone.
         plan: A file of ``attnserve.plan``; the same plan gives the same bytes on the same machine.
-        precision: "float16", "bfloat16", "int8" or "int8-full" weights, after all rewrites. "int8"
-            has 7-bit weights, which are exact on every CPU; "int8-full" has 8-bit weights, for CPUs
-            with VNNI, AMX or ARM dot products only.
+        precision: "float16", "bfloat16", "int8", "int8-full" or "int4" weights, after all rewrites.
+            "int8" has 7-bit weights, which are exact on every CPU; "int8-full" has 8-bit weights,
+            for CPUs with VNNI, AMX or ARM dot products only; "int4" has 4-bit weights and float
+            activations, for decoders that run one token at a time. A search leaves blocks in
+            float32 whose int8 or int4 form is slower or loses too much.
         refit: Refit the output projections of rewritten layers, and the second matrices of
             feed-forwards, to the original's outputs; needs ``calib``.
         calib: Text (a sentence per line), .npz or a folder of .npz, or several of them. Without it

@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from attnserve.choices import Precision
+from attnserve.choices import INTEGER, Precision
 from graph_passes.errors import InvalidArgument
 from graph_passes.passes.base import BlockPass, RewritePass, pass_named
 
@@ -44,7 +44,7 @@ class Plan:
     Each pass refers to blocks and heads as its predecessors leave them.
 
     Attributes:
-        float_blocks: Blocks that stay float32 in an int8 model.
+        float_blocks: Blocks that stay float32 in an int8 or int4 model.
     """
 
     passes: tuple[RewritePass, ...] = ()
@@ -143,8 +143,8 @@ class _PlanContent(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.float_blocks and not self.precision.startswith("int8"):
-            raise ValueError("float_blocks apply to int8")
+        if self.float_blocks and self.precision not in INTEGER:
+            raise ValueError("float_blocks apply to int8 and int4")
         return self
 
 

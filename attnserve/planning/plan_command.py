@@ -69,7 +69,7 @@ def plan(
         eval_data, task: The rows on which a score is measured, and which score.
         allow: "ffn" allows the removal of feed-forward neurons.
         measure: See ``optimize``.
-        precision: "float16", "bfloat16", "int8" or "int8-full" weights, after all rewrites.
+        precision: "float16", "bfloat16", "int8", "int8-full" or "int4" weights, after all rewrites.
         batch, sequence: The shape at which the model should be fast. A sequence is one length, or
             the shortest and the longest one; without it, the quartiles of the calibration data's
             lengths.

@@ -32,8 +32,8 @@ from attnserve.models.artifact import (
     write_record,
 )
 from attnserve.models.example_inputs import example_inputs
-from attnserve.models.quantized import batch_invariant
 from attnserve.models.precision import is_bfloat16, on_cpu
+from attnserve.models.quantized import batch_invariant
 from attnserve.runtime.external_data import external_files
 from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidArgument, InvalidModel, InvalidOutput

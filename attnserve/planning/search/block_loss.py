@@ -75,7 +75,7 @@ class Losses(NamedTuple):
     Attributes:
         curves: By the key of each group that can be reduced.
         pairs: Pairs with their losses.
-        conversion: By the key of each group, the loss if it alone is converted to int8.
+        conversion: By the key of each group, the loss if it alone is converted to int8 or int4.
     """
 
     curves: dict[str, LossCurve]
@@ -147,10 +147,10 @@ def conversion_losses(
     new_meter: Callable[[], QualityMeter],
     context: RunContext,
 ) -> dict[str, float]:
-    """The loss if each group alone is converted to int8, by its key.
+    """The loss if each group alone is converted to a precision, by its key.
 
     Args:
-        precision: "int8" or "int8-full".
+        precision: One of ``INTEGER``.
         new_meter: See ``LossEstimator``.
 
     Raises:
@@ -162,7 +162,7 @@ def conversion_losses(
     found: dict[str, float] = {}
     for group, converted in zip(groups, parts, strict=True):
         found[group.key] = estimator.loss_of(converted)
-        context.progress("measure int8 losses", len(found), len(groups))
+        context.progress(f"measure {precision} losses", len(found), len(groups))
     return found
 
 

@@ -56,7 +56,7 @@ class Picked:
         return any(config.source is not None for config in self.configs)
 
     def is_float(self, group: TiedBlocks) -> bool:
-        """Whether a group stays float32 in an int8 model."""
+        """Whether a group stays float32 in an int8 or int4 model."""
         return self.unit.index(group) in self.options[self.index].in_float
 
     def __iter__(self) -> Iterator[tuple[TiedBlocks, BlockConfig]]:
@@ -69,7 +69,7 @@ class CandidateSet:
 
     Attributes:
         curves: The estimated losses of each group of tied blocks, by its key.
-        conversion: The loss of each group's conversion to int8.
+        conversion: The loss of each group's conversion to int8 or int4.
         units: The groups that are chosen together, with their pair if they are one.
         options: The options of each unit.
         front: The choices that no other choice beats in both loss and time, by rising loss.
@@ -87,7 +87,7 @@ class CandidateSet:
         """Combine latencies and losses."""
         units = units_of(timing.groups, losses.pairs)
         estimates = Estimates(
-            timing.blocks, timing.in_float, losses.curves, losses.conversion, timing.target
+            timing.blocks, losses.curves, timing.target, timing.in_float, losses.conversion
         )
         options = [estimates.options(unit, pair) for unit, pair in units]
         front = pareto_front(options)

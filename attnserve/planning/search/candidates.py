@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -185,7 +185,7 @@ class Option:
         configs: The configuration of each of its groups.
         loss: The predicted loss at the model's output.
         ms: The mean latency over the target shapes.
-        in_float: The groups that stay float32 in an int8 model, by index.
+        in_float: The groups that stay float32 in an int8 or int4 model, by index.
     """
 
     configs: tuple[BlockConfig, ...]
@@ -418,17 +418,17 @@ class Estimates:
 
     Attributes:
         timed: Latencies in the precision of the goal, by block.
-        in_float: Latencies in float32, if the goal is an int8 model; otherwise empty.
         curves: Losses by the key of a group.
-        conversion: The loss if a group alone is converted to int8, by its key.
         target: The number of shapes at which the model should be fast.
+        in_float: Latencies in float32, if the goal is an int8 or int4 model.
+        conversion: The loss if a group alone is converted to that precision, by its key.
     """
 
     timed: Mapping[Block, BlockLatency]
-    in_float: Mapping[Block, BlockLatency]
     curves: Mapping[str, LossCurve]
-    conversion: Mapping[str, float]
     target: int
+    in_float: Mapping[Block, BlockLatency] = field(default_factory=dict["Block", "BlockLatency"])
+    conversion: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def options(self, unit: ChoiceUnit, pair: ReusePair | None = None) -> list[Option]:
         """The options of a unit that are at no shape slower than it is now, by rising loss."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from attnserve.choices import INTEGER
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.precision import convert
 from attnserve.planning.search.block_timing import BlockTimer
@@ -34,7 +35,7 @@ class ModelTiming:
         lengths: The timed lengths: those that the model should be fast at, and two others.
         target: How many of them the model should be fast at.
         blocks: The latencies of each block's implementations and configurations.
-        in_float: The same in float32, if the goal is an int8 model; otherwise empty.
+        in_float: The same in float32, if the goal is an int8 or int4 model; otherwise empty.
         pairs: The latencies of pairs of attention blocks that share probabilities.
         residual_fusion_ms: What ``FuseResiduals`` saves; 0 if it is not faster.
         other_ms: The rest of the model, after residual fusion.
@@ -119,8 +120,9 @@ def time_model(given: SearchInput, model: ir.Model, groups: Sequence[TiedBlocks]
     table = LatencyTable(default_cache(), provider=context.provider, threads=context.threads)
     timer = BlockTimer(model, feeds, table, target, precision, context.progress)
     blocks = timer.time_blocks(groups)
-    is_int8 = precision.startswith("int8")
-    in_float = replace(timer, precision="float32").time_blocks(groups) if is_int8 else {}
+    in_float: Mapping[Block, BlockLatency] = {}
+    if precision in INTEGER:
+        in_float = replace(timer, precision="float32").time_blocks(groups)
     pairs = timer.time_pairs(groups, blocks)
     saved = timer.residual_fusion_ms()
     whole = Part(convert(given.model, precision, given.data.fit), tuple(feeds))

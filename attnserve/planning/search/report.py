@@ -30,7 +30,7 @@ class Decision:
         ms_before, ms_after: Of the block alone, as mean over the requested lengths.
         predicted_loss: The loss at the model's output by this block alone: 1 - R^2 of embeddings
             and features, a share of the KL divergence of logits.
-        in_float: Whether it stays float32 in an int8 model.
+        in_float: Whether it stays float32 in an int8 or int4 model.
     """
 
     block: str

@@ -21,7 +21,7 @@ from attnserve.models import precision as module
 from attnserve.models import quantized as quantized_module
 from attnserve.models.artifact import load_model, open_artifact
 from attnserve.models.datasets import load_inputs
-from attnserve.models.precision import check_cpu, convert, on_cpu, precision_of
+from attnserve.models.precision import check_cpu, convert, convert_alone, on_cpu, precision_of
 from attnserve.models.products import collect_ranges
 from attnserve.models.quantized import (
     batch_invariant,
@@ -34,6 +34,8 @@ from attnserve.runtime.cpu import has_int8_dot_product
 from attnserve.runtime.session import open_session, weight_bytes
 from graph_passes.analysis.constants import constant_array, origin
 from graph_passes.errors import CannotRewrite, InvalidArgument, InvalidData, InvalidModel
+from graph_passes.matching.feed_forward import find_feed_forward
+from graph_passes.matching.find import find_attention
 from graph_passes.passes.invariants import interface
 from tests.errors import raises
 
@@ -189,8 +191,8 @@ def test_precision_of_integer_table_is_float32():
 
 
 def test_convert_unknown_precision_is_refused():
-    with raises(InvalidArgument, "precision.unknown", "'int4'"):
-        convert(product(), "int4")  # type: ignore[arg-type]
+    with raises(InvalidArgument, "precision.unknown", "'int3'"):
+        convert(product(), "int3")  # type: ignore[arg-type]
 
 
 # ---- all precisions ------------------------------------------------------------------------------
@@ -219,7 +221,7 @@ def test_convert_keeps_interface_source_and_process_state(
 
 @pytest.mark.parametrize(
     ("precision", "least", "largest"),
-    [("float16", 0.9999, 0.55), ("bfloat16", 0.999, 0.55), ("int8", 0.99, 0.4)],
+    [("float16", 0.9999, 0.55), ("bfloat16", 0.999, 0.55), ("int8", 0.99, 0.4), ("int4", 0.9, 0.8)],
 )
 def test_convert_tiny_bert_is_close_and_smaller(
     tiny: Path, sentences: Path, precision: module.Precision, least: float, largest: float
@@ -229,7 +231,7 @@ def test_convert_tiny_bert_is_close_and_smaller(
     made = convert(model, precision)
     assert compare(model, made, batches, "sentences").mean_cosine >= least
     assert weight_bytes(made) < largest * weight_bytes(model)
-    for other in ("float16", "bfloat16", "int8"):
+    for other in ("float16", "bfloat16", "int8", "int4"):
         with raises(InvalidArgument, "precision.already"):
             convert(made, other)
 
@@ -599,6 +601,13 @@ def texts(width: int | None = None) -> dict[str, np.ndarray]:
     return {"input_ids": ids, "attention_mask": (ids > 0).astype(np.int64)}
 
 
+def full(model: ir.Model) -> dict[str, np.ndarray]:
+    """``texts`` with zeros for all other inputs of the model."""
+    batch = texts()
+    others = [value.name or "" for value in model.graph.inputs if value.name not in batch]
+    return batch | {name: np.zeros_like(batch["input_ids"]) for name in others}
+
+
 @pytest.fixture
 def encoder(tiny: Path) -> ir.Model:
     """An encoder with one outlier channel, as trained encoders have."""
@@ -614,6 +623,7 @@ def encoder(tiny: Path) -> ir.Model:
 @pytest.mark.parametrize(
     ("precision", "calibrated"),
     [("float32", False), ("float16", False), ("bfloat16", False), ("int8", True), ("int8", False),
+     ("int4", False),
      pytest.param("int8-full", True, marks=pytest.mark.skipif(not EXACT, reason="saturates"))],
 )  # fmt: skip
 def test_convert_text_alone_equals_text_in_any_batch(
@@ -625,9 +635,7 @@ def test_convert_text_alone_equals_text_in_any_batch(
     differently. The rounding errors of 1e-7 may move a number of an int8 model across the boundary
     of two bytes, so that a few elements differ by one step of a later activation.
     """
-    batch = texts()
-    inputs = [value.name for value in encoder.graph.inputs]
-    batch |= {name: np.zeros_like(batch["input_ids"]) for name in inputs if name not in batch}
+    batch = full(encoder)
     made = on_cpu(convert(encoder, precision, [batch] if calibrated else ()))
     session, is_int8 = open_session(made), precision.startswith("int8")
     assert batch_invariant(made)
@@ -823,6 +831,48 @@ def test_weights_beyond_64_can_saturate():
             weight = np.full((D, D), sign * largest, np.int8)
             same = (saturating(activations, weight) == exact(activations, weight)).all()
             assert same != saturates
+
+
+def blocks_of(model: ir.Model) -> list[str]:
+    names = [block.name for block in find_attention(model)[0]]
+    return [*names, *(block.name for block in find_feed_forward(model))]
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_convert_float_blocks_stay_float32(encoder: ir.Model, precision: module.Precision):
+    names = blocks_of(encoder)
+    assert len(names) == 4  # two layers
+    converted = "MatMulNBits" if precision == "int4" else "MatMulIntegerToFloat"
+    counts = [
+        operators(convert(encoder, precision, [full(encoder)], float_blocks=names[:some]))
+        for some in range(len(names) + 1)
+    ]
+    products = [count[converted] for count in counts]
+    assert products == sorted(set(products), reverse=True)  # each block has products of its own
+    floats = [count["MatMul"] for count in counts]
+    assert [p + f for p, f in zip(products, floats, strict=True)] == [products[0] + floats[0]] * 5
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_convert_alone_converts_one_part_and_no_table(
+    encoder: ir.Model, precision: module.Precision
+):
+    names, batch = blocks_of(encoder), full(encoder)
+    parts = [[name] for name in names]
+    expected = open_session(encoder).run(None, batch)[0]
+    found = list(convert_alone(encoder, precision, [batch], parts))
+    whole = open_session(convert(encoder, precision, [batch])).run(None, batch)[0]
+    for made in found:
+        assert weight_bytes(made) < weight_bytes(encoder)
+        part = open_session(made).run(None, batch)[0]
+        assert 0 < error(expected, part) < error(expected, whole)
+    sizes = [operators(made)["DequantizeLinear"] for made in found]
+    assert not any(sizes)  # the tables of embeddings stay float
+
+
+def test_convert_unknown_float_block_is_refused(encoder: ir.Model):
+    with raises(InvalidArgument, "precision.no_block", "layer.99"):
+        convert(encoder, "int8", [full(encoder)], float_blocks=["layer.99"])
 
 
 EVERY_PRODUCT = """(int64[b, s] ids, int32[b, s] m) => (float[n, 16] y) {

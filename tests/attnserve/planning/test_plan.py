@@ -83,6 +83,7 @@ def test_plan_round_trip_keeps_order_empty_and_measured_plans():
     backwards = Plan(tuple(reversed(passes())))
     assert [rewrite.name for rewrite in reread(backwards).passes] == list(reversed(ORDER))
     assert reread(Plan()).to_json() == {"passes": [], "precision": "float32"}
+    assert reread(Plan((), "int8", ("a", "b"))).float_blocks == ("a", "b")
     assert Plan.from_json({}).passes == ()
     plan = planned(skip=["2:constant"], prune=0.25, reuse="partial:1", collab_dk=6, head_dk=2)
     assert plan.changed and reread(plan).to_json() == plan.to_json()
@@ -120,7 +121,8 @@ NOT_PLANS: dict[str, tuple[Any, str]] = {
     "a text": ("x" * 10**5, "plan.invalid"),
     "an unknown key": ({"prune": 1}, "plan.invalid"),
     "a long unknown key": ({"x" * 10**5: {}}, "plan.invalid"),
-    "an unknown precision": ({"precision": "int4"}, "plan.invalid"),
+    "an unknown precision": ({"precision": "int3"}, "plan.invalid"),
+    "float blocks of a float model": ({"float_blocks": ["a"]}, "plan.invalid"),
     "a list as precision": ({"precision": []}, "plan.invalid"),
     "an object of passes": ({"passes": {}}, "plan.invalid"),
     "no passes": ({"passes": None}, "plan.invalid"),

@@ -25,13 +25,13 @@ from attnserve.planning.search.candidates import (
     Block,
     BlockConfig,
     BlockLatency,
+    Estimates,
     LossCurve,
     ReusePair,
     TiedBlocks,
     changes_to_measure,
     configs_of,
     group_blocks,
-    options_of,
     units_of,
 )
 from attnserve.planning.search.checkpoint import Checkpoint
@@ -176,7 +176,7 @@ def test_time_blocks_skips_implementation_slower_at_any_length(
     found = BlockTimer(bert, feeds, LatencyTable(None), 1).time_blocks(groups)
     for group in groups:
         assert found[group.blocks[0]].implementation == "as exported"
-        options = options_of((group,), found, {}, target=1)
+        options = Estimates(found, {}, 1).options((group,))
         assert [option.configs for option in options] == [(BlockConfig(group.count),)]
         assert options[0].ms == found[group.blocks[0]].original[0]
 
@@ -217,11 +217,11 @@ def test_checkpoint_losses_round_trip(
     timed, other = ReusePair(*groups[:2], {}, 1.0), ReusePair(*groups[1::-1], {}, 1.0)
     pair = replace(timed, heads=(2, 3, 0, 1), loss=0.1)
     assert Checkpoint("x").losses([timed]) is None
-    Checkpoint("x").put_losses(Losses(written, (pair,)))
+    Checkpoint("x").put_losses(Losses(written, (pair,), {"a": 0.5}))
     Checkpoint("x").add_build("a", 0.1, 0.9)
     again = Checkpoint("x")
     losses = again.losses([timed, other])
-    assert losses is not None
+    assert losses is not None and losses.conversion == {"a": 0.5}
     assert {k: vars(v) for k, v in losses.curves.items()} == {
         k: vars(v) for k, v in written.items()
     }
@@ -241,11 +241,41 @@ def test_options_of_group_are_faster_at_more_loss(
     timed: dict[Block, BlockLatency], groups: list[TiedBlocks], curves: dict[str, LossCurve]
 ):
     for group in groups:
-        options = options_of((group,), timed, curves, target=1)
+        options = Estimates(timed, curves, 1).options((group,))
         assert options[0].configs == (BlockConfig(group.count),) and options[0].loss == 0
         assert len(options) > 1
         for a, b in pairwise(options):
             assert a.configs[0].kept > b.configs[0].kept and a.ms > b.ms and a.loss <= b.loss
+
+
+def test_options_lossy_conversion_keeps_block_in_float(
+    timed: dict[Block, BlockLatency], groups: list[TiedBlocks], curves: dict[str, LossCurve]
+):
+    group = groups[0]
+    slower = {
+        block: replace(
+            each,
+            original=tuple(4 * ms for ms in each.original),
+            configs={config: tuple(4 * t for t in ms) for config, ms in each.configs.items()},
+        )
+        for block, each in timed.items()
+    }
+    lossless = Estimates(timed, curves, 1, slower, {group.key: 0.0}).options((group,))
+    assert not any(option.in_float for option in lossless)  # slower, and nothing is gained
+    lossy = Estimates(timed, curves, 1, slower, {group.key: 0.01}).options((group,))
+    assert lossy[0].in_float == {0} and lossy[0].loss == 0
+    assert not lossy[-1].in_float and lossy[-1].loss >= 0.01
+    faster = Estimates(slower, curves, 1, timed, {group.key: 0.01}).options((group,))
+    assert all(option.in_float for option in faster)  # int8 is slower and lossy
+
+
+def test_options_of_pair_keep_blocks_in_float(
+    timed: dict[Block, BlockLatency], groups: list[TiedBlocks], curves: dict[str, LossCurve]
+):
+    source, reader = (group for group in groups if group.kind == "attention")
+    pair = ReusePair(source, reader, {4: timed[source.blocks[0]].original}, 1.0, (0, 1, 2, 3), 0.1)
+    found = Estimates(timed, curves, 1, timed, {reader.key: 0.01}).options((source, reader), pair)
+    assert found[0].in_float == {1} and found[0].loss == 0
 
 
 # Neurons that go, and what the others take over
@@ -422,7 +452,7 @@ def test_time_pairs_and_options_of_reuse(
     ((unit, chosen), *others) = units_of(groups, found.pairs)
     assert unit == (pair.source, pair.reader) and chosen is pair_losses
     assert [len(each) for each, _ in others] == [1, 1]
-    options = options_of(unit, timed, found.curves, chosen, target=1)
+    options = Estimates(timed, found.curves, 1).options(unit, chosen)
     assert options[0].configs == (BlockConfig(4), BlockConfig(4)) and options[0].loss == 0
     reused = [o for o in options if o.configs[1].source == pair.source.names[0]]
     assert reused and all(a.kept == b.kept for a, b in (o.configs for o in reused))

@@ -501,7 +501,7 @@ def test_optimize_plan_file_that_is_no_plan_is_refused(
         ({"plan": {"passes": [{"pass": "truncate"}]}}, "pass.unknown"),
         ({"asked": {"seed": -1}}, "plan.invalid"),
         ({"asked": {"provider": "tpu"}}, "plan.invalid"),
-        ({"plan": {"precision": "int4"}}, "plan.invalid"),
+        ({"plan": {"precision": "int3"}}, "plan.invalid"),
     ],
 )
 def test_optimize_plan_file_with_invalid_content_is_refused(
