@@ -73,10 +73,11 @@ class Quality:
         second: A second loss that a promise limits: 1 - R^2 of the vectors for "similarity",
             because neighborhoods change before ranks of all pairs do, and 1 - kl for "top1",
             because one frequent token is easily predicted.
+        second_bound: The same with the confidence ``CHOICE``.
         output: The name of the output.
         lengths: The lengths of the texts, if short and long texts are measured apart.
         file: The file of the texts, if there are several.
-        split: The part of the data: "choose", "prove", or "data" for all of it.
+        split: The part of the data: "choose", "prove", "held out" for both, or "data" for all of it.
     """
 
     measure: Measure
@@ -89,6 +90,7 @@ class Quality:
     rows: int
     also: Mapping[str, float] = field(default_factory=dict[str, float])
     second: float = 0.0
+    second_bound: float = 0.0
     output: str = ""
     lengths: str = ""
     file: str = ""
@@ -96,12 +98,12 @@ class Quality:
 
     @property
     def loss(self) -> float:
-        """The loss that a choice is limited by: of its bound, the tail and the second condition."""
-        return max(1 - self.bound, (1 - self.p5) / TAIL, self.second)
+        """The loss that a choice is limited by: of both bounds and of the tail."""
+        return max(1 - self.bound, (1 - self.p5) / TAIL, self.second_bound)
 
     @property
     def point_loss(self) -> float:
-        """The loss that a proof is limited by: ``loss`` with the value in place of its bound."""
+        """The loss that a proof is limited by: ``loss`` with values in place of the bounds."""
         return max(1 - self.value, (1 - self.p5) / TAIL, self.second)
 
     def to_json(self) -> dict[str, Any]:
@@ -282,7 +284,11 @@ def _interval(values: Float[np.ndarray, " N"]) -> tuple[float, float]:
 
 @dataclass(frozen=True, eq=False)
 class _Scores:
-    """A value, the influence of each text on it (their mean is the value), and single texts."""
+    """A value, the influence of each text on it (their mean is the value), and single texts.
+
+    Attributes:
+        second: The measure of the second condition.
+    """
 
     measure: Measure
     value: float
@@ -290,7 +296,13 @@ class _Scores:
     single: Float[np.ndarray, " N"]
     constant: float
     also: Mapping[str, float]
-    second: float = 0.0
+    second: _Scores | None = None
+
+    def bound(self, confidence: float) -> float:
+        """The lower end of a one-sided interval; the value for less than ``MIN_ROWS`` texts."""
+        if len(self.influence) < MIN_ROWS:
+            return self.value
+        return min(lower_bound(self.influence, confidence), self.value)
 
 
 class _Meter(ABC):
@@ -308,19 +320,19 @@ class _Meter(ABC):
 
     def result(self, name: str, lengths: str, file: str, split: str) -> Quality:
         scores = self.scores()
-        rows, value = len(scores.influence), scores.value
-        enough = rows >= MIN_ROWS
+        rows, second = len(scores.influence), scores.second
         return Quality(
             scores.measure,
-            value,
-            min(lower_bound(scores.influence), value) if enough else value,
-            min(lower_bound(scores.influence, CHOICE), value) if enough else value,
-            _interval(scores.influence) if enough else None,
+            scores.value,
+            scores.bound(0.95),
+            scores.bound(CHOICE),
+            _interval(scores.influence) if rows >= MIN_ROWS else None,
             float(np.percentile(scores.single, 5)) if rows else 1.0,
             scores.constant,
             rows,
             scores.also,
-            scores.second,
+            0.0 if second is None else 1 - second.value,
+            0.0 if second is None else 1 - second.bound(CHOICE),
             name,
             lengths,
             file,
@@ -526,9 +538,10 @@ class _Logits(_Meter):
             }
         if self.measure == "kl":
             return _Scores("kl", kl, influence, single, 0.0, {"top1": agreement, **also})
+        second = _Scores("kl", kl, influence, single, 0.0, {})
         constant = float(self.winners.max() / counts.sum())
         also = {"kl": kl, **also}
-        return _Scores("top1", agreement, agreed, single, constant, also, 1 - kl)
+        return _Scores("top1", agreement, agreed, single, constant, also, second)
 
 
 def _log_softmax(logits: np.ndarray) -> Float[np.ndarray, "T C"]:
@@ -563,7 +576,7 @@ class _Similarity(_Meter):
         overlap = _overlap(x, y)
         value, influence, single = _pair_correlation(x, y)
         also = {"overlap": overlap, "r2": r2.value}
-        return _Scores("similarity", value, influence, single, 0.0, also, 1 - r2.value)
+        return _Scores("similarity", value, influence, single, 0.0, also, r2)
 
 
 def _pair_correlation(

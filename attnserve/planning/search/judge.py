@@ -99,10 +99,7 @@ class Judge:
             float32_model, plan.precision, given.data.fit, float_blocks=plan.float_blocks
         )
         measured = self._measure(model, given.data.choose, "choose", 0, context)
-        losses = [q.loss for q in measured.fidelity.qualities if given.goal.measure != "score"]
-        if measured.share is not None:
-            losses.append(1 - measured.share.bound(CHOICE))
-        loss = max(losses, default=0.0)
+        loss = self._bounded_loss(measured)
         fidelity, share = measured.fidelity, measured.share
         self._last = Built(choice, plan, float32_model, model, applied, fidelity, share, loss)
         self.measured[choice.picks] = loss, fidelity.mean_cosine
@@ -115,6 +112,16 @@ class Judge:
         batches = parts[min(part, len(parts) - 1)]
         context = replace(self.given.context, threads=0).labeled("prove")
         return self._measure(built.model, batches, "prove", 1 + part, context)
+
+    def prove_on_all(self, built: Built) -> Proof:
+        """Measure a built choice on all data that was held out, by its bounds.
+
+        All of it was looked at before, but by choices with more loss.
+        """
+        data, context = self.given.data, replace(self.given.context, threads=0).labeled("prove")
+        batches = [*data.choose, *(batch for part in data.prove for batch in part)]
+        proof = self._measure(built.model, batches, "held out", 0, context)
+        return replace(proof, loss=self._bounded_loss(proof))
 
     def speedup(self, built: Built) -> float:
         """The measured speed-up of a built model, as geometric mean over the requested lengths."""
@@ -172,6 +179,14 @@ class Judge:
             share = share_kept(self.original_score, score, part=rows, seed=given.context.seed)
             losses.append(1 - share.value)
         return Proof(fidelity, share, max(losses, default=0.0))
+
+    def _bounded_loss(self, proof: Proof) -> float:
+        """The largest of the losses that the goal limits, at their lower bounds."""
+        limited = self.given.goal.measure != "score"
+        losses = [q.loss for q in proof.fidelity.qualities if limited]
+        if proof.share is not None:
+            losses.append(1 - proof.share.bound(CHOICE))
+        return max(losses, default=0.0)
 
     def _plan(self, choice: Choice) -> Plan:
         return self.candidates.plan(choice, self.given.goal.precision)

@@ -231,20 +231,24 @@ def _estimate_losses(
 def _proved(
     goal: Goal, judge: Judge, front: FrontSearch, best: Built | None
 ) -> tuple[Built | None, list[Proof]]:
-    """A choice that keeps its promise on data that no choice has seen, and all proofs, in order."""
+    """A choice that keeps its promise on data that no choice has seen, and all proofs, in order.
+
+    If two choices fail, no such data is left: a third one is measured on all held-out data, by its
+    bounds, and if that fails too, one that loses nothing is returned.
+    """
     if best is None:
         return None, []
     proofs = [judge.prove(best, 0)]
-    if goal.keep is None:
-        return best, proofs
-    for part in (1, 2):
-        if proofs[-1].loss <= max(1 - goal.keep, ROUNDING) or not best.choice.loss:
+    for attempt in (1, 2, 3):
+        if goal.keep is None or proofs[-1].loss <= max(1 - goal.keep, ROUNDING):
             break
-        if part == 1:
+        if not best.choice.loss:
+            break
+        if attempt < 3:
             best = front.more_careful(best, proofs[-1].loss, goal.keep)
-        else:  # no further part is left: what loses nothing needs none
+        else:
             best = judge.build(judge.candidates.front[0])
-        proofs.append(judge.prove(best, part))
+        proofs.append(judge.prove_on_all(best) if attempt == 2 else judge.prove(best, attempt))
     return best, proofs
 
 

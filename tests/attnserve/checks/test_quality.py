@@ -267,6 +267,16 @@ def test_a_bad_tail_is_a_loss_although_the_mean_is_good():
     assert found.loss == pytest.approx((1 - found.p5) / 5)
 
 
+def test_second_condition_has_a_bound(text_folder: Path):
+    """A choice must keep R^2 with a margin, a proof its value."""
+    a = RANDOM.standard_normal((100, 6, 32))
+    b = a + 0.1 * RANDOM.standard_normal(a.shape) * RANDOM.exponential(size=(100, 1, 1))
+    found = measured(meter("float[b, t, d] y", tokenizer=text_folder), a, b)
+    assert found.measure == "similarity" and found.second == pytest.approx(1 - found.also["r2"])
+    assert found.second < found.second_bound < 2 * found.second
+    assert found.loss >= found.second_bound and found.point_loss < found.loss
+
+
 def test_few_texts_have_no_interval():
     a = RANDOM.standard_normal((MIN_ROWS - 1, 5, 8))
     found = measured(meter("float[b, t, d] y"), a, a + 0.1)

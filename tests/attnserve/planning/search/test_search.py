@@ -718,6 +718,32 @@ def test_search_default_lengths_are_quantiles_of_the_data(
     assert np.quantile(lengths, 0.1) <= low < high <= np.quantile(lengths, 0.9)
 
 
+@pytest.mark.parametrize(
+    ("losses", "kept", "proofs"),
+    [
+        ([0.01], 0.03, 1),
+        ([0.011, 0.01], 0.02, 2),
+        ([0.011, 0.012, 0.0099], 0.01, 3),  # on all held-out data, by its bounds
+        ([0.011, 0.012, 0.0101, 0.0], 0.0, 4),  # what loses nothing
+        ([0.011, 0.0], 0.0, 2),  # nothing more careful was found
+    ],
+)
+def test_failed_proofs_lead_to_more_careful_choices(losses: list[float], kept: float, proofs: int):
+    measured = iter(losses)
+    choices = [SimpleNamespace(choice=Choice(loss, 1.0, ())) for loss in (0.03, 0.02, 0.01, 0.0)]
+    careful = iter(choices[1:] if len(losses) != 2 or losses[1] else choices[-1:])
+    judged: Any = SimpleNamespace(
+        prove=lambda built, part: SimpleNamespace(loss=next(measured), on=part),
+        prove_on_all=lambda built: SimpleNamespace(loss=next(measured), on="all"),
+        candidates=SimpleNamespace(front=[None]), build=lambda _: choices[-1],
+    )  # fmt: skip
+    front: Any = SimpleNamespace(more_careful=lambda built, loss, keep: next(careful))
+    best, found = search._proved(Goal(keep=0.99), judged, front, choices[0])  # type: ignore[arg-type]  # noqa: SLF001
+    assert best is not None and best.choice.loss == kept
+    assert len(found) == proofs
+    assert [proof.on for proof in found][:3] == [0, 1, "all"][:proofs]
+
+
 def test_search_scalar_output_is_measured_by_r2(
     planned: Planner, tiny_bert: Build, sentences: Path, tmp_path: Path
 ):
