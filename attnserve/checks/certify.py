@@ -40,6 +40,7 @@ __all__ = [
     "MatchReport",
     "certify",
     "read_attention",
+    "require_attention",
     "require_finite_weights",
 ]
 
@@ -89,6 +90,21 @@ class MatchReport:
     @property
     def blocks(self) -> tuple[AttentionBlock, ...]:
         return tuple(certified.block for certified in self.certified)
+
+
+def require_attention(report: MatchReport) -> None:
+    """Raises: InvalidModel: The model has no attention."""
+    if report.blocks:
+        return
+    reasons = "; ".join(
+        f"{m.node.name or m.node.op_type}: {m.reason}" for m in report.unmatched[:2]
+    )
+    raise InvalidModel(
+        "no attention was found"
+        + (f" ({reasons[:400]})" if reasons else ": the graph has no softmax"),
+        "`attnserve inspect` lists what was matched, and why the rest was not",
+        code="model.no_attention",
+    )
 
 
 def require_finite_weights(model: ir.Model) -> None:

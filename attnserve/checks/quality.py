@@ -77,7 +77,7 @@ class Quality:
         output: The name of the output.
         lengths: The lengths of the texts, if short and long texts are measured apart.
         file: The file of the texts, if there are several.
-        split: The part of the data: "choose", "prove", "held out" for both, or "data" for all of it.
+        split: The part of the data: "choose", "prove", "held out" (both), or "data" (all of it).
     """
 
     measure: Measure

@@ -212,7 +212,8 @@ def optimize(
         prune_heads: Head masks instead, as a .json file or an object by layer (``read_masks``).
         skip: Layers whose attention is replaced by an affine map of its input, or by a constant
             (``LAYER:constant``); needs ``calib``.
-        ffn: The share of all feed-forward neurons to remove, lowest energy first; needs ``calib``.
+        ffn: The share of all feed-forward neurons to remove, least predicted loss first; needs
+            ``calib``.
         keep: Search for the fastest model that keeps this quality by ``measure``, and this share of
             a task's score if one is given; needs ``calib``. The original is written if nothing is
             faster.
@@ -289,6 +290,7 @@ def optimize(
     shape = (batch, length)
     before = model_cost(original)
     before_cost = _cost(before, original, shape)
+    new_meter = partial(QualityMeter, original, artifact, measure=measure)
     if isinstance(mode, Goal):
         assert data is not None
         result = search(
@@ -304,8 +306,9 @@ def optimize(
         rewritten = _apply(read, original, report, data, fit_context, shape, fit=True)
     else:
         planned = plan_request(
-            mode, original, report, data, context, length=length, longest=artifact.max_length
-        )
+            mode, original, report, data, context, new_meter=new_meter, length=length,
+            longest=artifact.max_length,
+        )  # fmt: skip
         rewritten = _apply(planned.plan, original, report, data, context, shape, fit=refit)
         rewritten = replace(rewritten, warnings=planned.warnings)
     calibration = data.fit if data is not None else ()
@@ -313,7 +316,6 @@ def optimize(
         rewritten.model, rewritten.plan.precision, calibration,
         float_blocks=rewritten.plan.float_blocks,
     )  # fmt: skip
-    new_meter = partial(QualityMeter, original, artifact, measure=measure)
     compared = partial(compare, original, converted, context=context)
     if rewritten.found is not None and rewritten.found.gain:
         fidelity = rewritten.found.fidelity  # the proof

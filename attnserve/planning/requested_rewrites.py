@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -11,9 +11,9 @@ from typing import Any, Literal
 import onnx_ir as ir
 
 from attnserve.calibration.importance import leave_one_out
-from attnserve.calibration.neurons import MULTIPLE, layer_weights, masks_by_energy, neuron_energy
 from attnserve.calibration.similarity import measure_similarity
-from attnserve.checks.certify import MatchReport
+from attnserve.checks.certify import MatchReport, require_attention
+from attnserve.checks.quality import QualityMeter
 from attnserve.choices import Alignment, Importance, Mixing, Precision
 from attnserve.context import RunContext
 from attnserve.models.datasets import Dataset
@@ -33,23 +33,27 @@ from attnserve.planning.head_selection import (
     parse_reuse,
     reused_layers,
 )
+from attnserve.planning.neuron_selection import choose_neurons
 from attnserve.planning.plan import Plan
 from attnserve.planning.requested_sharing import SharingChooser, refused
+from attnserve.planning.search.block_loss import loss_curves
+from attnserve.planning.search.candidates import group_blocks
+from attnserve.planning.search.limits import MULTIPLE
 from attnserve.runtime.session import Batch
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.context import GraphContext
-from graph_passes.errors import CannotRewrite, InvalidArgument, InvalidModel, Refusal
+from graph_passes.errors import CannotRewrite, InvalidArgument, Refusal
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.base import AttentionPass
 from graph_passes.passes.collaborate import Collaborate, SharedDimensions
 from graph_passes.passes.decompose_attention import decompose_fused
 from graph_passes.passes.prune_heads import PruneHeads
-from graph_passes.passes.prune_neurons import PruneNeurons, neurons_refusal
+from graph_passes.passes.prune_neurons import PruneNeurons
 from graph_passes.passes.reuse_attention import ReuseAttention, renumbered, reuse_refusal
 from graph_passes.passes.skip_attention import SkipAttention
 
-__all__ = ["PlannedRequest", "Ranks", "Request", "plan_request", "require_attention"]
+__all__ = ["PlannedRequest", "Ranks", "Request", "plan_request"]
 
 Ranks = int | Sequence[int] | Mapping[str, int]
 """R of every layer, of each layer in order, or by layer name."""
@@ -59,6 +63,8 @@ AUTO_BUDGET = 0.04
 about 0.96, and more after it."""
 
 IN_BODY = Refusal("in_body", "it lies in the body of another node, which a session cannot observe")
+
+SAME_NAME = Refusal("same_name", "an attention block has the same name")
 
 KINDS = (":affine", ":constant")
 
@@ -159,6 +165,7 @@ def plan_request(
     data: Dataset | None,
     context: RunContext,
     *,
+    new_meter: Callable[[], QualityMeter],
     length: int = 128,
     longest: int | None = None,
 ) -> PlannedRequest:
@@ -166,6 +173,7 @@ def plan_request(
 
     Args:
         report: The certified attention of ``model``.
+        new_meter: Makes a meter that compares outputs with those of ``model``.
         length: Tokens at which the costs of dense and sparse mixing are compared.
         longest: The most tokens that the model takes.
 
@@ -176,23 +184,9 @@ def plan_request(
     """
     if request.has_rewrites:
         require_attention(report)
-    builder = _PlanBuilder(request, GraphContext(model), report, data, context, length, longest)
-    return builder.build()
-
-
-def require_attention(report: MatchReport) -> None:
-    """Raises: InvalidModel: The model has no attention."""
-    if report.blocks:
-        return
-    reasons = "; ".join(
-        f"{m.node.name or m.node.op_type}: {m.reason}" for m in report.unmatched[:2]
-    )
-    raise InvalidModel(
-        "no attention was found"
-        + (f" ({reasons[:400]})" if reasons else ": the graph has no softmax"),
-        "`attnserve inspect` lists what was matched, and why the rest was not",
-        code="model.no_attention",
-    )
+    return _PlanBuilder(
+        request, GraphContext(model), report, data, context, new_meter, length, longest
+    ).build()
 
 
 @dataclass(eq=False)
@@ -204,6 +198,7 @@ class _PlanBuilder:
     report: MatchReport
     data: Dataset | None
     context: RunContext
+    new_meter: Callable[[], QualityMeter]
     length: int
     longest: int | None
     skipped: dict[str, Literal["affine", "constant"]] = field(default_factory=dict[str, Any])
@@ -434,23 +429,29 @@ class _PlanBuilder:
         share = self.request.ffn
         if share is None:
             return {}
-        batches = self._batches("`ffn` measures the energy of neurons", "leave `ffn` out")
+        batches = self._batches("`ffn` measures the loss of removed neurons", "leave `ffn` out")
         if self.request.layers is not None:
             self.warnings.append("layers names attention blocks: ffn removes neurons of any layer")
-        blocks: list[FeedForwardBlock] = []
+        found = group_blocks(self.model, self.blocks, ffn=True)
+        groups = [group for group in found if group.kind == "feed_forward"]
+        refusals = {name: group.refusal for group in groups for name in group.names}
         for block in self.graph_context.get(find_feed_forward):
-            if refusal := self._in_body(block) or neurons_refusal(block):
+            if refusal := self._in_body(block) or refusals.get(block.name, SAME_NAME):
                 self.warnings.append(f"{block.name} keeps all its neurons: {refusal}")
-            else:
-                blocks.append(block)
-        if not blocks:
+        groups = [group for group in groups if group.refusal is None]
+        if not groups:
             self.warnings.append("ffn: no feed-forward was found whose neurons can be removed")
             return {}
-        energies = neuron_energy(self.model, blocks, batches, context=self.context)
-        weights = layer_weights(self.model, blocks, energies, batches[0], context=self.context)
-        masks = masks_by_energy(blocks, energies, weights, share)
+        losses = loss_curves(
+            self.model, groups, batches, new_meter=self.new_meter, context=self.context
+        )
+        masks = choose_neurons(groups, losses.curves, share)
         if not masks:
-            self.warnings.append(f"ffn {share} removes less than {MULTIPLE} neurons a layer")
+            total = sum(group.count for group in groups)
+            self.warnings.append(
+                f"ffn {share} of {total} neurons is none: the number of remaining neurons of a "
+                f"layer is a multiple of {MULTIPLE}"
+            )
         return masks
 
     # ---- helpers ---------------------------------------------------------------------------------

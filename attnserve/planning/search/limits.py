@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from attnserve.calibration.neurons import MULTIPLE
-
 __all__ = [
     "MAX_BLOCK_SLOWDOWN",
     "MIN_GAIN",
@@ -11,6 +9,9 @@ __all__ = [
     "MIN_SPEEDUP",
     "MULTIPLE",
 ]
+
+MULTIPLE = 8
+"""The number of remaining neurons is a multiple of this, the floats of a vector register."""
 
 MIN_SPEEDUP = 0.97
 """The lowest accepted speed-up of a whole model at any timed length; less is more than noise."""

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.checks.certify import read_attention, require_finite_weights
+from attnserve.checks.certify import read_attention, require_attention, require_finite_weights
 from attnserve.checks.compare import Fidelity
 from attnserve.checks.quality import QualityMeter
 from attnserve.context import DEFAULT_CONTEXT, RunContext
@@ -35,7 +35,6 @@ from attnserve.models.opset import raise_opset
 from attnserve.models.precision import convert
 from attnserve.planning.apply import ApplyReport
 from attnserve.planning.plan import Plan
-from attnserve.planning.requested_rewrites import require_attention
 from attnserve.planning.search.block_loss import Losses, conversion_losses, loss_curves
 from attnserve.planning.search.candidate_set import CandidateSet
 from attnserve.planning.search.candidates import changes_to_measure, group_blocks

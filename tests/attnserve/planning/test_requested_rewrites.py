@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,16 +15,13 @@ from attnserve.calibration.elimination import elimination_order
 from attnserve.calibration.importance import leave_one_out
 from attnserve.calibration.similarity import measure_similarity
 from attnserve.calibration.voting import voting_to_stay
-from attnserve.checks.certify import MatchReport, read_attention
+from attnserve.checks.certify import MatchReport, read_attention, require_attention
+from attnserve.checks.quality import QualityMeter
 from attnserve.context import RunContext
+from attnserve.models.artifact import Artifact
 from attnserve.models.datasets import Dataset
 from attnserve.planning.plan import Plan
-from attnserve.planning.requested_rewrites import (
-    PlannedRequest,
-    Request,
-    plan_request,
-    require_attention,
-)
+from attnserve.planning.requested_rewrites import PlannedRequest, Request, plan_request
 from attnserve.runtime.session import Batch
 from graph_passes.errors import CannotRewrite, InvalidArgument, InvalidModel
 from graph_passes.passes.collaborate import Collaborate
@@ -68,7 +66,7 @@ def request_of(
     graph, report = stack() if model is None else (model, read_attention(model))
     return plan_request(
         Request(**request), graph, report, dataset or (data() if calibrated else None),
-        RunContext(threads=1),
+        RunContext(threads=1), new_meter=lambda: QualityMeter(graph, Artifact(Path("model.onnx"))),
     )  # fmt: skip
 
 

@@ -738,7 +738,7 @@ def test_failed_proofs_lead_to_more_careful_choices(losses: list[float], kept: f
         candidates=SimpleNamespace(front=[None]), build=lambda _: choices[-1],
     )  # fmt: skip
     front: Any = SimpleNamespace(more_careful=lambda built, loss, keep: next(careful))
-    best, found = search._proved(Goal(keep=0.99), judged, front, choices[0])  # type: ignore[arg-type]  # noqa: SLF001
+    best, found = search._proved(Goal(keep=0.99), judged, front, choices[0])  # type: ignore[arg-type]
     assert best is not None and best.choice.loss == kept
     assert len(found) == proofs
     assert [proof.on for proof in found][:3] == [0, 1, "all"][:proofs]

@@ -1,0 +1,60 @@
+"""Choose the feed-forward neurons to remove by the loss that their removal is predicted to cost.
+
+The neurons of a layer are removed in the order of its loss curve. The numbers of removals of all
+layers are chosen together, so that the sum of the losses at the model's output is least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from attnserve.planning.head_files import Masks
+from attnserve.planning.search.candidates import BlockConfig, LossCurve, Option, TiedBlocks
+from attnserve.planning.search.limits import MULTIPLE
+from attnserve.planning.search.pareto import pareto_front
+
+__all__ = ["choose_neurons"]
+
+TIE = 1e-12
+"""The loss that is added per removed neuron. Without it, of numbers of removals with equal losses,
+only the largest would be on the front, which may be more than requested."""
+
+
+def choose_neurons(
+    groups: Sequence[TiedBlocks], curves: Mapping[str, LossCurve], share: float
+) -> Masks:
+    """Masks (1 = keep) that remove about ``share`` of all neurons, with least predicted loss.
+
+    The number of remaining neurons of a layer is a multiple of ``MULTIPLE``, and at least that. The
+    number of removed neurons is rounded down accordingly. Layers that keep all neurons are left
+    out.
+
+    Args:
+        groups: Feed-forward blocks; those of one group have equal masks and are counted once.
+        curves: By the key of a group; a group without a curve keeps its neurons.
+        share: More than 0 and less than 1.
+    """
+    # On a single text, every removal may be measured as a total loss. Own losses still differ.
+    is_measured = any(curve.loss[0] < curve.loss[-1] for curve in curves.values())
+    options = [_options(group, curves.get(group.key), is_measured) for group in groups]
+    total = sum(group.count for group in groups)
+    least = total - round(share * total)
+    choice = [choice for choice in pareto_front(options) if choice.ms >= least][-1]
+    masks: Masks = {}
+    for group, found, pick in zip(groups, options, choice.picks, strict=True):
+        kept = found[pick].configs[0].kept
+        if kept < group.count:
+            masks |= {name: curves[group.key].mask(kept) for name in group.names}
+    return masks
+
+
+def _options(group: TiedBlocks, curve: LossCurve | None, is_measured: bool) -> list[Option]:
+    """The numbers of remaining neurons, which take the place of the time, and their losses."""
+    options = [Option((BlockConfig(group.count),), 0.0, group.count)]
+    if curve is None:
+        return options
+    for kept in range(MULTIPLE, group.count, MULTIPLE):
+        gone = group.count - kept
+        loss = curve.at(gone) if is_measured else curve.own_loss[gone]
+        options.append(Option((BlockConfig(kept),), loss + TIE * gone, kept))
+    return options
