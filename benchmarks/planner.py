@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
         calibration = write_lines(
             folder / "calibration.txt", spread(sentences(options.train, sys.maxsize), options.rows)
         )
-        unseen = _unseen(options.train, calibration, folder / "unseen.tsv")
+        unseen = unseen_pairs(options.train, calibration, folder / "unseen.tsv")
         texts = write_lines(
             folder / "unseen.txt", spread(sentences(unseen, sys.maxsize), UNSEEN_ROWS)
         )
@@ -132,7 +132,7 @@ def _runs(
                 yield "--other", goal, other
 
 
-def _unseen(train: Path, calibration: Path, output: Path) -> Path:
+def unseen_pairs(train: Path, calibration: Path, output: Path) -> Path:
     """Write the pairs of which neither sentence is in the calibration text."""
     seen = set(calibration.read_text(encoding="utf-8").splitlines())
     header, *rows = train.read_text(encoding="utf-8").splitlines()
