@@ -346,7 +346,7 @@ def optimize(
             *_cost_warnings(even, length, artifact.max_length),
             *_data_warnings(rewritten, report, data, length_bounds(wanted)[1]),
             *_cache_warnings(report.blocks, rewritten.applied.steps),
-            *_fidelity_warnings(fidelity),
+            *_fidelity_warnings(fidelity, rewritten.plan),
             *((GPU_ONLY,) if rewritten.plan.precision == "bfloat16" else ()),
         ),
         plan=rewritten.plan,
@@ -532,15 +532,16 @@ def _cache_warnings(blocks: Sequence[AttentionBlock], steps: Sequence[Step]) -> 
     return warnings
 
 
-def _fidelity_warnings(fidelity: Fidelity) -> list[str]:
+def _fidelity_warnings(fidelity: Fidelity, plan: Plan) -> list[str]:
     quality = fidelity.quality
     if quality is None:
         return []
     warnings: list[str] = []
     if quality.value < LOW_QUALITY:
+        less = "raise R or rewrite fewer layers" if plan.changed else "use a more exact precision"
         warnings.append(
             f"the outputs are far from the original's: {quality.measure} {quality.value:.3f} "
-            f"({fidelity.data}); raise R or rewrite fewer layers"
+            f"({fidelity.data}); {less}"
         )
     if quality.ci95 is None and quality.split == "prove" and quality.rows:
         warnings.append(
