@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
         texts = write_lines(
             folder / "unseen.txt", spread(sentences(unseen, sys.maxsize), UNSEEN_ROWS)
         )
-        models = _other_tools(original, folder)
+        models = other_tools(original, folder)
         bases = {pairs: sts_score(original, pairs) for pairs in (options.dev, unseen)}
         plans: list[dict[str, Any]] = []
         for kind, goal, calib in _runs(options, calibration, folder):
@@ -141,7 +141,7 @@ def unseen_pairs(train: Path, calibration: Path, output: Path) -> Path:
     return output
 
 
-def _other_tools(original: Path, folder: Path) -> dict[str, Path]:
+def other_tools(original: Path, folder: Path) -> dict[str, Path]:
     """Return the exported model and what other tools make of it; the fourth is int8."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
     from onnxruntime.transformers import optimizer

@@ -48,6 +48,7 @@ PLANNER_MODELS = {
     "attention": "attnserve, attention only",
     "with feed-forwards": "attnserve, attention and FFN",
     "with feed-forwards, int8": "attnserve, attention, FFN and int8",
+    "with feed-forwards, int8-full": "attnserve, attention, FFN and int8 of 8 bits",
     "similarities": "attnserve, attention and FFN, similarities kept",
     "R = 128 by hand": "attnserve, `--collab-dk 128`",
 }
@@ -207,18 +208,64 @@ def mixture() -> str:
     """Speed and quality of searches on sentences and paragraphs."""
     rows = [
         [
-            row["goal"],
-            f"{row['keep']:g}",
+            PLANNER_MODELS.get(row["goal"], row["goal"]),
+            f"{row['keep']:g}" if row["keep"] else "",
             *(times(row["speedups"][length][0]) for length in ("128", "256", "512")),
             *(
                 f"{unseen['value']:.4f}, {unseen['overlap']:.3f}, {unseen['r2']:.4f}"
                 for unseen in (row["unseen"][kind] for kind in ("sentences", "paragraphs"))
             ),
         ]
-        for row in load("mixture")["rows"]
+        for row in _mixture_rows()
     ]
     lengths = ["128 tokens", "256 tokens", "512 tokens"]
     return table(["rewrites", "asked", *lengths, "unseen sentences", "unseen paragraphs"], rows)
+
+
+def _mixture_rows() -> list[dict[str, Any]]:
+    """The other tools first, then the goals by what they keep."""
+    order = list(PLANNER_MODELS)
+    rows = load("mixture")["rows"]
+    return sorted(rows, key=lambda row: (order.index(row["goal"]), row["keep"] or 0.0))
+
+
+def mixture_curve() -> str:
+    """Speed-up against the share of neighbors that stay, on sentences and on paragraphs."""
+    from attnserve.reports.drawing import FIRST, GRID, INK, MUTED, SECOND, THIRD, svg
+
+    styles: dict[str, dict[str, Any]] = {
+        "attention": {"color": FIRST, "marker": "o"},
+        "with feed-forwards": {"color": SECOND, "marker": "o"},
+        "with feed-forwards, int8": {"color": INK, "marker": "o"},
+        "with feed-forwards, int8-full": {"color": THIRD, "marker": "o"},
+        "ONNX Runtime's optimizer": {"color": MUTED, "marker": "D", "linestyle": ""},
+        "onnxscript's optimize_for_ort": {"color": MUTED, "marker": "x", "linestyle": ""},
+        "ONNX Runtime's int8": {"color": INK, "marker": "D", "linestyle": ""},
+    }
+    rows = _mixture_rows()
+
+    def draw(figure: Any) -> None:
+        panels = figure.subplots(1, 2, sharey=True)
+        for axes, kind in zip(panels, ("sentences", "paragraphs"), strict=True):
+            axes.grid(color=GRID)
+            for goal in dict.fromkeys(row["goal"] for row in rows):
+                points = [
+                    (row["unseen"][kind]["overlap"], row["speedups"]["128"][0], row["keep"])
+                    for row in rows
+                    if row["goal"] == goal
+                ]
+                x, y, _ = zip(*points, strict=True)
+                axes.plot(x, y, label=PLANNER_MODELS[goal].replace("`", ""), **styles[goal])
+                for a, b, share in points:
+                    if share:
+                        axes.annotate(f"{share:g}", (a, b), (3, 4), textcoords="offset points",
+                                      fontsize=8, color=MUTED)  # fmt: skip
+            axes.set_title(kind)
+            axes.set_xlabel("overlap@10 with the original")
+        panels[0].set_ylabel("speed-up at 128 tokens")
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+
+    return f'<div class="figure">{svg(draw, (8.6, 4.6))}</div>'
 
 
 def _interval(quality: dict[str, Any] | None) -> str:
