@@ -10,7 +10,7 @@ from service.app import create_app
 from service.engine.device import on_device
 from service.engine.repository import Repository, say_operators
 from service.metrics import Metrics
-from service.server import Server, bind_socket, configure_log, log_ready
+from service.server import Server, bind_socket, configure_log, log_ready, raise_file_limit
 from service.settings import Settings
 
 __all__ = ["serve"]
@@ -37,6 +37,7 @@ def serve(settings: Settings) -> None:
             code="workers.unsupported",
         )
     configure_log(settings)
+    raise_file_limit()
     settings = on_device(settings)
     with bind_socket(settings) as listener:
         if settings.workers > 1:

@@ -182,6 +182,17 @@ class Settings(BaseSettings):
         description="Seconds between reporting not ready and closing the socket when the server"
         " stops, for a load balancer to notice.",
     )
+    drain_timeout_s: float = Field(
+        default=25,
+        gt=0,
+        description="Seconds in which accepted requests are answered when the server stops. After"
+        " them the others are refused, and the server exits with an error.",
+    )
+    max_connections: int = Field(
+        default=1000,
+        ge=1,
+        description="Maximum number of open connections of a process; it answers 503 above it.",
+    )
     log_level: LogLevel = Field(
         default="info", description="Log level; info and debug log every request."
     )

@@ -56,6 +56,9 @@ STABLE_S = 10.0
 POLL_S = 0.1
 """Interval of the checks of each worker."""
 
+END_S = 10.0
+"""A worker that has not ended this long after the time to drain is killed."""
+
 HANG_S = 60.0
 """A serving worker whose status does not change for this time is killed. Time is counted in checks,
 so that the sleep of a suspended machine does not count."""
@@ -101,6 +104,7 @@ class _Supervisor:
         self._serving: set[int] = set()
         self._error: AttnserveError | None = None
         self._stopping = asyncio.Event()
+        self._must_end_at: float | None = None
         self._interrupted = False
         self._own_sockets = sys.platform == "linux"
         if self._own_sockets:
@@ -130,6 +134,9 @@ class _Supervisor:
 
     def _stop(self, error: AttnserveError | None = None) -> None:
         self._error = self._error or error
+        settings = self._settings
+        patience = settings.drain_delay_s + settings.drain_timeout_s + END_S
+        self._must_end_at = self._must_end_at or monotonic() + patience
         self._stopping.set()
         self._signal_workers(signal.SIGTERM)
 
@@ -197,6 +204,10 @@ class _Supervisor:
             await asyncio.sleep(POLL_S)
             status = self._state.status(worker)
             if self._stopping.is_set():
+                if self._must_end_at is not None and monotonic() > self._must_end_at:
+                    log.error("worker %d (process %d) does not stop: it is killed",
+                              worker, process.pid)  # fmt: skip
+                    process.kill()
                 continue
             if serving_since is None:
                 if status is not None and status.serving and status.pid == process.pid:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,8 +17,10 @@ from typing import Any
 
 import httpx2
 import numpy as np
+import onnx
 import orjson
 import pytest
+from onnx import numpy_helper, parser
 from starlette.testclient import TestClient
 
 import service
@@ -373,6 +376,64 @@ def test_server_drain_delay_reports_not_ready_and_still_answers(encoder: Path) -
         assert httpx2.get(f"{address}/v2/health/live").status_code == 200
         assert httpx2.post(f"{address}/embed", json={"inputs": "a"}).status_code == 200
         assert process.wait(20) == 0
+
+
+@pytest.mark.process
+def test_server_drain_ends_with_half_a_request(encoder: Path) -> None:
+    """A client must not keep the server from stopping."""
+    limits = {"ATTNSERVE_DRAIN_TIMEOUT_S": "1", "ATTNSERVE_PROBE": "false"}
+    with serving(encoder, **limits) as server:
+        address, process = server
+        host, port = address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(b"POST /embed HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n\r\n{")
+            time.sleep(0.5)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(10) == 1
+        assert process.stderr is not None
+        log = process.stderr.read()
+        assert "1 connections were closed" in log
+
+
+ENDLESS = """
+<ir_version: 10, opset_import: ["": 18]>
+endless (int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask)
+  => (float[batch, sequence] y)
+{
+    most = ReduceMax <keepdims = 0> (input_ids)
+    start = Identity(zero)
+    sum = Loop (most, , start) <
+        body = step (int64 i, bool go, float s) => (bool go_on, float t) {
+            go_on = Identity(go) t = Add(s, one) }
+    >
+    floats = Cast <to = 1> (input_ids)
+    y = Add(floats, sum)
+}
+"""
+
+
+@pytest.mark.process
+def test_server_stops_although_a_run_does_not_return(tmp_path: Path) -> None:
+    (folder := tmp_path / "tiny").mkdir()
+    model = parser.parse_model(ENDLESS)
+    scalars = {"zero": np.float32(0), "one": np.float32(1)}
+    model.graph.initializer.extend(
+        numpy_helper.from_array(np.array(value), name) for name, value in scalars.items()
+    )
+    onnx.save(model, folder / "model.onnx")
+    limits = {"ATTNSERVE_DRAIN_TIMEOUT_S": "1", "ATTNSERVE_PROBE": "false"}
+    with serving(folder, **limits) as server:
+        address, process = server
+        shape = {"shape": [1, 2], "datatype": "INT64"}
+        inputs = [{"name": "input_ids", "data": [2**60, 1], **shape},
+                  {"name": "attention_mask", "data": [1, 1], **shape}]  # fmt: skip
+        answer = httpx2.post(
+            f"{address}/v2/models/tiny/infer", json={"inputs": inputs},
+            headers={"x-timeout-ms": "500"}, timeout=20,
+        )  # fmt: skip
+        assert answer.status_code == 504
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 1
 
 
 def test_application_can_start_again(encoder: Path) -> None:
