@@ -26,6 +26,7 @@ __all__ = [
     "DeadlineExceeded",
     "Error",
     "ErrorRenderer",
+    "Forbidden",
     "InvalidField",
     "MalformedRequest",
     "ModelFailed",
@@ -91,6 +92,12 @@ class Overloaded(ServiceError):
     default_code = "server.overloaded"
 
 
+class Forbidden(ServiceError):
+    """The client may not do this."""
+
+    default_code = "request.forbidden"
+
+
 class Unauthorized(ServiceError):
     """The API key is missing or unknown."""
 
@@ -143,6 +150,7 @@ class HttpError(NamedTuple):
 HTTP_ERRORS: Mapping[type[Exception], HttpError] = {
     MalformedRequest: HttpError(400),
     Unauthorized: HttpError(401, {"www-authenticate": "Bearer"}),
+    Forbidden: HttpError(403),
     NotFound: HttpError(404),
     TooLarge: HttpError(413),
     InvalidData: HttpError(422),

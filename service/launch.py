@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 
 from graph_passes.errors import InvalidArgument
@@ -14,6 +15,8 @@ from service.server import Server, bind_socket, configure_log, log_ready, raise_
 from service.settings import Settings
 
 __all__ = ["serve"]
+
+log = logging.getLogger("attnserve")
 
 
 def serve(settings: Settings) -> None:
@@ -38,6 +41,8 @@ def serve(settings: Settings) -> None:
         )
     configure_log(settings)
     raise_file_limit()
+    if not (settings.is_local or settings.api_keys or settings.api_keys_file):
+        log.warning("every client that reaches %s is served: no API keys are set", settings.host)
     settings = on_device(settings)
     with bind_socket(settings) as listener:
         if settings.workers > 1:

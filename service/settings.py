@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -160,6 +161,16 @@ class Settings(BaseSettings):
         default=None,
         description="File with one API key per line; lines that start with # are comments.",
     )
+    admin_keys: Secrets = Field(
+        default=(),
+        description="API keys that may load and unload models, separated by commas; without any,"
+        " every accepted client may. They are accepted for all other requests too.",
+    )
+    model_control: bool | None = Field(
+        default=None,
+        description="Allow clients to load and unload models; by default if host is a loopback"
+        " address.",
+    )
     cors_origins: Listed = Field(
         default=(), description="Allowed CORS origins, separated by commas; * for all."
     )
@@ -198,6 +209,16 @@ class Settings(BaseSettings):
     )
 
     @property
+    def is_local(self) -> bool:
+        """Whether only this machine can connect."""
+        return is_loopback(self.host)
+
+    @property
+    def controls_models(self) -> bool:
+        """Whether clients may load and unload models."""
+        return self.is_local if self.model_control is None else self.model_control
+
+    @property
     def batch_tokens(self) -> int:
         """``max_batch_tokens``, or the default of the provider."""
         return self.max_batch_tokens or BATCH_TOKENS[self._device]
@@ -216,6 +237,14 @@ class Settings(BaseSettings):
     @property
     def _device(self) -> str:
         return "cuda" if self.provider == "cuda" else "cpu"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address is that of the loopback interface."""
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def read_settings(**given: Any) -> Settings:

@@ -277,9 +277,10 @@ class _Supervisor:
 
 
 def _to_json(settings: Settings) -> dict[str, Any]:
-    """``settings`` for a worker, including the API keys: they pass through a pipe."""
+    """``settings`` for a worker, including the keys: they pass through a pipe."""
     payload = settings.model_dump(mode="json")
-    return payload | {"api_keys": [key.get_secret_value() for key in settings.api_keys]}
+    secrets = {"api_keys": settings.api_keys, "admin_keys": settings.admin_keys}
+    return payload | {n: [key.get_secret_value() for key in v] for n, v in secrets.items()}
 
 
 def _describe_exit(code: int) -> str:
