@@ -11,7 +11,14 @@ from service.app import create_app
 from service.engine.device import on_device
 from service.engine.repository import Repository, say_operators
 from service.metrics import Metrics
-from service.server import Server, bind_socket, configure_log, log_ready, raise_file_limit
+from service.server import (
+    Server,
+    bind_socket,
+    configure_log,
+    log_ready,
+    raise_file_limit,
+    stop_while_starting,
+)
 from service.settings import Settings
 
 __all__ = ["serve"]
@@ -52,6 +59,7 @@ def serve(settings: Settings) -> None:
             return
         repository = Repository(settings, Metrics())
         app = create_app(settings, repository)
+        stop_while_starting()
         # Load before the server starts: its startup would hide the error behind its own.
         asyncio.run(repository.start())
 

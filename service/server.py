@@ -24,7 +24,14 @@ from service.errors import ServiceError
 from service.protocol import Protocol
 from service.settings import Settings
 
-__all__ = ["Server", "bind_socket", "configure_log", "log_ready", "raise_file_limit"]
+__all__ = [
+    "Server",
+    "bind_socket",
+    "configure_log",
+    "log_ready",
+    "raise_file_limit",
+    "stop_while_starting",
+]
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -120,6 +127,8 @@ class Server(uvicorn.Server):
             self._watchdog.daemon = True
             self._watchdog.start()
         self._repository.draining = True
+        # uvicorn closes idle connections: clients must not send their next request into that.
+        self.server_state.default_headers.append((b"connection", b"close"))
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -143,6 +152,15 @@ class Server(uvicorn.Server):
                 connection.transport.abort()
 
         asyncio.get_running_loop().call_later(CUT_S, abort)
+
+
+def stop_while_starting() -> None:
+    """End at SIGTERM, also as process 1 of a container, where it has no default action."""
+    signal.signal(signal.SIGTERM, _exit)
+
+
+def _exit(number: int, frame: Any) -> None:
+    raise SystemExit(128 + number)
 
 
 def _ignore(number: int, frame: Any) -> None:

@@ -23,7 +23,7 @@ from graph_passes.errors import AttnserveError
 from service.app import create_app
 from service.engine.repository import say_operators
 from service.metrics import Metrics
-from service.server import Server, configure_log
+from service.server import Server, configure_log, stop_while_starting
 from service.settings import Settings
 from service.workers.shared_repository import SharedRepository
 from service.workers.shared_state import SharedState, Status, error_to_json
@@ -60,6 +60,7 @@ def main() -> int:
     configure_log(settings)
     orphaned = threading.Event()
     threading.Thread(target=_watch_parent, args=(orphaned,), daemon=True).start()
+    stop_while_starting()
     with socket.socket(fileno=task["listener"]) as listener:
         try:
             metrics = Metrics(state.metrics)

@@ -395,6 +395,44 @@ def test_server_drain_ends_with_half_a_request(encoder: Path) -> None:
         assert "1 connections were closed" in log
 
 
+@pytest.mark.process
+def test_server_tells_clients_to_close_while_it_drains(encoder: Path) -> None:
+    with (
+        serving(encoder, ATTNSERVE_DRAIN_DELAY_S="2", ATTNSERVE_PROBE="false") as server,
+        httpx2.Client(base_url=server[0]) as client,
+    ):
+        assert "connection" not in client.get("/v2/health/live").headers
+        server[1].send_signal(signal.SIGTERM)
+        until(lambda: client.get("/v2/health/ready").status_code == 503)
+        assert client.get("/v2/health/live").headers["connection"] == "close"
+        assert server[1].wait(20) == 0
+
+
+@pytest.mark.process
+def test_server_stops_while_it_starts(encoder: Path) -> None:
+    program = (
+        "import asyncio\n"
+        "from pathlib import Path\n"
+        "from service.engine.repository import Repository\n"
+        "from service.launch import serve\n"
+        "from service.settings import Settings\n"
+        "async def start(self):\n"
+        "    print('starting', flush=True)\n"
+        "    await asyncio.sleep(60)\n"
+        "Repository.start = start\n"
+        f"serve(Settings(model=Path({str(encoder)!r}), port=0))"
+    )
+    root = Path(service.__file__).parents[1]
+    with subprocess.Popen(
+        [sys.executable, "-c", program], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == b"starting\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 128 + signal.SIGTERM  # by a handler, not by the default action
+        assert b"Traceback" not in process.stderr.read()
+
+
 ENDLESS = """
 <ir_version: 10, opset_import: ["": 18]>
 endless (int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask)
