@@ -1,7 +1,8 @@
 """Entry point of one worker process, started by the supervisor.
 
-The worker reads its task from the first line of standard input. The supervisor keeps that pipe
-open: at its end the supervisor has exited, and the worker drains and exits too.
+Standard input is a socket of the supervisor. The worker reads its task from the first line, and
+sends heartbeats, which need no file, so that a full disk does not count as a hang. At the end of
+the input the supervisor has exited, and the worker drains and exits too.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ class _WorkerServer(Server):
 
     def __init__(self, app: FastAPI, repository: SharedRepository, state: SharedState) -> None:
         super().__init__(app, repository, repository.set_serving)
+        repository.beat = _beat
         self._shared, self._state = repository, state
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -78,6 +81,11 @@ def main() -> int:
     if orphaned.is_set() and not state.serving():  # the last worker removes the folder
         shutil.rmtree(state.path, ignore_errors=True)
     return 0
+
+
+def _beat() -> None:
+    with suppress(OSError):  # the supervisor has exited
+        os.write(0, b".")
 
 
 def _watch_parent(orphaned: threading.Event) -> None:
