@@ -62,8 +62,8 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
     app.state.metrics = metrics
     # The middleware added last runs first: it also counts refused requests and gives them an id.
     app.add_middleware(GuardControl, settings=chosen)
-    if keys := read_keys(chosen):
-        app.add_middleware(RequireKey, keys=keys)
+    if read_keys(chosen):
+        app.add_middleware(RequireKey, settings=chosen)
     if chosen.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import re
 from collections.abc import Iterable
+from time import monotonic
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -15,6 +17,11 @@ from service.errors import Forbidden, Unauthorized, explain
 from service.settings import Settings, is_loopback
 
 __all__ = ["GuardControl", "RequireKey", "read_keys"]
+
+RELOAD_S = 1.0
+"""How often the key file is looked at."""
+
+log = logging.getLogger("attnserve")
 
 CONTROL = re.compile(r"/v2/repository/models/[^/]*/(un)?load")
 
@@ -69,8 +76,7 @@ class GuardControl:
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app, self._settings = app, settings
-        keys = (key.get_secret_value().encode() for key in settings.admin_keys)
-        self._admins = [hashlib.sha256(key).digest() for key in keys]
+        self._admins = _checksums(key.get_secret_value().encode() for key in settings.admin_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._refusal(scope) if scope["type"] == "http" else None
@@ -99,13 +105,43 @@ class GuardControl:
 
 
 class RequireKey:
-    """ASGI middleware: 401 without ``Authorization: Bearer KEY`` or ``x-api-key: KEY``."""
+    """ASGI middleware: 401 without ``Authorization: Bearer KEY`` or ``x-api-key: KEY``.
 
-    def __init__(self, app: ASGIApp, keys: Iterable[bytes]) -> None:
-        self._app = app
-        self._known = [hashlib.sha256(key).digest() for key in keys]
+    A key file is read again when it has changed, in every worker. If it cannot be read, or holds no
+    key, the keys before stay.
+    """
+
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+        self._app, self._settings = app, settings
+        self._path = settings.api_keys_file
+        self._version, self._looked_at = self._file_version(), monotonic()
+        self._known = _checksums(read_keys(settings))
+
+    def _file_version(self) -> tuple[int, int] | None:
+        """Changes with the file; None if there is none."""
+        if self._path is None:
+            return None
+        try:
+            found = self._path.stat()
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_ino
+
+    def _refresh(self) -> None:
+        if self._path is None or monotonic() - self._looked_at < RELOAD_S:
+            return
+        self._looked_at, version = monotonic(), self._file_version()
+        if version == self._version:
+            return
+        self._version = version
+        try:
+            self._known = _checksums(read_keys(self._settings))
+            log.info("%s: read again", self._path)
+        except InvalidArgument as error:
+            log.error("the API keys stay as they are: %s", error.what)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._refresh()
         if scope["type"] != "http" or scope["path"] in OPEN or is_known(_given(scope), self._known):
             await self._app(scope, receive, send)
             return
@@ -114,6 +150,10 @@ class RequireKey:
             "send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
         )
         await explain(scope, error)(scope, receive, send)
+
+
+def _checksums(keys: Iterable[bytes]) -> list[bytes]:
+    return [hashlib.sha256(key).digest() for key in keys]
 
 
 def is_known(given: bytes, known: Iterable[bytes]) -> bool:

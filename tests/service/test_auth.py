@@ -9,6 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from graph_passes.errors import InvalidArgument
+from service import auth
 from service.app import create_app
 from service.auth import read_keys
 from service.settings import Settings
@@ -140,6 +141,26 @@ def test_cors_allows_only_configured_origins(
     assert answer.headers["access-control-allow-origin"] == "https://a.example"
     other = opened.options("/embed", headers=preflight | {"origin": "https://c.example"})
     assert "access-control-allow-origin" not in other.headers
+
+
+def test_changed_key_file_is_read_again(
+    start: Callable[..., TestClient], encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auth, "RELOAD_S", 0)
+    (path := tmp_path / "keys").write_text("first")
+    client = start(encoder, api_keys_file=path)
+
+    def status(key: str) -> int:
+        return client.post("/embed", json=EMBED, headers={"x-api-key": key}).status_code
+
+    assert (status("first"), status("second")) == (200, 401)
+    (tmp_path / "new").write_text("second")
+    (tmp_path / "new").replace(path)
+    assert (status("first"), status("second")) == (401, 200)
+    path.write_text("# none")  # must not let everybody in, or nobody
+    assert (status("first"), status("second")) == (401, 200)
+    path.unlink()
+    assert (status(""), status("second")) == (401, 200)
 
 
 # Loading and unloading
