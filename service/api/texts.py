@@ -184,7 +184,9 @@ async def similarity(request: Request, body: SimilarityRequest) -> Response:
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """The token ids of each text, including special tokens. The model is not run."""
     engine = acquire_engine(request, body.model, body.version)
-    encodings = await engine.tokenize(body.inputs, truncate=body.truncate)
+    encodings = await cancel_on_disconnect(
+        request, engine.tokenize(body.inputs, truncate=body.truncate, deadline=deadline(request))
+    )
     return json_response(
         {
             "tokens": [encoding.ids for encoding in encodings],

@@ -113,6 +113,12 @@ class Engine:
             on_batch=self._record_batch,
             on_failure=self._failed,
         )
+        # Long texts take seconds to tokenize: /tokenize has a thread of its own.
+        self._tokenizer = Batcher(
+            lambda _, encodings: BatchResult(encodings),
+            budget=settings.max_inputs,
+            max_queue=settings.max_queue,
+        )
         self._reload = reload
         self.in_flight = 0
         """Number of open requests."""
@@ -218,20 +224,39 @@ class Engine:
             )
         return await self._texts("classify", "scores", texts, truncate, deadline)
 
-    async def tokenize(self, texts: Sequence[str], *, truncate: bool = False) -> list[Encoding]:
-        """The tokens of each text.
+    async def tokenize(
+        self, texts: Sequence[str], *, truncate: bool = False, deadline: float | None = None
+    ) -> list[Encoding]:
+        """The tokens of each text; the model is not run.
 
         Raises:
             NotFound: The model has no tokenizer.
             InvalidData: An item is not a text.
             TooLarge: Too many texts or characters in one request.
+            Overloaded, DeadlineExceeded, NotReady: See ``infer``.
         """
-        self.model.require_tokenizer()
-        self._check_texts(texts)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.batcher.prepare_pool, self._encode, texts, truncate)
+        with self._counted() as stages:
+            self.model.require_tokenizer()
+            self._check_texts(texts)
+            result = await self._tokenizer.submit_from(
+                lambda: [Row((), 1, one) for one in self._encode(texts, truncate)],
+                len(texts),
+                deadline,
+            )
+            _add_stages(stages, result, output_ns=0)
+        return result.results
 
     # -- lifetime ---------------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> int:
+        """Waiting rows, including texts that wait for tokenization."""
+        return self.batcher.waiting + self._tokenizer.waiting
+
+    def refuse_all(self, error: Exception) -> None:
+        """Answer all open requests with ``error``."""
+        self.batcher.refuse_all(error)
+        self._tokenizer.refuse_all(error)
 
     def acquire(self) -> None:
         """Keep the engine open until ``release``."""
@@ -255,6 +280,7 @@ class Engine:
     def close(self) -> None:
         """Finish the current runs, refuse waiting requests, free the session."""
         self.batcher.close()
+        self._tokenizer.close()
         self.model.close()
 
     # -- runs -------------------------------------------------------------------------------------

@@ -134,7 +134,7 @@ class Repository:
     def abandon(self) -> None:
         """Refuse all open requests."""
         for engine in self.engines():
-            engine.batcher.refuse_all(
+            engine.refuse_all(
                 NotReady("the server was told to stop at once", "try another server, or later")
             )
 
@@ -398,7 +398,7 @@ class Repository:
     def _watch(self) -> list[VersionState]:
         return [
             VersionState(
-                engine.name, engine.version, engine.batcher.waiting, engine.in_flight, engine.ready
+                engine.name, engine.version, engine.waiting, engine.in_flight, engine.ready
             )
             for engine in self.engines()
         ]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from service.api.requests import cancel_on_disconnect
+from service.engine.model import Model
 from service.errors import ClientGone
 from tests.service.conftest import HeldRuns, until
 from tests.service.tiny import hidden_states, ids_request
@@ -227,3 +229,55 @@ def test_cancel_on_disconnect_distinguishes_disconnect_from_cancellation() -> No
 
     asyncio.run(script())
     assert cancelled == ["disconnected", "stopped"]
+
+
+# -- /tokenize ------------------------------------------------------------------------------------
+
+
+class HeldTokenizer:
+    """Holds the tokenization of "held" until ``go`` and counts its calls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.started, self.go, encode = 0, threading.Event(), Model.encode
+
+        def wait_and_encode(model: Model, texts: Any, **options: Any) -> Any:
+            if "held" in texts:
+                self.started += 1
+                assert self.go.wait(20)
+            return encode(model, texts, **options)
+
+        monkeypatch.setattr(Model, "encode", wait_and_encode)
+
+
+@pytest.fixture
+def tokenizer(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldTokenizer]:
+    held = HeldTokenizer(monkeypatch)
+    yield held
+    held.go.set()
+
+
+def test_tokenize_has_deadline_and_queue_limit_and_does_not_delay_embed(
+    start: Callable[..., TestClient], encoder: Path, tokenizer: HeldTokenizer
+) -> None:
+    client = start(encoder, max_queue=1)
+    held = {"inputs": "held"}
+    with ThreadPoolExecutor(1) as thread:
+        first = thread.submit(client.post, "/tokenize", json=held)
+        until(lambda: tokenizer.started == 1)
+        assert 'queue_rows{model="tiny",version="1"} 1.0' in client.get("/metrics").text
+        full = client.post("/tokenize", json=held)
+        assert (full.status_code, full.headers["retry-after"]) == (429, "1")
+        # Longer than the texts that are tokenized in the thread of their run.
+        long = client.post("/embed", json={"inputs": "a " * 2000}, headers={"x-timeout-ms": "5000"})
+        assert long.status_code == 200
+        tokenizer.go.set()
+        assert first.result().status_code == 200
+    tokenizer.go.clear()
+    late = client.post("/tokenize", json=held, headers={"x-timeout-ms": "30"})
+    assert late.status_code == 504
+    tokenizer.go.set()
+    metrics = client.get("/metrics").text
+    for reason in ("overloaded", "deadline"):
+        assert f'rejects_total{{model="tiny",reason="{reason}",version="1"}} 1.0' in metrics
+    (stats,) = client.get("/v2/models/tiny/stats").json()["model_stats"]
+    assert stats["execution_count"] == 1  # of /embed: the model is not run to tokenize
