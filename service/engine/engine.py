@@ -178,10 +178,8 @@ class Engine:
             self.batcher.check_room(len(rows))
             result = await self.batcher.submit(rows, deadline)
             started = perf_counter_ns()
-            parts = result.results
-            joined = parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts, strict=True))
             answer = _answer(
-                dict(zip(names, joined, strict=True)),
+                dict(zip(names, map(_joined, zip(*result.results, strict=True)), strict=True)),
                 result,
                 tokens=model.tokens(inputs),
                 padded=math.prod(model.ids(inputs).shape[:2]),
@@ -339,7 +337,7 @@ class Engine:
             )
             started = perf_counter_ns()
             answer = _answer(
-                {output: np.stack(result.results)},
+                {output: _joined(result.results)},
                 result,
                 tokens=tokens,
                 padded=sum(count * batch.longest for batch, count in result.batches),
@@ -403,6 +401,7 @@ class Engine:
             if key[0] == "alone" or len(payloads) == 1:
                 results: Sequence[Any] = [outputs]
             else:
+                _check_rows(inputs, outputs)
                 results = [
                     tuple(output[at : at + 1] for output in outputs) for at in range(len(payloads))
                 ]
@@ -412,7 +411,9 @@ class Engine:
             name = model.text_output(key[0])
             output = model.run(inputs, [name])[name]
             inferred = perf_counter_ns()
-            results = model.vectors(key[0], inputs, output)[: len(payloads)]  # type: ignore[assignment]
+            _check_rows(inputs, [output])
+            vectors = model.vectors(key[0], inputs, output)
+            results = [vectors[at : at + 1] for at in range(len(payloads))]
         macs = self._macs_of(inputs)
         ended = perf_counter_ns()
         return BatchResult(results, macs, prepared - started, inferred - prepared, ended - inferred)
@@ -502,6 +503,28 @@ class Engine:
             except Exception as error:
                 self._broken = str(error).splitlines()[0]
                 log.error("%s version %s: %s", self.name, self.version, self._broken)
+
+
+def _check_rows(inputs: Mapping[str, np.ndarray], outputs: Sequence[np.ndarray]) -> None:
+    rows = next(iter(inputs.values())).shape[:1]
+    for output in outputs:
+        if output.shape[:1] != rows:
+            raise InvalidData(
+                f"an output has the shape {list(output.shape)} for {rows[0]} rows of input:"
+                " expected one row for each",
+                "send its tensors to the v2 route, one row at a time",
+            )
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """The rows of one output of a request, which may come from several runs."""
+    if len(shapes := {part.shape for part in parts}) > 1:
+        raise InvalidData(
+            f"the rows of an output have the shapes {', '.join(map(str, sorted(shapes)))}:"
+            " expected equal shapes",
+            "send one row at a time",
+        )
+    return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
 def _answer(

@@ -269,6 +269,13 @@ class Model:
             CheckFailed: The output holds NaN or infinite numbers.
             InvalidArgument, InvalidData: The output has no embeddings or no classes.
         """
+        axes = next(tensor.axes for tensor in self.outputs if tensor.name == self.text_output(task))
+        if len(axes) == 2 and isinstance(axes[1], str) and axes[1] in self._length_axes:
+            raise InvalidData(
+                f"the output of {self.name} has one number per token: expected one vector per text"
+                " or per token",
+                f"send token ids to /v2/models/{self.name}/infer",
+            )
         if task == "embed":
             mask = inputs.get("attention_mask")
             if mask is None:  # without a mask there is no padding
@@ -291,6 +298,10 @@ class Model:
         if plan is None:
             return None
         return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:12]
+
+    @property
+    def _length_axes(self) -> set[int | str | None]:
+        return {tensor.axes[1] for tensor in self.inputs if len(tensor.axes) > 1}
 
     @property
     def vocabulary(self) -> int:
