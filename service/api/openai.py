@@ -217,7 +217,7 @@ def _card(engine: Engine) -> dict[str, Any]:
     return {
         "id": engine.name,
         "object": "model",
-        "created": int(engine.model.artifact.model.stat().st_mtime),
+        "created": engine.model.created,
         "owned_by": "attnserve",
     }
 

@@ -23,7 +23,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.context import Provider
-from attnserve.models.artifact import Artifact, load_model
+from attnserve.models.artifact import Artifact, load_model, read_json
 from attnserve.models.example_inputs import example_inputs, id_bound
 from attnserve.models.quantized import batch_invariant, int8_warning
 from attnserve.models.tokenizer import Encoding, load_tokenizer, model_inputs, pool
@@ -153,6 +153,7 @@ class Model:
         path = artifact.tokenizer
         self.encoder = load_tokenizer(path, max_length=artifact.max_length) if path else None
         self.labels = _labels(artifact)
+        self.created = int(artifact.model.stat().st_mtime)
         self.rows_are_independent = False
         self.max_rows: int | None = 1
 
@@ -485,20 +486,18 @@ def _labels(artifact: Artifact) -> dict[int, str]:
     labels: Any = artifact.record.get("id2label")
     if labels is None:
         path = artifact.companion("config.json")
-        try:
-            config: Any = json.loads(path.read_text(encoding="utf-8")) if path else {}
-        except (OSError, ValueError) as error:
-            raise InvalidModel(f"{path}: not valid JSON: {error}", "copy it again") from error
+        config: Any = read_json(path) if path else {}
         labels = config.get("id2label") if isinstance(config, dict) else None
     if isinstance(labels, list):
         labels = dict(enumerate(labels))
     if not isinstance(labels, dict):
         return {}
     try:
-        return {int(key): str(label) for key, label in labels.items()}
+        # JSON text of Python may hold lone surrogates, which have no UTF-8 form.
+        return {int(key): str(label).encode().decode() for key, label in labels.items()}
     except ValueError as error:
         raise InvalidModel(
-            f"{artifact.folder}: a key of id2label is not a number", "correct it"
+            f"{artifact.folder}: id2label: expected numbers and names: {error}", "correct it"
         ) from error
 
 

@@ -166,14 +166,17 @@ class Repository:
         return 1, 1
 
     def index(self) -> list[Entry]:
-        """Every version on disk or loaded, sorted by name and version."""
+        """Every version on disk or loaded, sorted by name and version.
+
+        If the path cannot be read, the index lists the loaded versions.
+        """
+        on_disk: Mapping[str, Mapping[str, _Place]] = {}
+        with suppress(AttnserveError):
+            on_disk = self._find()
         found = {
-            (name, version): Entry(name, version, "UNAVAILABLE", "not loaded")
-            for name, places in self._find().items()
-            for version in places
+            key: Entry(*key, "UNAVAILABLE", self._failures.get(key, "not loaded"))
+            for key in ((name, version) for name, places in on_disk.items() for version in places)
         }
-        for key, reason in self._failures.items():
-            found[key] = Entry(*key, "UNAVAILABLE", reason)
         for key in self._loading:
             found[key] = Entry(*key, "LOADING")
         for engine in self.engines():
@@ -290,9 +293,9 @@ class Repository:
 
         Raises:
             NotFound: The model is neither on disk nor loaded.
+            NotReady: See ``_find``.
         """
-        await asyncio.to_thread(self._find)
-        if name not in self._known and name not in self._engines:
+        if name not in self._engines and name not in await asyncio.to_thread(self._find):
             raise UnknownModel(f"unknown model {name!r}: it is not on disk")
         return self._locks.setdefault(name, asyncio.Lock())
 
@@ -306,7 +309,15 @@ class Repository:
 
     async def _prepare(self, name: str, version: str, place: _Place) -> Engine:
         """The engine of the model at ``place``: the current one if unchanged, else a new one."""
-        content, model = await asyncio.to_thread(self._load, name, version, place)
+        try:
+            content, model = await asyncio.to_thread(self._load, name, version, place)
+        except AttnserveError:
+            raise
+        except Exception as error:  # one model must not stop the others
+            log.exception("%s version %s cannot be loaded", name, version)
+            raise InvalidModel(
+                f"{name} cannot be loaded: {type(error).__name__}", "see the log of the server"
+            ) from error
         current = self._engines.get(name, {}).get(version)
         if model is None:
             assert current is not None
@@ -407,13 +418,23 @@ class Repository:
         """The models on disk, by name and version.
 
         Raises:
-            InvalidModel: The file or folder does not exist.
+            InvalidModel: The file or folder does not exist or cannot be read.
+            NotReady: It could be read when the server started.
         """
         path = self.settings.model
-        if not path.is_dir() or any(path.glob("*.onnx")):
-            found = {open_artifact(path).name: {"1": _Place(path)}}
-        else:
-            found = dict(_repository(path))
+        try:
+            if self._started:
+                path.stat()
+            if not path.is_dir() or any(path.glob("*.onnx")):
+                found = {open_artifact(path).name: {"1": _Place(path)}}
+            else:
+                found = dict(_repository(path))
+        except OSError as error:
+            if self._started:
+                raise NotReady("the model repository cannot be read", "try again later") from error
+            raise InvalidModel(
+                f"{path}: cannot be read: {error.strerror}", "check its permissions"
+            ) from error
         self._known = frozenset(found)
         return found
 

@@ -21,6 +21,7 @@ from onnx import TensorProto, helper, numpy_helper
 from starlette.testclient import TestClient
 
 from graph_passes.errors import InvalidModel
+from service.engine.model import Model
 from service.engine.repository import Entry, Repository
 from service.errors import NotFound, NotReady
 from service.settings import Settings
@@ -656,3 +657,98 @@ def test_load_dynamic_quantization_of_a_single_row_is_batch_invariant(
     client = start(tmp_path / "int8", probe=False)
     parameters = client.get("/v2/models/int8/config").json()["parameters"]
     assert parameters["batch_invariant"] == {"string_value": "true"}
+
+
+# -- broken companion files and an unreadable repository -----------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", "[" * 100_000),
+        ("tokenizer_config.json", "[" * 100_000),
+        ("config.json", '{"id2label": {"0": "\\ud800"}}'),
+        ("attnserve.json", '{"id2label": {"0": "\\ud800"}}'),
+    ],
+)
+def test_start_invalid_companion_file_is_unavailable_and_others_serve(
+    start: Callable[..., TestClient], tmp_path: Path, name: str, content: str
+) -> None:
+    write_encoder(tmp_path / "bad")
+    (tmp_path / "bad" / name).write_text(content)
+    write_encoder(tmp_path / "good")
+    client = start(tmp_path)
+    states = {one["name"]: one["state"] for one in client.post("/v2/repository/index").json()}
+    assert states == {"bad": "UNAVAILABLE", "good": "READY"}
+    assert client.post("/v2/repository/models/bad/load").status_code == 422
+
+
+def test_load_unexpected_error_is_unavailable_and_others_serve(
+    start: Callable[..., TestClient], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_encoder(tmp_path / "bad")
+    write_encoder(tmp_path / "good")
+    warm_up = Model.warm_up
+    monkeypatch.setattr(
+        Model, "warm_up", lambda model: 1 / 0 if model.name == "bad" else warm_up(model)
+    )
+    client = start(tmp_path)
+    assert client.post("/embed", json={"inputs": "a"}).status_code == 200
+    answer = client.post("/v2/repository/models/bad/load")
+    assert answer.status_code == 422 and "ZeroDivisionError" in answer.json()["error"]
+
+
+def test_stats_large_number_in_record_is_answered(
+    start: Callable[..., TestClient], tmp_path: Path
+) -> None:
+    write_encoder(tmp_path / "tiny", lineage=[{"before": {"macs": 10**30}}])
+    assert start(tmp_path / "tiny").get("/stats.json").status_code == 200
+
+
+def test_models_route_while_model_file_is_missing_is_answered(
+    start: Callable[..., TestClient], tmp_path: Path
+) -> None:
+    client = start(write_encoder(tmp_path / "tiny"))
+    before = client.get("/v1/models").json()
+    (tmp_path / "tiny" / "model.onnx").unlink()
+    assert client.get("/v1/models").json() == before
+    assert client.get("/v1/models/tiny").json() == before["data"][0]
+
+
+def test_repository_unreadable_lists_and_unloads_loaded_models(
+    start: Callable[..., TestClient], tmp_path: Path
+) -> None:
+    path = tmp_path / "models"
+    path.mkdir()
+    write_encoder(path / "one")
+    write_encoder(path / "two")
+    client = start(path)
+    path.rename(tmp_path / "away")
+    index = client.post("/v2/repository/index")
+    assert index.status_code == 200
+    assert {(one["name"], one["state"]) for one in index.json()} == {
+        ("one", "READY"),
+        ("two", "READY"),
+    }
+    load = client.post("/v2/repository/models/one/load")
+    assert load.status_code == 503 and str(tmp_path) not in load.text
+    assert client.post("/v2/repository/models/unknown/unload").status_code == 503
+    assert client.post("/v2/repository/models/two/unload").status_code == 200
+    assert client.post("/embed", json={"inputs": "a"}).status_code == 200
+
+
+def test_index_version_that_was_deleted_is_not_listed(
+    start: Callable[..., TestClient], tmp_path: Path
+) -> None:
+    write_scale(tmp_path / "m" / "1", 2)
+    write_scale(tmp_path / "m" / "2", 3)
+    (tmp_path / "m" / "2" / "model.onnx").write_bytes(b"no model")
+    client = start(tmp_path)
+
+    def states() -> dict[str, str]:
+        answer = client.post("/v2/repository/index")
+        return {one["version"]: one["state"] for one in answer.json()}
+
+    assert states() == {"1": "READY", "2": "UNAVAILABLE"}
+    shutil.rmtree(tmp_path / "m" / "2")
+    assert states() == {"1": "READY"}
