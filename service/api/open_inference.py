@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
-import orjson
 from fastapi import APIRouter, Request, Response
 from pydantic import ConfigDict, FailFast, Field
 
@@ -28,7 +27,7 @@ from service.api.requests import (
     get_engine,
     read_body,
 )
-from service.api.responses import json_response, respond
+from service.api.responses import array_json, json_response, respond
 from service.api.tensors import (
     HEADER_LENGTH,
     NAMES,
@@ -235,9 +234,13 @@ async def infer(request: Request, name: str, body: InferRequest) -> Response:
             _deadline(request, body),
         ),
     )
+    outputs, raw_outputs = encode_all(answer.outputs, _binary_outputs(body, answer.outputs))
+    for output in outputs:
+        if "data" in output:
+            output["data"] = await array_json(output["data"])
     identity = {} if body.id is None else {"id": body.id}
 
-    def envelope(outputs: orjson.Fragment, cost: dict[str, int | float]) -> dict[str, Any]:
+    def envelope(cost: dict[str, int | float]) -> dict[str, Any]:
         return {
             "model_name": engine.name,
             "model_version": engine.version,
@@ -246,8 +249,7 @@ async def infer(request: Request, name: str, body: InferRequest) -> Response:
             "outputs": outputs,
         }
 
-    outputs, raw_outputs = encode_all(answer.outputs, _binary_outputs(body, answer.outputs))
-    return respond(request, engine, answer, outputs, envelope, raw_outputs)
+    return respond(request, engine, answer, envelope, raw_outputs)
 
 
 for path in ("/models/{name}/infer", "/models/{name}/versions/{version}/infer"):

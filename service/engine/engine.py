@@ -172,14 +172,16 @@ class Engine:
             model = self.model
             model.check_outputs(outputs)
             model.check(inputs)
-            self._check_size(inputs)
             names = tuple(outputs or (output.name for output in model.outputs))
+            self._check_size(inputs, names)
             rows = self._tensor_rows(inputs, names)
             self.batcher.check_room(len(rows))
             result = await self.batcher.submit(rows, deadline)
             started = perf_counter_ns()
+            joined = [_joined(parts) for parts in zip(*result.results, strict=True)]
+            self._check_bytes("output tensors", sum(array.nbytes for array in joined))
             answer = _answer(
-                dict(zip(names, map(_joined, zip(*result.results, strict=True)), strict=True)),
+                dict(zip(names, joined, strict=True)),
                 result,
                 tokens=model.tokens(inputs),
                 padded=math.prod(model.ids(inputs).shape[:2]),
@@ -327,6 +329,12 @@ class Engine:
                         f"{tokens} tokens in one request: at most {self.settings.max_tokens}",
                         "send them in several requests",
                     )
+                # Pooling makes the answer small, but the run needs the memory for its longest row.
+                row = (1, max(map(len, encodings)))
+                shapes = {tensor.name: row for tensor in model.inputs}
+                self._check_bytes(
+                    "output tensors", model.output_bytes(shapes, [model.text_output(task)])
+                )
                 return [
                     Row((task,) if model.takes_mask else (task, len(one)), len(one), one)
                     for one in encodings
@@ -426,19 +434,23 @@ class Engine:
                 self._macs.popitem(last=False)
         return self._macs.get(shapes)
 
-    def _check_size(self, inputs: Mapping[str, np.ndarray]) -> None:
-        size = sum(array.nbytes for array in inputs.values())
-        if size > self.settings.max_tensor_bytes:
-            raise TooLarge(
-                f"{size} bytes of tensors in one request: at most {self.settings.max_tensor_bytes}",
-                "send fewer rows at a time",
-            )
+    def _check_size(self, inputs: Mapping[str, np.ndarray], outputs: Sequence[str]) -> None:
+        self._check_bytes("input tensors", sum(array.nbytes for array in inputs.values()))
         padded = math.prod(self.model.ids(inputs).shape[:2])
         if padded > self.settings.max_tokens:
             raise TooLarge(
                 f"{padded} tokens in one request, padding included:"
                 f" at most {self.settings.max_tokens}",
                 "send them in several requests",
+            )
+        shapes = {name: array.shape for name, array in inputs.items()}
+        self._check_bytes("output tensors", self.model.output_bytes(shapes, outputs))
+
+    def _check_bytes(self, what: str, size: int) -> None:
+        if size > self.settings.max_tensor_bytes:
+            raise TooLarge(
+                f"{size} bytes of {what} in one request: at most {self.settings.max_tensor_bytes}",
+                "send fewer rows at a time, or name the outputs that you need",
             )
 
     def _check_texts(self, texts: Sequence[Text]) -> None:

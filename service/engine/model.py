@@ -204,6 +204,18 @@ class Model:
         """Multiply-accumulates of one run; None if they cannot be counted."""
         return self.cost.macs_of({name: array.shape for name, array in inputs.items()})
 
+    def output_bytes(self, shapes: Mapping[str, Sequence[int]], outputs: Sequence[str]) -> int:
+        """Size of ``outputs`` for inputs of these shapes; an axis of unknown size counts as 1."""
+        sizes: dict[int | str | None, int] = {}
+        for tensor in self.inputs:
+            sizes |= zip(tensor.axes, shapes[tensor.name], strict=False)
+        return sum(
+            math.prod((axis if isinstance(axis, int) else sizes.get(axis, 1)) for axis in one.axes)
+            * one.dtype.itemsize
+            for one in self.outputs
+            if one.name in outputs
+        )
+
     # -- running ----------------------------------------------------------------------------------
 
     def run(
