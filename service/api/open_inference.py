@@ -17,6 +17,7 @@ from pydantic import ConfigDict, FailFast, Field
 from attnserve import __version__
 from graph_passes.errors import InvalidData
 from service.api.requests import (
+    VERSION,
     Body,
     Extensible,
     JsonRoute,
@@ -40,6 +41,7 @@ from service.api.tensors import (
 )
 from service.engine.model import Tensor
 from service.engine.repository import Repository
+from service.errors import Error
 
 __all__ = ["router"]
 
@@ -144,23 +146,19 @@ class Ready(Body):
 INFER: dict[str, Any] = {
     "response_model": InferResponse,
     "responses": {200: {"content": {"application/octet-stream": BINARY}}},
-    "openapi_extra": {
-        "requestBody": {"content": {"application/octet-stream": BINARY}},
-        "parameters": [
-            {
-                "name": "Inference-Header-Content-Length",
-                "in": "header",
-                "required": False,
-                "schema": {"type": "integer", "minimum": 0},
-                "description": "Bytes of JSON at the start of the body, if raw tensors follow it.",
-            }
-        ],
-    },
+}
+
+HEADER_PARAMETER = {
+    "name": "Inference-Header-Content-Length",
+    "in": "header",
+    "required": False,
+    "schema": {"type": "integer", "minimum": 0},
+    "description": "Bytes of JSON at the start of the body, if raw tensors follow it.",
 }
 
 MODEL_READY: dict[str, Any] = {
     "response_model": ModelReady,
-    "responses": {503: {"model": ModelReady}},
+    "responses": {503: {"model": ModelReady | Error, "description": "The model cannot run."}},
 }
 
 
@@ -198,7 +196,9 @@ async def ready(request: Request) -> Response:
 
 
 @router.get("/models/{name}", response_model=ModelMetadata)
-@router.get("/models/{name}/versions/{version}", response_model=ModelMetadata)
+@router.get(
+    "/models/{name}/versions/{version}", response_model=ModelMetadata, openapi_extra=VERSION
+)
 async def model_metadata(request: Request, name: str) -> Response:
     engine = get_engine(request, name, request.path_params.get("version"))
     return json_response(
@@ -213,7 +213,7 @@ async def model_metadata(request: Request, name: str) -> Response:
 
 
 @router.get("/models/{name}/ready", **MODEL_READY)
-@router.get("/models/{name}/versions/{version}/ready", **MODEL_READY)
+@router.get("/models/{name}/versions/{version}/ready", **MODEL_READY, openapi_extra=VERSION)
 async def model_ready(request: Request, name: str) -> Response:
     engine = get_engine(request, name, request.path_params.get("version"))
     repository: Repository = request.app.state.repository
@@ -252,8 +252,21 @@ async def infer(request: Request, name: str, body: InferRequest) -> Response:
     return respond(request, engine, answer, envelope, raw_outputs)
 
 
-for path in ("/models/{name}/infer", "/models/{name}/versions/{version}/infer"):
-    router.add_api_route(path, infer, methods=["POST"], route_class_override=InferRoute, **INFER)
+for path, extra in (
+    ("/models/{name}/infer", {}),
+    ("/models/{name}/versions/{version}/infer", VERSION),
+):
+    router.add_api_route(
+        path,
+        infer,
+        methods=["POST"],
+        route_class_override=InferRoute,
+        openapi_extra={
+            "requestBody": {"content": {"application/octet-stream": BINARY}},
+            "parameters": [HEADER_PARAMETER, *extra.get("parameters", ())],
+        },
+        **INFER,
+    )
 
 
 def _describe(tensors: Sequence[Tensor]) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from service.errors import ClientGone, InvalidField, MalformedRequest, TooLarge
 from service.settings import Settings
 
 __all__ = [
+    "VERSION",
     "Body",
     "Extensible",
     "JsonRoute",
@@ -39,6 +40,13 @@ B = TypeVar("B", bound=BaseModel)
 DISCONNECTED = "the client disconnected"
 
 Name = Annotated[str, Field(max_length=1024)]
+
+VERSION: dict[str, Any] = {
+    "parameters": [
+        {"name": "version", "in": "path", "required": True, "schema": {"type": "string"}}
+    ]
+}
+"""Documents the version in the path of a route whose function also serves a path without it."""
 
 
 class Body(BaseModel):
