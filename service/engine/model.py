@@ -16,6 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -303,7 +304,7 @@ class Model:
             )
         return vectors
 
-    @property
+    @cached_property
     def plan_id(self) -> str | None:
         """A checksum of the plan that was applied to the model; None if there was none."""
         entry = next(iter(reversed(self.artifact.lineage)), None)
