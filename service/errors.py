@@ -7,7 +7,12 @@ The body of an error is ``{"error": "text"}``, unless the protocol of its path h
 from __future__ import annotations
 
 import logging
+import re
+import sys
+import tempfile
 from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
@@ -39,6 +44,7 @@ __all__ = [
     "UnknownModel",
     "error_response",
     "explain",
+    "hide_folders",
     "install_handlers",
 ]
 
@@ -193,7 +199,29 @@ def explain(scope: Scope, error: AttnserveError) -> Response:
     """The answer to a request that failed with ``error``."""
     kind = next(kind for kind in type(error).__mro__ if kind in HTTP_ERRORS)
     status, headers = HTTP_ERRORS[kind]
-    return error_response(scope, status, "; ".join(str(error).splitlines()), headers, error)
+    text = hide_folders("; ".join(str(error).splitlines()), scope["app"].state.settings.model)
+    return error_response(scope, status, text, headers, error)
+
+
+def hide_folders(text: str, served: Path) -> str:
+    """``text`` with relative paths for files in ``served``, temporary and installation folders.
+
+    Clients must not learn the paths of the server. Tensor names look like paths ("/model/Add"), so
+    that only known folders are removed.
+    """
+    return _folders(served).sub(lambda at: "" if at["separator"] else Path(at[0]).name, text)
+
+
+@cache
+def _folders(served: Path) -> re.Pattern[str]:
+    folder = served.parent if served.suffix == ".onnx" else served
+    folders = {
+        folder.absolute(), folder.resolve(), Path(tempfile.gettempdir()),
+        Path(__file__).parents[1], Path(sys.prefix), Path(sys.base_prefix),
+    }  # fmt: skip
+    longest_first = sorted((str(one) for one in folders if one.name), key=len, reverse=True)
+    names = "|".join(map(re.escape, longest_first))
+    return re.compile(rf"(?<![\w/.-])(?:{names})(?:(?P<separator>[/\\])|(?![\w.-]))")
 
 
 async def _handle_error(request: Request, error: Exception) -> Response:

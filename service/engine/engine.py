@@ -24,7 +24,14 @@ from attnserve.models.tokenizer import Encoding
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
 from service.engine.batcher import Batch, Batcher, BatchResult, RequestResult, Row
 from service.engine.model import Model, TextTask
-from service.errors import DeadlineExceeded, NotFound, NotReady, Overloaded, TooLarge
+from service.errors import (
+    DeadlineExceeded,
+    NotFound,
+    NotReady,
+    Overloaded,
+    TooLarge,
+    hide_folders,
+)
 from service.metrics import Metrics, ModelMetrics
 from service.settings import Settings
 
@@ -144,7 +151,7 @@ class Engine:
     @property
     def reason(self) -> str:
         """Why the engine is not ready; empty if it is."""
-        return self._broken or ""
+        return hide_folders(self._broken or "", self.settings.model)
 
     # -- requests ---------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from service.engine.device import on_device
 from service.engine.engine import Engine
 from service.engine.model import Model
 from service.engine.model_check import CheckResult, IsolationChecker
-from service.errors import NotFound, NotReady, UnknownModel
+from service.errors import NotFound, NotReady, UnknownModel, hide_folders
 from service.metrics import Metrics, VersionState
 from service.settings import Settings
 
@@ -240,7 +240,7 @@ class Repository:
                     engine = await self._prepare(name, version, places[version])
                     self._failures.pop(key, None)
                 except AttnserveError as error:
-                    self._failures[key] = error.what
+                    self._failures[key] = hide_folders(error.what, self.settings.model)
                     first = first or error
                     if version not in serving:
                         continue
@@ -391,7 +391,10 @@ class Repository:
             cuda_graphs=self.settings.cuda_graphs,
             concurrency=self.settings.concurrency,
             graph=checked.rewritten,
-            operators=checked.operators,
+            operators={
+                key: hide_folders(value, self.settings.model) if key == "why" else value
+                for key, value in checked.operators.items()
+            },
         )
         model.warm_up()
         return model

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -23,7 +24,7 @@ from starlette.testclient import TestClient
 from graph_passes.errors import InvalidModel
 from service.engine.model import Model
 from service.engine.repository import Entry, Repository
-from service.errors import NotFound, NotReady
+from service.errors import NotFound, NotReady, hide_folders
 from service.settings import Settings
 from tests.service.conftest import until
 from tests.service.tiny import ids_request, write_encoder, write_model
@@ -752,3 +753,40 @@ def test_index_version_that_was_deleted_is_not_listed(
     assert states() == {"1": "READY", "2": "UNAVAILABLE"}
     shutil.rmtree(tmp_path / "m" / "2")
     assert states() == {"1": "READY"}
+
+
+def test_answers_hold_no_paths_of_the_server(
+    start: Callable[..., TestClient], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_scale(tmp_path / "bad" / "1", 2)
+    (tmp_path / "bad" / "1" / "model.onnx").write_bytes(b"no model")
+    write_encoder(tmp_path / "tiny")
+    client = start(tmp_path)
+    index = client.post("/v2/repository/index").json()
+    assert index[0]["reason"].startswith("bad/1/model.onnx: not an ONNX file")
+    load = client.post("/v2/repository/models/bad/load")
+    assert load.json()["error"].startswith("bad/1/model.onnx: not an ONNX file")
+    engine = client.app.state.repository.engine("tiny")  # type: ignore[attr-defined]
+    monkeypatch.setattr(engine, "_broken", f"{tmp_path / 'tiny'}: its files have changed")
+    for answer in (
+        client.post("/v2/repository/index"),
+        client.get("/stats.json"),
+        client.post("/embed", json={"inputs": "a", "model": "tiny"}),
+    ):
+        assert "tiny: its files have changed" in answer.text and str(tmp_path) not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("/models/a/model.onnx: bad; /models: empty", "a/model.onnx: bad; models: empty"),
+        ("send ids to /v2/models/a/infer", "send ids to /v2/models/a/infer"),
+        ("/models2/a and /models.bak", "/models2/a and /models.bak"),
+        ("node '/encoder/models/Add'", "node '/encoder/models/Add'"),
+        (f"({tempfile.gettempdir()}/x.onnx)", "(x.onnx)"),
+    ],
+)
+def test_hide_folders_removes_only_folders_of_the_server(text: str, shown: str) -> None:
+    assert hide_folders(text, Path("/models")) == shown
+    assert hide_folders(text, Path("/models/model.onnx")) == shown
+    assert hide_folders("/v2 /model.onnx", Path("/model.onnx")) == "/v2 /model.onnx"
