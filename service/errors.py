@@ -42,6 +42,7 @@ __all__ = [
     "TooLarge",
     "Unauthorized",
     "UnknownModel",
+    "UnsupportedEncoding",
     "error_response",
     "explain",
     "hide_folders",
@@ -61,6 +62,12 @@ class MalformedRequest(ServiceError):
     """The body is not valid JSON, or cannot be decoded."""
 
     default_code = "request.malformed"
+
+
+class UnsupportedEncoding(ServiceError):
+    """The content-encoding of the body is unknown."""
+
+    default_code = "request.encoding"
 
 
 class NotFound(ServiceError):
@@ -151,6 +158,7 @@ HTTP_ERRORS: Mapping[type[Exception], HttpError] = {
     Unauthorized: HttpError(401, {"www-authenticate": "Bearer"}),
     NotFound: HttpError(404),
     TooLarge: HttpError(413),
+    UnsupportedEncoding: HttpError(415, {"accept-encoding": "gzip, deflate"}),
     InvalidData: HttpError(422),
     InvalidArgument: HttpError(422),
     InvalidModel: HttpError(422),  # of a model to load
