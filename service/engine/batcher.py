@@ -25,7 +25,7 @@ from service.errors import DeadlineExceeded, ModelFailed, NotReady, Overloaded
 __all__ = ["Batch", "BatchResult", "Batcher", "Queue", "RequestResult", "Row"]
 
 RUN_TIME_DECAY = 0.9
-"""The expected duration of a run: that of the longest past run, times this per run since then."""
+"""The weight of a past run, per run since then, in the expected duration of a run."""
 
 ANSWER_MARGIN = 0.12
 """Fraction of a request's time limit that is reserved for receiving it and sending its answer."""
@@ -223,7 +223,7 @@ class Batcher:
         self._preparing = 0  # rows
         self._paused = self._closed = False
         self._open: set[_Request] = set()  # requests without an answer
-        self._expected_run_s = 0.0
+        self._longest_runs_s: list[float] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -461,7 +461,8 @@ class Batcher:
                 return [(rows, _as_exception(error))]
             return [outcome for own in requests.values() for outcome in self._compute(own)]
         ended = perf_counter()
-        self._expected_run_s = max(ended - started, self._expected_run_s * RUN_TIME_DECAY)
+        past = (duration * RUN_TIME_DECAY for duration in self._longest_runs_s)
+        self._longest_runs_s = sorted([ended - started, *past])[-self._concurrency - 1 :]
         tokens = sum(row.tokens for row in rows)
         return [(rows, Batch(len(rows), rows[-1].tokens, tokens, started, ended, result))]
 
@@ -502,7 +503,9 @@ class Batcher:
         if not request.has_waited or request.deadline is None:
             return False
         margin = ANSWER_MARGIN * (request.deadline - request.queued_at)
-        is_late = now + self._expected_run_s + margin > request.deadline
+        # The longest past run, except those that one pause of the process may have made long.
+        expected_s = self._longest_runs_s[0] if self._longest_runs_s else 0.0
+        is_late = now + expected_s + margin > request.deadline
         if is_late:
             assert self._loop is not None
             self._loop.call_soon_threadsafe(self._expire, request)

@@ -482,6 +482,32 @@ def test_submit_expected_to_miss_deadline_is_not_computed() -> None:
     assert ran == [0, 1, 3]
 
 
+def test_submit_one_long_run_is_not_expected_again() -> None:
+    """A paused process makes its current runs long; requests that are in time must run."""
+    pause_s = 0.0
+
+    def run(key: Hashable, payloads: list[Any]) -> BatchResult:
+        threading.Event().wait(pause_s)
+        return echo(key, payloads)
+
+    async def script(batcher: Batcher) -> None:
+        nonlocal pause_s
+        for _ in range(3):
+            await asyncio.gather(batcher.submit(rows(1)), batcher.submit(rows(2)))
+        pause_s = 0.5
+        paused = [start(batcher.submit(rows(n, tokens=60))) for n in range(2)]
+        await asyncio.sleep(0.01)
+        pause_s = 0.02
+        await asyncio.gather(*paused)
+        first = [start(batcher.submit(rows(n, tokens=60))) for n in range(2)]
+        await asyncio.sleep(0)
+        waits = batcher.submit(rows(3), perf_counter() + 0.3)
+        assert (await waits).results == [("text", 3)]
+        await asyncio.gather(*first)
+
+    play(script, run, concurrency=2)
+
+
 def test_submit_cancelled_removes_rows_from_queue() -> None:
     run = Recorder()
 
