@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from bisect import bisect_left, insort
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -382,24 +382,27 @@ class Batcher:
 
     def _deliver(self, done: list[tuple[list[Row], Batch | Exception]]) -> None:
         for rows, batch in done:
-            counts: dict[_Request, int] = {}
-            for row in rows:
-                counts[row.request] = counts.get(row.request, 0) + 1
-            if isinstance(batch, Exception):
+            counts = Counter(row.request for row in rows)
+            try:
+                if isinstance(batch, Exception):
+                    raise batch
+                self._deliver_batch(rows, batch, counts)
+            except Exception as error:
                 for request in counts:
-                    self._fail(request, batch)
-                if isinstance(batch, NotReady) and self._on_failure is not None:
-                    self._on_failure(batch)
-                continue
-            if self._on_batch is not None:
-                self._on_batch(batch)
-            for row, result in zip(rows, batch.result.results, strict=True):
-                row.request.results[row.index] = result
-            for request, count in counts.items():
-                request.batches.append((batch, count))
-                request.remaining -= count
-                if not request.remaining and not request.future.done():
-                    request.future.set_result(_request_result(request))
+                    self._fail(request, error)
+                if isinstance(error, NotReady) and self._on_failure is not None:
+                    self._on_failure(error)
+
+    def _deliver_batch(self, rows: list[Row], batch: Batch, counts: Mapping[_Request, int]) -> None:
+        if self._on_batch is not None:
+            self._on_batch(batch)
+        for row, result in zip(rows, batch.result.results, strict=True):
+            row.request.results[row.index] = result
+        for request, count in counts.items():
+            request.batches.append((batch, count))
+            request.remaining -= count
+            if not request.remaining and not request.future.done():
+                request.future.set_result(_request_result(request))
 
     def _arm(self, delay: float) -> None:
         """Call ``_start_batches`` after ``delay`` seconds."""

@@ -575,6 +575,29 @@ def test_submit_model_failure_is_reported_to_on_failure() -> None:
     play(script, broken, on_failure=failures.append)
 
 
+@pytest.mark.parametrize("fault", ["results", "on_batch"])
+def test_submit_undeliverable_results_fail_their_requests(fault: str) -> None:
+    failing = True
+
+    def run(key: Hashable, payloads: list[Any]) -> BatchResult:
+        return BatchResult([] if failing and fault == "results" else payloads)
+
+    def on_batch(batch: Batch) -> None:
+        if failing and fault == "on_batch":
+            raise OSError("disk full")
+
+    async def script(batcher: Batcher) -> None:
+        nonlocal failing
+        for error in await asyncio.gather(
+            *(batcher.submit(rows(n)) for n in range(3)), return_exceptions=True
+        ):
+            assert isinstance(error, OSError if fault == "on_batch" else ValueError)
+        failing = False
+        assert (await batcher.submit(rows("next"))).results == ["next"]
+
+    play(script, run, on_batch=on_batch)
+
+
 def test_submit_concurrency_runs_batches_in_parallel() -> None:
     barrier = threading.Barrier(3, timeout=10)
 
