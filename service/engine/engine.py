@@ -3,7 +3,7 @@
 A request is checked against the model, accepted or refused (``Overloaded``), split into rows, and
 assembled from the results of its rows. Texts are tokenized in a thread, not on the event loop.
 After a failure of the session the engine is not ready: it retries the session, then reloads the
-model until it runs.
+model until it runs. A request that does not fit into memory fails alone.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from service.errors import (
     DeadlineExceeded,
     NotFound,
     NotReady,
+    OutOfMemory,
     Overloaded,
     TooLarge,
     hide_folders,
@@ -487,24 +488,35 @@ class Engine:
         )
 
     def _failed(self, error: NotReady) -> None:
-        """Handle a failure that no request caused: pause until the model runs again."""
-        if self._broken is not None:
+        """Handle a failure of the session: pause until the model runs again.
+
+        A failed allocation may be that of one large request: the model stays ready if it still runs
+        the example of the warm-up.
+        """
+        if self._recovering is not None and not self._recovering.done():
             return
-        self._broken = error.what
-        log.error("%s version %s is not ready: %s", self.name, self.version, error.what)
-        self.batcher.pause()
+        if not isinstance(error, OutOfMemory):
+            self._break(error.what)
         self._recovering = asyncio.get_running_loop().create_task(self._recover())
+
+    def _break(self, reason: str) -> None:
+        self._broken = reason
+        log.error("%s version %s is not ready: %s", self.name, self.version, reason)
+        self.batcher.pause()
 
     async def _recover(self) -> None:
         """Retry the session, then reload the model until it runs."""
         try:
             await asyncio.to_thread(self.model.warm_up)
         except Exception as error:
+            if self._broken is None:
+                self._break(str(error).splitlines()[0])
             self.batcher.refuse_waiting(NotReady(f"{self.name} is not ready: {error}"))
             await self._replace()
-        self._broken = None
-        log.warning("%s version %s is ready again", self.name, self.version)
-        self.batcher.resume()
+        if self._broken is not None:
+            self._broken = None
+            log.warning("%s version %s is ready again", self.name, self.version)
+            self.batcher.resume()
 
     async def _replace(self) -> None:
         attempt = 0

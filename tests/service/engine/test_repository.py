@@ -536,8 +536,8 @@ def test_failed_session_is_not_ready_until_reloaded(
     answer = client.post("/embed", json={"inputs": "a", "model": "tiny"})
     assert answer.status_code == 503 and answer.headers["retry-after"] == "5"
     # Not ready, but alive; the other model is ready, and serves.
+    until(lambda: client.get("/v2/health/ready").json() == {"ready": False})
     assert client.get("/v2/health/live").status_code == 200
-    assert client.get("/v2/health/ready").json() == {"ready": False}
     answer = client.get("/v2/models/tiny/ready")
     assert (answer.status_code, answer.json()) == (503, {"name": "tiny", "ready": False})
     assert client.get("/v2/models/other/ready").status_code == 200
@@ -551,6 +551,33 @@ def test_failed_session_is_not_ready_until_reloaded(
     assert engine.model._session is not faulty
 
 
+def test_failed_allocation_of_one_request_leaves_model_ready(
+    start: Callable[..., TestClient], encoder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = start(encoder)
+    model = client.app.state.repository.engine().model  # type: ignore[attr-defined]
+    warm_up, go, warmed = model.warm_up, threading.Event(), threading.Event()
+    faulty = Faulty(model._session, "out of memory")
+    monkeypatch.setattr(model, "_session", faulty)
+
+    def recover() -> None:
+        assert go.wait(20)
+        warm_up()
+        warmed.set()
+
+    monkeypatch.setattr(model, "warm_up", recover)
+    assert client.post("/embed", json={"inputs": "a"}).status_code == 503
+    faulty.broken = False
+    try:
+        assert client.get("/v2/health/ready").status_code == 200
+        other = client.post("/embed", json={"inputs": "b"}, headers={"x-timeout-ms": "5000"})
+        assert other.status_code == 200
+    finally:
+        go.set()
+    assert warmed.wait(20)
+    assert client.get("/v2/health/ready").status_code == 200
+
+
 def test_failed_session_that_recovers_is_not_reloaded(
     start: Callable[..., TestClient], encoder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -558,7 +585,7 @@ def test_failed_session_that_recovers_is_not_reloaded(
     engine = client.app.state.repository.engine()  # type: ignore[attr-defined]
     monkeypatch.setattr(engine, "_reload", lambda: 1 / 0)
     model, warm_up = engine.model, engine.model.warm_up
-    faulty = Faulty(model._session, "out of memory")
+    faulty = Faulty(model._session, "CUDA failure 700")
     monkeypatch.setattr(model, "_session", faulty)
 
     def recover() -> None:
