@@ -150,7 +150,10 @@ class Settings(BaseSettings):
         description="Maximum number of tokens per request, which bounds its memory.",
     )
     max_tensor_bytes: int = Field(
-        default=64_000_000, ge=1, description="Maximum size of the tensors of one request in bytes."
+        default=64_000_000,
+        ge=1,
+        description="Maximum size in bytes of the input tensors of one request, and of its output"
+        " tensors.",
     )
 
     api_keys: Secrets = Field(

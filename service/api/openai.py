@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import orjson
 from fastapi import APIRouter, Request, Response
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
@@ -28,7 +27,7 @@ from service.api.requests import (
     deadline,
     get_engine,
 )
-from service.api.responses import json_response, respond
+from service.api.responses import json_response, respond, serialize
 from service.engine.engine import Engine
 from service.engine.repository import Repository
 from service.errors import InvalidField, UnknownModel
@@ -177,24 +176,26 @@ async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
         raise InvalidField(error.what, error.fix, field="input") from error
     vectors = answer.outputs["embeddings"]
     _check_dimensions(engine, body.dimensions, vectors.shape)
-    data = [
-        {
-            "object": "embedding",
-            "index": index,
-            "embedding": _base64(vector) if body.encoding_format == "base64" else vector,
-        }
-        for index, vector in enumerate(vectors)
-    ]
+    data = serialize(
+        [
+            {
+                "object": "embedding",
+                "index": index,
+                "embedding": _base64(vector) if body.encoding_format == "base64" else vector,
+            }
+            for index, vector in enumerate(vectors)
+        ]
+    )
 
-    def envelope(serialized: orjson.Fragment, cost: dict[str, int | float]) -> dict[str, Any]:
+    def envelope(cost: dict[str, int | float]) -> dict[str, Any]:
         return {
             "object": "list",
-            "data": serialized,
+            "data": data,
             "model": engine.name,
             "usage": {"prompt_tokens": cost["tokens"], "total_tokens": cost["tokens"]},
         }
 
-    return respond(request, engine, answer, data, envelope)
+    return respond(request, engine, answer, envelope)
 
 
 @router.get("/models", response_model=ModelCards)
@@ -217,7 +218,7 @@ def _card(engine: Engine) -> dict[str, Any]:
     return {
         "id": engine.name,
         "object": "model",
-        "created": int(engine.model.artifact.model.stat().st_mtime),
+        "created": engine.model.created,
         "owned_by": "attnserve",
     }
 

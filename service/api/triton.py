@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from graph_passes.errors import InvalidData
-from service.api.requests import Body, JsonRoute, get_engine
+from service.api.requests import VERSION, Body, JsonRoute, get_engine
 from service.api.responses import json_response
 from service.api.tensors import NAMES
 from service.engine.engine import Engine
@@ -111,7 +111,9 @@ async def version_statistics(request: Request, name: str, version: str) -> Respo
 
 
 @router.get("/models/{name}/config", response_model=ModelConfig)
-@router.get("/models/{name}/versions/{version}/config", response_model=ModelConfig)
+@router.get(
+    "/models/{name}/versions/{version}/config", response_model=ModelConfig, openapi_extra=VERSION
+)
 async def model_config(request: Request, name: str) -> Response:
     """The supported fields of Triton's ModelConfig.
 

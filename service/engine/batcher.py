@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from bisect import bisect_left, insort
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -25,7 +25,7 @@ from service.errors import DeadlineExceeded, ModelFailed, NotReady, Overloaded
 __all__ = ["Batch", "BatchResult", "Batcher", "Queue", "RequestResult", "Row"]
 
 RUN_TIME_DECAY = 0.9
-"""The expected duration of a run: that of the longest past run, times this per run since then."""
+"""The weight of a past run, per run since then, in the expected duration of a run."""
 
 ANSWER_MARGIN = 0.12
 """Fraction of a request's time limit that is reserved for receiving it and sending its answer."""
@@ -223,7 +223,7 @@ class Batcher:
         self._preparing = 0  # rows
         self._paused = self._closed = False
         self._open: set[_Request] = set()  # requests without an answer
-        self._expected_run_s = 0.0
+        self._longest_runs_s: list[float] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -382,24 +382,27 @@ class Batcher:
 
     def _deliver(self, done: list[tuple[list[Row], Batch | Exception]]) -> None:
         for rows, batch in done:
-            counts: dict[_Request, int] = {}
-            for row in rows:
-                counts[row.request] = counts.get(row.request, 0) + 1
-            if isinstance(batch, Exception):
+            counts = Counter(row.request for row in rows)
+            try:
+                if isinstance(batch, Exception):
+                    raise batch
+                self._deliver_batch(rows, batch, counts)
+            except Exception as error:
                 for request in counts:
-                    self._fail(request, batch)
-                if isinstance(batch, NotReady) and self._on_failure is not None:
-                    self._on_failure(batch)
-                continue
-            if self._on_batch is not None:
-                self._on_batch(batch)
-            for row, result in zip(rows, batch.result.results, strict=True):
-                row.request.results[row.index] = result
-            for request, count in counts.items():
-                request.batches.append((batch, count))
-                request.remaining -= count
-                if not request.remaining and not request.future.done():
-                    request.future.set_result(_request_result(request))
+                    self._fail(request, error)
+                if isinstance(error, NotReady) and self._on_failure is not None:
+                    self._on_failure(error)
+
+    def _deliver_batch(self, rows: list[Row], batch: Batch, counts: Mapping[_Request, int]) -> None:
+        if self._on_batch is not None:
+            self._on_batch(batch)
+        for row, result in zip(rows, batch.result.results, strict=True):
+            row.request.results[row.index] = result
+        for request, count in counts.items():
+            request.batches.append((batch, count))
+            request.remaining -= count
+            if not request.remaining and not request.future.done():
+                request.future.set_result(_request_result(request))
 
     def _arm(self, delay: float) -> None:
         """Call ``_start_batches`` after ``delay`` seconds."""
@@ -461,7 +464,8 @@ class Batcher:
                 return [(rows, _as_exception(error))]
             return [outcome for own in requests.values() for outcome in self._compute(own)]
         ended = perf_counter()
-        self._expected_run_s = max(ended - started, self._expected_run_s * RUN_TIME_DECAY)
+        past = (duration * RUN_TIME_DECAY for duration in self._longest_runs_s)
+        self._longest_runs_s = sorted([ended - started, *past])[-self._concurrency - 1 :]
         tokens = sum(row.tokens for row in rows)
         return [(rows, Batch(len(rows), rows[-1].tokens, tokens, started, ended, result))]
 
@@ -502,7 +506,9 @@ class Batcher:
         if not request.has_waited or request.deadline is None:
             return False
         margin = ANSWER_MARGIN * (request.deadline - request.queued_at)
-        is_late = now + self._expected_run_s + margin > request.deadline
+        # The longest past run, except those that one pause of the process may have made long.
+        expected_s = self._longest_runs_s[0] if self._longest_runs_s else 0.0
+        is_late = now + expected_s + margin > request.deadline
         if is_late:
             assert self._loop is not None
             self._loop.call_soon_threadsafe(self._expire, request)

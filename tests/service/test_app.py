@@ -263,12 +263,18 @@ def test_malformed_http_is_refused(server: tuple[str, subprocess.Popen[str]]) ->
     assert httpx2.post(f"{address}/embed", json={"inputs": "a"}).status_code == 200
 
 
-@pytest.mark.process
-def test_request_of_disconnected_client_leaves_queue(encoder: Path) -> None:
+@pytest.mark.parametrize(
+    ("path", "body", "method"),
+    [(INFER, ids_request([2, 3]), "infer"), ("/tokenize", {"inputs": "a"}, "tokenize")],
+)
+def test_request_of_disconnected_client_leaves_queue(
+    encoder: Path, path: str, body: dict[str, Any], method: str
+) -> None:
     """The ASGI server says ``http.disconnect``; the work that waits is cancelled."""
     app = create_app(Settings(model=encoder, probe=False))
-    body = orjson.dumps(ids_request([2, 3]))
-    messages = iter([{"type": "http.request", "body": body}, {"type": "http.disconnect"}])
+    messages = iter(
+        [{"type": "http.request", "body": orjson.dumps(body)}, {"type": "http.disconnect"}]
+    )
     sent: list[Any] = []
 
     async def receive() -> Any:
@@ -289,8 +295,8 @@ def test_request_of_disconnected_client_leaves_queue(encoder: Path) -> None:
     scope = {
         "type": "http",
         "method": "POST",
-        "path": INFER,
-        "raw_path": INFER.encode(),
+        "path": path,
+        "raw_path": path.encode(),
         "query_string": b"",
         "headers": [],
         "app": app,
@@ -298,7 +304,7 @@ def test_request_of_disconnected_client_leaves_queue(encoder: Path) -> None:
 
     async def ask() -> None:
         async with app.router.lifespan_context(app):
-            app.state.repository.engine().infer = never
+            setattr(app.state.repository.engine(), method, never)
             await asyncio.wait_for(app(scope, receive, send), 5)
 
     asyncio.run(ask())

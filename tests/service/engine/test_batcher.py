@@ -482,6 +482,32 @@ def test_submit_expected_to_miss_deadline_is_not_computed() -> None:
     assert ran == [0, 1, 3]
 
 
+def test_submit_one_long_run_is_not_expected_again() -> None:
+    """A paused process makes its current runs long; requests that are in time must run."""
+    pause_s = 0.0
+
+    def run(key: Hashable, payloads: list[Any]) -> BatchResult:
+        threading.Event().wait(pause_s)
+        return echo(key, payloads)
+
+    async def script(batcher: Batcher) -> None:
+        nonlocal pause_s
+        for _ in range(3):
+            await asyncio.gather(batcher.submit(rows(1)), batcher.submit(rows(2)))
+        pause_s = 0.5
+        paused = [start(batcher.submit(rows(n, tokens=60))) for n in range(2)]
+        await asyncio.sleep(0.01)
+        pause_s = 0.02
+        await asyncio.gather(*paused)
+        first = [start(batcher.submit(rows(n, tokens=60))) for n in range(2)]
+        await asyncio.sleep(0)
+        waits = batcher.submit(rows(3), perf_counter() + 0.3)
+        assert (await waits).results == [("text", 3)]
+        await asyncio.gather(*first)
+
+    play(script, run, concurrency=2)
+
+
 def test_submit_cancelled_removes_rows_from_queue() -> None:
     run = Recorder()
 
@@ -547,6 +573,29 @@ def test_submit_model_failure_is_reported_to_on_failure() -> None:
             await waiting
 
     play(script, broken, on_failure=failures.append)
+
+
+@pytest.mark.parametrize("fault", ["results", "on_batch"])
+def test_submit_undeliverable_results_fail_their_requests(fault: str) -> None:
+    failing = True
+
+    def run(key: Hashable, payloads: list[Any]) -> BatchResult:
+        return BatchResult([] if failing and fault == "results" else payloads)
+
+    def on_batch(batch: Batch) -> None:
+        if failing and fault == "on_batch":
+            raise OSError("disk full")
+
+    async def script(batcher: Batcher) -> None:
+        nonlocal failing
+        for error in await asyncio.gather(
+            *(batcher.submit(rows(n)) for n in range(3)), return_exceptions=True
+        ):
+            assert isinstance(error, OSError if fault == "on_batch" else ValueError)
+        failing = False
+        assert (await batcher.submit(rows("next"))).results == ["next"]
+
+    play(script, run, on_batch=on_batch)
 
 
 def test_submit_concurrency_runs_batches_in_parallel() -> None:

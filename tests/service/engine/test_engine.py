@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -120,3 +121,14 @@ def test_engine_name_is_that_of_its_file(tmp_path: Path) -> None:
     engine = open_engine(folder / "small.onnx")
     assert engine.name == "small"
     engine.close()
+
+
+def test_plan_id_is_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan may have megabytes, and every answer has the checksum in its headers."""
+    plan = {"layers": [1, 2]}
+    model = Model(open_artifact(write_encoder(tmp_path / "m", lineage=[{"plan": plan}])))
+    first = model.plan_id
+    assert first is not None
+    monkeypatch.setattr(json, "dumps", lambda *_, **__: 1 / 0)
+    assert model.plan_id == first
+    model.close()
