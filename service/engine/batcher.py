@@ -20,9 +20,13 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
+from attnserve.runtime.stop import STOP, Stop
 from service.errors import DeadlineExceeded, ModelFailed, NotReady, Overloaded
 
 __all__ = ["Batch", "BatchResult", "Batcher", "Queue", "RequestResult", "Row"]
+
+STUCK_S = 30.0
+"""A run that does not end this long after its last request has ended counts as lost."""
 
 RUN_TIME_DECAY = 0.9
 """The weight of a past run, per run since then, in the expected duration of a run."""
@@ -181,6 +185,15 @@ class _Request:
     batches: list[tuple[Batch, int]] = field(default_factory=list)
 
 
+@dataclass(eq=False)
+class _Run:
+    """A run in a slot, and the requests that wait for it."""
+
+    requests: set[_Request]
+    stop: Stop = field(default_factory=Stop)
+    abandoned_at: float | None = None
+
+
 class Batcher:
     """Runs rows in batches.
 
@@ -223,6 +236,7 @@ class Batcher:
         self._preparing = 0  # rows
         self._paused = self._closed = False
         self._open: set[_Request] = set()  # requests without an answer
+        self._runs: set[_Run] = set()
         self._longest_runs_s: list[float] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -231,6 +245,19 @@ class Batcher:
     def waiting(self) -> int:
         """Waiting rows, including those that are being prepared."""
         return len(self.queue) + self._preparing
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a run has not ended."""
+        with self._lock:
+            return bool(self._runs)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a run that nobody waits for does not end: its slot is lost."""
+        with self._lock:
+            since = [run.abandoned_at for run in self._runs if run.abandoned_at is not None]
+        return bool(since) and perf_counter() - min(since) > STUCK_S
 
     def check_room(self, rows: int) -> None:
         """Check that the queue has room for ``rows``; an idle batcher takes a request of any size.
@@ -374,11 +401,17 @@ class Batcher:
         self._withdraw(request)
 
     def _withdraw(self, request: _Request) -> None:
-        """Remove the rows of an answered request that still wait."""
+        """Remove the rows of an answered request that still wait, and end runs for it alone."""
+        ended: list[_Run] = []
         with self._lock:
             if request.remaining:
                 for row in request.rows:
                     self.queue.discard(row)
+                ended = [run for run in self._runs if request in run.requests
+                         and all(each.future.done() for each in run.requests)]  # fmt: skip
+        for run in ended:
+            run.abandoned_at = run.abandoned_at or perf_counter()
+            run.stop.set()
 
     def _deliver(self, done: list[tuple[list[Row], Batch | Exception]]) -> None:
         for rows, batch in done:
@@ -454,15 +487,24 @@ class Batcher:
     def _compute(self, rows: list[Row]) -> list[tuple[list[Row], Batch | Exception]]:
         """Run a batch. If it fails, run each request alone: one fails for its own rows only."""
         started = perf_counter()
+        run = _Run({row.request for row in rows})
+        with self._lock:
+            self._runs.add(run)
+        STOP.set(run.stop)
         try:
             result = self._run(rows[0].key, [row.payload for row in rows])
         except BaseException as error:
+            if run.abandoned_at is not None:
+                return [(rows, DeadlineExceeded("the run was ended: nobody waited for it"))]
             requests: dict[Any, list[Row]] = {}
             for row in rows:
                 requests.setdefault(row.request, []).append(row)
             if len(requests) == 1:
                 return [(rows, _as_exception(error))]
             return [outcome for own in requests.values() for outcome in self._compute(own)]
+        finally:
+            with self._lock:
+                self._runs.discard(run)
         ended = perf_counter()
         past = (duration * RUN_TIME_DECAY for duration in self._longest_runs_s)
         self._longest_runs_s = sorted([ended - started, *past])[-self._concurrency - 1 :]

@@ -147,12 +147,13 @@ class Engine:
     @property
     def ready(self) -> bool:
         """Whether the model can run; a full queue does not matter."""
-        return self._broken is None
+        return self._broken is None and not self.batcher.is_stuck
 
     @property
     def reason(self) -> str:
         """Why the engine is not ready; empty if it is."""
-        return hide_folders(self._broken or "", self.settings.model)
+        stuck = "a run does not end" if self.batcher.is_stuck else ""
+        return hide_folders(self._broken or stuck, self.settings.model)
 
     # -- requests ---------------------------------------------------------------------------------
 

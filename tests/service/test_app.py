@@ -456,8 +456,8 @@ endless (int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask
 """
 
 
-@pytest.mark.process
-def test_server_stops_although_a_run_does_not_return(tmp_path: Path) -> None:
+def write_endless(tmp_path: Path) -> Path:
+    """A model that loops as often as its largest input says."""
     (folder := tmp_path / "tiny").mkdir()
     model = parser.parse_model(ENDLESS)
     scalars = {"zero": np.float32(0), "one": np.float32(1)}
@@ -465,14 +465,42 @@ def test_server_stops_although_a_run_does_not_return(tmp_path: Path) -> None:
         numpy_helper.from_array(np.array(value), name) for name, value in scalars.items()
     )
     onnx.save(model, folder / "model.onnx")
+    return folder
+
+
+def endless_request(times: int) -> dict[str, Any]:
+    shape = {"shape": [1, 2], "datatype": "INT64"}
+    return {
+        "inputs": [
+            {"name": "input_ids", "data": [times, 1], **shape},
+            {"name": "attention_mask", "data": [1, 1], **shape},
+        ]
+    }
+
+
+def test_endless_run_ends_with_its_request(tmp_path: Path) -> None:
+    app = create_app(Settings(model=write_endless(tmp_path), probe=False))
+    with TestClient(app) as client:
+        for _ in range(2):
+            answer = client.post(
+                "/v2/models/tiny/infer", json=endless_request(2**60),
+                headers={"x-timeout-ms": "300"},
+            )  # fmt: skip
+            assert answer.status_code == 504
+            assert client.get("/v2/models/tiny/ready").status_code == 200
+            answer = client.post("/v2/models/tiny/infer", json=endless_request(3))
+            assert answer.status_code == 200
+            assert answer.json()["outputs"][0]["data"] == [6.0, 4.0]
+
+
+@pytest.mark.process
+def test_server_stops_although_a_run_does_not_return(tmp_path: Path) -> None:
     limits = {"ATTNSERVE_DRAIN_TIMEOUT_S": "1", "ATTNSERVE_PROBE": "false"}
-    with serving(folder, **limits) as server:
+    deaf = "import attnserve.runtime.backends as b\nb.stoppable = lambda options: options"
+    with serving(write_endless(tmp_path), deaf, **limits) as server:
         address, process = server
-        shape = {"shape": [1, 2], "datatype": "INT64"}
-        inputs = [{"name": "input_ids", "data": [2**60, 1], **shape},
-                  {"name": "attention_mask", "data": [1, 1], **shape}]  # fmt: skip
         answer = httpx2.post(
-            f"{address}/v2/models/tiny/infer", json={"inputs": inputs},
+            f"{address}/v2/models/tiny/infer", json=endless_request(2**60),
             headers={"x-timeout-ms": "500"}, timeout=20,
         )  # fmt: skip
         assert answer.status_code == 504
