@@ -10,7 +10,7 @@ from service.app import create_app
 from service.engine.device import on_device
 from service.engine.repository import Repository, say_operators
 from service.metrics import Metrics
-from service.server import Server, bind_socket, configure_log, log_ready
+from service.server import Server, bind_socket, configure_log, flush_log, log_ready
 from service.settings import Settings
 
 __all__ = ["serve"]
@@ -37,7 +37,13 @@ def serve(settings: Settings) -> None:
             code="workers.unsupported",
         )
     configure_log(settings)
-    settings = on_device(settings)
+    try:
+        _serve(on_device(settings))
+    finally:
+        flush_log()  # before the error is printed
+
+
+def _serve(settings: Settings) -> None:
     with bind_socket(settings) as listener:
         if settings.workers > 1:
             from service.workers.supervisor import supervise  # imports POSIX-only modules
