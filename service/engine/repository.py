@@ -315,8 +315,10 @@ class Repository:
             raise
         except Exception as error:  # one model must not stop the others
             log.exception("%s version %s cannot be loaded", name, version)
-            raise InvalidModel(
-                f"{name} cannot be loaded: {type(error).__name__}", "see the log of the server"
+            raise NotReady(
+                f"{name} cannot be loaded: {type(error).__name__}",
+                "see the log of the server",
+                code="model.unexpected",
             ) from error
         current = self._engines.get(name, {}).get(version)
         if model is None:

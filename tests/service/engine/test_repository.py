@@ -723,7 +723,7 @@ def test_load_unexpected_error_is_unavailable_and_others_serve(
     client = start(tmp_path)
     assert client.post("/embed", json={"inputs": "a"}).status_code == 200
     answer = client.post("/v2/repository/models/bad/load")
-    assert answer.status_code == 422 and "ZeroDivisionError" in answer.json()["error"]
+    assert answer.status_code == 503 and "ZeroDivisionError" in answer.json()["error"]
 
 
 def test_stats_large_number_in_record_is_answered(
