@@ -15,6 +15,7 @@ from service.server import (
     Server,
     bind_socket,
     configure_log,
+    flush_log,
     log_ready,
     raise_file_limit,
     stop_while_starting,
@@ -50,7 +51,13 @@ def serve(settings: Settings) -> None:
     raise_file_limit()
     if not (settings.is_local or settings.api_keys or settings.api_keys_file):
         log.warning("every client that reaches %s is served: no API keys are set", settings.host)
-    settings = on_device(settings)
+    try:
+        _serve(on_device(settings))
+    finally:
+        flush_log()  # before the error is printed
+
+
+def _serve(settings: Settings) -> None:
     with bind_socket(settings) as listener:
         if settings.workers > 1:
             from service.workers.supervisor import supervise  # imports POSIX-only modules

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import gc
 import logging
 import os
+import queue
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from logging.handlers import QueueHandler, QueueListener
+from time import monotonic, sleep
 from types import FrameType
 from typing import Any
 
@@ -28,6 +31,7 @@ __all__ = [
     "Server",
     "bind_socket",
     "configure_log",
+    "flush_log",
     "log_ready",
     "raise_file_limit",
     "stop_while_starting",
@@ -41,6 +45,11 @@ of many clients, and a request that is sent while the connection closes gets no 
 
 CUT_S = 2.0
 """Time to send the refusals after the drain timeout."""
+
+LOG_RECORDS = 10_000
+"""Log records that wait for stderr."""
+
+FLUSH_S = 2.0
 
 log = logging.getLogger("attnserve")
 
@@ -170,6 +179,7 @@ def _ignore(number: int, frame: Any) -> None:
 def _end_process() -> None:
     """End a process that a run without end keeps alive."""
     log.error("a run does not return: the process is ended")
+    flush_log()
     os._exit(1)
 
 
@@ -184,11 +194,49 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
+class _QueuedLog(QueueHandler):
+    """Queues log records for a thread; drops them if nobody reads stderr and the queue is full."""
+
+    def __init__(self) -> None:
+        self.records: queue.Queue[logging.LogRecord] = queue.Queue(LOG_RECORDS)
+        super().__init__(self.records)
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        with suppress(queue.Full):
+            self.records.put_nowait(record)
+
+    def flush(self) -> None:
+        """Wait until the queue is written, at most ``FLUSH_S``; ``logging`` calls this at exit."""
+        end = monotonic() + FLUSH_S
+        while self.records.unfinished_tasks and monotonic() < end:
+            sleep(0.005)
+
+
+class _LogWriter(QueueListener):
+    """Writes to the file descriptor: a blocked stream keeps a lock that the exit needs."""
+
+    def handle(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):
+            os.write(2, f"{record.getMessage()}\n".encode(errors="backslashreplace"))
+
+
 def configure_log(settings: Settings) -> None:
-    """Log plain lines to stderr."""
+    """Log plain lines to stderr from a thread, and the stacks of a crash.
+
+    A reader of stderr that stops reading must not stop the event loop.
+    """
+    faulthandler.enable(2)
+    handler = _QueuedLog()
     logging.basicConfig(
-        stream=sys.stderr, level=settings.log_level.upper(), format="%(message)s", force=True
+        handlers=[handler], level=settings.log_level.upper(), format="%(message)s", force=True
     )
+    _LogWriter(handler.records).start()
+
+
+def flush_log() -> None:
+    """Wait until the log is written."""
+    for handler in logging.getLogger().handlers:
+        handler.flush()
 
 
 def log_ready(listener: socket.socket, names: Iterable[str]) -> None:

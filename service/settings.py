@@ -185,6 +185,11 @@ class Settings(BaseSettings):
     probe_timeout_s: float = Field(
         default=300, gt=0, description="Timeout in seconds to load a model and run it once."
     )
+    strict_readiness: bool = Field(
+        default=True,
+        description="Report not ready until every model that was on disk at the start is loaded or"
+        " unloaded.",
+    )
     rewrite: bool = Field(
         default=True,
         description="Fuse operators if the probe finds the fused model equivalent (cosine at least"

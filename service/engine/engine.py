@@ -188,7 +188,8 @@ class Engine:
             result = await self.batcher.submit(rows, deadline)
             started = perf_counter_ns()
             joined = [_joined(parts) for parts in zip(*result.results, strict=True)]
-            self._check_bytes("output tensors", sum(array.nbytes for array in joined))
+            size = sum(array.nbytes for array in joined)
+            _check_limit(size, self.settings.max_tensor_bytes, "bytes of output tensors")
             answer = _answer(
                 dict(zip(names, joined, strict=True)),
                 result,
@@ -333,17 +334,12 @@ class Engine:
                 nonlocal tokens
                 encodings = self._encode(texts, truncate)
                 tokens = sum(map(len, encodings))
-                if tokens > self.settings.max_tokens:
-                    raise TooLarge(
-                        f"{tokens} tokens in one request: at most {self.settings.max_tokens}",
-                        "send them in several requests",
-                    )
+                _check_limit(tokens, self.settings.max_tokens, "tokens")
                 # Pooling makes the answer small, but the run needs the memory for its longest row.
                 row = (1, max(map(len, encodings)))
                 shapes = {tensor.name: row for tensor in model.inputs}
-                self._check_bytes(
-                    "output tensors", model.output_bytes(shapes, [model.text_output(task)])
-                )
+                size = model.output_bytes(shapes, [model.text_output(task)])
+                _check_limit(size, self.settings.max_tensor_bytes, "bytes of output tensors")
                 return [
                     Row((task,) if model.takes_mask else (task, len(one)), len(one), one)
                     for one in encodings
@@ -444,36 +440,22 @@ class Engine:
         return self._macs.get(shapes)
 
     def _check_size(self, inputs: Mapping[str, np.ndarray], outputs: Sequence[str]) -> None:
-        self._check_bytes("input tensors", sum(array.nbytes for array in inputs.values()))
+        limits = self.settings
+        size = sum(array.nbytes for array in inputs.values())
+        _check_limit(size, limits.max_tensor_bytes, "bytes of input tensors")
         padded = math.prod(self.model.ids(inputs).shape[:2])
-        if padded > self.settings.max_tokens:
-            raise TooLarge(
-                f"{padded} tokens in one request, padding included:"
-                f" at most {self.settings.max_tokens}",
-                "send them in several requests",
-            )
+        _check_limit(padded, limits.max_tokens, "tokens, padding included,")
         shapes = {name: array.shape for name, array in inputs.items()}
-        self._check_bytes("output tensors", self.model.output_bytes(shapes, outputs))
-
-    def _check_bytes(self, what: str, size: int) -> None:
-        if size > self.settings.max_tensor_bytes:
-            raise TooLarge(
-                f"{size} bytes of {what} in one request: at most {self.settings.max_tensor_bytes}",
-                "send fewer rows at a time, or name the outputs that you need",
-            )
+        size = self.model.output_bytes(shapes, outputs)
+        _check_limit(size, limits.max_tensor_bytes, "bytes of output tensors")
 
     def _check_texts(self, texts: Sequence[Text]) -> None:
-        settings = self.settings
-        if len(texts) > settings.max_inputs:
-            raise TooLarge(
-                f"{len(texts)} texts in one request: at most {settings.max_inputs}",
-                "send them in several requests",
-            )
+        _check_limit(len(texts), self.settings.max_inputs, "texts")
+        limit = self.settings.max_text_chars
         for index, text in enumerate(texts):
-            if len(text) > settings.max_text_chars:
+            if len(text) > limit:
                 raise TooLarge(
-                    f"text {index} has {len(text)} characters: at most {settings.max_text_chars}",
-                    "cut it into parts",
+                    f"text {index} has {len(text)} characters: at most {limit}", "cut it into parts"
                 )
 
     # -- failures ---------------------------------------------------------------------------------
@@ -535,6 +517,13 @@ class Engine:
             except Exception as error:
                 self._broken = str(error).splitlines()[0]
                 log.error("%s version %s: %s", self.name, self.version, self._broken)
+
+
+def _check_limit(found: int, limit: int, what: str) -> None:
+    if found > limit:
+        raise TooLarge(
+            f"{found} {what} in one request: at most {limit}", "send several smaller requests"
+        )
 
 
 def _check_rows(inputs: Mapping[str, np.ndarray], outputs: Sequence[np.ndarray]) -> None:

@@ -89,6 +89,7 @@ class Repository:
         self._contents: dict[Engine, str] = {}
         self._loading: set[tuple[str, str]] = set()
         self._failures: dict[tuple[str, str], str] = {}
+        self._missing: set[str] = set()  # that could not be loaded at the start
         self._locks: dict[str, asyncio.Lock] = {}
         self._retiring: set[asyncio.Task[None]] = set()
         self._known: frozenset[str] = frozenset()
@@ -154,6 +155,7 @@ class Repository:
             and not self.draining
             and bool(self._engines)
             and all(engine.ready for engine in self.engines())
+            and not (self.settings.strict_readiness and self._missing - self._engines.keys())
         )
 
     def runs(self, engine: Engine) -> bool:
@@ -203,6 +205,7 @@ class Repository:
                 await self.load(name)
             except AttnserveError as error:
                 log.error("%s is not loaded: %s", name, str(error).replace("\n", "; "))
+                self._missing.add(name)
                 first = first or error
         if not self._engines:
             raise first or InvalidModel(
@@ -266,6 +269,7 @@ class Repository:
         """
         async with await self._lock(name):
             engines = self._engines.pop(name, None)
+            self._missing.discard(name)
             for engine in (engines or {}).values():
                 self._retire(engine)
             for key in [key for key in self._failures if key[0] == name]:
@@ -315,8 +319,10 @@ class Repository:
             raise
         except Exception as error:  # one model must not stop the others
             log.exception("%s version %s cannot be loaded", name, version)
-            raise InvalidModel(
-                f"{name} cannot be loaded: {type(error).__name__}", "see the log of the server"
+            raise NotReady(
+                f"{name} cannot be loaded: {type(error).__name__}",
+                "see the log of the server",
+                code="model.unexpected",
             ) from error
         current = self._engines.get(name, {}).get(version)
         if model is None:
@@ -428,10 +434,12 @@ class Repository:
         try:
             if self._started:
                 path.stat()
-            if not path.is_dir() or any(path.glob("*.onnx")):
+            folders = dict(_repository(path)) if path.is_dir() else {}
+            is_artifact = not path.is_dir() or (path / "model.onnx").is_file()
+            if is_artifact or (not folders and any(path.glob("*.onnx"))):
                 found = {open_artifact(path).name: {"1": _Place(path)}}
             else:
-                found = dict(_repository(path))
+                found = folders
         except OSError as error:
             if self._started:
                 raise NotReady("the model repository cannot be read", "try again later") from error
@@ -455,17 +463,22 @@ def say_operators(engine: Engine) -> None:
 
 
 def _repository(path: Path) -> Iterator[tuple[str, dict[str, _Place]]]:
-    """(name, versions) of each model in a repository folder; other folders are ignored."""
+    """(name, versions) of each model in a repository folder; other folders are ignored.
+
+    So are folders that this user may not read: the root of a volume has a ``lost+found``.
+    """
     for folder in sorted(path.iterdir()):
-        if not folder.is_dir() or folder.name.startswith("."):
-            continue
-        versions = {
-            child.name: _Place(child, folder)
-            for child in folder.iterdir()
-            if VERSION.fullmatch(child.name) and (child / "model.onnx").is_file()
-        }
-        if not versions and (folder / "model.onnx").is_file():
-            versions = {"1": _Place(folder)}
+        versions: dict[str, _Place] = {}
+        with suppress(PermissionError):
+            if not folder.is_dir() or folder.name.startswith("."):
+                continue
+            versions = {
+                child.name: _Place(child, folder)
+                for child in folder.iterdir()
+                if VERSION.fullmatch(child.name) and (child / "model.onnx").is_file()
+            }
+            if not versions and (folder / "model.onnx").is_file():
+                versions = {"1": _Place(folder)}
         if versions:
             yield folder.name, versions
 

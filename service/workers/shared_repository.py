@@ -130,6 +130,7 @@ class SharedRepository(Repository):
         await self._apply(target)
         if self._error is not None:
             raise self._error
+        self._missing |= {name for name, one in target.models.items() if one.failures}
         self._started = True
 
     async def load(self, name: str, versions: Collection[str] | None = None) -> None:
@@ -251,12 +252,7 @@ class SharedRepository(Repository):
         for name, model in target.models.items():
             try:
                 await self._apply_model(name, model)
-            except Exception as error:  # of any kind: the worker that set the target waits for it
-                if not isinstance(error, AttnserveError):
-                    log.exception("worker %d failed", self._worker)
-                    error = NotReady(
-                        f"{name}: {type(error).__name__}", "see the log", code="worker.failed"
-                    )
+            except AttnserveError as error:
                 log.error("worker %d: %s", self._worker, str(error).replace("\n", "; "))
                 first = first or error
         self._error, self._generation = first, target.generation

@@ -334,6 +334,26 @@ def test_log_goes_to_stderr_and_nothing_to_stdout(
     assert "Traceback" not in stderr
 
 
+@pytest.mark.process
+def test_server_whose_stderr_is_not_read_answers_and_exits(encoder: Path) -> None:
+    with serving(encoder, ATTNSERVE_PROBE="false") as (address, process):
+        with httpx2.Client(base_url=address, timeout=10) as client:
+            for _ in range(100):  # more than a pipe holds, because the log has the path
+                assert client.get("/" + "x" * 3000).status_code == 404
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+
+
+@pytest.mark.process
+def test_crash_writes_stacks_to_stderr(encoder: Path) -> None:
+    """A model may crash ONNX Runtime, which leaves no other trace."""
+    prelude = "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))"
+    with serving(encoder, prelude, ATTNSERVE_PROBE="false") as (_, process):
+        process.send_signal(signal.SIGSEGV)
+        _, stderr = process.communicate(timeout=20)
+    assert "Fatal Python error: Segmentation fault" in stderr
+
+
 SLOW = """
 import time
 from service.engine.model import Model

@@ -25,6 +25,7 @@ from graph_passes.errors import InvalidModel
 from service.engine.model import Model
 from service.engine.repository import Entry, Repository
 from service.errors import NotFound, NotReady, hide_folders
+from service.metrics import Metrics
 from service.settings import Settings
 from tests.service.conftest import until
 from tests.service.tiny import ids_request, write_encoder, write_model
@@ -130,6 +131,73 @@ def test_start_without_models_is_refused(tmp_path: Path) -> None:
     assert "models: holds no model" in load_error(tmp_path / "models").what
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_ready_needs_every_model_that_was_there_at_the_start(tmp_path: Path, strict: bool) -> None:
+    write_scale(tmp_path / "good" / "1", 2)
+    broken = tmp_path / "bad" / "1"
+    broken.mkdir(parents=True)
+    (broken / "model.onnx").write_bytes(b"no model")
+
+    async def play() -> None:
+        settings = Settings(model=tmp_path, probe=False, strict_readiness=strict)
+        repository = Repository(settings, Metrics())
+        await repository.start()
+        assert repository.ready is not strict
+        with pytest.raises(InvalidModel):
+            await repository.load("bad")
+        assert repository.ready is not strict
+        write_scale(broken, 3)
+        await repository.load("bad")
+        assert repository.ready
+        (broken / "model.onnx").write_bytes(b"no model")
+        with pytest.raises(InvalidModel):
+            await repository.load("bad")
+        assert repository.ready  # the version before still serves
+        await repository.close()
+
+    asyncio.run(play())
+
+
+def test_unloading_a_broken_model_makes_ready(tmp_path: Path) -> None:
+    write_scale(tmp_path / "good" / "1", 2)
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "model.onnx").write_bytes(b"no model")
+
+    async def play() -> None:
+        repository = Repository(Settings(model=tmp_path, probe=False), Metrics())
+        await repository.start()
+        assert not repository.ready
+        await repository.unload("bad")
+        assert repository.ready
+        await repository.close()
+
+    asyncio.run(play())
+
+
+def test_start_ignores_unreadable_folders_and_stray_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_scale(tmp_path / "good" / "1", 2)
+    (tmp_path / "lost+found").mkdir()
+    (tmp_path / "stray.onnx").write_bytes(b"no model")
+    listed = Path.iterdir
+
+    def iterdir(path: Path) -> Any:
+        if path.name == "lost+found":
+            raise PermissionError(13, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+
+    async def play() -> None:
+        repository = Repository(Settings(model=tmp_path, probe=False), Metrics())
+        await repository.start()
+        assert [engine.name for engine in repository.engines()] == ["good"] and repository.ready
+        await repository.close()
+
+    asyncio.run(play())
+
+
 def test_start_invalid_model_is_unavailable_and_others_serve(tmp_path: Path) -> None:
     write_scale(tmp_path / "good", 1)
     (tmp_path / "bad").mkdir()
@@ -138,7 +206,7 @@ def test_start_invalid_model_is_unavailable_and_others_serve(tmp_path: Path) -> 
     async def script(repository: Repository) -> None:
         bad, good = repository.index()
         assert bad.state == "UNAVAILABLE" and "not an ONNX file" in bad.reason
-        assert good.state == "READY" and repository.ready
+        assert good.state == "READY" and await ask(repository, "good") == 1
         with pytest.raises(NotReady, match="'bad' is not loaded"):
             repository.engine("bad")
 
@@ -723,7 +791,7 @@ def test_load_unexpected_error_is_unavailable_and_others_serve(
     client = start(tmp_path)
     assert client.post("/embed", json={"inputs": "a"}).status_code == 200
     answer = client.post("/v2/repository/models/bad/load")
-    assert answer.status_code == 422 and "ZeroDivisionError" in answer.json()["error"]
+    assert answer.status_code == 503 and "ZeroDivisionError" in answer.json()["error"]
 
 
 def test_stats_large_number_in_record_is_answered(

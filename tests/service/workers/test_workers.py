@@ -546,7 +546,7 @@ def test_load_fails_if_another_worker_cannot_follow(tmp_path: Path) -> None:
         two._load = unlucky  # type: ignore[method-assign, assignment]
         with pytest.raises(NotReady, match="MemoryError") as failed:
             await one.load("tiny")
-        assert failed.value.code == "worker.failed"
+        assert failed.value.code == "model.unexpected"
         assert not one.ready and not two.ready  # what they serve is not the same
         del two._load
         await one.load("tiny")
