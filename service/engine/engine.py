@@ -443,7 +443,7 @@ class Engine:
         size = sum(array.nbytes for array in inputs.values())
         _check_limit(size, limits.max_tensor_bytes, "bytes of input tensors")
         padded = math.prod(self.model.ids(inputs).shape[:2])
-        _check_limit(padded, limits.max_tokens, "tokens, padding included,")
+        _check_limit(padded, limits.max_tokens, "padded tokens")
         shapes = {name: array.shape for name, array in inputs.items()}
         size = self.model.output_bytes(shapes, outputs)
         _check_limit(size, limits.max_tensor_bytes, "bytes of output tensors")
