@@ -488,9 +488,10 @@ def _parse_record(path: Path) -> dict[str, Any]:
     fix = "restore or remove the file"
     try:
         parsed: Any = orjson.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, orjson.JSONDecodeError) as error:
+        place = error.strerror if isinstance(error, OSError) else f"line {error.lineno}"
         raise InvalidModel(
-            f"{path}: not valid JSON: {error}", fix, code="artifact.record"
+            f"{path}: not valid JSON: {place}", fix, code="artifact.record"
         ) from error
     if not isinstance(parsed, dict):
         raise InvalidModel(f"{path}: expected a JSON object", fix, code="artifact.record")

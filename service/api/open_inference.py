@@ -166,7 +166,9 @@ class InferRoute(JsonRoute):
     """A route whose JSON may be followed by raw tensors, which go to ``request.state.raw``."""
 
     async def read(self, request: Request) -> memoryview:
-        get_engine(request, **request.path_params)  # refuse unknown models before reading the body
+        get_engine(
+            request, request.path_params["name"]
+        )  # refuse unknown models before reading the body
         length = request.headers.get(HEADER_LENGTH)
         head, request.state.raw = split(await read_body(request), length)
         return head
@@ -200,7 +202,7 @@ async def ready(request: Request) -> Response:
     "/models/{name}/versions/{version}", response_model=ModelMetadata, openapi_extra=VERSION
 )
 async def model_metadata(request: Request, name: str) -> Response:
-    engine = get_engine(request, name, request.path_params.get("version"))
+    engine = get_engine(request, name)
     return json_response(
         {
             "name": engine.name,
@@ -215,7 +217,7 @@ async def model_metadata(request: Request, name: str) -> Response:
 @router.get("/models/{name}/ready", **MODEL_READY)
 @router.get("/models/{name}/versions/{version}/ready", **MODEL_READY, openapi_extra=VERSION)
 async def model_ready(request: Request, name: str) -> Response:
-    engine = get_engine(request, name, request.path_params.get("version"))
+    engine = get_engine(request, name)
     repository: Repository = request.app.state.repository
     is_ready = repository.runs(engine)
     return json_response({"name": engine.name, "ready": is_ready}, 200 if is_ready else 503)
@@ -225,7 +227,7 @@ async def infer(request: Request, name: str, body: InferRequest) -> Response:
     """Run the model on tensors. The headers and the parameters of the answer hold its cost."""
     _refuse_unserved(body)
     inputs = decode_all(body.inputs, request.state.raw)
-    engine = acquire_engine(request, name, request.path_params.get("version"))
+    engine = acquire_engine(request, name)
     answer = await cancel_on_disconnect(
         request,
         engine.infer(

@@ -9,7 +9,6 @@ the model unchanged: the client adds special tokens (POST /tokenize returns them
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -167,7 +166,6 @@ async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
     ``dimensions`` must be the size of the model's vectors: they are not truncated.
     """
     engine = acquire_engine(request, body.model)
-    _check_dimensions(engine, body.dimensions, engine.model.outputs[0].axes)
     try:
         answer = await cancel_on_disconnect(
             request, engine.embed(body.input, truncate=False, deadline=deadline(request))
@@ -175,7 +173,13 @@ async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
     except (InvalidData, InvalidArgument) as error:
         raise InvalidField(error.what, error.fix, field="input") from error
     vectors = answer.outputs["embeddings"]
-    _check_dimensions(engine, body.dimensions, vectors.shape)
+    if body.dimensions not in (None, vectors.shape[1]):
+        raise InvalidField(
+            f"dimensions is {body.dimensions}, but vectors of {engine.name} have"
+            f" {vectors.shape[1]}",
+            "leave it out",
+            field="dimensions",
+        )
     data = serialize(
         [
             {
@@ -221,19 +225,6 @@ def _card(engine: Engine) -> dict[str, Any]:
         "created": engine.model.created,
         "owned_by": "attnserve",
     }
-
-
-def _check_dimensions(
-    engine: Engine, requested: int | None, shape: Sequence[int | str | None]
-) -> None:
-    """Refuse ``requested`` if the last axis of ``shape`` is known and different."""
-    width = shape[-1] if shape else None
-    if requested is not None and isinstance(width, int) and requested != width:
-        raise InvalidField(
-            f"dimensions is {requested}, but vectors of {engine.name} have {width}",
-            "leave it out",
-            field="dimensions",
-        )
 
 
 def _base64(vector: np.ndarray) -> str:

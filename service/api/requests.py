@@ -70,11 +70,10 @@ class Extensible(Body):
 def get_engine(request: Request, name: str | None = None, version: str | None = None) -> Engine:
     """The engine of a model, for reading its description; use ``acquire_engine`` to run it.
 
-    Raises:
-        NotFound, NotReady: See ``acquire_engine``.
+    Args, Raises: See ``acquire_engine``.
     """
     repository: Repository = request.app.state.repository
-    return repository.engine(name, version)
+    return repository.engine(name, version or request.path_params.get("version"))
 
 
 def acquire_engine(request: Request, name: str | None = None, version: str | None = None) -> Engine:
@@ -84,7 +83,7 @@ def acquire_engine(request: Request, name: str | None = None, version: str | Non
 
     Args:
         name: None if there is only one model.
-        version: None for the highest.
+        version: None for that of the path, else the highest.
 
     Raises:
         NotReady: The model is not loaded.

@@ -120,9 +120,7 @@ async def model_config(request: Request, name: str) -> Response:
     ``max_batch_size`` is 0 if requests cannot be batched; otherwise the first axis of every tensor
     is the batch axis, which ``dims`` does not include.
     """
-    return json_response(
-        configuration(get_engine(request, name, request.path_params.get("version")))
-    )
+    return json_response(configuration(get_engine(request, name)))
 
 
 NO_FILTER = IndexRequest()

@@ -444,7 +444,7 @@ class Engine:
         size = sum(array.nbytes for array in inputs.values())
         _check_limit(size, limits.max_tensor_bytes, "bytes of input tensors")
         padded = math.prod(self.model.ids(inputs).shape[:2])
-        _check_limit(padded, limits.max_tokens, "tokens, padding included,")
+        _check_limit(padded, limits.max_tokens, "padded tokens")
         shapes = {name: array.shape for name, array in inputs.items()}
         size = self.model.output_bytes(shapes, outputs)
         _check_limit(size, limits.max_tensor_bytes, "bytes of output tensors")
@@ -493,7 +493,7 @@ class Engine:
             await asyncio.to_thread(self.model.warm_up)
         except Exception as error:
             if self._broken is None:
-                self._break(str(error).splitlines()[0])
+                self._break(_first_line(error))
             self.batcher.refuse_waiting(NotReady(f"{self.name} is not ready: {error}"))
             await self._replace()
         if self._broken is not None:
@@ -515,8 +515,12 @@ class Engine:
                 self.model = await asyncio.to_thread(self._reload)
                 return
             except Exception as error:
-                self._broken = str(error).splitlines()[0]
+                self._broken = _first_line(error)
                 log.error("%s version %s: %s", self.name, self.version, self._broken)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _check_limit(found: int, limit: int, what: str) -> None:

@@ -210,6 +210,7 @@ class Model:
         sizes: dict[int | str | None, int] = {}
         for tensor in self.inputs:
             sizes |= zip(tensor.axes, shapes[tensor.name], strict=False)
+        sizes[None] = 1
         return sum(
             math.prod((axis if isinstance(axis, int) else sizes.get(axis, 1)) for axis in one.axes)
             * one.dtype.itemsize

@@ -101,7 +101,7 @@ REQUESTS: dict[str, tuple[Any, int, str]] = {
     "negative id": (changed(data=[2, -1, 3]), 422, "holds -1: expected ids from 0 to 7"),
     "least id": (changed(data=[2, -(2**63), 3]), 422, "expected ids from 0 to 7"),
     "past the positions": (ids_request([2] * 9), 422, "cannot run input_ids [1, 9]"),
-    "too many tokens": (ids_request([2] * 20_000), 413, "20000 tokens in one request"),
+    "too many tokens": (ids_request([2] * 20_000), 413, "20000 padded tokens in one request"),
     "unknown input": (changed(name="ids"), 422, "unknown input 'ids': tiny takes input_ids, "),
     "missing input": ({"inputs": [IDS]}, 422, "missing input 'attention_mask'"),
     "input twice": ({"inputs": [IDS, MASK, IDS]}, 422, "input 'input_ids' is given 2 times"),

@@ -599,7 +599,13 @@ def test_failed_session_is_not_ready_until_reloaded(
     reload = threading.Event()
     again = engine._reload
     assert again is not None
-    monkeypatch.setattr(engine, "_reload", lambda: again() if reload.is_set() else 1 / 0)
+
+    def reload_later() -> Model:
+        if not reload.is_set():
+            raise MemoryError  # without a text
+        return again()
+
+    monkeypatch.setattr(engine, "_reload", reload_later)
 
     answer = client.post("/embed", json={"inputs": "a", "model": "tiny"})
     assert answer.status_code == 503 and answer.headers["retry-after"] == "5"
