@@ -13,7 +13,7 @@ from attnserve import __version__
 from service.api import open_inference, openai, texts, triton
 from service.api.observe import ObserveRequests
 from service.api.responses import json_response
-from service.auth import RequireKey, read_keys
+from service.auth import GuardControl, RequireKey, read_keys
 from service.dashboard import router as dashboard
 from service.dashboard.stats import report
 from service.engine.repository import Repository
@@ -61,8 +61,9 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
     app.state.repository = models
     app.state.metrics = metrics
     # The middleware added last runs first: it also counts refused requests and gives them an id.
-    if keys := read_keys(chosen):
-        app.add_middleware(RequireKey, keys=keys)
+    app.add_middleware(GuardControl, settings=chosen)
+    if read_keys(chosen):
+        app.add_middleware(RequireKey, settings=chosen)
     if chosen.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -1,25 +1,36 @@
-"""API keys: requests without a known key are refused if keys are configured."""
+"""Who may ask what: API keys, and the rights to load and unload models."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
+import re
 from collections.abc import Iterable
+from time import monotonic
+from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from graph_passes.errors import InvalidArgument
-from service.errors import Unauthorized, explain
-from service.settings import Settings
+from service.errors import Forbidden, Unauthorized, explain
+from service.settings import Settings, is_loopback
 
-__all__ = ["RequireKey", "read_keys"]
+__all__ = ["GuardControl", "RequireKey", "read_keys"]
+
+RELOAD_S = 1.0
+"""How often the key file is looked at."""
+
+log = logging.getLogger("attnserve")
+
+CONTROL = re.compile(r"/v2/repository/models/[^/]*/(un)?load")
 
 OPEN = ("/v2/health/live", "/v2/health/ready", "/")
 """Paths that need no key: health checks, and the dashboard page, whose data does need one."""
 
 
 def read_keys(settings: Settings) -> tuple[bytes, ...]:
-    """The keys of ``settings`` and of its key file; empty if no key is required.
+    """All keys of ``settings`` and of its key file; empty if no key is required.
 
     Raises:
         InvalidArgument: The file cannot be read or holds no key, or a key is empty or not plain
@@ -52,22 +63,86 @@ def read_keys(settings: Settings) -> tuple[bytes, ...]:
                 "HTTP headers can carry only those",
                 code="keys.characters",
             )
-    return tuple(key.encode() for key in keys)
+    admins = [key.get_secret_value() for key in settings.admin_keys] if keys else []
+    return tuple(key.encode() for key in (*keys, *admins))
+
+
+class GuardControl:
+    """ASGI middleware: 403 for loading and unloading models, unless the client may do it.
+
+    A page of another site can send requests to a server of the same machine. Browsers name the site
+    in ``Origin``, also if its name was bound to another address (DNS rebinding).
+    """
+
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+        self._app, self._settings = app, settings
+        self._admins = _checksums(key.get_secret_value().encode() for key in settings.admin_keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self._refusal(scope) if scope["type"] == "http" else None
+        answer = self._app if error is None else explain(scope, error)
+        await answer(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> Forbidden | None:
+        if not CONTROL.fullmatch(scope["path"]):
+            return None
+        if not self._settings.controls_models:
+            return Forbidden(
+                "loading and unloading of models is off",
+                "set ATTNSERVE_MODEL_CONTROL=true, and ATTNSERVE_ADMIN_KEYS",
+            )
+        origin = next((v.decode("latin-1") for n, v in scope["headers"] if n == b"origin"), None)
+        if origin is not None and not self._is_own(origin):
+            return Forbidden(f"pages of {origin} may not load or unload models")
+        if self._admins and not is_known(_given(scope), self._admins):
+            return Forbidden("this needs a key of an administrator", "see ATTNSERVE_ADMIN_KEYS")
+        return None
+
+    def _is_own(self, origin: str) -> bool:
+        if origin in self._settings.cors_origins:
+            return True
+        return self._settings.is_local and is_loopback(urlsplit(origin).hostname or "")
 
 
 class RequireKey:
     """ASGI middleware: 401 without ``Authorization: Bearer KEY`` or ``x-api-key: KEY``.
 
-    The checksum of the request's key is compared in constant time with that of every known key, so
-    that the time of a refusal reveals nothing.
+    A key file is read again when it has changed, in every worker. If it cannot be read, or holds no
+    key, the keys before stay.
     """
 
-    def __init__(self, app: ASGIApp, keys: Iterable[bytes]) -> None:
-        self._app = app
-        self._known = [hashlib.sha256(key).digest() for key in keys]
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+        self._app, self._settings = app, settings
+        self._path = settings.api_keys_file
+        self._version, self._looked_at = self._file_version(), monotonic()
+        self._known = _checksums(read_keys(settings))
+
+    def _file_version(self) -> tuple[int, int] | None:
+        """Changes with the file; None if there is none."""
+        if self._path is None:
+            return None
+        try:
+            found = self._path.stat()
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_ino
+
+    def _refresh(self) -> None:
+        if self._path is None or monotonic() - self._looked_at < RELOAD_S:
+            return
+        self._looked_at, version = monotonic(), self._file_version()
+        if version == self._version:
+            return
+        self._version = version
+        try:
+            self._known = _checksums(read_keys(self._settings))
+            log.info("%s: read again", self._path)
+        except InvalidArgument as error:
+            log.error("the API keys stay as they are: %s", error.what)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN or self._is_known(_given(scope)):
+        self._refresh()
+        if scope["type"] != "http" or scope["path"] in OPEN or is_known(_given(scope), self._known):
             await self._app(scope, receive, send)
             return
         error = Unauthorized(
@@ -76,11 +151,20 @@ class RequireKey:
         )
         await explain(scope, error)(scope, receive, send)
 
-    def _is_known(self, given: bytes) -> bool:
-        digest, is_known = hashlib.sha256(given).digest(), False
-        for known in self._known:
-            is_known |= hmac.compare_digest(digest, known)
-        return is_known
+
+def _checksums(keys: Iterable[bytes]) -> list[bytes]:
+    return [hashlib.sha256(key).digest() for key in keys]
+
+
+def is_known(given: bytes, known: Iterable[bytes]) -> bool:
+    """Whether a key has one of these checksums.
+
+    All are compared, in constant time, so that the time of a refusal reveals nothing.
+    """
+    digest, found = hashlib.sha256(given).digest(), False
+    for each in known:
+        found |= hmac.compare_digest(digest, each)
+    return found
 
 
 def _given(scope: Scope) -> bytes:

@@ -7,7 +7,12 @@ The body of an error is ``{"error": "text"}``, unless the protocol of its path h
 from __future__ import annotations
 
 import logging
+import re
+import sys
+import tempfile
 from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
@@ -26,6 +31,7 @@ __all__ = [
     "DeadlineExceeded",
     "Error",
     "ErrorRenderer",
+    "Forbidden",
     "InvalidField",
     "MalformedRequest",
     "ModelFailed",
@@ -37,8 +43,10 @@ __all__ = [
     "TooLarge",
     "Unauthorized",
     "UnknownModel",
+    "UnsupportedEncoding",
     "error_response",
     "explain",
+    "hide_folders",
     "install_handlers",
 ]
 
@@ -55,6 +63,12 @@ class MalformedRequest(ServiceError):
     """The body is not valid JSON, or cannot be decoded."""
 
     default_code = "request.malformed"
+
+
+class UnsupportedEncoding(ServiceError):
+    """The content-encoding of the body is unknown."""
+
+    default_code = "request.encoding"
 
 
 class NotFound(ServiceError):
@@ -89,6 +103,12 @@ class Overloaded(ServiceError):
     """The queue is full."""
 
     default_code = "server.overloaded"
+
+
+class Forbidden(ServiceError):
+    """The client may not do this."""
+
+    default_code = "request.forbidden"
 
 
 class Unauthorized(ServiceError):
@@ -143,8 +163,10 @@ class HttpError(NamedTuple):
 HTTP_ERRORS: Mapping[type[Exception], HttpError] = {
     MalformedRequest: HttpError(400),
     Unauthorized: HttpError(401, {"www-authenticate": "Bearer"}),
+    Forbidden: HttpError(403),
     NotFound: HttpError(404),
     TooLarge: HttpError(413),
+    UnsupportedEncoding: HttpError(415, {"accept-encoding": "gzip, deflate"}),
     InvalidData: HttpError(422),
     InvalidArgument: HttpError(422),
     InvalidModel: HttpError(422),  # of a model to load
@@ -193,7 +215,29 @@ def explain(scope: Scope, error: AttnserveError) -> Response:
     """The answer to a request that failed with ``error``."""
     kind = next(kind for kind in type(error).__mro__ if kind in HTTP_ERRORS)
     status, headers = HTTP_ERRORS[kind]
-    return error_response(scope, status, "; ".join(str(error).splitlines()), headers, error)
+    text = hide_folders("; ".join(str(error).splitlines()), scope["app"].state.settings.model)
+    return error_response(scope, status, text, headers, error)
+
+
+def hide_folders(text: str, served: Path) -> str:
+    """``text`` with relative paths for files in ``served``, temporary and installation folders.
+
+    Clients must not learn the paths of the server. Tensor names look like paths ("/model/Add"), so
+    that only known folders are removed.
+    """
+    return _folders(served).sub(lambda at: "" if at["separator"] else Path(at[0]).name, text)
+
+
+@cache
+def _folders(served: Path) -> re.Pattern[str]:
+    folder = served.parent if served.suffix == ".onnx" else served
+    folders = {
+        folder.absolute(), folder.resolve(), Path(tempfile.gettempdir()),
+        Path(__file__).parents[1], Path(sys.prefix), Path(sys.base_prefix),
+    }  # fmt: skip
+    longest_first = sorted((str(one) for one in folders if one.name), key=len, reverse=True)
+    names = "|".join(map(re.escape, longest_first))
+    return re.compile(rf"(?<![\w/.-])(?:{names})(?:(?P<separator>[/\\])|(?![\w.-]))")
 
 
 async def _handle_error(request: Request, error: Exception) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 
 from graph_passes.errors import InvalidArgument
@@ -10,10 +11,20 @@ from service.app import create_app
 from service.engine.device import on_device
 from service.engine.repository import Repository, say_operators
 from service.metrics import Metrics
-from service.server import Server, bind_socket, configure_log, log_ready
+from service.server import (
+    Server,
+    bind_socket,
+    configure_log,
+    flush_log,
+    log_ready,
+    raise_file_limit,
+    stop_while_starting,
+)
 from service.settings import Settings
 
 __all__ = ["serve"]
+
+log = logging.getLogger("attnserve")
 
 
 def serve(settings: Settings) -> None:
@@ -37,7 +48,16 @@ def serve(settings: Settings) -> None:
             code="workers.unsupported",
         )
     configure_log(settings)
-    settings = on_device(settings)
+    raise_file_limit()
+    if not (settings.is_local or settings.api_keys or settings.api_keys_file):
+        log.warning("every client that reaches %s is served: no API keys are set", settings.host)
+    try:
+        _serve(on_device(settings))
+    finally:
+        flush_log()  # before the error is printed
+
+
+def _serve(settings: Settings) -> None:
     with bind_socket(settings) as listener:
         if settings.workers > 1:
             from service.workers.supervisor import supervise  # imports POSIX-only modules
@@ -46,6 +66,7 @@ def serve(settings: Settings) -> None:
             return
         repository = Repository(settings, Metrics())
         app = create_app(settings, repository)
+        stop_while_starting()
         # Load before the server starts: its startup would hide the error behind its own.
         asyncio.run(repository.start())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from functools import cache
+from functools import cache, lru_cache
 from time import monotonic
 from typing import Any
 
@@ -15,26 +15,14 @@ SAMPLE_S = 1.0
 """How long a sample of the resident memory is reused: psutil takes 50 us, and every answer asks."""
 
 
-class _ResidentMemory:
-    """The resident memory of this process, sampled at most once per ``SAMPLE_S``."""
-
-    def __init__(self) -> None:
-        self._process = psutil.Process()
-        self._bytes, self._expires = 0, 0.0
-
-    def read(self) -> int:
-        if monotonic() >= self._expires:
-            self._bytes = self._process.memory_info().rss
-            self._expires = monotonic() + SAMPLE_S
-        return self._bytes
-
-
-_resident_memory = _ResidentMemory()
-
-
 def rss_bytes() -> int:
-    """Resident memory of this process, at most one second old."""
-    return _resident_memory.read()
+    """Resident memory of this process, at most ``SAMPLE_S`` old."""
+    return _sample(int(monotonic() / SAMPLE_S))
+
+
+@lru_cache(maxsize=1)
+def _sample(interval: int) -> int:
+    return psutil.Process().memory_info().rss
 
 
 def gpu_bytes() -> int | None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import gc
 import logging
 import os
+import queue
 import signal
 import socket
-import sys
+import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from logging.handlers import QueueHandler, QueueListener
+from time import monotonic, sleep
 from types import FrameType
 from typing import Any
 
@@ -18,15 +23,33 @@ from fastapi import FastAPI
 
 from graph_passes.errors import InvalidArgument
 from service.engine.repository import Repository
+from service.errors import ServiceError
+from service.protocol import Protocol
 from service.settings import Settings
 
-__all__ = ["Server", "bind_socket", "configure_log", "log_ready"]
+__all__ = [
+    "Server",
+    "bind_socket",
+    "configure_log",
+    "flush_log",
+    "log_ready",
+    "raise_file_limit",
+    "stop_while_starting",
+]
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 KEEP_ALIVE_S = 75
 """An idle connection is closed after this time. uvicorn's default of 5 s is shorter than the pause
 of many clients, and a request that is sent while the connection closes gets no answer."""
+
+CUT_S = 2.0
+"""Time to send the refusals after the drain timeout."""
+
+LOG_RECORDS = 10_000
+"""Log records that wait for stderr."""
+
+FLUSH_S = 2.0
 
 log = logging.getLogger("attnserve")
 
@@ -35,7 +58,8 @@ class Server(uvicorn.Server):
     """A uvicorn server that answers accepted requests before it stops.
 
     The first SIGTERM or SIGINT reports not ready, stops accepting connections and drains. A SIGINT
-    during the drain refuses the requests that are not answered yet.
+    during the drain, or its timeout, refuses the requests that are not answered yet. A process that
+    does not end then, because of a run that does not return, is ended.
 
     Args:
         on_started: Called once connections are accepted.
@@ -52,10 +76,14 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
+                limit_concurrency=repository.settings.max_connections,
+                http=Protocol,
             )
         )
         self._repository, self._on_started = repository, on_started
         self._interrupted = False
+        self._unanswered = 0  # when the time to drain was over
+        self._watchdog: threading.Timer | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
@@ -63,6 +91,7 @@ class Server(uvicorn.Server):
 
         Raises:
             KeyboardInterrupt: A SIGINT interrupted the drain.
+            ServiceError: Requests were refused, because they were not answered in time.
         """
         # uvicorn raises the signals that it caught again after the drain: ignore them.
         before = {number: signal.signal(number, _ignore) for number in STOP_SIGNALS}
@@ -71,8 +100,17 @@ class Server(uvicorn.Server):
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+            if self._watchdog is not None:
+                self._watchdog.cancel()
         if self._interrupted:
             raise KeyboardInterrupt
+        if self._unanswered:
+            raise ServiceError(
+                f"{self._unanswered} connections were closed during the drain: their requests were "
+                f"not answered in {self._repository.settings.drain_timeout_s:g} s",
+                "raise ATTNSERVE_DRAIN_TIMEOUT_S, or lower the timeouts of requests",
+                code="server.drain_timeout",
+            )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -91,26 +129,114 @@ class Server(uvicorn.Server):
             self._interrupted = True
             self._loop.call_soon_threadsafe(self._repository.abandon)
             return
+        if self._watchdog is None:
+            settings = self._repository.settings
+            seconds = settings.drain_delay_s + settings.drain_timeout_s + 2 * CUT_S
+            self._watchdog = threading.Timer(seconds, _end_process)
+            self._watchdog.daemon = True
+            self._watchdog.start()
         self._repository.draining = True
+        # uvicorn closes idle connections: clients must not send their next request into that.
+        self.server_state.default_headers.append((b"connection", b"close"))
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        delay = self._repository.settings.drain_delay_s
+        settings = self._repository.settings
+        delay = settings.drain_delay_s
         while delay > 0 and not self._interrupted:  # not ready, but still accepting
             await asyncio.sleep(min(delay, 0.1))
             delay -= 0.1
+        timer = asyncio.get_running_loop().call_later(settings.drain_timeout_s, self._cut)
         await super().shutdown(sockets)
+        timer.cancel()
+
+    def _cut(self) -> None:
+        """End the drain: refuse what is not answered, and close connections that stay open."""
+        connections = self.server_state.connections
+        self._unanswered = len(connections)
+        self._repository.abandon()
+
+        def abort() -> None:
+            for connection in list(connections):
+                connection.transport.abort()
+
+        asyncio.get_running_loop().call_later(CUT_S, abort)
+
+
+def stop_while_starting() -> None:
+    """End at SIGTERM, also as process 1 of a container, where it has no default action."""
+    signal.signal(signal.SIGTERM, _exit)
+
+
+def _exit(number: int, frame: Any) -> None:
+    raise SystemExit(128 + number)
 
 
 def _ignore(number: int, frame: Any) -> None:
     """Ignore a signal."""
 
 
+def _end_process() -> None:
+    """End a process that a run without end keeps alive."""
+    log.error("a run does not return: the process is ended")
+    flush_log()
+    os._exit(1)
+
+
+def raise_file_limit() -> None:
+    """Raise the soft limit of open files to the hard one: each connection needs a descriptor."""
+    if os.name != "posix":
+        return
+    import resource
+
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # macOS allows less than it says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+class _QueuedLog(QueueHandler):
+    """Queues log records for a thread; drops them if nobody reads stderr and the queue is full."""
+
+    def __init__(self) -> None:
+        self.records: queue.Queue[logging.LogRecord] = queue.Queue(LOG_RECORDS)
+        super().__init__(self.records)
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        with suppress(queue.Full):
+            self.records.put_nowait(record)
+
+    def flush(self) -> None:
+        """Wait until the queue is written, at most ``FLUSH_S``; ``logging`` calls this at exit."""
+        end = monotonic() + FLUSH_S
+        while self.records.unfinished_tasks and monotonic() < end:
+            sleep(0.005)
+
+
+class _LogWriter(QueueListener):
+    """Writes to the file descriptor: a blocked stream keeps a lock that the exit needs."""
+
+    def handle(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):
+            os.write(2, f"{record.getMessage()}\n".encode(errors="backslashreplace"))
+
+
 def configure_log(settings: Settings) -> None:
-    """Log plain lines to stderr."""
+    """Log plain lines to stderr from a thread, and the stacks of a crash.
+
+    A reader of stderr that stops reading must not stop the event loop.
+    """
+    faulthandler.enable(2)
+    handler = _QueuedLog()
     logging.basicConfig(
-        stream=sys.stderr, level=settings.log_level.upper(), format="%(message)s", force=True
+        handlers=[handler], level=settings.log_level.upper(), format="%(message)s", force=True
     )
+    _LogWriter(handler.records).start()
+
+
+def flush_log() -> None:
+    """Wait until the log is written."""
+    for handler in logging.getLogger().handlers:
+        handler.flush()
 
 
 def log_ready(listener: socket.socket, names: Iterable[str]) -> None:

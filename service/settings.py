@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -149,7 +150,10 @@ class Settings(BaseSettings):
         description="Maximum number of tokens per request, which bounds its memory.",
     )
     max_tensor_bytes: int = Field(
-        default=64_000_000, ge=1, description="Maximum size of the tensors of one request in bytes."
+        default=64_000_000,
+        ge=1,
+        description="Maximum size in bytes of the input tensors of one request, and of its output"
+        " tensors.",
     )
 
     api_keys: Secrets = Field(
@@ -159,6 +163,16 @@ class Settings(BaseSettings):
     api_keys_file: Path | None = Field(
         default=None,
         description="File with one API key per line; lines that start with # are comments.",
+    )
+    admin_keys: Secrets = Field(
+        default=(),
+        description="API keys that may load and unload models, separated by commas; without any,"
+        " every accepted client may. They are accepted for all other requests too.",
+    )
+    model_control: bool | None = Field(
+        default=None,
+        description="Allow clients to load and unload models; by default if host is a loopback"
+        " address.",
     )
     cors_origins: Listed = Field(
         default=(), description="Allowed CORS origins, separated by commas; * for all."
@@ -171,6 +185,11 @@ class Settings(BaseSettings):
     probe_timeout_s: float = Field(
         default=300, gt=0, description="Timeout in seconds to load a model and run it once."
     )
+    strict_readiness: bool = Field(
+        default=True,
+        description="Report not ready until every model that was on disk at the start is loaded or"
+        " unloaded.",
+    )
     rewrite: bool = Field(
         default=True,
         description="Fuse operators if the probe finds the fused model equivalent (cosine at least"
@@ -182,9 +201,30 @@ class Settings(BaseSettings):
         description="Seconds between reporting not ready and closing the socket when the server"
         " stops, for a load balancer to notice.",
     )
+    drain_timeout_s: float = Field(
+        default=25,
+        gt=0,
+        description="Seconds in which accepted requests are answered when the server stops. After"
+        " them the others are refused, and the server exits with an error.",
+    )
+    max_connections: int = Field(
+        default=1000,
+        ge=1,
+        description="Maximum number of open connections of a process; it answers 503 above it.",
+    )
     log_level: LogLevel = Field(
         default="info", description="Log level; info and debug log every request."
     )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can connect."""
+        return is_loopback(self.host)
+
+    @property
+    def controls_models(self) -> bool:
+        """Whether clients may load and unload models."""
+        return self.is_local if self.model_control is None else self.model_control
 
     @property
     def batch_tokens(self) -> int:
@@ -205,6 +245,14 @@ class Settings(BaseSettings):
     @property
     def _device(self) -> str:
         return "cuda" if self.provider == "cuda" else "cpu"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address is that of the loopback interface."""
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def read_settings(**given: Any) -> Settings:

@@ -114,6 +114,15 @@ def serve(
             " (default: 0).",
         ),
     ] = None,
+    drain_timeout_s: Annotated[
+        float | None,
+        opt.run_option(
+            min=0.1,
+            metavar="S",
+            help="Time to answer accepted requests at shutdown; the others are refused"
+            " (default: 25).",
+        ),
+    ] = None,
     threads: opt.ServerThreads = None,
     provider: opt.ServerProvider = None,
     quiet: opt.Quiet = False,
@@ -146,6 +155,7 @@ def serve(
             probe_timeout_s=probe_timeout_s,
             rewrite=rewrite,
             drain_delay_s=drain_delay_s,
+            drain_timeout_s=drain_timeout_s,
             log_level=log_level(quiet, verbose),
         )
     )

@@ -14,7 +14,7 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +45,7 @@ __all__ = [
     "merged_record",
     "open_artifact",
     "package_versions",
+    "read_json",
     "save_model",
     "sha256",
     "staged",
@@ -65,6 +66,19 @@ PACKAGES = (
 """Packages that affect the results of a rewrite or an analysis."""
 
 RECORD = "attnserve.json"
+FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "lineage": (lambda value: isinstance(value, list), "a JSON list"),
+    "files": (lambda value: isinstance(value, dict), "a JSON object"),
+    "pooling": (lambda value: value in (None, "mean", "cls", "none"), "mean, cls or none"),
+    "normalize": (lambda value: isinstance(value, bool | None), "true or false"),
+    "max_length": (
+        lambda value: value is None or (type(value) is int and value > 0),
+        "a number of tokens above 0",
+    ),
+    "id2label": (lambda value: isinstance(value, dict | list | None), "a JSON object or list"),
+}
+"""Fields of the record: what is valid, in code and in words."""
+
 COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -112,8 +126,7 @@ class Artifact:
 
     @property
     def pooling(self) -> Pooling:
-        value = self.record.get("pooling")
-        return value if value in ("mean", "cls", "none") else "mean"
+        return self.record.get("pooling") or "mean"
 
     @property
     def normalize(self) -> bool:
@@ -123,8 +136,7 @@ class Artifact:
     @property
     def max_length(self) -> int | None:
         """Maximum number of tokens of a text, with special tokens; None if unknown."""
-        value = self.record.get("max_length")
-        return value if isinstance(value, int) and value > 0 else None
+        return self.record.get("max_length")
 
     @property
     def lineage(self) -> list[Any]:
@@ -454,31 +466,50 @@ def _described_model(record: dict[str, Any], folder: Path) -> str | None:
     )
 
 
-def _parse_record(path: Path) -> dict[str, Any]:
-    fix = "restore or remove the file"
+def read_json(path: Path) -> Any:
+    """The content of a JSON file beside a model.
+
+    Raises:
+        InvalidModel: It cannot be read, or is nested too deeply.
+    """
     try:
-        parsed: Any = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidModel(
-            f"{path}: not valid JSON: {error}", fix, code="artifact.record"
+            f"{path}: not valid JSON: {error}", "copy or remove the file", code="artifact.json"
+        ) from error
+
+
+def _parse_record(path: Path) -> dict[str, Any]:
+    # orjson reads only what it can write: the service answers with parts of the record. Not at the
+    # top of the module: Ctrl-C during this import ends Python with a segmentation fault.
+    import orjson
+
+    fix = "restore or remove the file"
+    try:
+        parsed: Any = orjson.loads(path.read_bytes())
+    except (OSError, orjson.JSONDecodeError) as error:
+        place = error.strerror if isinstance(error, OSError) else f"line {error.lineno}"
+        raise InvalidModel(
+            f"{path}: not valid JSON: {place}", fix, code="artifact.record"
         ) from error
     if not isinstance(parsed, dict):
         raise InvalidModel(f"{path}: expected a JSON object", fix, code="artifact.record")
     record = cast(dict[str, Any], parsed)
     others: Any = record.get("others", {})
-    if not isinstance(others, dict):
-        raise InvalidModel(f"{path}: 'others': expected a JSON object", fix, code="artifact.record")
-    for entry in (record, *cast(dict[str, Any], others).values()):
-        for key, kind, name in (("lineage", list, "list"), ("files", dict, "object")):
-            if not isinstance(entry, dict) or not isinstance(entry.get(key, kind()), kind):
+    if not isinstance(others, dict) or not all(isinstance(one, dict) for one in others.values()):
+        raise InvalidModel(
+            f"{path}: 'others': expected a JSON object of objects", fix, code="artifact.record"
+        )
+    for entry in (record, *cast(dict[str, dict[str, Any]], others).values()):
+        for key, (is_valid, expected) in FIELDS.items():
+            if key in entry and not is_valid(entry[key]):
                 raise InvalidModel(
-                    f"{path}: {key!r}: expected a JSON {name}", fix, code="artifact.record"
+                    f"{path}: {key!r} is {str(entry[key])[:80]!r}: expected {expected}",
+                    fix,
+                    code="artifact.record",
                 )
     return record
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 def _data_file(model: Path) -> Path:

@@ -8,7 +8,6 @@ Dimensions: B texts in a batch, S tokens of the longest text, D hidden size, N t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from tokenizers import Tokenizer
 
-from attnserve.models.artifact import Pooling
+from attnserve.models.artifact import Pooling, read_json
 from graph_passes.errors import (
     AttnserveError,
     CheckFailed,
@@ -443,14 +442,7 @@ def _mask(encodings: Sequence[Encoding]) -> Bool[np.ndarray, "B S"]:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        config: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidModel(
-            f"{path}: not valid JSON: {error}", "copy or remove the file", code="text.config"
-        ) from error
+    config: Any = read_json(path) if path.is_file() else {}
     return cast(dict[str, Any], config) if isinstance(config, dict) else {}
 
 

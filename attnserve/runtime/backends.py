@@ -1,7 +1,7 @@
 """Execution backends of the service.
 
 A ``Runner`` has the ``run(names, feed)`` of a session and is thread-safe. ``open_runner`` selects
-the backend.
+the backend. ``stop.STOP`` ends a run, except with CUDA graphs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from attnserve.runtime.buckets import Buckets
 from attnserve.runtime.cuda import PARITY, ArenaShrinkPolicy, Cuda
 from attnserve.runtime.cuda_graphs import GraphRunner
 from attnserve.runtime.io_binding import Feed, InputBuffers, Place, binding_of, run_options
-from attnserve.runtime.session import open_session
+from attnserve.runtime.session import open_session, require_runtime
+from attnserve.runtime.stop import stoppable
 from graph_passes.errors import InvalidModel
 
 __all__ = ["Runner", "open_runner"]
@@ -103,7 +104,7 @@ class SessionRunner:
         return self.session.get_outputs()
 
     def run(self, names: Sequence[str] | None, feed: Feed) -> list[np.ndarray]:
-        return self.session.run(names, dict(feed))
+        return self.session.run(names, dict(feed), stoppable(require_runtime().RunOptions()))
 
     def allow_padding(self, *, rows: bool, tokens: bool) -> None:
         """Do nothing: this runner never pads."""
@@ -127,7 +128,7 @@ class IoBindingRunner(SessionRunner):
 
     def run(self, names: Sequence[str] | None, feed: Feed) -> list[np.ndarray]:
         shrink_arena = self._policy.after(sum(array.nbytes for array in feed.values()))
-        options = run_options(shrink_arena=shrink_arena)
+        options = stoppable(run_options(shrink_arena=shrink_arena))
         if not all(array.size for array in feed.values()):
             return self.session.run(names, dict(feed), options)
         buffers = self._acquire()

@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
-import orjson
 from fastapi import APIRouter, Request, Response
 from pydantic import ConfigDict, FailFast, Field
 
 from attnserve import __version__
 from graph_passes.errors import InvalidData
 from service.api.requests import (
+    VERSION,
     Body,
     Extensible,
     JsonRoute,
@@ -28,7 +28,7 @@ from service.api.requests import (
     get_engine,
     read_body,
 )
-from service.api.responses import json_response, respond
+from service.api.responses import array_json, json_response, respond
 from service.api.tensors import (
     HEADER_LENGTH,
     NAMES,
@@ -41,6 +41,7 @@ from service.api.tensors import (
 )
 from service.engine.model import Tensor
 from service.engine.repository import Repository
+from service.errors import Error
 
 __all__ = ["router"]
 
@@ -145,23 +146,19 @@ class Ready(Body):
 INFER: dict[str, Any] = {
     "response_model": InferResponse,
     "responses": {200: {"content": {"application/octet-stream": BINARY}}},
-    "openapi_extra": {
-        "requestBody": {"content": {"application/octet-stream": BINARY}},
-        "parameters": [
-            {
-                "name": "Inference-Header-Content-Length",
-                "in": "header",
-                "required": False,
-                "schema": {"type": "integer", "minimum": 0},
-                "description": "Bytes of JSON at the start of the body, if raw tensors follow it.",
-            }
-        ],
-    },
+}
+
+HEADER_PARAMETER = {
+    "name": "Inference-Header-Content-Length",
+    "in": "header",
+    "required": False,
+    "schema": {"type": "integer", "minimum": 0},
+    "description": "Bytes of JSON at the start of the body, if raw tensors follow it.",
 }
 
 MODEL_READY: dict[str, Any] = {
     "response_model": ModelReady,
-    "responses": {503: {"model": ModelReady}},
+    "responses": {503: {"model": ModelReady | Error, "description": "The model cannot run."}},
 }
 
 
@@ -169,7 +166,9 @@ class InferRoute(JsonRoute):
     """A route whose JSON may be followed by raw tensors, which go to ``request.state.raw``."""
 
     async def read(self, request: Request) -> memoryview:
-        get_engine(request, **request.path_params)  # refuse unknown models before reading the body
+        get_engine(
+            request, request.path_params["name"]
+        )  # refuse unknown models before reading the body
         length = request.headers.get(HEADER_LENGTH)
         head, request.state.raw = split(await read_body(request), length)
         return head
@@ -199,9 +198,11 @@ async def ready(request: Request) -> Response:
 
 
 @router.get("/models/{name}", response_model=ModelMetadata)
-@router.get("/models/{name}/versions/{version}", response_model=ModelMetadata)
+@router.get(
+    "/models/{name}/versions/{version}", response_model=ModelMetadata, openapi_extra=VERSION
+)
 async def model_metadata(request: Request, name: str) -> Response:
-    engine = get_engine(request, name, request.path_params.get("version"))
+    engine = get_engine(request, name)
     return json_response(
         {
             "name": engine.name,
@@ -214,9 +215,9 @@ async def model_metadata(request: Request, name: str) -> Response:
 
 
 @router.get("/models/{name}/ready", **MODEL_READY)
-@router.get("/models/{name}/versions/{version}/ready", **MODEL_READY)
+@router.get("/models/{name}/versions/{version}/ready", **MODEL_READY, openapi_extra=VERSION)
 async def model_ready(request: Request, name: str) -> Response:
-    engine = get_engine(request, name, request.path_params.get("version"))
+    engine = get_engine(request, name)
     repository: Repository = request.app.state.repository
     is_ready = repository.runs(engine)
     return json_response({"name": engine.name, "ready": is_ready}, 200 if is_ready else 503)
@@ -226,7 +227,7 @@ async def infer(request: Request, name: str, body: InferRequest) -> Response:
     """Run the model on tensors. The headers and the parameters of the answer hold its cost."""
     _refuse_unserved(body)
     inputs = decode_all(body.inputs, request.state.raw)
-    engine = acquire_engine(request, name, request.path_params.get("version"))
+    engine = acquire_engine(request, name)
     answer = await cancel_on_disconnect(
         request,
         engine.infer(
@@ -235,9 +236,13 @@ async def infer(request: Request, name: str, body: InferRequest) -> Response:
             _deadline(request, body),
         ),
     )
+    outputs, raw_outputs = encode_all(answer.outputs, _binary_outputs(body, answer.outputs))
+    for output in outputs:
+        if "data" in output:
+            output["data"] = await array_json(output["data"])
     identity = {} if body.id is None else {"id": body.id}
 
-    def envelope(outputs: orjson.Fragment, cost: dict[str, int | float]) -> dict[str, Any]:
+    def envelope(cost: dict[str, int | float]) -> dict[str, Any]:
         return {
             "model_name": engine.name,
             "model_version": engine.version,
@@ -246,12 +251,24 @@ async def infer(request: Request, name: str, body: InferRequest) -> Response:
             "outputs": outputs,
         }
 
-    outputs, raw_outputs = encode_all(answer.outputs, _binary_outputs(body, answer.outputs))
-    return respond(request, engine, answer, outputs, envelope, raw_outputs)
+    return respond(request, engine, answer, envelope, raw_outputs)
 
 
-for path in ("/models/{name}/infer", "/models/{name}/versions/{version}/infer"):
-    router.add_api_route(path, infer, methods=["POST"], route_class_override=InferRoute, **INFER)
+for path, extra in (
+    ("/models/{name}/infer", {}),
+    ("/models/{name}/versions/{version}/infer", VERSION),
+):
+    router.add_api_route(
+        path,
+        infer,
+        methods=["POST"],
+        route_class_override=InferRoute,
+        openapi_extra={
+            "requestBody": {"content": {"application/octet-stream": BINARY}},
+            "parameters": [HEADER_PARAMETER, *extra.get("parameters", ())],
+        },
+        **INFER,
+    )
 
 
 def _describe(tensors: Sequence[Tensor]) -> list[dict[str, Any]]:

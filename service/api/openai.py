@@ -9,11 +9,9 @@ the model unchanged: the client adds special tokens (POST /tokenize returns them
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import orjson
 from fastapi import APIRouter, Request, Response
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
@@ -28,7 +26,7 @@ from service.api.requests import (
     deadline,
     get_engine,
 )
-from service.api.responses import json_response, respond
+from service.api.responses import json_response, respond, serialize
 from service.engine.engine import Engine
 from service.engine.repository import Repository
 from service.errors import InvalidField, UnknownModel
@@ -168,7 +166,6 @@ async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
     ``dimensions`` must be the size of the model's vectors: they are not truncated.
     """
     engine = acquire_engine(request, body.model)
-    _check_dimensions(engine, body.dimensions, engine.model.outputs[0].axes)
     try:
         answer = await cancel_on_disconnect(
             request, engine.embed(body.input, truncate=False, deadline=deadline(request))
@@ -176,25 +173,33 @@ async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
     except (InvalidData, InvalidArgument) as error:
         raise InvalidField(error.what, error.fix, field="input") from error
     vectors = answer.outputs["embeddings"]
-    _check_dimensions(engine, body.dimensions, vectors.shape)
-    data = [
-        {
-            "object": "embedding",
-            "index": index,
-            "embedding": _base64(vector) if body.encoding_format == "base64" else vector,
-        }
-        for index, vector in enumerate(vectors)
-    ]
+    if body.dimensions not in (None, vectors.shape[1]):
+        raise InvalidField(
+            f"dimensions is {body.dimensions}, but vectors of {engine.name} have"
+            f" {vectors.shape[1]}",
+            "leave it out",
+            field="dimensions",
+        )
+    data = serialize(
+        [
+            {
+                "object": "embedding",
+                "index": index,
+                "embedding": _base64(vector) if body.encoding_format == "base64" else vector,
+            }
+            for index, vector in enumerate(vectors)
+        ]
+    )
 
-    def envelope(serialized: orjson.Fragment, cost: dict[str, int | float]) -> dict[str, Any]:
+    def envelope(cost: dict[str, int | float]) -> dict[str, Any]:
         return {
             "object": "list",
-            "data": serialized,
+            "data": data,
             "model": engine.name,
             "usage": {"prompt_tokens": cost["tokens"], "total_tokens": cost["tokens"]},
         }
 
-    return respond(request, engine, answer, data, envelope)
+    return respond(request, engine, answer, envelope)
 
 
 @router.get("/models", response_model=ModelCards)
@@ -217,22 +222,9 @@ def _card(engine: Engine) -> dict[str, Any]:
     return {
         "id": engine.name,
         "object": "model",
-        "created": int(engine.model.artifact.model.stat().st_mtime),
+        "created": engine.model.created,
         "owned_by": "attnserve",
     }
-
-
-def _check_dimensions(
-    engine: Engine, requested: int | None, shape: Sequence[int | str | None]
-) -> None:
-    """Refuse ``requested`` if the last axis of ``shape`` is known and different."""
-    width = shape[-1] if shape else None
-    if requested is not None and isinstance(width, int) and requested != width:
-        raise InvalidField(
-            f"dimensions is {requested}, but vectors of {engine.name} have {width}",
-            "leave it out",
-            field="dimensions",
-        )
 
 
 def _base64(vector: np.ndarray) -> str:

@@ -17,10 +17,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from graph_passes.errors import InvalidData
 from service.engine.engine import Engine
 from service.engine.repository import Repository
-from service.errors import ClientGone, InvalidField, MalformedRequest, TooLarge
+from service.errors import (
+    ClientGone,
+    InvalidField,
+    MalformedRequest,
+    TooLarge,
+    UnsupportedEncoding,
+)
 from service.settings import Settings
 
 __all__ = [
+    "VERSION",
     "Body",
     "Extensible",
     "JsonRoute",
@@ -40,6 +47,13 @@ DISCONNECTED = "the client disconnected"
 
 Name = Annotated[str, Field(max_length=1024)]
 
+VERSION: dict[str, Any] = {
+    "parameters": [
+        {"name": "version", "in": "path", "required": True, "schema": {"type": "string"}}
+    ]
+}
+"""Documents the version in the path of a route whose function also serves a path without it."""
+
 
 class Body(BaseModel):
     """A JSON body. Types are strict: ``"3"`` is not a number and 1 is not a boolean."""
@@ -56,11 +70,10 @@ class Extensible(Body):
 def get_engine(request: Request, name: str | None = None, version: str | None = None) -> Engine:
     """The engine of a model, for reading its description; use ``acquire_engine`` to run it.
 
-    Raises:
-        NotFound, NotReady: See ``acquire_engine``.
+    Args, Raises: See ``acquire_engine``.
     """
     repository: Repository = request.app.state.repository
-    return repository.engine(name, version)
+    return repository.engine(name, version or request.path_params.get("version"))
 
 
 def acquire_engine(request: Request, name: str | None = None, version: str | None = None) -> Engine:
@@ -70,7 +83,7 @@ def acquire_engine(request: Request, name: str | None = None, version: str | Non
 
     Args:
         name: None if there is only one model.
-        version: None for the highest.
+        version: None for that of the path, else the highest.
 
     Raises:
         NotReady: The model is not loaded.
@@ -114,10 +127,21 @@ async def read_body(request: Request) -> bytes | bytearray:
 
     Raises:
         TooLarge: More than ``max_body_bytes``, compressed or decompressed.
-        MalformedRequest: The content-encoding is unknown, or the body does not match it.
+        UnsupportedEncoding: The content-encoding is unknown.
+        MalformedRequest: The body does not match its content-encoding.
     """
     settings: Settings = request.app.state.settings
     limit = settings.max_body_bytes
+    too_large = TooLarge(f"the body is larger than {limit} bytes", "split the request")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("identity", "gzip", "x-gzip", "deflate"):
+        raise UnsupportedEncoding(
+            f"content-encoding {encoding[:32]!r} is not supported", "send gzip, deflate or neither"
+        )
+    # Before the first read, which would answer "100 Continue" to a client that waits for it.
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length[:20]) > limit:
+        raise too_large
     body: bytes | bytearray = b""
     async for chunk in request.stream():
         if not body:
@@ -127,20 +151,15 @@ async def read_body(request: Request) -> bytes | bytearray:
                 body = bytearray(body)
             body += chunk
         if len(body) > limit:
-            raise TooLarge(f"the body is larger than {limit} bytes", "split the request")
-    body = _decompress(body, request.headers.get("content-encoding", "identity"), limit)
+            raise too_large
+    if encoding != "identity":
+        body = _decompress(body, encoding, limit)
     request.state.started = perf_counter()
     return body
 
 
-def _decompress(body: bytes | bytearray, encoding: str, limit: int) -> bytes | bytearray:
+def _decompress(body: bytes | bytearray, encoding: str, limit: int) -> bytes:
     """Decompress at most ``limit`` bytes of ``body``."""
-    if encoding == "identity":
-        return body
-    if encoding not in {"gzip", "deflate"}:
-        raise MalformedRequest(
-            f"content-encoding {encoding[:32]!r} is not supported", "send gzip, deflate or neither"
-        )
     unpacker = zlib.decompressobj(wbits=47)  # detects gzip and deflate
     try:
         unpacked = unpacker.decompress(body, limit + 1)

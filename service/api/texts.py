@@ -19,7 +19,7 @@ from service.api.requests import (
     cancel_on_disconnect,
     deadline,
 )
-from service.api.responses import json_response, respond
+from service.api.responses import json_response, respond, serialize
 from service.engine.engine import Answer, Engine
 
 __all__ = ["router"]
@@ -184,7 +184,9 @@ async def similarity(request: Request, body: SimilarityRequest) -> Response:
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """The token ids of each text, including special tokens. The model is not run."""
     engine = acquire_engine(request, body.model, body.version)
-    encodings = await engine.tokenize(body.inputs, truncate=body.truncate)
+    encodings = await cancel_on_disconnect(
+        request, engine.tokenize(body.inputs, truncate=body.truncate, deadline=deadline(request))
+    )
     return json_response(
         {
             "tokens": [encoding.ids for encoding in encodings],
@@ -197,10 +199,10 @@ def _text_response(
     request: Request, engine: Engine, answer: Answer, key: str, value: Any
 ) -> Response:
     """The response with ``value`` under ``key``, the model and the usage."""
+    serialized = serialize(value)
     return respond(
-        request, engine, answer, value,
-        lambda serialized, cost: {key: serialized, **_model_and_usage(engine, cost)},
-    )  # fmt: skip
+        request, engine, answer, lambda cost: {key: serialized, **_model_and_usage(engine, cost)}
+    )
 
 
 def _model_and_usage(engine: Engine, cost: dict[str, int | float]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from graph_passes.errors import InvalidData
-from service.api.requests import Body, JsonRoute, get_engine
+from service.api.requests import VERSION, Body, JsonRoute, get_engine
 from service.api.responses import json_response
 from service.api.tensors import NAMES
 from service.engine.engine import Engine
@@ -111,16 +111,16 @@ async def version_statistics(request: Request, name: str, version: str) -> Respo
 
 
 @router.get("/models/{name}/config", response_model=ModelConfig)
-@router.get("/models/{name}/versions/{version}/config", response_model=ModelConfig)
+@router.get(
+    "/models/{name}/versions/{version}/config", response_model=ModelConfig, openapi_extra=VERSION
+)
 async def model_config(request: Request, name: str) -> Response:
     """The supported fields of Triton's ModelConfig.
 
     ``max_batch_size`` is 0 if requests cannot be batched; otherwise the first axis of every tensor
     is the batch axis, which ``dims`` does not include.
     """
-    return json_response(
-        configuration(get_engine(request, name, request.path_params.get("version")))
-    )
+    return json_response(configuration(get_engine(request, name)))
 
 
 NO_FILTER = IndexRequest()

@@ -13,19 +13,23 @@ from __future__ import annotations
 import asyncio
 import threading
 from bisect import bisect_left, insort
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
+from attnserve.runtime.stop import STOP, Stop
 from service.errors import DeadlineExceeded, ModelFailed, NotReady, Overloaded
 
 __all__ = ["Batch", "BatchResult", "Batcher", "Queue", "RequestResult", "Row"]
 
+STUCK_S = 30.0
+"""A run that does not end this long after its last request has ended counts as lost."""
+
 RUN_TIME_DECAY = 0.9
-"""The expected duration of a run: that of the longest past run, times this per run since then."""
+"""The weight of a past run, per run since then, in the expected duration of a run."""
 
 ANSWER_MARGIN = 0.12
 """Fraction of a request's time limit that is reserved for receiving it and sending its answer."""
@@ -181,6 +185,15 @@ class _Request:
     batches: list[tuple[Batch, int]] = field(default_factory=list)
 
 
+@dataclass(eq=False)
+class _Run:
+    """A run in a slot, and the requests that wait for it."""
+
+    requests: set[_Request]
+    stop: Stop = field(default_factory=Stop)
+    abandoned_at: float | None = None
+
+
 class Batcher:
     """Runs rows in batches.
 
@@ -223,7 +236,8 @@ class Batcher:
         self._preparing = 0  # rows
         self._paused = self._closed = False
         self._open: set[_Request] = set()  # requests without an answer
-        self._expected_run_s = 0.0
+        self._runs: set[_Run] = set()
+        self._longest_runs_s: list[float] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -231,6 +245,19 @@ class Batcher:
     def waiting(self) -> int:
         """Waiting rows, including those that are being prepared."""
         return len(self.queue) + self._preparing
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a run has not ended."""
+        with self._lock:
+            return bool(self._runs)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a run that nobody waits for does not end: its slot is lost."""
+        with self._lock:
+            since = [run.abandoned_at for run in self._runs if run.abandoned_at is not None]
+        return bool(since) and perf_counter() - min(since) > STUCK_S
 
     def check_room(self, rows: int) -> None:
         """Check that the queue has room for ``rows``; an idle batcher takes a request of any size.
@@ -374,32 +401,41 @@ class Batcher:
         self._withdraw(request)
 
     def _withdraw(self, request: _Request) -> None:
-        """Remove the rows of an answered request that still wait."""
+        """Remove the rows of an answered request that still wait, and end runs for it alone."""
+        ended: list[_Run] = []
         with self._lock:
             if request.remaining:
                 for row in request.rows:
                     self.queue.discard(row)
+                ended = [run for run in self._runs if request in run.requests
+                         and all(each.future.done() for each in run.requests)]  # fmt: skip
+        for run in ended:
+            run.abandoned_at = run.abandoned_at or perf_counter()
+            run.stop.set()
 
     def _deliver(self, done: list[tuple[list[Row], Batch | Exception]]) -> None:
         for rows, batch in done:
-            counts: dict[_Request, int] = {}
-            for row in rows:
-                counts[row.request] = counts.get(row.request, 0) + 1
-            if isinstance(batch, Exception):
+            counts = Counter(row.request for row in rows)
+            try:
+                if isinstance(batch, Exception):
+                    raise batch
+                self._deliver_batch(rows, batch, counts)
+            except Exception as error:
                 for request in counts:
-                    self._fail(request, batch)
-                if isinstance(batch, NotReady) and self._on_failure is not None:
-                    self._on_failure(batch)
-                continue
-            if self._on_batch is not None:
-                self._on_batch(batch)
-            for row, result in zip(rows, batch.result.results, strict=True):
-                row.request.results[row.index] = result
-            for request, count in counts.items():
-                request.batches.append((batch, count))
-                request.remaining -= count
-                if not request.remaining and not request.future.done():
-                    request.future.set_result(_request_result(request))
+                    self._fail(request, error)
+                if isinstance(error, NotReady) and self._on_failure is not None:
+                    self._on_failure(error)
+
+    def _deliver_batch(self, rows: list[Row], batch: Batch, counts: Mapping[_Request, int]) -> None:
+        if self._on_batch is not None:
+            self._on_batch(batch)
+        for row, result in zip(rows, batch.result.results, strict=True):
+            row.request.results[row.index] = result
+        for request, count in counts.items():
+            request.batches.append((batch, count))
+            request.remaining -= count
+            if not request.remaining and not request.future.done():
+                request.future.set_result(_request_result(request))
 
     def _arm(self, delay: float) -> None:
         """Call ``_start_batches`` after ``delay`` seconds."""
@@ -451,17 +487,27 @@ class Batcher:
     def _compute(self, rows: list[Row]) -> list[tuple[list[Row], Batch | Exception]]:
         """Run a batch. If it fails, run each request alone: one fails for its own rows only."""
         started = perf_counter()
+        run = _Run({row.request for row in rows})
+        with self._lock:
+            self._runs.add(run)
+        STOP.set(run.stop)
         try:
             result = self._run(rows[0].key, [row.payload for row in rows])
         except BaseException as error:
+            if run.abandoned_at is not None:
+                return [(rows, DeadlineExceeded("the run was ended: nobody waited for it"))]
             requests: dict[Any, list[Row]] = {}
             for row in rows:
                 requests.setdefault(row.request, []).append(row)
             if len(requests) == 1:
                 return [(rows, _as_exception(error))]
             return [outcome for own in requests.values() for outcome in self._compute(own)]
+        finally:
+            with self._lock:
+                self._runs.discard(run)
         ended = perf_counter()
-        self._expected_run_s = max(ended - started, self._expected_run_s * RUN_TIME_DECAY)
+        past = (duration * RUN_TIME_DECAY for duration in self._longest_runs_s)
+        self._longest_runs_s = sorted([ended - started, *past])[-self._concurrency - 1 :]
         tokens = sum(row.tokens for row in rows)
         return [(rows, Batch(len(rows), rows[-1].tokens, tokens, started, ended, result))]
 
@@ -502,7 +548,9 @@ class Batcher:
         if not request.has_waited or request.deadline is None:
             return False
         margin = ANSWER_MARGIN * (request.deadline - request.queued_at)
-        is_late = now + self._expected_run_s + margin > request.deadline
+        # The longest past run, except those that one pause of the process may have made long.
+        expected_s = self._longest_runs_s[0] if self._longest_runs_s else 0.0
+        is_late = now + expected_s + margin > request.deadline
         if is_late:
             assert self._loop is not None
             self._loop.call_soon_threadsafe(self._expire, request)

@@ -3,7 +3,7 @@
 A request is checked against the model, accepted or refused (``Overloaded``), split into rows, and
 assembled from the results of its rows. Texts are tokenized in a thread, not on the event loop.
 After a failure of the session the engine is not ready: it retries the session, then reloads the
-model until it runs.
+model until it runs. A request that does not fit into memory fails alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ from attnserve.models.tokenizer import Encoding
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
 from service.engine.batcher import Batch, Batcher, BatchResult, RequestResult, Row
 from service.engine.model import Model, TextTask
-from service.errors import DeadlineExceeded, NotFound, NotReady, Overloaded, TooLarge
+from service.errors import (
+    DeadlineExceeded,
+    NotFound,
+    NotReady,
+    OutOfMemory,
+    Overloaded,
+    TooLarge,
+    hide_folders,
+)
 from service.metrics import Metrics, ModelMetrics
 from service.settings import Settings
 
@@ -113,6 +121,12 @@ class Engine:
             on_batch=self._record_batch,
             on_failure=self._failed,
         )
+        # Long texts take seconds to tokenize: /tokenize has a thread of its own.
+        self._tokenizer = Batcher(
+            lambda _, encodings: BatchResult(encodings),
+            budget=settings.max_inputs,
+            max_queue=settings.max_queue,
+        )
         self._reload = reload
         self.in_flight = 0
         """Number of open requests."""
@@ -133,12 +147,13 @@ class Engine:
     @property
     def ready(self) -> bool:
         """Whether the model can run; a full queue does not matter."""
-        return self._broken is None
+        return self._broken is None and not self.batcher.is_stuck
 
     @property
     def reason(self) -> str:
         """Why the engine is not ready; empty if it is."""
-        return self._broken or ""
+        stuck = "a run does not end" if self.batcher.is_stuck else ""
+        return hide_folders(self._broken or stuck, self.settings.model)
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -166,14 +181,15 @@ class Engine:
             model = self.model
             model.check_outputs(outputs)
             model.check(inputs)
-            self._check_size(inputs)
             names = tuple(outputs or (output.name for output in model.outputs))
+            self._check_size(inputs, names)
             rows = self._tensor_rows(inputs, names)
             self.batcher.check_room(len(rows))
             result = await self.batcher.submit(rows, deadline)
             started = perf_counter_ns()
-            parts = result.results
-            joined = parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts, strict=True))
+            joined = [_joined(parts) for parts in zip(*result.results, strict=True)]
+            size = sum(array.nbytes for array in joined)
+            _check_limit(size, self.settings.max_tensor_bytes, "bytes of output tensors")
             answer = _answer(
                 dict(zip(names, joined, strict=True)),
                 result,
@@ -218,20 +234,39 @@ class Engine:
             )
         return await self._texts("classify", "scores", texts, truncate, deadline)
 
-    async def tokenize(self, texts: Sequence[str], *, truncate: bool = False) -> list[Encoding]:
-        """The tokens of each text.
+    async def tokenize(
+        self, texts: Sequence[str], *, truncate: bool = False, deadline: float | None = None
+    ) -> list[Encoding]:
+        """The tokens of each text; the model is not run.
 
         Raises:
             NotFound: The model has no tokenizer.
             InvalidData: An item is not a text.
             TooLarge: Too many texts or characters in one request.
+            Overloaded, DeadlineExceeded, NotReady: See ``infer``.
         """
-        self.model.require_tokenizer()
-        self._check_texts(texts)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.batcher.prepare_pool, self._encode, texts, truncate)
+        with self._counted() as stages:
+            self.model.require_tokenizer()
+            self._check_texts(texts)
+            result = await self._tokenizer.submit_from(
+                lambda: [Row((), 1, one) for one in self._encode(texts, truncate)],
+                len(texts),
+                deadline,
+            )
+            _add_stages(stages, result, output_ns=0)
+        return result.results
 
     # -- lifetime ---------------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> int:
+        """Waiting rows, including texts that wait for tokenization."""
+        return self.batcher.waiting + self._tokenizer.waiting
+
+    def refuse_all(self, error: Exception) -> None:
+        """Answer all open requests with ``error``."""
+        self.batcher.refuse_all(error)
+        self._tokenizer.refuse_all(error)
 
     def acquire(self) -> None:
         """Keep the engine open until ``release``."""
@@ -255,6 +290,7 @@ class Engine:
     def close(self) -> None:
         """Finish the current runs, refuse waiting requests, free the session."""
         self.batcher.close()
+        self._tokenizer.close()
         self.model.close()
 
     # -- runs -------------------------------------------------------------------------------------
@@ -298,11 +334,12 @@ class Engine:
                 nonlocal tokens
                 encodings = self._encode(texts, truncate)
                 tokens = sum(map(len, encodings))
-                if tokens > self.settings.max_tokens:
-                    raise TooLarge(
-                        f"{tokens} tokens in one request: at most {self.settings.max_tokens}",
-                        "send them in several requests",
-                    )
+                _check_limit(tokens, self.settings.max_tokens, "tokens")
+                # Pooling makes the answer small, but the run needs the memory for its longest row.
+                row = (1, max(map(len, encodings)))
+                shapes = {tensor.name: row for tensor in model.inputs}
+                size = model.output_bytes(shapes, [model.text_output(task)])
+                _check_limit(size, self.settings.max_tensor_bytes, "bytes of output tensors")
                 return [
                     Row((task,) if model.takes_mask else (task, len(one)), len(one), one)
                     for one in encodings
@@ -313,7 +350,7 @@ class Engine:
             )
             started = perf_counter_ns()
             answer = _answer(
-                {output: np.stack(result.results)},
+                {output: _joined(result.results)},
                 result,
                 tokens=tokens,
                 padded=sum(count * batch.longest for batch, count in result.batches),
@@ -377,6 +414,7 @@ class Engine:
             if key[0] == "alone" or len(payloads) == 1:
                 results: Sequence[Any] = [outputs]
             else:
+                _check_rows(inputs, outputs)
                 results = [
                     tuple(output[at : at + 1] for output in outputs) for at in range(len(payloads))
                 ]
@@ -386,7 +424,9 @@ class Engine:
             name = model.text_output(key[0])
             output = model.run(inputs, [name])[name]
             inferred = perf_counter_ns()
-            results = model.vectors(key[0], inputs, output)[: len(payloads)]  # type: ignore[assignment]
+            _check_rows(inputs, [output])
+            vectors = model.vectors(key[0], inputs, output)
+            results = [vectors[at : at + 1] for at in range(len(payloads))]
         macs = self._macs_of(inputs)
         ended = perf_counter_ns()
         return BatchResult(results, macs, prepared - started, inferred - prepared, ended - inferred)
@@ -399,33 +439,23 @@ class Engine:
                 self._macs.popitem(last=False)
         return self._macs.get(shapes)
 
-    def _check_size(self, inputs: Mapping[str, np.ndarray]) -> None:
+    def _check_size(self, inputs: Mapping[str, np.ndarray], outputs: Sequence[str]) -> None:
+        limits = self.settings
         size = sum(array.nbytes for array in inputs.values())
-        if size > self.settings.max_tensor_bytes:
-            raise TooLarge(
-                f"{size} bytes of tensors in one request: at most {self.settings.max_tensor_bytes}",
-                "send fewer rows at a time",
-            )
+        _check_limit(size, limits.max_tensor_bytes, "bytes of input tensors")
         padded = math.prod(self.model.ids(inputs).shape[:2])
-        if padded > self.settings.max_tokens:
-            raise TooLarge(
-                f"{padded} tokens in one request, padding included:"
-                f" at most {self.settings.max_tokens}",
-                "send them in several requests",
-            )
+        _check_limit(padded, limits.max_tokens, "padded tokens")
+        shapes = {name: array.shape for name, array in inputs.items()}
+        size = self.model.output_bytes(shapes, outputs)
+        _check_limit(size, limits.max_tensor_bytes, "bytes of output tensors")
 
     def _check_texts(self, texts: Sequence[Text]) -> None:
-        settings = self.settings
-        if len(texts) > settings.max_inputs:
-            raise TooLarge(
-                f"{len(texts)} texts in one request: at most {settings.max_inputs}",
-                "send them in several requests",
-            )
+        _check_limit(len(texts), self.settings.max_inputs, "texts")
+        limit = self.settings.max_text_chars
         for index, text in enumerate(texts):
-            if len(text) > settings.max_text_chars:
+            if len(text) > limit:
                 raise TooLarge(
-                    f"text {index} has {len(text)} characters: at most {settings.max_text_chars}",
-                    "cut it into parts",
+                    f"text {index} has {len(text)} characters: at most {limit}", "cut it into parts"
                 )
 
     # -- failures ---------------------------------------------------------------------------------
@@ -441,24 +471,35 @@ class Engine:
         )
 
     def _failed(self, error: NotReady) -> None:
-        """Handle a failure that no request caused: pause until the model runs again."""
-        if self._broken is not None:
+        """Handle a failure of the session: pause until the model runs again.
+
+        A failed allocation may be that of one large request: the model stays ready if it still runs
+        the example of the warm-up.
+        """
+        if self._recovering is not None and not self._recovering.done():
             return
-        self._broken = error.what
-        log.error("%s version %s is not ready: %s", self.name, self.version, error.what)
-        self.batcher.pause()
+        if not isinstance(error, OutOfMemory):
+            self._break(error.what)
         self._recovering = asyncio.get_running_loop().create_task(self._recover())
+
+    def _break(self, reason: str) -> None:
+        self._broken = reason
+        log.error("%s version %s is not ready: %s", self.name, self.version, reason)
+        self.batcher.pause()
 
     async def _recover(self) -> None:
         """Retry the session, then reload the model until it runs."""
         try:
             await asyncio.to_thread(self.model.warm_up)
         except Exception as error:
+            if self._broken is None:
+                self._break(_first_line(error))
             self.batcher.refuse_waiting(NotReady(f"{self.name} is not ready: {error}"))
             await self._replace()
-        self._broken = None
-        log.warning("%s version %s is ready again", self.name, self.version)
-        self.batcher.resume()
+        if self._broken is not None:
+            self._broken = None
+            log.warning("%s version %s is ready again", self.name, self.version)
+            self.batcher.resume()
 
     async def _replace(self) -> None:
         attempt = 0
@@ -474,8 +515,41 @@ class Engine:
                 self.model = await asyncio.to_thread(self._reload)
                 return
             except Exception as error:
-                self._broken = str(error).splitlines()[0]
+                self._broken = _first_line(error)
                 log.error("%s version %s: %s", self.name, self.version, self._broken)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _check_limit(found: int, limit: int, what: str) -> None:
+    if found > limit:
+        raise TooLarge(
+            f"{found} {what} in one request: at most {limit}", "send several smaller requests"
+        )
+
+
+def _check_rows(inputs: Mapping[str, np.ndarray], outputs: Sequence[np.ndarray]) -> None:
+    rows = next(iter(inputs.values())).shape[:1]
+    for output in outputs:
+        if output.shape[:1] != rows:
+            raise InvalidData(
+                f"an output has the shape {list(output.shape)} for {rows[0]} rows of input:"
+                " expected one row for each",
+                "send its tensors to the v2 route, one row at a time",
+            )
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """The rows of one output of a request, which may come from several runs."""
+    if len(shapes := {part.shape for part in parts}) > 1:
+        raise InvalidData(
+            f"the rows of an output have the shapes {', '.join(map(str, sorted(shapes)))}:"
+            " expected equal shapes",
+            "send one row at a time",
+        )
+    return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
 def _answer(

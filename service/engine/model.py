@@ -16,6 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.context import Provider
-from attnserve.models.artifact import Artifact, load_model
+from attnserve.models.artifact import Artifact, load_model, read_json
 from attnserve.models.example_inputs import example_inputs, id_bound
 from attnserve.models.quantized import batch_invariant, int8_warning
 from attnserve.models.tokenizer import Encoding, load_tokenizer, model_inputs, pool
@@ -153,6 +154,7 @@ class Model:
         path = artifact.tokenizer
         self.encoder = load_tokenizer(path, max_length=artifact.max_length) if path else None
         self.labels = _labels(artifact)
+        self.created = int(artifact.model.stat().st_mtime)
         self.rows_are_independent = False
         self.max_rows: int | None = 1
 
@@ -202,6 +204,19 @@ class Model:
     def macs(self, inputs: Mapping[str, np.ndarray]) -> int | None:
         """Multiply-accumulates of one run; None if they cannot be counted."""
         return self.cost.macs_of({name: array.shape for name, array in inputs.items()})
+
+    def output_bytes(self, shapes: Mapping[str, Sequence[int]], outputs: Sequence[str]) -> int:
+        """Size of ``outputs`` for inputs of these shapes; an axis of unknown size counts as 1."""
+        sizes: dict[int | str | None, int] = {}
+        for tensor in self.inputs:
+            sizes |= zip(tensor.axes, shapes[tensor.name], strict=False)
+        sizes[None] = 1
+        return sum(
+            math.prod((axis if isinstance(axis, int) else sizes.get(axis, 1)) for axis in one.axes)
+            * one.dtype.itemsize
+            for one in self.outputs
+            if one.name in outputs
+        )
 
     # -- running ----------------------------------------------------------------------------------
 
@@ -269,6 +284,13 @@ class Model:
             CheckFailed: The output holds NaN or infinite numbers.
             InvalidArgument, InvalidData: The output has no embeddings or no classes.
         """
+        axes = next(tensor.axes for tensor in self.outputs if tensor.name == self.text_output(task))
+        if len(axes) == 2 and isinstance(axes[1], str) and axes[1] in self._length_axes:
+            raise InvalidData(
+                f"the output of {self.name} has one number per token: expected one vector per text"
+                " or per token",
+                f"send token ids to /v2/models/{self.name}/infer",
+            )
         if task == "embed":
             mask = inputs.get("attention_mask")
             if mask is None:  # without a mask there is no padding
@@ -283,7 +305,7 @@ class Model:
             )
         return vectors
 
-    @property
+    @cached_property
     def plan_id(self) -> str | None:
         """A checksum of the plan that was applied to the model; None if there was none."""
         entry = next(iter(reversed(self.artifact.lineage)), None)
@@ -291,6 +313,10 @@ class Model:
         if plan is None:
             return None
         return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:12]
+
+    @property
+    def _length_axes(self) -> set[int | str | None]:
+        return {tensor.axes[1] for tensor in self.inputs if len(tensor.axes) > 1}
 
     @property
     def vocabulary(self) -> int:
@@ -474,20 +500,18 @@ def _labels(artifact: Artifact) -> dict[int, str]:
     labels: Any = artifact.record.get("id2label")
     if labels is None:
         path = artifact.companion("config.json")
-        try:
-            config: Any = json.loads(path.read_text(encoding="utf-8")) if path else {}
-        except (OSError, ValueError) as error:
-            raise InvalidModel(f"{path}: not valid JSON: {error}", "copy it again") from error
+        config: Any = read_json(path) if path else {}
         labels = config.get("id2label") if isinstance(config, dict) else None
     if isinstance(labels, list):
         labels = dict(enumerate(labels))
     if not isinstance(labels, dict):
         return {}
     try:
-        return {int(key): str(label) for key, label in labels.items()}
+        # JSON text of Python may hold lone surrogates, which have no UTF-8 form.
+        return {int(key): str(label).encode().decode() for key, label in labels.items()}
     except ValueError as error:
         raise InvalidModel(
-            f"{artifact.folder}: a key of id2label is not a number", "correct it"
+            f"{artifact.folder}: id2label: expected numbers and names: {error}", "correct it"
         ) from error
 
 

@@ -24,7 +24,7 @@ from service.engine.device import on_device
 from service.engine.engine import Engine
 from service.engine.model import Model
 from service.engine.model_check import CheckResult, IsolationChecker
-from service.errors import NotFound, NotReady, UnknownModel
+from service.errors import NotFound, NotReady, UnknownModel, hide_folders
 from service.metrics import Metrics, VersionState
 from service.settings import Settings
 
@@ -89,6 +89,7 @@ class Repository:
         self._contents: dict[Engine, str] = {}
         self._loading: set[tuple[str, str]] = set()
         self._failures: dict[tuple[str, str], str] = {}
+        self._missing: set[str] = set()  # that could not be loaded at the start
         self._locks: dict[str, asyncio.Lock] = {}
         self._retiring: set[asyncio.Task[None]] = set()
         self._known: frozenset[str] = frozenset()
@@ -134,7 +135,7 @@ class Repository:
     def abandon(self) -> None:
         """Refuse all open requests."""
         for engine in self.engines():
-            engine.batcher.refuse_all(
+            engine.refuse_all(
                 NotReady("the server was told to stop at once", "try another server, or later")
             )
 
@@ -154,6 +155,7 @@ class Repository:
             and not self.draining
             and bool(self._engines)
             and all(engine.ready for engine in self.engines())
+            and not (self.settings.strict_readiness and self._missing - self._engines.keys())
         )
 
     def runs(self, engine: Engine) -> bool:
@@ -166,14 +168,17 @@ class Repository:
         return 1, 1
 
     def index(self) -> list[Entry]:
-        """Every version on disk or loaded, sorted by name and version."""
+        """Every version on disk or loaded, sorted by name and version.
+
+        If the path cannot be read, the index lists the loaded versions.
+        """
+        on_disk: Mapping[str, Mapping[str, _Place]] = {}
+        with suppress(AttnserveError):
+            on_disk = self._find()
         found = {
-            (name, version): Entry(name, version, "UNAVAILABLE", "not loaded")
-            for name, places in self._find().items()
-            for version in places
+            key: Entry(*key, "UNAVAILABLE", self._failures.get(key, "not loaded"))
+            for key in ((name, version) for name, places in on_disk.items() for version in places)
         }
-        for key, reason in self._failures.items():
-            found[key] = Entry(*key, "UNAVAILABLE", reason)
         for key in self._loading:
             found[key] = Entry(*key, "LOADING")
         for engine in self.engines():
@@ -200,6 +205,7 @@ class Repository:
                 await self.load(name)
             except AttnserveError as error:
                 log.error("%s is not loaded: %s", name, str(error).replace("\n", "; "))
+                self._missing.add(name)
                 first = first or error
         if not self._engines:
             raise first or InvalidModel(
@@ -237,7 +243,7 @@ class Repository:
                     engine = await self._prepare(name, version, places[version])
                     self._failures.pop(key, None)
                 except AttnserveError as error:
-                    self._failures[key] = error.what
+                    self._failures[key] = hide_folders(error.what, self.settings.model)
                     first = first or error
                     if version not in serving:
                         continue
@@ -263,6 +269,7 @@ class Repository:
         """
         async with await self._lock(name):
             engines = self._engines.pop(name, None)
+            self._missing.discard(name)
             for engine in (engines or {}).values():
                 self._retire(engine)
             for key in [key for key in self._failures if key[0] == name]:
@@ -290,9 +297,9 @@ class Repository:
 
         Raises:
             NotFound: The model is neither on disk nor loaded.
+            NotReady: See ``_find``.
         """
-        await asyncio.to_thread(self._find)
-        if name not in self._known and name not in self._engines:
+        if name not in self._engines and name not in await asyncio.to_thread(self._find):
             raise UnknownModel(f"unknown model {name!r}: it is not on disk")
         return self._locks.setdefault(name, asyncio.Lock())
 
@@ -306,7 +313,17 @@ class Repository:
 
     async def _prepare(self, name: str, version: str, place: _Place) -> Engine:
         """The engine of the model at ``place``: the current one if unchanged, else a new one."""
-        content, model = await asyncio.to_thread(self._load, name, version, place)
+        try:
+            content, model = await asyncio.to_thread(self._load, name, version, place)
+        except AttnserveError:
+            raise
+        except Exception as error:  # one model must not stop the others
+            log.exception("%s version %s cannot be loaded", name, version)
+            raise NotReady(
+                f"{name} cannot be loaded: {type(error).__name__}",
+                "see the log of the server",
+                code="model.unexpected",
+            ) from error
         current = self._engines.get(name, {}).get(version)
         if model is None:
             assert current is not None
@@ -380,7 +397,10 @@ class Repository:
             cuda_graphs=self.settings.cuda_graphs,
             concurrency=self.settings.concurrency,
             graph=checked.rewritten,
-            operators=checked.operators,
+            operators={
+                key: hide_folders(value, self.settings.model) if key == "why" else value
+                for key, value in checked.operators.items()
+            },
         )
         model.warm_up()
         return model
@@ -398,7 +418,7 @@ class Repository:
     def _watch(self) -> list[VersionState]:
         return [
             VersionState(
-                engine.name, engine.version, engine.batcher.waiting, engine.in_flight, engine.ready
+                engine.name, engine.version, engine.waiting, engine.in_flight, engine.ready
             )
             for engine in self.engines()
         ]
@@ -407,13 +427,25 @@ class Repository:
         """The models on disk, by name and version.
 
         Raises:
-            InvalidModel: The file or folder does not exist.
+            InvalidModel: The file or folder does not exist or cannot be read.
+            NotReady: It could be read when the server started.
         """
         path = self.settings.model
-        if not path.is_dir() or any(path.glob("*.onnx")):
-            found = {open_artifact(path).name: {"1": _Place(path)}}
-        else:
-            found = dict(_repository(path))
+        try:
+            if self._started:
+                path.stat()
+            folders = dict(_repository(path)) if path.is_dir() else {}
+            is_artifact = not path.is_dir() or (path / "model.onnx").is_file()
+            if is_artifact or (not folders and any(path.glob("*.onnx"))):
+                found = {open_artifact(path).name: {"1": _Place(path)}}
+            else:
+                found = folders
+        except OSError as error:
+            if self._started:
+                raise NotReady("the model repository cannot be read", "try again later") from error
+            raise InvalidModel(
+                f"{path}: cannot be read: {error.strerror}", "check its permissions"
+            ) from error
         self._known = frozenset(found)
         return found
 
@@ -431,17 +463,22 @@ def say_operators(engine: Engine) -> None:
 
 
 def _repository(path: Path) -> Iterator[tuple[str, dict[str, _Place]]]:
-    """(name, versions) of each model in a repository folder; other folders are ignored."""
+    """(name, versions) of each model in a repository folder; other folders are ignored.
+
+    So are folders that this user may not read: the root of a volume has a ``lost+found``.
+    """
     for folder in sorted(path.iterdir()):
-        if not folder.is_dir() or folder.name.startswith("."):
-            continue
-        versions = {
-            child.name: _Place(child, folder)
-            for child in folder.iterdir()
-            if VERSION.fullmatch(child.name) and (child / "model.onnx").is_file()
-        }
-        if not versions and (folder / "model.onnx").is_file():
-            versions = {"1": _Place(folder)}
+        versions: dict[str, _Place] = {}
+        with suppress(PermissionError):
+            if not folder.is_dir() or folder.name.startswith("."):
+                continue
+            versions = {
+                child.name: _Place(child, folder)
+                for child in folder.iterdir()
+                if VERSION.fullmatch(child.name) and (child / "model.onnx").is_file()
+            }
+            if not versions and (folder / "model.onnx").is_file():
+                versions = {"1": _Place(folder)}
         if versions:
             yield folder.name, versions
 

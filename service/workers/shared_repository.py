@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Collection
+import signal
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
-from time import time
+from time import monotonic, time
 
 from graph_passes.errors import AttnserveError, InvalidModel
 from service.engine.engine import Engine
@@ -36,6 +37,9 @@ __all__ = ["SharedRepository"]
 
 TICK_S = 0.1
 """Interval of the checks for a new target state, and of status updates after a change."""
+
+MAX_RETRIES = 4
+"""Repeated attempts to reach a target state, after 1, 2, 4 and 8 s."""
 
 REPORT_S = 1.0
 """Interval of status updates without a change."""
@@ -60,10 +64,13 @@ class SharedRepository(Repository):
         self._serving = False
         self._generation = 0
         self._error: AttnserveError | None = None
+        self._attempts, self._retry_at = 0, 0.0
         self._reported_second = 0
         self._following: asyncio.Task[None] | None = None
         # Not the lock of the target state: two tasks of this worker may apply the same state.
         self._applying = asyncio.Lock()
+        self.beat: Callable[[], None] = lambda: None
+        """Called about once a second while this worker's event loop runs."""
         metrics.rss = lambda: rss_bytes() + sum(peer.rss_bytes for peer in self._peers())
         metrics.workers = lambda: self.workers[1]
         metrics.seconds, metrics.delay_s = self._seconds, 1
@@ -123,6 +130,7 @@ class SharedRepository(Repository):
         await self._apply(target)
         if self._error is not None:
             raise self._error
+        self._missing |= {name for name, one in target.models.items() if one.failures}
         self._started = True
 
     async def load(self, name: str, versions: Collection[str] | None = None) -> None:
@@ -199,21 +207,43 @@ class SharedRepository(Repository):
     async def _run(self) -> None:
         """Follow the target state and report the status; a load does not delay the reports."""
         applying: asyncio.Task[None] | None = None
+        beaten_at, can_report = 0.0, True
         while True:
+            if monotonic() - beaten_at > REPORT_S:
+                beaten_at = monotonic()
+                self.beat()
             try:
                 if (applying is None or applying.done()) and not self.draining:
                     applying = asyncio.get_running_loop().create_task(self._follow_target())
                 self._report_status()
                 self._report_seconds()
+                can_report = True
             except OSError as error:  # for example a full disk: the other workers see no status
-                log.error("worker %d cannot report its status: %s", self._worker, error)
+                if can_report:
+                    log.error("worker %d cannot report its status: %s", self._worker, error)
+                can_report = False
             await asyncio.sleep(TICK_S)
 
     async def _follow_target(self) -> None:
+        """Reach a new target state; one that could not be reached is tried again.
+
+        If it still cannot be reached, this process ends, and the supervisor starts another one.
+        """
         async with self._applying:
             target = self._state.target()
-            if target is not None and target.generation != self._generation:
-                await self._apply(target)
+            if target is None:
+                return
+            if target.generation != self._generation:
+                self._attempts = 0
+            elif self._error is None or not self._serving or monotonic() < self._retry_at:
+                return
+            elif self._attempts > MAX_RETRIES:
+                log.error("worker %d ends: it cannot load what the others serve", self._worker)
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+            await self._apply(target)
+            self._retry_at = monotonic() + 2.0**self._attempts
+            self._attempts += 1
 
     async def _apply(self, target: TargetState) -> None:
         """Load and unload models until they equal ``target``; store the first error."""
@@ -222,12 +252,7 @@ class SharedRepository(Repository):
         for name, model in target.models.items():
             try:
                 await self._apply_model(name, model)
-            except Exception as error:  # of any kind: the worker that set the target waits for it
-                if not isinstance(error, AttnserveError):
-                    log.exception("worker %d failed", self._worker)
-                    error = NotReady(
-                        f"{name}: {type(error).__name__}", "see the log", code="worker.failed"
-                    )
+            except AttnserveError as error:
                 log.error("worker %d: %s", self._worker, str(error).replace("\n", "; "))
                 first = first or error
         self._error, self._generation = first, target.generation

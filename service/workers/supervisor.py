@@ -56,9 +56,16 @@ STABLE_S = 10.0
 POLL_S = 0.1
 """Interval of the checks of each worker."""
 
+END_S = 10.0
+"""A worker that has not ended this long after the time to drain is killed."""
+
 HANG_S = 60.0
-"""A serving worker whose status does not change for this time is killed. Time is counted in checks,
-so that the sleep of a suspended machine does not count."""
+"""A serving worker that sends no heartbeat for this time is killed. Time is counted in checks, so
+that the sleep of a suspended machine does not count."""
+
+TOUCH_S = 3600.0
+"""The files of the shared folder are touched this often: cleaners of temporary folders remove those
+that were not changed for some days."""
 
 log = logging.getLogger("attnserve")
 
@@ -98,9 +105,11 @@ class _Supervisor:
     def __init__(self, settings: Settings, address: socket.socket, state: SharedState) -> None:
         self._settings, self._address, self._state = settings, address, state
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._pipes: dict[int, socket.socket] = {}
         self._serving: set[int] = set()
         self._error: AttnserveError | None = None
         self._stopping = asyncio.Event()
+        self._must_end_at: float | None = None
         self._interrupted = False
         self._own_sockets = sys.platform == "linux"
         if self._own_sockets:
@@ -112,9 +121,11 @@ class _Supervisor:
         loop = asyncio.get_running_loop()
         for number in STOP_SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
+        touching = asyncio.create_task(self._keep_files())
         try:
             await asyncio.gather(*map(self._keep_running, range(self._settings.workers)))
         finally:  # after an unexpected error some workers are still running
+            touching.cancel()
             self._signal_workers(signal.SIGTERM)
         if self._interrupted:
             raise KeyboardInterrupt
@@ -130,12 +141,20 @@ class _Supervisor:
 
     def _stop(self, error: AttnserveError | None = None) -> None:
         self._error = self._error or error
+        settings = self._settings
+        patience = settings.drain_delay_s + settings.drain_timeout_s + END_S
+        self._must_end_at = self._must_end_at or monotonic() + patience
         self._stopping.set()
         self._signal_workers(signal.SIGTERM)
 
     def _signal_workers(self, number: int) -> None:
         for process in self._processes.values():
             process.send_signal(number)
+
+    async def _keep_files(self) -> None:
+        while True:
+            self._state.touch()
+            await asyncio.sleep(TOUCH_S)
 
     async def _keep_running(self, worker: int) -> None:
         """Start a worker, and start it again when it exits, until the server stops."""
@@ -144,15 +163,14 @@ class _Supervisor:
             process = self._processes[worker] = self._start(worker)
             served_s = await self._wait(worker, process)
             del self._processes[worker]
-            if process.stdin is not None:
-                process.stdin.close()
+            self._pipes.pop(worker).close()
             self._serving.discard(worker)
             status = self._state.status(worker)
             self._state.remove_status(worker)
             exited = _describe_exit(process.returncode)
             if self._stopping.is_set():
-                # A starting worker has no handler for SIGTERM yet.
-                starting = served_s is None and process.returncode == -signal.SIGTERM
+                ended = (-signal.SIGTERM, 128 + signal.SIGTERM)
+                starting = served_s is None and process.returncode in ended
                 if process.returncode and not starting:
                     self._error = self._error or ServiceError(
                         f"worker {worker} {exited} during the drain",
@@ -192,18 +210,22 @@ class _Supervisor:
             Seconds for which it served; None if it never did.
         """
         serving_since: float | None = None
-        updated_at = silent_s = 0.0
+        silent_s = 0.0
         while process.poll() is None:
             await asyncio.sleep(POLL_S)
-            status = self._state.status(worker)
             if self._stopping.is_set():
+                if self._must_end_at is not None and monotonic() > self._must_end_at:
+                    log.error("worker %d (process %d) does not stop: it is killed",
+                              worker, process.pid)  # fmt: skip
+                    process.kill()
                 continue
             if serving_since is None:
+                status = self._state.status(worker)
                 if status is not None and status.serving and status.pid == process.pid:
                     serving_since = monotonic()
                     self._on_serving(worker)
-            elif status is not None and status.at != updated_at:
-                updated_at, silent_s = status.at, 0.0
+            elif self._has_beaten(worker):
+                silent_s = 0.0
             else:
                 silent_s += POLL_S
                 if silent_s > HANG_S:
@@ -214,11 +236,12 @@ class _Supervisor:
 
     def _start(self, worker: int) -> subprocess.Popen[bytes]:
         variables = {"PROMETHEUS_MULTIPROC_DIR": str(self._state.metrics)}
-        with self._listener() as listener:
+        ours, theirs = socket.socketpair()
+        self._pipes[worker] = ours
+        with self._listener() as listener, theirs:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "service.workers.worker"],
-                stdin=subprocess.PIPE,
-                bufsize=0,
+                stdin=theirs.fileno(),
                 env=allowed_environment("OTEL_") | variables,  # workers may export traces
                 pass_fds=[listener.fileno()],
                 process_group=0,  # signals of the terminal reach the supervisor only
@@ -229,11 +252,18 @@ class _Supervisor:
                 "worker": worker,
                 "state": str(self._state.path),
             }
-            assert process.stdin is not None
-            with suppress(BrokenPipeError):  # it has exited: ``_wait`` notices
-                # The pipe stays open: its end tells the worker that this process has exited.
-                process.stdin.write(orjson.dumps(task) + b"\n")
+        with suppress(BrokenPipeError, ConnectionResetError):  # it has exited: ``_wait`` notices
+            # The pipe stays open: its end tells the worker that this process has exited.
+            ours.sendall(orjson.dumps(task) + b"\n")
+        ours.setblocking(False)
         return process
+
+    def _has_beaten(self, worker: int) -> bool:
+        """Whether a worker has sent heartbeats since the last call."""
+        try:
+            return bool(self._pipes[worker].recv(4096))
+        except (BlockingIOError, ConnectionResetError):
+            return False
 
     def _listener(self) -> socket.socket:
         """The socket for one worker, closed here once the worker has inherited it."""
@@ -266,9 +296,10 @@ class _Supervisor:
 
 
 def _to_json(settings: Settings) -> dict[str, Any]:
-    """``settings`` for a worker, including the API keys: they pass through a pipe."""
+    """``settings`` for a worker, including the keys: they pass through a pipe."""
     payload = settings.model_dump(mode="json")
-    return payload | {"api_keys": [key.get_secret_value() for key in settings.api_keys]}
+    secrets = {"api_keys": settings.api_keys, "admin_keys": settings.admin_keys}
+    return payload | {n: [key.get_secret_value() for key in v] for n, v in secrets.items()}
 
 
 def _describe_exit(code: int) -> str:

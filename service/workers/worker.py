@@ -1,7 +1,8 @@
 """Entry point of one worker process, started by the supervisor.
 
-The worker reads its task from the first line of standard input. The supervisor keeps that pipe
-open: at its end the supervisor has exited, and the worker drains and exits too.
+Standard input is a socket of the supervisor. The worker reads its task from the first line, and
+sends heartbeats, which need no file, so that a full disk does not count as a hang. At the end of
+the input the supervisor has exited, and the worker drains and exits too.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from graph_passes.errors import AttnserveError
 from service.app import create_app
 from service.engine.repository import say_operators
 from service.metrics import Metrics
-from service.server import Server, configure_log
+from service.server import Server, configure_log, stop_while_starting
 from service.settings import Settings
 from service.workers.shared_repository import SharedRepository
 from service.workers.shared_state import SharedState, Status, error_to_json
@@ -39,6 +41,7 @@ class _WorkerServer(Server):
 
     def __init__(self, app: FastAPI, repository: SharedRepository, state: SharedState) -> None:
         super().__init__(app, repository, repository.set_serving)
+        repository.beat = _beat
         self._shared, self._state = repository, state
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -60,6 +63,7 @@ def main() -> int:
     configure_log(settings)
     orphaned = threading.Event()
     threading.Thread(target=_watch_parent, args=(orphaned,), daemon=True).start()
+    stop_while_starting()
     with socket.socket(fileno=task["listener"]) as listener:
         try:
             metrics = Metrics(state.metrics)
@@ -77,6 +81,11 @@ def main() -> int:
     if orphaned.is_set() and not state.serving():  # the last worker removes the folder
         shutil.rmtree(state.path, ignore_errors=True)
     return 0
+
+
+def _beat() -> None:
+    with suppress(OSError):  # the supervisor has exited
+        os.write(0, b".")
 
 
 def _watch_parent(orphaned: threading.Event) -> None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,8 +17,10 @@ from typing import Any
 
 import httpx2
 import numpy as np
+import onnx
 import orjson
 import pytest
+from onnx import numpy_helper, parser
 from starlette.testclient import TestClient
 
 import service
@@ -260,12 +263,18 @@ def test_malformed_http_is_refused(server: tuple[str, subprocess.Popen[str]]) ->
     assert httpx2.post(f"{address}/embed", json={"inputs": "a"}).status_code == 200
 
 
-@pytest.mark.process
-def test_request_of_disconnected_client_leaves_queue(encoder: Path) -> None:
+@pytest.mark.parametrize(
+    ("path", "body", "method"),
+    [(INFER, ids_request([2, 3]), "infer"), ("/tokenize", {"inputs": "a"}, "tokenize")],
+)
+def test_request_of_disconnected_client_leaves_queue(
+    encoder: Path, path: str, body: dict[str, Any], method: str
+) -> None:
     """The ASGI server says ``http.disconnect``; the work that waits is cancelled."""
     app = create_app(Settings(model=encoder, probe=False))
-    body = orjson.dumps(ids_request([2, 3]))
-    messages = iter([{"type": "http.request", "body": body}, {"type": "http.disconnect"}])
+    messages = iter(
+        [{"type": "http.request", "body": orjson.dumps(body)}, {"type": "http.disconnect"}]
+    )
     sent: list[Any] = []
 
     async def receive() -> Any:
@@ -286,8 +295,8 @@ def test_request_of_disconnected_client_leaves_queue(encoder: Path) -> None:
     scope = {
         "type": "http",
         "method": "POST",
-        "path": INFER,
-        "raw_path": INFER.encode(),
+        "path": path,
+        "raw_path": path.encode(),
         "query_string": b"",
         "headers": [],
         "app": app,
@@ -295,7 +304,7 @@ def test_request_of_disconnected_client_leaves_queue(encoder: Path) -> None:
 
     async def ask() -> None:
         async with app.router.lifespan_context(app):
-            app.state.repository.engine().infer = never
+            setattr(app.state.repository.engine(), method, never)
             await asyncio.wait_for(app(scope, receive, send), 5)
 
     asyncio.run(ask())
@@ -323,6 +332,26 @@ def test_log_goes_to_stderr_and_nothing_to_stdout(
     lines = [orjson.loads(line) for line in stderr.splitlines() if line.startswith("{")]
     assert lines[-1]["request_id"] == "last"
     assert "Traceback" not in stderr
+
+
+@pytest.mark.process
+def test_server_whose_stderr_is_not_read_answers_and_exits(encoder: Path) -> None:
+    with serving(encoder, ATTNSERVE_PROBE="false") as (address, process):
+        with httpx2.Client(base_url=address, timeout=10) as client:
+            for _ in range(100):  # more than a pipe holds, because the log has the path
+                assert client.get("/" + "x" * 3000).status_code == 404
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+
+
+@pytest.mark.process
+def test_crash_writes_stacks_to_stderr(encoder: Path) -> None:
+    """A model may crash ONNX Runtime, which leaves no other trace."""
+    prelude = "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))"
+    with serving(encoder, prelude, ATTNSERVE_PROBE="false") as (_, process):
+        process.send_signal(signal.SIGSEGV)
+        _, stderr = process.communicate(timeout=20)
+    assert "Fatal Python error: Segmentation fault" in stderr
 
 
 SLOW = """
@@ -373,6 +402,130 @@ def test_server_drain_delay_reports_not_ready_and_still_answers(encoder: Path) -
         assert httpx2.get(f"{address}/v2/health/live").status_code == 200
         assert httpx2.post(f"{address}/embed", json={"inputs": "a"}).status_code == 200
         assert process.wait(20) == 0
+
+
+@pytest.mark.process
+def test_server_drain_ends_with_half_a_request(encoder: Path) -> None:
+    """A client must not keep the server from stopping."""
+    limits = {"ATTNSERVE_DRAIN_TIMEOUT_S": "1", "ATTNSERVE_PROBE": "false"}
+    with serving(encoder, **limits) as server:
+        address, process = server
+        host, port = address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(b"POST /embed HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n\r\n{")
+            time.sleep(0.5)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(10) == 1
+        assert process.stderr is not None
+        log = process.stderr.read()
+        assert "1 connections were closed" in log
+
+
+@pytest.mark.process
+def test_server_tells_clients_to_close_while_it_drains(encoder: Path) -> None:
+    with (
+        serving(encoder, ATTNSERVE_DRAIN_DELAY_S="2", ATTNSERVE_PROBE="false") as server,
+        httpx2.Client(base_url=server[0]) as client,
+    ):
+        assert "connection" not in client.get("/v2/health/live").headers
+        server[1].send_signal(signal.SIGTERM)
+        until(lambda: client.get("/v2/health/ready").status_code == 503)
+        assert client.get("/v2/health/live").headers["connection"] == "close"
+        assert server[1].wait(20) == 0
+
+
+@pytest.mark.process
+def test_server_stops_while_it_starts(encoder: Path) -> None:
+    program = (
+        "import asyncio\n"
+        "from pathlib import Path\n"
+        "from service.engine.repository import Repository\n"
+        "from service.launch import serve\n"
+        "from service.settings import Settings\n"
+        "async def start(self):\n"
+        "    print('starting', flush=True)\n"
+        "    await asyncio.sleep(60)\n"
+        "Repository.start = start\n"
+        f"serve(Settings(model=Path({str(encoder)!r}), port=0))"
+    )
+    root = Path(service.__file__).parents[1]
+    with subprocess.Popen(
+        [sys.executable, "-c", program], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == b"starting\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 128 + signal.SIGTERM  # by a handler, not by the default action
+        assert b"Traceback" not in process.stderr.read()
+
+
+ENDLESS = """
+<ir_version: 10, opset_import: ["": 18]>
+endless (int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask)
+  => (float[batch, sequence] y)
+{
+    most = ReduceMax <keepdims = 0> (input_ids)
+    start = Identity(zero)
+    sum = Loop (most, , start) <
+        body = step (int64 i, bool go, float s) => (bool go_on, float t) {
+            go_on = Identity(go) t = Add(s, one) }
+    >
+    floats = Cast <to = 1> (input_ids)
+    y = Add(floats, sum)
+}
+"""
+
+
+def write_endless(tmp_path: Path) -> Path:
+    """A model that loops as often as its largest input says."""
+    (folder := tmp_path / "tiny").mkdir()
+    model = parser.parse_model(ENDLESS)
+    scalars = {"zero": np.float32(0), "one": np.float32(1)}
+    model.graph.initializer.extend(
+        numpy_helper.from_array(np.array(value), name) for name, value in scalars.items()
+    )
+    onnx.save(model, folder / "model.onnx")
+    return folder
+
+
+def endless_request(times: int) -> dict[str, Any]:
+    shape = {"shape": [1, 2], "datatype": "INT64"}
+    return {
+        "inputs": [
+            {"name": "input_ids", "data": [times, 1], **shape},
+            {"name": "attention_mask", "data": [1, 1], **shape},
+        ]
+    }
+
+
+def test_endless_run_ends_with_its_request(tmp_path: Path) -> None:
+    app = create_app(Settings(model=write_endless(tmp_path), probe=False))
+    with TestClient(app) as client:
+        for _ in range(2):
+            answer = client.post(
+                "/v2/models/tiny/infer", json=endless_request(2**60),
+                headers={"x-timeout-ms": "300"},
+            )  # fmt: skip
+            assert answer.status_code == 504
+            assert client.get("/v2/models/tiny/ready").status_code == 200
+            answer = client.post("/v2/models/tiny/infer", json=endless_request(3))
+            assert answer.status_code == 200
+            assert answer.json()["outputs"][0]["data"] == [6.0, 4.0]
+
+
+@pytest.mark.process
+def test_server_stops_although_a_run_does_not_return(tmp_path: Path) -> None:
+    limits = {"ATTNSERVE_DRAIN_TIMEOUT_S": "1", "ATTNSERVE_PROBE": "false"}
+    deaf = "import attnserve.runtime.backends as b\nb.stoppable = lambda options: options"
+    with serving(write_endless(tmp_path), deaf, **limits) as server:
+        address, process = server
+        answer = httpx2.post(
+            f"{address}/v2/models/tiny/infer", json=endless_request(2**60),
+            headers={"x-timeout-ms": "500"}, timeout=20,
+        )  # fmt: skip
+        assert answer.status_code == 504
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 1
 
 
 def test_application_can_start_again(encoder: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from graph_passes.errors import InvalidArgument
+from service import auth
 from service.app import create_app
 from service.auth import read_keys
 from service.settings import Settings
@@ -140,3 +141,90 @@ def test_cors_allows_only_configured_origins(
     assert answer.headers["access-control-allow-origin"] == "https://a.example"
     other = opened.options("/embed", headers=preflight | {"origin": "https://c.example"})
     assert "access-control-allow-origin" not in other.headers
+
+
+def test_changed_key_file_is_read_again(
+    start: Callable[..., TestClient], encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auth, "RELOAD_S", 0)
+    (path := tmp_path / "keys").write_text("first")
+    client = start(encoder, api_keys_file=path)
+
+    def status(key: str) -> int:
+        return client.post("/embed", json=EMBED, headers={"x-api-key": key}).status_code
+
+    assert (status("first"), status("second")) == (200, 401)
+    (tmp_path / "new").write_text("second")
+    (tmp_path / "new").replace(path)
+    assert (status("first"), status("second")) == (401, 200)
+    path.write_text("# none")  # must not let everybody in, or nobody
+    assert (status("first"), status("second")) == (401, 200)
+    path.unlink()
+    assert (status(""), status("second")) == (401, 200)
+
+
+# Loading and unloading
+
+
+UNLOAD = "/v2/repository/models/{}/unload"
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [
+        (None, 200),
+        ("http://127.0.0.1:8000", 200),
+        ("http://localhost:9000", 200),
+        ("https://own.example", 200),
+        ("https://evil.example", 403),
+        ("http://rebind.evil.example:8000", 403),
+        ("null", 403),
+    ],
+)
+def test_pages_of_other_sites_cannot_unload(
+    start: Callable[..., TestClient], encoder: Path, origin: str | None, status: int
+) -> None:
+    client = start(encoder, cors_origins="https://own.example")
+    headers = {} if origin is None else {"origin": origin, "content-type": "text/plain"}
+    answer = client.post(UNLOAD.format("tiny"), headers=headers)
+    assert answer.status_code == status
+    assert client.post("/embed", json=EMBED).status_code == (503 if status == 200 else 200)
+
+
+@pytest.mark.parametrize(
+    ("given", "status"),
+    [
+        ({}, 200),
+        ({"host": "::1"}, 200),
+        ({"host": "0.0.0.0"}, 403),
+        ({"host": "192.0.2.1"}, 403),
+        ({"host": "0.0.0.0", "model_control": True}, 200),
+        ({"model_control": False}, 403),
+    ],
+)
+def test_model_control_is_off_beyond_this_machine(
+    start: Callable[..., TestClient], encoder: Path, given: dict[str, object], status: int
+) -> None:
+    client = start(encoder, **given)
+    assert client.post(UNLOAD.format("tiny")).status_code == status
+    assert client.post(UNLOAD.format("tiny%2f")).status_code in (403, 404)
+
+
+def test_admin_keys_are_needed_to_unload_and_suffice_for_all(
+    start: Callable[..., TestClient], encoder: Path
+) -> None:
+    client = start(encoder, api_keys="user", admin_keys="admin, other")
+    status = {
+        key: client.post(UNLOAD.format("tiny"), headers={"x-api-key": key}).status_code
+        for key in ("user", "nobody", "admin")
+    }
+    assert status == {"user": 403, "nobody": 401, "admin": 200}
+    assert client.get("/stats.json", headers={"x-api-key": "other"}).status_code == 200
+
+
+def test_admin_keys_alone_leave_other_requests_open(
+    start: Callable[..., TestClient], encoder: Path
+) -> None:
+    client = start(encoder, admin_keys="admin")
+    assert client.post("/embed", json=EMBED).status_code == 200
+    assert client.post(UNLOAD.format("tiny")).status_code == 403

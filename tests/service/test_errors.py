@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gzip
+import re
+import socket
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from starlette.testclient import TestClient
 
 from service.app import create_app
 from service.settings import Settings
+from tests.service.conftest import listening
 from tests.service.tiny import ids_request
 
 INFER = "/v2/models/tiny/infer"
@@ -98,7 +101,7 @@ REQUESTS: dict[str, tuple[Any, int, str]] = {
     "negative id": (changed(data=[2, -1, 3]), 422, "holds -1: expected ids from 0 to 7"),
     "least id": (changed(data=[2, -(2**63), 3]), 422, "expected ids from 0 to 7"),
     "past the positions": (ids_request([2] * 9), 422, "cannot run input_ids [1, 9]"),
-    "too many tokens": (ids_request([2] * 20_000), 413, "20000 tokens in one request"),
+    "too many tokens": (ids_request([2] * 20_000), 413, "20000 padded tokens in one request"),
     "unknown input": (changed(name="ids"), 422, "unknown input 'ids': tiny takes input_ids, "),
     "missing input": ({"inputs": [IDS]}, 422, "missing input 'attention_mask'"),
     "input twice": ({"inputs": [IDS, MASK, IDS]}, 422, "input 'input_ids' is given 2 times"),
@@ -233,8 +236,24 @@ def test_body_above_limit_is_refused(start: Callable[..., TestClient], encoder: 
     check(client.post(INFER, content=chunks()), 413, "the body is larger than 1000 bytes")
 
 
+@pytest.mark.process
+def test_body_above_limit_is_refused_before_it_is_sent(encoder: Path) -> None:
+    """A client that waits for "100 Continue" does not send a body that is refused."""
+    with listening(create_app(Settings(model=encoder, probe=False))) as address:
+        port = int(address.rpartition(":")[2])
+        for length, lines in ((14, ["100", "200"]), (10**10, ["413"])):
+            with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+                head = f"host: x\r\nexpect: 100-continue\r\ncontent-length: {length}"
+                connection.sendall(f"POST /embed HTTP/1.1\r\n{head}\r\n\r\n".encode())
+                received = connection.recv(65536)
+                if lines[0] == "100":
+                    connection.sendall(b'{"inputs":"a"}')
+                    received += connection.recv(65536)
+                assert re.findall(r"HTTP/1.1 (\d+)", received.decode()) == lines
+
+
 PACKED: dict[str, tuple[str, bytes, int, str]] = {
-    "unknown": ("br", b"{}", 400, "content-encoding 'br' is not supported; send gzip, deflate or"),
+    "unknown": ("br", b"{}", 415, "content-encoding 'br' is not supported; send gzip, deflate or"),
     "not packed": ("gzip", b"{}", 400, "the body is not gzip: Error -3"),
     "nothing": ("gzip", b"", 400, "the body is not gzip: it is truncated or has trailing bytes"),
     "cut": ("gzip", gzip.compress(b"{}")[:-1], 400, "is truncated or has trailing bytes"),
@@ -259,7 +278,7 @@ def test_invalid_compressed_body_is_refused(
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, zlib.compress], ids=["as gzip", "as zlib"])
-@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "GZIP", "x-gzip", "Deflate "])
 def test_compressed_body_is_accepted(
     client: TestClient, pack: Callable[[bytes], bytes], encoding: str
 ) -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from service.memory import SAMPLE_S, _nvml, _ResidentMemory, gpu_bytes
+from service.memory import SAMPLE_S, _nvml, _sample, gpu_bytes, rss_bytes
 from tests.service.fake_nvml import FakeNvml, use_nvml
 
 
@@ -18,10 +18,11 @@ def test_resident_memory_is_sampled_once_per_second(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         psutil.Process, "memory_info", lambda process: SimpleNamespace(rss=next(samples))
     )
-    memory = _ResidentMemory()
-    assert memory.read() == memory.read() == 5
+    _sample.cache_clear()
+    assert rss_bytes() == rss_bytes() == 5
     clock[0] += SAMPLE_S
-    assert memory.read() == 6
+    assert rss_bytes() == 6
+    _sample.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from schemathesis.specs.openapi.checks import (
 )
 from starlette.testclient import TestClient
 
-from tests.service.tiny import ids_request
+from tests.service.tiny import ids_request, write_encoder
 
 CASES = 12
 CONFORMS = [
@@ -103,3 +104,26 @@ def test_successful_answers_conform_to_openapi_document(
         answer = case.call(session=client)
         assert answer.status_code == 200
         case.validate_response(answer, checks=CONFORMS)
+
+
+def test_openapi_document_declares_every_path_parameter_once(client: TestClient) -> None:
+    for path, operations in client.get("/openapi.json").json()["paths"].items():
+        for method, operation in operations.items():
+            named = [(one["in"], one["name"]) for one in operation.get("parameters", ())]
+            in_path = [name for where, name in named if where == "path"]
+            assert len(set(named)) == len(named), (method, path)
+            assert sorted(in_path) == sorted(re.findall(r"{(\w+)}", path)), (method, path)
+
+
+def test_ready_of_unloaded_model_conforms_to_openapi_document(
+    start: Callable[..., TestClient], tmp_path: Path
+) -> None:
+    for name in ("one", "two"):
+        write_encoder(tmp_path / name)
+    client = start(tmp_path)
+    assert client.post("/v2/repository/models/one/unload").status_code == 200
+    document = schemathesis.openapi.from_asgi("/openapi.json", client.app)
+    case = document["/v2/models/{name}/ready"]["GET"].Case(path_parameters={"name": "one"})
+    answer = case.call(session=client)
+    assert answer.status_code == 503 and list(answer.json()) == ["error"]
+    case.validate_response(answer, checks=CONFORMS[1:])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import orjson
 import pytest
 from onnx import TensorProto, helper, numpy_helper, parser
 
@@ -125,7 +126,16 @@ def test_record_properties_and_defaults(plain: Path):
         (b"{", "not valid JSON"),
         (b"", "not valid JSON"),
         (b"\xff\xfe\x00", "not valid JSON"),
-        (b'{"loss": NaN}', "NaN"),
+        (b'{"loss": NaN}', "not valid JSON"),
+        (b'{"source": "\\ud800"}', "not valid JSON"),
+        (b'{"normalize": "false"}', "'normalize'"),
+        (b'{"normalize": 1}', "'normalize'"),
+        (b'{"max_length": true}', "'max_length'"),
+        (b'{"max_length": 0}', "'max_length'"),
+        (b'{"pooling": "max"}', "'pooling'"),
+        (b'{"id2label": "A"}', "'id2label'"),
+        (b'{"others": {"a.onnx": {"normalize": 0}}}', "'normalize'"),
+        (b'{"others": {"a.onnx": []}}', "expected"),
         (b"[1]", "JSON object"),
         (b"null", "JSON object"),
         (b'{"lineage": 3}', "'lineage'"),
@@ -139,6 +149,15 @@ def test_open_artifact_invalid_record_is_refused(plain: Path, content: bytes, va
     (plain.parent / "attnserve.json").write_bytes(content)
     with raises(InvalidModel, "artifact.record", value):
         open_artifact(plain)
+
+
+def test_open_artifact_record_can_be_written_as_json(plain: Path):
+    """The service answers with parts of the record, and orjson writes no larger integers."""
+    content = b'{"lineage": [{"before": 1000000000000000000000000000000}], "max_length": null}'
+    (plain.parent / "attnserve.json").write_bytes(content)
+    artifact = open_artifact(plain)
+    assert orjson.loads(orjson.dumps(artifact.lineage)) == [{"before": 1e30}]
+    assert artifact.max_length is None
 
 
 def test_open_artifact_record_applies_to_its_model(plain: Path):
@@ -354,16 +373,16 @@ def test_check_target_record_without_model_needs_force(plain: Path, tmp_path: Pa
 def test_merged_record_keeps_the_records_of_other_models(plain: Path):
     """The newest record is at the top level, the others are under "others"."""
     folder = plain.parent
-    write_record(folder, {"pooling": "cls"})
+    write_record(folder, {"source": "model.onnx"})
     for name in ("a.onnx", "b.onnx", "a.onnx"):
         file = target(folder / name, plain, force=True)
         shutil.copyfile(plain, file)
-        write_record(folder, merged_record(file, {"pooling": name, "files": {name: "sha"}}))
+        write_record(folder, merged_record(file, {"source": name, "files": {name: "sha"}}))
     record = json.loads((folder / "attnserve.json").read_text())
     assert record["files"] == {"a.onnx": "sha"}
     assert set(record["others"]) == {"model.onnx", "b.onnx"}
-    for name, pooling in (("model.onnx", "cls"), ("a.onnx", "a.onnx"), ("b.onnx", "b.onnx")):
-        assert open_artifact(folder / name).record["pooling"] == pooling
+    for name in ("model.onnx", "a.onnx", "b.onnx"):
+        assert open_artifact(folder / name).record["source"] == name
 
 
 def test_check_target_different_tokenizer_needs_force(plain: Path, tmp_path: Path):

@@ -207,3 +207,48 @@ def test_infer_zero_rows_is_refused_at_once(
     refused = infer(0)
     assert refused.status_code == 422 and "[0, 3, 2, 2]" in refused.json()["error"]
     assert infer(2).json()["outputs"][0]["shape"] == [2, 3, 2, 2]
+
+
+# Values of 100 or more have no row in the first output, and double the width of the second.
+VALUE_SHAPES = """
+<ir_version: 10, opset_import: ["": 18]>
+values (float[n, 1] x) => (float[kept, 1] rows, float[n, width] wide)
+  <float hundred = {100}, int64[1] one = {1}, int64[1] last = {1}>
+{
+    flat = Squeeze(x, last)
+    small = Less(flat, hundred)
+    rows = Compress<axis = 0>(x, small)
+    largest = ReduceMax<keepdims = 0>(x)
+    is_wide = Greater(largest, hundred)
+    extra = Cast<to = 7>(is_wide)
+    width = Add(one, extra)
+    repeats = Concat<axis = 0>(one, width)
+    wide = Tile(x, repeats)
+}
+"""
+
+
+def test_infer_rows_of_different_shapes_are_refused(
+    start: Callable[..., TestClient], tmp_path: Path
+) -> None:
+    client = start(write_model(tmp_path / "values.onnx", VALUE_SHAPES), max_batch_tokens=1)
+    model = client.app.state.repository.engine().model  # type: ignore[attr-defined]
+    assert model.rows_are_independent
+    url = "/v2/models/values/infer"
+
+    def status(output: str, *values: float) -> int:
+        tensor = {"name": "x", "shape": [len(values), 1], "datatype": "FP32", "data": values}
+        body = {"inputs": [tensor], "outputs": [{"name": output}]}
+        return client.post(url, json=body).status_code
+
+    assert status("wide", 1, 2) == status("rows", 1, 2) == 200
+    assert status("wide", 1, 200) == 422
+    assert status("rows", 1, 200) == 422
+    batched = start(tmp_path / "values.onnx").post(
+        url,
+        json={
+            "inputs": [{"name": "x", "shape": [2, 1], "datatype": "FP32", "data": [1, 200]}],
+            "outputs": [{"name": "rows"}],
+        },
+    )
+    assert batched.status_code == 422

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 from starlette.testclient import TestClient
 
 from service.api.requests import cancel_on_disconnect
+from service.api.responses import array_json
+from service.engine.model import Model
 from service.errors import ClientGone
 from tests.service.conftest import HeldRuns, until
-from tests.service.tiny import hidden_states, ids_request
+from tests.service.tiny import hidden_states, ids_request, make_tokenizer, write_model
 
 INFER = "/v2/models/tiny/infer"
 EMBED = {"inputs": "a"}
@@ -26,13 +30,14 @@ EMBED = {"inputs": "a"}
 
 def test_limits_are_inclusive(start: Callable[..., TestClient], encoder: Path) -> None:
     client = start(
-        encoder, max_inputs=3, max_text_chars=5, max_tensor_bytes=48, max_tokens=9, max_queue=9
+        encoder, max_inputs=3, max_text_chars=5, max_tensor_bytes=85, max_tokens=9, max_queue=9
     )
     cases: list[tuple[str, Any, Any, str]] = [
         ("/embed", {"inputs": ["", "", ""]}, {"inputs": [""] * 4}, "4 texts"),
         ("/embed", {"inputs": "a b c"}, {"inputs": ["a", "a b cc"]}, "text 1 has 6 characters"),
         ("/embed", {"inputs": ["a", "a", "a"]}, {"inputs": ["a b c", "a b c"]}, "10 tokens"),
-        (INFER, ids_request([2, 4, 3]), ids_request([2, 4, 5, 3]), "64 bytes"),  # 2 x 3 x 8: 48
+        # A token has 16 bytes of input and 17 of output.
+        (INFER, ids_request([2, 4, 5, 6, 3]), ids_request([2, 4, 5, 6, 7, 3]), "96 bytes"),
     ]
     for route, accepted, refused, text in cases:
         assert client.post(route, json=accepted).status_code == 200
@@ -61,6 +66,76 @@ def test_embed_reports_padding_of_its_batches(
     client = start(encoder, run_overhead_tokens=overhead)
     headers = client.post("/embed", json={"inputs": ["", "a b c d"]}).headers
     assert (headers["x-tokens"], float(headers["x-padding-waste"])) == ("8", waste)
+
+
+# 1000 numbers per token, and as many as the first token says.
+LARGE = """
+<ir_version: 10, opset_import: ["": 18]>
+large (int64[batch, sequence] input_ids) => (float[batch, sequence, 1000] logits, float[n] n_ones)
+  <int64[1] axis = {2}, int64[3] repeats = {1, 1, 1000}, int64[2] one = {1, 1}, int64[1] last = {1}>
+{
+    ids = Cast<to = 1>(input_ids)
+    wide = Unsqueeze(ids, axis)
+    logits = Tile(wide, repeats)
+    first = Slice(input_ids, zeros, one)
+    zeros = Sub(one, one)
+    count = Squeeze(first)
+    size = Unsqueeze(count, start)
+    start = Sub(last, last)
+    n_ones = ConstantOfShape(size)
+}
+"""
+
+
+def large_request(ids: list[int], output: str) -> dict[str, Any]:
+    request = ids_request(ids)
+    return {"inputs": request["inputs"][:1], "outputs": [{"name": output}]}
+
+
+def test_outputs_above_limit_are_refused_before_the_run_if_their_size_is_known(
+    start: Callable[..., TestClient], tmp_path: Path, hold: Callable[[], HeldRuns]
+) -> None:
+    write_model(tmp_path / "large.onnx", LARGE)
+    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    client = start(tmp_path / "large.onnx", max_tensor_bytes=12_000)
+    held = hold()
+    held.go.set()
+
+    def post(route: str, body: Any) -> tuple[int, int]:
+        before = held.started
+        return client.post(route, json=body).status_code, held.started - before
+
+    infer = "/v2/models/large/infer"
+    assert post(infer, large_request([1, 1, 1], "logits")) == (200, 1)
+    assert post(infer, large_request([1, 1, 1, 1], "logits")) == (413, 0)
+    assert post(infer, large_request([3000, 1, 1, 1], "n_ones")) == (200, 1)
+    assert post(infer, large_request([3001], "n_ones")) == (413, 1)
+    # A run of a text of 4 tokens makes the same output.
+    assert post("/embed", {"inputs": "a"}) == (200, 1)
+    assert post("/embed", {"inputs": ["a", "a b"]}) == (413, 0)
+
+
+def test_array_json_serializes_in_slices_between_which_others_run() -> None:
+    array = np.arange(200_000, dtype=np.float32).reshape(2, -1)
+    array[0, 0] = np.nan
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def script() -> Any:
+        other = asyncio.ensure_future(count_turns())
+        fragment = await array_json(array)
+        other.cancel()
+        return orjson.loads(orjson.dumps(fragment))
+
+    assert asyncio.run(script()) == [None, *range(1, 200_000)]
+    assert turns >= 5
+    for few in (np.array([], np.int64), np.array(5), np.array([[1, 2], [3, 4]]).T):
+        assert orjson.loads(orjson.dumps(asyncio.run(array_json(few)))) == few.ravel().tolist()
 
 
 # -- deadlines and a full queue -------------------------------------------------------------------
@@ -227,3 +302,55 @@ def test_cancel_on_disconnect_distinguishes_disconnect_from_cancellation() -> No
 
     asyncio.run(script())
     assert cancelled == ["disconnected", "stopped"]
+
+
+# -- /tokenize ------------------------------------------------------------------------------------
+
+
+class HeldTokenizer:
+    """Holds the tokenization of "held" until ``go`` and counts its calls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.started, self.go, encode = 0, threading.Event(), Model.encode
+
+        def wait_and_encode(model: Model, texts: Any, **options: Any) -> Any:
+            if "held" in texts:
+                self.started += 1
+                assert self.go.wait(20)
+            return encode(model, texts, **options)
+
+        monkeypatch.setattr(Model, "encode", wait_and_encode)
+
+
+@pytest.fixture
+def tokenizer(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldTokenizer]:
+    held = HeldTokenizer(monkeypatch)
+    yield held
+    held.go.set()
+
+
+def test_tokenize_has_deadline_and_queue_limit_and_does_not_delay_embed(
+    start: Callable[..., TestClient], encoder: Path, tokenizer: HeldTokenizer
+) -> None:
+    client = start(encoder, max_queue=1)
+    held = {"inputs": "held"}
+    with ThreadPoolExecutor(1) as thread:
+        first = thread.submit(client.post, "/tokenize", json=held)
+        until(lambda: tokenizer.started == 1)
+        assert 'queue_rows{model="tiny",version="1"} 1.0' in client.get("/metrics").text
+        full = client.post("/tokenize", json=held)
+        assert (full.status_code, full.headers["retry-after"]) == (429, "1")
+        # Longer than the texts that are tokenized in the thread of their run.
+        long = client.post("/embed", json={"inputs": "a " * 2000}, headers={"x-timeout-ms": "5000"})
+        assert long.status_code == 200
+        tokenizer.go.set()
+        assert first.result().status_code == 200
+    tokenizer.go.clear()
+    late = client.post("/tokenize", json=held, headers={"x-timeout-ms": "30"})
+    assert late.status_code == 504
+    tokenizer.go.set()
+    metrics = client.get("/metrics").text
+    for reason in ("overloaded", "deadline"):
+        assert f'rejects_total{{model="tiny",reason="{reason}",version="1"}} 1.0' in metrics
+    (stats,) = client.get("/v2/models/tiny/stats").json()["model_stats"]
+    assert stats["execution_count"] == 1  # of /embed: the model is not run to tokenize

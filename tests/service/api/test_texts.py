@@ -254,3 +254,75 @@ def test_tokenizer_panic_is_refused_and_others_are_served(
         refused = client.post(route, json={"inputs": "b"})
         assert refused.status_code == 422 and "tokenizer" in refused.json()["error"]
         assert client.post("/embed", json={"inputs": "a"}).status_code == 200
+
+
+# -- outputs that are no embeddings ---------------------------------------------------------------
+
+# One number per token, like the start logits of a question-answering model.
+PER_TOKEN = """
+<ir_version: 10, opset_import: ["": 18]>
+scores (int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask)
+  => (float[batch, {axis}] start_logits)
+{{ start_logits = Cast<to = 1>(input_ids) }}
+"""
+
+
+@pytest.mark.parametrize(
+    ("axis", "texts"),
+    [("sequence", ["a", "b c d"]), ("sequence", ["a"]), ("width", ["a", "b c d"])],
+)
+def test_texts_output_of_one_number_per_token_is_refused(
+    start: Callable[..., TestClient], tmp_path: Path, axis: str, texts: list[str]
+) -> None:
+    write_model(tmp_path / "scores.onnx", PER_TOKEN.format(axis=axis))
+    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text('{"id2label": {"0": "A"}}')
+    client = start(tmp_path / "scores.onnx", max_batch_tokens=4)
+    for route, body, status in (
+        ("/embed", {"inputs": texts}, 422),
+        ("/predict", {"inputs": texts}, 422),
+        ("/similarity", {"source": texts[0], "targets": texts}, 422),
+        ("/v1/embeddings", {"model": "scores", "input": texts}, 400),
+    ):
+        if len(texts) > 1 or axis == "sequence":
+            answer = client.post(route, json=body)
+            assert answer.status_code == status, (route, answer.text)
+
+
+# Rows whose second token is "d" have no output.
+FEWER_ROWS = """
+<ir_version: 10, opset_import: ["": 18]>
+fewer (int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask)
+  => (float[kept, sequence] y) <int64 one = {1}, int64 seven = {7}>
+{
+    second = Gather<axis = 1>(input_ids, one)
+    is_seven = Equal(second, seven)
+    is_kept = Not(is_seven)
+    numbers = Cast<to = 1>(input_ids)
+    y = Compress<axis = 0>(numbers, is_kept)
+}
+"""
+
+
+def test_embed_output_with_fewer_rows_is_refused(
+    start: Callable[..., TestClient], tmp_path: Path
+) -> None:
+    write_model(tmp_path / "fewer.onnx", FEWER_ROWS.replace("[kept, sequence]", "[kept, width]"))
+    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    client = start(tmp_path / "fewer.onnx", timeout_ms=2000)
+    assert client.post("/embed", json={"inputs": ["a", "b"]}).status_code == 200
+    assert client.post("/embed", json={"inputs": ["a", "d"]}).status_code == 422
+    assert client.post("/embed", json={"inputs": "d"}).status_code == 422
+
+
+@pytest.mark.parametrize("route", ["/embed", "/tokenize"])
+def test_tokenizer_without_unknown_token_refuses_unknown_words(
+    start: Callable[..., TestClient], tmp_path: Path, route: str
+) -> None:
+    path = write_encoder(tmp_path / "m") / "tokenizer.json"
+    content = json.loads(path.read_text())
+    del content["model"]["vocab"]["[UNK]"]
+    path.write_text(json.dumps(content))
+    client = start(tmp_path / "m")
+    assert client.post(route, json={"inputs": "a"}).status_code == 200
+    assert client.post(route, json={"inputs": "strange"}).status_code == 422

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Hashable
+from contextlib import suppress
 from time import perf_counter
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attnserve.runtime.stop import STOP
+from service.engine import batcher as batcher_module
 from service.engine.batcher import Batch, Batcher, BatchResult, Queue, RequestResult, Row
 from service.errors import DeadlineExceeded, ModelFailed, NotReady, OutOfMemory, Overloaded
 
@@ -459,6 +462,63 @@ def test_submit_deadline_passes_in_queue_is_not_computed() -> None:
     assert run.ran == [["runs"], ["next"]]
 
 
+def test_run_that_nobody_waits_for_is_ended() -> None:
+    """Only when all of its requests have ended, whether by deadline or cancellation."""
+    ended = threading.Event()
+    ran: list[list[Any]] = []
+
+    def run(key: Hashable, payloads: list[Any]) -> BatchResult:
+        ran.append(payloads)
+        if payloads == ["first"]:
+            return echo(key, payloads)
+        stop = STOP.get()
+        assert stop is not None
+        stop.connect(ended.set)
+        assert ended.wait(10)
+        raise ModelFailed("terminated")
+
+    failed: list[NotReady] = []
+
+    async def script(batcher: Batcher) -> None:
+        with suppress(DeadlineExceeded):
+            batcher.pause()
+            one = start(batcher.submit(rows("a"), perf_counter() + 0.2))
+            two = start(batcher.submit(rows("b")))
+            await asyncio.sleep(0)
+            batcher.resume()
+            await one
+        assert sorted(ran[0]) == ["a", "b"] and not ended.is_set()
+        two.cancel()
+        with suppress(asyncio.CancelledError):
+            await two
+        while batcher.is_busy:
+            await asyncio.sleep(0.001)
+        assert ended.is_set()
+        await batcher.submit(rows("first"), perf_counter() + 10)  # the slot is free again
+
+    play(script, run, on_failure=failed.append)
+    assert not failed  # the session is not broken
+    assert len(ran) == 2  # its rows are not run one by one
+
+
+def test_run_that_does_not_end_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batcher_module, "STUCK_S", 0.1)
+    run = Recorder()
+
+    async def script(batcher: Batcher) -> None:
+        with pytest.raises(DeadlineExceeded):
+            await batcher.submit(rows("endless"), perf_counter() + 0.05)
+        assert not batcher.is_stuck
+        await asyncio.sleep(0.2)
+        assert batcher.is_stuck
+        run.go.set()
+        while batcher.is_busy:
+            await asyncio.sleep(0.001)
+        assert not batcher.is_stuck
+
+    play(script, run)
+
+
 def test_submit_expected_to_miss_deadline_is_not_computed() -> None:
     ran: list[Any] = []
 
@@ -480,6 +540,32 @@ def test_submit_expected_to_miss_deadline_is_not_computed() -> None:
 
     play(script, slow)
     assert ran == [0, 1, 3]
+
+
+def test_submit_one_long_run_is_not_expected_again() -> None:
+    """A paused process makes its current runs long; requests that are in time must run."""
+    pause_s = 0.0
+
+    def run(key: Hashable, payloads: list[Any]) -> BatchResult:
+        threading.Event().wait(pause_s)
+        return echo(key, payloads)
+
+    async def script(batcher: Batcher) -> None:
+        nonlocal pause_s
+        for _ in range(3):
+            await asyncio.gather(batcher.submit(rows(1)), batcher.submit(rows(2)))
+        pause_s = 0.5
+        paused = [start(batcher.submit(rows(n, tokens=60))) for n in range(2)]
+        await asyncio.sleep(0.01)
+        pause_s = 0.02
+        await asyncio.gather(*paused)
+        first = [start(batcher.submit(rows(n, tokens=60))) for n in range(2)]
+        await asyncio.sleep(0)
+        waits = batcher.submit(rows(3), perf_counter() + 0.3)
+        assert (await waits).results == [("text", 3)]
+        await asyncio.gather(*first)
+
+    play(script, run, concurrency=2)
 
 
 def test_submit_cancelled_removes_rows_from_queue() -> None:
@@ -547,6 +633,29 @@ def test_submit_model_failure_is_reported_to_on_failure() -> None:
             await waiting
 
     play(script, broken, on_failure=failures.append)
+
+
+@pytest.mark.parametrize("fault", ["results", "on_batch"])
+def test_submit_undeliverable_results_fail_their_requests(fault: str) -> None:
+    failing = True
+
+    def run(key: Hashable, payloads: list[Any]) -> BatchResult:
+        return BatchResult([] if failing and fault == "results" else payloads)
+
+    def on_batch(batch: Batch) -> None:
+        if failing and fault == "on_batch":
+            raise OSError("disk full")
+
+    async def script(batcher: Batcher) -> None:
+        nonlocal failing
+        for error in await asyncio.gather(
+            *(batcher.submit(rows(n)) for n in range(3)), return_exceptions=True
+        ):
+            assert isinstance(error, OSError if fault == "on_batch" else ValueError)
+        failing = False
+        assert (await batcher.submit(rows("next"))).results == ["next"]
+
+    play(script, run, on_batch=on_batch)
 
 
 def test_submit_concurrency_runs_batches_in_parallel() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from attnserve.models.artifact import open_artifact
 from graph_passes.errors import InvalidModel
 from service.engine.engine import Engine
-from service.engine.model import Model
+from service.engine.model import Model, Tensor
 from service.settings import Settings
 from tests.service.conftest import HeldRuns
 from tests.service.tiny import HIDDEN, hidden_states, write_encoder, write_model
@@ -120,3 +121,28 @@ def test_engine_name_is_that_of_its_file(tmp_path: Path) -> None:
     engine = open_engine(folder / "small.onnx")
     assert engine.name == "small"
     engine.close()
+
+
+def test_plan_id_is_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan may have megabytes, and every answer has the checksum in its headers."""
+    plan = {"layers": [1, 2]}
+    model = Model(open_artifact(write_encoder(tmp_path / "m", lineage=[{"plan": plan}])))
+    first = model.plan_id
+    assert first is not None
+    monkeypatch.setattr(json, "dumps", lambda *_, **__: 1 / 0)
+    assert model.plan_id == first
+    model.close()
+
+
+def test_output_bytes_counts_axes_of_unknown_size_as_one(encoder: Path) -> None:
+    model, single = Model(open_artifact(encoder)), np.dtype(np.float32)
+    model.inputs = (Tensor("x", single, ("batch", None)), Tensor("y", single, (None, "width")))
+    model.outputs = (
+        Tensor("a", single, ("batch", "width", 7)),
+        Tensor("b", single, (None, 3)),
+        Tensor("c", np.dtype(np.float64), ("batch", "other")),
+    )
+    shapes = {"x": (5, 11), "y": (11, 13)}
+    assert [model.output_bytes(shapes, [name]) for name in "abc"] == [5 * 13 * 7 * 4, 12, 40]
+    assert model.output_bytes(shapes, ["b", "c"]) == 52
+    model.close()

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -21,8 +22,10 @@ from onnx import TensorProto, helper, numpy_helper
 from starlette.testclient import TestClient
 
 from graph_passes.errors import InvalidModel
+from service.engine.model import Model
 from service.engine.repository import Entry, Repository
-from service.errors import NotFound, NotReady
+from service.errors import NotFound, NotReady, hide_folders
+from service.metrics import Metrics
 from service.settings import Settings
 from tests.service.conftest import until
 from tests.service.tiny import ids_request, write_encoder, write_model
@@ -128,6 +131,73 @@ def test_start_without_models_is_refused(tmp_path: Path) -> None:
     assert "models: holds no model" in load_error(tmp_path / "models").what
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_ready_needs_every_model_that_was_there_at_the_start(tmp_path: Path, strict: bool) -> None:
+    write_scale(tmp_path / "good" / "1", 2)
+    broken = tmp_path / "bad" / "1"
+    broken.mkdir(parents=True)
+    (broken / "model.onnx").write_bytes(b"no model")
+
+    async def play() -> None:
+        settings = Settings(model=tmp_path, probe=False, strict_readiness=strict)
+        repository = Repository(settings, Metrics())
+        await repository.start()
+        assert repository.ready is not strict
+        with pytest.raises(InvalidModel):
+            await repository.load("bad")
+        assert repository.ready is not strict
+        write_scale(broken, 3)
+        await repository.load("bad")
+        assert repository.ready
+        (broken / "model.onnx").write_bytes(b"no model")
+        with pytest.raises(InvalidModel):
+            await repository.load("bad")
+        assert repository.ready  # the version before still serves
+        await repository.close()
+
+    asyncio.run(play())
+
+
+def test_unloading_a_broken_model_makes_ready(tmp_path: Path) -> None:
+    write_scale(tmp_path / "good" / "1", 2)
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "model.onnx").write_bytes(b"no model")
+
+    async def play() -> None:
+        repository = Repository(Settings(model=tmp_path, probe=False), Metrics())
+        await repository.start()
+        assert not repository.ready
+        await repository.unload("bad")
+        assert repository.ready
+        await repository.close()
+
+    asyncio.run(play())
+
+
+def test_start_ignores_unreadable_folders_and_stray_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_scale(tmp_path / "good" / "1", 2)
+    (tmp_path / "lost+found").mkdir()
+    (tmp_path / "stray.onnx").write_bytes(b"no model")
+    listed = Path.iterdir
+
+    def iterdir(path: Path) -> Any:
+        if path.name == "lost+found":
+            raise PermissionError(13, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+
+    async def play() -> None:
+        repository = Repository(Settings(model=tmp_path, probe=False), Metrics())
+        await repository.start()
+        assert [engine.name for engine in repository.engines()] == ["good"] and repository.ready
+        await repository.close()
+
+    asyncio.run(play())
+
+
 def test_start_invalid_model_is_unavailable_and_others_serve(tmp_path: Path) -> None:
     write_scale(tmp_path / "good", 1)
     (tmp_path / "bad").mkdir()
@@ -136,7 +206,7 @@ def test_start_invalid_model_is_unavailable_and_others_serve(tmp_path: Path) -> 
     async def script(repository: Repository) -> None:
         bad, good = repository.index()
         assert bad.state == "UNAVAILABLE" and "not an ONNX file" in bad.reason
-        assert good.state == "READY" and repository.ready
+        assert good.state == "READY" and await ask(repository, "good") == 1
         with pytest.raises(NotReady, match="'bad' is not loaded"):
             repository.engine("bad")
 
@@ -529,13 +599,19 @@ def test_failed_session_is_not_ready_until_reloaded(
     reload = threading.Event()
     again = engine._reload
     assert again is not None
-    monkeypatch.setattr(engine, "_reload", lambda: again() if reload.is_set() else 1 / 0)
+
+    def reload_later() -> Model:
+        if not reload.is_set():
+            raise MemoryError  # without a text
+        return again()
+
+    monkeypatch.setattr(engine, "_reload", reload_later)
 
     answer = client.post("/embed", json={"inputs": "a", "model": "tiny"})
     assert answer.status_code == 503 and answer.headers["retry-after"] == "5"
     # Not ready, but alive; the other model is ready, and serves.
+    until(lambda: client.get("/v2/health/ready").json() == {"ready": False})
     assert client.get("/v2/health/live").status_code == 200
-    assert client.get("/v2/health/ready").json() == {"ready": False}
     answer = client.get("/v2/models/tiny/ready")
     assert (answer.status_code, answer.json()) == (503, {"name": "tiny", "ready": False})
     assert client.get("/v2/models/other/ready").status_code == 200
@@ -549,6 +625,33 @@ def test_failed_session_is_not_ready_until_reloaded(
     assert engine.model._session is not faulty
 
 
+def test_failed_allocation_of_one_request_leaves_model_ready(
+    start: Callable[..., TestClient], encoder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = start(encoder)
+    model = client.app.state.repository.engine().model  # type: ignore[attr-defined]
+    warm_up, go, warmed = model.warm_up, threading.Event(), threading.Event()
+    faulty = Faulty(model._session, "out of memory")
+    monkeypatch.setattr(model, "_session", faulty)
+
+    def recover() -> None:
+        assert go.wait(20)
+        warm_up()
+        warmed.set()
+
+    monkeypatch.setattr(model, "warm_up", recover)
+    assert client.post("/embed", json={"inputs": "a"}).status_code == 503
+    faulty.broken = False
+    try:
+        assert client.get("/v2/health/ready").status_code == 200
+        other = client.post("/embed", json={"inputs": "b"}, headers={"x-timeout-ms": "5000"})
+        assert other.status_code == 200
+    finally:
+        go.set()
+    assert warmed.wait(20)
+    assert client.get("/v2/health/ready").status_code == 200
+
+
 def test_failed_session_that_recovers_is_not_reloaded(
     start: Callable[..., TestClient], encoder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -556,7 +659,7 @@ def test_failed_session_that_recovers_is_not_reloaded(
     engine = client.app.state.repository.engine()  # type: ignore[attr-defined]
     monkeypatch.setattr(engine, "_reload", lambda: 1 / 0)
     model, warm_up = engine.model, engine.model.warm_up
-    faulty = Faulty(model._session, "out of memory")
+    faulty = Faulty(model._session, "CUDA failure 700")
     monkeypatch.setattr(model, "_session", faulty)
 
     def recover() -> None:
@@ -656,3 +759,135 @@ def test_load_dynamic_quantization_of_a_single_row_is_batch_invariant(
     client = start(tmp_path / "int8", probe=False)
     parameters = client.get("/v2/models/int8/config").json()["parameters"]
     assert parameters["batch_invariant"] == {"string_value": "true"}
+
+
+# -- broken companion files and an unreadable repository -----------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", "[" * 100_000),
+        ("tokenizer_config.json", "[" * 100_000),
+        ("config.json", '{"id2label": {"0": "\\ud800"}}'),
+        ("attnserve.json", '{"id2label": {"0": "\\ud800"}}'),
+    ],
+)
+def test_start_invalid_companion_file_is_unavailable_and_others_serve(
+    start: Callable[..., TestClient], tmp_path: Path, name: str, content: str
+) -> None:
+    write_encoder(tmp_path / "bad")
+    (tmp_path / "bad" / name).write_text(content)
+    write_encoder(tmp_path / "good")
+    client = start(tmp_path)
+    states = {one["name"]: one["state"] for one in client.post("/v2/repository/index").json()}
+    assert states == {"bad": "UNAVAILABLE", "good": "READY"}
+    assert client.post("/v2/repository/models/bad/load").status_code == 422
+
+
+def test_load_unexpected_error_is_unavailable_and_others_serve(
+    start: Callable[..., TestClient], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_encoder(tmp_path / "bad")
+    write_encoder(tmp_path / "good")
+    warm_up = Model.warm_up
+    monkeypatch.setattr(
+        Model, "warm_up", lambda model: 1 / 0 if model.name == "bad" else warm_up(model)
+    )
+    client = start(tmp_path)
+    assert client.post("/embed", json={"inputs": "a"}).status_code == 200
+    answer = client.post("/v2/repository/models/bad/load")
+    assert answer.status_code == 503 and "ZeroDivisionError" in answer.json()["error"]
+
+
+def test_stats_large_number_in_record_is_answered(
+    start: Callable[..., TestClient], tmp_path: Path
+) -> None:
+    write_encoder(tmp_path / "tiny", lineage=[{"before": {"macs": 10**30}}])
+    assert start(tmp_path / "tiny").get("/stats.json").status_code == 200
+
+
+def test_models_route_while_model_file_is_missing_is_answered(
+    start: Callable[..., TestClient], tmp_path: Path
+) -> None:
+    client = start(write_encoder(tmp_path / "tiny"))
+    before = client.get("/v1/models").json()
+    (tmp_path / "tiny" / "model.onnx").unlink()
+    assert client.get("/v1/models").json() == before
+    assert client.get("/v1/models/tiny").json() == before["data"][0]
+
+
+def test_repository_unreadable_lists_and_unloads_loaded_models(
+    start: Callable[..., TestClient], tmp_path: Path
+) -> None:
+    path = tmp_path / "models"
+    path.mkdir()
+    write_encoder(path / "one")
+    write_encoder(path / "two")
+    client = start(path)
+    path.rename(tmp_path / "away")
+    index = client.post("/v2/repository/index")
+    assert index.status_code == 200
+    assert {(one["name"], one["state"]) for one in index.json()} == {
+        ("one", "READY"),
+        ("two", "READY"),
+    }
+    load = client.post("/v2/repository/models/one/load")
+    assert load.status_code == 503 and str(tmp_path) not in load.text
+    assert client.post("/v2/repository/models/unknown/unload").status_code == 503
+    assert client.post("/v2/repository/models/two/unload").status_code == 200
+    assert client.post("/embed", json={"inputs": "a"}).status_code == 200
+
+
+def test_index_version_that_was_deleted_is_not_listed(
+    start: Callable[..., TestClient], tmp_path: Path
+) -> None:
+    write_scale(tmp_path / "m" / "1", 2)
+    write_scale(tmp_path / "m" / "2", 3)
+    (tmp_path / "m" / "2" / "model.onnx").write_bytes(b"no model")
+    client = start(tmp_path)
+
+    def states() -> dict[str, str]:
+        answer = client.post("/v2/repository/index")
+        return {one["version"]: one["state"] for one in answer.json()}
+
+    assert states() == {"1": "READY", "2": "UNAVAILABLE"}
+    shutil.rmtree(tmp_path / "m" / "2")
+    assert states() == {"1": "READY"}
+
+
+def test_answers_hold_no_paths_of_the_server(
+    start: Callable[..., TestClient], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_scale(tmp_path / "bad" / "1", 2)
+    (tmp_path / "bad" / "1" / "model.onnx").write_bytes(b"no model")
+    write_encoder(tmp_path / "tiny")
+    client = start(tmp_path)
+    index = client.post("/v2/repository/index").json()
+    assert index[0]["reason"].startswith("bad/1/model.onnx: not an ONNX file")
+    load = client.post("/v2/repository/models/bad/load")
+    assert load.json()["error"].startswith("bad/1/model.onnx: not an ONNX file")
+    engine = client.app.state.repository.engine("tiny")  # type: ignore[attr-defined]
+    monkeypatch.setattr(engine, "_broken", f"{tmp_path / 'tiny'}: its files have changed")
+    for answer in (
+        client.post("/v2/repository/index"),
+        client.get("/stats.json"),
+        client.post("/embed", json={"inputs": "a", "model": "tiny"}),
+    ):
+        assert "tiny: its files have changed" in answer.text and str(tmp_path) not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("/models/a/model.onnx: bad; /models: empty", "a/model.onnx: bad; models: empty"),
+        ("send ids to /v2/models/a/infer", "send ids to /v2/models/a/infer"),
+        ("/models2/a and /models.bak", "/models2/a and /models.bak"),
+        ("node '/encoder/models/Add'", "node '/encoder/models/Add'"),
+        (f"({tempfile.gettempdir()}/x.onnx)", "(x.onnx)"),
+    ],
+)
+def test_hide_folders_removes_only_folders_of_the_server(text: str, shown: str) -> None:
+    assert hide_folders(text, Path("/models")) == shown
+    assert hide_folders(text, Path("/models/model.onnx")) == shown
+    assert hide_folders("/v2 /model.onnx", Path("/model.onnx")) == "/v2 /model.onnx"

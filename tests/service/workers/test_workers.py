@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from time import time
+from time import monotonic, time
 from typing import Any
 
 import httpx2
@@ -30,6 +30,7 @@ from graph_passes.errors import InvalidModel
 from service.errors import NotReady
 from service.metrics import Metrics
 from service.settings import Settings
+from service.workers import shared_repository
 from service.workers.shared_repository import SharedRepository
 from service.workers.shared_state import SharedState, Status
 from service.workers.supervisor import threads_per_worker
@@ -545,13 +546,71 @@ def test_load_fails_if_another_worker_cannot_follow(tmp_path: Path) -> None:
         two._load = unlucky  # type: ignore[method-assign, assignment]
         with pytest.raises(NotReady, match="MemoryError") as failed:
             await one.load("tiny")
-        assert failed.value.code == "worker.failed"
+        assert failed.value.code == "model.unexpected"
         assert not one.ready and not two.ready  # what they serve is not the same
         del two._load
         await one.load("tiny")
         assert two.versions("tiny") == ["1", "2"] and one.ready and two.ready
 
     together(models, _folder(tmp_path), play)
+
+
+@pytest.mark.parametrize("heals", [True, False])
+def test_worker_that_cannot_follow_tries_again_then_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heals: bool
+) -> None:
+    """A worker that serves other models than its peers must not stay like that."""
+    models = repository(tmp_path / "models", "tiny")
+    ended: list[int] = []
+    monkeypatch.setattr(shared_repository, "MAX_RETRIES", 1)
+
+    async def play(one: SharedRepository, state: SharedState, start: Starts) -> None:
+        two = await start(1)
+        state.set_complete()
+        write_encoder(models / "tiny" / "2")
+
+        def unlucky(*args: object, **kwargs: object) -> None:
+            raise MemoryError
+
+        two._load = unlucky  # type: ignore[method-assign, assignment]
+        with pytest.raises(NotReady):
+            await one.load("tiny")
+        monkeypatch.setattr(os, "kill", lambda pid, number: ended.append(number))
+        if heals:
+            del two._load
+        deadline = monotonic() + 10
+        while not (two.ready if heals else ended):
+            assert monotonic() < deadline
+            await asyncio.sleep(0.05)
+        assert two.versions("tiny") == (["1", "2"] if heals else ["1"])
+        assert ended == ([] if heals else ended)
+
+    together(models, _folder(tmp_path), play)
+    assert set(ended) == (set() if heals else {signal.SIGTERM})
+
+
+def test_touch_keeps_files_from_cleaners(tmp_path: Path) -> None:
+    state = SharedState(_folder(tmp_path), 2)
+    state.set_complete()
+    files = [state.path, state.path / "complete"]
+    for path in files:
+        os.utime(path, (0, 0))
+    state.touch()
+    assert all(path.stat().st_mtime > time() - 60 for path in files)
+
+
+@pytest.mark.process
+def test_workers_that_cannot_write_keep_serving(tmp_path: Path) -> None:
+    """As with a full disk: they need no file to answer."""
+    with serving(write_encoder(tmp_path / "tiny"), tmp_path) as server:
+        server.wait()
+        before = server.pids()
+        for pid in before:
+            psutil.Process(pid).rlimit(psutil.RLIMIT_FSIZE, (0, 0))
+        client, start = server.client(before[0]), monotonic()
+        while monotonic() < start + 6:  # twice the time of a hang
+            assert client.post("/embed", EMBED) == 200
+        assert server.pids() == before
 
 
 def test_load_with_hanging_worker_names_it(tmp_path: Path) -> None:

@@ -1,0 +1,40 @@
+"""End a run of a session that nobody waits for any more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+__all__ = ["STOP", "Stop", "stoppable"]
+
+
+class Stop:
+    """Ends the run of one thread, from another thread."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._end: Callable[[], None] | None = None
+
+    def connect(self, end: Callable[[], None]) -> None:
+        """Let ``end`` end the run; it is called at once if ``set`` was called before."""
+        self._end = end
+        if self._is_set:
+            end()
+
+    def set(self) -> None:
+        """End the run, at its next node."""
+        self._is_set = True
+        if self._end is not None:
+            self._end()
+
+
+STOP: ContextVar[Stop | None] = ContextVar("stop", default=None)
+"""Of the run in this thread."""
+
+
+def stoppable(options: Any) -> Any:
+    """Let ``STOP`` end the run with these ``onnxruntime.RunOptions``, which are returned."""
+    if (stop := STOP.get()) is not None:
+        stop.connect(lambda: setattr(options, "terminate", True))
+    return options

@@ -1,0 +1,172 @@
+"""Connections of clients that send too much, too slowly, or do not read."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import uvicorn
+
+from service import protocol
+
+LARGE = 50_000_000
+BODY = b'{"inputs": "a"}'
+HEAD = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 15\r\n"
+
+JDK = (
+    b"POST / HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nContent-Length: 15\r\nHost: a\r\n"
+    b"HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA\r\nUpgrade: h2c\r\n"
+    b"User-Agent: Java-http-client/21.0.2\r\nContent-Type: application/json\r\n\r\n"
+)
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    """Answer with the body of the request; /large with many bytes."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        body, more = body + message.get("body", b""), message.get("more_body", False)
+    answer = bytes(LARGE) if scope["path"] == "/large" else body
+    headers = [(b"content-length", str(len(answer)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": answer})
+
+
+@contextmanager
+def served(app: Any = echo, **options: Any) -> Iterator[tuple[str, int]]:
+    config = uvicorn.Config(
+        app, port=0, http=protocol.Protocol, lifespan="off", log_level="critical", **options
+    )
+    server = uvicorn.Server(config)
+    listener = socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
+    thread.start()
+    yield listener.getsockname()
+    server.force_exit = server.should_exit = True
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+@pytest.fixture
+def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
+    monkeypatch.setattr(protocol, "RECEIVE_S", 0.5)
+    monkeypatch.setattr(protocol, "SEND_S", 0.5)
+    with served() as found:
+        yield found
+
+
+@contextmanager
+def connected(address: tuple[str, int]) -> Iterator[socket.socket]:
+    with socket.create_connection(address, timeout=10) as client:
+        yield client
+
+
+def answer(client: socket.socket) -> bytes:
+    """All bytes until the server closes, or the answer to one request with a short body."""
+    found = b""
+    while b"\r\n\r\n" not in found or len(found.partition(b"\r\n\r\n")[2]) < _length(found):
+        part = client.recv(65_536)
+        if not part:
+            break
+        found += part
+    return found
+
+
+def _length(found: bytes) -> int:
+    lines = found.lower().split(b"\r\n")
+    return next((int(x.split(b":")[1]) for x in lines if x.startswith(b"content-length")), 0)
+
+
+def is_closed(client: socket.socket) -> bool:
+    try:
+        return client.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_requests_of_one_connection_are_answered_one_after_another(address: tuple[str, int]):
+    with connected(address) as client:
+        for _ in range(3):
+            client.sendall(HEAD + b"\r\n" + BODY)
+            assert answer(client).endswith(BODY)
+            time.sleep(0.3)  # idle time does not count
+        client.sendall((HEAD + b"\r\n" + BODY) * 2)
+        assert answer(client).endswith(BODY)
+
+
+@pytest.mark.parametrize("pieces", [1, 7])
+def test_body_after_an_offered_upgrade_arrives(address: tuple[str, int], pieces: int):
+    with connected(address) as client:
+        client.sendall(JDK)
+        for start in range(0, len(BODY), pieces):
+            client.sendall(BODY[start : start + pieces])
+        assert answer(client).endswith(BODY)
+        client.sendall(JDK + BODY)
+        assert answer(client).endswith(BODY)
+
+
+@pytest.mark.parametrize("line", [b"x: " + b"y" * 1_000_000, b"a: b\r\n" * 100_000])
+def test_large_head_is_refused(address: tuple[str, int], line: bytes):
+    with connected(address) as client:
+        try:
+            client.sendall(HEAD + line)
+            found = answer(client)
+        except (BrokenPipeError, ConnectionResetError):
+            found = b""  # closed before all of it was sent
+        assert found == b"" or b" 431 " in found
+
+
+def test_large_body_is_no_large_head(address: tuple[str, int]):
+    body = b"x" * 300_000
+    with connected(address) as client:
+        client.sendall(HEAD.replace(b"15", b"300000") + b"\r\n" + body)
+        assert answer(client).endswith(body)
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST / HT", HEAD, HEAD + b"\r\n" + BODY[:5]])
+def test_incomplete_request_is_closed(address: tuple[str, int], sent: bytes):
+    start = time.monotonic()
+    with connected(address) as client:
+        client.sendall(sent)
+        found = answer(client)
+    assert b" 408 " in found or BODY[:5] in sent
+    assert 0.4 < time.monotonic() - start < 5
+
+
+def test_client_that_does_not_read_is_closed(address: tuple[str, int]):
+    with connected(address) as client:
+        client.sendall(b"POST /large HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n\r\n")
+        time.sleep(2)
+        received = 0
+        try:
+            while part := client.recv(1_000_000):
+                received += len(part)
+        except ConnectionResetError:
+            pass
+        assert received < LARGE
+
+
+def test_client_that_reads_slowly_gets_all(address: tuple[str, int]):
+    with connected(address) as client:
+        client.sendall(b"POST /large HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n\r\n")
+        start, received = time.monotonic(), 0
+        while received < LARGE:
+            received += len(client.recv(1_000_000))
+            time.sleep(0.03)
+        assert time.monotonic() - start > 0.5
+
+
+def test_connections_over_the_limit_get_503():
+    with served(limit_concurrency=3) as address, connected(address), connected(address):
+        time.sleep(0.2)
+        with connected(address) as client:
+            client.sendall(HEAD + b"\r\n" + BODY)
+            assert b" 503 " in answer(client)
