@@ -22,8 +22,8 @@ from typing import Any, Literal, cast
 
 import numpy as np
 import onnx
+import onnx.inliner
 import onnx_ir as ir
-import onnx_ir.passes.common as common
 
 from attnserve.choices import Pooling
 from attnserve.models.onnx_reader import read_in_place
@@ -63,6 +63,13 @@ PACKAGES = (
     "onnxruntime-gpu",
 )
 """Packages that affect the results of a rewrite or an analysis."""
+
+MAX_INLINED_NODES, MAX_INLINED_BYTES = 50_000, 1 << 29
+"""Largest size of a model with inlined functions. Calls of 16 nested functions can inline to more
+nodes than fit into memory."""
+
+MAX_NESTED_FUNCTIONS = 64
+"""Maximum depth of calls between local functions."""
 
 RECORD = "attnserve.json"
 COMPANIONS = (
@@ -237,11 +244,11 @@ def load_model(source: Artifact | Path, *, in_place: bool = False) -> ir.Model:
     for tensor in _tensors(proto):
         _check_tensor(path, tensor)
     try:
-        model = ir.from_proto(proto)
+        model = ir.from_proto(_inlined(path, proto) if proto.functions else proto)
         ir.external_data.set_base_dir(model.graph, path.parent)
-        if model.functions:
-            common.InlinePass()(model)
         model.graph.sort()  # some converters do not sort nodes
+    except InvalidModel:
+        raise
     except Exception as error:  # onnx_ir raises ValueError for cycles, other types for functions
         raise InvalidModel(
             f"{path}: the graph is not well formed: {str(error)[:300]}",
@@ -251,6 +258,53 @@ def load_model(source: Artifact | Path, *, in_place: bool = False) -> ir.Model:
     if not in_place:
         _read_own_weights(model, path)
     return model
+
+
+def _inlined(path: Path, proto: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with its local functions inlined.
+
+    Raises:
+        InvalidModel: The functions call each other in a cycle, or are too large inlined.
+    """
+    functions = {(f.domain, f.name, f.overload): f for f in proto.functions}
+    sizes: dict[tuple[str, str, str], tuple[int, int]] = {}
+    open_calls: list[tuple[str, str, str]] = []
+
+    def refuse(what: str) -> InvalidModel:
+        return InvalidModel(
+            f"{path}: its local functions {what}",
+            "inline the functions when you export the model",
+            code="artifact.functions",
+        )
+
+    def inlined_size(nodes: Iterable[onnx.NodeProto]) -> tuple[int, int]:
+        """Number of nodes and of bytes."""
+        count = size = 0
+        for node in nodes:
+            key = (node.domain, node.op_type, node.overload)
+            added = (1, node.ByteSize())
+            if key in functions:
+                if key not in sizes:
+                    if key in open_calls or len(open_calls) >= MAX_NESTED_FUNCTIONS:
+                        raise refuse(f"are recursive, or nested over {MAX_NESTED_FUNCTIONS} deep")
+                    open_calls.append(key)
+                    sizes[key] = inlined_size(functions[key].node)
+                    open_calls.pop()
+                added = sizes[key]
+            inner = [a.g for a in node.attribute if a.HasField("g")]
+            inner += [graph for a in node.attribute for graph in a.graphs]
+            bodies = [inlined_size(graph.node) for graph in inner]
+            count += added[0] + sum(body[0] for body in bodies)
+            size += added[1] + sum(body[1] for body in bodies)
+        return count, size
+
+    count, size = inlined_size(proto.graph.node)
+    if count > MAX_INLINED_NODES or size > MAX_INLINED_BYTES:
+        raise refuse(
+            f"hold {count} nodes and {size} bytes when inlined: expected at most"
+            f" {MAX_INLINED_NODES} nodes and {MAX_INLINED_BYTES} bytes"
+        )
+    return onnx.inliner.inline_local_functions(proto)
 
 
 def _read_own_weights(model: ir.Model, path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -290,6 +291,50 @@ def test_load_model_checks_tensors_of_subgraphs_attributes_and_functions(plain: 
         path.write_bytes(proto.SerializeToString())
         with raises(InvalidModel, "artifact.external_outside"):
             load_model(path)
+
+
+def nested(depth: int, calls: int) -> onnx.ModelProto:
+    """A model of nested local functions that becomes ``calls`` ** ``depth`` nodes."""
+    functions: list[onnx.FunctionProto] = []
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("local", 1)]
+    for level in range(depth):
+        inner, domain = (f"f{level + 1}", "local") if level < depth - 1 else ("Abs", "")
+        names = ["a", *(f"t{i}" for i in range(calls - 1)), "b"]
+        nodes = [
+            helper.make_node(inner, [old], [new], domain=domain) for old, new in pairwise(names)
+        ]
+        functions.append(helper.make_function("local", f"f{level}", ["a"], ["b"], nodes, opsets))
+    model = parser.parse_model(LINEAR.replace("MatMul(x, w)", "Abs(x)"))
+    model.opset_import.append(opsets[1])
+    model.functions.extend(functions)
+    model.graph.node[0].CopyFrom(helper.make_node("f0", ["x"], ["y"], domain="local"))
+    return model
+
+
+@pytest.mark.parametrize(("depth", "calls"), [(3, 4), (2, 60)])
+def test_load_model_inlines_local_functions(tmp_path: Path, depth: int, calls: int):
+    path = tmp_path / "model.onnx"
+    onnx.save(nested(depth, calls), path)
+    model = load_model(path)
+    assert [node.op_type for node in model.graph] == ["Abs"] * calls**depth
+    assert not model.functions
+
+
+@pytest.mark.parametrize(("depth", "calls"), [(16, 2), (30, 2), (70, 1), (2, 300)])
+def test_load_model_exponential_local_functions_are_refused(tmp_path: Path, depth: int, calls: int):
+    path = tmp_path / "model.onnx"
+    onnx.save(nested(depth, calls), path)
+    with raises(InvalidModel, "artifact.functions"):
+        load_model(path)
+
+
+def test_load_model_recursive_local_function_is_refused(tmp_path: Path):
+    model = nested(3, 2)
+    model.functions[2].node[0].CopyFrom(helper.make_node("f0", ["a"], ["t0"], domain="local"))
+    path = tmp_path / "model.onnx"
+    onnx.save(model, path)
+    with raises(InvalidModel, "artifact.functions"):
+        load_model(path)
 
 
 def test_save_model_external_model_inside_or_beside(external: Path, tmp_path: Path):
