@@ -19,6 +19,7 @@ import onnx_ir as ir
 
 from graph_passes.analysis.constants import constant_array, constant_tensor, is_constant
 from graph_passes.analysis.evaluation import SMALL, evaluate, infer_outputs
+from graph_passes.errors import MALFORMED_NODE
 
 __all__ = [
     "RULES",
@@ -290,7 +291,10 @@ def _infer_graph(graph: ir.Graph, inference: _Inference) -> None:
             inference.known[value] = _of_tensor(value.const_value)
     for node in graph:
         body = BODIES.get(node.op_type) if not node.domain else None
-        tensors, reason = _infer_node(node, inference) if body is None else body(node, inference)
+        try:
+            tensors, reason = (_infer_node if body is None else body)(node, inference)
+        except MALFORMED_NODE as error:
+            tensors, reason = (), f"{node.op_type}: {error}"
         for value, tensor in zip(node.outputs, tensors, strict=False):
             if tensor is not None:
                 inference.known[value] = tensor

@@ -22,7 +22,7 @@ from graph_passes.blocks import (
     Unmatched,
 )
 from graph_passes.context import GraphContext
-from graph_passes.errors import InvalidModel
+from graph_passes.errors import MALFORMED_NODE, InvalidModel
 from graph_passes.matching.element_map import MatchFailure, describe
 from graph_passes.matching.idioms import SOFTMAXES, SoftmaxMatch
 from graph_passes.matching.layout import LayoutReader
@@ -61,7 +61,7 @@ def find_attention(model: ir.Model) -> tuple[list[AttentionBlock], list[Unmatche
             block = _match_node(node, reader)
         except MatchFailure as failure:
             unmatched.append(Unmatched(node, failure.reason))
-        except (IndexError, ValueError, MemoryError, RuntimeError, InvalidModel) as error:
+        except (*MALFORMED_NODE, MemoryError, RuntimeError, InvalidModel) as error:
             # Malformed graphs raise these; other blocks may still match.
             what = error.what if isinstance(error, InvalidModel) else error
             unmatched.append(Unmatched(node, f"{describe(node)} could not be evaluated: {what}"))

@@ -209,6 +209,61 @@ def test_load_model_inconsistent_weight_is_refused(
 # External data
 
 
+@pytest.mark.parametrize(
+    ("dtype", "field", "count", "accepted"),
+    [
+        (TensorProto.FLOAT, "float_data", 6, True),
+        (TensorProto.FLOAT16, "int32_data", 6, True),
+        (TensorProto.INT4, "int32_data", 3, True),
+        (TensorProto.UINT32, "uint64_data", 6, True),
+        (TensorProto.COMPLEX64, "float_data", 12, True),
+        (TensorProto.FLOAT, "float_data", 5, False),
+        (TensorProto.FLOAT, "int32_data", 6, False),
+        (TensorProto.INT64, "float_data", 6, False),
+    ],
+)
+def test_load_model_typed_elements_match_type_and_shape(
+    plain: Path, dtype: int, field: str, count: int, accepted: bool
+):
+    proto = onnx.load(plain)
+    weight = TensorProto(name="typed", dims=[2, 3], data_type=dtype)
+    getattr(weight, field).extend([1] * count)
+    proto.graph.initializer.append(weight)
+    plain.write_bytes(proto.SerializeToString())
+    if accepted:
+        array = load_model(plain).graph.initializers["typed"].const_value
+        assert array is not None and array.numpy().shape == (2, 3)
+        return
+    with raises(InvalidModel, "artifact.weight_size", "typed"):
+        load_model(plain)
+
+
+@pytest.mark.parametrize("version", [-1, 0, 2**31, 2**62])
+def test_load_model_opset_out_of_range_is_refused(plain: Path, version: int):
+    proto = onnx.load(plain)
+    proto.opset_import[0].version = version
+    plain.write_bytes(proto.SerializeToString())
+    with raises(InvalidModel, "artifact.opset", version):
+        load_model(plain)
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        helper.make_node("If", ["x"], ["y"]),  # without branches
+        helper.make_node("Softmax", ["x"], ["y"], axis=1.5),
+        helper.make_node("MatMul", ["x"], ["y"]),
+        helper.make_node("Abs", ["x"], ["y", "z"]),
+    ],
+)
+def test_load_model_invalid_node_is_refused(plain: Path, node: onnx.NodeProto):
+    proto = onnx.load(plain)
+    proto.graph.node[0].CopyFrom(node)
+    plain.write_bytes(proto.SerializeToString())
+    with raises(InvalidModel, "artifact.node", node.op_type):
+        load_model(plain)
+
+
 def test_load_model_reads_external_data(external: Path, plain: Path):
     one, other = (load_model(path).graph.initializers["w"] for path in (external, plain))
     assert other.const_value is not None and one.const_value is not None
