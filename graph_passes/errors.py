@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 __all__ = [
+    "MALFORMED_NODE",
     "AttnserveError",
     "CannotRewrite",
     "CheckFailed",
@@ -22,6 +23,10 @@ __all__ = [
     "MissingExtra",
     "Refusal",
 ]
+
+
+MALFORMED_NODE = (ArithmeticError, IndexError, KeyError, TypeError, ValueError)
+"""Raised for a node whose attributes, inputs or shapes its operator does not allow."""
 
 
 class AttnserveError(Exception):

@@ -9,12 +9,11 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import math
 import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +22,10 @@ from typing import Any, Literal, cast
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnx_ir.passes.common as common
 
 from attnserve.choices import Pooling
 from attnserve.models.onnx_reader import read_in_place
+from attnserve.models.onnx_validation import validated
 from attnserve.paths import StrPath
 from attnserve.runtime.external_data import external_files, map_external_data
 from attnserve.runtime.session import PROTOBUF_LIMIT_BYTES, weight_bytes
@@ -234,27 +233,12 @@ def load_model(source: Artifact | Path, *, in_place: bool = False) -> ir.Model:
             "download or export it again",
             code="artifact.not_onnx",
         ) from error
-    if not proto.HasField("graph") or not (proto.graph.node or proto.graph.output):
-        raise InvalidModel(
-            f"{path}: not an ONNX model: it has no graph",
-            "export it again",
-            code="artifact.not_onnx",
-        )
-    if not proto.opset_import:
-        raise InvalidModel(
-            f"{path}: no opset is declared; the file may be truncated",
-            "export it again",
-            code="artifact.no_opset",
-        )
-    for tensor in _tensors(proto):
-        _check_tensor(path, tensor)
+    proto = validated(path, proto)
     try:
         model = ir.from_proto(proto)
         ir.external_data.set_base_dir(model.graph, path.parent)
-        if model.functions:
-            common.InlinePass()(model)
         model.graph.sort()  # some converters do not sort nodes
-    except Exception as error:  # onnx_ir raises ValueError for cycles, other types for functions
+    except Exception as error:  # onnx_ir raises ValueError for cycles, and other types
         raise InvalidModel(
             f"{path}: the graph is not well formed: {str(error)[:300]}",
             "check it with onnx.checker.check_model, or export it again",
@@ -529,112 +513,6 @@ def _is_the_input(path: Path) -> InvalidOutput:
         "choose another `output`",
         code="output.is_input",
     )
-
-
-def _check_tensor(path: Path, tensor: onnx.TensorProto) -> None:
-    """Refuse a weight whose data does not match its shape and type."""
-    where = f"{path}: the weight {tensor.name!r}"
-    try:
-        bits = ir.DataType(tensor.data_type).bitwidth
-    except (TypeError, ValueError):  # strings have no bit width; other values are invalid
-        if tensor.data_type == onnx.TensorProto.STRING:
-            return
-        raise InvalidModel(
-            f"{where} has no known data type", "export it again", code="artifact.weight_type"
-        ) from None
-    if min(tensor.dims, default=0) < 0:
-        raise InvalidModel(
-            f"{where} has a negative size {list(tensor.dims)}",
-            "export it again",
-            code="artifact.weight_shape",
-        )
-    expected = math.ceil(math.prod(tensor.dims) * bits / 8)
-    if tensor.data_location == onnx.TensorProto.EXTERNAL:
-        _check_external(path, tensor, expected)
-        return
-    found = len(tensor.raw_data) if tensor.HasField("raw_data") else None
-    typed = (tensor.float_data, tensor.int32_data, tensor.int64_data, tensor.double_data)
-    if found is None and (any(typed) or tensor.uint64_data):
-        return  # the number of elements is checked when they are read
-    if (found or 0) != expected:
-        raise InvalidModel(
-            f"{where} of shape {list(tensor.dims)} has {found or 0} bytes, expected {expected}",
-            "the file is damaged: download or export it again",
-            code="artifact.weight_size",
-        )
-
-
-def _check_external(path: Path, tensor: onnx.TensorProto, expected: int) -> None:
-    """Refuse external data outside the model's folder, or with a wrong size."""
-    folder = path.parent.resolve()
-    entries = {entry.key: entry.value for entry in tensor.external_data}
-    location = entries.get("location", "")
-    where = f"{path}: external data of {tensor.name!r}"
-    relative = Path(location)
-    outside = (
-        not location
-        or relative.is_absolute()
-        or any(character in location for character in "\\:\0")
-        or ".." in relative.parts
-        or not (folder / relative).resolve().is_relative_to(folder)
-    )
-    if outside:
-        raise InvalidModel(
-            f"{where} is at {location!r}: expected a file inside the model's folder",
-            "do not use this file: a model must not read files outside its folder",
-            code="artifact.external_outside",
-        )
-    data = folder / relative
-    if not data.is_file():
-        raise InvalidModel(
-            f"{where} is missing: {location}",
-            f"put {location} into the model's folder",
-            code="artifact.external_missing",
-        )
-    try:
-        offset = int(entries.get("offset", "0"))
-        length = int(entries.get("length", expected))
-    except ValueError as error:
-        raise InvalidModel(
-            f"{where} has an invalid offset or length",
-            "export it again",
-            code="artifact.external_offset",
-        ) from error
-    if offset < 0 or length != expected:
-        raise InvalidModel(
-            f"{where} has offset {offset} and {length} bytes, expected {expected} bytes",
-            "the model and its data file do not match: copy both again",
-            code="artifact.external_offset",
-        )
-    if offset + length > data.stat().st_size:
-        raise InvalidModel(
-            f"{where} ends at byte {offset + length}, but {location} has {data.stat().st_size}",
-            "the data file is truncated: copy it again",
-            code="artifact.external_truncated",
-        )
-
-
-def _tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """All tensors of a model: initializers, attributes, subgraphs, functions and training info."""
-    graphs = [proto.graph, *(t.algorithm for t in proto.training_info)]
-    graphs += [t.initialization for t in proto.training_info]
-    nodes = [node for function in proto.functions for node in function.node]
-    while graphs or nodes:
-        if graphs:
-            graph = graphs.pop()
-            yield from graph.initializer
-            sparse = [*graph.sparse_initializer]
-            nodes += graph.node
-        else:
-            attributes = nodes.pop().attribute
-            yield from (a.t for a in attributes if a.HasField("t"))
-            yield from (tensor for a in attributes for tensor in a.tensors)
-            graphs += [a.g for a in attributes if a.HasField("g")]
-            graphs += [inner for a in attributes for inner in a.graphs]
-            sparse = [a.sparse_tensor for a in attributes if a.HasField("sparse_tensor")]
-            sparse += [tensor for a in attributes for tensor in a.sparse_tensors]
-        for tensor in sparse:
-            yield from (tensor.values, tensor.indices)
 
 
 def sha256(path: Path) -> str:

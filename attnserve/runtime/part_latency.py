@@ -7,6 +7,7 @@ that masks and shapes are realistic.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -413,13 +414,26 @@ def _read(path: Path | None) -> dict[str, dict[str, float]]:
 
 
 def default_cache() -> Path:
-    """The cache file: in $ATTNSERVE_CACHE, else in the user's cache folder."""
+    """The cache file: in $ATTNSERVE_CACHE, else in the user's cache folder.
+
+    A container may run under a user id that has no home directory: the folder is then a temporary
+    one that is deleted when this process ends.
+    """
     if given := os.environ.get("ATTNSERVE_CACHE"):
         return Path(given) / "latency.json"
-    if sys.platform == "win32":
-        folder = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
-    elif sys.platform == "darwin":
-        folder = Path.home() / "Library" / "Caches"
-    else:
-        folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    return folder / "attnserve" / "latency.json"
+    variable, inside = CACHE_FOLDERS.get(sys.platform, ("XDG_CACHE_HOME", ".cache"))
+    if folder := os.environ.get(variable):
+        return Path(folder) / "attnserve" / "latency.json"
+    try:
+        return Path.home() / inside / "attnserve" / "latency.json"
+    except RuntimeError:  # no home directory
+        return Path(_temporary_folder().name) / "latency.json"
+
+
+@functools.cache
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="attnserve-")
+
+
+CACHE_FOLDERS = {"win32": ("LOCALAPPDATA", "AppData/Local"), "darwin": ("", "Library/Caches")}
+"""By platform: the variable with the user's cache folder, and the folder in the home directory."""

@@ -6,20 +6,20 @@ constants too. Their elements are computed on request only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeGuard
 
 import numpy as np
-import onnx
 import onnx_ir as ir
-from onnx.reference import ReferenceEvaluator
+
+from graph_passes.analysis.evaluation import MAX_ELEMENTS, evaluate
+from graph_passes.errors import InvalidModel
 
 __all__ = [
     "constant_array",
     "constant_shape",
     "constant_tensor",
     "constant_type",
-    "evaluate",
     "is_constant",
     "origin",
 ]
@@ -55,17 +55,25 @@ def constant_tensor(value: ir.Value) -> ir.TensorProtocol | None:
         return None
 
 
-def is_constant(value: ir.Value | None, depth: int = DEPTH) -> TypeGuard[ir.Value]:
+def is_constant(value: ir.Value | None) -> TypeGuard[ir.Value]:
     """Whether the value does not depend on the graph's inputs."""
     if value is None:
         return False
-    if constant_tensor(value) is not None:
-        return True
-    node = value.producer()
-    if node is None or node.domain or node.op_type not in WRAPPERS or depth == 0:
-        return False
-    given = [operand for operand in _read(node) if operand is not None]
-    return bool(given) and all(is_constant(operand, depth - 1) for operand in given)
+    pending = {value}
+    for _ in range(DEPTH + 1):
+        wrapped = [value for value in pending if constant_tensor(value) is None]
+        nodes = [value.producer() for value in wrapped]
+        pending = set[ir.Value]()
+        for node in nodes:
+            if node is None or node.domain or node.op_type not in WRAPPERS:
+                return False
+            given = [operand for operand in _read(node) if operand is not None]
+            if not given:
+                return False
+            pending.update(given)
+        if not pending:
+            return True
+    return False
 
 
 def constant_array(value: ir.Value) -> np.ndarray:
@@ -95,36 +103,55 @@ def constant_shape(value: ir.Value) -> tuple[int, ...]:
     return tuple(_elements(value).shape if tensor is None else tensor.shape.numpy())
 
 
-def evaluate(
-    node: ir.Node, inputs: Sequence[np.ndarray | None], opsets: Mapping[str, int]
-) -> list[np.ndarray]:
-    """Run one node on the ONNX reference evaluator."""
-    proto = ir.serde.serialize_node(node)
-    proto.input[:] = [f"i{i}" if x is not None else "" for i, x in enumerate(inputs)]
-    proto.output[:] = [f"o{i}" for i in range(len(node.outputs))]
-    feeds = {f"i{i}": x for i, x in enumerate(inputs) if x is not None}
-    graph = onnx.GraphProto(node=[proto], name="node")
-    graph.input.extend(onnx.ValueInfoProto(name=name) for name in feeds)
-    graph.output.extend(onnx.ValueInfoProto(name=name) for name in proto.output)
-    # The evaluator assumes the newest opset for a node without a model.
-    imports = [onnx.helper.make_opsetid(domain, version) for domain, version in opsets.items()]
-    model = onnx.ModelProto(graph=graph, opset_import=imports, ir_version=10)
-    results: Any = ReferenceEvaluator(model).run(None, feeds)
-    return [np.asarray(result) for result in results]
-
-
 def _elements(value: ir.Value) -> np.ndarray:
     tensor = constant_tensor(value)
     if tensor is not None:
         return tensor.numpy()
-    node = value.producer()
-    assert node is not None and is_constant(value), f"{value.name} is not a constant"
-    inputs = [None if operand is None else _elements(operand) for operand in _read(node)]
+    assert is_constant(value), f"{value.name} is not a constant"
+    sizes = {id(tensor): tensor.size for tensor in _leaves(value, set())}
+    return _computed(value, max(MAX_ELEMENTS, sum(sizes.values())), {})
+
+
+def _leaves(value: ir.Value, seen: set[ir.Value]) -> Iterator[ir.TensorProtocol]:
+    """The tensors from which a constant value is computed."""
+    seen.add(value)
+    tensor, node = constant_tensor(value), value.producer()
+    if tensor is not None:
+        yield tensor
+    elif node is not None:
+        for operand in _read(node):
+            if operand is not None and operand not in seen:
+                yield from _leaves(operand, seen)
+
+
+def _computed(value: ir.Value, limit: int, known: dict[ir.Value, np.ndarray]) -> np.ndarray:
+    """Compute a constant value; no step may have more elements than ``limit``."""
+    if value in known:
+        return known[value]
+    tensor, node = constant_tensor(value), value.producer()
+    if tensor is not None or node is None:
+        assert tensor is not None
+        return tensor.numpy()
+    inputs = [None if each is None else _computed(each, limit, known) for each in _read(node)]
+    try:
+        known[value] = _apply(node, inputs, limit)[value.index() or 0]
+    except InvalidModel:
+        raise
+    except Exception as error:  # onnx and numpy raise various types for an invalid node
+        raise InvalidModel(
+            f"{node.op_type} {node.name!r} of constants cannot be computed: {str(error)[:300]}",
+            "check the model with onnx.checker.check_model, or export it again",
+            code="evaluation.failed",
+        ) from error
+    return known[value]
+
+
+def _apply(node: ir.Node, inputs: Sequence[np.ndarray | None], limit: int) -> Sequence[np.ndarray]:
     if node.op_type == "CastLike" and inputs[0] is not None:
-        return inputs[0]
+        return [inputs[0]]
     if node.op_type == "DequantizeLinear":
-        return _dequantized(node, [array for array in inputs if array is not None])
-    return evaluate(node, inputs, _opsets(node))[value.index() or 0]
+        return [_dequantized(node, [array for array in inputs if array is not None])]
+    return evaluate(node, inputs, _opsets(node), limit)
 
 
 def _dequantized(node: ir.Node, inputs: Sequence[np.ndarray]) -> np.ndarray:
@@ -140,9 +167,9 @@ def _dequantized(node: ir.Node, inputs: Sequence[np.ndarray]) -> np.ndarray:
         spread[axis] = -1
         scale, zero = scale.reshape(spread), zero.reshape(spread)
     elif scale.ndim == quantized.ndim and (size := node.attributes.get_int("block_size", 0)):
-        count = quantized.shape[axis]
-        scale = scale.repeat(size, axis).take(range(count), axis)
-        zero = zero.repeat(size, axis).take(range(count), axis)
+        of_block = np.arange(quantized.shape[axis]) // size
+        scale, zero = scale.take(of_block, axis), zero.take(of_block, axis)
+    scale, zero = (np.broadcast_to(array, quantized.shape) for array in (scale, zero))
     return (quantized.astype(np.float32) - zero.astype(np.float32)) * scale.astype(np.float32)
 
 

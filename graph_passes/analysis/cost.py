@@ -18,6 +18,7 @@ import onnx_ir as ir
 
 from graph_passes.analysis.constants import is_constant
 from graph_passes.analysis.shapes import RULES, ShapeInfo, infer_shapes_at, named_axes
+from graph_passes.errors import MALFORMED_NODE
 
 __all__ = [
     "Cost",
@@ -172,7 +173,7 @@ def node_macs(node: ir.Node, info: ShapeInfo) -> int | None:
         return 0
     try:
         return count(node, info)
-    except _UnknownShape:
+    except (_UnknownShape, *MALFORMED_NODE):
         return None
 
 

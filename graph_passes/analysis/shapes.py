@@ -9,15 +9,17 @@ are not loaded from disk.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import onnx
 import onnx_ir as ir
-from onnx import shape_inference
 
-from graph_passes.analysis.constants import constant_array, constant_tensor, evaluate, is_constant
+from graph_passes.analysis.constants import constant_array, constant_tensor, is_constant
+from graph_passes.analysis.evaluation import SMALL, evaluate, infer_outputs
+from graph_passes.errors import MALFORMED_NODE
 
 __all__ = [
     "RULES",
@@ -31,19 +33,8 @@ __all__ = [
     "set_missing_types",
 ]
 
-SMALL = 1024
-"""Maximum number of elements of a tracked constant: enough for shapes and scales."""
-
 SAMPLES = 400
 """Samples per token of an audio model: 25 ms at 16 kHz."""
-
-NOT_RUN = frozenset({"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike",
-                     "Multinomial", "Bernoulli", "If", "Loop", "Scan"})  # fmt: skip
-
-GROWING = frozenset({"ConstantOfShape", "Expand", "Tile", "Range", "Pad", "OneHot", "EyeLike",
-                     "Resize"})  # fmt: skip
-"""Operators whose output may be much larger than their inputs: evaluated only if it is small."""
-
 
 PLAIN = frozenset({ir.AttributeType.INT, ir.AttributeType.INTS, ir.AttributeType.FLOAT,
                    ir.AttributeType.FLOATS, ir.AttributeType.STRING,
@@ -246,14 +237,34 @@ def _real_inputs(graph: ir.Graph) -> list[ir.Value]:
     return [value for value in graph.inputs if value.name not in graph.initializers]
 
 
+EXPRESSION = re.compile(r"(?!.*(\*\*|\d{10}))[\w +*/,()-]{1,100}")
+"""Dimension names that are read as expressions. Others are plain names: untrusted names such as
+9**9**9 or thousands of parentheses would take unbounded time."""
+
+MAX_OPERATORS = 8
+"""Maximum number of parentheses and of products in an expression."""
+
+MAX_LENGTH = 1 << 31
+"""Maximum length of an axis that an expression gives."""
+
+
+def _is_expression(name: str) -> bool:
+    return (
+        EXPRESSION.fullmatch(name) is not None
+        and max(name.count("("), name.count("*")) <= MAX_OPERATORS
+    )
+
+
 def _symbols(value: ir.Value, position: int, dim: int | ir.SymbolicDim) -> Sequence[str]:
     if isinstance(dim, int):
         return ()
     if dim.value is None:
         return (f"{value.name}[{position}]",)
+    if not _is_expression(dim.value):
+        return (dim.value,)
     try:
         return sorted(dim.free_symbols()) or (dim.value,)  # past_sequence + sequence
-    except ValueError:  # a name that is no expression
+    except Exception:  # onnx_ir and sympy raise various types for a name that is no expression
         return (dim.value,)
 
 
@@ -265,8 +276,12 @@ def _length(
     names = _symbols(value, position, dim)
     if len(names) == 1 and names[0] == (dim.value or f"{value.name}[{position}]"):
         return axes[names[0]]
-    length = dim.evaluate({name: axes[name] for name in names})
-    return length if isinstance(length, int) else -1  # n / 2 of an odd n
+    try:
+        length = dim.evaluate({name: axes[name] for name in names})
+    except Exception:  # sympy raises various types, for example for a division by zero
+        return -1
+    # n / 2 of an odd n is no integer
+    return length if isinstance(length, int) and length < MAX_LENGTH else -1
 
 
 def _infer_graph(graph: ir.Graph, inference: _Inference) -> None:
@@ -276,7 +291,10 @@ def _infer_graph(graph: ir.Graph, inference: _Inference) -> None:
             inference.known[value] = _of_tensor(value.const_value)
     for node in graph:
         body = BODIES.get(node.op_type) if not node.domain else None
-        tensors, reason = _infer_node(node, inference) if body is None else body(node, inference)
+        try:
+            tensors, reason = (_infer_node if body is None else body)(node, inference)
+        except MALFORMED_NODE as error:
+            tensors, reason = (), f"{node.op_type}: {error}"
         for value, tensor in zip(node.outputs, tensors, strict=False):
             if tensor is not None:
                 inference.known[value] = tensor
@@ -394,13 +412,8 @@ def _outcome(
         return _guess(node, tensors)
     if node.op_type == "Shape":
         return _shape(node, tensors)
-    if _can_evaluate(node, tensors):
-        if node.op_type in GROWING:
-            inferred = _infer_by_schema(node, tensors, opsets)
-            if inferred[0] and (first := inferred[0][0]) and math.prod(first.shape) > SMALL:
-                return inferred
-        if made := _evaluate_node(node, tensors, opsets):
-            return made, ""
+    if _are_constant(tensors) and (made := _evaluate_node(node, tensors, opsets)):
+        return made, ""
     return _infer_by_schema(node, tensors, opsets)
 
 
@@ -435,13 +448,9 @@ def _guess(node: ir.Node, tensors: Sequence[TensorInfo | None]) -> Outcome:
     return [tensors[0].shape_only()], ""
 
 
-def _can_evaluate(node: ir.Node, tensors: Sequence[TensorInfo | None]) -> bool:
+def _are_constant(tensors: Sequence[TensorInfo | None]) -> bool:
     given = [tensor for tensor in tensors if tensor is not None]
-    return (
-        bool(given)
-        and node.op_type not in NOT_RUN
-        and all(tensor.constant is not None for tensor in given)
-    )
+    return bool(given) and all(tensor.constant is not None for tensor in given)
 
 
 def _evaluate_node(
@@ -450,9 +459,10 @@ def _evaluate_node(
     """Evaluate a node on the reference evaluator; empty if it cannot (rules may still apply)."""
     try:
         with np.errstate(all="ignore"):
-            results = evaluate(node, [None if f is None else f.constant for f in tensors], opsets)
+            arrays = [None if tensor is None else tensor.constant for tensor in tensors]
+            results = evaluate(node, arrays, opsets, limit=SMALL)
         made = [(ir.DataType.from_numpy(result.dtype), result) for result in results]
-    except Exception:  # unsupported operator, or an output that is not numeric
+    except Exception:  # unsupported operator, or a large or non-numeric output
         return ()
     few = [result.size <= SMALL and dtype != ir.DataType.STRING for dtype, result in made]
     return [
@@ -474,37 +484,14 @@ def _infer_by_schema(
     node: ir.Node, tensors: Sequence[TensorInfo | None], opsets: Mapping[str, int]
 ) -> Outcome:
     """Infer outputs by ONNX's rules from shapes and small constants."""
-    schema = onnx.defs.get_schema(node.op_type, opsets[""], "")
-    proto = ir.serde.serialize_node(node)
-    proto.input[:] = [f"i{i}" if tensor is not None else "" for i, tensor in enumerate(tensors)]
-    proto.output[:] = [f"o{i}" for i in range(len(node.outputs))]
-    types: dict[str, onnx.TypeProto] = {}
-    data: dict[str, onnx.TensorProto] = {}
-    imports = [onnx.helper.make_opsetid(domain, version) for domain, version in opsets.items()]
+    types = [None if tensor is None else (tensor.dtype, tensor.shape) for tensor in tensors]
+    arrays = [None if tensor is None else tensor.constant for tensor in tensors]
     try:
-        for i, tensor in enumerate(tensors):
-            if tensor is not None:
-                types[f"i{i}"] = onnx.helper.make_tensor_type_proto(
-                    tensor.dtype.value, tensor.shape
-                )
-                if tensor.constant is not None:
-                    data[f"i{i}"] = onnx.numpy_helper.from_array(tensor.constant)
-        inferred = shape_inference.infer_node_outputs(
-            schema, proto, types, data, opset_imports=imports
-        )
+        inferred = infer_outputs(node, types, arrays, opsets)
     except Exception as error:  # onnx raises bare InferenceError, KeyError, RuntimeError, ...
         reason = str(error).splitlines()[0] if str(error) else "not inferred"
         return (), f"{node.op_type}: {reason}"
-    made: list[TensorInfo | None] = []
-    for name in proto.output:
-        tensor = inferred[name].tensor_type if name in inferred else None
-        dims = [] if tensor is None else list(tensor.shape.dim)
-        known = tensor is not None and tensor.HasField("shape")
-        if tensor is None or not known or not all(dim.HasField("dim_value") for dim in dims):
-            made.append(None)
-            continue
-        shape = tuple(int(dim.dim_value) for dim in dims)
-        made.append(TensorInfo(ir.DataType(tensor.elem_type), shape))
+    made = [each and TensorInfo(*each) for each in inferred]
     depends = made and made[0] is None
     return made, f"the shape of {node.op_type} depends on data" if depends else ""
 

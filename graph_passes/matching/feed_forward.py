@@ -12,9 +12,9 @@ from graph_passes.analysis.constants import (
     constant_array,
     constant_shape,
     constant_tensor,
-    evaluate,
     is_constant,
 )
+from graph_passes.analysis.evaluation import evaluate
 from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small
 from graph_passes.blocks import FeedForwardBlock, Linear, Operand
 from graph_passes.context import GraphContext

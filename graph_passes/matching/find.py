@@ -22,6 +22,7 @@ from graph_passes.blocks import (
     Unmatched,
 )
 from graph_passes.context import GraphContext
+from graph_passes.errors import MALFORMED_NODE, InvalidModel
 from graph_passes.matching.element_map import MatchFailure, describe
 from graph_passes.matching.idioms import SOFTMAXES, SoftmaxMatch
 from graph_passes.matching.layout import LayoutReader
@@ -60,9 +61,10 @@ def find_attention(model: ir.Model) -> tuple[list[AttentionBlock], list[Unmatche
             block = _match_node(node, reader)
         except MatchFailure as failure:
             unmatched.append(Unmatched(node, failure.reason))
-        except (IndexError, ValueError, MemoryError, RuntimeError) as error:
+        except (*MALFORMED_NODE, MemoryError, RuntimeError, InvalidModel) as error:
             # Malformed graphs raise these; other blocks may still match.
-            unmatched.append(Unmatched(node, f"{describe(node)} could not be evaluated: {error}"))
+            what = error.what if isinstance(error, InvalidModel) else error
+            unmatched.append(Unmatched(node, f"{describe(node)} could not be evaluated: {what}"))
         else:
             blocks += [] if block is None else [block]
     blocks, lost = _check_sources(blocks)

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from graph_passes.analysis.constants import constant_array, evaluate, is_constant, origin
+from graph_passes.analysis.constants import constant_array, is_constant, origin
+from graph_passes.analysis.evaluation import MAX_ELEMENTS, evaluate
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import BroadcastLayout, Linear, OutputProjection, Projection
 from graph_passes.matching.element_map import (
@@ -50,8 +51,6 @@ LINEAR = frozenset({"MatMul", "Gemm", "FusedMatMul", "TransposeMatMul", "Einsum"
 QUANTIZED = frozenset({"MatMulInteger", "DynamicQuantizeMatMul", "MatMulIntegerToFloat",
                        "MatMulNBits", "MatMulBnb4", "QLinearMatMul", "QGemm", "QuantizeLinear",
                        "DynamicQuantizeLinear"})  # fmt: skip
-MAX_ELEMENTS = 1 << 27
-"""Maximum number of labelled elements."""
 FLATTENS = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"})
 FLATTENING = 4
 """Maximum number of ``FLATTENS`` operators (which keep the order of elements) before a product."""

@@ -9,7 +9,8 @@ from typing import ClassVar, Literal
 import numpy as np
 import onnx_ir as ir
 
-from graph_passes.analysis.constants import constant_array, evaluate, is_constant
+from graph_passes.analysis.constants import constant_array, is_constant
+from graph_passes.analysis.evaluation import evaluate
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import FeedForwardBlock
 from graph_passes.context import GraphContext

@@ -1,5 +1,7 @@
 """Random changes of a graph, and mutants: seeds with one or two changes, always the same by number.
 
+``corrupted`` changes the message of a file instead, so that most results are not valid models.
+
 A mutation changes one thing and returns a description. It returns "" or raises ``NotApplicable``
 if it does not apply to the graph.
 """
@@ -9,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
 from graph_passes.analysis.constants import constant_array, is_constant
@@ -531,3 +535,101 @@ def mutant(number: int) -> tuple[ir.Model, str]:
             if change := mutation(model, rng):
                 changes.append(f"{mutation.__name__}: {change}")
     return model, f"#{number}, {name}; {'; '.join(changes)}"
+
+
+# Corrupted files
+
+TYPED = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data")
+Corruption = Callable[[onnx.ModelProto, Rng], object]
+
+
+def tensor_of(proto: onnx.ModelProto, rng: Rng) -> onnx.TensorProto:
+    attributes = [a.t for node in proto.graph.node for a in node.attribute if a.HasField("t")]
+    return pick(rng, [*proto.graph.initializer, *attributes])
+
+
+def node_of(proto: onnx.ModelProto, rng: Rng, field: str) -> onnx.NodeProto:
+    return pick(rng, [node for node in proto.graph.node if len(getattr(node, field))])
+
+
+def typed_elements(proto: onnx.ModelProto, rng: Rng) -> None:
+    """Elements in the field of any type, sometimes one more or one less."""
+    tensor = tensor_of(proto, rng)
+    size = onnx.numpy_helper.to_array(tensor).size
+    tensor.ClearField("raw_data")
+    getattr(tensor, pick(rng, TYPED)).extend([1] * max(size + pick(rng, (-1, 0, 1)), 0))
+
+
+def other_dims(proto: onnx.ModelProto, rng: Rng) -> None:
+    tensor_of(proto, rng).dims[:] = pick(rng, [[1], [0], [2**40, 0], [2**62, 4], []])
+
+
+def other_data_type(proto: onnx.ModelProto, rng: Rng) -> None:
+    tensor_of(proto, rng).data_type = int(rng.integers(25))
+
+
+def attribute_deleted(proto: onnx.ModelProto, rng: Rng) -> None:
+    node = node_of(proto, rng, "attribute")
+    del node.attribute[int(rng.integers(len(node.attribute)))]
+
+
+def attribute_of_another_type(proto: onnx.ModelProto, rng: Rng) -> None:
+    attribute = pick(rng, node_of(proto, rng, "attribute").attribute)
+    value = pick(rng, [b"x", 1.5, 3, [1, 2], [1.5]])
+    attribute.CopyFrom(onnx.helper.make_attribute(attribute.name, value))
+
+
+def other_opset(proto: onnx.ModelProto, rng: Rng) -> None:
+    proto.opset_import[0].version = pick(rng, [-1, 0, 1, 99, 2**31, 2**40, 2**62])
+
+
+def other_operator(proto: onnx.ModelProto, rng: Rng) -> None:
+    node = pick(rng, proto.graph.node)
+    node.op_type = pick(rng, ["If", "Loop", "Scan", "Attention", "MultiHeadAttention", "Einsum",
+                              "Constant", "Conv", "Split", "Softmax", "Reshape"])  # fmt: skip
+    node.domain = pick(rng, ["", "", "com.microsoft"])
+
+
+def other_input_axes(proto: onnx.ModelProto, rng: Rng) -> None:
+    dims = pick(rng, proto.graph.input).type.tensor_type.shape.dim
+    length = pick(rng, [-5, 0, 1, 2**40, 2**62])
+    del dims[int(rng.integers(len(dims) + 1)) :]
+    dims.add(dim_value=length)
+
+
+def other_input_type(proto: onnx.ModelProto, rng: Rng) -> None:
+    value = pick(rng, proto.graph.input)
+    value.type.tensor_type.elem_type = pick(rng, [-1, 0, 1, 7, 8, 16, 99])
+
+
+def input_deleted(proto: onnx.ModelProto, rng: Rng) -> None:
+    inputs = node_of(proto, rng, "input").input
+    del inputs[int(rng.integers(len(inputs)))]
+
+
+def input_left_out(proto: onnx.ModelProto, rng: Rng) -> None:
+    inputs = node_of(proto, rng, "input").input
+    inputs[int(rng.integers(len(inputs)))] = ""
+
+
+def outputs_changed(proto: onnx.ModelProto, rng: Rng) -> None:
+    """No output, one more, or the output of another node."""
+    node, other = (node_of(proto, rng, "output") for _ in range(2))
+    node.output[:] = pick(rng, [[], [*node.output, "one_more"], list(other.output)])
+
+
+CORRUPTIONS: tuple[Corruption, ...] = (
+    typed_elements, other_dims, other_data_type, attribute_deleted, attribute_of_another_type,
+    other_opset, other_operator, other_input_axes, other_input_type, input_deleted, input_left_out,
+    outputs_changed,
+)  # fmt: skip
+
+
+def corrupted(number: int, files: Sequence[Path]) -> tuple[onnx.ModelProto, str]:
+    """Return the corrupted model of a number, and a description."""
+    rng = np.random.default_rng(number)
+    corruption, path = CORRUPTIONS[number % len(CORRUPTIONS)], pick(rng, files)
+    proto = onnx.load(path)
+    with suppress(NotApplicable):
+        corruption(proto, rng)
+    return proto, f"#{number}, {path.name}; {corruption.__name__}"

@@ -5,6 +5,8 @@ other lengths than those of the certificate, and the inputs and outputs of every
 compared with ``attention_reference``. Where collaborative attention applies, the rewritten mutant
 must compute the same outputs.
 
+Corrupted files are read, or refused with an error of attnserve.
+
     MUTANTS=20000 python -m pytest tests/attnserve/test_mutations.py
 
 runs more mutants; equal numbers are equal mutants.
@@ -16,22 +18,27 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
+import onnx
+import onnx.parser
 import onnx_ir as ir
 import pytest
 
 from attnserve.checks.certify import SHAPES, read_attention
+from attnserve.checks.inspect import inspect
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.constants import constant_array
 from graph_passes.blocks import AttentionBlock
 from graph_passes.emit.editing import exposing
+from graph_passes.errors import AttnserveError
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.collaborate import Collaborate, factor, sharing_refusal
 from graph_passes.passes.decompose_attention import DecomposeAttention
 from graph_passes.reference import attention_reference, inputs_of, logits_reference
 from tests.attnserve.mutation_seeds import SEEDS, TRAPS
-from tests.attnserve.mutations import mutant
+from tests.attnserve.mutations import corrupted, mutant
 from tests.graph_passes.graphs import text_of
 
 COUNT = int(os.environ.get("MUTANTS", "400"))
@@ -236,3 +243,35 @@ def test_read_attention_of_traps_is_not_wrong(name: str):
 @pytest.mark.parametrize("name", SEEDS)
 def test_read_attention_of_seeds_matches(name: str):
     assert next(judge(SEEDS[name]()))[0] == "read"
+
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "onnx"
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_inspect_of_corrupted_files_succeeds_or_is_refused(chunk: int, tmp_path: Path):
+    """No other exception is raised, which the command line would call unexpected."""
+    files = sorted(path for path in FIXTURES.glob("*.onnx") if path.stat().st_size < 300_000)
+    path, codes, wrong = tmp_path / "model.onnx", Counter[str](), list[str]()
+    for number in range(chunk, COUNT // 4, CHUNKS):
+        proto, change = corrupted(number, files)
+        path.write_bytes(proto.SerializeToString())
+        try:
+            inspect(path)
+            codes["read"] += 1
+        except AttnserveError as error:
+            codes[error.code] += 1
+        except Exception as error:
+            wrong.append(f"{change}: {type(error).__name__}: {error}")
+    assert not wrong, "\n".join(wrong[:5])
+    assert len(codes) > 2 and 0.1 < codes["read"] / codes.total() < 0.9, codes
+
+
+def test_inspect_attention_of_rank_1_is_not_counted(tmp_path: Path):
+    proto = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["": 23]> g (float[n, 4] x) => (float[n, 4] y)'
+        " { y = Attention(x, x, x) }"
+    )
+    del proto.graph.input[0].type.tensor_type.shape.dim[1:]
+    onnx.save(proto, tmp_path / "model.onnx")
+    assert inspect(tmp_path / "model.onnx").total_macs is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -227,6 +228,61 @@ def test_load_model_inconsistent_weight_is_refused(
 # External data
 
 
+@pytest.mark.parametrize(
+    ("dtype", "field", "count", "accepted"),
+    [
+        (TensorProto.FLOAT, "float_data", 6, True),
+        (TensorProto.FLOAT16, "int32_data", 6, True),
+        (TensorProto.INT4, "int32_data", 3, True),
+        (TensorProto.UINT32, "uint64_data", 6, True),
+        (TensorProto.COMPLEX64, "float_data", 12, True),
+        (TensorProto.FLOAT, "float_data", 5, False),
+        (TensorProto.FLOAT, "int32_data", 6, False),
+        (TensorProto.INT64, "float_data", 6, False),
+    ],
+)
+def test_load_model_typed_elements_match_type_and_shape(
+    plain: Path, dtype: int, field: str, count: int, accepted: bool
+):
+    proto = onnx.load(plain)
+    weight = TensorProto(name="typed", dims=[2, 3], data_type=dtype)
+    getattr(weight, field).extend([1] * count)
+    proto.graph.initializer.append(weight)
+    plain.write_bytes(proto.SerializeToString())
+    if accepted:
+        array = load_model(plain).graph.initializers["typed"].const_value
+        assert array is not None and array.numpy().shape == (2, 3)
+        return
+    with raises(InvalidModel, "artifact.weight_size", "typed"):
+        load_model(plain)
+
+
+@pytest.mark.parametrize("version", [-1, 0, 2**31, 2**62])
+def test_load_model_opset_out_of_range_is_refused(plain: Path, version: int):
+    proto = onnx.load(plain)
+    proto.opset_import[0].version = version
+    plain.write_bytes(proto.SerializeToString())
+    with raises(InvalidModel, "artifact.opset", version):
+        load_model(plain)
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        helper.make_node("If", ["x"], ["y"]),  # without branches
+        helper.make_node("Softmax", ["x"], ["y"], axis=1.5),
+        helper.make_node("MatMul", ["x"], ["y"]),
+        helper.make_node("Abs", ["x"], ["y", "z"]),
+    ],
+)
+def test_load_model_invalid_node_is_refused(plain: Path, node: onnx.NodeProto):
+    proto = onnx.load(plain)
+    proto.graph.node[0].CopyFrom(node)
+    plain.write_bytes(proto.SerializeToString())
+    with raises(InvalidModel, "artifact.node", node.op_type):
+        load_model(plain)
+
+
 def test_load_model_reads_external_data(external: Path, plain: Path):
     one, other = (load_model(path).graph.initializers["w"] for path in (external, plain))
     assert other.const_value is not None and one.const_value is not None
@@ -309,6 +365,50 @@ def test_load_model_checks_tensors_of_subgraphs_attributes_and_functions(plain: 
         path.write_bytes(proto.SerializeToString())
         with raises(InvalidModel, "artifact.external_outside"):
             load_model(path)
+
+
+def nested(depth: int, calls: int) -> onnx.ModelProto:
+    """A model of nested local functions that becomes ``calls`` ** ``depth`` nodes."""
+    functions: list[onnx.FunctionProto] = []
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("local", 1)]
+    for level in range(depth):
+        inner, domain = (f"f{level + 1}", "local") if level < depth - 1 else ("Abs", "")
+        names = ["a", *(f"t{i}" for i in range(calls - 1)), "b"]
+        nodes = [
+            helper.make_node(inner, [old], [new], domain=domain) for old, new in pairwise(names)
+        ]
+        functions.append(helper.make_function("local", f"f{level}", ["a"], ["b"], nodes, opsets))
+    model = parser.parse_model(LINEAR.replace("MatMul(x, w)", "Abs(x)"))
+    model.opset_import.append(opsets[1])
+    model.functions.extend(functions)
+    model.graph.node[0].CopyFrom(helper.make_node("f0", ["x"], ["y"], domain="local"))
+    return model
+
+
+@pytest.mark.parametrize(("depth", "calls"), [(3, 4), (2, 60)])
+def test_load_model_inlines_local_functions(tmp_path: Path, depth: int, calls: int):
+    path = tmp_path / "model.onnx"
+    onnx.save(nested(depth, calls), path)
+    model = load_model(path)
+    assert [node.op_type for node in model.graph] == ["Abs"] * calls**depth
+    assert not model.functions
+
+
+@pytest.mark.parametrize(("depth", "calls"), [(16, 2), (30, 2), (70, 1), (2, 300)])
+def test_load_model_exponential_local_functions_are_refused(tmp_path: Path, depth: int, calls: int):
+    path = tmp_path / "model.onnx"
+    onnx.save(nested(depth, calls), path)
+    with raises(InvalidModel, "artifact.functions"):
+        load_model(path)
+
+
+def test_load_model_recursive_local_function_is_refused(tmp_path: Path):
+    model = nested(3, 2)
+    model.functions[2].node[0].CopyFrom(helper.make_node("f0", ["a"], ["t0"], domain="local"))
+    path = tmp_path / "model.onnx"
+    onnx.save(model, path)
+    with raises(InvalidModel, "artifact.functions"):
+        load_model(path)
 
 
 def test_save_model_external_model_inside_or_beside(external: Path, tmp_path: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import weakref
 from pathlib import Path
 from typing import Any
@@ -385,6 +386,21 @@ def test_default_cache_follows_environment_variables(
     monkeypatch.delenv("ATTNSERVE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
     assert default_cache().name == "latency.json" and "attnserve" in str(default_cache())
+
+
+def test_default_cache_without_home_directory_is_temporary(monkeypatch: pytest.MonkeyPatch):
+    """An arbitrary user id without HOME, as in OpenShift."""
+
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(latency.Path, "home", home)
+    monkeypatch.delenv("ATTNSERVE_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert default_cache().parent.is_dir() and default_cache() == default_cache()
+    assert default_cache().is_relative_to(tempfile.gettempdir())
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert default_cache() == Path("/cache/attnserve/latency.json")
 
 
 def test_measure_with_real_clock_gives_milliseconds(bert: ir.Model, feeds: Any):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
@@ -14,6 +16,8 @@ from graph_passes.analysis.constants import (
     is_constant,
     origin,
 )
+from graph_passes.errors import InvalidModel
+from tests.errors import raises
 from tests.graph_passes.graphs import PLAIN_INPUT, D, H, K, attention, graph, only, reasons, weights
 
 rng = np.random.default_rng(3)
@@ -230,3 +234,45 @@ def test_constant_shape_does_not_load_elements(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(type(tensor), "numpy", lambda self: pytest.fail("read"))
     assert is_constant(value)
     assert (constant_shape(value), constant_type(value)) == ((D, H * K), ir.DataType.FLOAT)
+
+
+@pytest.mark.parametrize("body", ["W = MatMul(column, row)", "W = Add(column, row)"])
+def test_constant_array_large_product_is_refused(body: str) -> None:
+    """A file of 160 KB does not make 1.6 GB."""
+    side = np.ones(20_000, np.float32)
+    constants = {"column": side[:, None], "row": side[None, :]}
+    model = graph(f"\n {body}\n out = Abs(W)", constants=constants)
+    value = model.graph[0].outputs[0]
+    assert is_constant(value)
+    with raises(InvalidModel, "evaluation.too_large", "400000000"):
+        constant_array(value)
+
+
+def test_constant_array_repeated_concat_is_refused_in_time() -> None:
+    """Each of 8 nodes has 12 equal inputs: 12^8 elements, and as many paths."""
+    names = ["row", *(f"c{i}" for i in range(8))]
+    body = "\n".join(
+        f" {new} = Concat <axis = 0> ({', '.join([old] * 12)})" for old, new in pairwise(names)
+    )
+    model = graph(f"\n{body}\n out = Abs(c7)", constants={"row": np.ones(100, np.float32)})
+    value = next(v for node in model.graph for v in node.outputs if v.name == "c7")
+    assert is_constant(value)
+    with raises(InvalidModel, "evaluation.too_large", "134217728"):
+        constant_array(value)
+
+
+def test_constant_array_invalid_node_is_refused() -> None:
+    model = graph(
+        "\n W = MatMul(a, a)\n out = Abs(W)", constants={"a": np.ones((2, 3), np.float32)}
+    )
+    with raises(InvalidModel, "evaluation.failed", "MatMul"):
+        constant_array(model.graph[0].outputs[0])
+
+
+def test_constant_array_blocks_longer_than_the_axis_are_not_repeated() -> None:
+    """A block size of 10^9 takes no memory."""
+    constants = {"W8": QUANTIZED, "row_scale": BY_COLUMN[None, :]}
+    body = "W = DequantizeLinear <axis = 0, block_size = 1000000000> (W8, row_scale)"
+    model = graph(f"\n {body}\n out = Abs(W)", constants=constants)
+    array = constant_array(model.graph[0].outputs[0])
+    assert np.array_equal(array, QUANTIZED * BY_COLUMN)

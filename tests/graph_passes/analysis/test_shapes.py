@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -214,3 +216,63 @@ def test_infer_shapes_shapeless_inputs_are_unknown() -> None:
     for value in model.graph.inputs:
         value.shape = None
     assert len(infer(model).unknown) == len(list(model.graph))
+
+
+@pytest.mark.parametrize("name", ["9**9**9**9", "(" * 3000 + "s" + ")" * 3000, "Mod(1)", "s*" * 40])
+def test_infer_shapes_hostile_axis_name_is_a_plain_name(name: str) -> None:
+    model = graph("\n out = Abs(x)", inputs="float[n, s, 12] x")
+    model.graph.inputs[0].shape = ir.Shape(["n", name, 12])
+    assert named_axes(model.graph) == {"n": 0, name: 1}
+    assert shape_of(model) == (2, 5, 12)
+
+
+def test_infer_shapes_huge_axis_expression_is_unknown() -> None:
+    model = graph("\n out = Abs(x)", inputs="float[n, s, 12] x")
+    model.graph.inputs[0].shape = ir.Shape(["n", "s*999999999*999999999", 12])
+    assert shape_of(model) is None
+
+
+WINDOW = "\n size = Constant <value_int = 250000000> ()\n "
+TILE = "Constant <value_ints = [1, 1, 40000, 40000]> ()"
+VECTOR = "v = ConstantOfShape <value = float[1] {1}> (thousand)"
+SQUARE = "one4 = Constant <value_ints = [1, 1, 1, 1]> ()\n k = Reshape(one, one4)"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(f"{WINDOW} big = {name}(size)" for name in
+          ("HannWindow", "HammingWindow", "BlackmanWindow")),
+        f'{VECTOR}\n big = Einsum <equation = "a,b,c->abc"> (v, v, v)',
+        f'{VECTOR}\n big = Einsum <equation = "a,b,c,d,e->"> (v, v, v, v, v)',
+        f"{WINDOW} l = Unsqueeze(size, zero)\n {VECTOR}\n big = CenterCropPad(v, l)",
+        f"{SQUARE}\n big = ConvTranspose <output_shape = [30000, 30000]> (k, k)",
+        f"{SQUARE}\n big = Conv <pads = [30000, 30000, 30000, 30000], strides = [60001, 60001]>"
+        " (k, k)",
+        f"{SQUARE}\n t = {TILE}\n big = Tile(k, t)",
+        f"{SQUARE}\n t = {TILE}\n big = Expand(k, t)",
+        f"t = {TILE}\n big = ConstantOfShape(t)",
+        f"{VECTOR}\n p = Constant <value_ints = [2000000000, 0]> ()\n big = Pad(v, p)",
+        "a = Constant <value = int32 {-2147483648}> ()\n b = Constant <value = int32 {2147483647}>"
+        " ()\n c = Constant <value = int32 {1}> ()\n big = Range(a, b, c)",
+        f"{VECTOR}\n s = Constant <value_ints = [1000, 1]> ()\n w = Reshape(v, s)\n"
+        " s2 = Constant <value_ints = [1000, 1, 1]> ()\n b0 = Reshape(v, s2)\n"
+        " b = Cast <to = 9> (b0)\n big = Where(b, w, v)",
+    ],
+)  # fmt: skip
+def test_infer_shapes_large_output_is_not_evaluated(body: str) -> None:
+    model = graph(
+        f"\n {body}\n out = Abs(x)",
+        inputs="float[n] x",
+        output="float[n] out",
+        constants={"thousand": np.array([1000]), "zero": np.array([0])},
+    )
+    tracemalloc.start()
+    try:
+        info = infer(model)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 10_000_000
+    big = next(value for node in model.graph for value in node.outputs if value.name == "big")
+    assert info.constant(big) is None

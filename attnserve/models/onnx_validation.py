@@ -1,0 +1,275 @@
+"""Validate the message of an untrusted ONNX file, and inline its local functions.
+
+Weights must match their shapes and types, and external data must be inside the model's folder.
+Operators of ONNX must have the attributes and the numbers of inputs of their definition, as ONNX
+Runtime requires. Other modules rely on this.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import onnx
+import onnx.inliner
+import onnx_ir as ir
+
+from graph_passes.errors import InvalidModel
+
+__all__ = ["validated"]
+
+MAX_INLINED_NODES, MAX_INLINED_BYTES = 50_000, 1 << 29
+"""Largest size of a model with inlined functions. Calls of 16 nested functions can inline to more
+nodes than fit into memory."""
+
+MAX_NESTED_FUNCTIONS = 64
+"""Maximum depth of calls between local functions."""
+
+MAX_OPSET = 1 << 31
+
+TYPED_FIELDS = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data")
+COMPLEX = (onnx.TensorProto.COMPLEX64, onnx.TensorProto.COMPLEX128)
+
+
+def validated(path: Path, proto: onnx.ModelProto) -> onnx.ModelProto:
+    """The message with inlined functions, after all checks.
+
+    Raises:
+        InvalidModel: The message is not a valid model.
+    """
+    if not proto.HasField("graph") or not (proto.graph.node or proto.graph.output):
+        raise InvalidModel(
+            f"{path}: not an ONNX model: it has no graph",
+            "export it again",
+            code="artifact.not_onnx",
+        )
+    if not proto.opset_import:
+        raise InvalidModel(
+            f"{path}: no opset is declared; the file may be truncated",
+            "export it again",
+            code="artifact.no_opset",
+        )
+    for imported in proto.opset_import:
+        if not 0 < imported.version < MAX_OPSET:
+            raise InvalidModel(
+                f"{path}: the opset of domain {imported.domain!r} is {imported.version}",
+                "the file is damaged: download or export it again",
+                code="artifact.opset",
+            )
+    for tensor in _tensors(proto):
+        _check_tensor(path, tensor)
+    if proto.functions:
+        proto = _inlined(path, proto)
+    opsets = {each.domain or "ai.onnx": each.version for each in proto.opset_import}
+    for node in _nodes(proto.graph):
+        _check_node(path, node, opsets.get("ai.onnx", 1))
+    return proto
+
+
+def _check_node(path: Path, node: onnx.NodeProto, opset: int) -> None:
+    """Refuse a node of ONNX whose attributes or numbers of inputs and outputs are invalid."""
+    if node.domain not in ("", "ai.onnx") or not onnx.defs.has(node.op_type, opset, ""):
+        return
+    schema = onnx.defs.get_schema(node.op_type, opset, "")
+    faults = [
+        f"the attribute {name!r} is missing"
+        for name, attribute in schema.attributes.items()
+        if attribute.required and all(each.name != name for each in node.attribute)
+    ]
+    for each in node.attribute:
+        known = schema.attributes.get(each.name)
+        # The stubs of onnx do not declare the number of an AttrType.
+        if known is not None and each.type != known.type.value:  # pyright: ignore[reportAttributeAccessIssue]
+            faults.append(f"the attribute {each.name!r} has type {each.type}")
+    if not schema.min_input <= len(node.input) <= schema.max_input:
+        faults.append(f"it has {len(node.input)} inputs")
+    if not schema.min_output <= len(node.output) <= schema.max_output:
+        faults.append(f"it has {len(node.output)} outputs")
+    if faults:
+        raise InvalidModel(
+            f"{path}: {node.op_type} {node.name!r} is not valid in opset {opset}: {faults[0]}",
+            "check it with onnx.checker.check_model, or export it again",
+            code="artifact.node",
+        )
+
+
+def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """The nodes of a graph and of all bodies."""
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            bodies = [attribute.g] if attribute.HasField("g") else []
+            for body in (*bodies, *attribute.graphs):
+                yield from _nodes(body)
+
+
+def _inlined(path: Path, proto: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with its local functions inlined.
+
+    Raises:
+        InvalidModel: The functions call each other in a cycle, or are too large inlined.
+    """
+    functions = {(f.domain, f.name, f.overload): f for f in proto.functions}
+    sizes: dict[tuple[str, str, str], tuple[int, int]] = {}
+    open_calls: list[tuple[str, str, str]] = []
+
+    def refuse(what: str) -> InvalidModel:
+        return InvalidModel(
+            f"{path}: its local functions {what}",
+            "inline the functions when you export the model",
+            code="artifact.functions",
+        )
+
+    def inlined_size(nodes: Iterable[onnx.NodeProto]) -> tuple[int, int]:
+        """Number of nodes and of bytes."""
+        count = size = 0
+        for node in nodes:
+            key = (node.domain, node.op_type, node.overload)
+            added = (1, node.ByteSize())
+            if key in functions:
+                if key not in sizes:
+                    if key in open_calls or len(open_calls) >= MAX_NESTED_FUNCTIONS:
+                        raise refuse(f"are recursive, or nested over {MAX_NESTED_FUNCTIONS} deep")
+                    open_calls.append(key)
+                    sizes[key] = inlined_size(functions[key].node)
+                    open_calls.pop()
+                added = sizes[key]
+            inner = [a.g for a in node.attribute if a.HasField("g")]
+            inner += [graph for a in node.attribute for graph in a.graphs]
+            bodies = [inlined_size(graph.node) for graph in inner]
+            count += added[0] + sum(body[0] for body in bodies)
+            size += added[1] + sum(body[1] for body in bodies)
+        return count, size
+
+    count, size = inlined_size(proto.graph.node)
+    if count > MAX_INLINED_NODES or size > MAX_INLINED_BYTES:
+        raise refuse(
+            f"hold {count} nodes and {size} bytes when inlined: expected at most"
+            f" {MAX_INLINED_NODES} nodes and {MAX_INLINED_BYTES} bytes"
+        )
+    return onnx.inliner.inline_local_functions(proto)
+
+
+def _check_tensor(path: Path, tensor: onnx.TensorProto) -> None:
+    """Refuse a weight whose data does not match its shape and type."""
+    where = f"{path}: the weight {tensor.name!r}"
+    try:
+        bits = ir.DataType(tensor.data_type).bitwidth
+    except (TypeError, ValueError):  # strings have no bit width; other values are invalid
+        if tensor.data_type == onnx.TensorProto.STRING:
+            _check_typed(where, tensor, 8)
+            return
+        raise InvalidModel(
+            f"{where} has no known data type", "export it again", code="artifact.weight_type"
+        ) from None
+    if min(tensor.dims, default=0) < 0:
+        raise InvalidModel(
+            f"{where} has a negative size {list(tensor.dims)}",
+            "export it again",
+            code="artifact.weight_shape",
+        )
+    expected = math.ceil(math.prod(tensor.dims) * bits / 8)
+    if tensor.data_location == onnx.TensorProto.EXTERNAL:
+        _check_external(path, tensor, expected)
+        return
+    found = len(tensor.raw_data) if tensor.HasField("raw_data") else None
+    if found is None and any(len(getattr(tensor, name)) for name in TYPED_FIELDS):
+        _check_typed(where, tensor, bits)
+        return
+    if (found or 0) != expected:
+        raise InvalidModel(
+            f"{where} of shape {list(tensor.dims)} has {found or 0} bytes, expected {expected}",
+            "the file is damaged: download or export it again",
+            code="artifact.weight_size",
+        )
+
+
+def _check_typed(where: str, tensor: onnx.TensorProto, bits: int) -> None:
+    """Refuse elements in the field of another type, or in another number than the shape has."""
+    field = onnx.helper.tensor_dtype_to_field(tensor.data_type)
+    size = math.prod(tensor.dims)
+    # Two entries are one complex number; one entry is 8 bits of smaller types.
+    expected = 2 * size if tensor.data_type in COMPLEX else math.ceil(size * min(bits, 8) / 8)
+    counts = {name: len(getattr(tensor, name)) for name in (*TYPED_FIELDS, "string_data")}
+    if counts[field] != expected or sum(counts.values()) != expected:
+        found = ", ".join(f"{count} in {name}" for name, count in counts.items() if count)
+        raise InvalidModel(
+            f"{where} of shape {list(tensor.dims)} has {found or 'no'} elements,"
+            f" expected {expected} in {field}",
+            "the file is damaged: download or export it again",
+            code="artifact.weight_size",
+        )
+
+
+def _check_external(path: Path, tensor: onnx.TensorProto, expected: int) -> None:
+    """Refuse external data outside the model's folder, or with a wrong size."""
+    folder = path.parent.resolve()
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    location = entries.get("location", "")
+    where = f"{path}: external data of {tensor.name!r}"
+    relative = Path(location)
+    outside = (
+        not location
+        or relative.is_absolute()
+        or any(character in location for character in "\\:\0")
+        or ".." in relative.parts
+        or not (folder / relative).resolve().is_relative_to(folder)
+    )
+    if outside:
+        raise InvalidModel(
+            f"{where} is at {location!r}: expected a file inside the model's folder",
+            "do not use this file: a model must not read files outside its folder",
+            code="artifact.external_outside",
+        )
+    data = folder / relative
+    if not data.is_file():
+        raise InvalidModel(
+            f"{where} is missing: {location}",
+            f"put {location} into the model's folder",
+            code="artifact.external_missing",
+        )
+    try:
+        offset = int(entries.get("offset", "0"))
+        length = int(entries.get("length", expected))
+    except ValueError as error:
+        raise InvalidModel(
+            f"{where} has an invalid offset or length",
+            "export it again",
+            code="artifact.external_offset",
+        ) from error
+    if offset < 0 or length != expected:
+        raise InvalidModel(
+            f"{where} has offset {offset} and {length} bytes, expected {expected} bytes",
+            "the model and its data file do not match: copy both again",
+            code="artifact.external_offset",
+        )
+    if offset + length > data.stat().st_size:
+        raise InvalidModel(
+            f"{where} ends at byte {offset + length}, but {location} has {data.stat().st_size}",
+            "the data file is truncated: copy it again",
+            code="artifact.external_truncated",
+        )
+
+
+def _tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """All tensors of a model: initializers, attributes, subgraphs, functions and training info."""
+    graphs = [proto.graph, *(t.algorithm for t in proto.training_info)]
+    graphs += [t.initialization for t in proto.training_info]
+    nodes = [node for function in proto.functions for node in function.node]
+    while graphs or nodes:
+        if graphs:
+            graph = graphs.pop()
+            yield from graph.initializer
+            sparse = [*graph.sparse_initializer]
+            nodes += graph.node
+        else:
+            attributes = nodes.pop().attribute
+            yield from (a.t for a in attributes if a.HasField("t"))
+            yield from (tensor for a in attributes for tensor in a.tensors)
+            graphs += [a.g for a in attributes if a.HasField("g")]
+            graphs += [inner for a in attributes for inner in a.graphs]
+            sparse = [a.sparse_tensor for a in attributes if a.HasField("sparse_tensor")]
+            sparse += [tensor for a in attributes for tensor in a.sparse_tensors]
+        for tensor in sparse:
+            yield from (tensor.values, tensor.indices)
