@@ -22,6 +22,7 @@ from attnserve.models.artifact import Artifact, check_files, open_artifact
 from graph_passes.errors import AttnserveError, InvalidModel
 from service.engine.device import on_device
 from service.engine.engine import Engine
+from service.engine.graph_facts import GraphFacts
 from service.engine.model import Model
 from service.engine.model_check import CheckResult, IsolationChecker
 from service.errors import NotFound, NotReady, UnknownModel
@@ -381,6 +382,7 @@ class Repository:
             concurrency=self.settings.concurrency,
             graph=checked.rewritten,
             operators=checked.operators,
+            facts=GraphFacts.from_json(checked.facts),
         )
         model.warm_up()
         return model

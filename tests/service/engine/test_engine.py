@@ -120,3 +120,16 @@ def test_engine_name_is_that_of_its_file(tmp_path: Path) -> None:
     engine = open_engine(folder / "small.onnx")
     assert engine.name == "small"
     engine.close()
+
+
+def test_model_large_without_glibc_is_loaded(
+    encoder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ctypes.CDLL(None) raises TypeError on Windows."""
+
+    def refuse(name: object) -> None:
+        raise TypeError("argument of type 'NoneType' is not iterable")
+
+    monkeypatch.setattr("service.engine.model.LARGE_BYTES", -1)
+    monkeypatch.setattr("service.engine.model.ctypes.CDLL", refuse)
+    Model(open_artifact(encoder)).close()
