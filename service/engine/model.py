@@ -134,6 +134,7 @@ class Model:
             buckets=cuda_graphs,
             longest=artifact.max_length,
             concurrency=concurrency,
+            copied=facts.external if graph is None else (),
         )
         self.inputs = tuple(_tensor(value) for value in self._session.get_inputs())
         self.outputs = tuple(_tensor(value) for value in self._session.get_outputs())
