@@ -61,11 +61,13 @@ def open_runner(
     buckets: int = 0,
     longest: int | None = None,
     concurrency: int = 1,
+    copied: Sequence[str] = (),
 ) -> Runner:
     """Open the backend that runs a model in a service.
 
     Args:
-        source, provider, threads, cuda: See ``open_session``; ``cuda.graphs`` follows ``buckets``.
+        source, provider, threads, cuda, copied: See ``open_session``; ``cuda.graphs`` follows
+            ``buckets``.
         buckets: Maximum number of shapes that are captured as CUDA graphs; 0 disables graphs.
         longest: Maximum sequence length of the model, if known.
         concurrency: Maximum number of concurrent runs. A session with CUDA graphs has one run at a
@@ -76,8 +78,8 @@ def open_runner(
         As ``open_session``.
     """
     if provider == "cpu":
-        return SessionRunner(open_session(source, provider="cpu", threads=threads))
-    open_one = partial(open_session, source, provider=provider, threads=threads)
+        return SessionRunner(open_session(source, threads=threads, copied=copied))
+    open_one = partial(open_session, source, provider=provider, threads=threads, copied=copied)
     if buckets:
         capturing = replace(cuda, graphs=True)
         try:

@@ -80,6 +80,7 @@ def open_session(
     spinning: bool = True,
     cuda: Cuda = PARITY,
     profile: Path | None = None,
+    copied: Sequence[str] = (),
 ) -> onnxruntime.InferenceSession:
     """Open a session for a model on disk or in memory.
 
@@ -94,6 +95,8 @@ def open_session(
             of sessions that take turns would occupy each other's cores: two or three times slower.
         cuda: CUDA settings; by default exact float32 products.
         profile: Path prefix of the file that ``end_profiling`` writes.
+        copied: Locations of external data that is read into memory. ONNX Runtime maps other files:
+            changing them changes the results, and truncating them ends the process.
 
     Raises:
         InvalidModel: ONNX Runtime refuses the graph.
@@ -121,6 +124,11 @@ def open_session(
     if isinstance(source, Path):
         patched = _patched(source)
         if patched is None:
+            content = [np.fromfile(source.parent / location, np.uint8) for location in copied]
+            if content:
+                options.add_external_initializers_from_files_in_memory(
+                    list(copied), content, [array.size for array in content]
+                )
             return _start(ort, str(source), source.name, options, providers)
         source = patched
     name = source.graph.name or "the model in memory"

@@ -15,24 +15,20 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import onnx_ir as ir
 
 from attnserve.context import Provider
-from attnserve.models.artifact import Artifact, load_model, read_json
-from attnserve.models.example_inputs import example_inputs, id_bound
-from attnserve.models.quantized import batch_invariant, int8_warning
+from attnserve.models.artifact import Artifact, read_json
 from attnserve.models.tokenizer import Encoding, load_tokenizer, model_inputs, pool
 from attnserve.runtime.backends import open_runner
 from attnserve.runtime.cuda import PARITY, Cuda
-from attnserve.runtime.session import weight_bytes
-from graph_passes.analysis.cost import model_cost
-from graph_passes.errors import AttnserveError, CheckFailed, InvalidData, InvalidModel
+from graph_passes.errors import CheckFailed, InvalidData, InvalidModel
+from service.engine.graph_facts import WARM_UP_ROWS, GraphFacts
 from service.errors import ModelFailed, NotFound, OutOfMemory
 
 __all__ = ["NOT_REWRITTEN", "Model", "Tensor", "TextTask"]
@@ -56,9 +52,6 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
 
 LARGE_BYTES = 10_000_000
 """Weights above this size justify a full garbage collection (0.1 s) after loading and closing."""
-
-WARM_UP_ROWS, WARM_UP_LENGTHS = 3, (8, 2, 1)
-"""Shapes of the first run; lengths are tried until the model takes one."""
 
 ROW_TOLERANCE = 0.05
 """Largest relative difference between a row alone and the same row in a batch. Dynamic quantization
@@ -99,6 +92,7 @@ class Model:
         graph: An equivalent file that is run instead of the artifact's; cost, inputs and lineage
             are still those of the artifact.
         operators: Report of the operator fusion that made ``graph``, or why there was none.
+        facts: Facts of the artifact's graph; None reads them here.
 
     Raises:
         InvalidModel: It cannot be read, or has an input or output that is not a plain tensor.
@@ -119,25 +113,18 @@ class Model:
         concurrency: int = 1,
         graph: Path | None = None,
         operators: Mapping[str, Any] = NOT_REWRITTEN,
+        facts: GraphFacts | None = None,
     ) -> None:
         self.artifact = artifact
         self.operators = operators
         self.name = name or artifact.name
         self.version = version
         self.provider: Provider = provider
-        original = load_model(artifact)
-        cost = model_cost(original)
-        # Copies of the shapes: a graph input would keep the graph and all weights in memory.
-        shapes = {name: ir.Value(name=name, shape=v.shape) for name, v in cost.inputs.items()}
-        self.cost = replace(cost, inputs=shapes)
-        self._id_bounds = {
-            value.name: bound for value in original.graph.inputs if (bound := id_bound(value))
-        }
-        self._examples = _examples(original)
-        self.int8_warning = int8_warning(original)
-        self.batch_invariant = batch_invariant(original)
-        self._is_large = weight_bytes(original) > LARGE_BYTES
-        del original
+        facts = facts or GraphFacts.read(artifact)
+        self.cost = facts.cost
+        self._id_bounds, self._examples = facts.id_bounds, facts.examples
+        self.int8_warning, self.batch_invariant = facts.int8_warning, facts.batch_invariant
+        self._is_large = facts.weight_bytes > LARGE_BYTES
         self._release_memory()
         self._captures = cuda_graphs > 0
         self._session: Any = open_runner(
@@ -148,6 +135,7 @@ class Model:
             buckets=cuda_graphs,
             longest=artifact.max_length,
             concurrency=concurrency,
+            copied=facts.external if graph is None else (),
         )
         self.inputs = tuple(_tensor(value) for value in self._session.get_inputs())
         self.outputs = tuple(_tensor(value) for value in self._session.get_outputs())
@@ -378,7 +366,7 @@ class Model:
         """
         if self._is_large:
             gc.collect()
-            with suppress(OSError, AttributeError):  # not glibc
+            with suppress(OSError, AttributeError, TypeError):  # not glibc; Windows: TypeError
                 ctypes.CDLL(None).malloc_trim(0)
 
     def _is_independent(
@@ -455,18 +443,6 @@ class _Closed:
 
     def __getattr__(self, name: str) -> Any:
         raise ModelFailed("the model is unloaded", "load it again")
-
-
-def _examples(graph: ir.Model) -> list[dict[str, np.ndarray]]:
-    """Inputs of the first run at several lengths; empty if none can be made."""
-    examples: list[dict[str, np.ndarray]] = []
-    first = next((value.shape for value in graph.graph.inputs if value.shape is not None), None)
-    axis = first[0] if first is not None and len(first) else None
-    rows = axis if isinstance(axis, int) else WARM_UP_ROWS
-    for length in WARM_UP_LENGTHS:
-        with suppress(AttnserveError):  # fixed axes of another length, or unsupported types
-            examples.append(example_inputs(graph, rows, length))
-    return examples
 
 
 def _starts_with(longer: np.ndarray, array: np.ndarray) -> bool:

@@ -13,22 +13,23 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
+import os
 import shutil
 import signal
 import tempfile
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 from attnserve.context import Provider
-from attnserve.models.artifact import Artifact, load_model, sha256
-from attnserve.runtime.external_data import external_files
+from attnserve.models.artifact import Artifact, sha256
 from attnserve.runtime.isolation import Worker, WorkerCrashed, allowed_environment
-from attnserve.runtime.session import weight_bytes
 from graph_passes.errors import (
     AttnserveError,
     CannotRewrite,
@@ -36,6 +37,7 @@ from graph_passes.errors import (
     InvalidModel,
     MissingExtra,
 )
+from service.engine.graph_facts import GraphFacts
 from service.engine.model import NOT_REWRITTEN, Model
 
 __all__ = ["CheckResult", "IsolationChecker"]
@@ -49,6 +51,10 @@ FORWARDED_ERRORS = (InvalidModel, InvalidArgument, MissingExtra)
 log = logging.getLogger("attnserve")
 
 FIX = "do not serve this file; if you made it, check it with onnx.checker.check_model"
+
+MEMORY_BYTES, MEMORY_PER_CORE_BYTES, MEMORY_PER_BYTE = 4 << 30, 256 << 20, 10
+"""Address space of the child: a floor, the stacks and heaps of threads, and several copies of the
+files in the model's folder (graph, sessions and fused model)."""
 
 FUSION_TIMEOUT_S = 60
 """Time limit of operator fusion; when it passes, the original model is served."""
@@ -66,12 +72,14 @@ class CheckResult:
         external: Its external data files with their checksums.
         rewritten: The model with fused operators; None if the original is run.
         operators: The fusion report, or why there was no fusion.
+        facts: ``GraphFacts`` as JSON.
     """
 
     identity: str
     external: tuple[tuple[Path, str], ...]
     rewritten: Path | None
     operators: Mapping[str, Any]
+    facts: Mapping[str, Any]
 
     @property
     def is_current(self) -> bool:
@@ -131,8 +139,10 @@ class IsolationChecker:
             InvalidModel: It cannot be read.
         """
         content = self._content(artifact)
-        external = sorted(external_files(load_model(artifact)))
-        return _result(content, external, None, {"rewritten": False, "why": "it is not probed"})
+        facts = GraphFacts.read(artifact).to_json()
+        return _result(
+            artifact, content, facts, None, {"rewritten": False, "why": "it is not probed"}
+        )
 
     def _delete_unused(self) -> None:
         """Delete the fused files of models that are not loaded."""
@@ -153,13 +163,13 @@ class IsolationChecker:
 
     def _try(self, artifact: Artifact, content: str) -> CheckResult:
         new = self._new_file(content) if self._rewrite else None
-        paths, operators = self._run_child(artifact, new)
+        facts, operators = self._run_child(artifact, new)
         rewritten = None
         if new is not None and operators["rewritten"] and new.is_file():
             rewritten = new.replace(new.with_suffix(".onnx"))
         elif new is not None:
             new.unlink(missing_ok=True)
-        return _result(content, map(Path, paths), rewritten, operators)
+        return _result(artifact, content, facts, rewritten, operators)
 
     def _new_file(self, content: str) -> Path | None:
         """The file for the fused model; None if its folder cannot be written."""
@@ -175,8 +185,8 @@ class IsolationChecker:
 
     def _run_child(
         self, artifact: Artifact, new: Path | None
-    ) -> tuple[list[str], Mapping[str, Any]]:
-        """The paths of the external data, and the report of the fusion to ``new``.
+    ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """The facts of the graph, and the report of the fusion to ``new``.
 
         Raises:
             InvalidModel, InvalidArgument: See ``check``.
@@ -187,11 +197,11 @@ class IsolationChecker:
                 _Child, artifact, self._provider, self._threads,
                 timeout_s=self._timeout_s,
                 environment=allowed_environment(),
-                prepare=_prepare,
+                prepare=partial(_prepare, *self._limits(artifact)),
                 silent=True,
             ) as child:  # fmt: skip
-                external = child.call("external_data", timeout_s=deadline - monotonic())
-                return external, self._fuse(child, new, deadline)
+                facts = child.call("facts", timeout_s=deadline - monotonic())
+                return facts, self._fuse(child, new, deadline)
         except FORWARDED_ERRORS:
             raise
         except WorkerCrashed as error:
@@ -204,6 +214,18 @@ class IsolationChecker:
             raise InvalidModel(f"{name}: {error.what}", FIX, code="model.crash") from error
         except AttnserveError as error:
             raise InvalidModel(error.what, error.fix, code=error.code) from error
+
+    def _limits(self, artifact: Artifact) -> tuple[int, int]:
+        """Limits of the child: bytes of address space (0 for none) and seconds of processor time.
+
+        CUDA reserves address space for all memory of the machine.
+        """
+        cores = os.cpu_count() or 1
+        with suppress(OSError):
+            size = sum(path.stat().st_size for path in artifact.folder.iterdir() if path.is_file())
+            memory = MEMORY_BYTES + MEMORY_PER_CORE_BYTES * cores + MEMORY_PER_BYTE * size
+            return (0 if self._provider == "cuda" else memory), math.ceil(self._timeout_s) * cores
+        raise InvalidModel(f"{artifact.folder}: cannot be read", "check the path")
 
     def _fuse(self, child: Worker, new: Path | None, deadline: float) -> Mapping[str, Any]:
         """The report of the fusion: a failure does not fail the check."""
@@ -219,14 +241,22 @@ class IsolationChecker:
 
 
 def _result(
-    content: str, external: Iterable[Path], rewritten: Path | None, operators: Mapping[str, Any]
+    artifact: Artifact,
+    content: str,
+    facts: Mapping[str, Any],
+    rewritten: Path | None,
+    operators: Mapping[str, Any],
 ) -> CheckResult:
-    """The result for a model; ``content`` is its checksum without the ``external`` data."""
+    """The result for a model; ``content`` is its checksum without the external data."""
+    folder = artifact.folder
+    external = [folder / location for location in GraphFacts.from_json(facts).external]
+    if not all(path.resolve().is_relative_to(folder.resolve()) for path in external):
+        raise InvalidModel(f"{artifact.model}: external data is outside its folder", FIX)
     checksums = tuple((path, _sha256(path)) for path in external)
     digest = hashlib.sha256(content.encode())
     for path, checksum in checksums:
         digest.update(f" {path.name} {checksum}".encode())
-    return CheckResult(digest.hexdigest(), checksums, rewritten, operators)
+    return CheckResult(digest.hexdigest(), checksums, rewritten, operators, facts)
 
 
 def _sha256(path: Path) -> str:
@@ -236,8 +266,8 @@ def _sha256(path: Path) -> str:
         raise InvalidModel(f"{path}: cannot be read: {error.strerror}", "check the path") from error
 
 
-def _prepare() -> None:
-    """Limit the damage of a model (in the child)."""
+def _prepare(memory_bytes: int = 0, cpu_s: int = 0) -> None:
+    """Limit the damage of a model (in the child); 0 for no limit."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the check
     with suppress(OSError):  # out of memory: end this process, not the server
         Path("/proc/self/oom_score_adj").write_text("1000")
@@ -245,6 +275,11 @@ def _prepare() -> None:
         import resource
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        for kind, limit in ((resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_CPU, cpu_s)):
+            _, hard = resource.getrlimit(kind)
+            if limit:
+                most = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+                resource.setrlimit(kind, (most, most))
 
 
 class _Child:
@@ -252,11 +287,11 @@ class _Child:
 
     def __init__(self, artifact: Artifact, provider: Provider, threads: int) -> None:
         self._artifact, self._provider, self._threads = artifact, provider, threads
-        Model(artifact, provider=provider, threads=threads).warm_up()
-        self._external = [str(path) for path in sorted(external_files(load_model(artifact)))]
+        self._facts = GraphFacts.read(artifact)
+        Model(artifact, provider=provider, threads=threads, facts=self._facts).warm_up()
 
-    def external_data(self) -> list[str]:
-        return self._external
+    def facts(self) -> dict[str, Any]:
+        return self._facts.to_json()
 
     def fuse(self, new: Path) -> dict[str, Any]:
         """Write the model with fused operators."""
@@ -264,7 +299,7 @@ class _Child:
 
         if self._provider != "cpu":
             raise CannotRewrite("operator fusion supports only the CPU")
-        size = weight_bytes(load_model(self._artifact))
+        size = self._facts.weight_bytes
         if size > MAX_BYTES:
             raise CannotRewrite(
                 f"it holds {size / 1e9:.1f} GB of weights, more than {MAX_BYTES / 1e9:g}"

@@ -22,6 +22,7 @@ from attnserve.models.artifact import Artifact, check_files, open_artifact
 from graph_passes.errors import AttnserveError, InvalidModel
 from service.engine.device import on_device
 from service.engine.engine import Engine
+from service.engine.graph_facts import GraphFacts
 from service.engine.model import Model
 from service.engine.model_check import CheckResult, IsolationChecker
 from service.errors import NotFound, NotReady, UnknownModel, hide_folders
@@ -401,6 +402,7 @@ class Repository:
                 key: hide_folders(value, self.settings.model) if key == "why" else value
                 for key, value in checked.operators.items()
             },
+            facts=GraphFacts.from_json(checked.facts),
         )
         model.warm_up()
         return model

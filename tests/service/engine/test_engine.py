@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 from attnserve.models.artifact import open_artifact
@@ -145,4 +146,44 @@ def test_output_bytes_counts_axes_of_unknown_size_as_one(encoder: Path) -> None:
     shapes = {"x": (5, 11), "y": (11, 13)}
     assert [model.output_bytes(shapes, [name]) for name in "abc"] == [5 * 13 * 7 * 4, 12, 40]
     assert model.output_bytes(shapes, ["b", "c"]) == 52
+    model.close()
+
+
+def test_model_large_without_glibc_is_loaded(
+    encoder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ctypes.CDLL(None) raises TypeError on Windows."""
+
+    def refuse(name: object) -> None:
+        raise TypeError("argument of type 'NoneType' is not iterable")
+
+    monkeypatch.setattr("service.engine.model.LARGE_BYTES", -1)
+    monkeypatch.setattr("service.engine.model.ctypes.CDLL", refuse)
+    Model(open_artifact(encoder)).close()
+
+
+@pytest.mark.parametrize("location", ["weights.bin", "./weights.bin"])
+def test_model_external_data_changed_in_place_keeps_answers(tmp_path: Path, location: str) -> None:
+    """ONNX Runtime would map the file; truncating it would end this process."""
+    folder = write_encoder(tmp_path / "m")
+    proto = onnx.load(folder / "model.onnx")
+    onnx.save(
+        proto,
+        folder / "model.onnx",
+        save_as_external_data=True,
+        location="weights.bin",
+        size_threshold=0,
+    )
+    proto = onnx.load(folder / "model.onnx", load_external_data=False)
+    for tensor in proto.graph.initializer:
+        next(each for each in tensor.external_data if each.key == "location").value = location
+    (folder / "model.onnx").write_bytes(proto.SerializeToString())
+    model = Model(open_artifact(folder))
+    inputs = tokens([2, 4, 5, 3])
+    before = model.run(inputs)
+    data = folder / "weights.bin"
+    with data.open("r+b") as file:
+        file.write(bytes(data.stat().st_size))
+    after = model.run(inputs)
+    assert all(np.array_equal(after[name], array) for name, array in before.items())
     model.close()

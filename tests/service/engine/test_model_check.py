@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ import numpy as np
 import pytest
 
 import attnserve
+from attnserve.models import artifact as artifact_module
 from attnserve.models.artifact import open_artifact
 from attnserve.runtime.isolation import WorkerCrashed, run_isolated
 from graph_passes.errors import InvalidArgument, InvalidModel
 from service.api.triton import configuration
 from service.dashboard.stats import card
-from service.engine import model_check
+from service.engine import graph_facts, model_check
+from service.engine.graph_facts import GraphFacts
 from service.engine.model_check import CheckResult, IsolationChecker
 from service.engine.repository import Repository, say_operators
 from service.settings import Settings
@@ -311,3 +314,71 @@ def test_check_other_error_is_an_invalid_model(
     kept = error == "InvalidArgument"
     with pytest.raises(InvalidArgument if kept else InvalidModel, match="no reason"):
         checker(tmp_path / "rewritten").check(open_artifact(bert))
+
+
+MEMORY_EATER = """
+import numpy as np
+class Hungry:
+    def __init__(self, *a, **k): self.kept = np.empty(1 << 30)
+service.engine.model_check.Model = Hungry
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX limits")
+def test_check_child_memory_is_limited(
+    bert: Path, child: Child, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 GB are more than the limit for a small file; the array is never written."""
+    monkeypatch.setattr(model_check, "MEMORY_PER_CORE_BYTES", 0)
+    child(MEMORY_EATER)
+    with pytest.raises(InvalidModel, match=r"(?i)allocate|memory"):
+        checker(rewrite=False).check(open_artifact(bert))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX limits")
+def test_check_child_processor_time_is_limited() -> None:
+    prepare = partial(model_check._prepare, 0, 1)
+    with pytest.raises(WorkerCrashed) as caught:
+        run_isolated(exec, "while True: pass", prepare=prepare, silent=True, timeout_s=30)
+    assert caught.value.status in (-signal.SIGXCPU, -signal.SIGKILL)
+
+
+def test_repository_checked_model_is_not_read_in_the_server(
+    bert: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The child computes the facts of the graph; the server only opens the session."""
+    expected = served(bert, rewrite=False, probe=False)
+
+    def refuse(*given: object) -> None:
+        raise AssertionError("the graph was read in the server")
+
+    for module in (graph_facts, artifact_module):
+        monkeypatch.setattr(module, "load_model", refuse)
+    found = served(bert, rewrite=False)
+    assert found["macs"] == expected["macs"] and found["config"] == expected["config"]
+    assert np.array_equal(found["vectors"], expected["vectors"])
+
+
+def test_graph_facts_json_round_trip_is_equal(bert: Path) -> None:
+    facts = GraphFacts.read(open_artifact(bert))
+    again = GraphFacts.from_json(json.loads(json.dumps(facts.to_json())))
+    assert again.cost.macs == facts.cost.macs
+    assert {n: v.shape for n, v in again.cost.inputs.items()} == {
+        n: v.shape for n, v in facts.cost.inputs.items()
+    }
+    for ours, theirs in zip(again.examples, facts.examples, strict=True):
+        assert all(np.array_equal(ours[name], array) for name, array in theirs.items())
+    assert again.id_bounds == facts.id_bounds and again.external == facts.external
+    shapes = {name: array.shape for name, array in facts.examples[0].items()}
+    assert again.cost.macs_of(shapes) == facts.cost.macs_of(shapes) is not None
+
+
+def test_check_external_data_outside_the_folder_is_refused(bert: Path, child: Child) -> None:
+    """A child that a hostile model controls does not make the server read other files."""
+    child(
+        "def facts(self):\n"
+        "    return {**self._facts.to_json(), 'external': ['../../../../../../etc/passwd']}\n"
+        "service.engine.model_check._Child.facts = facts"
+    )
+    with pytest.raises(InvalidModel, match="outside"):
+        checker(rewrite=False).check(open_artifact(bert))

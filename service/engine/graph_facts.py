@@ -1,0 +1,142 @@
+"""What the server needs to know of a model's graph, computed in the process that checks the model.
+
+Reading a graph takes seconds and several times the memory of its weights, and the file is
+untrusted. The child process of ``model_check`` computes the facts and hands them over as JSON.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from attnserve.models.artifact import Artifact, load_model
+from attnserve.models.example_inputs import example_inputs, id_bound
+from attnserve.models.quantized import batch_invariant, int8_warning
+from attnserve.runtime.external_data import external_files
+from attnserve.runtime.session import weight_bytes
+from graph_passes.analysis.cost import Cost, Polynomial, model_cost
+from graph_passes.errors import AttnserveError
+
+__all__ = ["WARM_UP_ROWS", "GraphFacts"]
+
+WARM_UP_ROWS, WARM_UP_LENGTHS = 3, (8, 2, 1)
+"""Shapes of the first run; lengths are tried until the model takes one."""
+
+
+@dataclass(frozen=True, eq=False)
+class GraphFacts:
+    """Facts of a graph without the graph itself.
+
+    Attributes:
+        cost: Its inputs are copies: a graph input would keep the graph and all weights in memory.
+        id_bounds: Number of ids that each input with token ids may hold.
+        examples: Inputs of the first run at several lengths; empty if none can be made.
+        int8_warning, batch_invariant: See ``attnserve.models.quantized``.
+        weight_bytes: Size of the weights.
+        external: Locations of the external data in the model's folder.
+    """
+
+    cost: Cost
+    id_bounds: Mapping[str, int]
+    examples: Sequence[Mapping[str, np.ndarray]]
+    int8_warning: str | None
+    batch_invariant: bool
+    weight_bytes: int
+    external: tuple[str, ...]
+
+    @classmethod
+    def read(cls, artifact: Artifact) -> GraphFacts:
+        """Read the graph of a model.
+
+        Raises:
+            InvalidModel: It cannot be read.
+        """
+        graph = load_model(artifact)
+        cost = model_cost(graph)
+        shapes = {name: ir.Value(name=name, shape=v.shape) for name, v in cost.inputs.items()}
+        bounds = ((value.name or "", id_bound(value)) for value in graph.graph.inputs)
+        files = (path.relative_to(artifact.folder) for path in external_files(graph))
+        return cls(
+            replace(cost, inputs=shapes),
+            {name: bound for name, bound in bounds if bound},
+            _examples(graph),
+            int8_warning(graph),
+            batch_invariant(graph),
+            weight_bytes(graph),
+            tuple(sorted(path.as_posix() for path in files)),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The facts as JSON values; arrays are base64 of the npz format."""
+        macs = self.cost.macs
+        terms = {} if macs is None else macs.terms
+        return {
+            "macs": None if macs is None else {
+                "axes": list(macs.axes),
+                "terms": [[list(p), c.numerator, c.denominator] for p, c in terms.items()],
+            },
+            "parameters": self.cost.parameters,
+            "bytes": self.cost.bytes,
+            "uncounted": list(self.cost.uncounted),
+            "inputs": {
+                name: value.shape and [d if isinstance(d, int) else d.value for d in value.shape]
+                for name, value in self.cost.inputs.items()
+            },
+            "id_bounds": dict(self.id_bounds),
+            "examples": [_encoded(example) for example in self.examples],
+            "int8_warning": self.int8_warning,
+            "batch_invariant": self.batch_invariant,
+            "weight_bytes": self.weight_bytes,
+            "external": list(self.external),
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> GraphFacts:
+        """The inverse of ``to_json``."""
+        macs = told["macs"] and Polynomial(
+            tuple(told["macs"]["axes"]),
+            {tuple(powers): Fraction(n, d) for powers, n, d in told["macs"]["terms"]},
+        )
+        inputs = {
+            name: ir.Value(name=name, shape=None if dims is None else ir.Shape(dims))
+            for name, dims in told["inputs"].items()
+        }
+        return cls(
+            Cost(macs, told["parameters"], told["bytes"], tuple(told["uncounted"]), inputs),
+            told["id_bounds"],
+            [_decoded(text) for text in told["examples"]],
+            told["int8_warning"],
+            told["batch_invariant"],
+            told["weight_bytes"],
+            tuple(told["external"]),
+        )
+
+
+def _encoded(arrays: Mapping[str, np.ndarray]) -> str:
+    file = io.BytesIO()
+    np.savez(file, allow_pickle=False, **arrays)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def _decoded(text: str) -> dict[str, np.ndarray]:
+    with np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False) as arrays:
+        return dict(arrays)
+
+
+def _examples(graph: ir.Model) -> list[dict[str, np.ndarray]]:
+    examples: list[dict[str, np.ndarray]] = []
+    first = next((value.shape for value in graph.graph.inputs if value.shape is not None), None)
+    axis = first[0] if first is not None and len(first) else None
+    rows = axis if isinstance(axis, int) else WARM_UP_ROWS
+    for length in WARM_UP_LENGTHS:
+        with suppress(AttnserveError):  # fixed axes of another length, or unsupported types
+            examples.append(example_inputs(graph, rows, length))
+    return examples
