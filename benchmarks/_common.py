@@ -31,6 +31,7 @@ from attnserve.checks.quality import Quality, QualityMeter
 from attnserve.models.artifact import load_model, open_artifact
 from attnserve.models.datasets import load_inputs
 from attnserve.models.tokenizer import load_tokenizer, model_inputs
+from attnserve.runtime.cpu import cpu_flags
 from attnserve.runtime.session import open_session, run
 
 RESULTS = Path(__file__).parent / "results"
@@ -202,7 +203,8 @@ def write_result(name: str, options: argparse.Namespace, **content: Any) -> None
     )
     command = " ".join([f"python -m benchmarks.{name}", *arguments])
     machine = {} if "machine" in content else {"machine": asdict(describe_machine())}
-    write_json(RESULTS / f"{name}.json", {"command": command, **content, **machine})
+    flags = {"cpu_flags": cpu_flags()}  # of the CPU's vector and int8 instructions
+    write_json(RESULTS / f"{name}.json", {"command": command, **content, **machine, **flags})
 
 
 def stored_rows(name: str) -> list[dict[str, Any]]:

@@ -48,11 +48,15 @@ PLANNER_MODELS = {
     "attention": "attnserve, attention only",
     "with feed-forwards": "attnserve, attention and FFN",
     "with feed-forwards, int8": "attnserve, attention, FFN and int8",
-    "with feed-forwards, int8-full": "attnserve, attention, FFN and int8 of 8 bits",
     "similarities": "attnserve, attention and FFN, similarities kept",
     "R = 128 by hand": "attnserve, `--collab-dk 128`",
 }
 """The names of the models in planner.json, and how the documentation calls them."""
+
+MIXTURE_MODELS = PLANNER_MODELS | {
+    "with feed-forwards, int8-full": "attnserve, attention, FFN and int8 of 8 bits",
+}
+"""Those in mixture.json."""
 
 QUALITY_MODELS = {
     "minilm": "all-MiniLM-L6-v2",
@@ -208,7 +212,7 @@ def mixture() -> str:
     """Speed and quality of searches on sentences and paragraphs."""
     rows = [
         [
-            PLANNER_MODELS.get(row["goal"], row["goal"]),
+            MIXTURE_MODELS[row["goal"]],
             f"{row['keep']:g}" if row["keep"] else "",
             *(times(row["speedups"][length][0]) for length in ("128", "256", "512")),
             *(
@@ -222,9 +226,24 @@ def mixture() -> str:
     return table(["rewrites", "asked", *lengths, "unseen sentences", "unseen paragraphs"], rows)
 
 
+def nncf() -> str:
+    """int8 of attnserve and of OpenVINO's NNCF."""
+    rows = [
+        [
+            row["model"],
+            *map(times, row["vs_exported"].values()),
+            percent(row["kept"]),
+            f"{row['quality']['value']:.4f}",
+            f"{row['quality']['r2']:.4f}",
+        ]
+        for row in load("nncf")["rows"]
+    ]
+    return table(["model", "128 tokens", "512 tokens", "score kept", "similarity", "R^2"], rows)
+
+
 def _mixture_rows() -> list[dict[str, Any]]:
     """The other tools first, then the goals by what they keep."""
-    order = list(PLANNER_MODELS)
+    order = list(MIXTURE_MODELS)
     rows = load("mixture")["rows"]
     return sorted(rows, key=lambda row: (order.index(row["goal"]), row["keep"] or 0.0))
 
@@ -255,7 +274,7 @@ def mixture_curve() -> str:
                     if row["goal"] == goal
                 ]
                 x, y, _ = zip(*points, strict=True)
-                axes.plot(x, y, label=PLANNER_MODELS[goal].replace("`", ""), **styles[goal])
+                axes.plot(x, y, label=MIXTURE_MODELS[goal].replace("`", ""), **styles[goal])
                 for a, b, share in points:
                     if share:
                         axes.annotate(f"{share:g}", (a, b), (3, 4), textcoords="offset points",
