@@ -36,6 +36,9 @@ from attnserve.runtime.session import open_session, run
 
 RESULTS = Path(__file__).parent / "results"
 
+FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8")
+"""Features of a CPU that decide how fast and how exact products are."""
+
 LENGTHS = (16, 32, 64, 128, 256, 384, 512)
 """Sequence lengths of the speed tables."""
 
@@ -203,7 +206,7 @@ def write_result(name: str, options: argparse.Namespace, **content: Any) -> None
     )
     command = " ".join([f"python -m benchmarks.{name}", *arguments])
     machine = {} if "machine" in content else {"machine": asdict(describe_machine())}
-    flags = {"cpu_flags": cpu_flags()}  # of the CPU's vector and int8 instructions
+    flags = {"cpu_flags": [flag for flag in FLAGS if flag in cpu_flags()]}
     write_json(RESULTS / f"{name}.json", {"command": command, **content, **machine, **flags})
 
 

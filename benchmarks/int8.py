@@ -44,7 +44,6 @@ from attnserve.models.products import Range, collect_ranges
 from attnserve.models.quantized import Bits
 from attnserve.planning.apply import apply_plan
 from attnserve.planning.lossless_passes import fusion_plan
-from attnserve.runtime.cpu import cpu_flags
 from attnserve.runtime.interleaved_timer import BENCHMARK, time_functions
 from attnserve.runtime.session import Batch, open_session, run
 from benchmarks._common import (
@@ -66,7 +65,6 @@ SECONDS = 30.0
 """Approximate time of the measurements at each length."""
 
 PERCENTILE = 99.99
-FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8")
 REFERENCE = "float32"
 
 
@@ -88,7 +86,6 @@ def main() -> None:
     packages = ("onnxruntime", "onnx", "onnx-ir", "numpy")
     write_result(
         "int8", options, schemes=rows, threads=1,
-        cpu_flags=[flag for flag in FLAGS if flag in cpu_flags()],
         versions={name: version(name) for name in packages},
     )  # fmt: skip
 
