@@ -406,7 +406,9 @@ def test_optimize_keep_writes_report_and_lineage(
 def test_optimize_int8_is_part_of_the_loss(optimized: Optimizer, tmp_path: Path):
     report = optimized(keep=0.9, allow=["ffn"], precision="int8")
     assert report.fidelity.mean_cosine >= 0.9
-    assert report.after.bytes < 0.6 * report.before.bytes
+    # The products of this tiny model may be slower in int8, and then stay float32.
+    limit = 0.8 if report.plan.float_blocks else 0.6
+    assert report.after.bytes < limit * report.before.bytes
     kinds = {node.op_type for node in load_model(tmp_path / "out.onnx").graph}
     assert kinds & {"MatMulIntegerToFloat", "QAttention"}
 
