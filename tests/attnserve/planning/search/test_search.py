@@ -406,11 +406,12 @@ def test_optimize_keep_writes_report_and_lineage(
 def test_optimize_int8_is_part_of_the_loss(optimized: Optimizer, tmp_path: Path):
     report = optimized(keep=0.9, allow=["ffn"], precision="int8")
     assert report.fidelity.mean_cosine >= 0.9
-    # The products of this tiny model may be slower in int8, and then stay float32.
-    limit = 0.8 if report.plan.float_blocks else 0.6
-    assert report.after.bytes < limit * report.before.bytes
+    # The blocks of this tiny model may be slower in int8, and then stay float32.
+    in_float = len(report.plan.float_blocks)
+    assert report.after.bytes < (0.8 if in_float else 0.6) * report.before.bytes
     kinds = {node.op_type for node in load_model(tmp_path / "out.onnx").graph}
-    assert kinds & {"MatMulIntegerToFloat", "QAttention"}
+    assert kinds & {"MatMulIntegerToFloat", "QAttention"} or in_float == 4
+    assert "DequantizeLinear" in kinds  # of the table of embeddings
 
 
 def test_optimize_precision_that_loses_too_much_fails(optimized: Optimizer, tmp_path: Path):
