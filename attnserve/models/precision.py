@@ -14,9 +14,8 @@ static scales from calibration data, or scales per row without it. The model sta
 the text: other rows of a batch have no effect.
 
 int4: ``MatMulNBitsQuantizer`` of ONNX Runtime: signed 4-bit weights with one scale for 32 of them,
-for MatMul with constant matrices. It reads an eighth of the bytes, which is what a decoder waits
-for that runs one token at a time: 4 layers of width 768 run 5.0x as fast as in float32 with one
-token, 2.2x with 8, and 1.1x with 128 (int8: 2.9x, 2.7x, 3.0x; EPYC with VNNI).
+for MatMul with constant matrices. It reads about a seventh of the bytes. It is for decoders that
+run one token at a time, whose speed depends on the bytes read; with many tokens int8 is faster.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ SHARE = 1 / 10
 """Minimum share of the weights for which ``precision_of`` reports a data type."""
 
 INT4_BLOCK = 32
-"""Weights with a common scale. Blocks of 128 are a tenth faster and lose a third more."""
+"""Weights with a common scale. Larger blocks are faster and less accurate."""
 
 INT8_PRODUCTS = 4
 """``accuracy_level`` of MatMulNBits: activations are rounded to 8 bits in blocks of each row."""

@@ -125,7 +125,7 @@ def _reason(picked: Picked, group: TiedBlocks, config: BlockConfig, curve: LossC
         place = picked.unit.index(group)
         smaller = f"{following.configs[place]} {what}"
         if place in now.in_float and place not in following.in_float:
-            smaller += " in the smaller precision"
+            smaller += " without float32"
         others = " and its pair" if len(picked.unit) > 1 else ""
         parts.append(
             f"{smaller}{others} would save {now.ms - following.ms:.3f} ms more and lose "
