@@ -259,20 +259,20 @@ def read_settings(**given: Any) -> Settings:
     """Settings from ``given``, except None, and from the environment.
 
     Raises:
-        InvalidArgument: A value is invalid, or a variable misspells ATTNSERVE_API_KEYS.
+        InvalidArgument: A value is invalid, or a variable misspells the name of keys.
     """
     _refuse_misspelled_keys()
     return read(Settings, given)
 
 
 def _refuse_misspelled_keys() -> None:
-    """Unknown variables are ignored; a misspelled ATTNSERVE_API_KEYS would disable API keys."""
+    """Unknown variables are ignored; a misspelled name of keys would disable them."""
     known = {f"ATTNSERVE_{name}".upper() for name in Settings.model_fields}
     for name in os.environ:
-        if re.match("ATTNSERVE_API_?KEY", name, re.IGNORECASE) and name.upper() not in known:
+        if re.match("ATTNSERVE_(API|ADMIN)_?KEY", name, re.IGNORECASE) and name.upper() not in known:
             raise InvalidArgument(
                 f"{name}: no such setting",
-                "set ATTNSERVE_API_KEYS or ATTNSERVE_API_KEYS_FILE",
+                "set ATTNSERVE_API_KEYS, ATTNSERVE_API_KEYS_FILE or ATTNSERVE_ADMIN_KEYS",
                 code="settings.unknown",
             )
 
