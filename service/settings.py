@@ -269,7 +269,8 @@ def _refuse_misspelled_keys() -> None:
     """Unknown variables are ignored; a misspelled name of keys would disable them."""
     known = {f"ATTNSERVE_{name}".upper() for name in Settings.model_fields}
     for name in os.environ:
-        if re.match("ATTNSERVE_(API|ADMIN)_?KEY", name, re.IGNORECASE) and name.upper() not in known:
+        is_key = re.match("ATTNSERVE_(API|ADMIN)_?KEY", name, re.IGNORECASE)
+        if is_key and name.upper() not in known:
             raise InvalidArgument(
                 f"{name}: no such setting",
                 "set ATTNSERVE_API_KEYS, ATTNSERVE_API_KEYS_FILE or ATTNSERVE_ADMIN_KEYS",

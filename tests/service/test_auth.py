@@ -105,9 +105,11 @@ def test_read_keys_empty_key_is_refused(tmp_path: Path) -> None:
         *(
             (name, "secret", "settings.unknown", name)
             for name in (
-                "ATTNSERVE_API_KEY", "ATTNSERVE_APIKEYS", "attnserve_api_key_file",
+                "ATTNSERVE_API_KEY",
+                "ATTNSERVE_APIKEYS",
+                "attnserve_api_key_file",
                 "ATTNSERVE_ADMIN_KEY",
-            )  # fmt: skip
+            )
         ),
     ],
 )
